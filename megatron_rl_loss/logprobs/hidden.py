@@ -26,7 +26,6 @@ from megatron_rl_loss.logprobs.layer import (
 )
 from megatron_rl_loss.logprobs.reading import LogProbs, Reading, Settings, TokenMask
 from megatron_rl_loss.logprobs.teacher import Comparison, Teacher
-from megatron_rl_loss.losses.divergence import Kind
 from megatron_rl_loss.step.collectives import size_of
 
 #: Tokens of a chunk: enough that products with the weight run at full speed.
@@ -88,14 +87,9 @@ class Divergence(NamedTuple):
 def divergence_from_hidden(
     hidden: Tensor,
     weight: Tensor,
-    teacher_hidden: Tensor,
-    teacher_weight: Tensor | None = None,
     labels: Tensor | None = None,
     *,
-    kind: Kind,
-    beta: float | None = None,
-    teacher_bias: Tensor | None = None,
-    teacher_temperature: float | None = None,
+    teacher: Teacher,
     bias: Tensor | None = None,
     tensor_parallel: TensorParallel = ALONE,
     temperature: float = 1.0,
@@ -113,16 +107,13 @@ def divergence_from_hidden(
     student's alone is.
 
     Args:
-        teacher_hidden, teacher_weight, teacher_bias, kind, beta, teacher_temperature: as in `Teacher`; no gradient
-            goes to the teacher.
         labels: their log-probs are made too, of the same logits.
+        teacher: gets no gradient.
         others: as in `log_probs_from_hidden`.
 
-    Raises ValueError and TypeError as `log_probs_from_hidden`, for a teacher of other tokens or another shard, and as
-    `Teacher`.
+    Raises ValueError and TypeError as `log_probs_from_hidden`, and ValueError for a teacher of other tokens or another
+    shard.
     """
-    of_teacher = teacher_hidden, teacher_weight, teacher_bias
-    teacher = Teacher(*of_teacher, kind=kind, beta=beta, temperature=teacher_temperature)
     leaves = [in_autocast(one) for one in (hidden, weight, bias)]
     settings = Settings(temperature, keep, vocab_size, entropy, token_mask)
     read = _read(leaves, labels, settings, tensor_parallel, chunk_tokens)

@@ -152,9 +152,7 @@ class OutputHead:
             if teacher is None:
                 found = log_probs_from_hidden(hidden_states, weight, labels, kernel=self.kernel, **common)
             else:
-                common |= {"kind": teacher.kind, "beta": teacher.beta, "teacher_bias": teacher.bias}
-                common["teacher_temperature"] = teacher.temperature
-                found = divergence_from_hidden(hidden_states, weight, teacher.hidden, teacher.weight, labels, **common)
+                found = divergence_from_hidden(hidden_states, weight, labels, teacher=teacher, **common)
             return tuple(None if one is None else one.transpose(0, 1) for one in found)
         weights = context.microbatch.pg_loss.weights_on(hidden_states.device).view(batch).t()
         inputs = {name: one.reshape(*batch, *one.shape[2:]).transpose(0, 1) for name, one in context.inputs.items()}

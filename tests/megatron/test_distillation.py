@@ -1,6 +1,6 @@
 """Policy loss plus divergence from a teacher through the real Megatron: TP 2 with SP x CP 2 x DP 2 gives one gradient.
 
-The `forward_step` of docs/distillation.md trains a tiny GPT in packed rows, ragged, with masked samples and packs.
+The recipe `distill.py` trains a tiny GPT in packed rows, ragged, with masked samples and packs.
 The teacher is a GPT of other weights, whose likeliest ids come as a server gives them: some tokens have fewer. With
 hidden states it is an output layer on random ones. The oracle is `gpt_oracle`'s model with the whole vocabulary, in
 float64, sample by sample.
@@ -17,7 +17,6 @@ import torch
 from divergence_oracle import divergence
 from gpt_oracle import GptShape, Rollout
 from gpt_steps import FP32_BOUNDS, Outcome, collect, place_in, prepared, run_batches, settings_of, start_layout, whole
-from pages import code_of
 from ranks import run_ranks
 from table_step import relative_error
 from tiny_gpt import Batch, Case, Layout
@@ -94,7 +93,7 @@ def pack_of(batch: Batch, rollouts: list[Rollout]) -> dict[str, Any]:
 
 
 def from_hidden_states(data_iterator: Iterator[Any], model: Any) -> Any:
-    """As the page's, with the teacher's output layer."""
+    """As the recipe's, with the teacher's output layer."""
     from megatron.core import parallel_state as mpu
 
     from megatron_rl_loss import OutputHead
@@ -119,9 +118,9 @@ def from_hidden_states(data_iterator: Iterator[Any], model: Any) -> Any:
 
 def gradients(rollouts: list[Rollout]) -> tuple[dict[str, int], list[Outcome]]:
     """On a rank: its place, and its part of the gradients in each setting."""
+    from recipes.distill import forward_step
+
     place, found = place_in(start_layout(LAYOUT)), []
-    names: dict[str, Any] = {}
-    exec(code_of("distillation.md")[1], names)
     for mode, of_kl, is_hidden in SETTINGS:
         case = Case(2, mode, "all", "mean", False, "plain", False, False)
         ready, batches = prepared(LAYOUT, case, rollouts, "packed")
@@ -129,8 +128,8 @@ def gradients(rollouts: list[Rollout]) -> tuple[dict[str, int], list[Outcome]]:
         aggregation = LossAggregation(
             settings_of(case), lambda pack: pack["samples"], terms={"kl": of_kl}, term_masks=["taught"]
         )
-        forward_step = from_hidden_states if is_hidden else names["forward_step"]
-        run_batches(LAYOUT, ready, forward_step, packs, aggregation.wrap_schedule)
+        step = from_hidden_states if is_hidden else forward_step
+        run_batches(LAYOUT, ready, step, packs, aggregation.wrap_schedule)
         found.append(Outcome(collect(ready.chunks, of_gradients=True), {}, 0.0, None))
     return place, found
 

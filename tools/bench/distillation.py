@@ -44,8 +44,13 @@ from timing import BACKENDS, Others, commit_of, flags, publish, synchronize
 from torch import Tensor
 
 from checkouts import MS_SWIFT, NEMO_RL, TRL, VERL, Framework, load  # type: ignore  # isort: skip
-from megatron_rl_loss import divergence_at_ids, divergence_from_hidden, log_probs_from_hidden, loss_from_hidden
-from megatron_rl_loss.logprobs.teacher import Teacher
+from megatron_rl_loss import (
+    Teacher,
+    divergence_at_ids,
+    divergence_from_hidden,
+    log_probs_from_hidden,
+    loss_from_hidden,
+)
 
 LIGER = Framework(
     "LIGER_PATH", "src/liger_kernel/chunked_loss/jsd_loss.py", ("liger_kernel", "liger_kernel.chunked_loss"), ()
@@ -141,17 +146,15 @@ def ours_top_k_in_one(chunk_tokens: int, x: Inputs) -> Tensor:
 
 
 def ours_whole(chunk_tokens: int, x: Inputs) -> Tensor:
-    teacher = x.teacher, x.teacher_weight
-    return divergence_from_hidden(
-        x.hidden, x.weight, *teacher, kind="forward_kl", chunk_tokens=chunk_tokens
-    ).divergence.sum()
+    teacher = Teacher(x.teacher, x.teacher_weight, kind="forward_kl")
+    return divergence_from_hidden(x.hidden, x.weight, teacher=teacher, chunk_tokens=chunk_tokens).divergence.sum()
 
 
 def ours_whole_in_one(chunk_tokens: int, x: Inputs) -> Tensor:
     def losses(log_probs: Tensor, _: Any, divergence: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         return divergence, {}
 
-    teacher = Teacher(hidden=x.teacher, weight=x.teacher_weight, kind="forward_kl")
+    teacher = Teacher(x.teacher, x.teacher_weight, kind="forward_kl")
     one_id = x.ids[:, 0]
     return loss_from_hidden(x.hidden, x.weight, one_id, x.mask, losses, chunk_tokens=chunk_tokens, teacher=teacher)[0]
 

@@ -59,7 +59,8 @@ def test_infinite_and_far_logits(kind: str) -> None:
             if a > 0
         )
         leaf = logits.detach().float().T.requires_grad_()
-        found = divergence_from_hidden(torch.ones(1, 1), leaf, taught.float(), **KINDS[kind]).divergence
+        of_teacher = Teacher(taught.float(), **KINDS[kind])
+        found = divergence_from_hidden(torch.ones(1, 1), leaf, teacher=of_teacher).divergence
         assert (expected == INF) == (kind in infinite)
         assert found.item() == pytest.approx(expected, rel=1e-5, abs=1e-7)
         if kind not in infinite:
@@ -76,7 +77,8 @@ def test_small_divergences_are_not_lost_and_never_negative(kind: str) -> None:
     teacher = 3 * torch.randn(6, 32768, generator=generator)
     steps = torch.tensor([0, 1e-3, 3e-3, 1e-2, 1e-1, 1])[:, None]
     student = teacher + steps * torch.randn(6, 32768, generator=generator)
-    found = divergence_from_hidden(torch.eye(6), student.T.contiguous(), teacher, **KINDS[kind]).divergence.double()
+    of_teacher = Teacher(teacher, **KINDS[kind])
+    found = divergence_from_hidden(torch.eye(6), student.T.contiguous(), teacher=of_teacher).divergence.double()
     taught = teacher.double() + 0 * steps
     expected = head_oracle.divergence(student.double(), taught, torch.zeros(6, 0).long(), **KINDS[kind])
     assert ((found - expected).abs() <= ROUNDING + 1e-6 * expected).all()
@@ -88,17 +90,16 @@ def test_the_teacher_gets_no_gradient_and_may_come_as_logits_or_be_the_student(k
     batch = batch_of(9, 24, 16)
     hidden, weight = (one.float().requires_grad_() for one in (batch.hidden, batch.weight))
     taught = {key: one.float().requires_grad_() for key, one in batch.taught.items()}
-    found = divergence_from_hidden(hidden, weight, *taught.values(), chunk_tokens=4, **KINDS[kind])
+    found = divergence_from_hidden(hidden, weight, teacher=Teacher(**taught, **KINDS[kind]), chunk_tokens=4)
     assert found.log_probs is None
     assert found.entropy is None
     found.divergence.sum().backward()
     assert all(one.grad is None for one in taught.values())
     assert hidden.grad is not None
     logits = taught["hidden"] @ taught["weight"].T
-    torch.testing.assert_close(
-        divergence_from_hidden(hidden, weight, logits, **KINDS[kind]).divergence, found.divergence
-    )
-    itself = divergence_from_hidden(hidden, weight, hidden, weight, **KINDS[kind]).divergence
+    of_logits = divergence_from_hidden(hidden, weight, teacher=Teacher(logits, **KINDS[kind]))
+    torch.testing.assert_close(of_logits.divergence, found.divergence)
+    itself = divergence_from_hidden(hidden, weight, teacher=Teacher(hidden, weight, **KINDS[kind])).divergence
     assert itself.abs().max() <= ROUNDING
     (gradient,) = torch.autograd.grad(itself.sum(), hidden)
     assert gradient.abs().max() <= 1e-6
@@ -108,12 +109,15 @@ def test_the_teacher_gets_no_gradient_and_may_come_as_logits_or_be_the_student(k
 @pytest.mark.parametrize("to", [torch.bfloat16, torch.float16])
 def test_autocast_is_its_casts(to: torch.dtype, kind: str) -> None:
     batch = batch_of(9, 24, 16)
-    given = [one.float() for one in (batch.hidden, batch.weight, *batch.taught.values())]
+
+    def found(dtype: torch.dtype) -> Tensor:
+        teacher = Teacher(**{key: one.to(dtype) for key, one in batch.taught.items()}, **KINDS[kind])
+        return divergence_from_hidden(batch.hidden.to(dtype), batch.weight.to(dtype), teacher=teacher).divergence
+
     with torch.autocast("cpu", dtype=to):
-        inside = divergence_from_hidden(*given, **KINDS[kind]).divergence
-    by_hand = divergence_from_hidden(*(one.to(to) for one in given), **KINDS[kind]).divergence
-    assert torch.equal(inside, by_hand)
-    assert not torch.equal(inside, divergence_from_hidden(*given, **KINDS[kind]).divergence)  # negative control
+        inside = found(torch.float32)
+    assert torch.equal(inside, found(to))
+    assert not torch.equal(inside, found(torch.float32))  # negative control
 
 
 # --- memory and cuts
@@ -127,7 +131,8 @@ def test_what_is_kept_for_backward(ids: int, taught: bool) -> None:
     labels = torch.zeros(50, ids, dtype=torch.int64)
     with torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one) or one, lambda one: one):
         if taught:
-            divergence_from_hidden(hidden, weight, hidden, weight, labels, kind="jsd", chunk_tokens=8)
+            teacher = Teacher(hidden, weight, kind="jsd")
+            divergence_from_hidden(hidden, weight, labels, teacher=teacher, chunk_tokens=8)
         else:
             log_probs_from_hidden(hidden, weight, labels, chunk_tokens=8)
     assert sorted(one.numel() for one in kept) == sorted([3 * 50, 50 * 6, 64 * 6] + [4 * 50] * taught)
@@ -155,9 +160,8 @@ def test_packed_rows_cut_over_cp(cp_size: int) -> None:
         samples = Samples(masks, layout=layout)
         tokens = samples.local(cp_rank, cp_size)
         local, mask = tokens.of, tokens.mask  # `microbatch.local` is the former
-        found = divergence_from_hidden(
-            local(hidden), weight, local(taught), its_weight, local(batch.ids), kind="jsd", token_mask=mask
-        )
+        teacher = Teacher(local(taught), its_weight, kind="jsd")
+        found = divergence_from_hidden(local(hidden), weight, local(batch.ids), teacher=teacher, token_mask=mask)
         kept = torch.as_tensor(mask) > 0
         assert torch.equal(kept, local(whole_mask) > 0)
         seen += int(kept.sum())
@@ -171,8 +175,8 @@ def test_packed_rows_cut_over_cp(cp_size: int) -> None:
 H, W, T, U = torch.zeros(3, 4), torch.zeros(8, 4), torch.zeros(3, 2), torch.zeros(8, 2)
 
 
-def of(*given: Tensor, kind: Any = "jsd", **more: Any) -> Any:
-    return divergence_from_hidden(H, W, *(given or (T, U)), kind=kind, **more)
+def of(*given: Tensor, labels: Tensor | None = None, **of_teacher: Any) -> Any:
+    return divergence_from_hidden(H, W, labels, teacher=Teacher(*(given or (T, U)), **{"kind": "jsd"} | of_teacher))
 
 
 REFUSALS = refusals(
@@ -184,7 +188,7 @@ REFUSALS = refusals(
     ({"kind": "kl"}, "kind of divergence 'kl'", {"kind": "reverse_kl"}),
     ({"beta": 1}, r"beta is 1: it must be a number in \(0, 1\)", {"beta": 0.9}),
     ({"kind": "forward_kl", "beta": 0.5}, "beta=0.5 for forward_kl", {"kind": "forward_kl"}),
-    ({"teacher_temperature": 0}, "the teacher's temperature is 0", {"teacher_temperature": 2}),
+    ({"temperature": 0}, "the teacher's temperature is 0", {"temperature": 2}),
     ({"labels": torch.zeros(3, 0).long()}, "K >= 1", {"labels": torch.zeros(3).long()}),
 )
 REFUSALS |= refusals(

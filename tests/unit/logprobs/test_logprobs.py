@@ -99,17 +99,13 @@ def values_of(
     divergence, taught = None, {}
     if "teacher" in CASES[name]:
         taught = teacher_of(name, hidden.dtype, device, parallel)
+        options["teacher"] = Teacher(**taught)
     if way == "two passes" and taught:
-        hidden_and_weight = taught.pop("hidden"), taught.pop("weight", None)
-        taught |= {"teacher_temperature": taught.pop("temperature")} if "temperature" in taught else {}
-        log_probs, entropy, divergence = divergence_from_hidden(
-            hidden, weight, *hidden_and_weight, labels, **taught, **options
-        )
+        log_probs, entropy, divergence = divergence_from_hidden(hidden, weight, labels, **options)
     elif way == "two passes":
         log_probs, entropy = log_probs_from_hidden(hidden, weight, labels, **options)
     if way == "one pass":
         inputs = {"near": near.masked_fill(weights.to(device) == 0, torch.nan)}  # is ignored there
-        options |= {"teacher": Teacher(**taught)} if taught else {}
         share, values = loss_from_hidden(hidden, weight, labels, weights, loss, inputs, **options)
         assert set(values) - {"entropy", "divergence"} == {"log_probs", "losses", "mixed"}
         assert not any(one.requires_grad for one in values.values())

@@ -5,6 +5,7 @@ Formulas are those of `sequence_formulas`. One launch over gloo runs all losses 
 
 import functools
 import math
+import runpy
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -16,8 +17,8 @@ import pytest
 import sequence_formulas as stated
 import torch
 from cp_steps import CASES, Formula, Loss, Tokens
-from pages import code_of
 from ranks import run_ranks
+from repository import EXAMPLES
 from sequence_formulas import log_ratio
 from torch import Tensor
 
@@ -125,9 +126,8 @@ def gae_here(t: Tokens) -> Tensor:
     return (advantages + 0.3 * returns).double() * t.values["log_probs"]
 
 
-#: The page's code.
-OWN: dict[str, Any] = {}
-exec(next(code for code in code_of("losses.md") if "def future_kl" in code), OWN)
+#: The functions of the recipe.
+OWN = runpy.run_path(str(EXAMPLES / "recipes/paper_losses.py"))
 
 
 def own(name: str) -> Loss:

@@ -1,0 +1,143 @@
+"""docs/logprobs.md: its code runs, its loop gives the oracle's gradient, and its numbers are those of its files.
+
+`OutputHead` runs in tests/megatron/test_output_head.py, the recipe `distill.py` in test_distillation.py there.
+"""
+
+import json
+import re
+import textwrap
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from divergence_oracle import divergence
+from pages import code_of
+from repository import ROOT
+
+from megatron_rl_loss import Samples, plan_step
+
+PAGE = (ROOT / "docs/logprobs.md").read_text()
+WIDTH, VOCABULARY = 8, 11
+
+
+def test_the_loop_gives_the_gradient_of_policy_and_divergence() -> None:
+    torch.manual_seed(0)
+    models = [torch.nn.Embedding(VOCABULARY, WIDTH), torch.nn.Linear(WIDTH, VOCABULARY, bias=False)]
+    teachers = [torch.nn.Embedding(VOCABULARY, 5), torch.nn.Linear(5, VOCABULARY, bias=False)]
+    masks = [[[1, 1, 0, 1], [1, 0]], [[0, 0], [1, 0.5, 1]]]
+    prompts, batches = [["a", "a"], ["a", "b"]], []
+    for of_batch in masks:
+        total = sum(map(len, of_batch))
+        tokens = {name: torch.randint(VOCABULARY, (total,)) for name in ("tokens", "labels")}
+        batches.append(tokens | {"old_log_probs": -1.5 - torch.rand(total), "advantages": torch.randn(total)})
+    names: dict[str, Any] = {}
+    exec(code_of("logprobs.md")[1], names)
+    names["train"](
+        *models,
+        *teachers,
+        batches,
+        lambda: [Samples(mask, prompt_ids=ids) for mask, ids in zip(masks, prompts, strict=True)],
+    )
+    found = [model.weight.grad.double() for model in models]
+
+    embedding, head, *taught = (model.weight.detach().double().requires_grad_() for model in [*models, *teachers])
+    policy, kl = [], []
+    for batch, of_batch, of_prompts in zip(batches, masks, prompts, strict=True):
+        p = (embedding[batch["tokens"]] @ head.T).softmax(-1)
+        q = (taught[0][batch["tokens"]] @ taught[1].T).softmax(-1).detach()
+        log_p = p[torch.arange(len(p)), batch["labels"]].log()
+        ratio, advantages = (log_p - batch["old_log_probs"].double()).exp(), batch["advantages"].double()
+        losses = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+        lengths = [len(mask) for mask in of_batch]
+        for values, into in ((losses, policy), (divergence(p, q, "reverse_kl"), kl)):
+            parts = zip(values.split(lengths), of_batch, of_prompts, strict=True)
+            into += [oracle.Sample(part, torch.tensor(mask), None, prompt) for part, mask, prompt in parts]
+    loss = oracle.step_loss("prompt_mean", policy) + 0.5 * oracle.step_loss("token_mean", kl)
+    for one, right in zip(found, torch.autograd.grad(loss, [embedding, head]), strict=True):
+        torch.testing.assert_close(
+            one, right, rtol=0, atol=float(oracle.chain_error(2, VOCABULARY) * right.abs().max())
+        )
+
+
+def test_the_run_is_that_of_the_file_and_learns() -> None:
+    runs = json.loads((ROOT / "docs/online/teacher-cpu.json").read_text())
+    taught = next(run for run in runs if run["settings"].get("taught"))
+    rewards = [seen["held_out_reward"] for seen in taught["evaluations"]]
+    assert rewards[0] < 0.35
+    assert rewards[-1] >= 0.65
+    assert taught["seconds"] < 120
+    assert taught["settings"]["policy_coef"] == 0
+    text = " ".join(PAGE.split())
+    (alone,) = (run for run in runs if run is not taught)
+    assert f"from {rewards[0]:.2f} to {rewards[-1]:.2f} in {taught['settings']['steps']} steps" in text
+    assert f"{taught['seconds']:.0f} seconds" in text
+    assert f"by reward alone to {alone['evaluations'][-1]['held_out_reward']:.2f}:" in text
+
+
+def test_memory_and_times_of_log_probs_are_those_of_the_file() -> None:
+    tables = json.loads((ROOT / "docs/bench/logprobs-cpu.json").read_text())
+    of_size: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in tables["memory from hidden states"]:
+        if row["dtype"] == "float32":
+            of_size.setdefault(f"{row['tokens']:,} by {row['vocabulary']:,}", {})[row["way"]] = row
+    shown = re.findall(r"^\| ([\d,]+) \S ([\d,]+) \| (.*) \|$", PAGE, re.MULTILINE)
+    assert len(shown) > 1
+    for tokens, ids, cells in shown:
+        ways = of_size[f"{tokens} by {ids}"]
+        two, one = (ways[f"ours, {way}, entropy"] for way in ("two passes", "one pass"))
+        megatron = f"{ways['megatron']['peak extra MB']:,.0f}" if "megatron" in ways else "not run"
+        numbers = [f"{number:,.0f}" for number in (two["logits MB"], two["peak extra MB"], one["peak extra MB"])]
+        assert cells.split(" | ") == [numbers[0], megatron, *numbers[1:]]
+    times = {row["way"]: row["to megatron"] for row in tables["time from hidden states"]}
+    one, two = (f"{times[f'ours, {way}, entropy']:.2f}" for way in ("one pass", "two passes"))
+    assert f"One pass takes {one}, two passes {two} of" in PAGE
+
+
+def test_memory_of_distillation_is_that_of_the_file() -> None:
+    tables = json.loads((ROOT / "docs/bench/distillation-cpu.json").read_text())
+    rows = {(row["way"], name): row for name in ("top-k", "whole") for row in tables[name] if row["tokens"] == 8192}
+    keys = [(way, name) for way in ("ours, two passes", "naive") for name in ("top-k", "whole")]
+    shown = [f"{rows[key]['peak extra MB']:,.0f}" for key in keys]
+    assert rows["naive", "whole"]["foreseen"]
+    sentence = (
+        "takes {} MB at the teacher's top 64 ids and {} MB over the vocabulary; naively {} and, extrapolated, {} ("
+    )
+    assert sentence.format(*shown) in " ".join(PAGE.split())
+
+
+def test_the_code_for_a_megatron_model_gives_the_step_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model stands for its own output; the real one runs in tests/megatron/test_output_head.py."""
+    pytest.importorskip("megatron.core")
+    monkeypatch.setattr("megatron_rl_loss.megatron.output_head.check_output_processor", lambda: None)
+    (microbatch,) = plan = plan_step([Samples([[1, 1, 0], [1]])], "token_mean", dp_group=None)
+    log_probs, entropy = torch.tensor([[-1.0, -2, -3, -4]], requires_grad=True), torch.tensor([[1.0, 2, 3, 4]])
+
+    def model(*_: Any, output_processor_context: Any = None, **given: Any) -> Any:
+        if (folded := output_processor_context) is None:
+            return log_probs, entropy
+        inputs = {name: one.flatten() for name, one in folded.inputs.items()}
+        losses, metrics = folded.per_token_loss(log_probs.flatten(), entropy.flatten(), **inputs)
+        share = folded.microbatch.folded((losses * folded.microbatch.weights).sum(), losses)
+        return share, {"log_probs": log_probs, "entropy": entropy, **metrics}
+
+    old, advantages = log_probs.detach() - torch.tensor([[0, 0.1, 0, 0.5]]), torch.ones(1, 4)
+    names = dict.fromkeys(("tokens", "positions", "labels"))
+    names |= {"torch": torch, "microbatch": microbatch, "model": model, "old": old, "advantages": advantages}
+    exec("def run():\n" + textwrap.indent(code_of("logprobs.md")[0], "    "), names)
+    report = names["run"]()[2]
+    plan.finish([report])
+    losses = -(log_probs.detach() - old).exp().clamp(max=1.2) - 0.001 * entropy
+    assert report["pg_loss"].item() == pytest.approx((losses * torch.tensor([1, 1, 0, 1])).sum().item() / 3)
+    assert report["clip_fraction"].item() == pytest.approx(0.5)  # of two samples
+
+
+@pytest.mark.parametrize("table", ["top-k", "whole"])
+def test_ours_takes_an_eighth_of_the_naive_memory_and_no_more_than_others(table: str) -> None:
+    rows = json.loads((ROOT / "docs/bench/distillation-cpu.json").read_text())[table]
+    for tokens in {row["tokens"] for row in rows}:
+        peaks = {row["way"]: row["peak extra MB"] for row in rows if row["tokens"] == tokens}
+        ours = [peaks.pop(way) for way in ("ours, two passes", "ours, one pass")]
+        assert len(peaks) > 3
+        assert max(ours) <= peaks["naive"] / (8 if tokens >= 8192 else 1)
+        assert max(ours) <= min(peaks.values())
