@@ -44,9 +44,9 @@ def test_the_index_has_every_section() -> None:
 
 
 def test_words_that_people_search_for_are_there() -> None:
-    words = """LoRA, overlong, truncated, async, partial rollout, multi-turn, session, agent, rejection, survivor, critic,
-        value model, KL, entropy, MTP, MoE, distillation, OPD, log-probs, OOM, 152k, TP 2, 2-tuple, THD, packed, CPU,
-        gloo, FSDP2, DDP, metrics, evaluation, checkpoints, late denominators"""
+    words = """LoRA, overlong, truncated, async, partial rollout, multi-turn, session, agent, rejection, survivor,
+        critic, value model, KL, entropy, MTP, MoE, distillation, OPD, log-probs, OOM, 152k, TP 2, 2-tuple, THD,
+        packed, CPU, gloo, FSDP2, DDP, metrics, evaluation, checkpoints, late denominators"""
     found = " ".join(PAGE.lower().split())
     assert [word for word in re.split(r",\s+", words) if word.lower() not in found] == []
 
