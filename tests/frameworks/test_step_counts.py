@@ -21,7 +21,7 @@ MASKS = [torch.tensor(mask, dtype=torch.int32) for mask in ([1, 0, 1], [0, 0], [
 
 @dataclass
 class DataIterator:
-    """As theirs, before it hands out anything."""
+    """A stand-in for the engines' `DataIterator`, before it gives a batch."""
 
     rollout_data: dict[str, Any]
     micro_batch_size: int | None = None
@@ -30,7 +30,7 @@ class DataIterator:
 
 
 def step_of_miles(args: Any, step_id: int, data_iterator: Any, num_microbatches: int, num_rollouts: int) -> Any:
-    """As miles's `train_one_step`: returns the counts that the hooks know while it runs; or it fails."""
+    """A stand-in for miles's `train_one_step`: returns the counts that hooks know while it runs, or raises."""
     if step_id == 13:
         raise RuntimeError("the step failed")
     return slime._this_step
@@ -43,7 +43,7 @@ def step_of_slime(
 
 
 def loss_function(args: Any, batch: dict[str, Any], logits: Any) -> Any:
-    """As theirs, with 1 token for each sample that has none."""
+    """A stand-in for the engines' `loss_function`, which counts 1 token for each sample without one."""
     tokens = sum(mask.sum().clamp(min=1) for mask in batch["loss_masks"])
     return 7.0, tokens, {"keys": ["loss"], "values": torch.tensor([tokens, 7.0])}
 
@@ -158,7 +158,7 @@ def test_launches_that_cannot_be_counted_are_refused(args: Any) -> None:
     args.multi_lora = False
     count_steps(args)
     sys.modules["miles.backends.training_utils.parallel"]._parallel_state.indep_dp.size = 2
-    with pytest.raises(ValueError, match="Megatron's groups end at a replica"):
+    with pytest.raises(ValueError, match="Megatron's groups span one replica only"):
         model.train_one_step(args, 0, [DataIterator({"loss_masks": MASKS}, 6)], 1, 1)
     args.loss_type, args.custom_pg_loss_reducer_function_path = "policy_loss", None
     with pytest.raises(ValueError, match="without --custom-pg-loss-reducer-function-path: miles ignores options"):

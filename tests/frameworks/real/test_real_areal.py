@@ -152,7 +152,7 @@ PLANTS = [
     Plant(
         "another step method called",
         {_ACTOR: ("self.engine.train_batch(", "type(self.engine).__mro__[2].train_batch(self.engine,")},
-        r"Actor.train_batch called no policy loss, or was not called. Use 1.0.4",
+        r"Actor.train_batch called no policy loss, or was not called. Use AReaL 1.0.4",
     ),
     Plant(
         "arguments of the loss exchanged",

@@ -166,7 +166,7 @@ def test_metrics_keep_their_masks_and_theirs_is_what_it_says(record_property: An
 
 
 def test_it_is_refused_twice() -> None:
-    with pytest.raises(RankError, match="train, where a loss aggregation is in force already"):
+    with pytest.raises(RankError, match="train, which has a loss aggregation already"):
         run_ranks(1, train, checkout(NEMO_RL), 1, [{"mode": "token_mean", "settings": {}, "twice": True}])
 
 
@@ -187,8 +187,8 @@ PLANTS = [
         {"nemo_rl/models/megatron/data.py": ("all_reduce(to_reduce, group=dp_group)", "barrier()")},
         world=(2, 1),
     ),
-    Plant("policy.train by another name", {}, "without our weights: the driver", {"by_another_name": True}),
-    Plant("the driver's own loss kept", {}, "Pass the one that it returned", {"not_passed": True}),
+    Plant("policy.train by another name", {}, "without our weights: policy.train", {"by_another_name": True}),
+    Plant("the driver's own loss kept", {}, "Pass grpo_train the loss that aggregate", {"not_passed": True}),
     Plant("loss computed twice", {WRAPPER: ("loss_accum += loss", LOSS_AGAIN)}, case={"mode": "token_sum"}),
     Plant(
         "arguments in each other's place",

@@ -46,7 +46,7 @@ pytestmark = pytest.mark.slow
 
 
 class Rows(dict[str, Tensor]):
-    """As much of a TensorDict as is asked for."""
+    """A stand-in for TensorDict with the methods that ROLL calls."""
 
     def __init__(self, source: Any, batch_size: Any = None) -> None:
         super().__init__(source)
@@ -65,7 +65,7 @@ class Rows(dict[str, Tensor]):
 
 
 def rows_of_rank(dp_rank: int, dp: int, protocol: Any, functionals: Any) -> Any:
-    """As its rollouts and its pipeline make them."""
+    """Rows as ROLL's rollouts and pipeline make them."""
     batch = {name: values[dp_rank::dp] for name, values in make_batch().items()}
     ids = torch.nn.functional.pad(batch["input_ids"], (LEFT, 0))
     ids[:, LEFT:][torch.arange(LENGTH) >= batch["input_lengths"][:, None]] = 0
@@ -182,7 +182,7 @@ def test_theirs_is_none_of_the_modes(record_property: Any) -> None:
 
 def test_another_loss_is_refused_on_all_ranks() -> None:
     case = {"mode": "token_mean", "settings": {}, "loss_agg_mode": "seq-mean-token-mean"}
-    with pytest.raises(RankError, match="loss_agg_mode=seq-mean-token-mean beside a loss aggregation") as caught:
+    with pytest.raises(RankError, match="loss_agg_mode=seq-mean-token-mean with a loss aggregation") as caught:
         run_ranks(2, train, checkout(ROLL), 1, [case])
     assert set(caught.value.errors) == {0, 1}
 
@@ -198,7 +198,7 @@ PLANTS = [
                 "loss: Callable):\n        self.model.train()",
             )
         },
-        r"ROLL with MegatronTrainStrategy.train_step\(self, batch, loss\): this package replaces",
+        r"ROLL with MegatronTrainStrategy.train_step\(self, batch, loss\): this package expects",
     ),
     Plant(
         "log-probs by another function",
@@ -206,7 +206,7 @@ PLANTS = [
             _STRATEGY: ("def op_compute_log_probs", "def op_log_probs"),
             _WORKER: ("op_compute_log_probs", "op_log_probs"),
         },
-        "MegatronTrainStrategy.train_step called no policy loss, or was not called. Use 8eb27cc2",
+        "MegatronTrainStrategy.train_step called no policy loss, or was not called. Use ROLL 8eb27cc2",
     ),
     Plant(
         "counts of one rank",

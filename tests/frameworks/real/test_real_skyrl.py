@@ -326,7 +326,7 @@ def test_reported_terms_are_those_of_one_micro_batch(record_property: Any) -> No
 @pytest.mark.parametrize(
     ("changed", "error"),
     [
-        ({"reduction": "sequence_mean"}, "loss_reduction=sequence_mean beside a loss aggregation"),
+        ({"reduction": "sequence_mean"}, "loss_reduction=sequence_mean with a loss aggregation"),
         ({"calls": 2}, "gradients of another call.*call optim_step after each"),
     ],
 )
@@ -393,7 +393,7 @@ PLANTS = [
     Plant(
         "tokens of one row in SkyRL's mean",
         {LOSSES: ("advantages / loss_mask.sum()", "advantages / loss_mask.sum(-1, keepdim=True)")},
-        "SkyRL's token_mean makes advantages of 1 beside 5 tokens",
+        "SkyRL's token_mean turns advantages of 1 over 5 tokens",
     ),
     Plant(
         "gradients finalised by another name",

@@ -380,7 +380,7 @@ OWN, TWICE = "sum_of_sample_mean(pg_loss)", (REDUCED, f"{REDUCED} + pg_loss_redu
 
 
 class Plant(NamedTuple):
-    """What stands in a file and what comes in its place; what a rank then says; the hook, and ranks of DP and CP."""
+    """A planted fault: the edit (file, old text, new text), the error that a rank then raises, hook, and DP, CP."""
 
     edit: tuple[str, str, str] | None
     says: str = "the first training step does something else"
@@ -388,7 +388,7 @@ class Plant(NamedTuple):
     ranks: tuple[int, int] = (1, 1)
 
 
-REFUSED = "this package replaces train_one_step"
+REFUSED = "this package expects train_one_step"
 PLANTS = {
     ("slime", "scaling doubled"): Plant((LOSS, PER_STEP, "* num_microbatches * 2\n")),
     ("slime", "scaling doubled, per-token loss"): Plant(

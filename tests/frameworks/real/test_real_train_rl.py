@@ -31,7 +31,7 @@ def case(mode: str | None, *flags: str, divisor: float | None = None, seed: int 
 
 
 def launch(world_size: int, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What rank 0 found in each case."""
+    """Rank 0's result for each case."""
     root = checkout(MEGATRON_LM)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # in this process, as torchrun has it
     folders = [root, str(EXAMPLES), str(ROOT / "tests" / "support"), str(ROOT)]
@@ -64,7 +64,7 @@ def source(*parts: str) -> str:
 
 
 def cuts_log_probs() -> bool:
-    """Whether this `train_rl.py` runs with context parallelism: main's does, 0.19's does not."""
+    """True if this `train_rl.py` runs with context parallelism: main's does, 0.19's does not."""
     return "_scatter_for_context_parallel" in source("megatron", "rl", "rl_utils.py")
 
 
