@@ -1,4 +1,4 @@
-"""What a micro-batch costs, as counts: graph nodes, launches, host reads, bytes kept. Times: tools/bench.
+"""Costs of a micro-batch as counts: graph nodes, launches, host reads, bytes kept. Times: tools/bench.
 
 A launch is a torch operation that does work, by the profiler: one kernel on a GPU (a reduction may take two there).
 The host looks whether a sum is finite. On a device no value may be read: the meta device has none, and raises.

@@ -1,4 +1,4 @@
-"""What is drawn and told of online runs: docs/online.md has the numbers of its JSON files, and layouts are compared."""
+"""Plots and tables of online runs: docs/online.md has the numbers of its JSON files, and layouts are compared."""
 
 import json
 import os
@@ -44,7 +44,7 @@ def test_what_a_run_left_is_collected(tmp_path: Path) -> None:
 
 
 def test_layouts_are_compared(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """How they differ is measured in test_online.py."""
+    """The differences themselves are measured in test_online.py."""
     found = {
         "same": {"loss": 1e-5, "grad norm": 0.0, "weights": 1e-5},
         "off": {"loss": 0, "grad norm": 0, "weights": 0.1},

@@ -113,7 +113,7 @@ def run_asks(layout: Layout, asks: list[Ask], rollouts: dict[Any, list[gpt_oracl
 
 
 def outcomes_of(layout: Layout, asks: list[Ask]) -> list[tuple[Ask, list[Outcome]]]:
-    """Of each ask, on all ranks."""
+    """The outcomes of each ask, on all ranks."""
     if layout.vp > 1:  # whole rounds of micro-batches, where Megatron asks for them
         asks = [ask._replace(case=ask.case._replace(microbatches=4)) for ask in asks]
     rollouts = {shape: gpt_oracle.rollouts_of(shape) for shape in {ask.case.shape(layout) for ask in asks}}

@@ -49,7 +49,7 @@ def parse(*flags: str) -> Namespace:
 
 
 def validated(*flags: str, **changes: Any) -> AggregationSettings:
-    """What validation makes of the flags, and then of `changes` to the parsed values; args must stay as they were."""
+    """The settings of validated flags, with `changes` to the parsed values; args must stay as they were."""
     args = Namespace(**(vars(parse(*flags)) | changes))
     before = copy.deepcopy(vars(args))
     settings = validate_loss_aggregation_args(args)

@@ -68,7 +68,7 @@ def chunks_of_every_kind() -> None:
 
 
 def attached() -> None:
-    """What is in the place of Megatron's names inside and after `attached`."""
+    """Check Megatron's replaced functions inside `attached`, and the restored ones after it."""
     from megatron.training import training
 
     start()
@@ -205,7 +205,7 @@ def test_the_groups_are_the_launchs_or_the_models_or_megatrons() -> None:
 
 
 def stages() -> tuple[str, str]:
-    """Whether stages may differ in their data, and what the first gets that reads none."""
+    """The outcome of stages that differ in their data, and the batch of a first stage that reads none."""
     state = start(pp=2)
     model = table_model([0.0], ddp=False)
     last = state.is_pipeline_last_stage()
@@ -341,6 +341,6 @@ def empty_steps() -> list[Any]:
 
 
 def test_a_step_without_active_tokens_and_batches_that_are_let_go() -> None:
-    """Where an empty step is an error: test_bad_input.py."""
+    """Empty steps that are errors are in test_bad_input.py."""
     nothing = (0, {"pg_loss": 0, "twice": 0})
     assert run_ranks(2, empty_steps) == [[nothing, nothing, [True, True, True, False]]] * 2

@@ -23,7 +23,7 @@ import pytest
 
 @dataclass(frozen=True)
 class Framework:
-    """How a checkout is imported.
+    """A checkout of an engine, and the way to import it.
 
     Attributes:
         variable: names the checkout.
@@ -253,7 +253,7 @@ def load(framework: Framework, root: str, *modules: str) -> list[Any]:
 
 
 class Settings(SimpleNamespace):
-    """Of an engine: what is not set is None, which is off."""
+    """Settings of an engine: one that is not set is None, which is off."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):

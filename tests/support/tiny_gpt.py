@@ -47,7 +47,7 @@ HEADS = ("two passes", "one pass", "one pass, main grad")
 
 
 class Case(NamedTuple):
-    """What varies inside a layout."""
+    """The settings that vary inside a layout."""
 
     microbatches: int
     mode: str
@@ -116,7 +116,7 @@ class Batch:
         self.samples = self.described()
 
     def described(self, correct: Callable[[Sequence[Rollout]], list[Tensor]] | None = None) -> Samples:
-        """As a data loader would, whole samples and not what this rank holds of them; `correct`: a term's masks."""
+        """Whole samples, as a data loader describes them, not this rank's part; `correct`: a term's masks."""
         return Samples(
             [torch.tensor(one.mask) for one in self._rollouts],
             layout=self._layout,

@@ -49,7 +49,7 @@ def make_rows(seed: int, num_rows: int) -> list[Row]:
 
 @dataclass
 class Bin:
-    """What a rank's micro-batch holds: rows (by number) in slots of a packed row, or a row each."""
+    """A rank's micro-batch: rows (by number) in slots of a packed row, or a row each."""
 
     numbers: list[int]
     starts: list[int]

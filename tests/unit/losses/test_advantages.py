@@ -105,7 +105,7 @@ def test_advantages_of_several_rewards(drawn: list[Any], weights: Any, split: bo
 
 
 def test_scales_of_rewards_do_not_matter_to_gdpo() -> None:
-    """Of two rewards the large one does not hide the other, as it does where they are added first."""
+    """The large one of two rewards does not hide the other, as it does where both are added first."""
     small, large, prompts = torch.tensor([0.0, 1, 1, 0]), torch.tensor([0.0, 0, 900, 900]), [0] * 4
     apart = gdpo_advantages([small, large], prompts)
     assert apart.tolist() == pytest.approx(gdpo_advantages([small, large / 900], prompts).tolist(), abs=1e-5)

@@ -23,7 +23,7 @@ Metrics = dict[str, Any]
 
 
 def values_on(rank: int) -> torch.Tensor:
-    """Of the 4 tokens that a rank holds."""
+    """Values of the 4 tokens that a rank holds."""
     return torch.arange(4.0) + 10 * rank
 
 

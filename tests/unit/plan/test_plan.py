@@ -56,7 +56,7 @@ def losses_of(chosen: list[int]) -> Tensor:
 
 
 def placed(plan: Plan, cp_rank: int = 0, cp_size: int = 1, dp_size: int = 1) -> Plan:
-    """As one rank of groups that do not exist."""
+    """The plan as one rank of groups that do not exist."""
     groups = [
         SimpleNamespace(size=lambda: dp_size, rank=lambda: 0),
         SimpleNamespace(size=lambda: cp_size, rank=lambda: cp_rank),

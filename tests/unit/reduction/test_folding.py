@@ -21,7 +21,7 @@ ADVANTAGES = list(torch.randn(sum(LENGTHS), generator=torch.Generator().manual_s
 
 
 def fold(mode: str = "token_mean", part: slice = slice(None), advantages: Any = None, **options: Any) -> list[Tensor]:
-    """What a rank folds that has this part of the samples."""
+    """Folded advantages of a rank that has this part of the samples."""
     options = {"totals": totals_of(SAMPLES), "divisor": divisor_of(mode), **ids_of(SAMPLES[part]), **options}
     given: Sequence[Any] = ADVANTAGES if advantages is None else advantages
     return fold_into_advantages(given[part], MASKS[part], mode=mode, **options)
