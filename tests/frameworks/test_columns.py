@@ -49,7 +49,7 @@ def assert_close(found: Tensor, right: Tensor) -> None:
 
 @pytest.mark.parametrize("mode", ["sample_mean", "prompt_mean", "token_mean", BY_LENGTH])
 def test_factors_are_weights_times_the_tokens(mode: Any) -> None:
-    """For a mode over sums of the step too."""
+    """A mode over sums of the step is among them."""
     masks = list(MASKS.float())
     (factors,), tokens = token_mean_factors(
         LossModes.resolve(mode), lambda: [Samples(masks, prompt_ids=PROMPTS)], dp_group=None
@@ -118,7 +118,7 @@ def groups() -> list[dict[str, Tensor]]:
 
 
 def test_areal_trains_on_weighted_advantages(capsys: Any) -> None:
-    """By an engine without Megatron's schedules, which says so."""
+    """The engine has no schedule of Megatron, and the adapter prints NOT PROVED."""
     actor_class = actors()
     aggregate(actor_class, "prompt_mean")
     found = actor_class().ppo_update(groups())
@@ -216,7 +216,7 @@ def step(trainers: Any, has_ids: bool = True) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("factor", [1, 2, 0.5])
 def test_ms_swift_trains_on_weighted_advantages(factor: float, trainers: Any) -> None:
-    """Whatever its loss function multiplies by: 4.6.0 by the number of micro-batches."""
+    """The loss function may multiply by a factor: 4.6.0 by the number of micro-batches."""
     trainers.MegatronGRPOTrainer.factor = factor
     ms_swift.aggregate("prompt_mean")
     microbatches = step(trainers)

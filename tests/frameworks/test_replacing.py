@@ -103,7 +103,7 @@ def test_methods_of_a_class_and_of_one_object() -> None:
 
 @pytest.mark.parametrize(("first", "second"), [(Trainer, Trainer), (Trainer, Actor), (Trainer, Overriding)])
 def test_twice_is_refused(first: Any, second: Any) -> None:
-    """For a subclass too, which overrides it or not, and for an object; a second time after `undo` it is not."""
+    """A subclass, which overrides the method or not, and an object are refused, too; after `undo` neither is."""
     replaced = replace(first, "step")
     for owner in (second, second()):
         with pytest.raises(ValueError, match=r"\.step, which has a loss aggregation already"):

@@ -103,7 +103,7 @@ def counts_in(engine: str, cp: int, bad_rank: int | None) -> list[Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("engine", "cp"), [("miles", 1), ("miles", 2), ("slime", 2)])
 def test_a_steps_counts_are_those_of_all_its_ranks(engine: str, cp: int) -> None:
-    """By hand: DP rank 0 holds MASKS 0, 2, 4, and rank 1 holds 1, 3, 5."""
+    """Counts by hand: DP rank 0 holds MASKS 0, 2, 4, and rank 1 holds 1, 3, 5."""
     # Of samples 4 and 5; of 0, 2, 1 and 3; twice.
     steps = [(2, 2, 7, None), (7, 4, 7, None), (7, 4, 7, 24), (2, 2, 7, 24)]
     for found in run_ranks(2 * cp, counts_in, engine, cp, None):
@@ -120,7 +120,7 @@ def test_a_rank_that_cannot_count_stops_all_ranks() -> None:
 
 
 def test_a_step_divides_by_mask_tokens_while_it_is_counted(args: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a step that fails too; outside of one, and without per-token loss, nothing changes."""
+    """A step that fails divides so, too; outside of steps, and without per-token loss, nothing changes."""
     counts = StepCounts(1, 1, 1)
     monkeypatch.setattr(slime, "_counts", lambda iterator, num_microbatches, num_rollouts: counts)
 
@@ -166,7 +166,7 @@ def test_launches_that_cannot_be_counted_are_refused(args: Any) -> None:
 
 
 def test_fsdp_is_asked_for_its_own_place_and_has_no_token_mean(args: Any) -> None:
-    """It has no Megatron to ask, and never divides by the step's tokens. Without its meshes it is another backend's."""
+    """FSDP runs without Megatron and never divides by a step's tokens. Without meshes a state is another backend's."""
     sample, losses = ([5], [3], MASKS[:1]), torch.tensor([1.0, 2.0, 4.0])
     for meshes in ([], ["dp", "fsdp"]):
         install(meshes=meshes)

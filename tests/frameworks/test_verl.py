@@ -131,7 +131,7 @@ def core_algos(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 def test_importing_the_installer_guards_agg_loss_everywhere_but_in_trainers(
     core_algos: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Into a module that took it by another name too, and into one that took it meanwhile, by a second call."""
+    """A module that imported it by another name is guarded too; one that imports it later, by a second call."""
     losses, trainer, own = sys.modules[LOSSES_MODULE], sys.modules[TRAINER], core_algos.agg_loss
     importlib.import_module("megatron_rl_loss.frameworks.verl_install")
     assert core_algos.agg_loss is losses._aggregate

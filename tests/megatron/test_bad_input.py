@@ -76,7 +76,7 @@ def parsed(
 
 
 def read_yaml() -> None:
-    """Without PyYAML where it is not installed: the files here are JSON, which is YAML."""
+    """A stand-in for PyYAML where it is not installed: the files here are JSON, which is YAML."""
     from megatron.training import yaml_arguments
 
     if not yaml_arguments.HAVE_YAML:

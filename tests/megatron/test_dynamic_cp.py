@@ -85,7 +85,7 @@ def expected(mode: str, units: str, loss: str) -> tuple[Tensor, float, float]:
 
 
 def of_dev(dp_cp: Any) -> Groups:
-    """By the scheduler that verl calls, which Megatron-Core dev has."""
+    """Groups by the scheduler that verl calls, which Megatron-Core dev has."""
     from megatron.core.datasets.data_schedule import DefaultDynamicCPScheduler
 
     groups: Groups

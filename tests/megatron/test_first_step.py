@@ -173,7 +173,7 @@ def weigh_too_much(ready: Ready, stack: contextlib.ExitStack) -> None:
 
 
 def flip_per_token_loss(ready: Ready, stack: contextlib.ExitStack) -> None:
-    """After DDP was made."""
+    """Switch per-token loss after DDP was made."""
     ready.config.calculate_per_token_loss = not ready.config.calculate_per_token_loss
 
 
@@ -209,7 +209,7 @@ NO_LINE = re.compile("$")
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_every_mode_is_proved_and_nothing_is_changed(layout: Layout) -> None:
-    """Each term by its own mode; one line, on the first rank; the second step is not measured."""
+    """Each term is proved by its own mode; one line on the first rank says so; the second step is not measured."""
     asks = [Ask(STEP._replace(mode=mode)) for mode in oracle.MODES]
     asks += [Ask(terms=True), Ask(PER_TOKEN, terms=True), Ask(STEP._replace(bf16=True)), Ask(plant="fp16's loss scale")]
     asks += [Ask(STEP._replace(mode="token_mean", optimizer="distributed+overlap"))]

@@ -176,7 +176,7 @@ def test_the_look_ahead_and_the_first_line() -> None:
 
 
 def groups_of_models() -> list[Any]:
-    """Which groups a step is counted over: what the launch gives, else the model's, else Megatron's parallel state."""
+    """The groups over which a step is counted: the launch's, else the model's, else Megatron's parallel state's."""
     start(cp=2)
     names = ["tp", "pp", "cp", "dp", "dp_cp"]
     whole = ProcessGroupCollection.use_mpu_process_groups(names)
@@ -320,7 +320,7 @@ def test_what_cannot_be_sent_from_the_first_tensor_parallel_rank_is_refused_on_a
 
 
 def empty_steps() -> list[Any]:
-    """With either carrier; then how many batches live while the last loss of a step is computed."""
+    """Results with either carrier, and the batches alive while the last loss of a step is computed."""
     start(cp=2)
     samples, found = [oracle.sample([1.0] * 4, [0] * 4, rollout_id=f"r{i}", prompt_id="p") for i in range(2)], []
     for per_token in (False, True):

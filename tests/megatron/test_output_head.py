@@ -212,7 +212,7 @@ def takes_several_ids_and_a_teacher(chunk: Any, model: Any) -> None:
 
 
 def reads_nothing_back(chunk: Any, model: Any) -> None:
-    """On `meta`, which has shapes and no numbers: whatever reads them raises."""
+    """The head runs on `meta`, which has shapes and no numbers: reading one raises."""
     from megatron_rl_loss import Folded, OutputHead, Tokens
 
     layer, labels = model.output_layer.to("meta"), torch.zeros(2, 5, dtype=torch.int64, device="meta")

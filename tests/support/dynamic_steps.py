@@ -46,7 +46,7 @@ def start_dynamic(tp: int = 1, cp: int | None = None, **more: Any) -> tuple[Any,
 
 
 def balanced(dp_cp: Any, lengths: Sequence[int]) -> Groups:
-    """By Megatron's scheduler, a longest sequence over all ranks."""
+    """Groups by Megatron's scheduler, a longest sequence over all ranks."""
     from megatron.core.pipeline_parallel.hybrid_cp_schedule import BalancedCPScheduler
 
     groups: Groups

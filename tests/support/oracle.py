@@ -34,7 +34,7 @@ class Sample:
     prompt_id: int | str | None = None
 
     def poisoned(self, value: float = NAN) -> "Sample":
-        """With `value` at masked positions, where no reader may look."""
+        """The sample with `value` as loss at masked positions, which no reader may read."""
         return replace(self, losses=self.losses.masked_fill(self.mask == 0, value))
 
 

@@ -117,7 +117,7 @@ def test_every_mode_is_exact(record_property: Any) -> None:
 
 
 def test_the_proof_changes_nothing() -> None:
-    """Neither gradients nor statistics; a micro-batch without a token to train on is counted."""
+    """Gradients and statistics stay; a micro-batch without a token to train on is counted."""
     case = {"mode": "sample_mean", "settings": {}, "n_mbs": 12}
     with_proof, without = run_ranks(1, train, checkout(AREAL), 1, [case, case | {"level": "off", "outcome": ""}])[0]
     assert with_proof == without

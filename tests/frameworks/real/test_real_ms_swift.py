@@ -108,7 +108,7 @@ def fill(of_batch: Any, samples: list[Any], cp: int, case: Any) -> None:
     batch, width = rows_of(case), of_batch.completion_mask.shape[1]
 
     def values(name: str) -> Tensor:
-        """In their frame: at the token before, rows to the right of their padding."""
+        """Values in ms-swift's frame: at the token before, rows to the right of their padding."""
         found = torch.zeros(len(samples), width)
         for row, sample in enumerate(samples):
             n = int(batch["input_lengths"][sample.number])
@@ -210,7 +210,7 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
 
 
 def step_of_trainer(trainers: Any, trainer: Any, samples: list[Any], cp: int, case: Any) -> Any:
-    """Without Ray: what the step reports."""
+    """The report of a step without Ray."""
     microbatches, sizes, forward_step = [], list[int](), trainer.forward_step
     for first, last in case.get("cuts", CUTS):
         part = samples[first * len(samples) // 6 : last * len(samples) // 6]
@@ -231,7 +231,7 @@ def step_of_trainer(trainers: Any, trainer: Any, samples: list[Any], cp: int, ca
 def step_of_worker(
     driver: Any, workers: Any, losses: Any, trainer: Any, shared: dict[str, Any], cp: int, case: Any
 ) -> Any:
-    """With Ray, whose driver holds all samples: what the step reports."""
+    """The report of a step with Ray, whose driver holds all samples."""
     from megatron.core import mpu
     from swift.megatron.trainers.rlhf_mixin import MegatronRLHFTrainer
 

@@ -55,12 +55,12 @@ pytestmark = pytest.mark.slow
 
 
 def kl_of_nemo_rl(log_probs: Tensor, reference: Tensor) -> Tensor:
-    """With the gradient of the policy that it is an expectation over."""
+    """NeMo-RL's KL, with the gradient of the policy that it is an expectation over."""
     return k3(log_probs, reference) * (log_probs - log_probs.detach()).exp()
 
 
 def let_backward_run_here(gather: Any) -> None:
-    """Its backward asks for "cuda", and torch's function modes, which redirect that, are off there."""
+    """NeMo-RL's backward asks for "cuda", and torch's function modes, which redirect that, are off there."""
     original = gather.backward
 
     def backward(ctx: Any, gradient: Tensor) -> Any:
@@ -152,7 +152,7 @@ def test_every_term_is_exact(record_property: Any) -> None:
 
 
 def test_metrics_keep_their_masks_and_theirs_is_what_it_says(record_property: Any) -> None:
-    """Their means are exact, and none of the other modes."""
+    """NeMo-RL's own means are exact, and differ from the other modes."""
     token: dict[str, Any] = {"setting": "`token_level_loss=true`", "mode": "token_mean", "settings": {}}
     sample = {"setting": "`token_level_loss=false`", "mode": "sample_mean", "settings": {"units": "active"}}
     (stock, same), (of_samples, _) = compare(record_property, train, NEMO_RL, [token, sample | {"cfg": OF_SAMPLES}])

@@ -174,7 +174,7 @@ def test_coefficients_and_the_engine_for_rollouts_are_no_faults() -> None:
 
 
 def test_theirs_is_none_of_the_modes(record_property: Any) -> None:
-    """Its token mean takes in the tokens that the mask leaves out."""
+    """ROLL's token mean includes tokens that the mask leaves out."""
     case = {"mode": "token_mean", "settings": {}, "setting": "token mean, masked tokens in responses"}
     ((own, _),) = compare(record_property, train, ROLL, [case], (2, 1))
     assert own["errors"]["gradient"] > 1e-2
@@ -227,7 +227,7 @@ def test_a_fault_stops_all_ranks(plant: Plant, record_property: Any, tmp_path: A
 
 
 def test_a_schedule_that_was_not_measured_is_no_proof(record_property: Any, tmp_path: Any) -> None:
-    """It was fetched before the adapter, and kept."""
+    """ROLL fetched the schedule before the adapter, and kept it."""
     schedules = "__import__('megatron.core.pipeline_parallel.schedules', fromlist=[''])"
     fetched = f"{schedules}.forward_backward_no_pipelining.__wrapped__("
     case = {"mode": "sample_mean", "settings": {"kl": "token_mean"}, "outcome": "unknown"}

@@ -254,7 +254,7 @@ CASES = [{"mode": mode, "settings": settings, **sizes} for mode, settings in MOD
 
 
 def test_every_term_is_exact(record_property: Any) -> None:
-    """At CP 1 each mode by another of the ways to cut the draft head's logits."""
+    """Each mode at CP 1 cuts the draft head's logits in another way."""
     ways: list[dict[str, Any]] = [{}, {"packed": False}, {"chunk": 4}, {"topk": VOCABULARY, "packed": False}]
     cases = [case | ways[i % 4] for i, case in enumerate(CASES * 2)]
     assert_exact(record_property, train, SKYRL, cases, worlds=[(1, 1), (2, 1)])

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 
 
 def case(mode: str | None, *flags: str, divisor: float | None = None, seed: int = 1) -> dict[str, Any]:
-    """Without a mode: a launch without flags of ours, compared with a sample mean."""
+    """A case; without a mode it is a launch without flags of ours, compared with a sample mean."""
     ours = [] if mode is None else ["--loss-aggregation", mode]
     ours += [] if divisor is None else ["--loss-aggregation-divisor", str(divisor)]
     return {"mode": mode or "sample_mean", "divisor": divisor, "seed": seed, "flags": [*ours, *flags]}

@@ -339,7 +339,7 @@ def modes_in_its_engine(root: str, per_token: bool, install: bool) -> dict[str, 
 @pytest.mark.parametrize("install", [False, True])
 @pytest.mark.parametrize("per_token", [False, True])
 def test_every_mode_in_its_megatron_engine(per_token: bool, install: bool, record_property: Any) -> None:
-    """Until 0.9.1 (verl#7915) the engine refused one with per-token loss; its gather of whole rows allows it.
+    """The engine refused one with per-token loss until 0.9.1 (verl#7915); its gather of whole rows allows it.
 
     By itself it rounds per-token counts down on each CP rank, and its gradients are too large by that.
     """
@@ -563,7 +563,7 @@ def by_the_recipe(root: str, per_token: bool) -> dict[str, list[float]]:
 
 @pytest.mark.parametrize("per_token", [False, True])
 def test_the_first_step_of_actor_and_critic_is_proved(per_token: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each once; gradients are the same without. verl's engine has no mean of sequences with per-token loss."""
+    """Each is proved once; gradients do not change. verl's engine has no mean of sequences with per-token loss."""
     modes = [mode for mode in MODES if not (per_token and mode == "seq-mean-token-mean")]
     proved = run_ranks(DP * CP, first_steps, checkout(VERL), per_token, modes)
     monkeypatch.setenv("MEGATRON_RL_LOSS_PROOF", "off")

@@ -241,7 +241,7 @@ def by_hand(mode: str, totals: StepTotals, **keywords: Any) -> float:
 
 
 def totals_with(counts: dict[str, Any]) -> StepTotals:
-    """From counts by their names: step_tokens, rollout.all, prompt.tokens, ..."""
+    """Totals from counts by their names: step_tokens, rollout.all, prompt.tokens, ..."""
     units: dict[str, dict[str, Any]] = {}
     for name, count in counts.items():
         if "." in name:

@@ -83,7 +83,7 @@ def on_ranks() -> list[Any]:
 
 
 def test_in_every_layout_over_ranks() -> None:
-    """To the bit; and what is kept is trained on by its own count."""
+    """Results agree to the bit, and kept tokens are trained on by their own count."""
     by_rank = run_ranks(4, on_ranks)
     for seed in range(len(CASES)):
         step = drawn_step(seed, 4 // CASES[seed][1], 2)

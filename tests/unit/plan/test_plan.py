@@ -195,7 +195,7 @@ def test_a_share_of_another_micro_batch_is_refused() -> None:
 
 
 def test_reports_are_filled_in_at_the_end_and_each_micro_batch_counts_once() -> None:
-    """After an error a plan runs again: variance is not counted twice."""
+    """A plan runs again after an error: variance is not counted twice."""
     values = [losses_of(chosen).detach() for chosen in DEALT]
     masks = torch.cat([torch.cat([STEP[i].mask for i in chosen]) for chosen in DEALT])
     flat, kinds = torch.cat(values).double(), ("mean", "min", "max", "variance", "ess")
