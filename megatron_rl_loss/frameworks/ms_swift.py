@@ -61,7 +61,7 @@ def aggregate(mode: str | Mode | ModeFunction, **settings: Any) -> Replaced:
         inputs, batch = stock()
         samples = given["samples"]
         has_media = any(getattr(one, name) for one in samples for name in ("images", "videos", "audios"))
-        unknown = "" if all(one.prompt_id for one in samples) else "samples without a prompt_id: it identifies prompts"
+        unknown = "" if all(one.prompt_id for one in samples) else "samples without prompt_id, which identifies prompts"
         batch.prompts = MEDIA if has_media else unknown or [one.prompt_id for one in samples]
         return inputs, batch
 

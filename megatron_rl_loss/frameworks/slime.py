@@ -319,7 +319,7 @@ def _prove_next_step(engine: str, is_first: bool) -> None:
         if get_args().pipeline_model_parallel_size > 1:
             says = f"NOT PROVED: only the last pipeline stage loads the hook. To measure the first step, {_COUNT_STEPS}"
         elif refusal := attempt(lambda: _check_countable(get_args())):
-            says = f"NOT PROVED: {refusal}"
+            says = f"NOT PROVED: {str(refusal).partition('. ')[0]}"  # without the remedy, which is for `count_steps`
         else:
             _replace(engine, False)
     announce(f"{engine}: {says}", is_first)

@@ -244,7 +244,7 @@ def test_ms_swift_where_it_could_not_be_exact(trainers: Any) -> None:
         trainer._on_train_step_batch(step(trainers))
     replaced.undo()
     ms_swift.aggregate("prompt_mean")
-    with pytest.raises(ValueError, match="samples without a prompt_id"):
+    with pytest.raises(ValueError, match="samples without prompt_id"):
         trainers.MegatronGRPOTrainer()._on_train_step_batch(step(trainers, has_ids=False))
 
 
