@@ -78,7 +78,7 @@ def log_probs_from_hidden(
 
 
 class Divergence(NamedTuple):
-    """`LogProbs`, with log-probs None without labels, and the divergence from a teacher per token."""
+    """Log-probs (None without labels), entropy, and per token the divergence from a teacher; as `LogProbs`."""
 
     log_probs: Tensor | None
     entropy: Tensor | None

@@ -1,4 +1,4 @@
-"""Plots and tables of online runs: docs/online.md has the numbers of its JSON files, and layouts are compared."""
+"""Pictures and tables of online runs: docs/online.md has the numbers of its JSON files, and layouts are compared."""
 
 import json
 import os

@@ -94,7 +94,7 @@ def pack_of(batch: Batch, rollouts: list[Rollout]) -> dict[str, Any]:
 
 
 def from_hidden_states(data_iterator: Iterator[Any], model: Any) -> Any:
-    """The page's forward step, with the teacher's output layer."""
+    """As the page's, with the teacher's output layer."""
     from megatron.core import parallel_state as mpu
 
     from megatron_rl_loss import OutputHead
