@@ -111,7 +111,7 @@ def _exchange_group(tokens: LocalTokens, cp_group: Group | None) -> Group | None
 
 
 def _units_of(samples: Samples, per: str, totals: StepTotals | None) -> Keys | None:
-    """As `Sequences.units`; refuses a unit that, by the step's totals, has tokens outside of the micro-batch."""
+    """`Sequences.units`; ValueError for a unit that, by the step's totals, has tokens outside the micro-batch."""
     parts = samples.parts.get(per)
     if per == "sample" or (per == "rollout" and parts is None):
         return None

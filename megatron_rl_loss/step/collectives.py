@@ -155,7 +155,7 @@ def attempt(prepare: Callable[[], Result]) -> Result | Exception:
 
 
 def raise_together(failed: bool, failure: Exception | None, groups: Sequence[Group]) -> None:
-    """If any rank failed, raise on all of them, with every failing rank's reason (costs collectives only then)."""
+    """Raise on all ranks if any of them failed, with every failing rank's reason (costs collectives only then)."""
     if not failed:
         return
     if failure is not None and not groups:

@@ -47,7 +47,7 @@ def likeliest(rollout: Rollout) -> tuple[Tensor, Tensor]:
 
 
 def hidden_states(rollout: Rollout) -> Tensor:
-    """Of the teacher's output layer, [length, WIDTH], and the same for the same tokens."""
+    """The teacher's last hidden states, [length, WIDTH], the same for the same tokens."""
     generator = torch.Generator().manual_seed(1)
     return torch.randn(gpt_oracle.VOCAB, WIDTH, generator=generator)[torch.tensor(rollout.tokens)]
 

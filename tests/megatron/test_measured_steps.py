@@ -195,7 +195,7 @@ def errors_of(by_rank: list[Any], number: int, name: str) -> tuple[float, float]
 
 @pytest.mark.parametrize("layout", [DP_CP, TP_PP], ids=str)
 def test_the_gradient_is_that_of_the_step(layout: Layout) -> None:
-    """And not that of thresholds of a part of it, which are planted in one layout."""
+    """Thresholds of a part of the step, which are planted in one layout, give another gradient."""
     planted = [(name, "rank") for name in EXAMPLES] if layout is DP_CP else []
     runs = [*((name, "step") for name in EXAMPLES), *planted]
     by_rank = run_ranks(4, trained, layout, runs, gpt_oracle.rollouts_of(SHAPE))

@@ -1,4 +1,4 @@
-"""What is refused of flags, as Megatron parses them."""
+"""Refusals of flags, as Megatron parses them."""
 
 from typing import Any
 

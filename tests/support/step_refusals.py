@@ -1,4 +1,4 @@
-"""What is refused of a step's data, of a model's config and of losses: rows for launches on cp 2 x dp 2."""
+"""Refusals of a step's data, of a model's config and of losses: rows for launches on cp 2 x dp 2."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -197,7 +197,7 @@ Losses = Callable[[Any, Tensor, int], Any]  # (micro-batch, this rank's losses, 
 
 
 def reporting(first: Sequence[str], second: Sequence[str]) -> Losses:
-    """What the first micro-batch reports, and the second."""
+    """Losses with the names that the first micro-batch reports, and the second."""
     return lambda m, losses, n: m.loss(losses, dict.fromkeys(second if n else first, losses))
 
 
@@ -220,7 +220,7 @@ def loss_row(
 
 
 def changing(change: Callable[[Tensor, Tensor, dict[str, Tensor]], Any]) -> Losses:
-    """What the micro-batch hands out, changed."""
+    """Losses with the micro-batch's return value changed."""
     return lambda m, losses, n: change(*m.loss(losses))
 
 

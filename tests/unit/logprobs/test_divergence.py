@@ -72,7 +72,7 @@ def test_infinite_and_far_logits(kind: str) -> None:
 
 @every_kind
 def test_small_divergences_are_not_lost_and_never_negative(kind: str) -> None:
-    """Of 32,768 ids; a sum of p log(p / q) alone is off by the rounding of both norms, 1e-6."""
+    """32,768 ids: a sum of p log(p / q) alone is off by the rounding of both norms, 1e-6."""
     generator = torch.Generator().manual_seed(0)
     teacher = 3 * torch.randn(6, 32768, generator=generator)
     steps = torch.tensor([0, 1e-3, 3e-3, 1e-2, 1e-1, 1])[:, None]

@@ -50,7 +50,7 @@ Parallel = dict[str, Any]
 
 
 def leaves_of(name: str, dtype: torch.dtype = torch.float32, parallel: Parallel | None = None) -> Found:
-    """Of this rank: its part of the vocabulary and, with sequence parallelism, of tokens."""
+    """This rank's leaves: its part of the vocabulary and, with sequence parallelism, of tokens."""
     batch, group = given(name, dtype)[0], (parallel or {}).get("group")
     rank, size = (0, 1) if group is None else (group.rank(), group.size())
     columns = slice(rank * VOCABULARY // size, (rank + 1) * VOCABULARY // size)
@@ -63,7 +63,7 @@ def leaves_of(name: str, dtype: torch.dtype = torch.float32, parallel: Parallel 
 
 
 def teacher_of(name: str, dtype: torch.dtype, device: torch.device, parallel: Parallel) -> dict[str, Any]:
-    """Of this rank: its part of the vocabulary and, where it gives hidden states by sequence parallelism, of tokens."""
+    """This rank's teacher: its part of the vocabulary and, for hidden states with sequence parallelism, of tokens."""
     taught, group = given(name, dtype)[0].taught, parallel.get("group")
     rank, size = (0, 1) if group is None else (group.rank(), group.size())
     columns = slice(rank * VOCABULARY // size, (rank + 1) * VOCABULARY // size)
@@ -353,7 +353,7 @@ def test_a_chunk_whose_loss_has_no_gradient_gives_none() -> None:
 @of_hidden
 @pytest.mark.parametrize("number", [0, 1024])
 def test_the_weights_gradient_is_summed_in_float32_over_chunks(number: int, way: str) -> None:
-    """Of equal tokens, each a chunk; a bfloat16 sum of equal terms stops growing at 256 of them. Of none, it is 0."""
+    """Equal tokens, each a chunk: a bfloat16 sum of equal terms stops growing at 256. Without tokens the sum is 0."""
     hidden = torch.ones(number, 4, dtype=torch.bfloat16, requires_grad=True)
     weight, labels = torch.zeros(8, 4, dtype=torch.bfloat16, requires_grad=True), torch.zeros(number).long()
     if way == "one pass":

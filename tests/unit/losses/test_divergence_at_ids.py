@@ -21,7 +21,7 @@ ROUNDING = torch.finfo(torch.float32).eps / 2
 
 
 def stated(p: list[float], q: list[float], kind: str, tail: str, beta: float = 0.5) -> float:
-    """From the probabilities of the ids that the teacher gave, one term after the other."""
+    """The divergence by its definition: the probabilities of the teacher's ids, one term after the other."""
     if tail == "bucket":
         p, q = [*p, 1 - math.fsum(p)], [*q, 1 - math.fsum(q)]
     if tail == "renormalise":
@@ -90,7 +90,7 @@ def test_gradients_are_the_formulas(kind: Any, tail: Any) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_bucket_is_between_0_and_the_whole_vocabulary(kind: Any) -> None:
-    """It grows with K, as merged categories say less; with all ids it is the whole vocabulary's."""
+    """The divergence grows with K, as merged categories say less; with all ids it is the whole vocabulary's."""
     # Others of probability e^-10 at least: rounding changes that by 1e-16 / e^-10, and so the term at most.
     for spread, near in itertools.product((0.1, 1.0), (1e-6, 1e-2, 1.0)):
         student, teacher = drawn(torch.float64, spread, near)
@@ -105,7 +105,7 @@ def test_a_bucket_is_between_0_and_the_whole_vocabulary(kind: Any) -> None:
 
 
 def test_dropping_the_tail_is_no_divergence() -> None:
-    """It is negative where the student is surer of these ids than the teacher, and falls beyond p = q."""
+    """The sum is negative where the student is surer of these ids than the teacher, and falls beyond p = q."""
     teacher = torch.tensor([[0.5, 0.2]]).log()
     surer = torch.tensor([[0.6, 0.3]]).log()
     found = {tail: at_ids(surer, teacher, kind="forward_kl", tail=tail).item() for tail in TAILS}

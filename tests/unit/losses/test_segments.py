@@ -183,7 +183,7 @@ def sums(values: Any = WHOLE, local: Any = MASKED, **more: Any) -> Tensor:
 
 
 def of_units(per: str, tokens: dict[int | str, float]) -> Tensor:
-    """In a step whose units have so many tokens, which their micro-batch knows."""
+    """Segment sums in a step whose units have so many tokens, which their micro-batch knows."""
     totals = StepTotals(units={per: Units(all=9, tokens=tokens)})
     local = local_of(MASKS, ids={per: ["a", "a", "b"]})
     return segment_sum(WHOLE, SimpleNamespace(tokens=local, cp_group=None, totals=totals), per=per)

@@ -114,7 +114,7 @@ def ours(alias: str, batch: Batch) -> Tensor:
 
 @pytest.mark.parametrize("alias", THEIRS)
 def test_a_name_gives_its_frameworks_formula(alias: str, record_property: Callable[[str, object], None]) -> None:
-    """By the slopes of their formula, which is linear in the losses."""
+    """Weights are slopes of the framework's formula, which is linear in the losses."""
     worst = 0.0
     for batch in map(random_batch, range(5)):
         leaf = batch.losses.double().requires_grad_()
@@ -200,7 +200,7 @@ def test_by_api_an_explicit_counting_is_told_from_none() -> None:
 
 
 def test_what_stands_beside_a_name_is_of_one_that_is() -> None:
-    """And a policy loss goes with its aggregation."""
+    """A policy loss goes with its aggregation, too."""
     assert set(LOSSES) | set(OWN_CODE) <= set(THEIRS)
     assert {peer.framework for peer in NAMES} == set(FRAMEWORKS)
     assert all((f"{name}:{one.default}") in THEIRS for name, one in FRAMEWORKS.items())

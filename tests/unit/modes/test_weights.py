@@ -76,7 +76,7 @@ def of_own_modes(samples: list[Sample]) -> dict[Any, list[list[float]]]:
 
 
 def worst_error(step: Step, place: Any, cp_size: int, units: Any) -> tuple[float, int]:
-    """Of all weights of the step, and how many vectors were compared; what a rank holds is checked on the way."""
+    """The worst error of all weights of the step, and the number of vectors; a rank's tokens are checked on the way."""
     hands = [hand for dp_rank in range(len(step.hands)) for hand in placed(step, dp_rank, place, cp_size)]
     described = [samples_of(chosen, at) for chosen, at in hands]
     totals = count_step(described, StepGroups(), sums=[ROOTS])
@@ -241,7 +241,7 @@ def by_hand(mode: str, totals: StepTotals, **keywords: Any) -> float:
 
 
 def totals_with(counts: dict[str, Any]) -> StepTotals:
-    """From counts by their names: step_tokens, rollout.all, prompt.tokens, ..."""
+    """Totals from counts by their names: step_tokens, rollout.all, prompt.tokens, ..."""
     units: dict[str, dict[str, Any]] = {}
     for name, count in counts.items():
         if "." in name:
@@ -367,7 +367,7 @@ test_refusals = refusal_tests(
 
 
 def test_a_mode_is_rehearsed_without_judging_its_numbers() -> None:
-    """Of a part of a step they need not be finite: here a leave-one-out divisor."""
+    """Weights of a part of a step need not be finite: here a leave-one-out divisor."""
     samples = [Samples([[1, 1]], prompt_ids=["a"]), Samples([[1], [0]], prompt_ids=["a", "b"])]
     plan = plan_step(samples, lambda step: 1 / (step.samples("prompt") - 1), dp_group=None)
     assert [weights for one in plan for weights in one.weights.tolist()] == [1, 1, 1, 0]

@@ -23,7 +23,7 @@ Metrics = dict[str, Any]
 
 
 def values_on(rank: int) -> torch.Tensor:
-    """Of the 4 tokens that a rank holds."""
+    """Values of the 4 tokens that a rank holds."""
     return torch.arange(4.0) + 10 * rank
 
 
@@ -32,7 +32,7 @@ Given = Callable[[int, int], Metrics]
 
 
 def some_kinds(rank: int, number: int) -> Metrics:
-    """In another order on each rank."""
+    """Metrics of five kinds, in another order on each rank."""
     x = values_on(rank) + number
     names = {"most": "max", "least": "min", "spread": "variance", "share": "ess", "even": "mean"}
     metrics = {name: Metric(x, "tokens", kind=kind) for name, kind in names.items()}  # type: ignore[arg-type]
@@ -151,7 +151,7 @@ def by_rank() -> list[Any]:
 
 
 def step_values() -> dict[str, float]:
-    """By plain sums over what the ranks hold: zigzag of 8 tokens over 2 ranks."""
+    """Values of the step by plain sums over the ranks' tokens: zigzag of 8 tokens over 2 ranks."""
     held, seen, losses = {0: [0, 1, 6, 7], 1: [2, 3, 4, 5]}, list[float](), list[float]()
     for rank in range(RANKS):
         for number in range(2):

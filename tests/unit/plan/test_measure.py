@@ -24,7 +24,7 @@ Pairs = Sequence[tuple[float, float]]  # value and mask entry of each token
 
 
 def found_by_hand(pairs: Pairs, shares: Sequence[float] = SHARES) -> list[float]:
-    """What `found_in` finds: tokens, sum, and for each share the smallest value that enough tokens do not exceed."""
+    """Tokens, sum, and for each share the smallest value that enough tokens do not exceed, as by `found_in`."""
     pairs = sorted((value, entry) for value, entry in pairs if entry)
     tokens = sum(Fraction(entry) for _, entry in pairs)
     quantiles = []
@@ -51,7 +51,7 @@ CASES = [(place, cp_size) for cp_size in (2, 4) for place in (thd, bshd, respons
 
 
 def value_at(sample: int, position: int) -> float:
-    """Of both signs, negative on the whole; rounded to float32."""
+    """A value of either sign, negative on the whole; rounded to float32."""
     return float(torch.tensor(random.Random(f"{sample} {position}").uniform(-3, 2)))
 
 
@@ -83,7 +83,7 @@ def on_ranks() -> list[Any]:
 
 
 def test_in_every_layout_over_ranks() -> None:
-    """To the bit; and what is kept is trained on by its own count."""
+    """Results agree to the bit, and kept tokens are trained on by their own count."""
     by_rank = run_ranks(4, on_ranks)
     for seed in range(len(CASES)):
         step = drawn_step(seed, 4 // CASES[seed][1], 2)

@@ -56,7 +56,7 @@ def losses_of(chosen: list[int]) -> Tensor:
 
 
 def placed(plan: Plan, cp_rank: int = 0, cp_size: int = 1, dp_size: int = 1) -> Plan:
-    """As one rank of groups that do not exist."""
+    """The plan as one rank of groups that do not exist."""
     groups = [
         SimpleNamespace(size=lambda: dp_size, rank=lambda: 0),
         SimpleNamespace(size=lambda: cp_size, rank=lambda: cp_rank),
@@ -195,7 +195,7 @@ def test_a_share_of_another_micro_batch_is_refused() -> None:
 
 
 def test_reports_are_filled_in_at_the_end_and_each_micro_batch_counts_once() -> None:
-    """After an error a plan runs again: variance is not counted twice."""
+    """A plan runs again after an error: variance is not counted twice."""
     values = [losses_of(chosen).detach() for chosen in DEALT]
     masks = torch.cat([torch.cat([STEP[i].mask for i in chosen]) for chosen in DEALT])
     flat, kinds = torch.cat(values).double(), ("mean", "min", "max", "variance", "ess")

@@ -107,7 +107,7 @@ def broken() -> Any:
 
 @dataclass(frozen=True)
 class Case:
-    """What each rank prepares, and fragments of what all ranks of the grid are told; () where they count."""
+    """The samples that each rank prepares, and fragments of the error on all ranks of the grid; () where they count."""
 
     grid: str
     prepare: Callable[[int], Any]

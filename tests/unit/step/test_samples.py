@@ -149,7 +149,7 @@ def test_ints_stay_and_strings_are_hashed_alike_everywhere() -> None:
 
 
 class Opaque:
-    """Without a repr of its own, which would be the same on two ranks."""
+    """A class without a repr of its own, which would be the same on two ranks."""
 
 
 def described(**options: Any) -> Samples:
