@@ -93,7 +93,7 @@ def pack_of(batch: Batch, rollouts: list[Rollout]) -> dict[str, Any]:
 
 
 def from_hidden_states(data_iterator: Iterator[Any], model: Any) -> Any:
-    """As the recipe's, with the teacher's output layer."""
+    """The recipe's `forward_step`, with the teacher's output layer."""
     from megatron.core import parallel_state as mpu
 
     from megatron_rl_loss import OutputHead
