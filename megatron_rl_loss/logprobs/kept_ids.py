@@ -53,7 +53,7 @@ def check_keep(keep: Keep | None, shape: torch.Size, columns: int) -> Keep | Non
         if keep.offsets.shape != (shape.numel() + 1,):
             raise ValueError(
                 f"KeptIds with offsets of shape {tuple(keep.offsets.shape)} for {shape.numel()} tokens: there must be "
-                "one offset more than tokens. Give tokens that keep nothing an empty range."
+                "one offset more than tokens. Give a token that keeps no id an empty range."
             )
         return keep
     if keep is None:
