@@ -36,7 +36,7 @@ def importance_weights(log_ratio: Tensor, *, high: float, low: float = 0.0, outs
     """
     check_within("high", high, "(0, inf)", "2.0 is usual; 5.0 for IcePop")
     check_within("low", low, f"[0, {float(high)})", "0 is usual; 0.5 for IcePop")
-    check_choice("way with what is outside", outside, get_args(Outside))
+    check_choice("outside", outside, get_args(Outside))
     log_ratio = at_least_float32(log_ratio.detach())
     lowest, highest = math.log(low) if low > 0 else -math.inf, math.log(high)
     weights = log_ratio.clamp(lowest, highest).exp()
@@ -88,9 +88,9 @@ def surviving_masks(
         check_shape(f"the log-ratios of sample {i}", log_ratio, mask)
         if log_ratio.requires_grad:
             raise ValueError(
-                f"log-ratios of sample {i} that require grad: who survives must be known before the step's first "
-                "forward, when the policy's log-probs are not. Reject by old_log_probs - rollout_log_probs, or let "
-                "rejected tokens count: give them importance weights of 0."
+                f"log-ratios of sample {i} that require grad: survivors must be known before the step's first forward "
+                "pass, which makes these log-probs. Use old_log_probs - rollout_log_probs, or give rejected tokens "
+                "importance weights of 0, which leaves them in the counts."
             )
         judged = log_ratio.double()
         if level != "token":

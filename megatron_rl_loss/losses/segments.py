@@ -80,7 +80,7 @@ def to_tokens(of_samples: Tensor, local: Place, *, per: str = "sample") -> Tenso
     if of_samples.shape != counts.shape:
         raise ValueError(
             f"a statistic of shape {tuple(of_samples.shape)}: it must have one number for each of the micro-batch's "
-            f"{len(counts)} samples (parts by {per}). Pass what segment_sum or segment_mean returned, with its per=."
+            f"{len(counts)} samples (parts by {per}). Pass the result of segment_sum or segment_mean, with its per=."
         )
     sorted_by = None if order is None else on_device(order, device)
     spread: Tensor = _ToTokens.apply(  # type: ignore[no-untyped-call]

@@ -206,8 +206,8 @@ def value_loss(
     check_shape("returns", returns, values)
     if (clip is None) != (old_values is None):
         raise ValueError(
-            f"clip={clip!r} with {'no' if old_values is None else 'some'} old_values: values are clipped around the "
-            "old ones: both are needed, or neither. Pass both, or drop both."
+            f"clip={clip!r} with {'no' if old_values is None else 'some'} old_values: values are clipped around "
+            "old_values. Pass both, or drop both."
         )
     others = [returns.detach()]
     if clip is not None and old_values is not None:
@@ -253,7 +253,7 @@ def kl_estimate(
         check_shape("old_log_probs", old_log_probs, log_probs)
         if estimator == "k2":
             raise ValueError(
-                "k2 with old_log_probs: times the ratio its gradient is not the KL's. Take k3, or drop old_log_probs."
+                "k2 with old_log_probs: k2 times the ratio has not the KL's gradient. Take k3, or drop old_log_probs."
             )
         others.append(old_log_probs.detach())
     log_probs, reference, *old = masked(local, log_probs, *others)
