@@ -85,7 +85,7 @@ def make_pg_loss_reducer(
 
 
 def reducer_of(aggregation: Aggregation, local: LocalTokens, totals: StepTotals) -> "WeightedSum":
-    """`make_pg_loss_reducer` of parts that are made and checked already."""
+    """`make_pg_loss_reducer` with parts that were made and validated before."""
     return WeightedSum(weigh(aggregation, local, totals), local, aggregation)
 
 
@@ -124,9 +124,9 @@ class WeightedSum:
         return self.weights
 
     def report_not_finite(self, what: str, values: Tensor) -> None:
-        """A line in the log that names the first active token whose value is NaN or infinite; reads the device.
+        """Log the first active token whose value is NaN or infinite; reads the device.
 
-        No error: other ranks may be waiting in a collective, and a loss scaler may want to skip the step.
+        No error is raised: other ranks may be waiting in a collective, and a loss scaler may skip the step.
         """
         flat = values.detach().reshape(-1)
         wrong = ((self.weights_on(flat.device) != 0) & ~flat.isfinite()).nonzero()[:1, 0].tolist()
@@ -135,7 +135,7 @@ class WeightedSum:
             place = int(self._local.positions[token]) - self._local.samples.mask_starts[sample]
             logger.warning(
                 f"rank {world_rank()}: {what} is {float(flat[token])} at token {place} of sample {sample} of a "
-                "micro-batch: its mask says that it counts, so the step's sum is not finite. Look at its log-probs "
+                "micro-batch: the token's mask is not 0, so the step's sum is not finite. Check the token's log-probs "
                 "and advantage, or mask it."
             )
 
