@@ -123,23 +123,23 @@ def carriers_of(per_token: bool) -> list[Carrier]:
 
 
 def find_carrier(form: Form, per_token: bool, dynamic_cp: bool = False) -> Carrier:
-    """The row of a form. Raises ValueError for one that is unknown, or not exact with per-token loss or dynamic CP."""
+    """The row of a form; ValueError for an unknown form, or one that is not exact with these settings."""
     forms = {row.form: row for row in carriers_of(per_token)}
     if form not in forms:
         known = ", ".join(map(repr, forms))
         if any(row.form == form for row in CARRIERS):
             has, turn = ("with", "off") if per_token else ("without", "on")
             raise ValueError(
-                f"form={form!r} {has} per-token loss: the scaling that it undoes is another one there. Turn "
+                f"form={form!r} {has} per-token loss: Megatron's scaling is then another than this form cancels. Turn "
                 f"calculate_per_token_loss {turn}, or choose one of {known}."
             )
         raise ValueError(f"form={form!r}: there is no such form. Choose one of {known}.")
     if dynamic_cp and not forms[form].dynamic_cp:
         has = "with" if per_token else "without"
         raise ValueError(
-            f"form={form!r} {has} per-token loss, in a step whose cp_groups change between micro-batches: what is "
-            "scaled by sizes of groups and numbers of micro-batches, which differ between ranks, is wrong. Plan with "
-            "per-token loss, and return '3-tuple', 'sum' or 'verl'."
+            f"form={form!r} {has} per-token loss, in a step whose cp_groups change between micro-batches: this form "
+            "scales by group sizes and numbers of micro-batches, which then differ between ranks. Plan with per-token "
+            "loss, and return '3-tuple', 'sum' or 'verl'."
         )
     return forms[form]
 
@@ -149,7 +149,7 @@ def product(powers: Powers, counts: Mapping[Count, float | None]) -> float:
     values = {name: (counts[name], power) for name, power in powers.items()}
     if missing := [name for name, (value, _) in values.items() if value is None]:
         raise ValueError(
-            f"totals without {', '.join(missing)}: what is returned is multiplied by it. Give the count of the whole "
-            "step."
+            f"totals without {', '.join(missing)}: the returned loss is multiplied by this count. Give the count of "
+            "the whole step."
         )
     return math.prod(value**power for value, power in values.values() if value is not None)

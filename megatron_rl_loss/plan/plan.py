@@ -128,6 +128,7 @@ class Plan:
         outcome = attempt(lambda: self._check_end(reports))
         failure = outcome if isinstance(outcome, Exception) else None
         values = reduce_notes(facts.notes, facts.groups.of_loss, self._has_tokens, failure)
+        self._check_terms(values)
         facts.report_not_finite()
         for report in reports:
             if isinstance(report, dict) and (not report or report.keys() & values.keys()):
@@ -136,15 +137,18 @@ class Plan:
 
     def _check_end(self, reports: object) -> None:
         if isinstance(reports, Mapping):
-            raise TypeError("reports is one report: there must be one for each micro-batch. Pass a list.")
+            raise TypeError("reports is one report: each micro-batch must have one. Pass a list.")
         check_finished(self.facts.is_carried)
         self.facts.check_tokens()
-        noted = {name for notes in self.facts.notes for name in notes}
-        declared = sorted(self.facts.modes.terms.keys() - noted)
-        if declared and "loss" in noted and any(self.facts.is_carried):  # "loss" is the sum of terms
+
+    def _check_terms(self, values: Mapping[str, Tensor]) -> None:
+        """Raise ValueError for a mode that was declared for no term; the values' names are those of all ranks."""
+        declared = sorted(self.facts.modes.terms.keys() - values.keys())
+        if declared and values and any(self.facts.is_carried):
             raise ValueError(
-                f"a mode for the term {declared[0]!r}, and a loss of the terms {sorted(noted - {'loss'})}: no term has "
-                "that mode. Declare modes by the names that the loss gives its terms."
+                f"a mode for the term {declared[0]!r}, and a loss that reports {sorted(values)}: a mode must be "
+                "declared for a term of the loss. Name the term so, as in loss({...}), or drop the mode from terms= "
+                "and flags."
             )
 
     def _has_tokens(self, number: int, mask: str | None) -> bool:
