@@ -78,7 +78,7 @@ def log_probs_from_hidden(
 
 
 class Divergence(NamedTuple):
-    """As `LogProbs`, log-probs None without labels; and per token the divergence from a teacher."""
+    """Log-probs (None without labels), entropy, and per token the divergence from a teacher; as `LogProbs`."""
 
     log_probs: Tensor | None
     entropy: Tensor | None

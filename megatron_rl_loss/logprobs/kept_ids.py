@@ -15,8 +15,8 @@ class KeptIds:
     """The ids of the vocabulary that sampling kept for each token (top-p, top-k), as a rollout engine records them.
 
     Attributes:
-        ids: int64 [all kept], those of the first token, then of the second, and so on; on the host or the device of
-            the logits.
+        ids: int64 [all kept], the first token's ids, then the second's, and so on; on the host or the device of the
+            logits.
         offsets: int64 [tokens + 1], on the host; token t has ``ids[offsets[t]:offsets[t + 1]]``. Offsets on a device
             are read when this is made.
     """

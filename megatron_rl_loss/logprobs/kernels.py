@@ -3,7 +3,7 @@
     log_probs_from_logits(logits, labels, tp_group=group, kernel=flash_attn)
     log_probs_from_hidden(hidden, weight, labels, tensor_parallel=parallel, entropy=True, kernel="liger")
 
-Plain torch (no kernel) is the default, and what these are compared with. All are for a GPU, read float32, bfloat16 or
+Plain torch (no kernel) is the default, and the reference in tests. All are for a GPU, read float32, bfloat16 or
 float16, and sum in float32. Those of logits are Triton kernels that make log-probs alone. They are looked up when
 called.
 """
@@ -39,7 +39,7 @@ def transformer_engine(logits: Tensor, labels: Tensor, tp_group: Group | None) -
 
 
 def flash_attn(logits: Tensor, labels: Tensor, tp_group: Group | None) -> Tensor:
-    """flash-attn's Triton cross-entropy; the first of what it returns are the losses."""
+    """flash-attn's Triton cross-entropy, which returns the losses first."""
     return -_look_up("flash_attn.ops.triton.cross_entropy", "cross_entropy_loss")(
         logits, labels, process_group=tp_group
     )[0]

@@ -43,12 +43,11 @@ def log_probs_from_logits(
         labels: integers [tokens...], ids in the whole vocabulary, or [tokens..., K] for K >= 1 ids per token;
             these and all further arguments are the same on all TP ranks.
         tp_group: the ranks that hold the vocabulary together; None for one.
-        temperature: > 0; what the logits were divided by when the tokens were sampled.
-        keep: ids outside have probability 0. A label always counts: a set without the label is read as if it had it.
-            Entropy is that of the distribution over the kept ids. Of K labels all count: where a token has fewer,
-            fill up with ids that it has.
+        temperature: > 0; the sampling temperature, by which logits are divided.
+        keep: ids outside have probability 0. A label always counts, even if the set lacks it. Entropy is that of the
+            distribution over the kept ids. All K labels count: fill up a token with fewer labels by repeating one.
         vocab_size: ids from there on are padding, and left out; default: all columns count, as in Megatron.
-        entropy: make it too. Backward does no work for it where nobody uses it.
+        entropy: return the entropy too. Backward does no work for an entropy that no loss uses.
         token_mask: [...], bool or numbers; at 0 a token is passed over: its log-prob, entropy and gradient are 0, and
             its label may be anything. Pass it on the host: the host reads it, and waits for one on a device.
         chunk_tokens: tokens to work on at a time; default: by the size of the vocabulary.
@@ -60,7 +59,7 @@ def log_probs_from_logits(
     Raises:
         ValueError, TypeError: a temperature that is not finite and > 0; labels of another shape, not integers or
             outside the vocabulary where the token mask is not 0 (on a device: a device assertion); a keep-mask or
-            token mask of another shape; a `vocab_size` beyond the columns; a kernel with what it cannot do.
+            token mask of another shape; a `vocab_size` beyond the columns; a kernel with settings that it lacks.
     """
     check_float("logits", logits, "Pass the output layer's result")
     check_rows("logits", logits)

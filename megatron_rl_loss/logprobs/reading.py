@@ -73,7 +73,7 @@ class Settings(NamedTuple):
 class Reading:
     """The tokens of a batch that are read, and the arithmetic on a chunk of their logits.
 
-    A chunk's logits go through `statistics`, these through `combine`, and `gradient` leads back.
+    `statistics` reduces a chunk's logits, `combine` adds up statistics over ranks, `differentiate` makes the gradient.
 
     Attributes:
         labels: int64 [n] or [n, K], of the tokens that are read; without labels [n, 0].

@@ -26,7 +26,7 @@ _LN_2 = math.log(2)
 
 @dataclass(frozen=True)
 class Teacher:
-    """The teacher of some tokens, and the divergence from it: whoever reads a student's logits reads its beside them.
+    """The teacher of some tokens, and the kind of divergence from it.
 
     Attributes:
         hidden: [..., its width], float, of the tokens as in the student's hidden states, or of all tokens where these

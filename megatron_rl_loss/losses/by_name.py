@@ -1,4 +1,4 @@
-"""The policy losses by name, as data: for flags, and for checks of what goes together.
+"""The policy losses by name, as data: for flags, and for checks of loss and mode.
 
 A loss of single tokens goes with every mode. A loss of sequences gives each token its sequence's one value, so only the
 mode that averages within the sequence, or that the paper names, makes it the paper's loss.

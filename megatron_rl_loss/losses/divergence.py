@@ -37,12 +37,12 @@ def divergence_at_ids(
     - ``jsd``: ``beta KL(q || m) + (1 - beta) KL(p || m)``, ``m = beta q + (1 - beta) p``. Towards beta 0 it is
       ``beta KL(q || p)``, towards 1 ``(1 - beta) KL(p || q)``; it is 0 at both ends.
 
-    The sum is over what `tail` makes of the ids:
+    `tail` chooses the categories of the sum:
 
     - ``bucket``: the K ids and one category for all others, of probability ``1 - sum_i p_i``. The divergence of K + 1
       categories, never negative, and never above that of the whole vocabulary.
-    - ``drop``: the K ids as they are. This is no divergence: it may be negative, and is not least where p = q.
-    - ``renormalise``: the K ids, p and q each divided by their sum. It says nothing about the mass on other ids.
+    - ``drop``: the K ids alone, unscaled. The sum is no divergence: it may be negative, and is not least where p = q.
+    - ``renormalise``: the K ids, p and q each divided by their sum. The mass on other ids has no effect.
 
     Args:
         log_probs: of the student at K ids [..., K], in the whole vocabulary's distribution; differentiable.
@@ -55,7 +55,8 @@ def divergence_at_ids(
 
     Returns float32 [...] (float64 of float64), computed in float64. A probability of others below half the inputs'
     epsilon (6e-8 in float32), which rounding hides, is taken as that. Raises ValueError for shapes that differ, K = 0,
-    values above 0.1, probabilities that sum to more than 1.05 (ids that repeat), unknown names and other settings.
+    probabilities that sum to more than 1.05 (repeated ids, or logits), unknown names and unusable settings; TypeError
+    for log-probs that are no float tensors.
     Source: GKD, arXiv:2306.13649 eq. 1 and section 2; reverse KL of the student's samples, MiniLLM, arXiv:2306.08543.
     """
     for name, one in (("log_probs", log_probs), ("teacher_log_probs", teacher_log_probs)):

@@ -42,8 +42,8 @@ def segment_sum(values: Values, local: Place, cp_group: Group | None = None, *, 
         per: with ``rollout``, ``prompt`` or another name of the samples' ids, samples that share such an id are one:
             each gets the sum of all of them. With ids per token (``turn``) there is a number for each turn that a
             sample has a part of, in the order of samples and of the turns' first tokens. A `Microbatch` knows the
-            step's totals, and refuses a unit that has tokens outside of it; without one the sum is that of the part in
-            this micro-batch.
+            step's totals: a unit with tokens in another micro-batch raises ValueError. With tokens alone the sum is
+            that of the part in this micro-batch.
 
     Returns:
         [num_samples] (by ids per token [num_parts]), or [len(values), num_samples] for several values; the same on

@@ -1,4 +1,4 @@
-"""`LossModes`: the aggregation of the policy loss and of each further term, and what a step counts for them."""
+"""`LossModes`: the aggregation of the policy loss and of each further term, and the sums that they declare."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,7 +13,7 @@ from megatron_rl_loss.step.units import Sum, UnitCounting
 
 @dataclass(frozen=True)
 class LossModes:
-    """The aggregation of the policy loss, and by name those of terms; a term without one has the policy loss's."""
+    """The aggregations of the policy loss and, by name, of terms; a term without one has the policy loss's."""
 
     policy: Aggregation
     terms: Mapping[str, Aggregation] = field(default_factory=dict)
@@ -44,7 +44,7 @@ class LossModes:
         divisor: float | None = None,
         units: UnitCounting | None = None,
     ) -> Aggregation:
-        """The aggregation of a term: the declared one, or that of the mode that the term itself names.
+        """The aggregation of a term: by the term's own mode, else the declared one, else the policy loss's.
 
         A term counts the units that the policy loss counts; another framework's name brings its own counting. A term
         with the policy loss's mode has the same divisor. ValueError for a divisor or a counting without a mode.

@@ -235,7 +235,7 @@ def _hint(asked: str) -> str:
 def _of_peer(asked: str, divisor: float | None, units: UnitCounting | None) -> Aggregation:
     peer = find_name(asked)
     if peer.refused:
-        raise ValueError(f"loss aggregation {asked!r}: it is {peer.refused}. The nearest exact one is {peer.mode!r}.")
+        raise ValueError(f"loss aggregation {asked!r}: it is {peer.refused}. Choose {peer.mode!r}, the nearest exact.")
     own = float(asked.partition(":")[2]) if peer.name == NUMBER else peer.divisor
     if isinstance(own, str) and divisor is None:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Modes: the weight of a token beside its mask, as an expression over counts of the whole step.
+"""Modes: the factor of a token's mask in its weight, as an expression over counts of the whole step.
 
 Built-in modes and a user's own are written alike: a function of `ModeInputs`, registered under a name.
 
@@ -36,7 +36,7 @@ class Mode:
         function: `ModeInputs` -> the weights beside the mask.
         formula: the step loss, for tables.
         divisor: ``required``, ``optional`` or ``refused``.
-        sums: further sums over the step that it asks for, by name (`ModeInputs.sum`).
+        sums: further sums over the step that the function asks for, by name (`ModeInputs.sum`).
     """
 
     name: str

@@ -1,11 +1,11 @@
 """Carriers: forms of a share that cancel a trainer's own scaling, a row of one table each.
 
-A trainer scales what a loss function returns in up to four places. Megatron has three: the schedule
+A trainer scales a returned loss in up to four places. Megatron has three: the schedule
 (`core/pipeline_parallel/schedules.py`, `forward_step_calc_loss`), DDP
 (`core/distributed/distributed_data_parallel.py`) and `core/distributed/finalize_model_grads.py`. An engine with a loss
-function of its own around yours multiplies before them. A row says by which powers of which counts a share is
-multiplied before it is returned, and by which each place multiplies. The powers of each count add up to 0, so the
-gradient is that of the sum of all shares. Megatron's probe (`megatron/probe.py`) checks the rows in force against the
+function of its own around yours multiplies before them. A row has the powers of counts that a share is multiplied by
+before it is returned, and those that each place multiplies by. The powers of each count add up to 0, so the gradient
+is that of the sum of all shares. Megatron's probe (`megatron/probe.py`) checks the rows in force against the
 installed Megatron; `tests/frameworks/real` runs the engines' rows through their code.
 """
 
@@ -28,11 +28,11 @@ class Carrier:
     """One way to return a share.
 
     Attributes:
-        form: what is returned.
+        form: the form of the return value.
         per_token: the value of `calculate_per_token_loss` that this row is for; None where it makes no difference.
         returned: the loss is the share times these powers of counts.
-        num_tokens: what a 3-tuple has as token count: one, or the active tokens of this rank and micro-batch.
-        engine, schedule, ddp, finalize: what each place multiplies the loss or its gradient by.
+        num_tokens: the token count of a 3-tuple: one, or the active tokens of this rank and micro-batch.
+        engine, schedule, ddp, finalize: the powers of counts by which each place multiplies the loss or its gradient.
         dynamic_cp: True if it holds where the context-parallel group changes between micro-batches.
     """
 

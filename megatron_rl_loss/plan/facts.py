@@ -27,7 +27,7 @@ def check_finished(is_carried: Sequence[bool]) -> None:
 
 @dataclass(eq=False)
 class StepFacts:
-    """The facts of one step on this rank, and what its micro-batches have noted so far.
+    """The facts of one step on this rank, and the notes of its micro-batches so far.
 
     Attributes:
         modes: of the policy loss and of further terms.
@@ -35,10 +35,10 @@ class StepFacts:
         num_microbatches: of this step on this rank.
         groups: that the step is spread over.
         per_token_loss: Megatron's `calculate_per_token_loss`.
-        notes: of each micro-batch, what it measured, by name.
-        is_carried: of each micro-batch, True once its share was returned for training; always this list.
-        watched: on a device, values whose sum is looked at after the step: description, values, sum, reducer.
-        wrong_tokens: on a device, for each comparison with local tokens, how many differ.
+        notes: the values of each micro-batch, by name.
+        is_carried: for each micro-batch, True once its share was returned for training; always this list.
+        watched: on a device, values whose sum is checked after the step: description, values, sum, reducer.
+        wrong_tokens: on a device, the number of tokens that differ in each comparison with local tokens.
     """
 
     modes: LossModes
@@ -56,7 +56,7 @@ class StepFacts:
         self.restart()
 
     def restart(self) -> None:
-        """Forget what was noted and carried."""
+        """Drop all notes, and count no micro-batch as trained on."""
         self.notes = [{} for _ in range(self.num_microbatches)]
         self.is_carried[:] = [False] * self.num_microbatches
         self.watched.clear()

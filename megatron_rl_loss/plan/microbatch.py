@@ -34,7 +34,7 @@ _Key = tuple[str, int, float | None, UnitCounting, str | None]
 
 
 class Microbatch:
-    """A micro-batch of a `Plan`, with what it takes to reduce its losses.
+    """A micro-batch of a `Plan`, which reduces its losses.
 
     Attributes:
         samples: its masks, ids and layout.
@@ -149,23 +149,23 @@ class Microbatch:
 
     @cached_property
     def sample_mean(self) -> WeightedSum:
-        """Per-token values -> this rank's share of their sample mean: for metrics, whatever the mode."""
+        """Per-token values -> this rank's share of their sample mean: for metrics, in any mode."""
         return self._beside("sample_mean", resolve("sample_mean", units=self._facts.modes.policy.units))
 
     @cached_property
     def token_mean(self) -> WeightedSum:
-        """Per-token values -> this rank's share of their token mean: for metrics, whatever the mode."""
+        """Per-token values -> this rank's share of their token mean: for metrics, in any mode."""
         return self._beside("token_mean", resolve("token_mean"))
 
     def _beside(self, name: str, aggregation: Aggregation) -> WeightedSum:
-        """A reducer of its own beside `pg_loss`, whose mode it may have: an audit tells their values apart."""
+        """A reducer other than `pg_loss`, even by the same mode: an audit tells their values apart."""
         reducer = copy(self._reducer(name, aggregation))
         reducer.name = name
         self._reducers[(f"beside {name}", *_key(aggregation)[1:])] = reducer
         return reducer
 
     def _reducer(self, name: str, aggregation: Aggregation, mask: str | None = None) -> WeightedSum:
-        """Made once for each mode and mask; the one of the policy loss is named pg, whoever needs it first."""
+        """The reducer of a mode and mask, made once; that of the policy loss is always named pg."""
         key = _key(aggregation, mask)
         if key not in self._reducers:
             try:
@@ -334,9 +334,9 @@ class Microbatch:
     def gap(self, name: str, values: Tensor) -> Tensor:
         """The largest ``|values - log_probs[name]|`` at this rank's active tokens, 0-dim; 0 without one.
 
-        0 where the training pass runs the kernels of the forward pass before the step, without dropout. Above 1e-4 it
-        warns, on the host: what was measured is of another policy than the one in training. Raises ValueError for
-        values of another shape.
+        The gap is 0 where the training pass runs the kernels of the forward pass before the step, without dropout. On
+        the host a gap above 1e-4 warns: the measured policy is then not the one in training. Raises ValueError for
+        values of another shape, and for a name of no forward pass.
         """
         if name not in self.log_probs:
             raise ValueError(

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class Receipt(NamedTuple):
-    """The tensors of what `Microbatch.carry` returned last, how often each had been changed in place, and its names."""
+    """The tensors that `Microbatch.carry` returned last, their numbers of changes in place, and the noted names."""
 
     tensors: tuple["ReferenceType[Tensor]", ...]  # not the loss itself, which would keep its graph
     versions: tuple[int, ...]
@@ -45,7 +45,7 @@ def check_returned(returned: object, receipt: Receipt | None, *, trains: bool = 
     for part, reason in _differences(returned[:-1], receipt):
         raise ValueError(
             f"loss_func returned a {part} that this micro-batch did not hand out: {reason}. Return the result of this "
-            "micro-batch's loss(...) or carry(share, report) unchanged; further terms belong into loss({...})."
+            "micro-batch's loss(...) or carry(share, report) unchanged; put further terms into loss({...})."
         )
     if trains and not returned[0].requires_grad:
         raise ValueError(

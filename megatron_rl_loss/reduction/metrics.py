@@ -1,7 +1,7 @@
 """Metrics of a step: averaged over samples, tokens, prompts or any key, and reduced once, after its last micro-batch.
 
-A micro-batch notes what it measured (`Note`). `reduce_notes` makes the step's values of the notes of all micro-batches
-and ranks: names travel along, so a rank or micro-batch without a metric adds nothing to it.
+A micro-batch notes its values (`Note`). `reduce_notes` reduces the notes of all micro-batches and ranks to the step's
+values. Names travel along, so a rank or micro-batch without a metric adds nothing to that metric.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +31,7 @@ MODE_OF: dict[str, str] = {
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric of the step, not differentiated; w are the weights of what it is over, E[x] = sum w x / sum w.
+    """A metric of the step, not differentiated; with the weights w of its mode, E[x] = sum w x / sum w.
 
     Attributes:
         values: one for each token this rank holds, in the layout's order; NaN where masked is ignored.

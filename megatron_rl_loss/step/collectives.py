@@ -115,7 +115,7 @@ def all_gather_single(received: Tensor, sent: Tensor, group: Group) -> None:
 
 
 def gather_rows(rows: npt.NDArray[np.int64], group: Group | None, most: int) -> npt.NDArray[np.int64]:
-    """Rows of all ranks, in rank order, from one all-gather; those of a rank with fewer than the most end with zeros.
+    """Rows of all ranks, in rank order, from one all-gather; a rank with fewer rows than the most adds rows of 0.
 
     Args:
         rows: int64 [num_rows, num_columns]; the same number of columns on every rank.
@@ -155,7 +155,7 @@ def attempt(prepare: Callable[[], Result]) -> Result | Exception:
 
 
 def raise_together(failed: bool, failure: Exception | None, groups: Sequence[Group]) -> None:
-    """If any rank failed, raise on all of them, with every failing rank's reason (costs collectives only then)."""
+    """Raise on all ranks if any of them failed, with every failing rank's reason (costs collectives only then)."""
     if not failed:
         return
     if failure is not None and not groups:

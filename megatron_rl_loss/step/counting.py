@@ -1,6 +1,6 @@
-"""Counting a step: what each rank holds, gathered once over the data-parallel group and summed by key on every rank.
+"""Counting a step: one gather of every rank's rows over the data-parallel group, and sums by key on every rank.
 
-A rank's header says how many it holds, whether it failed, and digests of its data and settings. Rows follow, one for
+A rank's header has its number of rows, a flag for failure, and digests of its data and settings. Rows follow, one for
 each key that the rank holds. Every rank then makes the same sums of the same rows, to the bit.
 """
 
@@ -70,17 +70,17 @@ def gather_counts(
     sums: Sequence[Sum] = (),
     settings: str = "",
 ) -> list[Counts]:
-    """The counts of a step from what this rank holds in it, by the loss masks and by each further mask.
+    """The counts of a step from this rank's micro-batches, by the loss masks and by each further mask.
 
     Over the data-parallel group an all-gather of ten numbers per rank, and where these agree another of the rows; then
     a maximum over each group of replicas.
 
     Args:
-        microbatches: one `Samples` per micro-batch; None if this rank reads no data (a pipeline stage that needs none),
-            which then must hold for its whole data-parallel group; or the exception that kept the rank from it.
+        microbatches: one `Samples` per micro-batch; None if this rank, and so its whole data-parallel group, reads no
+            data (a pipeline stage that needs none); or the exception that this rank raised.
         masks: names of the further masks that are counted too; the same on every rank.
         sums: further sums by key; the same on every rank, in the same order.
-        settings: what else must be the same on every rank, such as the mode.
+        settings: further settings that must be the same on every rank, such as the mode.
 
     Returns:
         The counts; on a stage without data, the number of active tokens by the loss masks alone.

@@ -1,4 +1,4 @@
-"""Ids of rollouts, prompts and whatever else samples are grouped by: ints, or strings that every rank hashes alike."""
+"""Ids of rollouts, prompts and other groups of samples: ints, or strings that every rank hashes alike."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
@@ -19,7 +19,7 @@ _PER_TOKEN = "per token"
 
 
 class Parts(NamedTuple):
-    """The parts of one kind's units: a part is what one sample has of one unit, in the order of samples and tokens.
+    """The parts of one kind's units: a part is one sample's tokens of one unit, in the order of samples and tokens.
 
     Attributes:
         keys: id of each part's unit, int64 [num_parts]; where ids are given per sample, each sample is a part.
@@ -84,7 +84,7 @@ def as_ids(name: str, ids: Ids, num_samples: int) -> Keys:
 
     Raises:
         TypeError: something else than ints and strings.
-        ValueError: a wrong number of ids; an int beyond 61 bits; an int beside its own string, which would be two ids.
+        ValueError: a wrong number of ids; an int beyond 61 bits; an int and its own string, which would be two ids.
     """
     is_scalar = isinstance(ids, Tensor | np.ndarray) and not ids.ndim
     if is_scalar or isinstance(ids, str | bytes | set | dict) or not isinstance(ids, Iterable):
@@ -149,6 +149,6 @@ def types_per_token(kinds: Mapping[str, str]) -> int:
 
 
 def hashed(data: str | bytes, bits: int = 61) -> int:
-    """A hash of so many bits, the same on every rank."""
+    """A hash of the given number of bits, the same on every rank."""
     data = data.encode(errors="surrogatepass") if isinstance(data, str) else data
     return int.from_bytes(blake2b(data, digest_size=8).digest(), "little") % 2**bits

@@ -66,7 +66,7 @@ class Layout(ABC):
 
     @abstractmethod
     def pieces(self, cp_rank: int, cp_size: int) -> Sequence[tuple[int, int]]:
-        """[begin, end) of what the rank holds, in buffer order, which is that of its losses; pieces may be empty.
+        """[begin, end) of each piece that the rank holds, in the order of the buffer and of its losses; may be empty.
 
         Raises ValueError for a slot that cannot be cut for ``cp_size`` ranks.
         """
@@ -76,7 +76,7 @@ class Layout(ABC):
         return [(num_local_tokens,), (1, num_local_tokens)]
 
     def describe(self) -> str:
-        """The facts that replicas must have alike."""
+        """The facts in which replicas must agree."""
         plain = {name: value for name, value in vars(self).items() if isinstance(value, int | str | list)}
         return f"{type(self).__name__} {self.total_tokens} {sorted(plain.items())}"
 
@@ -214,7 +214,7 @@ class Gathered(Slots):
 
     Each rank is given 1/cp_size of the weights, so that the sum over CP ranks is the step loss. ``backward="sum"``: the
     gather adds the gradients of the CP ranks, as Megatron's `gather_from_sequence_parallel_region` does;
-    ``backward="slice"``: it hands each rank back that of its own loss alone, which is then made cp_size times larger.
+    ``backward="slice"``: each rank gets the gradient of its own loss alone, which is then multiplied by cp_size.
     """
 
     cut = "whole"

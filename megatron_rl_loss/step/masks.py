@@ -127,7 +127,7 @@ def place(joined: Array, places: Sequence[tuple[int, int]], total_tokens: int) -
 
 
 def sum_each(joined: Array, lengths: Sequence[int]) -> Floats:
-    """The sum of each row of so many entries, float64 [num_rows]."""
+    """The sum of each row, of rows with these numbers of entries, float64 [num_rows]."""
     starts = [0, *accumulate(lengths)][:-1]
     if all(lengths):
         return np.add.reduceat(joined, starts, dtype=np.float64) if starts else np.zeros(0)

@@ -43,17 +43,17 @@ class Samples:
         loss_masks: one mask per sample, a 1-D tensor on any device, an array or a list: 0/1 (ints, bools or floats) or
             fractional token weights >= 0, over the sample's full length (never cut for a CP rank). Any number, none
             included.
-        layout: where the losses of those tokens are; None for plain concatenation, which has no CP cut.
+        layout: places of the tokens in the buffer of losses; None for plain concatenation, which has no CP cut.
         rollout_ids: one id (int or str) per sample, equal for samples that are parts of one rollout; None if each
             sample is a rollout. Unique within the step, not only within a prompt.
         prompt_ids: one id per sample, equal for the responses to one prompt.
         ids: further ids by name (``{"session": [...]}``), for modes, metrics and losses by units of that name. Rows
-            (``{"turn": [[0, 0, 1], [-1, 2]]}``) give each mask entry an id; a negative one or "" is of no unit.
+            (``{"turn": [[0, 0, 1], [-1, 2]]}``) give each mask entry an id; a negative id or "" is of no unit.
         tokens: input ids, or other data that replicas must share, uncut: ranks compare them along with the masks.
         labels: further inputs of your own modes, by name: one entry per sample.
         term_masks: further masks by name, as `loss_masks`, for terms of the loss that have their own.
-        cp_group: the context-parallel group of this micro-batch, where groups change between micro-batches: each of
-            its ranks has these samples, the first one counts them. None: that of the launch.
+        cp_group: the context-parallel group of this micro-batch, where groups change between micro-batches: all of
+            its ranks have these samples, the first one counts them. None for the launch's group.
 
     Attributes:
         parts: by name, the samples' parts of units, ``rollout`` and ``prompt`` among them where given.
@@ -212,7 +212,7 @@ class Samples:
         return find_named("label", name, self.labels, "labels")
 
     def with_mask(self, name: str | None) -> "Samples":
-        """These samples with one of the further masks, or for None as they are; ValueError for an unknown one.
+        """These samples with one of the further masks, for None unchanged; ValueError for an unknown mask.
 
         No samples have every mask.
         """

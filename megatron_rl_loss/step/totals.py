@@ -27,9 +27,9 @@ class StepTotals:
     needs; a mode without a count that it needs raises an error that names the count.
 
     Attributes:
-        step_tokens: sum of all mask entries (fractional weights as they are).
+        step_tokens: sum of all mask entries, fractional weights included.
         step_active_tokens: number of tokens of nonzero weight. For Megatron's per-token-loss carrier.
-        step_entries: number of mask entries, whatever their weight. For the log alone.
+        step_entries: number of mask entries of any weight. For the log alone.
         units: by the name of their ids, ``rollout`` and ``prompt`` for instance.
         by_mask: the same counts by each of the samples' further masks, for terms of the loss that have their own.
         dp_size: ranks of the data-parallel group that the counts were summed over; None for counts made by hand.
@@ -61,7 +61,7 @@ class StepTotals:
             )
 
     def with_mask(self, name: str | None) -> "StepTotals":
-        """These totals by one of the further masks, or for None as they are; ValueError for an unknown one."""
+        """These totals by one of the further masks, for None unchanged; ValueError for an unknown mask."""
         if name is not None and name not in self.by_mask:
             raise ValueError(
                 f"a term has the mask {name!r}, and the totals count the masks: {', '.join(self.by_mask) or 'none'}: "
@@ -144,7 +144,7 @@ def count_step(
     sums: Sequence[Sum] = (),
     settings: str = "",
 ) -> StepTotals:
-    """The totals of a step from what this rank holds in it; arguments, collectives and errors as `gather_counts`."""
+    """The totals of a step from this rank's micro-batches; arguments, collectives and errors as `gather_counts`."""
     of_loss_masks, *further = gather_counts(microbatches, groups, masks=masks, sums=sums, settings=settings)
     by_mask = {name: StepTotals(**vars(counts)) for name, counts in zip(masks, further, strict=True)}
     return StepTotals(**{**vars(of_loss_masks), "by_mask": by_mask, "dp_size": size_of(groups.dp_group)})

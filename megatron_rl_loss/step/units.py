@@ -1,4 +1,4 @@
-"""Units of a step (rollouts, prompt groups, ...) as they are counted, and further sums by key that modes declare."""
+"""Counts of a step's units (rollouts, prompt groups, ...), and further sums by key that modes declare."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -24,7 +24,7 @@ class Sum:
 
     Attributes:
         of: one finite number per sample, [num_samples], of samples with the masks that the mode aggregates by.
-        by: what a sum goes over: ``step``, ``rollout``, ``prompt`` or another name of the samples' ids.
+        by: the unit of each sum: ``step``, ``rollout``, ``prompt`` or another name of the samples' ids.
     """
 
     of: Callable[[Samples], Any]

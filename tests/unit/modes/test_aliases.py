@@ -171,7 +171,7 @@ test_refused = refusal_tests(
         (("verl:token-mean", 8), "divisor 8 with .*: the name stands for no divisor", SOUND),
         (("openrlhf:token_level_loss=false", None, "all"), "'all' with .*: openrlhf counts active", SOUND),
         (("trl:grpo", None, "active"), "'active' with .*: trl counts all units", ("trl:grpo", None, "all")),
-        (("trl:bnpo",), "local batches' means.*The nearest exact one is 'token_mean'", ("trl:dapo",)),
+        (("trl:bnpo",), "local batches' means.*Choose 'token_mean', the nearest exact", ("trl:dapo",)),
         (("open_instruct:0",), "divisor 0.0 with .*between", NUMBERED),
         (("open_instruct:nan",), "no such setting", NUMBERED),
         *(

@@ -431,6 +431,11 @@ def test_a_mode_declared_beside_a_loss_without_terms_is_refused() -> None:
         microbatch.loss(losses_of(DEALT[number]))
     with pytest.raises(ValueError, match=r"a mode for the term 'kl', and a loss that reports \['pg_loss'\]"):
         plan.finish()
+    of_a_metric = Mode(name="own", function=lambda step: 1.0, sums={"all": Sum(of=lambda samples: samples.mask_sums)})
+    plan = planned(terms={"own": of_a_metric})  # type: ignore[dict-item]  # declared, so that its sums are counted
+    for number, microbatch in enumerate(plan):
+        microbatch.loss(losses_of(DEALT[number]))
+    plan.finish()
 
 
 def test_no_graph_outlives_the_loss() -> None:
