@@ -148,14 +148,18 @@ def on_ranks() -> dict[str, Verdict]:
     def right(microbatch: Any, losses: Tensor, number: int) -> Any:
         return microbatch.loss(losses)
 
+    def with_kl(microbatch: Any, losses: Tensor, number: int) -> Any:
+        return microbatch.loss({"pg": losses, "kl": losses})
+
     def data_of(change: Change | None = None) -> Any:
         return records(dp_rank) if change is None else change(records(dp_rank), dp_rank, cp_rank)
 
     models = [table_model(weights.tolist(), per_token=per_token) for per_token in (False, True)]
     model = models[0]
     for row in STEP_ROWS:
+        of_row = with_kl if "terms" in row.options else right
         bad, good = (
-            functools.partial(train, model, data_of(change), right, row.options) for change in (row.bad, row.good)
+            functools.partial(train, model, data_of(change), of_row, row.options) for change in (row.bad, row.good)
         )
         found[row.name] = verdict(bad, model, good, model)
     for row in CONFIG_ROWS:

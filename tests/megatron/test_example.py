@@ -167,7 +167,7 @@ REFUSED = {
     "batch ramp-up": (["--rampup-batch-size", "4", "4", "8"], "--rampup-batch-size: a step's packs are fixed here"),
     "a policy loss with a mode that makes another of it": (
         ["--policy-loss", "gmpo", "--loss-aggregation", "token_mean"],
-        "what its paper says by sample_mean alone",
+        "its paper's by sample_mean alone",
     ),
     "a clip range of a loss that has none": (
         ["--policy-loss", "sapo", "--clip-high", "0.28"],

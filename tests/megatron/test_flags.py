@@ -132,7 +132,7 @@ REFUSALS: dict[str, Refusal] = {
     "divisor with per-token loss alone": (
         flags("--calculate-per-token-loss --loss-aggregation-divisor 8"),
         ValueError,
-        "divisor 8.0 with loss aggregation 'token_mean': it has none",
+        "divisor 8.0 with loss aggregation 'token_mean': this mode takes none",
         flags("--calculate-per-token-loss"),
     ),
     "per-token loss with an own mode": (

@@ -113,7 +113,7 @@ REFUSALS = {
     ),
     **refusals(
         lambda name: kernels._look_up(f"megatron_rl_loss.{name}", "KERNELS"),
-        (("no_such",), "no_such: it does not import here", ("logprobs.kernels",)),
+        (("no_such",), "no_such: the module does not import here", ("logprobs.kernels",)),
         error=RuntimeError,
     ),
 }

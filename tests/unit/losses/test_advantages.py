@@ -256,7 +256,7 @@ REFUSALS = {
         lambda **more: importance_weights(TWO, **{"high": 2.0} | more),
         ({"high": 0.0}, rf"high is 0.0: {IN} \(0, inf\)", {"high": 0.1}),
         ({"low": 2.0}, rf"low is 2.0: {IN} \[0, 2.0\)", {"low": 1.9}),
-        ({"outside": "mask"}, "no such way with what is outside. Choose one of cap, drop", {"outside": "drop"}),
+        ({"outside": "mask"}, "there is no such outside. Choose one of cap, drop", {"outside": "drop"}),
     ),
     **refusals(
         lambda **more: keep_sequences(TWO, **{"max_kl": 1} | more),
@@ -265,7 +265,7 @@ REFUSALS = {
     ),
     **refusals(
         survive,
-        ((WITH_GRAPH,), "log-ratios of sample 0 that require grad: who survives must be known before", ()),
+        ((WITH_GRAPH,), "log-ratios of sample 0 that require grad: survivors must be known before", ()),
         ((torch.zeros(3),), r"the log-ratios of sample 0 of shape \(3,\) for values of shape \(2,\)", ([0.0, 0.0],)),
         ((TWO, TWO), "2 log-ratios for 1 loss masks", ()),
         ({"level": "prompt"}, "no such level of rejection. Choose one of token, sequence, geom", {"level": "sequence"}),

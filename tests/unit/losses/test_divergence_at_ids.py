@@ -193,7 +193,7 @@ WRONG: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
     ("there is no such kind of divergence", (FINE, FINE), {"kind": "kl"}),
     ("there is no such tail", (FINE, FINE), {"tail": "renormalize"}),
     ("take forward_kl or reverse_kl", (FINE, FINE), {"kind": "jsd", "beta": 0.0}),
-    ("it is of jsd alone", (FINE, FINE), {"beta": 0.5}),
+    ("only jsd takes beta", (FINE, FINE), {"beta": 0.5}),
     ("it must be a number in", (FINE, FINE), {"teacher_temperature": 0, "tail": "renormalise"}),
     ("do not tell the mass of other ids", (FINE, FINE), {"teacher_temperature": 2.0}),
     ("^log_probs with probabilities .+ sum to 3:", (0 * FINE, FINE), {}),
@@ -205,3 +205,12 @@ WRONG: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
 def test_wrong_uses_are_refused(message: str, given: tuple[Any, ...], settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=message):
         divergence_at_ids(*given, LOCAL, **{"kind": "forward_kl"} | settings)
+
+
+def test_log_probs_must_be_float_tensors() -> None:
+    for given, name in (((FINE.long(), FINE), "log_probs"), ((FINE, FINE.long()), "teacher_log_probs")):
+        with pytest.raises(TypeError, match=f"^{name} is torch.int64: it must be a float tensor"):
+            divergence_at_ids(*given, LOCAL, kind="forward_kl")
+    lists: Any = FINE.tolist()
+    with pytest.raises(TypeError, match="log_probs is a list: it must be a float"):
+        divergence_at_ids(lists, FINE, LOCAL, kind="forward_kl")

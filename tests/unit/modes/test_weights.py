@@ -326,28 +326,28 @@ test_refusals = refusal_tests(
             (("sample_mean", WITH_ROLLOUTS, {"rollout_ids": [0, 5]}), f"sample 1 {UNKNOWN}",
              ("sample_mean", WITH_ROLLOUTS, ROLLOUTS)),
             # --- totals of a part of the step
-            (("token_mean", ZERO), "step_tokens alone are 5.5", ("token_mean", ZERO, IDS, [torch.zeros(4)] * 2)),
-            (("token_mean", StepTotals(step_tokens=4)), "step_tokens alone are 5.5, and totals that say 4",
+            (("token_mean", ZERO), "step_tokens of 0 in the totals", ("token_mean", ZERO, IDS, [torch.zeros(4)] * 2)),
+            (("token_mean", StepTotals(step_tokens=4)), "step_tokens of 4 in the totals, and 5.5 in these",
              ("token_mean", SIX)),
-            (("constant", ONE, {}), r"rollout units \(all\) alone are 2", ("constant", TWO, {})),
-            (("sample_mean", of_rollouts(5), ROLLOUTS), "mask tokens of one rollout alone are 5.5",
+            (("constant", ONE, {}), r"rollout units \(all\) of 1 in the totals, and 2", ("constant", TWO, {})),
+            (("sample_mean", of_rollouts(5), ROLLOUTS), "mask tokens of one rollout of .* and 5.5",
              ("sample_mean", of_rollouts(5.5), ROLLOUTS)),
             # --- names and settings
             (("token_mean", SIX, IDS, MASKS, "some"), "'some': there is no such unit counting. Choose one of all",
              ("token_mean", SIX, IDS, MASKS, "active")),
-            (("token_mean", SIX, {"divisor": 8}), "divisor 8 with loss aggregation 'token_mean': it has none",
+            (("token_mean", SIX, {"divisor": 8}), "divisor 8 with loss aggregation 'token_mean': this mode takes none",
              ("token_mean", SIX)),
             *(
                 (("constant", TWO, {"divisor": wrong}), text, ("constant", TWO, {"divisor": 1e-3}))
                 for wrong, text in (
-                    (None, "'constant' without a divisor"), (0, "divisor 0 .* within 1e-30 and 1e30"), (-8, "-8"),
+                    (None, "'constant' without a divisor"), (0, "divisor 0 .* between 1e-30 and 1e30"), (-8, "-8"),
                     (NAN, "nan"), (1e30, r"1e\+30"),
                 )
             ),
         ),
         **refusals(
             reduced,
-            (("token_mean", None), "totals is None.*never guessed", ("token_mean", SIX)),
+            (("token_mean", None), "totals is None: it must be a StepTotals", ("token_mean", SIX)),
             (("constant", TWO, {"divisor": True}), "divisor True .*must be a number", ("constant", TWO)),
             (("constant", TWO, {"divisor": "8"}), "divisor '8'", ("constant", TWO)),
             error=TypeError,

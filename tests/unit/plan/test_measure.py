@@ -212,7 +212,7 @@ def test_the_gap_between_two_passes() -> None:
     one = plan_of([torch.tensor([1.0, 1, 0])])[0]
     one.log_probs["now"] = torch.tensor([-1.0, -2.0, -9.0])
     assert float(one.gap("now", torch.tensor([-1.0, -2.0, math.nan], requires_grad=True))) == 0
-    with pytest.warns(UserWarning, match="now: .* differ by up to 0.5 at a token"):
+    with pytest.warns(UserWarning, match="now of the training pass .* differ by up to 0.5 at a token"):
         assert float(one.gap("now", torch.tensor([-1.5, -2.0, 0.0]))) == 0.5
 
 
@@ -245,7 +245,7 @@ test_refusals = refusal_tests(
         **refusals(
             kept,
             ((None,), "tokens to keep are a NoneType", (X > 0,)),
-            ((X,), "they must be a tensor of bools. Pass a comparison", (X > 0,)),
+            ((X,), "they must be a tensor of bools. Return a comparison", (X > 0,)),
             ((X.numpy() > 0,), "tokens to keep are a ndarray", (X > 0,)),
             error=TypeError,
         ),
@@ -260,6 +260,6 @@ test_refusals = refusal_tests(
             error=TypeError,
         ),
         **refusals(kept, ((X > 0, "ok"), "tokens to keep as 'ok', which is a mask of the Samples", (X > 0, "good"))),
-        **refusals(gap, (("now",), "forward pass 'now'", ("then",))),
+        **refusals(gap, (("now",), r"gap\('now'\) with values of the forward passes", ("then",))),
     }
 )

@@ -92,7 +92,7 @@ def test_weights_lie_where_the_advantages_do() -> None:
 
 test_refusals = refusal_tests(
     {
-        **refusals(laid_out, ((Gathered([0, 2, 4]),), "a layout of advantages to fold", (None,))),
+        **refusals(laid_out, ((Gathered([0, 2, 4]),), "layout= with advantages to fold", (None,))),
         **refusals(
             of_two,
             (([1.0],), "1 advantages for 2 loss masks", SOUND),
