@@ -156,7 +156,10 @@ class _Groups:
         self.size = self.sum(np.ones(sum(sizes)))
         self.centred = exact - self.sum(exact) / self.size
         if sum(sizes) > 1 and not self.centred.any():
-            warnings.warn("all rewards are equal within their prompt groups: all advantages are 0.", stacklevel=4)
+            alone = self.size.max() == 1
+            why = "every prompt group has one sample" if alone else "all rewards are equal within their prompt groups"
+            hint = " Pass dp_group= if a prompt's samples lie on several ranks." if alone and dp_group is None else ""
+            warnings.warn(f"{why}: all advantages are 0.{hint}", stacklevel=4)
 
     def sum(self, values: Floats) -> Floats:
         """At each sample, the sum over its group: [num_samples], or a row of them per reward."""

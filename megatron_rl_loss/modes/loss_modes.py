@@ -62,8 +62,7 @@ class LossModes:
         try:
             return resolve(mode, divisor=divisor, units=units or (None if is_peer else self.policy.units))
         except ValueError as error:
-            hint = f" A term has a divisor of its own: Term(values, {mode!r}, divisor=...)." if divisor is None else ""
-            raise ValueError(f"the term {name!r}: {error}{hint}") from error
+            raise ValueError(f"the term {name!r}: {error}") from error
 
     def describe(self) -> str:
         """All settings that ranks must have alike, in a line."""

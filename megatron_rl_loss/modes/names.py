@@ -156,7 +156,8 @@ class Aggregation:
             if self.mode.divisor == "required":
                 raise ValueError(
                     f"loss aggregation {self.mode.name!r} without a divisor: the mode divides by a constant. "
-                    "Give a number of tokens, e.g. the generation budget (--loss-aggregation-divisor 40960)."
+                    "Give a number of tokens, e.g. the generation budget: --loss-aggregation-divisor 40960, in code "
+                    "divisor=40960."
                 )
         elif self.mode.divisor == "refused":
             raise ValueError(f"{given}: this mode takes none. Drop the divisor, or choose constant or token_sum.")
@@ -239,8 +240,8 @@ def _of_peer(asked: str, divisor: float | None, units: UnitCounting | None) -> A
     own = float(asked.partition(":")[2]) if peer.name == NUMBER else peer.divisor
     if isinstance(own, str) and divisor is None:
         raise ValueError(
-            f"loss aggregation {asked!r} without a divisor: {peer.framework} divides by its {own}. Give that number "
-            "(--loss-aggregation-divisor)."
+            f"loss aggregation {asked!r} without a divisor: {peer.framework} divides by its {own}. Give that number: "
+            "--loss-aggregation-divisor, in code divisor=."
         )
     if not isinstance(own, str) and divisor not in (None, own):
         raise ValueError(

@@ -308,7 +308,7 @@ class Microbatch:
         trains = torch.is_grad_enabled()
         if trains and not share.requires_grad:
             raise ValueError(
-                "a loss without a graph: Megatron would skip the backward pass, or hang in it with pipeline stages. Do "
+                "a loss without a graph: training needs its gradient, and pipeline stages would hang without one. Do "
                 "not detach the model's output; evaluate under torch.no_grad()."
             )
         if not self._reducers or (trains and not any(one.num_uses for one in self._reducers.values())):

@@ -148,9 +148,9 @@ class Plan:
         declared = sorted(name for name, one in terms if name not in values and not one.mode.sums)
         if declared and values and any(self.facts.is_carried):
             raise ValueError(
-                f"a mode for the term {declared[0]!r}, and a loss that reports {sorted(values)}: a mode must be "
-                "declared for a term of the loss. Name the term so, as in loss({...}), or drop the mode from terms= "
-                "and flags."
+                f"a mode for the term {declared[0]!r}, and a loss of {sorted(values)}: a mode of terms= or of a flag "
+                "such as --kl-loss-aggregation must have its term. Pass the term, with coef=0 to switch it off, or drop "
+                "the mode."
             )
 
     def _has_tokens(self, number: int, mask: str | None) -> bool:

@@ -180,12 +180,14 @@ class Samples:
         entries = np.concatenate([np.zeros(0), *self.loss_masks])
         return parts.sums([entries, entries != 0, np.ones(len(entries))])
 
-    def in_buffer(self, values: Sequence[Any]) -> Any:
-        """One row of values per sample, each as long as its mask -> the layout's buffer [total_tokens], 0 in padding.
+    def in_buffer(self, values: Sequence[Any] | Tensor) -> Any:
+        """One row or number per sample -> the layout's buffer [total_tokens], 0 in padding.
 
-        Tensors stay differentiable and on their device; other rows give a float64 array.
+        A row is as long as the sample's mask; a number, such as an advantage, stands at each entry of the mask. Tensors
+        stay differentiable and on their device; others give a float64 array.
         """
         check_one_each("rows", len(values), "loss masks", len(self))
+        values = [_spread(row, length) for row, length in zip(values, self.mask_lengths, strict=True)]
         if (lengths := [len(row) for row in values]) != self.mask_lengths:
             raise ValueError(
                 f"rows of {lengths[:8]} values for loss masks of {self.mask_lengths[:8]}: a row must be as long as its "
@@ -259,6 +261,13 @@ class Samples:
         if type(self.layout).__module__ != Layout.__module__:
             check_cut(self.layout, self._places, cp_size)
         return LocalTokens(self, cp_size, list(self.layout.pieces(cp_rank, cp_size)))
+
+
+def _spread(value: Any, length: int) -> Any:
+    """A row of that length where the value is one number, else the value itself."""
+    if np.ndim(value):
+        return value
+    return value.expand(length) if isinstance(value, Tensor) else np.full(length, value)
 
 
 def read_masks(microbatches: Iterable[Samples]) -> None:

@@ -36,4 +36,8 @@ def _layout_hint(num_values: int, num_local: int, samples: Samples) -> str:
         return "These are the active tokens only: pass the losses of all positions, or ZigzagResponse for responses"
     if layout is not None and num_values and layout.total_tokens % num_values == 0:
         return f"These are 1/{layout.total_tokens // num_values} of the micro-batch: check that cp_size is right"
-    return "Pass the losses of this micro-batch, cut as its layout says"
+    if layout is None and num_values == sum(samples.mask_lengths) - len(samples):
+        return "Each mask has one entry too many: it goes with the labels, so drop the entry of the first token"
+    if num_values == len(samples):
+        return "These are one per sample: samples.in_buffer gives each token its sample's value"
+    return "Pass the values of this micro-batch's tokens, cut as its layout says"

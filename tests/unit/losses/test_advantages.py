@@ -28,7 +28,7 @@ from megatron_rl_loss import (
     surviving_masks,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore:all rewards are equal")
+pytestmark = pytest.mark.filterwarnings("ignore:all rewards are equal", "ignore:every prompt group has one sample")
 NAN = float("nan")
 
 
@@ -117,6 +117,8 @@ def test_rewards_that_teach_nothing_are_warned_of() -> None:
     with pytest.warns(UserWarning, match="all rewards are equal within their prompt groups") as caught:
         group_relative_advantages(torch.tensor([1.0, 1, 3, 3]), [0, 0, 1, 1])
     assert caught[0].filename == __file__
+    with pytest.warns(UserWarning, match="every prompt group has one sample.* Pass dp_group="):
+        group_relative_advantages(torch.tensor([1.0, 3]), [0, 1])
 
 
 BATCH = [(1.0, 0, 0), (0.0, 0, 1), (5.0, 1, 2), (2.0, 0, 3), (2.0, 0, 3), (7.0, 2, 4)]

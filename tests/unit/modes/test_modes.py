@@ -217,7 +217,7 @@ test_refusals = refusal_tests(
         term,
         (
             ("constant",),
-            "the term 'kl': .*without a divisor.*Term\\(values, 'constant', divisor=...\\)",
+            "the term 'kl': .*without a divisor.* in code divisor=40960",
             ("token_sum",),
         ),
         (("nope",), "the term 'kl': loss aggregation 'nope': there is no such mode", ("sample_mean",)),

@@ -417,7 +417,7 @@ def test_a_mode_declared_for_no_term_is_refused() -> None:
     for number, microbatch in enumerate(plan):
         losses = losses_of(DEALT[number])
         microbatch.loss({"pg": losses, "kl": Term(losses.detach())})
-    with pytest.raises(ValueError, match=r"a mode for the term 'kll', and a loss that reports \['kl', 'loss', 'pg'\]"):
+    with pytest.raises(ValueError, match=r"a mode for the term 'kll', and a loss of \['kl', 'loss', 'pg'\]"):
         plan.finish()
 
 
@@ -429,7 +429,7 @@ def test_a_mode_declared_beside_a_loss_without_terms_is_refused() -> None:
     plan.finish()
     for number, microbatch in enumerate(plan):
         microbatch.loss(losses_of(DEALT[number]))
-    with pytest.raises(ValueError, match=r"a mode for the term 'kl', and a loss that reports \['pg_loss'\]"):
+    with pytest.raises(ValueError, match=r"a mode for the term 'kl', and a loss of \['pg_loss'\]"):
         plan.finish()
     of_a_metric = Mode(name="own", function=lambda step: 1.0, sums={"all": Sum(of=lambda samples: samples.mask_sums)})
     plan = planned(terms={"own": of_a_metric})  # type: ignore[dict-item]  # declared, so that its sums are counted

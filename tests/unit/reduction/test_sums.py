@@ -275,6 +275,8 @@ test_refused_losses = refusal_tests(
             ((LONG, [16], torch.ones(4), 0, 2), "1/4 of the micro-batch: check that cp_size is right",
              (LONG, [16], torch.ones(4), 0, 4)),
             ((None, [4, 3], torch.ones(9)), r"shape \(9,\).*\(7,\)", (None, [4, 3], torch.ones(7))),
+            ((None, [4, 3], torch.ones(5)), "Each mask has one entry too many", (None, [3, 2], torch.ones(5))),
+            ((None, [4, 3], torch.ones(2)), "one per sample: samples.in_buffer", (None, [4, 3], torch.ones(7))),
             ((None, [4, 3], torch.ones(2, 4)), r"shape \(2, 4\)", (None, [4, 4], torch.ones(2, 4))),
             ((None, [1], torch.ones(())), r"shape \(\).*Pass unreduced losses", (None, [1], TOKEN)),
         ),

@@ -128,6 +128,12 @@ def test_values_of_a_sample_are_put_where_its_mask_is_and_stay_differentiable() 
     plan_step([samples], "token_sum", dp_group=None)[0].loss({"pg": losses, "kl": Term(packed, coef=2)})[0].backward()
     assert [row.grad.tolist() for row in rows if row.grad is not None] == [[2, 2], [2, 0, 2]]
     assert samples.in_buffer([[1, 2], np.array([3, 4, 5])]).tolist() == [1, 2, 0, 0, 3, 4, 5, 0]
+    of_samples = torch.tensor([0.5, -1.0], requires_grad=True)
+    assert samples.in_buffer([0.5, -1]).tolist() == [0.5, 0.5, 0, 0, -1, -1, -1, 0]
+    assert samples.in_buffer(of_samples).tolist() == [0.5, 0.5, 0, 0, -1, -1, -1, 0]
+    samples.in_buffer(of_samples).sum().backward()
+    assert of_samples.grad is not None
+    assert of_samples.grad.tolist() == [2, 3]
 
 
 # --- ids
