@@ -149,8 +149,8 @@ class Plan:
         if declared and values and any(self.facts.is_carried):
             raise ValueError(
                 f"a mode for the term {declared[0]!r}, and a loss of {sorted(values)}: a mode of terms= or of a flag "
-                "such as --kl-loss-aggregation must have its term. Pass the term, with coef=0 to switch it off, or drop "
-                "the mode."
+                "such as --kl-loss-aggregation must have its term. Pass the term, with coef=0 to switch it off, or "
+                "drop the mode."
             )
 
     def _has_tokens(self, number: int, mask: str | None) -> bool:
