@@ -36,7 +36,7 @@ def plan_step(
     num_microbatches: int | None = None,
     empty_step: EmptyStep = "warn",
 ) -> Plan:
-    """Count a step over all ranks, in one round of collectives; all ranks call it together, before any is trained on.
+    """Count a step over all ranks, in one round of collectives. All ranks call it together, before they train.
 
     >>> plan = plan_step([Samples([[1, 1]]), Samples([[1, 1, 1]])], "token_mean", dp_group=None)
     >>> plan[0].weights, plan[1](torch.ones(3))
@@ -50,48 +50,49 @@ def plan_step(
 
     Args:
         samples: one `Samples` for each micro-batch of this rank, in order; empty ones for filler micro-batches. Or a
-            function that makes them: then an error of a mask or of your loader raises on every rank too. None on a
+            function that makes them: an error of a mask or of your loader then raises on every rank too. None on a
             pipeline stage that reads no data.
-        mode, divisor, units: as in `make_pg_loss_reducer`; the same on every rank, which is checked.
-        model: the Megatron model chunk or list of chunks that the schedule is called with. It is checked that the
-            installed Megatron scales losses as the carriers rely on.
+        mode, divisor, units: as in `make_pg_loss_reducer`; ranks are checked to agree.
+        model: the Megatron model chunk, or list of chunks, that the schedule is called with. The installed
+            Megatron is checked to scale losses as the carriers expect.
         pg_collection: Megatron's process groups; default: the model's, else its parallel state.
-        dynamic_cp: with a model, context-parallel groups change between micro-batches, each of which says its own:
-            ``Samples(..., cp_group=...)``. Counts are then summed over DP x CP. On where the model's config says so.
-        terms: modes of terms of the loss by name, for `Term`s that say none. A term whose mode declares sums of its
-            own must be declared here.
+        dynamic_cp: with a model, context-parallel groups change between micro-batches, each of which names its own:
+            ``Samples(..., cp_group=...)``. Counts are then summed over DP x CP. True by default where the model's
+            config has it.
+        terms: modes by the names of the loss's terms, for `Term`s without a mode. A term whose mode declares sums of
+            its own must be declared here.
         term_masks: names of the samples' ``term_masks`` that terms use; their counts travel with the others.
         dp_group: the data-parallel group *without* context parallelism, or with it where `Samples` have a `cp_group`
-            of their own; None where this rank holds the whole step, which must be said where `torch.distributed` has
-            several ranks.
+            of their own; None where this rank holds the whole step. Required where `torch.distributed` has several
+            ranks.
         cp_group: the context-parallel group; None where tokens are not cut.
         replica_groups: further groups whose ranks hold the same samples (tensor, pipeline parallel).
         per_token_loss: Megatron's `calculate_per_token_loss`.
-        num_microbatches: what the schedule is called with; by default the number of `samples`. It may differ between DP
-            ranks where the schedule allows that.
-        empty_step: of a step without one active token: ``warn`` and go on with zero gradients, or ``error``.
+        num_microbatches: the number that the schedule is called with; by default that of `samples`. DP ranks may
+            differ in it where the schedule allows that.
+        empty_step: for a step without an active token: ``warn`` and go on with zero gradients, or ``error``.
 
     Raises:
         BadBatchError: on every rank (the error itself where there is one), if any rank's samples are unusable, do not
             agree with those of its replicas or miss the ids that a mode needs; with a model, if some micro-batches of
             its last plan were trained on, and others not.
         ContractError: Megatron scales losses in another way.
-        ValueError, TypeError: settings that are unusable; no word of a `dp_group` among several ranks; groups beside a
-            model; a model config under which the loss would not be exact.
+        ValueError, TypeError: unusable settings; no `dp_group` argument in a job of several ranks; groups together with
+            a model; a model config under which the loss would not be exact.
     """
     asked = attempt(lambda: LossModes.resolve(mode, divisor=divisor, units=units, terms=terms))
     modes = asked if isinstance(asked, LossModes) else LossModes.resolve("token_sum")  # the error goes to all ranks
-    check_choice("empty step handling", empty_step, get_args(EmptyStep))
+    check_choice("empty_step", empty_step, get_args(EmptyStep))
     if isinstance(term_masks, str):
         raise TypeError(f"term_masks is {term_masks!r}: it must be a list of names. Pass [{term_masks!r}].")
     if model is None:
         if pg_collection is not None or dynamic_cp:
-            raise ValueError("pg_collection or dynamic_cp without a model: they are the model's. Pass model= too.")
+            raise ValueError("pg_collection or dynamic_cp without a model: both describe a model. Pass model= too.")
         groups = StepGroups(stated_dp_group(dp_group, "a plan"), cp_group, tuple(replica_groups))
     else:
         if not isinstance(dp_group, EllipsisType) or cp_group is not None or replica_groups or per_token_loss:
             raise ValueError(
-                "model= beside groups or per_token_loss: these come from the model. Pass the model alone, with "
+                "model= together with groups or per_token_loss: the model brings both. Pass the model alone, with "
                 "pg_collection= for other groups."
             )
         from megatron_rl_loss.megatron.planning import settings_of

@@ -41,7 +41,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Where slow tests are deselected, a file that holds no others is not imported."""
+    """A file of slow tests alone is not imported where slow tests are deselected."""
     if config.option.markexpr != "not slow" or not collection_path.is_file():
         return None
     return "\npytestmark = pytest.mark.slow" in collection_path.read_text(errors="replace") or None
@@ -59,7 +59,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def is_worker(config: pytest.Config) -> bool:
-    """Of pytest-xdist."""
+    """True in a worker of pytest-xdist."""
     return hasattr(config, "workerinput")
 
 
@@ -83,7 +83,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """What a test recorded as plain numbers: NumPy's do not travel from pytest-xdist's workers."""
+    """Make plain numbers of what a test recorded: NumPy's do not travel from pytest-xdist's workers."""
     report = yield
     recorded = report.user_properties
     report.user_properties = [

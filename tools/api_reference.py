@@ -59,7 +59,7 @@ def tree_of(module: str) -> ast.Module:
 
 
 def value_of(module: str, name: str) -> Any:
-    """What a module assigns to a name, if it is a literal; else None."""
+    """The literal that a module assigns to a name; None for anything else."""
     for node in tree_of(module).body:
         if isinstance(node, ast.Assign) and name in [getattr(target, "id", None) for target in node.targets]:
             with contextlib.suppress(ValueError):
@@ -77,7 +77,7 @@ def names_in(section: str) -> list[tuple[str, str]]:
 
 
 def find(module: str, name: str) -> tuple[list[str], ast.stmt]:
-    """Where a name is defined, through imports: the lines of the file, and the statement."""
+    """The definition of a name, through imports: the lines of the file, and the statement."""
     for node in reversed(tree_of(module).body):  # of overloads, the last
         if isinstance(node, ast.ImportFrom) and name in [alias.name for alias in node.names]:
             return find(str(node.module).partition(".")[2], name)

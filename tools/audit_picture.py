@@ -122,7 +122,7 @@ def _draw_panel(place: Any, tokens: StepTokens, entries: Ints, weights: Floats, 
 
 
 def _changes(*columns: Any) -> Any:
-    """Whether a token differs from the one before it."""
+    """True where a token differs from the one before it."""
     return np.diff(np.stack(columns), axis=1, prepend=np.nan).any(0)
 
 

@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def imported() -> str:
-    """What the adapter offers a loop of one's own under this Megatron, imported in a process of its own."""
+    """The entry for a loop of one's own under this Megatron, imported in a process of its own."""
     code = "from megatron_rl_loss import LossAggregation; print(LossAggregation.__module__)"
     offered = run(sys.executable, "-W", "ignore", "-c", code)
     return f"megatron-core {version('megatron-core')} has no megatron.training; imported {offered.strip()}"

@@ -74,7 +74,7 @@ def parts(rehearse: bool, folder: Path) -> Iterator[Part]:
 
 
 def run(part: Part, folder: Path) -> dict[str, Any]:
-    """What a page says of it: the command, its outcome, its last lines, and the figures that it wrote."""
+    """Facts of a run for a page: the command, its outcome, its last lines, and the figures that it wrote."""
     shown = " ".join([*(f"{name}={value}" for name, value in part.variables.items()), *part.command])
     found: dict[str, Any] = {"part": part.name, "command": shown.replace(f" --out={folder}", "")}
     if part.reason:

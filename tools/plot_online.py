@@ -29,7 +29,7 @@ STYLES = [("#0072B2", "-"), ("#E69F00", "-"), ("#009E73", "-"), ("#D55E00", "-")
 
 
 def collect(folders: list[Path]) -> list[dict[str, Any]]:
-    """Of every run its settings, without paths, and what was seen at each evaluation."""
+    """The settings of every run, without paths, and the values at each evaluation."""
     runs = []
     for folder in folders:
         settings = json.loads((folder / "settings.json").read_text())
@@ -52,7 +52,7 @@ def mode_of(run: dict[str, Any]) -> str:
 
 
 def values_by_step(runs: list[dict[str, Any]], name: str) -> dict[int, dict[int, float]]:
-    """Of runs of one mode: by step, the value of each seed."""
+    """Values of runs of one mode, by step and seed."""
     values: dict[int, dict[int, float]] = defaultdict(dict)
     for run in runs:
         for seen in run["evaluations"]:

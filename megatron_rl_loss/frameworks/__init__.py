@@ -1,4 +1,4 @@
-"""Adapters for engines that call the loss themselves: one module per engine, whose path is what users type.
+"""Adapters for engines that call the loss themselves: one module per engine, which users name by its path.
 
-Importing one imports no engine but Megatron.
+Importing an adapter imports no engine but Megatron.
 """

@@ -5,8 +5,8 @@
     with attached(LossAggregation(settings, samples_of)):
         pretrain(config, forward_step)  # which returns microbatch.loss(...), of next_microbatch(data_iterator)
 
-Bridge's loops of training and of evaluation fetch Megatron's schedule themselves. Inside the ``with`` they get one that
-plans each step before its first micro-batch.
+Bridge's training and evaluation loops fetch Megatron's schedule themselves. Inside the ``with`` both loops get a
+schedule that plans each step before its first micro-batch.
 Source: Megatron-Bridge 067f987d, training/train.py (train, train_step), training/eval.py (evaluate).
 """
 

@@ -1,4 +1,4 @@
-"""Shared by adapters that weigh advantages: a step's weights, prompts told apart, checks."""
+"""Helpers of adapters that weigh advantages: a step's weights, prompt ids, checks."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,13 +12,13 @@ from megatron_rl_loss.plan.plan import Plan, make_plan
 from megatron_rl_loss.step.collectives import Group, StepGroups, attempt, check_together, several
 from megatron_rl_loss.step.samples import Samples
 
-MEDIA = "prompts with images or other media: they are told apart by their tokens, which are placeholders there"
+MEDIA = "prompts with images or other media: prompts are identified by their tokens, and media tokens are placeholders"
 
 
 def plan_of(
     modes: LossModes, describe: Callable[[], list[Samples]], dp_group: Group | None, term_masks: Sequence[str] = ()
 ) -> Plan:
-    """`plan_step` of uncut samples, one for each micro-batch; errors of one rank raise on all of the group."""
+    """The plan of uncut samples, one `Samples` per micro-batch; an error of one rank raises on all of the group."""
     groups = StepGroups(dp_group)
     samples = attempt(lambda: check_samples(describe(), None, modes, groups, term_masks))
     return make_plan(samples, modes, groups, term_masks=term_masks)
@@ -32,10 +32,10 @@ def token_mean_factors(
     even: str = "",
     tokens: Callable[[], float] | None = None,
 ) -> tuple[list[Tensor], float]:
-    """``w * T`` for the tokens of each micro-batch of this rank, 1-D on the host, and T, by default the step's tokens.
+    """Factors ``w * T`` of tokens, a 1-D host tensor per micro-batch of this rank, and T, by default the step's tokens.
 
     The sum over tokens of factor * loss / T is the step loss of the policy's mode. With `even`, a remedy, factors that
-    differ within a sample are refused, on all ranks of the group.
+    differ within a sample raise on all ranks of the group.
     """
     plan = plan_of(modes, describe, dp_group)
     count = float(plan.totals.step_active_tokens or 0) if tokens is None else tokens()
@@ -53,26 +53,26 @@ def token_mean_factors(
 def samples_of(
     modes: LossModes, masks: Sequence[Sequence[Any]], prompts: Sequence[Sequence[Any] | str], **more: Any
 ) -> list[Samples]:
-    """Samples of micro-batches; `prompts` are ids, or in words why there are none, which refuses a mode by prompt."""
+    """Samples of micro-batches. `prompts` are ids, or the reason why ids are unknown: modes by prompt then raise."""
     described = []
     for of_batch, ids in zip(masks, prompts, strict=True):
         known = ["unknown"] * len(of_batch) if isinstance(ids, str) else [str(one) for one in ids]
         described.append(Samples(of_batch, prompt_ids=known, **more))
         if isinstance(ids, str) and "prompt" in modes.rehearse(described[-1]):
-            raise ValueError(f"{modes.describe()}, and {ids}. Choose a mode that does not group by prompt.")
+            raise ValueError(f"{modes.describe()}, for {ids}. Choose a mode that does not group by prompt.")
     return described
 
 
 def prompts_of(token_ids: Tensor, prompt_mask: Tensor) -> list[str]:
-    """An id for each row: its tokens where the mask is not 0."""
+    """Prompt ids: the id of a row is its tokens where the mask is not 0."""
     return [str(ids[mask != 0].tolist()) for ids, mask in zip(token_ids, prompt_mask, strict=True)]
 
 
 def check_even(factors: Sequence[Tensor], loss_masks: Sequence[Any], remedy: str) -> None:
-    """Refuse factors that differ within a sample, where an engine takes means of samples."""
+    """Refuse factors that differ within a sample, for an engine that averages within each sample."""
     for factor, mask in zip(map(np.asarray, factors), map(np.asarray, loss_masks), strict=True):
         if factor.size and (factor != factor.max() * (mask != 0)).any():
             raise ValueError(
-                "weights that differ within a sample, or a token mask that is not 0 and 1, for a loss that takes means "
-                f"of samples: each sample must have one factor. {remedy}, or choose another mode."
+                "weights that differ within a sample, or a token mask that is not 0 and 1, for a loss that averages "
+                f"within each sample: all tokens of a sample must have one weight. {remedy}, or choose another mode."
             )

@@ -1,4 +1,4 @@
-"""Megatron-LM's own RL, `train_rl.py` (0.19 and main): its `loss_func` with the aggregation of your choice, unpatched.
+"""Megatron-LM's own RL, `train_rl.py` (0.19 and main), with the aggregation of your choice; nothing is patched.
 
 The stock `loss_func` returns a bin's token sum and its token count, so Megatron trains on the mean over bins of their
 token means. Here the same per-token losses, from the unchanged `forward_step`, follow the mode that the flags name.
@@ -37,7 +37,7 @@ _VERSIONS = "Use a train_rl.py of Megatron-LM 0.19 or of its main branch."
 
 
 def is_asked_for(args: Namespace) -> bool:
-    """True where a flag of this package was given; ValueError for flags that were never registered, or misspelt."""
+    """True if a flag of this package was given. Raises ValueError for flags that are misspelt or not registered."""
     check_command_line(args, sys.argv[1:])
     return any_flag_given(args)
 
@@ -48,35 +48,35 @@ def loss_aggregation(
     """The `LossAggregation` of a `train_rl.py` launch, from Megatron's parsed and validated `args`.
 
     Args:
-        cp_losses: ``gathered`` if a context-parallel rank gets all S - 1 losses of a row (main), ``sliced`` if it gets
-            its S / cp zigzag positions of it (0.19).
+        cp_losses: ``gathered`` if a context-parallel rank gets all S - 1 losses of a row (main), ``sliced`` if a rank
+            gets its S / cp zigzag positions (0.19).
         ids_of: a batch of `train_rl.py`'s iterator -> ids of its rows, ``{"prompt_ids": [...]}`` for ``prompt_mean``;
             ``rollout_ids`` where `train_rl.py` splits a rollout into turns: by default a row is one.
 
     Raises ValueError and TypeError as `LossAggregation.from_args`, and for an unknown `cp_losses`, unit counting
-    ``all`` (`train_rl.py` fills the batch up with fully masked rows), ``--check-for-spiky-loss``.
+    ``all`` (`train_rl.py` pads the batch with fully masked rows), ``--check-for-spiky-loss``.
     """
-    check_choice("layout of losses", cp_losses, ("gathered", "sliced"))
+    check_choice("value of cp_losses", cp_losses, ("gathered", "sliced"))
     aggregation = LossAggregation.from_args(args, lambda batch: samples_of(batch, cp_losses, **ids_of(batch)))
     policy = aggregation.settings.modes.policy
     if policy.mode.name != "token_mean" and policy.units == "all":
         raise ValueError(
-            f"{policy.describe()} in train_rl.py: it fills the batch up with fully masked rows, which would count as "
-            "rollouts. Add --loss-aggregation-units active."
+            f"{policy.mode.name} with unit counting all in train_rl.py: train_rl.py pads the batch with fully masked "
+            "rows, which would count as rollouts. Add --loss-aggregation-units active."
         )
     if getattr(args, "check_for_spiky_loss", False):
         raise ValueError(
-            "--check-for-spiky-loss in train_rl.py: a policy loss is near 0, where a ratio shows no spike. Drop it, "
-            "and watch grad-norm."
+            "--check-for-spiky-loss in train_rl.py: a policy loss is near 0, so ratios of losses show no spike. Drop "
+            "the flag, and watch grad-norm."
         )
     return aggregation
 
 
 def with_loss_aggregation(forward_step: Callable[..., Any]) -> Callable[..., Any]:
-    """`train_rl.forward_step`, unchanged but for `loss_func` in the place of its own; for use inside `attached()`.
+    """`train_rl.forward_step` with `loss_func` of this module in place of its own; for use inside `attached()`.
 
-    Raises, at the first micro-batch, TypeError for an iterator of other things than `Microbatch`, ValueError for a
-    `forward_step` whose loss function is not the one this module knows.
+    Raises, at the first micro-batch, TypeError for an iterator that gives no `Microbatch`, ValueError for a
+    `forward_step` with a loss function that this module does not know.
     """
     known = tuple(inspect.signature(loss_func).parameters)[1:]
 
@@ -85,13 +85,13 @@ def with_loss_aggregation(forward_step: Callable[..., Any]) -> Callable[..., Any
         microbatch = next(data_iterator)
         if not isinstance(microbatch, Microbatch):
             raise TypeError(
-                f"a data iterator of {type(microbatch).__name__}: the step's totals were not made. Run pretrain inside "
-                "`with aggregation.attached():`."
+                f"a data iterator that gives {type(microbatch).__name__}: it must give the Microbatch of a counted "
+                "step. Run pretrain inside `with aggregation.attached():`."
             )
         output, stock = forward_step(iter([microbatch.data]), *args, **kwargs)
         if not isinstance(stock, partial) or tuple(inspect.signature(stock.func).parameters) != known:
             raise ValueError(
-                f"a forward_step that returns the loss function {stock!r}: it must be a partial of "
+                f"the loss function {stock!r} from forward_step: it must be a partial of "
                 f"loss_func({', '.join(known)}). {_VERSIONS}"
             )
         return output, partial(loss_func, microbatch, *stock.args, **stock.keywords)
@@ -106,8 +106,8 @@ def loss_func(
     """The return value that Megatron gets for a micro-batch; the arguments after the first are `train_rl.py`'s own.
 
     Reports ``lm loss``, the step loss that is trained on, and the five ``rl/`` metrics as token means over the step.
-    Raises ValueError for losses that are not this rank's part of the micro-batch. A NaN is left to Megatron's check of
-    gradients.
+    Raises ValueError for losses that are not this rank's part of the micro-batch. NaNs are left to Megatron's check
+    of gradients.
     """
     share = microbatch.pg_loss(output_tensor.reshape(-1))
     per_token = {
@@ -139,15 +139,15 @@ def samples_of(batch: Any, cp_losses: CpLosses = "gathered", **ids: Any) -> Samp
         loss_masks, edges = batch[3], [0, batch[3].shape[1]]
     else:
         raise ValueError(
-            f"a batch of {given}: train_rl.py's iterator gives a bin number, or seven tensors with the loss mask "
-            f"fourth. {_VERSIONS}"
+            f"a batch of {given}: train_rl.py's iterator gives a bin number, or seven tensors of which the fourth is "
+            f"the loss mask. {_VERSIONS}"
         )
     masks, layout = rows_of(loss_masks, edges, cp_losses)
     return Samples(masks, layout=layout, **ids)
 
 
 def rows_of(loss_masks: Tensor, edges: Sequence[int], cp_losses: CpLosses) -> tuple[list[Tensor], Layout]:
-    """Masks and layout of rows, from their masks by token, [num_rows, S], that each hold slots between `edges`.
+    """Masks and layout of rows, from token masks [num_rows, S]; `edges` are the bounds of each row's slots.
 
     Gathered rows have S - 1 positions, sliced ones S, of which the last predicts nothing.
     """
@@ -155,13 +155,13 @@ def rows_of(loss_masks: Tensor, edges: Sequence[int], cp_losses: CpLosses) -> tu
     num_rows, seq_length = loss_masks.shape
     if edges[0] != 0 or edges[-1] > seq_length:
         raise ValueError(
-            f"sequences from {edges[0]} to {edges[-1]} in a bin of {seq_length} tokens: they must begin at 0 and stay "
-            "in it. Look at the packing."
+            f"sequences from {edges[0]} to {edges[-1]} in a bin of {seq_length} tokens: sequences must begin at 0 "
+            "and end inside the bin. Check the packing."
         )
     if bool((loss_masks[:, list(edges[:-1])] != 0).any()):
         raise ValueError(
-            "a loss mask that is set on a sequence's first token: no log-prob predicts it. Mask prompts, from their "
-            "first token on."
+            "a loss mask that is set on a sequence's first token: no log-prob predicts that token. Mask every prompt "
+            "from its first token on."
         )
     layout, size = (Gathered, seq_length - 1) if cp_losses == "gathered" else (ZigzagTHD, seq_length)
     shifted = torch.nn.functional.pad(loss_masks, (0, 1))[:, 1 : size + 1]

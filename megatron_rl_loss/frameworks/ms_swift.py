@@ -5,11 +5,11 @@
     aggregate("prompt_mean")  # megatron rlhf --rlhf_type grpo --loss_type dapo --external_plugins plugin.py ...
 
 With ``--loss_type dapo`` or ``cispo`` Megatron-SWIFT sums loss * mask over a micro-batch and divides by a count of
-tokens that it hands to each micro-batch. Before each optimizer step the count becomes the one that makes it the mean
-over the step's tokens T, and each token's advantage is multiplied by its weight in the mode * T; a KL penalty in the
-loss is then the token mean. Whether the loss function undoes Megatron's division by the number of micro-batches, as
-4.6.0 does, is measured, and the first step is proved. Prompts are told apart by their messages, as ms-swift does
-outside of Megatron.
+tokens that each micro-batch carries. Before each optimizer step this adapter sets the count so that the loss is the
+mean over the step's tokens T, and multiplies each token's advantage by its weight in the mode * T. A KL penalty in the
+loss is then the token mean. The adapter measures if the loss function undoes Megatron's division by the number of
+micro-batches, as 4.6.0 does, and proves the first step. Prompts are identified by their messages, as in ms-swift
+without Megatron.
 Source: ms-swift 4.6.0, 3602360a, swift/megatron/trainers/grpo_trainer.py (loss_func), swift/ray/megatron.
 """
 
@@ -34,16 +34,16 @@ __all__ = ["aggregate"]
 
 
 def aggregate(mode: str | Mode | ModeFunction, **settings: Any) -> Replaced:
-    """From now on ms-swift's `MegatronGRPOTrainer` and its Ray workers train on the mode.
+    """Make ms-swift's `MegatronGRPOTrainer` and its Ray workers train on the mode.
 
     Args:
         mode, settings: the mode, its `divisor` and `units`, as in `make_pg_loss_reducer`.
 
     Raises:
-        ValueError, TypeError: a trainer with an aggregation; settings that are unusable. When a step is trained on,
-            fewer tokens than micro-batches or ranks, which Megatron-SWIFT would count as more.
-        BadBatchError: on every rank, when a step is trained on: another ``--loss_type`` than dapo and cispo; a mode by
-            prompt with images; a first step in which a token has another weight than was asked.
+        ValueError, TypeError: a trainer that has an aggregation; unusable settings; in a step, fewer tokens than
+            Megatron-SWIFT's divisor allows.
+        BadBatchError: on every rank, in a step: another ``--loss_type`` than dapo and cispo; a mode by prompt with
+            images; a first step in which a token has a weight that the mode does not ask for.
     """
     from swift.megatron.trainers import grpo_trainer
     from swift.rlhf_trainers import utils
@@ -51,7 +51,7 @@ def aggregate(mode: str | Mode | ModeFunction, **settings: Any) -> Replaced:
     modes = LossModes.resolve(mode, **settings)
 
     def with_ids(stock: Any, given: dict[str, Any]) -> Any:
-        """Before responses are generated, messages are the prompt."""
+        """Before generation, the messages of a sample are its prompt."""
         samples = stock()
         for sample in samples:
             sample.prompt_id = sample.prompt_id or json.dumps(sample.messages, default=str)
@@ -61,7 +61,7 @@ def aggregate(mode: str | Mode | ModeFunction, **settings: Any) -> Replaced:
         inputs, batch = stock()
         samples = given["samples"]
         has_media = any(getattr(one, name) for one in samples for name in ("images", "videos", "audios"))
-        unknown = "" if all(one.prompt_id for one in samples) else "samples of ms-swift without a prompt_id"
+        unknown = "" if all(one.prompt_id for one in samples) else "samples without prompt_id, which identifies prompts"
         batch.prompts = MEDIA if has_media else unknown or [one.prompt_id for one in samples]
         return inputs, batch
 
@@ -96,8 +96,8 @@ def aggregate(mode: str | Mode | ModeFunction, **settings: Any) -> Replaced:
         functions.append(Function(GRPOTrainer, "expand_for_generation", ["prompt_batch"], with_ids))
         functions.append(Function(MegatronRLHFTrainer, "train_step", ["train_data_iterator"], ray_step))
     replaced = Replaced("ms-swift", "4.6.0 or 3602360a", functions)
-    beside = "a KL penalty is a token mean; MoE and MTP losses are ms-swift's own"
-    never = "No loss had our weights: this trainer is not MegatronGRPOTrainer, or with --use_ray not that of 3602360a."
+    beside = "a KL penalty is a token mean; ms-swift aggregates MoE and MTP losses"
+    never = "No policy loss had our weights. Train with MegatronGRPOTrainer; with --use_ray, use ms-swift 3602360a."
     replaced.proof = prove("ms-swift", modes.policy, beside=beside, never=never)
     return replaced
 
@@ -108,14 +108,14 @@ def _tap_logits(stock: Any, given: dict[str, Any]) -> Any:
 
 
 def _tapped(stock: Any, given: dict[str, Any]) -> Any:
-    """The loss function, of which `tap_slopes` sees the weights."""
+    """ms-swift's loss, whose weights `tap_slopes` measures."""
     result, data, log_probs = stock(), given["data"], given["output_tensor"]
     batch = data["grpo_batch"]
     if is_observed() and hasattr(batch, "factors"):
         silent = _silent(given["self"])
 
         def loss_of(leaf: Any, advantages: Any) -> Any:
-            """Without what chooses tokens by ratio or entropy."""
+            """The loss without the filters that drop tokens by ratio or entropy."""
             trial, old = copy.copy(batch), leaf.detach()
             rollout = None if batch.rollout_per_token_logps is None else old
             vars(trial).update(advantages=advantages, old_per_token_logps=old, rollout_per_token_logps=rollout)
@@ -132,13 +132,13 @@ def _tapped(stock: Any, given: dict[str, Any]) -> Any:
 
 
 def _mask(batch: Any, trainer: Any) -> Any:
-    """The tokens that Megatron-SWIFT trains on."""
+    """The mask of the tokens that Megatron-SWIFT trains on."""
     dropped = batch.truncated_mask & trainer.args.overlong_filter
     return (batch.completion_mask & ~dropped[:, None]).float()
 
 
 def _silent(trainer: Any) -> Any:
-    """A trainer whose loss function can be tried."""
+    """A copy of the trainer whose loss function can be tried: metrics and logs stay as they are."""
     silent = copy.copy(trainer)
     silent._metrics, silent._flush_log_completions = copy.deepcopy(trainer._metrics), lambda: None
     return silent
@@ -150,8 +150,8 @@ def _weigh(batches: Sequence[Any], trainer: Any, modes: LossModes) -> None:
     def describe() -> list[Samples]:
         if trainer.loss_type not in ("dapo", "cispo"):
             raise ValueError(
-                f"--loss_type {trainer.loss_type} beside a loss aggregation: the loss must be a sum over a token "
-                "count. Use --loss_type dapo, which has the loss of grpo, bnpo and dr_grpo, or cispo."
+                f"--loss_type {trainer.loss_type} with a loss aggregation: the loss must be a sum divided by a token "
+                "count. Use --loss_type dapo (the clipped loss of grpo, bnpo and dr_grpo) or cispo."
             )
         return samples_of(modes, [list(_mask(one, trainer)) for one in batches], [one.prompts for one in batches])
 
@@ -160,8 +160,8 @@ def _weigh(batches: Sequence[Any], trainer: Any, modes: LossModes) -> None:
     count = tokens * _scale(trainer, batches[0], ranks) / len(batches)
     if 0 < count < ranks:
         raise ValueError(
-            f"{tokens:g} tokens in a step of {len(batches)} micro-batches on {ranks} ranks: Megatron-SWIFT counts at "
-            "least one in each part. Use fewer ranks or micro-batches."
+            f"{tokens:g} tokens in a step of {len(batches)} micro-batches on {ranks} ranks: Megatron-SWIFT divides "
+            "each micro-batch by at least one token per rank. Use fewer ranks or micro-batches."
         )
     for number, (batch, of_batch) in enumerate(zip(batches, factors, strict=True)):
         of_tokens = of_batch.to(batch.advantages.device).view_as(batch.completion_mask)
@@ -170,7 +170,7 @@ def _weigh(batches: Sequence[Any], trainer: Any, modes: LossModes) -> None:
 
 
 def _scale(trainer: Any, batch: Any, ranks: int) -> float:
-    """The factor that its loss function has beside 1 / count: that of a token of known loss, where the count is 1."""
+    """The factor of ms-swift's loss function besides 1 / count, measured on one token of known loss with count 1."""
     trial = copy.copy(batch)
     one = batch.advantages.new_ones(1, 1)
     vars(trial).update(

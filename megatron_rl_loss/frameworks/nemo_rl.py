@@ -4,11 +4,11 @@
 
     loss_fn = aggregate(policy, loss_fn, "prompt_mean", kl="token_mean")  # after setup(...), before grpo_train(...)
 
-NeMo-RL divides a sum over all tokens by the global batch's T valid tokens, or, with ``token_level_loss=false``, that of
-samples' means by its N valid samples. The driver holds a whole batch, so it writes a column for each term: the mode's
-weights * T, or a sample's sum of weights * N. The policy loss has advantage * column, the KL penalty has the column in
-place of its mask; metrics keep the masks. Prompts are those by which NeMo-RL computed the advantages. Workers prove
-their first step.
+NeMo-RL divides the sum over all tokens by the global batch's T valid tokens. With ``token_level_loss=false`` NeMo-RL
+divides the sum of sample means by the N valid samples. The driver holds a whole batch and writes a column for each
+term: the mode's weights * T, or a sample's sum of weights * N. The policy loss gets advantage * column, the KL penalty
+gets the column as its mask; metrics keep the masks. Prompts are those by which NeMo-RL computed the advantages. Workers
+prove their first step.
 Source: nemo_rl 7ea279ab, algorithms/loss/loss_functions.py (ClippedPGLossFn), algorithms/utils.py (masked_mean).
 """
 
@@ -38,15 +38,15 @@ _PROOFS: dict[str, Any] = {}  # of a worker, by `AggregatedPGLossFn._number`: a 
 def aggregate(
     policy: Any, loss_fn: Any, mode: str | Mode | ModeFunction, *, kl: str | None = None, **settings: Any
 ) -> "AggregatedPGLossFn":
-    """The loss in that mode; from now on ``policy.train`` of this driver adds its columns to every batch.
+    """The loss in that mode; ``policy.train`` of this driver then adds columns of weights to every batch.
 
     Args:
         policy, loss_fn: what `grpo_train` is called with, a `ClippedPGLossFn`.
         mode: of the policy loss, and of the KL penalty unless `kl` names another.
         settings: `divisor` and `units` of the policy loss, as in `weights_column`.
 
-    Raises ValueError and TypeError for settings that are unusable, ``positive_example_nll_weight``, and a driver with
-    an aggregation; when a batch is trained on, as `weights_column`.
+    Raises ValueError and TypeError for unusable settings, ``positive_example_nll_weight``, and a driver that has an
+    aggregation; in training, as `weights_column`.
     """
     from nemo_rl.algorithms import advantage_estimator
 
@@ -56,7 +56,7 @@ def aggregate(
     if loss_fn.positive_example_nll_weight > 0:
         raise ValueError(
             f"positive_example_nll_weight={loss_fn.positive_example_nll_weight}: grpo_train passes no rewards, which "
-            "that term needs, and its mean is one of each micro-batch. Set it to 0."
+            "that term needs, and the term is averaged per micro-batch. Set positive_example_nll_weight=0."
         )
     modes = {"policy": (mode, settings)}
     if loss_fn.reference_policy_kl_penalty != 0:
@@ -69,7 +69,10 @@ def aggregate(
 
     def with_columns(stock: Any, given: dict[str, Any]) -> Any:
         if given["loss_fn"] is loss_fn:
-            raise ValueError("grpo_train with the loss that aggregate(...) was given. Pass the one that it returned.")
+            raise ValueError(
+                "policy.train with the loss passed into aggregate(...): that loss has no weights. Pass grpo_train the "
+                "loss that aggregate(...) returned."
+            )
         if given["loss_fn"] is loss:
             data = given["data"] = copy.copy(given["data"])
             known = prompts if len(prompts) == len(data["sample_mask"]) else None
@@ -85,7 +88,7 @@ def aggregate(
 
 
 class AggregatedPGLossFn:
-    """A `ClippedPGLossFn` each term of which a column of the batch weighs; else it has that loss's attributes."""
+    """A `ClippedPGLossFn` whose terms are weighted by columns of the batch; other attributes are that loss's."""
 
     def __init__(self, loss_fn: Any, modes: dict[str, tuple[Any, dict[str, Any]]]) -> None:
         self._loss_fn, self._modes = loss_fn, modes
@@ -93,19 +96,19 @@ class AggregatedPGLossFn:
         self._policy.reference_policy_kl_penalty = 0
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """In a worker."""
+        """Unpickle in a worker, whose first step is then proved."""
         self.__dict__.update(state)
         if self._number not in _PROOFS:
             mode, settings = self._modes["policy"]
-            beside = "MoE, MTP and draft losses are NeMo-RL's own"
-            never = "NeMo-RL did not call the loss that aggregate(...) returned. Use NeMo-RL 7ea279ab."
+            beside = "NeMo-RL aggregates MoE, MTP and draft losses"
+            never = "NeMo-RL did not call aggregate(...)'s loss. Pass that loss to grpo_train of NeMo-RL 7ea279ab."
             proof = prove("NeMo-RL", resolve(mode, **settings), beside=beside, never=never)
             if proof is not None:
                 proof.terms = ["pg", "kl"][: len(self._modes)]
             _PROOFS[self._number] = proof
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # what pickle asks for before there is a loss
+        if name.startswith("_"):  # pickle looks these up before there is a loss
             raise AttributeError(name)
         return getattr(self._loss_fn, name)
 
@@ -133,11 +136,11 @@ class AggregatedPGLossFn:
     def __call__(
         self, next_token_logprobs: Tensor, data: Any, global_valid_seqs: Tensor, global_valid_toks: Tensor
     ) -> tuple[Tensor, dict[str, Any]]:
-        """The rank's share of the step loss, and NeMo-RL's metrics. Each term and the metrics are a call of theirs."""
+        """The rank's share of the step loss, and NeMo-RL's metrics; each term, and the metrics, call its loss once."""
         if _column("policy") not in data:
             raise ValueError(
-                "a batch of NeMo-RL without our weights: the driver's policy.train adds them, and was not called. Call "
-                "grpo_train, with data_plane.enabled=false."
+                "a NeMo-RL batch without our weights: policy.train of the driver adds them, and was not called. Train "
+                "by grpo_train with data_plane.enabled=false."
             )
         counts = {"global_valid_seqs": global_valid_seqs, "global_valid_toks": global_valid_toks}
         with torch.no_grad():
@@ -161,9 +164,9 @@ class AggregatedPGLossFn:
     def _tap(
         self, total: Tensor, log_probs: Tensor, factors: Tensor, of_policy: Any, of_kl: Any, counts: dict[str, Tensor]
     ) -> None:
-        """`tap_slopes` of both terms.
+        """Measure both terms by `tap_slopes`.
 
-        By a log-prob that is 1 below and 1 above the reference policy's, k1, k2 and k3 have slopes that differ by 2.
+        KL: with log-probs 1 below and 1 above the reference policy's, slopes of k1, k2 and k3 differ by 2.
         """
         masks = (of_policy["token_mask"][:, 1:] * of_policy["sample_mask"][:, None]).float()
         prompts, layout = of_policy.get(_PROMPTS), Gathered(range(0, masks.numel() + 1, masks.shape[1]))

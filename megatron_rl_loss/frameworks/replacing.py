@@ -1,4 +1,4 @@
-"""Functions of an engine, replaced by ours: known by their parameters, everywhere at once, once, undoable."""
+"""Replacement of an engine's functions: parameters are validated, all modules get ours, once, and `undo` restores."""
 
 import functools
 import inspect
@@ -17,8 +17,8 @@ _ACTIVE: list[object] = []
 class Function(NamedTuple):
     """A function of a module, class or object; `call(stock, given)` takes its place.
 
-    `given` are the arguments of a call by name, `stock()` calls the engine's function with them, as they are by then.
-    `also_in` chooses further modules by name, among those that imported the function; `bool` takes all.
+    `given` are the arguments of a call by name; `stock()` calls the engine's function with the values in `given`.
+    `also_in` selects, by name, further modules among those that imported the function; `bool` selects all.
     """
 
     owner: Any
@@ -32,12 +32,12 @@ class Function(NamedTuple):
 
 
 class Replaced:
-    """Functions that are replaced, all or none, until `undo`; as text, where they are.
+    """Functions that stay replaced until `undo`, all or none; `str` lists their places.
 
     Attributes:
-        proof: of the first training step, which `undo` ends.
+        proof: the proof of the first training step; `undo` ends it.
 
-    Raises ValueError for a function that is not there, lacks a parameter, or is replaced already, in a base class too.
+    Raises ValueError for a function that is missing, lacks a parameter, or is replaced already, in a base class too.
     """
 
     def __init__(self, engine: str, versions: str, functions: Sequence[Function]) -> None:
@@ -46,13 +46,13 @@ class Replaced:
             found = () if stock is None else tuple(inspect.signature(stock).parameters)
             if stock is None or not set(one.parameters) <= set(found):
                 raise ValueError(
-                    f"{engine} with {'no ' if stock is None else ''}{one}({', '.join(found)}): this package replaces "
+                    f"{engine} with {'no ' if stock is None else ''}{one}({', '.join(found)}): this package expects "
                     f"{one.name}({', '.join(one.parameters)}). Use {engine} {versions}."
                 )
             bases = getattr(one.owner, "__mro__", type(one.owner).__mro__)
             if any(hasattr(vars(each).get(one.name), _MARK) for each in (one.owner, *bases)):
                 raise ValueError(
-                    f"{one}, where a loss aggregation is in force already: its weights would count twice. Call it "
+                    f"{one}, which has a loss aggregation already: a second one would apply weights twice. Aggregate "
                     "once, for a class or for its subclass."
                 )
         self._engine = engine
@@ -66,17 +66,17 @@ class Replaced:
 
     def __str__(self) -> str:
         places = {f"{module.__name__}.{name}" for *_, ours in self._all for module, name in holders(ours)}
-        return f"{self._engine}: {', '.join(sorted(places | {str(one) for one, *_ in self._all}))}"
+        return f"{self._engine}: replaced {', '.join(sorted(places | {str(one) for one, *_ in self._all}))}"
 
     def put_everywhere(self) -> None:
-        """Replace the functions in modules that were loaded meanwhile, too."""
+        """Replace the functions in modules that were loaded later, too."""
         for one, stock, _, ours in self._all:
             for module, name in holders(stock):
                 if one.also_in(module.__name__):
                     setattr(module, name, ours)
 
     def undo(self) -> None:
-        """Put the engine's functions back, wherever ours are by now."""
+        """Restore the engine's functions in every module that holds ours."""
         for one, stock, raw, ours in self._all:
             if vars(one.owner).get(one.name) is ours:
                 delattr(one.owner, one.name) if raw is None else setattr(one.owner, one.name, raw)
@@ -94,7 +94,7 @@ def holders(function: Any) -> list[tuple[Any, str]]:
 
 
 def announce(line: object, is_first: bool | None = None) -> None:
-    """Have `active` list it from now on, and one rank print it; by default the first."""
+    """Add the line to `active`, and print it on one rank, by default the first."""
     if line not in _ACTIVE:
         _ACTIVE.append(line)
         if (world_rank() or int(os.environ.get("RANK", "0"))) == 0 if is_first is None else is_first:
@@ -102,9 +102,9 @@ def announce(line: object, is_first: bool | None = None) -> None:
 
 
 def prove(engine: str, asked: Aggregation, **words: Any) -> Any:
-    """The `FirstStep` of this process's next training step, None without Megatron; `words` as there."""
+    """The `FirstStep`, with its `words`, of this process's next training step; None without Megatron."""
     if "megatron.core.pipeline_parallel" not in sys.modules:
-        announce(f"{engine}: NOT PROVED, Megatron-Core is not loaded")
+        announce(f"{engine}: NOT PROVED: Megatron-Core is not loaded")
         return None
     from megatron_rl_loss.audit.megatron.first_step import prove_engine
 
@@ -112,7 +112,7 @@ def prove(engine: str, asked: Aggregation, **words: Any) -> Any:
 
 
 def active() -> list[str]:
-    """A line for each of what is in force in this process."""
+    """A line for each adapter that is active in this process."""
     return [str(one) for one in _ACTIVE]
 
 

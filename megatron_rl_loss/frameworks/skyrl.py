@@ -6,10 +6,10 @@
     PolicyLossRegistry.register("mine", AggregatedPolicyLoss("regular", "prompt_mean", kl="token_mean"))
     # trainer.algorithm.policy_loss_type=mine trainer.algorithm.loss_reduction=token_mean
 
-SkyRL adds up the policy loss of a mini-batch, and averages other terms over each micro-batch, then over a rank's
-micro-batches that hold samples, then over ranks. Here a term is the sum of weight * loss times the number of those
-micro-batches and ranks, so its mean is exact. Weights travel as further planes of the advantages. A prompt is its
-tokens, those that are real and not response. The first step is proved when gradients are finalised.
+SkyRL sums the policy loss over a mini-batch. SkyRL averages other terms over each micro-batch, then over a rank's
+micro-batches with samples, then over ranks. This adapter multiplies the sum of weight * loss of such a term by the
+number of those micro-batches and ranks, so that SkyRL's mean is exact. Weights travel as further planes of the
+advantages. Prompts are identified by their tokens. The first step is proved when gradients are finalised.
 Source: SkyRL a9564572, workers/megatron/megatron_model_wrapper.py (forward_backward_mini_batch), worker_utils.py.
 """
 
@@ -58,12 +58,12 @@ class _Microbatch(NamedTuple):
     drafts: list[tuple[str, Samples]]
 
     def facts(self, term: str) -> dict[str, Any]:
-        """Those that a tap is told of a term."""
+        """Coefficient and aggregation that the tap of a term declares."""
         name = term.partition(" ")[0]
         return {"coef": self.coefs[name], "aggregation": self.modes.terms.get(name, self.modes.policy)}
 
     def samples(self, masks: Tensor | Sequence[Tensor], **layout: Any) -> Samples:
-        """Those of the engine's masks, one for each row."""
+        """Samples of the engine's masks, one mask for each row."""
         bounds = list(accumulate(map(len, masks), initial=0))
         held = (self.ids != -1).tolist()
         ids = None if self.ids.isnan().any() else [int(one) for one in self.ids.tolist() if one >= 0]
@@ -76,7 +76,7 @@ _MICROBATCHES: list[_Microbatch] = []  # one, or none
 
 
 class AggregatedPolicyLoss:
-    """One of SkyRL's policy losses, in a mode; the other terms of the loss follow it, or their own.
+    """One of SkyRL's policy losses, in a mode; other terms of the loss follow the same mode, or their own.
 
     Args:
         loss: its name in SkyRL's registry, such as ``regular``.
@@ -84,10 +84,10 @@ class AggregatedPolicyLoss:
         kl, entropy, mtp: the modes of these terms; default: that of the policy loss.
 
     Raises:
-        ValueError, TypeError: settings that are unusable; a SkyRL without the functions that are replaced.
-        BadBatchError: on every rank, when a step is trained on: another ``loss_reduction`` than ``token_mean``; packed
-            rows of several samples; a mini-batch of more than one call; a mode by prompt with images; a first step in
-            which a token has another weight than was asked.
+        ValueError, TypeError: unusable settings; a SkyRL without the functions that are replaced.
+        BadBatchError: on every rank, in a step: another ``loss_reduction`` than ``token_mean``; packed rows of several
+            samples; a mini-batch of more than one call; a mode by prompt with images; a first step in which a token
+            has a weight that the mode does not ask for.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class AggregatedPolicyLoss:
         shares = ppo_utils.apply_loss_reduction_to_advantages_minibatch(ones, mask, "token_mean", 1, 3)
         if not torch.equal(shares, ones / 5):
             raise ValueError(
-                f"SkyRL's token_mean makes advantages of 1 beside 5 tokens {shares.tolist()}: they must be 1/5. Use "
+                f"SkyRL's token_mean turns advantages of 1 over 5 tokens into {shares.tolist()}: each must be 1/5. Use "
                 f"SkyRL {_VERSIONS}."
             )
         _install(self._modes)
@@ -113,10 +113,10 @@ class AggregatedPolicyLoss:
         _install(self._modes)
 
     def __call__(self, log_probs: Tensor, old: Tensor, advantages: Tensor, config: Any, **inputs: Any) -> Any:
-        """SkyRL's loss of that name, of a micro-batch; the terms that SkyRL computes after it have its weights."""
+        """SkyRL's loss of that name for a micro-batch; terms that SkyRL computes afterwards use the same planes."""
         if advantages.dim() != 3:
             raise ValueError(
-                "a mini-batch without weights: they come with SkyRL's MegatronModelWrapper. Set "
+                "a mini-batch without weights: SkyRL's MegatronModelWrapper adds the weights. Set "
                 "trainer.strategy=megatron."
             )
         width = log_probs.shape[1]
@@ -171,7 +171,7 @@ class AggregatedPolicyLoss:
         return weighed
 
     def _expect(self, wrapper: Any, depths: Sequence[str]) -> None:
-        """Tell the proof of the first step what there is to see. Fused heads hand the schedule no logits."""
+        """Tell the proof of the first step which terms must appear. Fused heads hand the schedule no logits."""
         proof, algorithm = _INSTALLED[0].proof, wrapper.cfg.algorithm
         self._temperature: float | None = None if getattr(wrapper, "_fused_lm_head", False) else 1.0
         self._mtp_coef = wrapper.cfg.policy.megatron_config.mtp_loss_weight / max(1, len(depths))
@@ -183,13 +183,13 @@ class AggregatedPolicyLoss:
     def _describe(self, wrapper: Any, batch: dict[str, Any], depths: list[str]) -> Samples:
         if wrapper.cfg.algorithm.loss_reduction != "token_mean":
             raise ValueError(
-                f"loss_reduction={wrapper.cfg.algorithm.loss_reduction} beside a loss aggregation: the advantages are "
-                "divided by the mini-batch's tokens first. Set trainer.algorithm.loss_reduction=token_mean."
+                f"loss_reduction={wrapper.cfg.algorithm.loss_reduction} with a loss aggregation: SkyRL must "
+                "divide advantages by the mini-batch's tokens. Set trainer.algorithm.loss_reduction=token_mean."
             )
         if batch.get("sub_seq_lengths") is not None or wrapper._pending_grad_sync is not None:
             raise ValueError(
-                "rows of several samples, or gradients of another call: a mini-batch must be one call of "
-                "forward_backward, a row per sample. Leave sequences unpacked, and call optim_step after each."
+                "rows of several samples, or gradients of another call: a mini-batch must be one forward_backward call "
+                "with one sample per row. Leave sequences unpacked, and call optim_step after each forward_backward."
             )
         held = _held(batch)
         ids, real, masks, response = (
@@ -207,7 +207,7 @@ class AggregatedPolicyLoss:
 
 
 def _in_row(batch: dict[str, Any], name: str) -> Tensor:
-    """Values of actions, which are the last tokens of a row, beside all its tokens."""
+    """Values of actions, the last tokens of a row, padded to the whole row."""
     return pad(batch[name], (batch["sequences"].shape[1] - batch[name].shape[1], 0))
 
 
@@ -218,7 +218,7 @@ def _held(batch: dict[str, Any]) -> Tensor:
 
 
 def _install(modes: LossModes) -> None:
-    """Replace SkyRL's functions, once; nothing where no Megatron worker was imported."""
+    """Replace SkyRL's functions once, in a process that imported the Megatron worker."""
     module: Any = sys.modules.get(_MODULE)
     if module is None or _INSTALLED:
         return
@@ -234,8 +234,8 @@ def _install(modes: LossModes) -> None:
         *(Function(module, name, drafts, _in_microbatch(_draft)) for name in ("draft_soft_ce", "draft_soft_ce_topk")),
     ]
     replaced = Replaced("SkyRL", _VERSIONS, functions)
-    beside = "advantages come divided by the mini-batch's tokens; MoE losses are SkyRL's own"
-    never = "SkyRL trained with another loss: set trainer.algorithm.policy_loss_type to the name this one has."
+    beside = "SkyRL's division of advantages by tokens is not measured; SkyRL aggregates MoE losses"
+    never = "SkyRL trained with another loss. Register ours, and set trainer.algorithm.policy_loss_type to its name."
     replaced.proof = prove("SkyRL", modes.policy, beside=beside, never=never)
     _INSTALLED.append(replaced)
 
@@ -256,7 +256,7 @@ def _mini_batch(stock: Any, given: dict[str, Any]) -> Any:
 
 
 def _in_microbatch(call: Callable[..., Any]) -> Callable[[Any, dict[str, Any]], Any]:
-    """The call, with the micro-batch of a loss of ours; elsewhere SkyRL's function as it is."""
+    """The call, with the current micro-batch of our loss; without one, SkyRL's function unchanged."""
     return lambda stock, given: call(stock, given, *_MICROBATCHES) if _MICROBATCHES else stock()
 
 

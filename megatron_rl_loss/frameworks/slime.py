@@ -2,12 +2,11 @@
 
     --custom-pg-loss-reducer-function-path megatron_rl_loss.frameworks.slime.constant_40960
 
-Both call a hook for each micro-batch. After their scaling and Megatron's, the step's policy loss is the sum of what its
-closure returned, over micro-batches and ranks, divided by G, the step's rollouts, or with ``calculate_per_token_loss``
-by the step's tokens, in which a fully masked sample is a phantom token unless `count_steps` is there. So a closure
-returns a share of the sum of means (`sample_mean`), of sum / L (`constant`), or of the sum over tokens (`token_mean`).
-The layout is `ZigzagResponse`, as in their `cp_utils.py`; all-gather context parallelism comes back to it before the
-loss.
+Both engines call a hook for each micro-batch. The closure that the hook returns gives a share of the sum of means
+(`sample_mean`), of sum / L (`constant`), or of the sum over tokens (`token_mean`). Shares are added up over
+micro-batches and ranks, and divided by G, the step's rollouts; with ``calculate_per_token_loss`` the divisor is the
+step's token count, in which a fully masked sample counts as one token unless `count_steps` runs. The layout is
+`ZigzagResponse`, as in `cp_utils.py` of both; all-gather context parallelism returns to that layout before the loss.
 """
 
 import importlib
@@ -39,9 +38,9 @@ __all__ = ["Hook", "count_steps", "make_hook", "sample_mean", "token_mean"]
 _COUNT_STEPS = "add --custom-megatron-init-path megatron_rl_loss.frameworks.slime.count_steps"
 _OPTION = "--custom-pg-loss-reducer-function-path"
 _HOOKS = (
-    "there are ...slime.sample_mean, ...slime.token_mean and ...slime.constant_40960 (your divisor for 40960, a whole "
-    "number of tokens above 0). Other modes' weights need more of the step than a hook's four arguments carry: fold "
-    "them into the advantages (fold_into_advantages), multiply by the global batch size, and use ...slime.constant_1."
+    "the hooks are ...slime.sample_mean, ...slime.token_mean and ...slime.constant_40960 (your divisor for 40960, an "
+    "integer above 0). Other modes need more of the step than a hook's four arguments carry: fold the weights into the "
+    "advantages (fold_into_advantages), multiply by the global batch size, and use ...slime.constant_1."
 )
 #: Versions known, and the name of the step's rollouts in `train_one_step`.
 _ENGINES = {
@@ -52,9 +51,9 @@ _NO_COUNTS_NEEDED = "Drop --custom-megatron-init-path; ...slime.sample_mean and 
 
 
 class StepCounts(NamedTuple):
-    """Counts of the step over all DP ranks, with masks as they are before any rejection.
+    """Counts of the step over all DP ranks, from the masks before any rejection.
 
-    `num_rollouts` is what the engine divides by, `padded_length` the tokens of this rank's rows, where rows are padded.
+    `num_rollouts` is the engine's divisor; `padded_length` is the length of this rank's rows, where rows are padded.
     """
 
     step_tokens: float
@@ -68,7 +67,7 @@ _this_loss: tuple[Namespace, list[Tensor]] | None = None  # its args and whole m
 
 
 def _engine() -> str:
-    """The name of the engine of this process."""
+    """The name of this process's engine."""
     return "miles" if "miles" in sys.modules else "slime"
 
 
@@ -99,13 +98,13 @@ class Hook:
             loss_masks: masks over the whole response (never cut for a CP rank), one 1-D tensor per sample.
             calculate_per_token_loss: as Megatron's flag.
 
-        Raises ValueError and TypeError for a mode that ``calculate_per_token_loss`` contradicts, a step that four
-        arguments do not suffice for, masks and lengths that disagree.
+        Raises ValueError and TypeError for a mode that ``calculate_per_token_loss`` contradicts, a step whose samples
+        or padding the four arguments do not describe, masks and lengths that disagree.
         """
         if not isinstance(calculate_per_token_loss, bool):
             raise TypeError(
                 f"calculate_per_token_loss is a {type(calculate_per_token_loss).__name__}: the fourth argument must be "
-                "a bool. Pass the flag."
+                "a bool. Pass args.calculate_per_token_loss."
             )
         counts = _this_step
         self._check_flag(calculate_per_token_loss, counts)
@@ -120,9 +119,9 @@ class Hook:
             divisor = _token_divisor(samples, counts, calculate_per_token_loss)
         elif self.mode == "sample_mean" and counts is not None and counts.num_samples != counts.num_rollouts:
             raise ValueError(
-                f"a step of {counts.num_samples} samples and {counts.num_rollouts} rollouts: four arguments do not "
-                "tell which samples are parts of one rollout. Run without the hook: their own reducer averages whole "
-                "rollouts by rollout_mask_sums."
+                f"a step of {counts.num_samples} samples and {counts.num_rollouts} rollouts: a hook's four arguments "
+                "do not say which samples belong to one rollout. Run without the hook: the engine's own reducer "
+                "averages whole rollouts by rollout_mask_sums."
             )
         weights = unit_weights(local, None if divisor is None else [divisor] * len(samples))
         engine, theirs = _engine(), "token" if calculate_per_token_loss else "sample"
@@ -145,9 +144,9 @@ class Hook:
                 )
         elif _fsdp_of_miles() is not None:
             raise ValueError(
-                f"{self} on miles's FSDP backend: it never divides by the step's tokens, and nothing counts them "
-                "there. Use ...slime.sample_mean or ...slime.constant_40960 (your divisor), or --train-backend "
-                "megatron."
+                f"{self} on miles's FSDP backend: that backend never divides by the step's tokens, and count_steps "
+                "needs Megatron. Use ...slime.sample_mean or ...slime.constant_40960 (your divisor), or "
+                "--train-backend megatron."
             )
         elif not per_token and counts is None:
             raise ValueError(
@@ -157,21 +156,21 @@ class Hook:
 
 
 def _token_divisor(samples: Samples, counts: StepCounts | None, per_token: bool) -> float:
-    """The factor to the mask that makes a token mean, where slime or miles divide by tokens or by rollouts."""
+    """The divisor of masks that makes a token mean, for an engine that divides by tokens or by rollouts."""
     if counts is None:
         for i in np.flatnonzero(samples.mask_sums < 1)[:1]:
             raise ValueError(
-                f"sample {i} has {samples.mask_sums[i]:g} mask tokens: the engine may count it as 1; a hook sees only "
-                "what rejection (TIS) left. Leave samples without a token out of the batch; with rejection, or if you "
-                f"cannot, {_COUNT_STEPS}."
+                f"sample {i} has {samples.mask_sums[i]:g} mask tokens: the engine may count 1 there, and a hook sees "
+                "only the tokens that rejection (TIS) left. Leave samples without a token out of the batch; with "
+                f"rejection, or where you cannot, {_COUNT_STEPS}."
             )
         return 1.0
     if not per_token:
         return counts.step_tokens / max(counts.num_rollouts, 1)
     if _this_loss is None:
         raise ValueError(
-            f"a hook that is called outside of {_engine()}'s loss_function, which count_steps replaced: the sum may be "
-            f"divided by another count of tokens. Use {_engine()} {_ENGINES[_engine()][0]}."
+            f"a hook called outside of {_engine()}'s loss_function: count_steps replaced that function, and another "
+            f"caller may divide by another token count. Use {_engine()} {_ENGINES[_engine()][0]}."
         )
     return 1.0
 
@@ -193,7 +192,7 @@ token_mean = make_hook("token_mean")
 
 
 def __getattr__(name: str) -> Hook:
-    """`constant_<L>`, for any L; an AttributeError with the way out for every other name."""
+    """`constant_<L>`, for any L; AttributeError with the remedy for every other name."""
     if match := re.fullmatch(r"constant_([1-9]\d*)", name):
         return _constant(int(match[1]))
     raise AttributeError(f"megatron_rl_loss.frameworks.slime.{name}: {_HOOKS}")
@@ -205,22 +204,22 @@ def _constant(divisor: int) -> Hook:
 
 
 def _fsdp_of_miles() -> Any:
-    """The parallel state of miles's FSDP backend, which has no Megatron to ask; None elsewhere."""
+    """The parallel state of miles's FSDP backend, which runs without Megatron; None elsewhere."""
     parallel = sys.modules.get("miles.backends.training_utils.parallel")
     state = getattr(parallel, "_parallel_state", None)
     return state if state is not None and "fsdp" in state.meshes else None
 
 
 def _place(row_length_is_known: bool) -> tuple[int, int, bool]:
-    """(cp_rank, cp_size, first of the ranks with a loss); refuses padded rows of unknown length where they are cut."""
+    """CP rank, CP size, True on the first rank with a loss; refuses padded rows of unknown length if ranks cut rows."""
     if (fsdp := _fsdp_of_miles()) is not None:
         return fsdp.cp.rank, fsdp.cp.size, world_rank() == 0
     from megatron.core import parallel_state as state
 
     if not state.model_parallel_is_initialized():
         raise ValueError(
-            "no parallel state in Megatron: the hook asks it for the context-parallel rank and size. Initialise it "
-            "before."
+            "no parallel state in Megatron: the hook reads the context-parallel rank and size there. Call "
+            "initialize_model_parallel before."
         )
     cp_size = state.get_context_parallel_world_size()
     if cp_size > 1 and not row_length_is_known:
@@ -229,28 +228,28 @@ def _place(row_length_is_known: bool) -> tuple[int, int, bool]:
         qkv_format = getattr(get_args(), "qkv_format", "thd")
         if qkv_format != "thd":
             raise ValueError(
-                f"qkv_format {qkv_format!r} with a context-parallel size of {cp_size}: rows are cut by their padded "
-                f"length, which the hook's four arguments do not carry. Use --qkv-format thd, or {_COUNT_STEPS}, "
-                "which tells it."
+                f"qkv_format {qkv_format!r} with a context-parallel size of {cp_size}: ranks cut rows by the padded "
+                f"length, which the hook's four arguments do not carry. Use --qkv-format thd, or {_COUNT_STEPS}."
             )
     is_first = state.get_data_parallel_rank(with_context_parallel=True) == state.get_tensor_model_parallel_rank() == 0
     return state.get_context_parallel_rank(), cp_size, is_first
 
 
 def count_steps(args: Namespace) -> None:
-    """Have each step counted and the first one proved, for ``--custom-megatron-init-path`` of slime and of miles.
+    """Count each step and prove the first one: for ``--custom-megatron-init-path`` of slime and of miles.
 
-    They call it once on every rank. It puts one collective round before `train_one_step`. With per-token loss it also
-    has them divide by the step's mask tokens, without one for each sample that has none. If your own function has that
-    flag, call this from it. Where the environment asks for an audit, it attaches that, too.
+    The engine calls this function once on every rank. Each `train_one_step` then begins with one round of collectives.
+    With per-token loss the engine then divides by the step's mask tokens alone; an empty sample no longer counts as one
+    token. If the flag names a function of yours already, call this one from there. An audit that the environment asks
+    for is attached, too.
 
-    Raises ValueError for an engine whose functions have other parameters, a launch without a hook, multi-LoRA, and at a
-    step for independent data-parallel replicas; BadBatchError at a step, on every rank, if one cannot count its
-    samples, or if the first one weighs tokens otherwise than the hook was asked.
+    Raises ValueError for an engine whose functions have other parameters, a launch without a hook, multi-LoRA, and, in
+    a step, independent data-parallel replicas; BadBatchError on every rank, in a step, if one rank cannot count its
+    samples, or if tokens of the first step have weights that the hook's mode does not ask for.
     """
     if args.loss_type == "policy_loss" and args.custom_pg_loss_reducer_function_path is None:
         raise ValueError(
-            f"count_steps without {_OPTION}: {_engine()} ignores options that it does not know. Look at its spelling. "
+            f"count_steps without {_OPTION}: {_engine()} ignores options that it does not know. Check the spelling; "
             f"{_HOOKS}"
         )
     _check_countable(args)
@@ -267,19 +266,19 @@ def _check_countable(args: Namespace) -> None:
 
     if is_multi_lora_enabled(args):
         raise ValueError(
-            "steps to be counted with multi-LoRA: every adapter has a batch of its own, and miles divides by that. "
+            "counting steps with multi-LoRA: every adapter has a batch of its own, and miles divides by that batch. "
             f"{_NO_COUNTS_NEEDED}"
         )
     if parallel._parallel_state is not None and parallel._parallel_state.indep_dp.size > 1:
         raise ValueError(
-            f"steps to be counted with independent data-parallel replicas: Megatron's groups end at a replica. "
+            f"counting steps with independent data-parallel replicas: Megatron's groups span one replica only. "
             f"{_NO_COUNTS_NEEDED}"
         )
 
 
 @cache
 def _replace(engine: str, keeps_counts: bool) -> Replaced:
-    """`keeps_counts`: for hooks to use, not for the proof alone."""
+    """Replace the engine's step and loss. With `keeps_counts` hooks use the counts too, else the proof alone."""
     versions, num_rollouts = _ENGINES[engine]
     model = importlib.import_module(f"{engine}.backends.megatron_utils.model")
     needed = ("data_iterator", "num_microbatches", num_rollouts)
@@ -308,30 +307,30 @@ def _replace(engine: str, keeps_counts: bool) -> Replaced:
 
 
 def _prove_next_step(engine: str, is_first: bool) -> None:
-    """Have the next step measured, for a hook without `count_steps`: the first step's first loss loads the hook."""
+    """Measure the next step, for a hook without `count_steps`: the engine loads the hook inside the first step."""
     if _fsdp_of_miles() is not None:
-        says = "NOT PROVED: nothing here follows gradients on miles's FSDP backend"
+        says = "NOT PROVED: gradients on miles's FSDP backend are not measured"
     elif f"{engine}.backends.megatron_utils.model" not in sys.modules:
         return
     else:
         from megatron.training.global_vars import get_args
 
-        says = f"the next step is measured. To have the first one measured, {_COUNT_STEPS}"
+        says = f"the next step is measured. To measure the first one, {_COUNT_STEPS}"
         if get_args().pipeline_model_parallel_size > 1:
-            says = f"NOT PROVED: other pipeline stages load no hook. To have the first step measured, {_COUNT_STEPS}"
+            says = f"NOT PROVED: only the last pipeline stage loads the hook. To measure the first step, {_COUNT_STEPS}"
         elif refusal := attempt(lambda: _check_countable(get_args())):
-            says = f"NOT PROVED: {refusal}"
+            says = f"NOT PROVED: {str(refusal).partition('. ')[0]}"  # without the remedy, which is for `count_steps`
         else:
             _replace(engine, False)
     announce(f"{engine}: {says}", is_first)
 
 
 def _prove(replaced: Replaced, engine: str, args: Namespace, counts: StepCounts) -> None:
-    """Have the step measured, if none was yet."""
+    """Measure the step, unless one was proved already."""
     if replaced.proof is not None and replaced.proof.is_over:
         return
     path = args.custom_pg_loss_reducer_function_path
-    hook = load_function(path, _OPTION, "it must be a hook", "Use make_hook", Hook)
+    hook = load_function(path, _OPTION, "it must be a hook", "Make it by make_hook", Hook)
     if not isinstance(hook, Hook):
         announce(f"{engine}: NOT PROVED: {path} is not made by make_hook")
         return
@@ -349,12 +348,12 @@ def _prove(replaced: Replaced, engine: str, args: Namespace, counts: StepCounts)
 
 
 def _rejects(args: Namespace) -> bool:
-    """True where their policy loss may mask tokens of its own."""
+    """True if the engine's policy loss may reject tokens."""
     return bool(args.use_tis or args.get_mismatch_metrics)
 
 
 def _with_mask_tokens(stock: Callable[[], Any], given: dict[str, Any]) -> Any:
-    """Their scaled loss, with the micro-batch's mask tokens for Megatron and for their report to divide by."""
+    """The engine's scaled loss; Megatron and the engine's report then divide by the micro-batch's mask tokens."""
     global _this_loss
     _this_loss = args, masks = given["args"], given["batch"]["loss_masks"]  # for a recomputed loss too
     loss, tokens, log = stock()
@@ -365,7 +364,7 @@ def _with_mask_tokens(stock: Callable[[], Any], given: dict[str, Any]) -> Any:
 
 
 def _counts(iterator: Any, num_microbatches: int, num_rollouts: int) -> StepCounts:
-    """The counts of the step that their `DataIterator` stands before."""
+    """Counts of the step that comes next in the engine's `DataIterator`."""
     from megatron.core import parallel_state
 
     def describe() -> list[Samples]:

@@ -1,4 +1,4 @@
-"""AReaL, ROLL and RLinf, which train on the mean over an optimizer step's tokens: any mode, by a worker of your own.
+"""AReaL, ROLL and RLinf, which train on the token mean of an optimizer step: any mode, by a worker of your own.
 
     from areal.engine import MegatronPPOActor  # or FSDPPPOActor
     from megatron_rl_loss.frameworks.token_mean import aggregate
@@ -8,8 +8,8 @@
 
     aggregate(Actor, "prompt_mean")
 
-Each token's advantage is multiplied by its weight in the mode * T during the engine's step method, where T is what the
-engine divides by. Losses must be proportional to the advantage; other terms stay token means. Imports no engine.
+Each token's advantage is multiplied by its weight in the mode * T during the engine's step method, where T is the
+engine's divisor. Losses must be proportional to the advantage; other terms stay token means. Imports no engine.
 Source: areal 4aef98d8, engine/megatron_engine.py, trainer/ppo/actor.py; ROLL 8eb27cc2, distributed/strategy/
 megatron_strategy.py, utils/functionals.py; RLinf a3816b59, workers/megatron_worker.py, workers/actor.
 """
@@ -37,18 +37,18 @@ class _Engine(NamedTuple):
     """An engine whose batches are padded rows with "advantages".
 
     Attributes:
-        step: its step method, called once for each optimizer step, and parameters of it.
-        wrong: conditions under which it is no token mean, each in words and with a remedy.
-        batches: of this rank.
-        masks: of a batch, beside its advantages.
-        prompts: an id for each row of a batch, or in words why prompts are not known.
+        step: the name of its step method, called once per optimizer step, and parameters that it must have.
+        wrong: conditions that break the token mean, each with words for the error and a remedy.
+        batches: this rank's, of a call of the step method.
+        masks: a batch's, in the shape of its advantages.
+        prompts: an id for each row of a batch, or the reason why prompts are unknown.
         group: the data-parallel group.
-        of_samples: the remedy where a loss takes means of samples, else empty.
-        tap: what takes the place of what, in a call of the step, for the loss to go through `tap_slopes`.
-        unproved: why a call cannot be proved, else empty.
-        group_size: how many rows of a prompt it was told to generate, if that is known.
-        trains: whether an instance of the class trains a policy.
-        tokens: what it divides by, where that is not the step's active tokens.
+        of_samples: the remedy for a loss that averages within each sample, else empty.
+        tap: the replacements, during a call of the step method, that put `tap_slopes` into the loss.
+        unproved: the reason why a call cannot be proved, else empty.
+        group_size: the number of rows to generate for a prompt, if known.
+        trains: True if an instance of the class trains a policy.
+        tokens: its divisor, if that is not the number of the step's active tokens.
         further: other methods that are replaced.
     """
 
@@ -70,7 +70,7 @@ class _Engine(NamedTuple):
 
 
 def aggregate(owner: Any, mode: str | Mode | ModeFunction, **settings: Any) -> Replaced:
-    """From now on workers with that class train on the mode.
+    """Make workers of that class train on the mode.
 
     Args:
         owner: AReaL: a subclass of ``MegatronPPOActor`` or ``FSDPPPOActor``, or, without a controller, that class.
@@ -78,16 +78,16 @@ def aggregate(owner: Any, mode: str | Mode | ModeFunction, **settings: Any) -> R
         mode, settings: the mode, its `divisor` and `units`, as in `make_pg_loss_reducer`.
 
     Raises:
-        ValueError, TypeError: a class with an aggregation, or of another engine; settings that are unusable.
-        BadBatchError: on every rank, when a step is trained on: settings of the engine that are no token mean; a mode
-            by prompt where prompts are not known; weights that differ within a sample for losses of sequences; a first
-            step that gives a token another weight than was asked.
+        ValueError, TypeError: a class that has an aggregation, or of another engine; unusable settings.
+        BadBatchError: on every rank, in a step: settings of the engine that break the token mean; a mode by prompt
+            where prompts are unknown; weights that differ within a sample for losses of sequences; a first step in
+            which a token has a weight that the mode does not ask for.
     """
     modes = LossModes.resolve(mode, **settings)
     packages = [one.__module__.partition(".")[0] for one in owner.__mro__]
     engine = next((_ENGINES[one] for one in packages if one in _ENGINES), None)
     if engine is None:
-        raise ValueError(f"{owner!r}: it must be a class of {', '.join(_ENGINES)}. Pass it, or a subclass.")
+        raise ValueError(f"{owner!r}: it must be a class of {', '.join(_ENGINES)}. Pass one, or a subclass.")
 
     def step(stock: Callable[[], Any], given: dict[str, Any]) -> Any:
         if not engine.trains(given["self"]):
@@ -98,7 +98,7 @@ def aggregate(owner: Any, mode: str | Mode | ModeFunction, **settings: Any) -> R
             for is_wrong, what, remedy in engine.wrong(given):
                 if is_wrong:
                     raise ValueError(
-                        f"{what} beside a loss aggregation: {engine.name} must train on the mean over the step's "
+                        f"{what} with a loss aggregation: {engine.name} must train on the mean over the step's "
                         f"tokens. {remedy}."
                     )
             batches.extend(engine.batches(given))
@@ -127,13 +127,13 @@ def aggregate(owner: Any, mode: str | Mode | ModeFunction, **settings: Any) -> R
                     batch.pop(taps.GROUPS, None)
             result = stock()
         if proves and not proof.outcome:
-            proof.give_up("none of Megatron's schedules ran in the step.")
+            proof.give_up("no schedule of Megatron ran in the step.")
         return result
 
     further = [Function(owner, *one) for one in engine.further]
     replaced = Replaced(engine.name, engine.versions, [Function(owner, *engine.step, step), *further])
-    where = f"{engine.name}: {owner.__name__}.{engine.step[0]}"
-    never = f"{where} called no policy loss, or was not called. Use {engine.versions}."
+    where = f"{owner.__name__}.{engine.step[0]}"
+    never = f"{where} called no policy loss, or was not called. Use {engine.name} {engine.versions}."
     beside, is_ours = f"other terms keep {engine.name}'s token mean", partial(taps.is_running, owner, engine.trains)
     replaced.proof = prove(engine.name, modes.policy, beside=beside, never=never, is_ours=is_ours)
     if hasattr(owner, "as_controller") and owner.__module__.partition(".")[0] in (*_ENGINES, "__main__"):
@@ -143,8 +143,8 @@ def aggregate(owner: Any, mode: str | Mode | ModeFunction, **settings: Any) -> R
 
 def _refuse_controller(*_: Any, **__: Any) -> Any:
     raise ValueError(
-        "a controller of a class of AReaL's own or of a main script: its workers import that class anew, without the "
-        "aggregation. Put a subclass, and aggregate(...) of it, into a module that workers can import."
+        "a controller of a class of AReaL's own or of a main script: workers import that class anew, without the "
+        "aggregation. Put a subclass, and its aggregate(...) call, into a module that workers can import."
     )
 
 
@@ -158,13 +158,13 @@ def _give_groups(stock: Callable[[], Any], given: dict[str, Any]) -> Any:
 
 def _areal_prompts(given: Given, batch: Batch) -> Sequence[Any] | str:
     column = batch.get(taps.GROUPS)
-    return "a step that did not come from ppo_update" if column is None else column[:, 0].tolist()
+    return "a step outside of ppo_update: ppo_update numbers the groups" if column is None else column[:, 0].tolist()
 
 
 def _areal_unproved(given: Given) -> str:
     engine = given["self"]
     is_known = isinstance(getattr(engine, "model", None), list) and not engine.enable_tree_training
-    return "" if is_known else "only Megatron's engine is measured, without tree training."
+    return "" if is_known else "only AReaL's Megatron engine, without tree training, is measured."
 
 
 def _roll_masks(given: Given, batch: Batch) -> Any:
@@ -193,8 +193,8 @@ def _roll_wrong(given: Given) -> Sequence[tuple[bool, str, str]]:
     return (
         (mode != "token-mean", f"loss_agg_mode={mode}", "Set loss_agg_mode: token-mean"),
         (not scales, "apply_loss_scale=False", "Set apply_loss_scale: true"),
-        (is_kimi, "pg_variant=kimi15, whose loss is not proportional to the advantage,", "Set another pg_variant"),
-        (weighs, "difficulty_loss_weight or length_loss_weight", "Leave them out"),
+        (is_kimi, "pg_variant=kimi15 (not proportional to the advantage)", "Set another pg_variant"),
+        (weighs, "difficulty_loss_weight or length_loss_weight", "Remove them"),
     )
 
 
@@ -213,10 +213,10 @@ def _rlinf_wrong(given: Given) -> Sequence[tuple[bool, str, str]]:
     is_pipeline = not isinstance(batch, Mapping)
     has_empty = not is_pipeline and not batch["response_mask"].any(-1).all()
     return (
-        (config.loss_agg_func != "token-mean", f"loss_agg_func={config.loss_agg_func}", "Set token-mean"),
-        (not config.use_valid_token_scale, "use_valid_token_scale=False", "Set it to True"),
-        (is_pipeline, "the pipeline mode, whose tokens are not known before a step,", "Set another placement"),
-        (has_empty, "a row without a token to train on, which may cost RLinf its micro-batch,", "Drop such rows"),
+        (config.loss_agg_func != "token-mean", f"loss_agg_func={config.loss_agg_func}", "Set loss_agg_func=token-mean"),
+        (not config.use_valid_token_scale, "use_valid_token_scale=False", "Set use_valid_token_scale=True"),
+        (is_pipeline, "the pipeline mode (tokens unknown before a step)", "Choose another placement"),
+        (has_empty, "a row without a token to train on (RLinf may skip its micro-batch)", "Drop such rows"),
     )
 
 
@@ -230,7 +230,7 @@ _ENGINES = {
     "areal": _Engine(
         "AReaL", "1.0.4 or 4aef98d8", ("train_batch", ["input_", "loss_fn", "loss_weight_fn"]),
         wrong=lambda given: [
-            (getattr(given["self"].config, "m2_threshold", None) is not None, "m2_threshold", "Leave one of them out")
+            (getattr(given["self"].config, "m2_threshold", None) is not None, "m2_threshold", "Remove m2_threshold")
         ],
         batches=lambda given: given["input_"] if isinstance(given["input_"], list) else [given["input_"]],
         masks=lambda given, batch: batch["loss_mask"],

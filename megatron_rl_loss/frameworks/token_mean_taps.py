@@ -1,4 +1,4 @@
-"""The policy losses of AReaL, ROLL and RLinf, open to the proof of the first step: see `tap_slopes`."""
+"""Taps on the policy losses of AReaL, ROLL and RLinf, for the proof of the first step: see `tap_slopes`."""
 
 import sys
 from collections import defaultdict
@@ -16,7 +16,7 @@ from megatron_rl_loss.step.samples import Samples
 
 Given = Mapping[str, Any]  # the arguments of a call of the step method, by name
 Batch = MutableMapping[str, Any]
-Places = tuple[Any, dict[str, Any]]  # what takes the place of what in a mapping, in a call of the step method
+Places = tuple[Any, dict[str, Any]]  # a mapping, and values that replace its own during a call of the step method
 #: Columns of a batch: a number for each row's prompt; what the advantages were multiplied by; and what they were.
 GROUPS, FACTORS, PLAIN = (f"_megatron_rl_loss_{name}" for name in ("groups", "factors", "advantages"))
 
@@ -33,7 +33,7 @@ def is_running(owner: type, trains: Callable[[Any], bool]) -> bool:
 
 @contextmanager
 def instead(mapping: Any, values: Mapping[str, Any]) -> Iterator[None]:
-    """In a ``with``: other values."""
+    """Replace values of the mapping inside a ``with``."""
     before = {name: mapping[name] for name in values if name in mapping}
     for name, value in values.items():
         mapping[name] = value
@@ -57,9 +57,9 @@ def _tapped(
     prompts: Sequence[Any] | str,
     **more: Any,
 ) -> Tensor:
-    """`tap_slopes` for a micro-batch whose log-probs all context-parallel ranks hold, one for each entry of a mask.
+    """`tap_slopes` of a micro-batch whose log-probs every context-parallel rank holds, one for each entry of a mask.
 
-    What became of the `advantages` since they were weighed, until the loss function got them, counts as a weight.
+    Changes to the weighted `advantages` before the loss function got them count as weights.
     """
     factors, plain = (batch[name].to(log_probs.device) for name in (FACTORS, PLAIN))
     factors = factors * (advantages / (plain * factors)).nan_to_num(1.0)
@@ -69,7 +69,7 @@ def _tapped(
 
 
 def tap_areal(given: Given, engine: Any) -> Places:
-    """The functions of a loss and of its weight that `train_batch` gets; batches are packed by then."""
+    """Replace the functions of the loss and of its weight that `train_batch` gets; batches are packed by then."""
     stock, weigh, temperature = given["loss_fn"], given["loss_weight_fn"], given["self"].config.temperature
 
     def tapped(loss: Tensor, loss_of: Any, log_probs: Tensor, batch: Batch) -> Tensor:
@@ -102,7 +102,7 @@ def tap_areal(given: Given, engine: Any) -> Places:
 
 
 def tap_roll(given: Given, engine: Any) -> Places:
-    """The loss function that `train_step` gets, which has its strategy compute log-probs."""
+    """Replace the loss function that `train_step` gets; that function has its strategy compute log-probs."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     stock, strategy = given["loss_func"], given["self"]
@@ -143,7 +143,7 @@ def tap_roll(given: Given, engine: Any) -> Places:
 
 
 def tap_rlinf(given: Given, engine: Any) -> Places:
-    """The worker's forward step, whose loss function calls `policy_loss` of its module."""
+    """Replace the worker's forward step; its loss function calls `policy_loss` of its module."""
     worker = given["self"]
     theirs = worker.get_forward_step_func()
 

@@ -2,9 +2,9 @@
 
     actor_rollout_ref.model.external_lib=megatron_rl_loss.frameworks.verl_install
 
-verl's `agg_loss` is the step's share in every mode if it is handed counts of the whole step, as its engine does. Here
-it refuses others, never looks at masked losses, sums in float32, and taps losses: the first training step of each model
-is proved. Importing this module imports no verl; `install` does. Source: verl 0.9.1, 1dda039b,
+verl's `agg_loss` returns the step's share in every mode if it gets counts of the whole step, as from verl's engine. The
+guard refuses other counts, never reads masked losses, sums in float32, and taps losses: the first training step of each
+model is proved. Importing this module imports no verl; `install` does. Source: verl 0.9.1, 1dda039b,
 trainer/ppo/core_algos.py, workers/utils/losses.py, workers/engine/megatron/transformer_impl.py.
 """
 
@@ -34,9 +34,9 @@ _TRAINERS = (
 )
 _VERSIONS = "0.9.1, or 1dda039b (2026-08-22)"
 _CUT = {
-    "geo_mean": "averages the sequences of each micro-batch by itself",
-    "clip_cov": "chooses its tokens anew in each micro-batch",
-    "kl_cov": "chooses its tokens anew in each micro-batch",
+    "geo_mean": "averages the sequences of each micro-batch separately",
+    "clip_cov": "selects tokens within each micro-batch",
+    "kl_cov": "selects tokens within each micro-batch",
 }
 _OF_A_LOSS_OF_YOURS = ("pg", math.nan)
 #: Terms that verl's running loss has still to aggregate, with their coefficients; then one for a call too many.
@@ -45,11 +45,12 @@ _runs_on_megatron = False
 
 
 def install() -> Replaced:
-    """Guard verl's `agg_loss` in every loaded module that took it, by whatever name.
+    """Guard verl's `agg_loss` in every loaded module that imported it, by whatever name.
 
-    Trainers keep verl's for a metric of a whole batch. Modules that are loaded later take ours from verl; a second call
-    finds what was loaded meanwhile. With per-token loss verl's Megatron engine then gives Megatron every token. Refused
-    when used: policy losses that depend on how the step is cut, and a loss a term of which does not call `agg_loss`.
+    Trainers keep verl's function, for a metric of a whole batch. Modules loaded later import the guard; a second call
+    guards modules that were loaded meanwhile. With per-token loss verl's Megatron engine then reports every token to
+    Megatron. Policy losses that depend on how the step is cut raise in use, and so do losses with a term that does not
+    call `agg_loss`.
 
     Raises ValueError for a verl whose functions have other parameters, ImportError without verl.
     """
@@ -84,7 +85,7 @@ def _replace() -> Replaced:
 
 
 def _agg_loss(stock: Callable[[], Any], given: dict[str, Any]) -> Any:
-    """verl's share of the step loss; 0 for a step without anything to count."""
+    """verl's share of the step loss; 0 for a step whose count is 0."""
     term, coef = _coming.pop(0) if _coming else _OF_A_LOSS_OF_YOURS
     losses, mask, mode = given["loss_mat"], given["loss_mask"], given["loss_agg_mode"]
     of_norm = mode == "seq-mean-token-sum-norm"
@@ -101,29 +102,29 @@ def _agg_loss(stock: Callable[[], Any], given: dict[str, Any]) -> Any:
         aggregation = resolve(f"verl:{mode}", divisor=given["loss_scale_factor"] if of_norm else None)
         losses = tap(losses, term, samples=_samples_of(mask), coef=coef, aggregation=aggregation)
     elif losses.requires_grad and not _runs_on_megatron:
-        announce("verl: NOT PROVED: steps are measured under its Megatron engine alone")
+        announce("verl: NOT PROVED: only steps of verl's Megatron engine are measured")
     given["loss_mat"] = losses.masked_fill(mask == 0, 0).to(torch.promote_types(losses.dtype, torch.float32))
     return stock()
 
 
 def _count(name: str, given: dict[str, Any], here: Tensor) -> float | Tensor:
-    """A count of the whole step, at least this micro-batch's own; 1 instead of 0."""
+    """The count of the whole step, validated against this micro-batch's own; 1 instead of 0."""
     value, remedy = given.get(name), "Pass the count of the whole step, over all its micro-batches and DP ranks."
     if value is None:
         raise ValueError(
-            f"{given['loss_agg_mode']} without {name}: verl would take this micro-batch's own, and the loss would "
+            f"{given['loss_agg_mode']} without {name}: verl would count this micro-batch alone, and the loss would "
             f"depend on how the step is cut. {remedy}"
         )
     require(
         value * (1 + 1e-6) >= here,  # on a device without making it wait
         lambda: f"{name} is {float(value):g} where this micro-batch alone has {float(here):g}",
-        f"it must be the step's. {remedy}",
+        f"{name} must be a count of the whole step. {remedy}",
     )
     return torch.where(value == 0, 1, value) if isinstance(value, Tensor) else value or 1
 
 
 def _samples_of(mask: Tensor) -> Samples:
-    """Rows of responses, which each context-parallel rank has whole; its gather hands back its own slice."""
+    """Rows of responses: each context-parallel rank has whole rows, and its gather's backward returns its slice."""
     cp_size = 1
     if (state := sys.modules.get("megatron.core.parallel_state")) and state.model_parallel_is_initialized():
         cp_size = state.get_context_parallel_world_size()
@@ -134,7 +135,7 @@ def _samples_of(mask: Tensor) -> Samples:
 def _checked(
     terms_of: Callable[[dict[str, Any]], list[tuple[str, float]]], stock: Callable[[], Any], given: dict[str, Any]
 ) -> Any:
-    """verl's loss; refuses one of fewer calls of `agg_loss` than it has terms."""
+    """verl's loss; raises if the loss calls `agg_loss` fewer times than it has terms."""
     terms = terms_of(given)
     _coming[:] = [*terms, _OF_A_LOSS_OF_YOURS]
     try:
@@ -143,8 +144,8 @@ def _checked(
         _coming.clear()
     if left > 1:
         raise ValueError(
-            f"a loss of {len(terms)} terms and {len(terms) + 1 - left} calls of agg_loss: a term is aggregated "
-            "otherwise, and may depend on how the step is cut. Use a policy loss that calls core_algos.agg_loss, or "
+            f"a loss of {len(terms)} terms and {len(terms) + 1 - left} calls of agg_loss: each term must call "
+            "agg_loss, or it may depend on how the step is cut. Use a policy loss that calls core_algos.agg_loss, or "
             "drop model.external_lib."
         )
     if not left and (taps := observed_taps()):  # calls are no longer told apart
@@ -163,7 +164,7 @@ def _uncut(stock: Callable[[], Any], given: dict[str, Any]) -> Any:
     if given["name"] in _CUT:
         raise ValueError(
             f"the policy loss {given['name']}: it {_CUT[given['name']]}, so it depends on how the step is cut. Choose "
-            "another policy_loss.loss_mode (gspo is a mean over sequences too), or drop model.external_lib."
+            "another policy_loss.loss_mode (gspo also averages over sequences), or drop model.external_lib."
         )
     if given["name"] == "bypass_mode" and _coming:  # it may reject tokens that verl has counted
         _coming[0] = _OF_A_LOSS_OF_YOURS
@@ -171,9 +172,9 @@ def _uncut(stock: Callable[[], Any], given: dict[str, Any]) -> Any:
 
 
 def _with_every_token(stock: Callable[[], Any], given: dict[str, Any]) -> Any:
-    """The engine's return value; with per-token loss its CP ranks share out a micro-batch's tokens without rest.
+    """The engine's return value; with per-token loss the counts of CP ranks add up to the micro-batch's tokens.
 
-    verl's own count is rounded down on each of them, and Megatron divides by the sum.
+    verl rounds the count down on each CP rank, and Megatron divides by the sum.
     """
     global _runs_on_megatron
     _runs_on_megatron = True
@@ -188,6 +189,6 @@ def _with_every_token(stock: Callable[[], Any], given: dict[str, Any]) -> Any:
     require(
         tokens[0] == routed // size,
         lambda: f"verl's count of {int(tokens[0])} tokens on a CP rank of {size}, of a micro-batch of {int(routed)}",
-        f"it must be the micro-batch's over the CP size, rounded down. Use verl {_VERSIONS}",
+        f"a rank's count must be the micro-batch's divided by the CP size, rounded down. Use verl {_VERSIONS}.",
     )
     return loss, ((routed + size - 1 - rank) // size).to(tokens[0]), output

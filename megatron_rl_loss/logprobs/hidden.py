@@ -24,8 +24,8 @@ from megatron_rl_loss.logprobs.layer import (
     in_autocast,
     make_log_probs,
 )
-from megatron_rl_loss.logprobs.reading import LogProbs, Reading, Settings, TokenMask
-from megatron_rl_loss.logprobs.teacher import Comparison, Teacher
+from megatron_rl_loss.logprobs.reading import LogProbs, Reading, Settings, TokenMask, check_rows
+from megatron_rl_loss.logprobs.teacher import Comparison, Teacher, check_teacher
 from megatron_rl_loss.step.collectives import size_of
 
 #: Tokens of a chunk: enough that products with the weight run at full speed.
@@ -54,7 +54,7 @@ def log_probs_from_hidden(
     """`log_probs_from_logits` of ``hidden @ weight.T + bias``, never with the logits of more than a chunk of tokens.
 
     Args:
-        hidden: [..., hidden], float; with sequence parallelism its first dimension is this rank's part of the tokens.
+        hidden: [tokens..., hidden], float; with sequence parallelism the first dimension is this rank's part of them.
         weight: [vocabulary / TP, hidden], in the dtype of `hidden`; inside ``torch.autocast`` both are cast as there.
         labels: integers [...] or [..., K], of all tokens, in the order of the gathered hidden states.
         bias: [vocabulary / TP].
@@ -77,7 +77,7 @@ def log_probs_from_hidden(
 
 
 class Divergence(NamedTuple):
-    """As `LogProbs`, log-probs None without labels; and per token the divergence from a teacher."""
+    """Log-probs (None without labels), entropy, and per token the divergence from a teacher; as `LogProbs`."""
 
     log_probs: Tensor | None
     entropy: Tensor | None
@@ -167,6 +167,11 @@ def loss_from_hidden(
     and for a metric with a name that `values` has already.
     """
     check_callable("per_token_loss", per_token_loss, "it must give losses and metrics of a chunk", "Pass a function")
+    if teacher is not None and "divergence" in (inputs or {}):
+        raise ValueError(
+            "an input named 'divergence', with a teacher: the teacher's divergence has that name. Rename the input."
+        )
+    check_rows("hidden states", hidden)
     shape = labels.shape[: hidden.dim() - 1]
     _check_order({"weights": weights, **(inputs or {})}, shape)
     _check_per_token({"weights": weights.reshape(-1)}, shape.numel())
@@ -202,7 +207,7 @@ def loss_from_hidden(
                 total = (losses.masked_fill(of_loss == 0, 0) * of_loss).sum()
             own = {**outputs, "losses": losses}
             if clash := sorted(own.keys() & metrics.keys()):
-                raise ValueError(f"a metric named {clash[0]!r}: values have one of that name. Choose another name.")
+                raise ValueError(f"a metric named {clash[0]!r}: values have that name already. Choose another name.")
             totals.append(total.detach())
             values.append({name: one.detach() for name, one in {**own, **metrics}.items()})
             if total.requires_grad:
@@ -223,21 +228,21 @@ def loss_from_hidden(
 
 
 def _check_order(values: Mapping[str, Tensor], shape: torch.Size) -> None:
-    """Refuse [b, s] beside labels [s, b]: end to end its values would be other tokens'."""
+    """Raise ValueError for values [b, s] with labels [s, b]: end to end, values would belong to other tokens."""
     for name, one in values.items():
         if len(shape) > 1 and one.shape[: len(shape)] == shape[::-1] != shape and 1 not in shape:
             raise ValueError(
-                f"{name} of shape {tuple(one.shape)} for labels of tokens {tuple(shape)}: values are in the order of "
-                "the labels. Transpose them."
+                f"{name} of shape {tuple(one.shape)} for labels of tokens {tuple(shape)}: both must have one order of "
+                "tokens. Transpose the first."
             )
 
 
 def _check_per_token(values: Mapping[str, Tensor], tokens: int, several: bool = False) -> None:
-    """Refuse what is not [tokens], or, with `several`, [tokens, ...]."""
+    """Raise ValueError unless values are [tokens], or, with `several`, [tokens, ...]."""
     for name, one in values.items():
         if one.shape[:1] != (tokens,) or (one.dim() > 1 and not several):
             raise ValueError(
-                f"{name}: {one.numel()} values for {tokens} tokens: there must be one per token. Pass them unreduced, "
+                f"{name} of {one.numel()} values for {tokens} tokens: each token must have one. Pass unreduced values, "
                 "in the order of the labels."
             )
 
@@ -249,8 +254,10 @@ def _read(
     parallel: TensorParallel,
     chunk_tokens: int,
 ) -> Reading:
-    """The tokens to read; refuses leaves and labels that do not fit each other."""
+    """The tokens to read; ValueError for leaves and labels that do not fit each other."""
     check_int("chunk_tokens", chunk_tokens, at_least=1, remedy=f"The default is {CHUNK_TOKENS}")
+    if leaves[0] is not None:
+        check_rows("hidden states", leaves[0])
     hidden, weight = _check_leaves(leaves)
     ranks = size_of(parallel.group) if parallel.sequence_parallel else 1
     shape = (hidden.shape[0] * ranks, *hidden.shape[1:-1])
@@ -258,7 +265,7 @@ def _read(
 
 
 def _check_leaves(leaves: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
-    """Hidden states and weight; refuses what does not fit."""
+    """Hidden states and weight; ValueError where shapes or dtypes do not fit."""
     hidden, weight, *biases = (one for one in leaves if one is not None)
     fits = (
         weight.is_floating_point()
@@ -270,14 +277,15 @@ def _check_leaves(leaves: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
         shapes = " and ".join(f"{tuple(one.shape)} ({one.dtype})" for one in (hidden, weight, *biases))
         raise ValueError(
             f"hidden states, weight and bias of {shapes}: they must be [..., hidden], [vocabulary / TP, hidden] and "
-            "[vocabulary / TP], hidden states and weight float, of one dtype. Cast one of them, or pass the weight as "
-            "the output layer has it."
+            "[vocabulary / TP], hidden states and weight float, of one dtype. Cast one of them, or pass the output "
+            "layer's own weight."
         )
     return hidden, weight
 
 
 def _compare(read: Reading, teacher: Teacher, student: Tensor, columns: int, parallel: TensorParallel) -> Comparison:
-    """The teacher beside a student's hidden states; refuses one of other tokens or of another shard."""
+    """The teacher beside a student's hidden states; ValueError for other tokens or another vocabulary shard."""
+    check_teacher(teacher)
     leaves = [
         one if one is None else in_autocast(one.detach()) for one in (teacher.hidden, teacher.weight, teacher.bias)
     ]

@@ -15,8 +15,8 @@ class KeptIds:
     """The ids of the vocabulary that sampling kept for each token (top-p, top-k), as a rollout engine records them.
 
     Attributes:
-        ids: int64 [all kept], those of the first token, then of the second, and so on; on the host or the device of
-            the logits.
+        ids: int64 [all kept], the first token's ids, then the second's, and so on; on the host or the device of the
+            logits.
         offsets: int64 [tokens + 1], on the host; token t has ``ids[offsets[t]:offsets[t + 1]]``. Offsets on a device
             are read when this is made.
     """
@@ -53,7 +53,7 @@ def check_keep(keep: Keep | None, shape: torch.Size, columns: int) -> Keep | Non
         if keep.offsets.shape != (shape.numel() + 1,):
             raise ValueError(
                 f"KeptIds with offsets of shape {tuple(keep.offsets.shape)} for {shape.numel()} tokens: there must be "
-                "one offset more than tokens. Give tokens that keep nothing an empty range."
+                "one offset more than tokens. Give a token that keeps no id an empty range."
             )
         return keep
     if keep is None:

@@ -3,7 +3,7 @@
     log_probs_from_logits(logits, labels, tp_group=group, kernel=flash_attn)
     log_probs_from_hidden(hidden, weight, labels, tensor_parallel=parallel, entropy=True, kernel="liger")
 
-Plain torch (no kernel) is the default, and what these are compared with. All are for a GPU, read float32, bfloat16 or
+Plain torch (no kernel) is the default, and the reference in tests. All are for a GPU, read float32, bfloat16 or
 float16, and sum in float32. Those of logits are Triton kernels that make log-probs alone. They are looked up when
 called.
 """
@@ -25,8 +25,8 @@ def liger(logits: Tensor, labels: Tensor, tp_group: Group | None) -> Tensor:
     """Liger-Kernel's cross-entropy, of one rank; it copies the logits, which it would overwrite."""
     if size_of(tp_group) > 1:
         raise ValueError(
-            f"the kernel liger with a vocabulary on {size_of(tp_group)} ranks: it supports one rank only. Take "
-            "transformer_engine or flash_attn, or leave the kernel out."
+            f"the kernel liger with a vocabulary on {size_of(tp_group)} ranks: this kernel supports one rank only. "
+            "Take transformer_engine or flash_attn, or leave the kernel out."
         )
     loss = _look_up("liger_kernel.transformers.functional", "liger_cross_entropy")
     return -loss(logits + 0, labels, reduction="none")
@@ -39,7 +39,7 @@ def transformer_engine(logits: Tensor, labels: Tensor, tp_group: Group | None) -
 
 
 def flash_attn(logits: Tensor, labels: Tensor, tp_group: Group | None) -> Tensor:
-    """flash-attn's Triton cross-entropy; the first of what it returns are the losses."""
+    """flash-attn's Triton cross-entropy, which returns the losses first."""
     return -_look_up("flash_attn.ops.triton.cross_entropy", "cross_entropy_loss")(
         logits, labels, process_group=tp_group
     )[0]
@@ -66,12 +66,12 @@ def liger_from_hidden(
 def run_from_hidden(
     kernel: str, read: Reading, leaves: Sequence[Any], settings: Settings, parallel: TensorParallel, fused: bool
 ) -> LogProbs:
-    """Log-probs by a kernel of hidden states; refuses what it cannot do. It holds as many logits as its own chunks."""
+    """Log-probs by a kernel of hidden states; ValueError for settings that the kernel lacks. It has its own chunks."""
     check_choice("kernel", kernel, FROM_HIDDEN)
     if given := _cannot(read, leaves, settings, parallel, fused):
         raise ValueError(
-            f"kernel={kernel!r} with {', '.join(given)}: it makes one log-prob per token, of equal parts of a whole "
-            "vocabulary, on a GPU. Leave these out, or the kernel: plain torch does the same."
+            f"kernel={kernel!r} with {', '.join(given)}: this kernel makes one log-prob per token, of equal vocabulary "
+            "shards, on a GPU. Leave these out, or the kernel: plain torch does the same."
         )
     if not len(read.labels):  # which Liger does not take
         return LogProbs(*make_log_probs(read, 1, leaves, parallel)[:2])
@@ -87,7 +87,7 @@ def run_from_hidden(
 def _cannot(
     read: Reading, leaves: Sequence[Any], settings: Settings, parallel: TensorParallel, fused: bool
 ) -> list[str]:
-    """Names of what kernels of hidden states do not know, and is asked for."""
+    """Names of the given settings that kernels of hidden states do not support."""
     hidden, _, bias = leaves
     is_summed = read.tp_group is None or parallel.sequence_parallel or parallel.sum_gradient
     known = {
@@ -121,8 +121,8 @@ def _look_up(module: str, name: str) -> Callable[..., Tensor]:
         function: Callable[..., Tensor] = getattr(import_module(module), name)
     except (ImportError, AttributeError, OSError, RuntimeError) as error:  # a CUDA library that is missing: OSError
         raise RuntimeError(
-            f"a kernel of {module}: it does not import here ({error}). Install it, or leave the kernel out: plain "
-            "torch does the same."
+            f"a kernel of {module}: the module does not import here ({error}). Install it, or leave the kernel out: "
+            "plain torch does the same."
         ) from error
     return function
 

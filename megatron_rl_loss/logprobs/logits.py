@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from megatron_rl_loss.errors import check_callable, check_int
+from megatron_rl_loss.errors import check_callable, check_float, check_int
 from megatron_rl_loss.logprobs.kept_ids import Keep
 from megatron_rl_loss.logprobs.layer import make_log_probs
-from megatron_rl_loss.logprobs.reading import LogProbs, Reading, Settings, TokenMask
+from megatron_rl_loss.logprobs.reading import LogProbs, Reading, Settings, TokenMask, check_rows
 from megatron_rl_loss.step.collectives import Group
 
 #: (logits [n, vocabulary / TP], int64 labels [n], tp_group) -> log-probs, float32 [n], differentiable.
@@ -39,16 +39,15 @@ def log_probs_from_logits(
     (tensor([-1.3863, -1.3863, -1.3863]), tensor([1.3863, 1.3863, 1.3863]))
 
     Args:
-        logits: [..., vocabulary / TP], float; on TP rank r the r-th part of the vocabulary.
-        labels: integers [...], ids in the whole vocabulary, or [..., K] for the log-probs of K >= 1 ids per token;
+        logits: [tokens..., vocabulary / TP], float; on TP rank r the r-th part of the vocabulary.
+        labels: integers [tokens...], ids in the whole vocabulary, or [tokens..., K] for K >= 1 ids per token;
             these and all further arguments are the same on all TP ranks.
         tp_group: the ranks that hold the vocabulary together; None for one.
-        temperature: > 0; what the logits were divided by when the tokens were sampled.
-        keep: ids outside have probability 0. A label always counts: a set without the label is read as if it had it.
-            Entropy is that of the distribution over the kept ids. Of K labels all count: where a token has fewer,
-            fill up with ids that it has.
+        temperature: > 0; the sampling temperature, by which logits are divided.
+        keep: ids outside have probability 0. A label always counts, even if the set lacks it. Entropy is that of the
+            distribution over the kept ids. All K labels count: fill up a token with fewer labels by repeating one.
         vocab_size: ids from there on are padding, and left out; default: all columns count, as in Megatron.
-        entropy: make it too. Backward does no work for it where nobody uses it.
+        entropy: return the entropy too. Backward does no work for an entropy that no loss uses.
         token_mask: [...], bool or numbers; at 0 a token is passed over: its log-prob, entropy and gradient are 0, and
             its label may be anything. Pass it on the host: the host reads it, and waits for one on a device.
         chunk_tokens: tokens to work on at a time; default: by the size of the vocabulary.
@@ -60,13 +59,10 @@ def log_probs_from_logits(
     Raises:
         ValueError, TypeError: a temperature that is not finite and > 0; labels of another shape, not integers or
             outside the vocabulary where the token mask is not 0 (on a device: a device assertion); a keep-mask or
-            token mask of another shape; a `vocab_size` beyond the columns; a kernel with what it cannot do.
+            token mask of another shape; a `vocab_size` beyond the columns; a kernel with settings that it lacks.
     """
-    if not logits.is_floating_point() or logits.dim() < 1:
-        raise TypeError(
-            f"logits of {logits.dtype}, shape {tuple(logits.shape)}: they must be floating, [..., vocabulary / TP]. "
-            "Pass what the output layer gives."
-        )
+    check_float("logits", logits, "Pass the output layer's result")
+    check_rows("logits", logits)
     rows = logits.reshape(-1, logits.shape[-1])
     settings = Settings(temperature, keep, vocab_size, entropy, token_mask)
     read = Reading(labels, logits.shape[:-1], rows.shape[1], tp_group, settings, rows.device)
@@ -79,7 +75,7 @@ def log_probs_from_logits(
     if settled != (1, None, None, False, None, False, 1):
         raise ValueError(
             "a kernel with a temperature, kept ids, vocab_size, entropy, chunk_tokens, gradient_in_place or K labels: "
-            "other kernels make log-probs of plain logits alone. Leave the kernel out: plain torch can do it."
+            "other kernels make log-probs of plain logits alone. Leave the kernel out: plain torch does all of these."
         )
     check_callable("kernel", kernel, "it must make log-probs of logits", "Pass one of logprobs.kernels")
     rows = rows if read.rows is None else rows[read.rows]

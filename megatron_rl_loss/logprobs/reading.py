@@ -41,6 +41,15 @@ _NEVER = -1e4
 _HOST_BLOCK, _HOST_MOST, _DEVICE_BLOCK = 2**19, 2**23, 2**25
 
 
+def check_rows(what: str, rows: Tensor) -> None:
+    """Raise ValueError for one row without a dimension of tokens: labels [K] could be those of K tokens."""
+    if rows.dim() < 2:
+        raise ValueError(
+            f"{what} of shape {tuple(rows.shape)}: there must be a dimension of tokens before the last. Pass row[None] "
+            "for a single token, with labels [1] or [1, K]."
+        )
+
+
 class LogProbs(NamedTuple):
     """Log-probs in the shape of the labels, entropy one per token, float32 (float64 of float64 logits).
 
@@ -64,7 +73,7 @@ class Settings(NamedTuple):
 class Reading:
     """The tokens of a batch that are read, and the arithmetic on a chunk of their logits.
 
-    A chunk's logits go through `statistics`, these through `combine`, and `gradient` leads back.
+    `statistics` reduces a chunk's logits, `combine` adds up statistics over ranks, `differentiate` makes the gradient.
 
     Attributes:
         labels: int64 [n] or [n, K], of the tokens that are read; without labels [n, 0].
@@ -83,7 +92,7 @@ class Reading:
         device: torch.device,
     ) -> None:
         temperature, keep, vocab_size, self.entropy, token_mask = settings
-        check_within("temperature", temperature, "(0, inf)", "For greedy sampling there is no ratio")
+        check_within("temperature", temperature, "(0, inf)", "Greedy sampling has no ratio of policies")
         self.shape, none = torch.Size(shape), labels is None
         labels = torch.zeros(*shape, 0, dtype=torch.int64, device=device) if labels is None else labels
         of_token = labels.shape[len(shape) :]

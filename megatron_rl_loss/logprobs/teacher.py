@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl_loss.errors import check_within
+from megatron_rl_loss.errors import check_float, check_within
 from megatron_rl_loss.logprobs.reading import Places, Reading
 from megatron_rl_loss.losses.divergence import Kind, check_kind
 
@@ -26,7 +26,7 @@ _LN_2 = math.log(2)
 
 @dataclass(frozen=True)
 class Teacher:
-    """The teacher of some tokens, and the divergence from it: whoever reads a student's logits reads its beside them.
+    """The teacher of some tokens, and the kind of divergence from it.
 
     Attributes:
         hidden: [..., its width], float, of the tokens as in the student's hidden states, or of all tokens where these
@@ -35,7 +35,8 @@ class Teacher:
         kind, beta: as in `divergence_at_ids`.
         temperature: of its logits; by default the student's.
 
-    Raises ValueError for a kind, beta or temperature that there is not.
+    Raises ValueError for an unknown kind, and for an unusable beta or temperature; TypeError for tensors that are not
+    float.
     """
 
     hidden: Tensor
@@ -48,10 +49,21 @@ class Teacher:
 
     def __post_init__(self) -> None:
         check_kind(self.kind, self.beta)
+        for name in ("hidden", "weight", "bias"):
+            if name == "hidden" or getattr(self, name) is not None:
+                check_float(f"the teacher's {name}", getattr(self, name), "Pass hidden states and weight, or logits")
         if self.bias is not None and self.weight is None:
-            raise ValueError("a teacher's bias without its weight: logits have theirs already. Drop it, or pass both.")
+            raise ValueError("a teacher's bias without its weight: logits include a bias. Drop it, or pass both.")
         if self.temperature is not None:
-            check_within("the teacher's temperature", self.temperature, "(0, inf)", "The student's is usual")
+            check_within("the teacher's temperature", self.temperature, "(0, inf)", "Leave it out for the student's")
+
+
+def check_teacher(teacher: object) -> None:
+    """Raise TypeError unless the object is a `Teacher`."""
+    if not isinstance(teacher, Teacher):
+        raise TypeError(
+            f"teacher is a {type(teacher).__name__}: it must be a Teacher. Pass Teacher(hidden, weight, kind=...)."
+        )
 
 
 class Comparison:

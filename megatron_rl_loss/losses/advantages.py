@@ -84,7 +84,9 @@ def gdpo_advantages(
     groups = _Groups(rewards, prompt_ids, rollout_ids, dp_group)
     weights = [1.0] * len(rewards) if weights is None else weights
     if len(weights) != len(rewards):
-        raise ValueError(f"{len(weights)} weights for {len(rewards)} rewards: each must have one. Pass both in order.")
+        raise ValueError(
+            f"{len(weights)} weights for {len(rewards)} rewards: each must have a weight. Pass both in order."
+        )
     together = np.tensordot(weights, groups.by_std(epsilon), 1)
     variance = (groups.counts * together**2).sum() / max(groups.counts.sum() - 1, 1)
     return groups.mine(together / (np.sqrt(variance) + epsilon))
@@ -135,8 +137,8 @@ class _Groups:
         *columns, kinds = zip(*parts, strict=True)
         if len(numbers := sorted({len(one) for one in columns[0]})) > 1:
             raise ValueError(
-                f"{numbers[0]} rewards on one rank and {numbers[-1]} on another: their samples are one step's. Pass "
-                "the same rewards everywhere."
+                f"{numbers[0]} rewards on one rank and {numbers[-1]} on another: all ranks must have the same rewards. "
+                "Pass the same list on every rank."
             )
         sizes, rank = [one.shape[1] for one in columns[0]], rank_in(dp_group)
         self._mine = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
@@ -144,8 +146,8 @@ class _Groups:
         exact, prompts, rollouts = (np.concatenate(column, axis=-1) for column in columns)
         if len({str(one) for one, size in zip(kinds, sizes, strict=True) if size}) > 1:
             raise ValueError(
-                "ids of other kinds on other ranks: each must be given on all ranks or none, as ints on all or as "
-                "strings on all. Pass the same ids everywhere."
+                "ids of other kinds on other ranks: each kind of id must be given on all ranks or none, as ints on all "
+                "or as strings on all. Pass the same ids on every rank."
             )
         self._group = np.unique(prompts, return_inverse=True)[1]
         self.counts = np.ones(sum(sizes))
@@ -154,7 +156,7 @@ class _Groups:
         self.size = self.sum(np.ones(sum(sizes)))
         self.centred = exact - self.sum(exact) / self.size
         if sum(sizes) > 1 and not self.centred.any():
-            warnings.warn("all rewards are equal within their prompt groups: all advantages are 0", stacklevel=4)
+            warnings.warn("all rewards are equal within their prompt groups: all advantages are 0.", stacklevel=4)
 
     def sum(self, values: Floats) -> Floats:
         """At each sample, the sum over its group: [num_samples], or a row of them per reward."""

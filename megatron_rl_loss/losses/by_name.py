@@ -1,7 +1,7 @@
-"""The policy losses by name, as data: for flags, and for checks of what goes together.
+"""The policy losses by name, as data: for flags, and for checks of loss and mode.
 
-A loss of single tokens goes with every mode. A loss of sequences gives each token its sequence's one number, so it is
-what its paper says only in the mode that averages within the sequence, or that the paper names.
+A loss of single tokens goes with every mode. A loss of sequences gives each token its sequence's one value, so only the
+mode that averages within the sequence, or that the paper names, makes it the paper's loss.
 """
 
 import inspect
@@ -77,7 +77,7 @@ def policy_loss(
 
 
 def check_goes_with(name: str, aggregation: Aggregation, **settings: Any) -> None:
-    """Refuse a policy loss with a built-in mode that makes another loss of it, and settings that it does not have."""
+    """Raise ValueError for a policy loss with a built-in mode that changes it, and for settings that it lacks."""
     loss = _named(name, settings)
     mode, divisor = aggregation.mode.name, aggregation.divisor
     is_own = getattr(aggregation.mode.function, "__module__", "") != Mode.__module__
@@ -85,9 +85,9 @@ def check_goes_with(name: str, aggregation: Aggregation, **settings: Any) -> Non
         return
     right = loss.mode if loss.divisor is None else f"{loss.mode} with divisor {loss.divisor:g}"
     raise ValueError(
-        f"the policy loss {name} aggregated by {mode}, divisor {divisor or 'none'}: it gives every token its "
-        f"sequence's one number, and is what its paper says by {right} alone. Aggregate by {right}, or take gspo_token "
-        "or a loss of single tokens, which go with every mode."
+        f"the policy loss {name} aggregated by {mode}, divisor {divisor or 'none'}: this loss has one value per "
+        f"sequence, and is its paper's by {right} alone. Aggregate by {right}, or take gspo_token or a loss of single "
+        "tokens, which go with every mode."
     )
 
 
@@ -99,7 +99,7 @@ def _named(name: str, settings: dict[str, Any]) -> NamedLoss:
     for key, value in settings.items():
         if value is not None and key not in takes:
             raise ValueError(
-                f"{key}={value!r} for the policy loss {name}: it takes {', '.join(takes)}. Drop it, or choose another "
-                "loss."
+                f"{key}={value!r} for the policy loss {name}: this loss takes {', '.join(takes)}. Drop {key}, or "
+                "choose another loss."
             )
     return loss

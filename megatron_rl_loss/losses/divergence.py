@@ -6,7 +6,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from megatron_rl_loss.errors import check_choice, check_within, require
+from megatron_rl_loss.errors import check_choice, check_float, check_within, require
 from megatron_rl_loss.losses.ratio import Masked, check_shape, masked_places
 
 Kind = Literal["forward_kl", "reverse_kl", "jsd"]
@@ -37,12 +37,12 @@ def divergence_at_ids(
     - ``jsd``: ``beta KL(q || m) + (1 - beta) KL(p || m)``, ``m = beta q + (1 - beta) p``. Towards beta 0 it is
       ``beta KL(q || p)``, towards 1 ``(1 - beta) KL(p || q)``; it is 0 at both ends.
 
-    The sum is over what `tail` makes of the ids:
+    `tail` chooses the categories of the sum:
 
     - ``bucket``: the K ids and one category for all others, of probability ``1 - sum_i p_i``. The divergence of K + 1
       categories, never negative, and never above that of the whole vocabulary.
-    - ``drop``: the K ids as they are. This is no divergence: it may be negative, and is not least where p = q.
-    - ``renormalise``: the K ids, p and q each divided by their sum. It says nothing about the mass on other ids.
+    - ``drop``: the K ids alone, unscaled. The sum is no divergence: it may be negative, and is not least where p = q.
+    - ``renormalise``: the K ids, p and q each divided by their sum. The mass on other ids has no effect.
 
     Args:
         log_probs: of the student at K ids [..., K], in the whole vocabulary's distribution; differentiable.
@@ -55,9 +55,12 @@ def divergence_at_ids(
 
     Returns float32 [...] (float64 of float64), computed in float64. A probability of others below half the inputs'
     epsilon (6e-8 in float32), which rounding hides, is taken as that. Raises ValueError for shapes that differ, K = 0,
-    values above 0.1, probabilities that sum to more than 1.05 (ids that repeat), unknown names and other settings.
+    probabilities that sum to more than 1.05 (repeated ids, or logits), unknown names and unusable settings; TypeError
+    for log-probs that are no float tensors.
     Source: GKD, arXiv:2306.13649 eq. 1 and section 2; reverse KL of the student's samples, MiniLLM, arXiv:2306.08543.
     """
+    for name, one in (("log_probs", log_probs), ("teacher_log_probs", teacher_log_probs)):
+        check_float(name, one, "Pass log-probs, not ids")
     check_shape("teacher_log_probs", teacher_log_probs, log_probs)
     share = check_kind(kind, beta)
     check_choice("tail", tail, get_args(Tail))
@@ -67,7 +70,7 @@ def divergence_at_ids(
     if teacher_temperature != 1 and tail != "renormalise":
         raise ValueError(
             f"teacher_temperature={teacher_temperature!r} with tail={tail!r}: K log-probs do not tell the mass of "
-            "other ids at another temperature. Let the teacher apply it to its logits, or renormalise."
+            "other ids at another temperature. Let the teacher divide its logits by it, or pass tail='renormalise'."
         )
     exact = torch.promote_types(log_probs.dtype, torch.float32)
     resolution = torch.finfo(torch.promote_types(exact, teacher_log_probs.dtype)).eps / 2
@@ -85,12 +88,12 @@ def divergence_at_ids(
 
 
 def check_kind(kind: str, beta: float | None) -> float:
-    """The share of the teacher in the mixture, 0 where there is none; refuses a kind or beta that there is not."""
+    """The teacher's share of the mixture, 0 without one; ValueError for an unknown kind or an unusable beta."""
     check_choice("kind of divergence", kind, get_args(Kind))
     if beta is not None:
         check_within("beta", beta, "(0, 1)", "0.5 is usual; at the ends take forward_kl or reverse_kl")
         if kind != "jsd":
-            raise ValueError(f"beta={beta!r} for {kind}: it is of jsd alone. Drop it.")
+            raise ValueError(f"beta={beta!r} for {kind}: only jsd takes beta. Drop beta.")
     return (0.5 if beta is None else beta) if kind == "jsd" else 0.0
 
 
@@ -100,7 +103,7 @@ def _check_sum(name: str, log_probs: Tensor) -> None:
         require(
             ~(largest > 1.05),  # NaN passes
             lambda: f"{name} with probabilities of a token's ids that sum to {largest:.4g}",
-            "they sum to 1 at the most. Give each id once per token, and log-probs, not logits.",
+            "probabilities sum to 1 at most. Give each id once per token, and log-probs, not logits.",
         )
 
 

@@ -1,7 +1,7 @@
-"""Corrections where another policy drew the tokens: importance weights, and masks of what is rejected.
+"""Corrections where another policy drew the tokens: importance weights, and masks of rejected tokens.
 
 The log-ratio is the trainer's old log-prob less the inference engine's. The results are detached and multiply a loss
-(``importance_weights=``); `to_tokens` takes those of sequences back to tokens.
+(``importance_weights=``); `to_tokens` spreads results of sequences over their tokens.
 
 A weight of 0 rejects a token, which still counts in every denominator. If only the survivors shall count, their masks
 must be known before the step is trained on: `surviving_masks` makes them from data, for `Samples`, and `Plan.keep` from
@@ -27,8 +27,8 @@ Level = Literal["token", "sequence", "geometric"]
 def importance_weights(log_ratio: Tensor, *, high: float, low: float = 0.0, outside: Outside = "cap") -> Tensor:
     """``r = exp(log_ratio)`` within [low, high], detached; outside, the bound (``cap``) or 0 (``drop``).
 
-    Of tokens, ``cap`` is TIS and ``drop`` IcePop or MIS; of `segment_sum` of the tokens', those of sequences; of
-    `segment_mean`, geometric ones. `log_ratio` has any shape; subtract log-probs in float32 at least.
+    For log-ratios of tokens ``cap`` is TIS and ``drop`` IcePop or MIS. Their `segment_sum` gives weights of sequences,
+    their `segment_mean` geometric weights. `log_ratio` has any shape; subtract log-probs in float32 at least.
 
     Raises ValueError for bounds that are not ``0 <= low < high < inf``, and an unknown `outside`.
     Source: TIS: Ionides 2008; for RL post-training, Yao et al. 2025. Sequence TIS and MIS: Liu, Li et al. 2025, "When
@@ -36,7 +36,7 @@ def importance_weights(log_ratio: Tensor, *, high: float, low: float = 0.0, outs
     """
     check_within("high", high, "(0, inf)", "2.0 is usual; 5.0 for IcePop")
     check_within("low", low, f"[0, {float(high)})", "0 is usual; 0.5 for IcePop")
-    check_choice("way with what is outside", outside, get_args(Outside))
+    check_choice("outside", outside, get_args(Outside))
     log_ratio = at_least_float32(log_ratio.detach())
     lowest, highest = math.log(low) if low > 0 else -math.inf, math.log(high)
     weights = log_ratio.clamp(lowest, highest).exp()
@@ -47,8 +47,8 @@ def importance_weights(log_ratio: Tensor, *, high: float, low: float = 0.0, outs
 def keep_sequences(mean_kl: Tensor, *, max_kl: float, advantages: Tensor | None = None) -> Tensor:
     """1.0 where a sequence's mean KL is at most `max_kl`, else 0.0; detached, of the shape of `mean_kl`.
 
-    ``mean_kl`` is a `segment_mean`, of samples or, by `to_tokens`, at tokens; for off-policy sequence masking, that of
-    ``old_log_probs - log_probs``. With `advantages`, which broadcast to it, sequences of A >= 0 are always kept.
+    ``mean_kl`` is a `segment_mean`, of samples or, by `to_tokens`, at tokens. Off-policy sequence masking takes that
+    of ``old_log_probs - log_probs``. With `advantages`, which broadcast to it, sequences of A >= 0 are always kept.
 
     Raises ValueError for a `max_kl` that is not finite and above 0, and advantages that do not broadcast.
     Source: off-policy sequence masking, DeepSeek-V3.2, arXiv:2512.02556; whole sequences for all signs, as trust region
@@ -88,9 +88,9 @@ def surviving_masks(
         check_shape(f"the log-ratios of sample {i}", log_ratio, mask)
         if log_ratio.requires_grad:
             raise ValueError(
-                f"log-ratios of sample {i} that require grad: who survives must be known before the step's first "
-                "forward, when the policy's log-probs are not. Reject by old_log_probs - rollout_log_probs, or let "
-                "rejected tokens count: give them importance weights of 0."
+                f"log-ratios of sample {i} that require grad: survivors must be known before the step's first forward "
+                "pass, which makes these log-probs. Use old_log_probs - rollout_log_probs, or give rejected tokens "
+                "importance weights of 0, which leaves them in the counts."
             )
         judged = log_ratio.double()
         if level != "token":

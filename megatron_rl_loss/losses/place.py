@@ -40,8 +40,8 @@ def tokens_of(local: Place) -> LocalTokens:
         return local
     if isinstance(local, Samples) or not hasattr(local, "tokens"):
         raise TypeError(
-            f"local is a {type(local).__name__}: it says where tokens lie. Pass the micro-batch of a plan, or "
-            "Samples(...).local(cp_rank, cp_size)."
+            f"local is a {type(local).__name__}: it must say which tokens this rank holds. Pass the micro-batch of a "
+            "plan, or Samples(...).local(cp_rank, cp_size)."
         )
     return local.tokens
 
@@ -97,28 +97,29 @@ class Sequences:
 def _exchange_group(tokens: LocalTokens, cp_group: Group | None) -> Group | None:
     if cp_group is not None and size_of(cp_group) != tokens.cp_size:
         raise ValueError(
-            f"a cp_group of {size_of(cp_group)} ranks: the micro-batch is cut for {tokens.cp_size}. Pass the group "
-            "that it is cut for."
+            f"a cp_group of {size_of(cp_group)} ranks: the micro-batch is cut for {tokens.cp_size} ranks. Pass the "
+            "group of these ranks."
         )
     if tokens.copies == tokens.cp_size:
         return None
     if cp_group is None:
         raise ValueError(
-            f"no cp_group: a sample's tokens lie on {tokens.cp_size} ranks, and their sums must be added up. Pass "
+            f"no cp_group: a sample's tokens lie on {tokens.cp_size} ranks, whose sums must be all-reduced. Pass "
             "cp_group=, the context-parallel group."
         )
     return cp_group
 
 
 def _units_of(samples: Samples, per: str, totals: StepTotals | None) -> Keys | None:
-    """As `Sequences.units`; refuses a unit that, by the step's totals, has tokens outside of the micro-batch."""
+    """`Sequences.units`; ValueError for a unit that, by the step's totals, has tokens outside the micro-batch."""
     parts = samples.parts.get(per)
     if per == "sample" or (per == "rollout" and parts is None):
         return None
     if parts is None:
         raise ValueError(
-            f"per={per!r} of samples with ids of: {', '.join(samples.parts) or 'none'}: samples of one {per} must "
-            f"share an id. Give Samples prompt_ids=, or ids= by that name."
+            f"per={per!r} of samples with ids of: {', '.join(samples.parts) or 'none'}: {per} ids must say which "
+            f"samples are one {per}. Pass Samples(..., "
+            f"{f'{per}_ids=' if per in ('prompt', 'rollout') else f'ids={{{per!r}: ...}}'})."
         )
     keys, units = np.unique(parts.keys, return_inverse=True)
     counted = Units().tokens if totals is None else totals.units.get(per, Units()).tokens
@@ -129,7 +130,7 @@ def _units_of(samples: Samples, per: str, totals: StepTotals | None) -> Keys | N
             i = int(missing.argmax())
             raise ValueError(
                 f"the {per} of sample {parts.sample[(units == i).argmax()]}, {here[i]:g} of whose {whole[i]:g} mask "
-                f"tokens are in this micro-batch: what is taken over a {per} needs all of it in one micro-batch. Keep "
-                f"a {per}'s samples together in a micro-batch, or take it per sample."
+                f"tokens are in this micro-batch: per={per!r} needs all of a {per} in one micro-batch. Keep a {per}'s "
+                "samples together in a micro-batch, or pass per='sample'."
             )
     return units

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_rl_loss.errors import check_within, require
+from megatron_rl_loss.errors import check_float, check_within, require
 from megatron_rl_loss.losses.place import Place, tokens_of
 from megatron_rl_loss.step.masks import Array, on_device
 from megatron_rl_loss.step.values import check_values
@@ -50,8 +50,8 @@ class RatioBounds:
         check_within("clip_high", clip_high, "(0, inf)", "0.2 or 0.28 is usual")
         if 1 < clip_high < 2:
             raise ValueError(
-                f"clip_high is {clip_high!r}: it is a width: the ratio would be clipped at {1 + clip_high:.3g}. Pass "
-                f"{clip_high - 1:.3g} for a bound of {clip_high:.3g}."
+                f"clip_high is {clip_high!r}: a width above 1, so the ratio would be clipped at {1 + clip_high:.3g}. "
+                f"Pass {clip_high - 1:.3g} for a bound of {clip_high:.3g}."
             )
         if dual_clip is not None:
             check_within("dual_clip", dual_clip, "(1, inf)", "3.0 is usual; None turns it off")
@@ -95,7 +95,7 @@ class Given:
         check_shape("old_log_probs", old_log_probs, log_probs)
         check_shape("advantages", advantages, log_probs, broadcasts=True)
         if advantages.requires_grad:
-            raise ValueError("advantages that require grad: they are constants of the policy loss. Detach them.")
+            raise ValueError("advantages that require grad: advantages are constants of the policy loss. Detach them.")
         if weights is not None:
             check_shape("importance_weights", weights, log_probs, broadcasts=True)
         factors = [] if weights is None else [weights.detach()]
@@ -127,6 +127,7 @@ def masked_places(local: Masked, trained: Tensor) -> Tensor:
     """True at masked tokens, in the shape of a loss's input and on its device."""
     if isinstance(local, Tensor | np.ndarray):
         given = torch.from_numpy(local) if isinstance(local, np.ndarray) else local
+        check_float("a loss's input", trained, "Pass one float per token")
         check_shape("a mask", given, trained)
         return (given == 0).to(trained.device, non_blocking=given.is_cpu)
     tokens = tokens_of(local)
@@ -140,11 +141,11 @@ def at_least_float32(values: Tensor) -> Tensor:
 
 
 def check_shape(name: str, factor: Tensor, values: Tensor, *, broadcasts: bool = False) -> None:
-    """Refuse a factor of another shape than the values, or, where it may, that does not broadcast to it."""
+    """Raise ValueError for a factor of another shape than the values, or with `broadcasts` one that does not fit."""
     for what, one in ((name, factor), (f"the tensor beside {name}", values)):
         if not isinstance(one, Tensor):
             raise TypeError(
-                f"{what} is a {type(one).__name__}: a loss is made of tensors, with one entry per token. Wrap it in "
+                f"{what} is a {type(one).__name__}: it must be a tensor with one entry per token. Wrap it in "
                 "torch.tensor."
             )
     fits = factor.shape == values.shape
@@ -152,8 +153,9 @@ def check_shape(name: str, factor: Tensor, values: Tensor, *, broadcasts: bool =
         fits = all(n in (1, m) for n, m in zip(factor.shape[::-1], values.shape[::-1], strict=False))
     if not fits:
         raise ValueError(
-            f"{name} of shape {tuple(factor.shape)} for values of shape {tuple(values.shape)}: they must have that "
-            f"shape{' or broadcast to it' * broadcasts}. Cut both for the same rank, in the same order."
+            f"{name} of shape {tuple(factor.shape)} for values of shape {tuple(values.shape)}: both must have one "
+            f"shape{', or the first broadcast to the second' * broadcasts}. Cut both for the same rank, in the same "
+            "order."
         )
 
 
@@ -163,6 +165,6 @@ def _check_log_probs(**given: Tensor) -> None:
             require(
                 ~(values.amax() > _HIGHEST_LOG_PROB),  # NaN passes
                 lambda: f"{name} with values up to {values.amax():.3g}",  # noqa: B023
-                "log-probs are 0 at the most. Megatron's loss is minus the log-prob: pass -loss, and look at the order "
-                "of the arguments: advantages come third.",
+                "log-probs are at most 0. Megatron's loss is minus the log-prob: pass -loss, and check the order of "
+                "the arguments: advantages come third.",
             )

@@ -61,10 +61,10 @@ def segment_scan(
     Raises as `segment_sum`, and ValueError for a discount outside [0, 1] or unknown steps.
     """
     check_within("gamma", gamma, "[0, 1]", "1 is a plain sum")
-    check_choice("choice of steps", steps, ("active", "all"))
+    check_choice("steps", steps, ("active", "all"))
     given = Sequences.of("segment_scan", values, local, cp_group, per)
     if given.order is not None:
-        raise ValueError(f"a scan per {per!r}, ids per token: a scan runs along samples. Pass ids per sample.")
+        raise ValueError(f"a scan per={per!r} with ids per token: a scan runs along samples. Pass ids per sample.")
     masked = given.mask == 0
     discounted = ~masked
     if steps == "all":  # padding is no step

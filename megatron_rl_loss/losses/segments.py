@@ -42,8 +42,8 @@ def segment_sum(values: Values, local: Place, cp_group: Group | None = None, *, 
         per: with ``rollout``, ``prompt`` or another name of the samples' ids, samples that share such an id are one:
             each gets the sum of all of them. With ids per token (``turn``) there is a number for each turn that a
             sample has a part of, in the order of samples and of the turns' first tokens. A `Microbatch` knows the
-            step's totals, and refuses a unit that has tokens outside of it; without one the sum is that of the part in
-            this micro-batch.
+            step's totals: a unit with tokens in another micro-batch raises ValueError. With tokens alone the sum is
+            that of the part in this micro-batch.
 
     Returns:
         [num_samples] (by ids per token [num_parts]), or [len(values), num_samples] for several values; the same on
@@ -80,7 +80,7 @@ def to_tokens(of_samples: Tensor, local: Place, *, per: str = "sample") -> Tenso
     if of_samples.shape != counts.shape:
         raise ValueError(
             f"a statistic of shape {tuple(of_samples.shape)}: it must have one number for each of the micro-batch's "
-            f"{len(counts)} samples (parts by {per}). Pass what segment_sum or segment_mean returned, with its per=."
+            f"{len(counts)} samples (parts by {per}). Pass the result of segment_sum or segment_mean, with its per=."
         )
     sorted_by = None if order is None else on_device(order, device)
     spread: Tensor = _ToTokens.apply(  # type: ignore[no-untyped-call]

@@ -1,8 +1,8 @@
 """Losses of single tokens: policy losses, a value loss, and KL to a reference.
 
 Each is elementwise over tokens of any shape, and not reduced: reducers sum. Half precision is raised to float32 first.
-Inputs are 0 at masked tokens, whatever lies there (NaN, inf). A token of importance weight 0 has loss and gradient 0,
-whatever its ratio. No function waits for a device.
+Inputs at masked tokens are set to 0, even NaN and inf. A token of importance weight 0 has loss and gradient 0, even
+with an infinite ratio. No function waits for a device.
 """
 
 import math
@@ -162,7 +162,7 @@ def dppo_loss(
 
     Args:
         old_log_probs: of the policy that sampled the tokens.
-        both_directions: 0 outside the trust region whatever the sign of A: with ``tv``, prime-rl's IPO.
+        both_directions: 0 outside the trust region for both signs of A: with ``tv``, prime-rl's IPO.
         threshold: largest divergence; by default 0.15 for ``tv``, 0.05 for ``kl``, 0.3 in both directions.
         log_probs, advantages, local, importance_weights: as in `ppo_clip_loss`.
 
@@ -206,8 +206,8 @@ def value_loss(
     check_shape("returns", returns, values)
     if (clip is None) != (old_values is None):
         raise ValueError(
-            f"clip={clip!r} with {'no' if old_values is None else 'some'} old_values: values are clipped around the "
-            "old ones: both are needed, or neither. Pass both, or drop both."
+            f"clip={clip!r} with {'no' if old_values is None else 'some'} old_values: values are clipped around "
+            "old_values. Pass both, or drop both."
         )
     others = [returns.detach()]
     if clip is not None and old_values is not None:
@@ -253,7 +253,7 @@ def kl_estimate(
         check_shape("old_log_probs", old_log_probs, log_probs)
         if estimator == "k2":
             raise ValueError(
-                "k2 with old_log_probs: times the ratio its gradient is not the KL's. Take k3, or drop old_log_probs."
+                "k2 with old_log_probs: k2 times the ratio has not the KL's gradient. Take k3, or drop old_log_probs."
             )
         others.append(old_log_probs.detach())
     log_probs, reference, *old = masked(local, log_probs, *others)

@@ -7,9 +7,10 @@ from megatron_rl_loss.errors import check_callable
 
 
 def load_function(path: str, flag: str, rule: str, remedy: str, kind: type | tuple[()] = ()) -> Any:
-    """The function, or object of that kind, at the path that a flag was given; rule and remedy are for all others.
+    """The function, or object of that kind, at the path in a flag.
 
-    Raises ValueError for a path that names no module and function or does not load, TypeError for what is no function.
+    Raises ValueError for a path that names no module and function or does not load, and TypeError, with the given rule
+    and remedy, for another object.
     """
     module, separator, name = path.partition(":") if ":" in path else path.rpartition(".")
     if module.startswith(".") or not separator or not module or not name:

@@ -1,4 +1,4 @@
-"""`LossModes`: the aggregation of the policy loss and of each further term, and what a step counts for them."""
+"""`LossModes`: the aggregation of the policy loss and of each further term, and the sums that they declare."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,7 +13,7 @@ from megatron_rl_loss.step.units import Sum, UnitCounting
 
 @dataclass(frozen=True)
 class LossModes:
-    """The aggregation of the policy loss, and by name those of terms; a term without one has the policy loss's."""
+    """The aggregations of the policy loss and, by name, of terms; a term without one has the policy loss's."""
 
     policy: Aggregation
     terms: Mapping[str, Aggregation] = field(default_factory=dict)
@@ -27,7 +27,7 @@ class LossModes:
         units: UnitCounting | None = None,
         terms: Mapping[str, str | Mode | ModeFunction | None] | None = None,
     ) -> "LossModes":
-        """From names, or functions, and what else the user gave; raises as `make_pg_loss_reducer`."""
+        """The modes by names or functions; raises as `make_pg_loss_reducer`."""
         check_mapping("terms", terms or {}, 'Pass {"kl": "token_mean"}')
         return cls(resolve(mode, divisor=divisor, units=units)).with_terms(terms or {})
 
@@ -44,16 +44,16 @@ class LossModes:
         divisor: float | None = None,
         units: UnitCounting | None = None,
     ) -> Aggregation:
-        """The aggregation of a term: the declared one, or that of the mode that the term itself names.
+        """The aggregation of a term: by the term's own mode, else the declared one, else the policy loss's.
 
-        It counts the units that the policy loss counts; another framework's name brings its own counting. A term by
-        the mode of the policy loss has its divisor too. ValueError for a divisor or a counting without a mode.
+        A term counts the units that the policy loss counts; another framework's name brings its own counting. A term
+        with the policy loss's mode has the same divisor. ValueError for a divisor or a counting without a mode.
         """
         if mode is None:
             if divisor is not None or units is not None:
                 raise ValueError(
-                    f"the term {name!r} with units or a divisor and no mode: they are a mode's. Give the term the mode "
-                    "too."
+                    f"the term {name!r} with units or a divisor and no mode: both are settings of a mode. Pass the "
+                    "term's mode too."
                 )
             return self.terms.get(name, self.policy)
         is_peer = isinstance(mode, str) and ":" in mode
@@ -66,7 +66,7 @@ class LossModes:
             raise ValueError(f"the term {name!r}: {error}{hint}") from error
 
     def describe(self) -> str:
-        """Everything that ranks must have alike, in a line."""
+        """All settings that ranks must have alike, in a line."""
         terms = [f"term {name}: {aggregation.describe()}" for name, aggregation in sorted(self.terms.items())]
         return "; ".join([self.policy.describe(), *terms])
 
@@ -77,7 +77,7 @@ class LossModes:
         return list(dict.fromkeys(one for mode in modes for _, one in sorted(mode.sums.items())))
 
     def rehearse(self, samples: Samples, masks: Sequence[str] = ()) -> set[str]:
-        """The keys that the modes ask for; refuses samples that miss one, or a label, before they are counted."""
+        """The keys that the modes ask for; ValueError for samples that lack a key or a label, before the count."""
         asked = rehearse(self.policy, samples)
         for aggregation in self.terms.values():
             for name in (None, *masks):

@@ -1,4 +1,4 @@
-"""From what a user asks for to an `Aggregation`: our names, others' (``verl:seq-mean-token-mean``), functions.
+"""`resolve`: an `Aggregation` from our names, other frameworks' (``verl:seq-mean-token-mean``) or functions.
 
 `NAMES` is the one table of others' names: a setting's *documented* formula over the whole optimizer step.
 docs/names.md says which version was read, and where its code does something else.
@@ -155,15 +155,15 @@ class Aggregation:
         if self.divisor is None:
             if self.mode.divisor == "required":
                 raise ValueError(
-                    f"loss aggregation {self.mode.name!r} without a divisor: it divides by a constant. "
-                    "Give a number of tokens, e.g. the generation budget in tokens (--loss-aggregation-divisor 40960)."
+                    f"loss aggregation {self.mode.name!r} without a divisor: the mode divides by a constant. "
+                    "Give a number of tokens, e.g. the generation budget (--loss-aggregation-divisor 40960)."
                 )
         elif self.mode.divisor == "refused":
-            raise ValueError(f"{given}: it has none. Drop the divisor, or choose constant or token_sum.")
+            raise ValueError(f"{given}: this mode takes none. Drop the divisor, or choose constant or token_sum.")
         elif isinstance(self.divisor, bool) or not isinstance(self.divisor, Real):
-            raise TypeError(f"{given}: it must be a number. Pass a number of tokens.")
+            raise TypeError(f"{given}: a divisor must be a number. Pass a number of tokens.")
         elif not SMALLEST < self.divisor < LARGEST:
-            raise ValueError(f"{given}: it must be within 1e-30 and 1e30. Pass a number of tokens.")
+            raise ValueError(f"{given}: a divisor must be between 1e-30 and 1e30. Pass a number of tokens.")
 
     def describe(self) -> str:
         """One line for the log."""
@@ -180,12 +180,12 @@ def resolve(
     'constant'
 
     Args:
-        divisor, units: what the user gave explicitly; None for nothing.
+        divisor, units: None for what the user left out.
 
     Raises:
-        ValueError: an unknown name, with the known ones; a setting that is not exact in every layout, with the nearest
-            that is; a divisor that is missing, unusable, without effect, or that contradicts the name's.
-        TypeError: what is neither a name nor a function; a divisor that is no number.
+        ValueError: an unknown name; a name whose loss depends on the cut of the step; a divisor that is missing,
+            unusable, without effect, or another than the name's. The message lists the names or the nearest mode.
+        TypeError: an object that is neither a name nor a function; a divisor that is no number.
     """
     if isinstance(asked, str) and ":" in asked:
         return _of_peer(asked, divisor, units)
@@ -239,18 +239,18 @@ def _of_peer(asked: str, divisor: float | None, units: UnitCounting | None) -> A
     own = float(asked.partition(":")[2]) if peer.name == NUMBER else peer.divisor
     if isinstance(own, str) and divisor is None:
         raise ValueError(
-            f"loss aggregation {asked!r} without a divisor: it divides by its {own}. Give that number "
+            f"loss aggregation {asked!r} without a divisor: {peer.framework} divides by its {own}. Give that number "
             "(--loss-aggregation-divisor)."
         )
     if not isinstance(own, str) and divisor not in (None, own):
         raise ValueError(
-            f"divisor {divisor!r} with loss aggregation {asked!r}: the name stands for {own or 'none'}. Drop the "
-            "divisor, or name our mode."
+            f"divisor {divisor!r} with loss aggregation {asked!r}: the name stands for "
+            f"{'no divisor' if own is None else f'divisor {own:g}'}. Drop the divisor, or choose another mode."
         )
     if None not in (peer.units, units) and units != peer.units:
         raise ValueError(
             f"unit counting {units!r} with loss aggregation {asked!r}: {peer.framework} counts {peer.units} units. "
-            f"Drop the counting, or write {peer.mode!r} with it."
+            f"Leave the counting out, or choose {peer.mode!r} with units={units!r}."
         )
     return resolve(peer.mode, divisor=divisor if isinstance(own, str) else own, units=peer.units or units)
 
@@ -286,8 +286,8 @@ def format_modes() -> str:
         lines.append(f"{name:<20}{mode.formula:<46}{mode.divisor}")
     lines += [
         "",
-        "Settings elsewhere, each a --loss-aggregation: step loss, our mode, its divisor, which units N or P counts.",
-        "Their own code, as read, gives that step loss unless a line below says otherwise.",
+        "Names in other frameworks, each a --loss-aggregation: step loss, our mode, divisor, units that N or P counts.",
+        "The framework's own code, in the version read, gives that step loss unless a line below the row differs.",
     ]
     for framework, (setting, default, version) in FRAMEWORKS.items():
         lines += ["", f"{framework}, {setting}, by default {default}; read: {version}"]

@@ -1,4 +1,4 @@
-"""Modes: the weight of a token beside its mask, as an expression over counts of the whole step.
+"""Modes: the factor of a token's mask in its weight, as an expression over counts of the whole step.
 
 Built-in modes and a user's own are written alike: a function of `ModeInputs`, registered under a name.
 
@@ -36,7 +36,7 @@ class Mode:
         function: `ModeInputs` -> the weights beside the mask.
         formula: the step loss, for tables.
         divisor: ``required``, ``optional`` or ``refused``.
-        sums: further sums over the step that it asks for, by name (`ModeInputs.sum`).
+        sums: further sums over the step that the function asks for, by name (`ModeInputs.sum`).
     """
 
     name: str
@@ -109,7 +109,7 @@ class ModeInputs:
             declares = ", ".join(self._mode.sums) or "none"
             raise ValueError(
                 f"the sum {name!r} of the mode {self._mode.name!r}, which declares {declares}: "
-                "sums are counted where they are declared. Give the mode sums={name: Sum(of=...)}."
+                f"a step counts declared sums alone. Register the mode with sums={{{name!r}: Sum(of=...)}}."
             )
         declared = self._mode.sums[name]
         own = declared.values(self.batch)
@@ -126,7 +126,7 @@ class ModeInputs:
         if has_ids != (units.tokens is not None) and key != "sample":
             with_ids, without = ("a micro-batch", "totals") if has_ids else ("totals", "a micro-batch")
             raise ValueError(
-                f"{with_ids} with {key} ids, {without} without: units cannot be told. Give both the same ids, or "
+                f"{with_ids} with {key} ids, {without} without: their units would differ. Give both the same ids, or "
                 "neither."
             )
         return max(count, 1)
@@ -141,10 +141,11 @@ class ModeInputs:
     def _check(self, key: str) -> None:
         self.asked.add(key)
         if not self._is_sample(key) and key not in self.batch.parts and key != "step":
-            argument = f"{key}_ids" if key == "prompt" else f'ids={{"{key}": [...]}}'
+            argument = "prompt_ids=[...]" if key == "prompt" else f'ids={{"{key}": [...]}}'
             raise ValueError(
                 f"loss aggregation {self._mode.name!r} and samples without {key}_ids (they have "
-                f"{', '.join(self.batch.parts) or 'none'}): it asks for units by that key. Give the Samples {argument}."
+                f"{', '.join(self.batch.parts) or 'none'}): the mode averages by these ids. Pass Samples(..., "
+                f"{argument})."
             )
 
     def _at_samples(
@@ -171,7 +172,7 @@ class ModeInputs:
     def _known(self, value: Any, what: str) -> Any:
         if value is None:
             raise ValueError(
-                f"totals without {what}: {self._mode.name!r} needs it. Make the totals with the samples' ids "
+                f"totals without {what}: {self._mode.name!r} needs this count. Make the totals with the samples' ids "
                 "(StepTotals.from_loss_masks, for declared sums with sums=), declare the mode to the plan "
                 "(terms=), or give the count yourself."
             )
@@ -190,14 +191,14 @@ def register_pg_loss_reducer(
 ) -> Callable[[ModeFunction], Mode]:
     """Decorator: make a function of `ModeInputs` a mode, a choice of ``--loss-aggregation`` and wherever modes go.
 
-    The mask is multiplied to the returned weights, so that no mode can train what is masked. Register before flags are
+    The returned weights are multiplied by the mask, so no mode can train masked tokens. Register before flags are
     parsed. Arguments as the attributes of `Mode`.
 
     >>> @register_pg_loss_reducer("task_mean")
     ... def task_mean(step):
     ...     return 1 / (step.tokens("sample") * step.samples("task") * step.units("task"))
 
-    Raises ValueError for a name that is taken or no identifier, TypeError for an object that cannot be called.
+    Raises ValueError for a name that is taken or is no identifier, and TypeError for an object that is not callable.
     """
     if not isinstance(name, str) or not name.isidentifier() or name in _MODES:
         raise ValueError(f"mode name {name!r}: it must be a Python identifier that is not taken. Choose another name.")

@@ -47,11 +47,11 @@ def weights_column(
 
 
 def checked_weights(aggregation: Aggregation, local: LocalTokens, totals: StepTotals) -> Tensor:
-    """`weigh`; refuses totals of a part of the step, which a user may hand in."""
+    """`weigh` with totals that a user made: ValueError for totals of a part of the step."""
     if not isinstance(totals, StepTotals):
         raise TypeError(
-            f"totals is {totals!r}: the denominators are those of the whole step, and never guessed from a "
-            "micro-batch. Pass StepTotals.from_loss_masks(...) of all the step's masks."
+            f"totals is {totals!r}: it must be a StepTotals, which counts the whole step. Pass "
+            "StepTotals.from_loss_masks(...) of all the step's masks."
         )
     if local.samples.cp_group is None:
         totals.check_apart(local.cp_size)
@@ -61,9 +61,9 @@ def checked_weights(aggregation: Aggregation, local: LocalTokens, totals: StepTo
 
 
 def rehearse(aggregation: Aggregation, samples: Samples) -> set[str]:
-    """Ask the mode for weights before the step is counted: keys, labels and shapes that are wrong raise already.
+    """Call the mode before the step is counted, so that wrong keys, labels and shapes raise already.
 
-    Returns the keys that it asked for.
+    Returns the keys that the mode asked for.
     """
     inputs = ModeInputs(aggregation.mode, samples, None, aggregation.divisor, aggregation.units)
     if len(samples):
@@ -97,9 +97,9 @@ def unit_weights(local: LocalTokens, sizes: Sequence[float] | None = None) -> Te
 
 @np.errstate(all="ignore")  # what is not finite is refused
 def _applied(local: LocalTokens, beside: npt.NDArray[Any], of: str, *, per_token: bool = False) -> Tensor:
-    """The mask times what is beside it, one per sample or per token, as float32 and shared by CP copies.
+    """The mask times the mode's weights, one per sample or per token, as float32 and shared by CP copies.
 
-    Refuses weights of active tokens that are not finite, or that float32 rounds to 0.
+    ValueError for a weight of an active token that is not finite, or that float32 rounds to 0.
     """
     exact = beside / local.copies
     exact[(local.mask if per_token else local.samples.mask_sums) == 0] = 0
@@ -112,13 +112,13 @@ def _applied(local: LocalTokens, beside: npt.NDArray[Any], of: str, *, per_token
         vanishes |= ((np.abs(weights) < _TINY) & (local.mask != 0) & (of_tokens != 0)).any()
     if not is_finite:
         raise ValueError(
-            f"token weights with NaN or Inf from {of}: they must be finite where a mask is not 0. Use 0 to leave "
+            f"token weights with NaN or Inf from {of}: weights must be finite where a mask is not 0. Use 0 to leave "
             "tokens out."
         )
     if vanishes:
         raise ValueError(
             f"a token weight from {of} that float32 rounds to 0: the token would silently not be trained. Use a "
-            "smaller divisor, or masks that are not so small."
+            "smaller divisor, or larger mask values."
         )
     with torch.inference_mode(False):  # they serve in training too
         return torch.from_numpy(weights)
@@ -135,8 +135,8 @@ def _beside(mode: Mode, inputs: ModeInputs) -> npt.NDArray[np.float64]:
     array = to_array(returned)
     if array.dtype.kind not in "fiu" or array.shape not in ((), (len(samples),)):
         raise TypeError(
-            f"the mode {mode.name!r} returned {array.dtype} of shape {array.shape}: it must return weights beside the "
-            f"mask: a number, {len(samples)} numbers (one per sample), or a list of rows (one per sample, one weight "
-            "per token). Leave the mask out, the library multiplies by it."
+            f"the mode {mode.name!r} returned {array.dtype} of shape {array.shape}: it must return a number, "
+            f"{len(samples)} numbers (one per sample), or a list of rows (one per sample, one weight per token). Leave "
+            "the mask out: the library multiplies by it."
         )
     return array.astype(np.float64) if array.ndim else np.full(len(samples), float(array))

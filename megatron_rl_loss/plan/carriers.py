@@ -1,11 +1,11 @@
 """Carriers: forms of a share that cancel a trainer's own scaling, a row of one table each.
 
-A trainer scales what a loss function returns in up to four places. Megatron has three: the schedule
+A trainer scales a returned loss in up to four places. Megatron has three: the schedule
 (`core/pipeline_parallel/schedules.py`, `forward_step_calc_loss`), DDP
 (`core/distributed/distributed_data_parallel.py`) and `core/distributed/finalize_model_grads.py`. An engine with a loss
-function of its own around yours multiplies before them. A row says by which powers of which counts a share is
-multiplied before it is returned, and by which each place multiplies. The powers of each count add up to 0, so the
-gradient is that of the sum of all shares. Megatron's probe (`megatron/probe.py`) checks the rows in force against the
+function of its own around yours multiplies before them. A row has the powers of counts that a share is multiplied by
+before it is returned, and those that each place multiplies by. The powers of each count add up to 0, so the gradient
+is that of the sum of all shares. Megatron's probe (`megatron/probe.py`) checks the rows in force against the
 installed Megatron; `tests/frameworks/real` runs the engines' rows through their code.
 """
 
@@ -28,11 +28,11 @@ class Carrier:
     """One way to return a share.
 
     Attributes:
-        form: what is returned.
+        form: the form of the return value.
         per_token: the value of `calculate_per_token_loss` that this row is for; None where it makes no difference.
         returned: the loss is the share times these powers of counts.
-        num_tokens: what a 3-tuple has as token count: one, or the active tokens of this rank and micro-batch.
-        engine, schedule, ddp, finalize: what each place multiplies the loss or its gradient by.
+        num_tokens: the token count of a 3-tuple: one, or the active tokens of this rank and micro-batch.
+        engine, schedule, ddp, finalize: the powers of counts by which each place multiplies the loss or its gradient.
         dynamic_cp: True if it holds where the context-parallel group changes between micro-batches.
     """
 
@@ -123,23 +123,23 @@ def carriers_of(per_token: bool) -> list[Carrier]:
 
 
 def find_carrier(form: Form, per_token: bool, dynamic_cp: bool = False) -> Carrier:
-    """The row of a form. Raises ValueError for one that is unknown, or not exact with per-token loss or dynamic CP."""
+    """The row of a form; ValueError for an unknown form, or one that is not exact with these settings."""
     forms = {row.form: row for row in carriers_of(per_token)}
     if form not in forms:
         known = ", ".join(map(repr, forms))
         if any(row.form == form for row in CARRIERS):
             has, turn = ("with", "off") if per_token else ("without", "on")
             raise ValueError(
-                f"form={form!r} {has} per-token loss: the scaling that it undoes is another one there. Turn "
+                f"form={form!r} {has} per-token loss: Megatron's scaling is then another than this form cancels. Turn "
                 f"calculate_per_token_loss {turn}, or choose one of {known}."
             )
         raise ValueError(f"form={form!r}: there is no such form. Choose one of {known}.")
     if dynamic_cp and not forms[form].dynamic_cp:
         has = "with" if per_token else "without"
         raise ValueError(
-            f"form={form!r} {has} per-token loss, in a step whose cp_groups change between micro-batches: what is "
-            "scaled by sizes of groups and numbers of micro-batches, which differ between ranks, is wrong. Plan with "
-            "per-token loss, and return '3-tuple', 'sum' or 'verl'."
+            f"form={form!r} {has} per-token loss, in a step whose cp_groups change between micro-batches: this form "
+            "scales by group sizes and numbers of micro-batches, which then differ between ranks. Plan with per-token "
+            "loss, and return '3-tuple', 'sum' or 'verl'."
         )
     return forms[form]
 
@@ -149,7 +149,7 @@ def product(powers: Powers, counts: Mapping[Count, float | None]) -> float:
     values = {name: (counts[name], power) for name, power in powers.items()}
     if missing := [name for name, (value, _) in values.items() if value is None]:
         raise ValueError(
-            f"totals without {', '.join(missing)}: what is returned is multiplied by it. Give the count of the whole "
-            "step."
+            f"totals without {', '.join(missing)}: the returned loss is multiplied by this count. Give the count of "
+            "the whole step."
         )
     return math.prod(value**power for value, power in values.values() if value is not None)

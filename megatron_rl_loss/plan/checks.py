@@ -1,4 +1,4 @@
-"""Refusals and warnings before a step's first micro-batch."""
+"""Validation of a step before its first micro-batch: errors and warnings."""
 
 import logging
 import warnings
@@ -24,14 +24,14 @@ def check_samples(
     groups: StepGroups,
     term_masks: Sequence[str] = (),
 ) -> Sequence[Samples] | None:
-    """The samples of a rank's micro-batches; refuses what the modes, the layouts or the schedule cannot use."""
+    """The samples of a rank's micro-batches, validated for the modes, the layouts and the schedule."""
     if num_microbatches is not None:
         check_int("num_microbatches", num_microbatches, 1, "Pass what the schedule is called with")
     if samples is None:
         if num_microbatches is None:
             raise ValueError(
-                "neither samples nor num_microbatches: a pipeline stage that reads no data must say how many "
-                "micro-batches there are. Pass num_microbatches."
+                "neither samples nor num_microbatches: a pipeline stage that reads no data must give the number of "
+                "micro-batches. Pass num_microbatches."
             )
         return None
     if isinstance(samples, Samples) or not isinstance(samples, Sequence):
@@ -41,8 +41,8 @@ def check_samples(
         )
     if num_microbatches not in (None, len(samples)) or not samples:
         raise ValueError(
-            f"{len(samples)} Samples for {num_microbatches or 'a step of'} micro-batches: there must be one for each. "
-            "Pass Samples([]) for filler micro-batches, and for a rank without data."
+            f"{len(samples)} Samples for {num_microbatches or 'one or more'} micro-batches: each micro-batch must have "
+            "one Samples. Pass Samples([]) for filler micro-batches, and for a rank without data."
         )
     for number, one in enumerate(samples):
         if not isinstance(one, Samples):
@@ -53,8 +53,8 @@ def check_samples(
         if one.cp_group is not None and size_of(groups.cp_group) > 1:
             raise ValueError(
                 f"the samples of micro-batch {number} with a cp_group of their own, in a plan with a cp_group of "
-                f"{size_of(groups.cp_group)} ranks: these would each count them. Pass the group over DP x CP as "
-                "dp_group, and no cp_group to the plan."
+                f"{size_of(groups.cp_group)} ranks: each of these ranks would count the samples. Pass the group over "
+                "DP x CP as dp_group, and no cp_group to the plan."
             )
         one.local(*one.place_in(groups.cp_group))  # raises if the layout cannot be cut so
     read_masks(samples)
@@ -64,36 +64,35 @@ def check_samples(
 
 
 def check_ids(totals: StepTotals, asked: Set[str]) -> None:
-    """Warn of ids that a mode asks for and that collide, and of prompt ids that group nothing."""
+    """Warn where ids that a mode uses collide, and where every prompt group has one rollout."""
     rollouts, samples = (totals.units.get(key, Units()).all or 0 for key in ("rollout", "sample"))
     for key in sorted(asked - {"step", "sample", "rollout"}) if rollouts > 1 and world_rank() == 0 else ():
         units = totals.units.get(key, Units())
         if isinstance(units.samples, ByKey) and units.samples.largest == samples:
             warnings.warn(
-                f"one {key} has a part of all {samples} samples of the step: ids that are counted anew in each sample, "
-                f"in each micro-batch or on each rank collide. Look at the {key} ids, which must tell the {key}s of "
-                "the whole step apart.",
+                f"one {key} has tokens of all {samples} samples of the step: {key} ids that start again in each "
+                f"sample, micro-batch or rank collide. Make {key} ids unique in the whole step.",
                 stacklevel=5,
             )
         elif key == "prompt" and units.all == rollouts:
             warnings.warn(
-                "every prompt group of the step has one rollout: a mean over groups is then one over rollouts. Look at "
-                "the prompt ids, which must be equal for the responses to one prompt.",
+                "every prompt group of the step has one rollout: a mean over prompts is then a mean over rollouts. "
+                "Check the prompt ids: all responses to a prompt must share its id.",
                 stacklevel=5,
             )
 
 
 def check_active_tokens(totals: StepTotals, *, per_token_loss: bool, empty_step: EmptyStep) -> None:
-    """Warn of a step without an active token, or refuse it; refuse more tokens than Megatron can count."""
+    """Warn of a step without an active token, or raise; raise for more tokens than Megatron can count."""
     tokens = totals.step_active_tokens
     if tokens == 0:
         if empty_step == "error":
             raise BadBatchError(
-                "a step without one active token: empty_step, or --loss-aggregation-empty-step, asks to stop there. "
-                "Look at the masks of the data."
+                "a step without one active token: empty_step='error', or --loss-aggregation-empty-step, aborts it. "
+                "Check the loss masks."
             )
         if world_rank() == 0:
-            logger.warning("a step without one active token: its policy gradient is zero. Look at the masks.")
+            logger.warning("a step without one active token: its policy gradient is zero. Check the loss masks.")
     if per_token_loss and tokens is not None and tokens >= 2**31:
         raise BadBatchError(
             f"{tokens} active tokens with per-token loss: Megatron sums token counts as int32. Use smaller steps."

@@ -15,19 +15,19 @@ from megatron_rl_loss.step.totals import StepTotals
 
 
 def check_finished(is_carried: Sequence[bool]) -> None:
-    """Refuse a step of which some micro-batches were trained on and others were not."""
+    """Raise ValueError for a step of which some micro-batches were trained on and others were not."""
     if any(is_carried) and not all(is_carried):
         left = [number for number, one in enumerate(is_carried) if not one]
         raise ValueError(
-            f"a plan of {len(is_carried)} micro-batches, of which {left[:8]} were not trained on: the others were "
-            "scaled as parts of the whole step. Give one call of the schedule all micro-batches of the plan; after an "
-            "error in the step call plan.restart()."
+            f"a plan of {len(is_carried)} micro-batches, of which {left[:8]} were not trained on: the weights of the "
+            "others are those of the whole step. Train on all micro-batches of the plan in one call of the schedule; "
+            "after an error in the step call plan.restart()."
         )
 
 
 @dataclass(eq=False)
 class StepFacts:
-    """The facts of one step on this rank, and what its micro-batches have noted so far.
+    """The facts of one step on this rank, and the notes of its micro-batches so far.
 
     Attributes:
         modes: of the policy loss and of further terms.
@@ -35,10 +35,10 @@ class StepFacts:
         num_microbatches: of this step on this rank.
         groups: that the step is spread over.
         per_token_loss: Megatron's `calculate_per_token_loss`.
-        notes: of each micro-batch, what it measured, by name.
-        is_carried: of each micro-batch, True once its share was returned for training; always this list.
-        watched: on a device, values whose sum is looked at after the step: description, values, sum, reducer.
-        wrong_tokens: on a device, for each comparison with local tokens, how many differ.
+        notes: the values of each micro-batch, by name.
+        is_carried: for each micro-batch, True once its share was returned for training; always this list.
+        watched: on a device, values whose sum is checked after the step: description, values, sum, reducer.
+        wrong_tokens: on a device, the number of tokens that differ in each comparison with local tokens.
     """
 
     modes: LossModes
@@ -56,7 +56,7 @@ class StepFacts:
         self.restart()
 
     def restart(self) -> None:
-        """Forget what was noted and carried."""
+        """Drop all notes, and count no micro-batch as trained on."""
         self.notes = [{} for _ in range(self.num_microbatches)]
         self.is_carried[:] = [False] * self.num_microbatches
         self.watched.clear()
@@ -99,25 +99,25 @@ class StepFacts:
         self.is_carried[number] = True
 
     def check_fresh(self, number: int) -> None:
-        """Refuse a micro-batch that was trained on."""
+        """Raise ValueError for a micro-batch that was trained on."""
         if self.is_carried[number]:
             state = "was trained on already, all of it" if all(self.is_carried) else "is being trained on"
             raise ValueError(
-                f"micro-batch {number} of a plan, a second time: its step {state}. Plan each step anew; to "
-                "train on the same samples once more (another epoch, or after an error), call plan.restart() first."
+                f"micro-batch {number} of a plan, a second time: the plan {state}. Call plan_step for each step; to "
+                "train on the same samples again (another epoch, or after an error), call plan.restart() first."
             )
 
     def check_tokens(self) -> None:
-        """Refuse local tokens that are not the plan's cut of the samples' tokens; reads the device."""
+        """Raise ValueError for local tokens that differ from the plan's cut of the samples; reads the device."""
         if wrong := sum(int(count) for count in self.wrong_tokens):
             raise ValueError(
                 f"{wrong} local tokens that are not those of the plan's layout: the model cuts the micro-batch in "
-                "another way, and losses would meet the weights of other tokens. Give Samples the layout that the "
-                "model cuts by: ZigzagTHD for Megatron's packed sequences, ZigzagBSHD for its rows."
+                "another way, so losses would get the weights of other tokens. Give Samples the model's layout: "
+                "ZigzagTHD for Megatron's packed sequences, ZigzagBSHD for its rows."
             )
 
     def report_not_finite(self) -> None:
-        """Log the first token that is to blame for each sum on a device that is NaN or infinite; reads the device."""
+        """Log the first bad token of each sum on a device that is NaN or infinite; reads the device."""
         for what, values, total, reducer in self.watched:
             if not bool(total.isfinite()):
                 reducer.report_not_finite(what, values)

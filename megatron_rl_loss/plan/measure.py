@@ -21,7 +21,7 @@ from megatron_rl_loss.step.values import check_values
 
 #: A micro-batch -> a value for each token that this rank holds; or bools, true for those to keep.
 TokenFunction = Callable[[Microbatch], Tensor]
-_RULE, _REMEDY = "it must be a function of a micro-batch", "Pass one that gives a value for each token"
+_RULE, _REMEDY = "it must be a function of a micro-batch", "Pass a function that gives a value for each token"
 
 
 class Measurement:
@@ -121,7 +121,7 @@ def _begin(facts: StepFacts, mine: Floats | Exception | None, *sums: float) -> l
     raise_together(failures > 0, failure, facts.groups.all)
     if ranks != (expected := facts.dp_size * facts.cp_size):
         given = f"values of {max(ranks, 0):.0f} of {expected} ranks of a pipeline stage"
-        raise ValueError(f"{given}: each rank that computes the loss must give values. Pass None on other stages.")
+        raise ValueError(f"{given}: all ranks that compute the loss must give values. Pass None on other stages.")
     return totals
 
 
@@ -149,7 +149,7 @@ def _active_tokens(microbatches: Sequence[Microbatch], values: TokenFunction, ma
     active = np.concatenate(parts, 1)
     if not np.isfinite(active).all():
         wrong = active[~np.isfinite(active)][0]
-        raise ValueError(f"a value of {wrong:g} at an active token: it would hide all others. Clamp it, or mask it.")
+        raise ValueError(f"a value of {wrong:g} at an active token: values must be finite. Clamp or mask it.")
     return active
 
 
@@ -159,13 +159,13 @@ def _flags_in_buffer(microbatches: Sequence[Microbatch], flags: TokenFunction, n
     parts = [np.zeros(0, np.uint8)]
     if any(name in one.samples.by_mask and name not in one.kept for one in microbatches):
         raise ValueError(
-            f"tokens to keep as {name!r}, which is a mask of the Samples: it would be replaced. Choose another name."
+            f"tokens to keep as {name!r}, which is a mask of the Samples: keep needs a new name. Choose another."
         )
     for microbatch in microbatches:
         given = flags(microbatch)
         if not isinstance(given, Tensor) or given.dtype != torch.bool:
             kind = given.dtype if isinstance(given, Tensor) else f"a {type(given).__name__}"
-            raise TypeError(f"tokens to keep are {kind}: they must be a tensor of bools. Pass a comparison.")
+            raise TypeError(f"tokens to keep are {kind}: they must be a tensor of bools. Return a comparison.")
         parts.append(np.zeros(microbatch.samples.total_tokens, np.uint8))
         parts[-1][microbatch.tokens.positions] = _of_tokens("tokens to keep", given.float(), microbatch.tokens)
     return np.concatenate(parts)

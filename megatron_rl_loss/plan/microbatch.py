@@ -11,7 +11,7 @@ from typing import Any, Literal, NoReturn, overload
 import torch
 from torch import Tensor
 
-from megatron_rl_loss.errors import check_choice, check_mapping
+from megatron_rl_loss.errors import check_mapping
 from megatron_rl_loss.modes.names import Aggregation, resolve
 from megatron_rl_loss.plan.carriers import Form, PairForm, find_carrier
 from megatron_rl_loss.plan.facts import StepFacts
@@ -34,7 +34,7 @@ _Key = tuple[str, int, float | None, UnitCounting, str | None]
 
 
 class Microbatch:
-    """A micro-batch of a `Plan`, with what it takes to reduce its losses.
+    """A micro-batch of a `Plan`, which reduces its losses.
 
     Attributes:
         samples: its masks, ids and layout.
@@ -108,7 +108,7 @@ class Microbatch:
         """
         if self.samples.tokens is None:
             raise ValueError(
-                "check_tokens of Samples without tokens: there is nothing to compare. Give Samples tokens."
+                "check_tokens of Samples without tokens: there is nothing to compare. Pass Samples(..., tokens=...)."
             )
         whole = torch.as_tensor(self.samples.tokens, device=tokens.device).reshape(-1)
         cut = self.local(whole)
@@ -149,23 +149,23 @@ class Microbatch:
 
     @cached_property
     def sample_mean(self) -> WeightedSum:
-        """Per-token values -> this rank's share of their sample mean: for metrics, whatever the mode."""
+        """Per-token values -> this rank's share of their sample mean: for metrics, in any mode."""
         return self._beside("sample_mean", resolve("sample_mean", units=self._facts.modes.policy.units))
 
     @cached_property
     def token_mean(self) -> WeightedSum:
-        """Per-token values -> this rank's share of their token mean: for metrics, whatever the mode."""
+        """Per-token values -> this rank's share of their token mean: for metrics, in any mode."""
         return self._beside("token_mean", resolve("token_mean"))
 
     def _beside(self, name: str, aggregation: Aggregation) -> WeightedSum:
-        """A reducer of its own beside `pg_loss`, whose mode it may have: an audit tells their values apart."""
+        """A reducer other than `pg_loss`, even by the same mode: an audit tells their values apart."""
         reducer = copy(self._reducer(name, aggregation))
         reducer.name = name
         self._reducers[(f"beside {name}", *_key(aggregation)[1:])] = reducer
         return reducer
 
     def _reducer(self, name: str, aggregation: Aggregation, mask: str | None = None) -> WeightedSum:
-        """Made once for each mode and mask; the one of the policy loss is named pg, whoever needs it first."""
+        """The reducer of a mode and mask, made once; that of the policy loss is always named pg."""
         key = _key(aggregation, mask)
         if key not in self._reducers:
             try:
@@ -206,14 +206,15 @@ class Microbatch:
         terms = losses if isinstance(losses, Mapping) else {"pg_loss": losses}
         if not terms or (several and "loss" in terms):
             raise ValueError(
-                f"a loss of the terms {list(terms)}: there must be one at least, and none named 'loss', which is their "
+                f"a loss of the terms {list(terms)}: there must be one at least, and none named 'loss', the name of "
+                "the "
                 'sum. Name each term, e.g. {"pg": losses, "kl": Term(kl, coef=0.01)}.'
             )
         of_step = {name: one if isinstance(one, Metric) else Metric(one) for name, one in (metrics or {}).items()}
         if clash := sorted(of_step.keys() & ({"loss", *terms} if several else terms.keys())):
             raise ValueError(
-                f"a metric named {clash[0]!r}: the loss itself, or a term of it, is reported by that name. Choose "
-                "another name."
+                f"a metric named {clash[0]!r}: the loss or one of its terms is reported by that name. Choose another "
+                "name."
             )
         summands = (
             [self._summand(name, term) for name, term in terms.items()]
@@ -255,8 +256,8 @@ class Microbatch:
         term = term if isinstance(term, Term) else Term(term)
         if isinstance(term.coef, bool) or not isinstance(term.coef, Real) or not math.isfinite(term.coef):
             raise ValueError(
-                f"the term {name!r} with coef={term.coef!r}: it must be a finite number. 0 reports a term without "
-                "training on it."
+                f"the term {name!r} with coef={term.coef!r}: it must be a finite number. Pass 0 to report a term "
+                "without training on it."
             )
         aggregation = self._facts.modes.of_term(name, term.mode, divisor=term.divisor, units=term.units)
         return Summand(term.values, self._reducer(name, aggregation, term.mask), term.coef, name)
@@ -278,7 +279,7 @@ class Microbatch:
         for name, value in shares.items():
             _check_scalar(name, value)
         if len(devices := {str(value.device) for value in shares.values()}) > 1:
-            raise ValueError(f"shares on {sorted(devices)}: they are reduced together. Move them to one device.")
+            raise ValueError(f"shares on {sorted(devices)}: shares are reduced together. Move them to one device.")
         return self._note({name: Note("mean", value.detach()[None]) for name, value in shares.items()})
 
     @overload
@@ -288,14 +289,14 @@ class Microbatch:
     @overload
     def carry(self, share: Tensor, report: Any = None, *, form: Literal["sum", "mean"]) -> Tensor: ...
     def carry(self, share: Tensor, report: Any = None, *, form: Form = "3-tuple") -> Any:
-        """The return value of a loss function for its share, so that the trainer's own scaling cancels.
+        """The return value of a loss function for its share: the trainer's own scaling cancels.
 
         Args:
             share: 0-dim, connected to the graph; shares of all ranks and micro-batches add up to the step loss.
-            report: any mapping that your trainer logs, or ``report(...)``. A loss alone goes without it.
-            form: ``3-tuple`` (loss, num_tokens, report) or ``2-tuple`` (loss, report) for Megatron's schedule; without
-                it the loss alone, for a trainer that adds up the gradients of ranks, ``sum``, or averages them over DP
-                and CP ranks, ``mean``; (loss, report) for the loss function of an engine that scales it before
+            report: any mapping that your trainer logs, or ``report(...)``; unused with ``sum`` and ``mean``.
+            form: ``3-tuple`` (loss, num_tokens, report) or ``2-tuple`` (loss, report) for Megatron's schedule. The loss
+                alone for a trainer without that schedule: ``sum`` where gradients of ranks are added, ``mean`` where
+                they are averaged over DP and CP ranks. (loss, report) for an engine that scales the loss before
                 Megatron does: ``slime`` (and miles), ``verl``, ``nemo_rl``.
 
         Raises:
@@ -312,8 +313,8 @@ class Microbatch:
             )
         if not self._reducers or (trains and not any(one.num_uses for one in self._reducers.values())):
             raise ValueError(
-                "a share that was put together without this micro-batch's reducers: it cannot be a share of this "
-                "step's loss. Reduce per-token losses with pg_loss, sample_mean or token_mean of this micro-batch."
+                "a share that was put together without this micro-batch's reducers: only these know the step's "
+                "weights. Reduce per-token losses with pg_loss, sample_mean or token_mean of this micro-batch."
             )
         carrier = find_carrier(form, self._facts.per_token_loss, self._facts.dynamic_cp)
         if trains:
@@ -333,19 +334,24 @@ class Microbatch:
     def gap(self, name: str, values: Tensor) -> Tensor:
         """The largest ``|values - log_probs[name]|`` at this rank's active tokens, 0-dim; 0 without one.
 
-        0 where the training pass runs the kernels of the forward pass before the step, without dropout. Above 1e-4 it
-        warns, on the host: what was measured is of another policy than the one in training. Raises ValueError for
-        values of another shape.
+        The gap is 0 where the training pass runs the kernels of the forward pass before the step, without dropout. On
+        the host a gap above 1e-4 warns: the measured policy is then not the one in training. Raises ValueError for
+        values of another shape, and for a name of no forward pass.
         """
-        check_choice("forward pass", name, self.log_probs)
+        if name not in self.log_probs:
+            raise ValueError(
+                f"gap({name!r}) with values of the forward passes: {', '.join(self.log_probs) or 'none'}: the pass "
+                f"must run before the step. Call forward.log_probs({name!r}, ...) in before_step."
+            )
         check_values(f"values beside log_probs[{name!r}]", values, self.tokens)
         gaps = (values.detach().float() - self.log_probs[name].float().view_as(values)).abs().flatten()
         active = on_device(self.tokens.mask != 0, gaps.device)
         gap = torch.cat([gaps.new_zeros(1), gaps.masked_fill(~active, 0)]).max()
         if gap.is_cpu and not gap <= 1e-4:
             warnings.warn(
-                f"{name}: the training pass and the forward pass before it differ by up to {float(gap):.2g} at a "
-                "token. Thresholds and survivors are the earlier pass's. Switch dropout off, and run the same kernels.",
+                f"{name} of the training pass and of the forward pass before it differ by up to {float(gap):.2g} at a "
+                "token: thresholds and survivors come from the earlier pass. Switch dropout off, and run the same "
+                "kernels in both.",
                 stacklevel=2,
             )
         return gap

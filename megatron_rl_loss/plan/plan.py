@@ -44,9 +44,9 @@ def make_plan(
 
 
 class Plan:
-    """A step on this rank: a sequence of its micro-batches, and what they share.
+    """A step on this rank: a sequence of its micro-batches, and the facts that they share.
 
-    It is trained on once: each micro-batch is carried once, and a second time is refused until `restart`.
+    A plan is trained on once: a second loss of a micro-batch raises ValueError until `restart`.
 
     Attributes:
         samples: of each micro-batch; None on a pipeline stage that reads no data.
@@ -85,13 +85,13 @@ class Plan:
 
         Args:
             values: a micro-batch -> a finite float, rounded to float32, for each token of this rank, shaped as losses.
-                None on a pipeline stage that computes no loss: it is told the results.
+                None on a pipeline stage that computes no loss: the stage receives the results.
             mask: one of the samples' further masks in place of the loss mask.
 
         One round of 32 bytes over the data-, context-, tensor- and pipeline-parallel groups. Raises BadBatchError on
         every rank (the error itself where there is one) if `values` raises or gives anything else on any, and
         ValueError if it is None on a part of a stage. Under context parallelism an error of `values` is raised on its
-        own rank at once, as `values` may have left others waiting in a collective: the launcher ends these.
+        own rank at once, because other ranks may wait in a collective of `values`: the launcher ends these.
         """
         return Measurement(self.facts, self._given(values), values, mask)
 
@@ -109,7 +109,7 @@ class Plan:
         return None if function is None or self.samples is None else self.microbatches
 
     def restart(self) -> None:
-        """Train on the same samples once more: another epoch, or after an error. Forgets what was noted."""
+        """Allow training on the same samples again: another epoch, or after an error. Drops all notes."""
         self.facts.restart()
 
     def finish(self, reports: Sequence[Any] = ()) -> dict[str, Tensor]:
@@ -123,11 +123,13 @@ class Plan:
             BadBatchError: on all of these ranks (the error itself where there is one): micro-batches that were not
                 trained on, while others were; a micro-batch that leaves out a metric of tokens that it has; local
                 tokens that are not the plan's cut (`Microbatch.check_tokens`).
+            ValueError: on all of these ranks: a mode that was declared for a term, and a loss without that term.
         """
         facts = self.facts
         outcome = attempt(lambda: self._check_end(reports))
         failure = outcome if isinstance(outcome, Exception) else None
         values = reduce_notes(facts.notes, facts.groups.of_loss, self._has_tokens, failure)
+        self._check_terms(values)
         facts.report_not_finite()
         for report in reports:
             if isinstance(report, dict) and (not report or report.keys() & values.keys()):
@@ -136,15 +138,19 @@ class Plan:
 
     def _check_end(self, reports: object) -> None:
         if isinstance(reports, Mapping):
-            raise TypeError("reports is one report: there must be one for each micro-batch. Pass a list.")
+            raise TypeError("reports is one report: each micro-batch must have one. Pass a list.")
         check_finished(self.facts.is_carried)
         self.facts.check_tokens()
-        noted = {name for notes in self.facts.notes for name in notes}
-        declared = sorted(self.facts.modes.terms.keys() - noted)
-        if declared and "loss" in noted and any(self.facts.is_carried):  # "loss" is the sum of terms
+
+    def _check_terms(self, values: Mapping[str, Tensor]) -> None:
+        """Raise ValueError for a mode that was declared for no term; the values' names are those of all ranks."""
+        terms = self.facts.modes.terms.items()  # those whose mode declares sums may serve metrics alone
+        declared = sorted(name for name, one in terms if name not in values and not one.mode.sums)
+        if declared and values and any(self.facts.is_carried):
             raise ValueError(
-                f"a mode for the term {declared[0]!r}, and a loss of the terms {sorted(noted - {'loss'})}: no term has "
-                "that mode. Declare modes by the names that the loss gives its terms."
+                f"a mode for the term {declared[0]!r}, and a loss that reports {sorted(values)}: a mode must be "
+                "declared for a term of the loss. Name the term so, as in loss({...}), or drop the mode from terms= "
+                "and flags."
             )
 
     def _has_tokens(self, number: int, mask: str | None) -> bool:
@@ -163,7 +169,7 @@ class Plan:
         return {name: value for name, value in counts.items() if value is not None}
 
     def describe(self) -> str:
-        """The step in a line of the log that shows what no check can: wrong ids, masks or numbers of ranks."""
+        """The step in a line of the log, where wrong ids, masks or numbers of ranks show that no check can find."""
         facts, counts = self.facts, self.summary
         parts = ["counts not known on this rank"]
         if rollouts := counts.get("rollouts"):

@@ -1,4 +1,4 @@
-"""Checks that a loss function returned what its micro-batch handed out: another loss would train silently."""
+"""Validation of a loss function's return value: a loss that its micro-batch did not make would train silently."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class Receipt(NamedTuple):
-    """The tensors of what `Microbatch.carry` returned last, how often each had been changed in place, and its names."""
+    """The tensors that `Microbatch.carry` returned last, their numbers of changes in place, and the noted names."""
 
     tensors: tuple["ReferenceType[Tensor]", ...]  # not the loss itself, which would keep its graph
     versions: tuple[int, ...]
@@ -24,33 +24,32 @@ def _version(tensor: Tensor) -> int:
 
 
 def check_returned(returned: object, receipt: Receipt | None, *, trains: bool = False) -> None:
-    """Refuse what a loss function returned unless it is, object by object and unchanged, what `carry` returned last.
+    """Raise ValueError unless a loss function returned the very objects that `carry` returned last, unchanged.
 
-    Anything else (its own mean, a tuple without the count, an earlier micro-batch's loss, a term added on top) would
-    train on another aggregation: Megatron scales whatever it is given. So would a report of shares be logged as means
-    over the micro-batches of one rank.
+    Any other loss (a mean of its own, a tuple without the count, an earlier micro-batch's loss, a term added on top)
+    would train on another aggregation, because Megatron scales every loss alike. A report of shares would be logged as
+    means over the micro-batches of one rank.
     """
     length = 3 if receipt is None else len(receipt.tensors) + 1
     if isinstance(returned, Tensor) and receipt is not None:
         raise ValueError(
-            "loss_func returned a loss alone, as form='sum' and form='mean' give it: Megatron's schedule takes (loss, "
-            "num_tokens, report). Return microbatch.loss(per_token_loss, metrics), without a form."
+            "loss_func returned a loss alone, the result of form='sum' or form='mean': Megatron's schedule takes "
+            "(loss, num_tokens, report). Return microbatch.loss(per_token_loss, metrics), without a form."
         )
     if not isinstance(returned, tuple) or len(returned) != length:
         shown = f"{len(returned)} values" if isinstance(returned, tuple) else f"a {type(returned).__name__}"
         raise ValueError(
-            f"loss_func returned {shown}: Megatron must be handed what this micro-batch's loss() or carry() returned, "
-            "all of it. Return microbatch.loss(per_token_loss, metrics) as it is."
+            f"loss_func returned {shown}: it must return all that this micro-batch's loss() or carry() returned. "
+            "Return microbatch.loss(per_token_loss, metrics) unchanged."
         )
     for part, reason in _differences(returned[:-1], receipt):
         raise ValueError(
-            f"loss_func returned a {part} that this micro-batch did not hand out: {reason}. Return what "
-            "microbatch.loss(...) or microbatch.carry(share, report) of this micro-batch returned, unchanged; put "
-            "further terms into the share."
+            f"loss_func returned a {part} that this micro-batch did not hand out: {reason}. Return the result of this "
+            "micro-batch's loss(...) or carry(share, report) unchanged; put further terms into loss({...})."
         )
     if trains and not returned[0].requires_grad:
         raise ValueError(
-            "loss_func made a loss without gradients in a step that is trained on: it would train nothing. Leave "
+            "loss_func made a loss without gradients in a training step: such a loss trains nothing. Leave "
             "torch.no_grad() out of the loss function."
         )
     report = returned[-1] if isinstance(returned[-1], Mapping) else {}
@@ -58,7 +57,7 @@ def check_returned(returned: object, receipt: Receipt | None, *, trains: bool = 
     if own and len(own) == len(report) and not (receipt and receipt.noted & report.keys()):
         raise ValueError(
             f"a report of single numbers, {', '.join(report)}: Megatron logs their mean over the micro-batches of one "
-            "rank, and shares must be summed. Pass shares through microbatch.report({name: share})."
+            "rank, but shares must be summed. Pass shares through microbatch.report({name: share})."
         )
 
 

@@ -56,10 +56,10 @@ def fold_into_advantages(
     if any(hasattr(one, _MARK) for one in advantages):
         raise ValueError(
             "advantages that were folded already: folding them again would divide by the step's counts twice. Fold "
-            "once per step, before it is cut into micro-batches."
+            "once per step, before the step is cut into micro-batches."
         )
     if of_samples.get("layout") is not None:
-        raise ValueError("a layout of advantages to fold: these are whole rows, one per sample. Leave layout= out.")
+        raise ValueError("layout= with advantages to fold: these are whole rows, one per sample. Leave layout= out.")
     samples = Samples(loss_masks, **of_samples)
     check_one_each("advantages", len(advantages), "loss masks", len(samples))
     rows = [one.detach() if isinstance(one, Tensor) else torch.tensor(one, device="cpu") for one in advantages]
@@ -71,8 +71,8 @@ def fold_into_advantages(
     weights = checked_weights(aggregation, samples.local(0, 1), totals).to(flat.device)
     if bool((weights < 0).any()) or not bool(torch.isfinite(flat[weights != 0]).all()):
         raise ValueError(
-            "weights below 0, or advantages with NaN or Inf at active tokens: a loss is homogeneous in finite "
-            "advantages, for weights from 0 on. Mask such tokens, or aggregate the losses with make_pg_loss_reducer."
+            "weights below 0, or advantages with NaN or Inf at active tokens: folding takes finite advantages and "
+            "weights >= 0. Mask such tokens, or aggregate the losses with make_pg_loss_reducer."
         )
     # Each in a storage of its own, so that one sent elsewhere does not take all along.
     folded = [part.clone() for part in (flat * weights).masked_fill(weights == 0, 0).split(samples.mask_lengths)]

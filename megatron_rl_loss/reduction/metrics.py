@@ -1,7 +1,7 @@
 """Metrics of a step: averaged over samples, tokens, prompts or any key, and reduced once, after its last micro-batch.
 
-A micro-batch notes what it measured (`Note`). `reduce_notes` makes the step's values of the notes of all micro-batches
-and ranks: names travel along, so a rank or micro-batch without a metric adds nothing to it.
+A micro-batch notes its values (`Note`). `reduce_notes` reduces the notes of all micro-batches and ranks to the step's
+values. Names travel along, so a rank or micro-batch without a metric adds nothing to that metric.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +31,7 @@ MODE_OF: dict[str, str] = {
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric of the step, not differentiated; w are the weights of what it is over, E[x] = sum w x / sum w.
+    """A metric of the step, not differentiated; with the weights w of its mode, E[x] = sum w x / sum w.
 
     Attributes:
         values: one for each token this rank holds, in the layout's order; NaN where masked is ignored.
@@ -51,7 +51,7 @@ class Metric:
 
     def __post_init__(self) -> None:
         if not isinstance(self.over, str):
-            raise TypeError(f"a metric over {self.over!r}: it must be a name, of a mode or of ids. Pass 'samples'.")
+            raise TypeError(f"a metric over {self.over!r}: over must be the name of a mode or of ids. Pass 'samples'.")
         check_choice("kind of metric", self.kind, get_args(Kind))
 
     def rows(self) -> list[Tensor]:
@@ -111,9 +111,9 @@ def reduce_notes(
         for number, notes in enumerate(of_microbatches):
             if name not in notes and has_tokens(number, mask):
                 failure = ValueError(
-                    f"micro-batch {number} reports {list(notes)}, while another one, maybe of another rank, reports "
-                    f"{name!r}: its tokens would count as 0. Report the same names every time; only a metric of tokens "
-                    "that a micro-batch has none of may be left out there."
+                    f"micro-batch {number} reports {list(notes)}, while another, maybe of another rank, reports "
+                    f"{name!r}: the tokens of micro-batch {number} would count as 0 in {name!r}. Report {name!r} in "
+                    "every micro-batch that has active tokens of it."
                 )
     sizes = {name: 1 if kind in ("mean", "min", "max") else 3 for name, kind, *_ in known}
     of_max = [name for name, kind, *_ in known if kind in ("min", "max")]
@@ -164,7 +164,7 @@ def _agree_on(mine: _Names, groups: Sequence[Group]) -> _Names:
     names = [name for name, *_ in mine]
     if twice := [one for one in mine if names.count(one[0]) > 1]:
         raise ValueError(
-            f"metrics {twice}: a name with two kinds, masks or aggregations in one step. Make a metric, or a term of "
-            "the loss, alike in every micro-batch and on every rank."
+            f"metrics {twice}: a name must have one kind, mask and aggregation in a step. Report a metric, or a term "
+            "of the loss, alike in every micro-batch and on every rank."
         )
     return mine

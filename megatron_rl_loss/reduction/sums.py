@@ -54,8 +54,8 @@ def make_pg_loss_reducer(
     >>> make_pg_loss_reducer("token_mean", masks, totals=totals)(torch.tensor([1.0, 2.0, 9.0, 6.0]))
     tensor(3.)
 
-    Shares add up. Where gradients are averaged over ranks instead (plain `DistributedDataParallel`, FSDP), train on
-    ``world_size * share``, with the ranks that are averaged over.
+    Shares add up. A trainer that averages gradients over ranks (plain `DistributedDataParallel`, FSDP) trains on
+    ``world_size * share``, with the number of these ranks.
 
     Args:
         mode: ``sample_mean``, ``prompt_mean``, ``token_mean``, ``constant``, ``token_sum``, a registered name, another
@@ -66,7 +66,7 @@ def make_pg_loss_reducer(
         divisor: L of ``constant``, in tokens (the generation budget, say), or d of ``token_sum``; with no other mode.
         units: count every unit (``all``, unless a framework's name says otherwise) or only those with a token of
             nonzero weight (``active``).
-        cp_rank, cp_size: this rank's place in its context-parallel group; a rank of several must be given.
+        cp_rank, cp_size: this rank's place in its context-parallel group; cp_rank is required where cp_size > 1.
 
     Returns:
         A `WeightedSum`, to be called. It takes the local per-token losses (float, in the layout's order) and returns a
@@ -85,7 +85,7 @@ def make_pg_loss_reducer(
 
 
 def reducer_of(aggregation: Aggregation, local: LocalTokens, totals: StepTotals) -> "WeightedSum":
-    """`make_pg_loss_reducer` of parts that are made and checked already."""
+    """`make_pg_loss_reducer` with parts that were made and validated before."""
     return WeightedSum(weigh(aggregation, local, totals), local, aggregation)
 
 
@@ -94,9 +94,9 @@ class WeightedSum:
 
     Attributes:
         weights: float32 [num_local_tokens], in the order of the losses. They move to the device of the losses.
-        gradient_scale: the gradient is that of so many sums (see `Gathered`).
+        gradient_scale: the factor of the sum's gradient (see `Gathered`).
         name: of the loss term, for an audit.
-        num_uses: sums that were made with a gradient.
+        num_uses: the number of sums made with a gradient.
     """
 
     name = "pg"
@@ -124,9 +124,9 @@ class WeightedSum:
         return self.weights
 
     def report_not_finite(self, what: str, values: Tensor) -> None:
-        """A line in the log that names the first active token whose value is NaN or infinite; reads the device.
+        """Log the first active token whose value is NaN or infinite; reads the device.
 
-        No error: other ranks may be waiting in a collective, and a loss scaler may want to skip the step.
+        No error is raised: other ranks may be waiting in a collective, and a loss scaler may skip the step.
         """
         flat = values.detach().reshape(-1)
         wrong = ((self.weights_on(flat.device) != 0) & ~flat.isfinite()).nonzero()[:1, 0].tolist()
@@ -135,12 +135,12 @@ class WeightedSum:
             place = int(self._local.positions[token]) - self._local.samples.mask_starts[sample]
             logger.warning(
                 f"rank {world_rank()}: {what} is {float(flat[token])} at token {place} of sample {sample} of a "
-                "micro-batch: its mask says that it counts, so the step's sum is not finite. Look at its log-probs "
+                "micro-batch: the token's mask is not 0, so the step's sum is not finite. Check the token's log-probs "
                 "and advantage, or mask it."
             )
 
     def tap(self, values: Tensor, term: str | None, coef: float) -> Tensor:
-        """The values to sum, with their gradient open to an audit: a term apart from what else is made of them."""
+        """The values to sum, with a tap on their gradient: that of this term alone."""
         if (taps := observed_taps()) is None:
             return values
         factor = self.gradient_scale * coef

@@ -1,4 +1,4 @@
-"""`tap` writes down the gradient that reaches a per-token loss, and changes nothing.
+"""`tap` records the gradient that reaches a per-token loss, and changes nothing.
 
 The gradient at a token's unreduced loss is everything that the loss function and the schedule do to that token on this
 rank: its weight, their factors and the loss scale. What happens to gradients afterwards a tap does not see.
@@ -20,7 +20,7 @@ from megatron_rl_loss.step.samples import Samples
 
 @dataclass
 class TappedLosses:
-    """The losses of one micro-batch that went through a tap, and what the tap was told of them."""
+    """The losses of one micro-batch that went through a tap, with the tap's arguments."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -43,7 +43,7 @@ class TappedLosses:
 
 @dataclass
 class LogProbPath:
-    """The gradient that an engine's loss sends to log-probs, to be compared with what arrives at the model's output.
+    """The gradient that an engine's loss sends to log-probs, which is compared with that at the model's output.
 
     With p the probability of a token and t the temperature, a gradient g at its log-prob makes the absolute values of
     the gradients by its logits add up to ``|g| * 2 * (1 - p) / t``.
@@ -69,7 +69,7 @@ class Taps:
         losses: by term and micro-batch. A term that is tapped twice in a micro-batch is a second term.
         paths, output_sizes: of each micro-batch of `tap_slopes`: its log-probs; the sum of the absolute values of the
             gradient by the model's output on this rank.
-        sizes_at_log_probs: the same sums for what went through `tap_output`, which then count.
+        sizes_at_log_probs: the same sums for outputs that went through `tap_output`; these then count.
     """
 
     num_microbatches: int = 0
@@ -150,7 +150,7 @@ def tap(
     log_probs: tuple[Tensor, Tensor] | None = None,
     at_log_probs: bool = False,
 ) -> Tensor:
-    """The losses as they are; while an audit observes the step, the gradient that reaches them is written down.
+    """The losses unchanged; while an audit observes the step, the tap records the gradient that reaches them.
 
     Call it in a loss function on the unreduced losses, before masks or weights are multiplied to them, once for each
     term: ``per_token_loss = tap(per_token_loss, samples=samples_of(batch))``. The reducers of this package do so
@@ -159,7 +159,7 @@ def tap(
     Args:
         per_token_loss: float, this rank's losses in the order of the samples' layout.
         name: of the term.
-        samples: what they are the losses of; may be left out where the audit has `samples_of`.
+        samples: the samples of these losses; optional where the audit has `samples_of`.
         expected_weights: the weight each of them should have, if the caller knows.
         coef: the factor of the term in the loss; an audit divides it out. NaN where there may be any.
         aggregation: the term's own, if it is not the policy loss's.

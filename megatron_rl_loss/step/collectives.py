@@ -81,13 +81,13 @@ def world_rank() -> int:
 
 
 def stated_dp_group(dp_group: Group | EllipsisType | None, what: str) -> Group | None:
-    """The data-parallel group that the user named, or None; refuses to guess one among several ranks."""
+    """The data-parallel group that the user named, or None; ValueError for neither in a job of several ranks."""
     if not isinstance(dp_group, EllipsisType):
         return dp_group
     if world_size() > 1:
         raise ValueError(
-            f"{what} of {world_size()} ranks without a dp_group: counts must be summed over the ranks that hold other "
-            "samples. Pass dp_group=..., or dp_group=None if this rank alone has the whole step."
+            f"{what} in a job of {world_size()} ranks without a dp_group: counts must be summed over the ranks that "
+            "hold other samples. Pass dp_group=..., or dp_group=None if this rank alone holds the whole step."
         )
     return None
 
@@ -115,7 +115,7 @@ def all_gather_single(received: Tensor, sent: Tensor, group: Group) -> None:
 
 
 def gather_rows(rows: npt.NDArray[np.int64], group: Group | None, most: int) -> npt.NDArray[np.int64]:
-    """Rows of all ranks, in rank order, from one all-gather; those of a rank with fewer than the most end with zeros.
+    """Rows of all ranks, in rank order, from one all-gather; a rank with fewer rows than the most adds rows of 0.
 
     Args:
         rows: int64 [num_rows, num_columns]; the same number of columns on every rank.
@@ -155,7 +155,7 @@ def attempt(prepare: Callable[[], Result]) -> Result | Exception:
 
 
 def raise_together(failed: bool, failure: Exception | None, groups: Sequence[Group]) -> None:
-    """If any rank failed, raise on all of them, with every failing rank's reason (costs collectives only then)."""
+    """Raise on all ranks if any of them failed, with every failing rank's reason (costs collectives only then)."""
     if not failed:
         return
     if failure is not None and not groups:

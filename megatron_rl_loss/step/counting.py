@@ -1,6 +1,6 @@
-"""Counting a step: what each rank holds, gathered once over the data-parallel group and summed by key on every rank.
+"""Counting a step: one gather of every rank's rows over the data-parallel group, and sums by key on every rank.
 
-A rank's header says how many it holds, whether it failed, and digests of its data and settings. Rows follow, one for
+A rank's header has its number of rows, a flag for failure, and digests of its data and settings. Rows follow, one for
 each key that the rank holds. Every rank then makes the same sums of the same rows, to the bit.
 """
 
@@ -27,13 +27,24 @@ from megatron_rl_loss.step.collectives import (
     size_of,
     world_rank,
 )
-from megatron_rl_loss.step.ids import Keys, hashed
+from megatron_rl_loss.step.ids import Keys, hashed, join_kinds, types_per_token, without_types
 from megatron_rl_loss.step.masks import Floats
 from megatron_rl_loss.step.samples import Samples, read_masks
 from megatron_rl_loss.step.units import ByKey, Sum, Units
 
 #: What is known of a rank before any row: flags, digests, numbers.
-_HEADER = ("failed", "has_data", "settings", "kinds", "data", "identity", "unlike", "has_cp_groups", "num_rows")
+_HEADER = (
+    "failed",
+    "has_data",
+    "settings",
+    "kinds",
+    "types",
+    "data",
+    "identity",
+    "unlike",
+    "has_cp_groups",
+    "num_rows",
+)
 #: Columns of a row, after the number of samples, for each mask; the declared sums follow.
 _OF_MASK = ("tokens", "active_tokens", "entries", "active_samples")
 #: Units that every rank knows by name, with samples or without; there is one step.
@@ -59,17 +70,17 @@ def gather_counts(
     sums: Sequence[Sum] = (),
     settings: str = "",
 ) -> list[Counts]:
-    """The counts of a step from what this rank holds in it, by the loss masks and by each further mask.
+    """The counts of a step from this rank's micro-batches, by the loss masks and by each further mask.
 
-    Over the data-parallel group an all-gather of nine numbers per rank, and where these agree another of the rows; then
+    Over the data-parallel group an all-gather of ten numbers per rank, and where these agree another of the rows; then
     a maximum over each group of replicas.
 
     Args:
-        microbatches: one `Samples` per micro-batch; None if this rank reads no data (a pipeline stage that needs none),
-            which then must hold for its whole data-parallel group; or the exception that kept the rank from it.
+        microbatches: one `Samples` per micro-batch; None if this rank, and so its whole data-parallel group, reads no
+            data (a pipeline stage that needs none); or the exception that this rank raised.
         masks: names of the further masks that are counted too; the same on every rank.
         sums: further sums by key; the same on every rank, in the same order.
-        settings: what else must be the same on every rank, such as the mode.
+        settings: further settings that must be the same on every rank, such as the mode.
 
     Returns:
         The counts; on a stage without data, the number of active tokens by the loss masks alone.
@@ -116,14 +127,14 @@ def gather_counts(
     raise_together(any_failed > 0, failure, groups.all)
     if not any_data:
         raise BadBatchError(
-            "no rank reads data for this step: there must be micro-batches. Give every rank its iterator "
+            "no rank reads data for this step: a step needs micro-batches. Give every rank a data iterator "
             "(is_distributed = True)."
         )
     if top != -bottom:
         raise BadBatchError(
             "ranks of one context, tensor or pipeline parallel group were given different samples for this step, or "
-            "layouts that differ: they must read the same data, and cut it alike. Shard and seed the loader by DP rank "
-            "only."
+            "layouts that differ: these ranks must read the same data and cut it alike. Shard and seed the loader by "
+            "DP rank only."
         )
     if not has_data:
         counts = [Counts(units={}) for _ in counts]
@@ -153,14 +164,13 @@ class _Held:
     ) -> None:
         read_masks(microbatches or ())
         filled = [samples for samples in microbatches or () if len(samples)]
-        kinds = {samples.kinds_of_ids for samples in filled}
-        if len(kinds) > 1:
-            shown = " and of ".join(str(dict(one)) for one in sorted(kinds))
+        of_ids = join_kinds(samples.kinds_of_ids for samples in filled)
+        if of_ids is None:
+            shown = " and of ".join(str(dict(one)) for one in sorted({samples.kinds_of_ids for samples in filled}))
             raise ValueError(
-                f"micro-batches with ids of {shown}: each kind must be given on all or none, as ints on all or as "
-                "strings on all, per sample or per token. Pass the same ids with every micro-batch."
+                f"micro-batches with ids of {shown}: each kind of id must be given on all or none, as ints on all or "
+                "as strings on all, per sample or per token. Pass the same ids with every micro-batch."
             )
-        of_ids = dict(next(iter(kinds), ()))
         self.kinds = tuple(of_ids)
         counted = [samples for samples in filled if samples.counts_here]
         of_samples = _columns(counted, masks, sums, "sample")
@@ -180,7 +190,8 @@ class _Held:
         has_own = bool(self.kinds) or any(one.tokens is not None for one in counted)  # equal masks alone may be chance
         self.header: dict[str, float] = {
             "has_data": microbatches is not None,
-            "kinds": hashed(str(of_ids), 48) if filled else 0,
+            "kinds": hashed(str(without_types(of_ids)), 48) if filled else 0,
+            "types": types_per_token(of_ids),
             "data": hashed(b"".join(samples.digest() for samples in counted), 48) if is_compared else 0,
             "identity": 2 if "rollout" in of_ids else int(has_own),
             "unlike": _unlike_in_cp_groups(microbatches or (), groups.dp_group),
@@ -254,8 +265,8 @@ def _two_prompts() -> ValueError:
 
 def _other_settings(settings: str) -> ValueError:
     return ValueError(
-        f"this rank asks for {settings}, another one for something else: all ranks must aggregate alike. Pass the same "
-        "mode, divisor, units, terms, per_token_loss and empty_step on every rank."
+        f"this rank asks for {settings}, another rank for something else: all ranks must aggregate alike. Pass the "
+        "same mode, divisor, units, terms, per_token_loss and empty_step on every rank."
     )
 
 
@@ -266,18 +277,19 @@ def _disagreement(of_ranks: Mapping[str, Floats], held: _Held, settings: str) ->
         return _other_settings(settings), True
     if 0 < has_data.sum() < len(has_data):
         return None if held.header["has_data"] else ValueError(
-            "this rank was given no data iterator, other DP ranks of its pipeline stage were: all must read data. "
-            "Give every rank one (is_distributed = True)."
+            "this rank has no data iterator, while other DP ranks of its pipeline stage have one: all must read data. "
+            "Give every rank a data iterator (is_distributed = True)."
         ), True  # fmt: skip
-    if len(set(kinds[kinds != 0])) > 1:
+    types = int(np.bitwise_or.reduce(of_ranks["types"].astype(np.int64)))
+    if len(set(kinds[kinds != 0])) > 1 or types & types >> 1 & 0x5555555555555:  # ints on one rank, strings on another
         return ValueError(
-            f"samples with ids of {list(held.kinds)}, and other ids on other ranks: each kind must be given on all DP "
-            "ranks or none, as ints on all or as strings on all. Pass the same ids everywhere."
+            f"samples with ids of {list(held.kinds)}, and other ids on other ranks: each kind of id must be given on "
+            "all DP ranks or none, as ints on all or as strings on all. Pass the same ids on every rank."
         ), True
     if of_ranks["unlike"].astype(np.int64).sum():  # exact, over any number of ranks
         return ValueError(
-            "ranks of a micro-batch's cp_group were given different samples for it, or in another order: each of them "
-            "must have all of its samples. Make the same Samples on every rank of the group."
+            "ranks of a micro-batch's cp_group were given different samples, or the same in another order: each rank "
+            "of the group must have all samples of the micro-batch. Make the same Samples on every rank of the group."
         ), True
     if (text := _twins(of_ranks, identity=2)) is not None:  # a rollout's id is its own
         return ValueError(text), True
@@ -291,8 +303,8 @@ def _twins(of_ranks: Mapping[str, Floats], identity: int) -> str | None:
     is_twin = (data != 0) & (of_ranks["identity"] >= identity) & (first[of_digest] != np.arange(len(data)))
     for twin in np.flatnonzero(is_twin)[:1]:
         return (
-            f"DP ranks {first[of_digest][twin]} and {twin} hold samples with the same masks, ids and tokens: they "
-            "count twice. Shard the loader by DP rank, and leave CP ranks out of the dp_group."
+            f"DP ranks {first[of_digest][twin]} and {twin} hold samples with the same masks, ids and tokens: these "
+            "samples count twice. Shard the loader by DP rank, and leave CP ranks out of the dp_group."
         )
     return None
 
@@ -310,8 +322,8 @@ def _unlike_in_cp_groups(microbatches: Sequence[Samples], dp_group: Group | None
         if not set(ranks) <= set(ranks_of(dp_group)):
             raise ValueError(
                 f"a micro-batch with a cp_group of the ranks {list(ranks)}, and a dp_group of {ranks_of(dp_group)}: "
-                "where groups change between micro-batches, counts are summed over all ranks. Pass the group over DP x "
-                "CP as dp_group, and no cp_group to the plan."
+                "the dp_group must contain the cp_groups of all micro-batches. Pass the group over DP x CP as "
+                "dp_group, and no cp_group to the plan."
             )
         numbers[ranks] += 1
         digest = hashed(repr((ranks, numbers[ranks])).encode() + samples.digest(), 32)
@@ -320,11 +332,11 @@ def _unlike_in_cp_groups(microbatches: Sequence[Samples], dp_group: Group | None
 
 
 def _check_apart(dp_group: Group | None, replicas: Sequence[Group]) -> None:
-    """Refuse a data-parallel group that has ranks in common with a group of replicas, but for this rank itself."""
+    """Raise ValueError for a data-parallel group that shares ranks with a group of replicas, beside this rank."""
     for group in replicas if dp_group is not None else []:
         if len(shared := set(ranks_of(dp_group)) & set(ranks_of(group))) > 1:
             raise ValueError(
-                f"a dp_group that shares the ranks {sorted(shared)} with a replica group: replicas hold the same "
-                "samples, which would be counted more than once. Pass the data-parallel group without context "
+                f"a dp_group that shares the ranks {sorted(shared)} with a cp_group or replica group: ranks of those "
+                "hold the same samples, which would count more than once. Pass the data-parallel group without context "
                 "parallelism."
             )

@@ -1,4 +1,4 @@
-"""Ids of rollouts, prompts and whatever else samples are grouped by: ints, or strings that every rank hashes alike."""
+"""Ids of rollouts, prompts and other groups of samples: ints, or strings that every rank hashes alike."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
@@ -15,10 +15,11 @@ Ids = Sequence[int | str] | Tensor | npt.NDArray[Any]
 IdsByName = Mapping[str, Ids | Sequence[Ids]]
 Keys = npt.NDArray[np.int64]
 _LIMIT = 2**61
+_PER_TOKEN = "per token"
 
 
 class Parts(NamedTuple):
-    """The parts of one kind's units: a part is what one sample has of one unit, in the order of samples and tokens.
+    """The parts of one kind's units: a part is one sample's tokens of one unit, in the order of samples and tokens.
 
     Attributes:
         keys: id of each part's unit, int64 [num_parts]; where ids are given per sample, each sample is a part.
@@ -44,8 +45,8 @@ def parts_of(name: str, ids: Ids | Sequence[Ids], lengths: Sequence[int]) -> Par
     rows: list[Any] = [row.tolist() if isinstance(row, Tensor | np.ndarray) else row for row in ids]
     if (given := [len(row) if _is_row(row) else 1 for row in rows]) != list(lengths):
         raise ValueError(
-            f"rows of {given[:8]} {name} for loss masks of {lengths[:8]}: ids per token must be as many as the mask's "
-            "entries. Pass one id per entry, -1 where a token is in no unit."
+            f"{name} with rows of {given[:8]} entries for loss masks of {lengths[:8]}: each row must be as long as its "
+            "sample's mask. Pass one id per entry, -1 where a token is in no unit."
         )
     keys = as_ids(name, [one for row in rows for one in row], sum(lengths))
     named = np.flatnonzero((keys >= 0) & (keys != hashed("")))
@@ -59,12 +60,12 @@ def parts_of(name: str, ids: Ids | Sequence[Ids], lengths: Sequence[int]) -> Par
 
 
 def check_units(parts: Mapping[str, Parts], entries: npt.NDArray[Any]) -> None:
-    """Refuse mask entries, end to end, that are not 0 and of no unit."""
+    """Raise ValueError for a nonzero mask entry, of masks end to end, that is in no unit."""
     for name, one in parts.items():
         if one.of_entry is not None and entries[one.of_entry < 0].any():
             raise ValueError(
-                f"a token that counts, and no {name}: its {name} id is negative or empty, so it would be in no unit. "
-                f"Mask it, or give it the id of its {name}."
+                f"a token with a nonzero mask and a negative or empty {name} id: every token that counts must be in a "
+                f"{name}. Mask the token, or give it the id of its {name}."
             )
 
 
@@ -83,7 +84,7 @@ def as_ids(name: str, ids: Ids, num_samples: int) -> Keys:
 
     Raises:
         TypeError: something else than ints and strings.
-        ValueError: a wrong number of ids; an int beyond 61 bits; an int beside its own string, which would be two ids.
+        ValueError: a wrong number of ids; an int beyond 61 bits; an int and its own string, which would be two ids.
     """
     is_scalar = isinstance(ids, Tensor | np.ndarray) and not ids.ndim
     if is_scalar or isinstance(ids, str | bytes | set | dict) or not isinstance(ids, Iterable):
@@ -98,26 +99,56 @@ def as_ids(name: str, ids: Ids, num_samples: int) -> Keys:
                     f"{name} holds {value!r} ({type(value).__name__}): an id must be an int or a str. Pass one each."
                 )
             if not isinstance(value, str) and str(int(value)) in texts:
-                raise ValueError(f"{name} holds {value} and '{value}': they are two ids. Spell ids one way.")
+                raise ValueError(f"{name} holds {value} and '{value}': these are two ids. Write every id one way.")
         keys = {text: hashed(text) for text in texts}
         values = [keys[value] if isinstance(value, str) else int(value) for value in values]
     if values and not -_LIMIT < min(values) <= max(values) < _LIMIT:
-        raise ValueError(f"{name} go beyond 61 bits: such ids cannot be exchanged. Pass them as strings.")
+        raise ValueError(f"{name} go beyond 61 bits: ranks exchange ids as 61-bit ints. Pass such ids as strings.")
     return np.array(values, np.int64)
 
 
 def kind_of_ids(ids: Ids | Sequence[Ids]) -> str:
     """``int`` or ``str``: an id that is an int on one rank and its own string on another would be two ids.
 
-    Or ``per token``, of which a part may have none.
+    Of ids per token ``int per token`` or ``str per token``, and ``per token`` alone where no token is in a unit.
     """
-    if is_per_token(ids):
-        return "per token"
-    values: Any = ids.tolist() if isinstance(ids, Tensor | np.ndarray) else ids
-    return "str" if any(isinstance(value, str) for value in values) else "int"
+    if not is_per_token(ids):
+        values: Any = ids.tolist() if isinstance(ids, Tensor | np.ndarray) else ids
+        return "str" if any(isinstance(value, str) for value in values) else "int"
+    rows: list[Any] = [row.tolist() if isinstance(row, Tensor | np.ndarray) else row for row in ids]
+    if any(isinstance(one, str) and one for row in rows for one in row):
+        return f"str {_PER_TOKEN}"
+    has_unit = any(not isinstance(one, str) and one >= 0 for row in rows for one in row)
+    return f"int {_PER_TOKEN}" if has_unit else _PER_TOKEN
+
+
+def join_kinds(of_microbatches: Iterable[Sequence[tuple[str, str]]]) -> dict[str, str] | None:
+    """The kind of each name's ids in all micro-batches, sorted by name; None where micro-batches differ."""
+    given = [dict(kinds) for kinds in of_microbatches]
+    if len({tuple(kinds) for kinds in given}) > 1:
+        return None
+    joined = dict[str, str]()
+    for name in given[0] if given else ():
+        kinds = {one[name] for one in given}
+        known = {kind for kind in kinds if kind.endswith(f" {_PER_TOKEN}")}
+        if len(kinds - {_PER_TOKEN} if known else kinds) > 1:
+            return None
+        joined[name] = (known or kinds).pop()
+    return joined
+
+
+def without_types(kinds: Mapping[str, str]) -> dict[str, str]:
+    """The kinds without the types of ids per token, which a rank does not know where no token is in a unit."""
+    return {name: _PER_TOKEN if kind.endswith(_PER_TOKEN) else kind for name, kind in kinds.items()}
+
+
+def types_per_token(kinds: Mapping[str, str]) -> int:
+    """Two bits for each name of ids per token, in order: 1 for ints, 2 for strings, 0 for none; at most 52 bits."""
+    types = [kind.partition(" ")[0] for kind in kinds.values() if kind.endswith(_PER_TOKEN)]
+    return sum({"int": 1, "str": 2}.get(one, 0) << 2 * k for k, one in enumerate(types[:26]))
 
 
 def hashed(data: str | bytes, bits: int = 61) -> int:
-    """A hash of so many bits, the same on every rank."""
+    """A hash of the given number of bits, the same on every rank."""
     data = data.encode(errors="surrogatepass") if isinstance(data, str) else data
     return int.from_bytes(blake2b(data, digest_size=8).digest(), "little") % 2**bits

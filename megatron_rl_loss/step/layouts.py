@@ -66,7 +66,7 @@ class Layout(ABC):
 
     @abstractmethod
     def pieces(self, cp_rank: int, cp_size: int) -> Sequence[tuple[int, int]]:
-        """[begin, end) of what the rank holds, in buffer order, which is that of its losses; pieces may be empty.
+        """[begin, end) of each piece that the rank holds, in the order of the buffer and of its losses; may be empty.
 
         Raises ValueError for a slot that cannot be cut for ``cp_size`` ranks.
         """
@@ -76,7 +76,7 @@ class Layout(ABC):
         return [(num_local_tokens,), (1, num_local_tokens)]
 
     def describe(self) -> str:
-        """The facts that replicas must have alike."""
+        """The facts in which replicas must agree."""
         plain = {name: value for name, value in vars(self).items() if isinstance(value, int | str | list)}
         return f"{type(self).__name__} {self.total_tokens} {sorted(plain.items())}"
 
@@ -97,8 +97,8 @@ class Slots(Layout):
         self.sizes = [end - begin for begin, end in pairwise(self.bounds)]
         if not self.bounds or self.bounds[0] or min(self.sizes, default=0) < 0:
             raise ValueError(
-                f"cu_seqlens_padded begins {self.bounds[:8]}: it must begin with 0 and not decrease. Pass cumulative "
-                "padded lengths, 0 included."
+                f"cu_seqlens_padded begins {self.bounds[:8]}: it must begin with 0 and never decrease. Pass cumulative "
+                "padded lengths, the leading 0 included."
             )
         check_int("filler_slots", filler_slots, 0, "Count the last slots that hold no sample")
         self.filler_slots = filler_slots
@@ -121,7 +121,7 @@ class Slots(Layout):
             raise ValueError(
                 f"{len(mask_lengths)} loss masks for {len(slots)} slots with a sample "
                 f"(filler_slots={self.filler_slots}): there must be one mask per slot, in order. If the last slots "
-                "only pad the pack, say so with filler_slots; do not add masks for them."
+                "are padding alone, count them in filler_slots and pass no masks for them."
             )
         sizes = [self.sizes[slot] for slot in slots]
         totals = sizes if self.total_lengths is None else self.total_lengths
@@ -131,7 +131,7 @@ class Slots(Layout):
                 raise ValueError(
                     f"sample {i}: a mask of {length} entries, a slot of {size} tokens, total_length {total}: a mask "
                     "must be as long as its slot or its total_length, which must fit the slot. Pass total_lengths for "
-                    "masks of unpadded samples; those of the response only need ZigzagResponse."
+                    "masks of unpadded samples; masks of responses alone need ZigzagResponse."
                 )
         return [self.bounds[slot] for slot in slots]
 
@@ -150,8 +150,8 @@ class Slots(Layout):
                 rule = "2 * cp_size" if is_zigzag else "cp_size"
                 what = "the packed buffer" if self.cut == "buffer" else f"{self.slot} {i}"
                 raise ValueError(
-                    f"{what} has {end - begin} tokens: it must be a multiple of {rule} = {chunks}, or the cut repeats "
-                    "and drops tokens. Pad it."
+                    f"{what} has {end - begin} tokens: it must be a multiple of {rule} = {chunks}, or the cut would "
+                    "repeat and drop tokens. Pad it."
                 )
             pieces += [(begin + chunk * size, begin + (chunk + 1) * size) for chunk in held]
         return pieces
@@ -214,7 +214,7 @@ class Gathered(Slots):
 
     Each rank is given 1/cp_size of the weights, so that the sum over CP ranks is the step loss. ``backward="sum"``: the
     gather adds the gradients of the CP ranks, as Megatron's `gather_from_sequence_parallel_region` does;
-    ``backward="slice"``: it hands each rank back that of its own loss alone, which is then made cp_size times larger.
+    ``backward="slice"``: each rank gets the gradient of its own loss alone, which is then multiplied by cp_size.
     """
 
     cut = "whole"
@@ -254,9 +254,9 @@ class ZigzagResponse(Layout):
         for i, (response, total, size) in enumerate(zip(responses, totals, padded, strict=True)):
             if not 0 <= response < total <= size:
                 raise ValueError(
-                    f"sample {i} has response_length {response}, total_length {total}, padded length {size}: each must "
-                    "be at most the next, and leave a prompt token, whose logit predicts the first response token. "
-                    "Count the prompt in total_lengths."
+                    f"sample {i} has response_length {response}, total_length {total}, padded length {size}: "
+                    "lengths must be 0 <= response < total <= padded, and leave a prompt token, whose logit predicts "
+                    "the first response token. Count the prompt in total_lengths."
                 )
         self.total_lengths, self.response_lengths, self.padded_lengths = totals, responses, padded
         self.bounds = [0, *accumulate(responses)]
@@ -270,8 +270,8 @@ class ZigzagResponse(Layout):
         for i, (length, response) in enumerate(zip(mask_lengths, self.response_lengths, strict=True)):
             if length != response:
                 raise ValueError(
-                    f"the loss mask of sample {i} has {length} entries: it must have its response_length's {response}. "
-                    "Cut a mask of the whole sample to the response, or use ZigzagTHD."
+                    f"the loss mask of sample {i} has {length} entries: it must have one per response token, "
+                    f"{response}. Cut a mask of the whole sample to the response, or use ZigzagTHD."
                 )
         return self.bounds[:-1]
 
@@ -294,12 +294,12 @@ class ZigzagResponse(Layout):
 
 
 def check_pieces(layout: Layout, what: str, pieces: Sequence[tuple[int, int]]) -> None:
-    """Refuse pieces of a user's layout that are no ints, out of order, overlap or leave its buffer."""
+    """Validate pieces of a user's layout: ints, in order, without overlap, within the buffer."""
     is_list = isinstance(pieces, Sequence) and all(isinstance(one, Sequence) and len(one) == 2 for one in pieces)
     if not is_list or not all(map(is_int, [layout.total_tokens, *chain(*pieces)])):
         raise TypeError(
             f"{type(layout).__name__} puts {what} at {pieces!r}: pieces must be a list of two ints each, [begin, end), "
-            "and total_tokens an int. Fix them."
+            "and total_tokens an int. Return ints from the layout."
         )
     ends, begins = [0, *(end for _, end in pieces)], [*(begin for begin, _ in pieces), layout.total_tokens]
     if any(end > begin for end, begin in zip(ends, begins, strict=True)) or any(end < begin for begin, end in pieces):
@@ -310,7 +310,7 @@ def check_pieces(layout: Layout, what: str, pieces: Sequence[tuple[int, int]]) -
 
 
 def check_cut(layout: Layout, masks: Sequence[tuple[int, int]], cp_size: int) -> None:
-    """Refuse a user's layout that gives a sample's token to several CP ranks or to none."""
+    """Raise ValueError for a user's layout that gives a sample's token to several CP ranks or to none."""
     holders, expected = np.zeros(layout.total_tokens, np.int64), cp_size if layout.is_whole else 1
     for rank in range(cp_size):
         check_pieces(layout, f"what CP rank {rank} of {cp_size} holds", pieces := layout.pieces(rank, cp_size))
@@ -320,6 +320,6 @@ def check_cut(layout: Layout, masks: Sequence[tuple[int, int]], cp_size: int) ->
         for position in (begin + np.flatnonzero(holders[begin:end] != expected)[:1]).tolist():
             raise ValueError(
                 f"{type(layout).__name__} gives position {position} to {holders[position]} of {cp_size} CP ranks: each "
-                f"token of a sample must be held by {expected}. Fix its pieces, or set is_whole where every rank "
-                "holds everything."
+                f"token of a sample must be held by {expected}. Fix its pieces, or set is_whole where every rank holds "
+                "every token."
             )

@@ -1,6 +1,6 @@
-"""Loss masks on their way into a buffer on the host: what may be given, and which entries are usable weights.
+"""Loss masks: validation of what users pass, and their way into one buffer on the host.
 
-Also the way of arrays from a device to the host and back.
+Also transfers of arrays between a device and the host.
 """
 
 from collections.abc import Iterable, Sequence
@@ -24,7 +24,7 @@ _COMPLEX = {torch.complex32, torch.complex64, torch.complex128}
 
 
 def check_masks(loss_masks: Iterable[Mask]) -> tuple[list[Tensor], list[int]]:
-    """The masks as tensors, where they lie, and their lengths; refuses what is no list of real 1-D masks."""
+    """The masks as tensors on their own devices, and their lengths; raises unless all are real and 1-D."""
     if isinstance(loss_masks, Tensor | np.ndarray | str) or not isinstance(loss_masks, Iterable):
         raise TypeError(
             f"loss_masks is one {type(loss_masks).__name__}: it must be a list of 1-D masks, one per sample. Pass "
@@ -87,7 +87,7 @@ def join_on_host(masks: Sequence[Tensor]) -> Array:
 
 
 def check_entries(joined: Array, masks: Sequence[Tensor]) -> bool:
-    """True where all masks are ints or bools, whose entries must be 0 or 1; refuses entries that are no weights."""
+    """True where all masks are ints or bools, whose entries must be 0 or 1; ValueError for an unusable weight."""
     has_floats = {dtype.is_floating_point for dtype in {mask.dtype for mask in masks if mask.shape[0]}}
     holds_flags = True not in has_floats
     if len(has_floats) < 2 and _is_sound(joined, 1 if holds_flags else LARGEST):
@@ -107,7 +107,7 @@ def check_entries(joined: Array, masks: Sequence[Tensor]) -> bool:
 
 
 def _is_sound(mask: Array, largest: float) -> bool:
-    """True if every entry is a usable weight; NaN is none."""
+    """True if every entry is a usable weight, which NaN is not."""
     if not mask.size:
         return True
     # float16 has no 1e30, float32 one that is rounded up
@@ -127,7 +127,7 @@ def place(joined: Array, places: Sequence[tuple[int, int]], total_tokens: int) -
 
 
 def sum_each(joined: Array, lengths: Sequence[int]) -> Floats:
-    """The sum of each row of so many entries, float64 [num_rows]."""
+    """The sum of each row, of rows with these numbers of entries, float64 [num_rows]."""
     starts = [0, *accumulate(lengths)][:-1]
     if all(lengths):
         return np.add.reduceat(joined, starts, dtype=np.float64) if starts else np.zeros(0)
@@ -138,7 +138,7 @@ def sum_each(joined: Array, lengths: Sequence[int]) -> Floats:
 
 
 def plain_label(label: Any) -> Any:
-    """A label as replicas compare it: numbers and texts as they are, sets sorted, other objects by type alone."""
+    """A label in the form that replicas compare: numbers and texts unchanged, sets sorted, other objects by type."""
     if isinstance(label, Tensor | np.ndarray):
         return to_array(label).tolist()
     if isinstance(label, list | tuple):

@@ -43,17 +43,17 @@ class Samples:
         loss_masks: one mask per sample, a 1-D tensor on any device, an array or a list: 0/1 (ints, bools or floats) or
             fractional token weights >= 0, over the sample's full length (never cut for a CP rank). Any number, none
             included.
-        layout: where the losses of those tokens are; None for plain concatenation, which has no CP cut.
+        layout: places of the tokens in the buffer of losses; None for plain concatenation, which has no CP cut.
         rollout_ids: one id (int or str) per sample, equal for samples that are parts of one rollout; None if each
             sample is a rollout. Unique within the step, not only within a prompt.
         prompt_ids: one id per sample, equal for the responses to one prompt.
         ids: further ids by name (``{"session": [...]}``), for modes, metrics and losses by units of that name. Rows
-            (``{"turn": [[0, 0, 1], [-1, 2]]}``) give each mask entry an id; a negative one or "" is of no unit.
-        tokens: input ids or whatever else replicas must share, uncut: compared between them along with the masks.
-        labels: whatever else your own modes look at, by name: one entry per sample.
+            (``{"turn": [[0, 0, 1], [-1, 2]]}``) give each mask entry an id; a negative id or "" is of no unit.
+        tokens: input ids, or other data that replicas must share, uncut: ranks compare them along with the masks.
+        labels: further inputs of your own modes, by name: one entry per sample.
         term_masks: further masks by name, as `loss_masks`, for terms of the loss that have their own.
-        cp_group: the context-parallel group of this micro-batch, where groups change between micro-batches: each of
-            its ranks has these samples, the first one counts them. None: that of the launch.
+        cp_group: the context-parallel group of this micro-batch, where groups change between micro-batches: all of
+            its ranks have these samples, the first one counts them. None for the launch's group.
 
     Attributes:
         parts: by name, the samples' parts of units, ``rollout`` and ``prompt`` among them where given.
@@ -85,7 +85,7 @@ class Samples:
         for what, given_by_name in (("ids", ids), ("labels", labels), ("term_masks", term_masks)):
             check_mapping(what, given_by_name or {}, "Pass {name: one entry per sample}")
         if not isinstance(layout, Layout | None):
-            raise TypeError(f"layout is {layout!r}: it must be a Layout. Pass ZigzagTHD(cu_seqlens_padded), say.")
+            raise TypeError(f"layout is {layout!r}: it must be a Layout. Pass e.g. ZigzagTHD(cu_seqlens_padded).")
         self._given, self.mask_lengths = check_masks(loss_masks)
         self.layout, self.tokens, self.labels, self.cp_group = layout, tokens, dict(labels or {}), cp_group
         bounds = [0, *accumulate(self.mask_lengths)]
@@ -99,7 +99,7 @@ class Samples:
         kinds = [("rollout", rollout_ids), ("prompt", prompt_ids), *(ids or {}).items()]
         given = dict(named := [(name, values) for name, values in kinds if values is not None])
         if len(given) < len(named):
-            raise ValueError("rollout_ids or prompt_ids beside ids of that name: each must be given once. Drop one.")
+            raise ValueError("rollout_ids or prompt_ids, and ids= of that name: each must be given once. Drop one.")
         if reserved := {"step", "sample"} & given.keys():
             raise ValueError(f"ids named {min(reserved)!r}: the step and each sample are units already. Rename them.")
         self.parts = {name: parts_of(f"{name}_ids", values, self.mask_lengths) for name, values in given.items()}
@@ -116,8 +116,8 @@ class Samples:
         check_one_each(f"masks {name!r}", len(masks), "loss masks", len(self))
         if lengths != self.mask_lengths:
             raise ValueError(
-                f"masks {name!r} of {lengths[:8]} tokens beside loss masks of {self.mask_lengths[:8]}: they must be of "
-                "the same tokens. Pass an entry for each, 0 where it does not count."
+                f"masks {name!r} of {lengths[:8]} entries, loss masks of {self.mask_lengths[:8]}: both must cover the "
+                "same tokens. Pass one entry per token, 0 where the token does not count."
             )
         samples = copy.copy(self)
         samples._given, samples._buffer, samples.by_mask = masks, None, {}
@@ -136,7 +136,7 @@ class Samples:
             self._fill(join_on_host(self._given))
 
     def _fill(self, joined: Array) -> None:
-        """Take the masks, which lie end to end on the host; refuse entries that are no usable weights."""
+        """Take the masks, which lie end to end on the host; ValueError for entries that are no usable weights."""
         self.holds_flags = check_entries(joined, self._given)
         check_units(self.parts, joined)
         weights = joined if joined.dtype == np.float64 else joined.astype(np.float32)
@@ -188,7 +188,7 @@ class Samples:
         check_one_each("rows", len(values), "loss masks", len(self))
         if (lengths := [len(row) for row in values]) != self.mask_lengths:
             raise ValueError(
-                f"rows of {lengths[:8]} values for loss masks of {self.mask_lengths[:8]}: each must be as long as its "
+                f"rows of {lengths[:8]} values for loss masks of {self.mask_lengths[:8]}: a row must be as long as its "
                 "sample's mask. Pass one value per mask entry."
             )
         if not any(isinstance(row, Tensor) for row in values):
@@ -212,7 +212,7 @@ class Samples:
         return find_named("label", name, self.labels, "labels")
 
     def with_mask(self, name: str | None) -> "Samples":
-        """These samples with one of the further masks, or for None as they are; ValueError for an unknown one.
+        """These samples with one of the further masks, for None unchanged; ValueError for an unknown mask.
 
         No samples have every mask.
         """
@@ -220,7 +220,7 @@ class Samples:
 
     @property
     def counts_here(self) -> bool:
-        """True where this rank counts them: the first rank of the micro-batch's own cp_group does."""
+        """True where this rank counts the samples: on the first rank of the micro-batch's own cp_group."""
         return rank_in(self.cp_group) == 0
 
     def place_in(self, cp_group: Group | None) -> tuple[int, int]:
@@ -247,13 +247,13 @@ class Samples:
         return digest.digest()
 
     def local(self, cp_rank: int, cp_size: int) -> "LocalTokens":
-        """The tokens that this CP rank holds; ValueError where the layout cannot be cut so, or where none says how."""
+        """The tokens that this CP rank holds; ValueError without a layout, or for one that cannot be cut that way."""
         check_cp(cp_rank, cp_size)
         if self.layout is None:
             if cp_size > 1 and len(self):  # nothing needs no cut
                 raise ValueError(
-                    f"cp_size is {cp_size} and no layout was given: the cut over CP ranks must be known. "
-                    "Pass one of the layouts: ZigzagTHD as Megatron packs, Gathered if they are not cut."
+                    f"cp_size is {cp_size} and no layout was given: the layout says how CP ranks cut the tokens. "
+                    "Pass layout=: ZigzagTHD for Megatron's packing, Gathered if losses are not cut."
                 )
             return LocalTokens(self, cp_size, [(0, self.total_tokens)])
         if type(self.layout).__module__ != Layout.__module__:
@@ -262,7 +262,7 @@ class Samples:
 
 
 def read_masks(microbatches: Iterable[Samples]) -> None:
-    """Copy masks that are still on a device to the host, in one transfer per device; errors as `Samples`."""
+    """Copy masks that are still on a device to the host, in one transfer per device; raises as `Samples`."""
     waiting = [one for samples in microbatches for one in (samples, *samples.by_mask.values()) if one._buffer is None]
     joined = join_on_host([mask for samples in waiting for mask in samples._given])
     ends = np.cumsum([0, *(sum(samples.mask_lengths) for samples in waiting)])

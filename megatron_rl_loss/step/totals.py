@@ -23,17 +23,17 @@ from megatron_rl_loss.step.units import ByKey, Sum, Units
 class StepTotals:
     """Denominators of one optimizer step.
 
-    Made by `from_loss_masks`, or by hand where the counts are known beforehand: give what the mode needs and leave the
-    rest out; a mode that misses a count says which.
+    `from_loss_masks` makes them. Where counts are known beforehand, make them by hand with the counts that the mode
+    needs; a mode without a count that it needs raises an error that names the count.
 
     Attributes:
-        step_tokens: sum of all mask entries (fractional weights as they are).
+        step_tokens: sum of all mask entries, fractional weights included.
         step_active_tokens: number of tokens of nonzero weight. For Megatron's per-token-loss carrier.
-        step_entries: number of mask entries, whatever their weight. For the log alone.
+        step_entries: number of mask entries of any weight. For the log alone.
         units: by the name of their ids, ``rollout`` and ``prompt`` for instance.
         by_mask: the same counts by each of the samples' further masks, for terms of the loss that have their own.
-        dp_size: ranks of the data-parallel group that they were summed over; None where they were given by hand.
-        dynamic_cp: whether some micro-batches of the step have a context-parallel group of their own.
+        dp_size: ranks of the data-parallel group that the counts were summed over; None for counts made by hand.
+        dynamic_cp: true if some micro-batches of the step have a context-parallel group of their own.
     """
 
     step_tokens: float | None = None
@@ -56,30 +56,31 @@ class StepTotals:
         tokens, active = self.step_tokens, self.step_active_tokens
         if None not in (tokens, active) and (tokens == 0) != (active == 0):
             raise ValueError(
-                f"step_tokens of {tokens:g} and step_active_tokens of {active}: both are 0 or none is. Count the same "
-                "masks for both."
+                f"step_tokens of {tokens:g} and step_active_tokens of {active}: both must be 0, or neither. Count the "
+                "same masks for both."
             )
 
     def with_mask(self, name: str | None) -> "StepTotals":
-        """These totals by one of the further masks, or for None as they are; ValueError for an unknown one."""
+        """These totals by one of the further masks, for None unchanged; ValueError for an unknown mask."""
         if name is not None and name not in self.by_mask:
             raise ValueError(
-                f"totals of the masks: {', '.join(self.by_mask) or 'none'}; a term by the mask {name!r}: its tokens "
-                "and units must be counted over the step too. Declare it: plan_step(..., term_masks=[its name])."
+                f"a term has the mask {name!r}, and the totals count the masks: {', '.join(self.by_mask) or 'none'}: "
+                f"the step must count the mask of each term. Declare it: plan_step(..., term_masks=[{name!r}])."
             )
         return self if name is None else self.by_mask[name]
 
     def check_apart(self, cp_size: int) -> None:
-        """Refuse totals of a data-parallel group so large that its ranks must be context-parallel ones too."""
+        """Raise ValueError for a data-parallel group so large that it must contain context-parallel ranks."""
         ranks = self.dp_size or 1
         if ranks > 1 and cp_size > 1 and ranks * cp_size > world_size():
             raise ValueError(
                 f"totals over a dp_group of {ranks} ranks, and cp_size={cp_size}, in a job of {world_size()} ranks: "
-                "it has context-parallel ranks, which hold the same samples. Pass the data-parallel group without CP."
+                "the dp_group contains context-parallel ranks, which hold the same samples. Pass the data-parallel "
+                "group without CP."
             )
 
     def check_covers(self, samples: Samples) -> None:
-        """Refuse totals of a part of the step (a micro-batch, one rank), of which these samples alone are more."""
+        """Raise ValueError for totals below the counts of these samples, so of a part of the step."""
         if not len(samples):
             return
         if self.step_tokens is not None:
@@ -122,12 +123,12 @@ class StepTotals:
             rollout_ids, prompt_ids, ids, labels: as in `Samples`. Units may straddle micro-batches and DP ranks.
             sums: those that a mode declares (``list(mode.sums.values())``), in the same order on every rank.
             dp_group: the data-parallel group *without* context parallelism; None where this rank alone holds the whole
-                step, which must be said where `torch.distributed` has several ranks.
+                step. Required where `torch.distributed` has several ranks.
             replica_groups: groups whose ranks hold the same samples (context, tensor, pipeline parallel); their ranks
                 are checked to agree.
 
         Raises:
-            TypeError, ValueError: as `Samples`; no word of a dp_group among several ranks.
+            TypeError, ValueError: as `Samples`; no dp_group argument in a job of several ranks.
             BadBatchError: with groups, on every rank, naming the rank that failed and why.
         """
         groups = StepGroups(stated_dp_group(dp_group, "totals"), replica_groups=tuple(replica_groups))
@@ -143,7 +144,7 @@ def count_step(
     sums: Sequence[Sum] = (),
     settings: str = "",
 ) -> StepTotals:
-    """The totals of a step from what this rank holds in it; arguments, collectives and errors as `gather_counts`."""
+    """The totals of a step from this rank's micro-batches; arguments, collectives and errors as `gather_counts`."""
     of_loss_masks, *further = gather_counts(microbatches, groups, masks=masks, sums=sums, settings=settings)
     by_mask = {name: StepTotals(**vars(counts)) for name, counts in zip(masks, further, strict=True)}
     return StepTotals(**{**vars(of_loss_masks), "by_mask": by_mask, "dp_size": size_of(groups.dp_group)})
@@ -154,9 +155,9 @@ _SLACK = 1 + 1e-9
 
 
 def _check_fits(name: str, here: float, whole: float | None) -> None:
-    """Refuse a count of the whole step that is below what is in hand."""
+    """Raise ValueError for a count of the whole step that is below that of some samples in it."""
     if whole is not None and here > whole * _SLACK:
         raise ValueError(
-            f"samples whose {name} alone are {here:g}, and totals that say {whole:g}: totals are of the whole step. "
-            "Make them from all its samples, on all ranks."
+            f"{name} of {whole:g} in the totals, and {here:g} in these samples alone: totals must count the whole "
+            "step. Make them from all of its samples, on all ranks."
         )

@@ -1,4 +1,4 @@
-"""Units of a step (rollouts, prompt groups, ...) as they are counted, and further sums by key that modes declare."""
+"""Counts of a step's units (rollouts, prompt groups, ...), and further sums by key that modes declare."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -20,11 +20,11 @@ UnitCounting = Literal["all", "active"]
 class Sum:
     """A sum over the step, by key, that a mode declares; it is counted with the step's tokens and units.
 
-    Two sums are never taken for one another: counts hold the values of each under the `Sum` itself.
+    Counts hold the values under the `Sum` object itself, so two sums cannot be confused.
 
     Attributes:
         of: one finite number per sample, [num_samples], of samples with the masks that the mode aggregates by.
-        by: what a sum goes over: ``step``, ``rollout``, ``prompt`` or another name of the samples' ids.
+        by: the unit of each sum: ``step``, ``rollout``, ``prompt`` or another name of the samples' ids.
     """
 
     of: Callable[[Samples], Any]
@@ -37,7 +37,7 @@ class Sum:
         if values.shape != (len(samples),) or not np.isfinite(values).all():
             raise ValueError(
                 f"a declared sum of {values.tolist()} for {len(samples)} samples: it must be one finite number per "
-                "sample, of fully masked ones too. Return 0 where there is nothing to add."
+                "sample, fully masked samples included. Return 0 where there is nothing to add."
             )
         return values
 
@@ -75,14 +75,14 @@ class ByKey:
             first = int(unknown.argmax())
             raise ValueError(
                 f"the {name} of sample {first if sample is None else sample[first]} has no count in the step's totals: "
-                "every unit of the micro-batch must be in them. Make the totals from the whole step, with the same ids."
+                "totals must count every unit of the step. Make them from the whole step, with the same ids."
             )
         return self._values[places] if len(keys) else np.zeros(0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Units:
-    """The step's units of one kind: rollouts, prompt groups, ... Give what the mode needs, leave the rest None.
+    """The step's units of one kind: rollouts, prompt groups, ... Give the counts that the mode needs.
 
     Attributes:
         all: how many there are, fully masked ones included.
@@ -105,7 +105,8 @@ class Units:
                 check_count(f"Units.{name}", getattr(self, name))
         if self.all is not None and self.active is not None and self.active > self.all:
             raise ValueError(
-                f"{self.active} active units of {self.all}: active units must be among all. Count the whole step."
+                f"Units(active={self.active}, all={self.all}): active units are some of all units. Count the whole "
+                "step."
             )
         for name in ("tokens", "samples", "active_samples"):
             value = getattr(self, name)

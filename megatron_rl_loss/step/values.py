@@ -6,7 +6,7 @@ from megatron_rl_loss.step.samples import LocalTokens, Samples
 
 
 def check_values(what: str, values: object, local: LocalTokens) -> None:
-    """Refuse an object that is not one float for each token that a rank holds; `what` names it in the error."""
+    """Validate values: one float for each token that a rank holds; `what` names the values in an error."""
     if not isinstance(values, Tensor) or not values.is_floating_point():
         if isinstance(getattr(values, "per_token_loss", None), Tensor):
             raise TypeError(

@@ -1,4 +1,4 @@
-"""What a micro-batch costs, as counts: graph nodes, launches, host reads, bytes kept. Times: tools/bench.
+"""Costs of a micro-batch as counts: graph nodes, launches, host reads, bytes kept. Times: tools/bench.
 
 A launch is a torch operation that does work, by the profiler: one kernel on a GPU (a reduction may take two there).
 The host looks whether a sum is finite. On a device no value may be read: the meta device has none, and raises.
@@ -180,7 +180,7 @@ def test_no_copy_to_the_host_is_asynchronous(tmp_path: Path) -> None:
 
 
 def small_step(values: Callable[[], Tensor]) -> list[float]:
-    """Whatever a plan makes: weights, terms, metrics, measurements, kept tokens, values of the step."""
+    """A step with all that a plan makes: weights, terms, metrics, measurements, kept tokens, values of the step."""
     masks = {"own": [[1, 1], [0, 1]]}
     samples = Samples([[1, 1], [1, 0]], layout=ZigzagTHD([0, 2, 4]), prompt_ids=["a", "b"], term_masks=masks)
     plan = plan_step([samples] * 2, "sample_mean", terms={"kl": "token_mean"}, term_masks=["own"], dp_group=None)
@@ -254,7 +254,7 @@ def on_gpu() -> Iterator[None]:
 @pytest.mark.gpus
 @each_kind
 def test_the_host_never_waits_for_the_gpu(mode: str, on_gpu: None) -> None:
-    """Not even for the weights of a new micro-batch."""
+    """The host does not wait even for the weights of a new micro-batch."""
     microbatch, (losses, metrics) = microbatch_of(64, mode), losses_of("cuda")
     torch.cuda.set_sync_debug_mode("error")
     loss_of(microbatch, losses, metrics)[0].backward()

@@ -102,7 +102,7 @@ def test_every_layout_draws_the_same(alone: dict[str, Any]) -> None:
 
 
 def drawn_greedily(tp: int, cp: int) -> list[str]:
-    """By Megatron's engine."""
+    """Responses drawn greedily by Megatron's engine."""
     from megatron.core.inference.utils import InferenceMode
     from online.engine import sample_with_engine
 
@@ -256,7 +256,7 @@ def test_steps_are_the_same_in_every_layout(mode: str, begun: tuple[Path, list[s
 
 
 def test_steps_with_a_teacher_are_the_same_over_tp_and_cp(begun: tuple[Path, list[str]]) -> None:
-    """Its top 6 of 16 ids; the teacher is what an earlier run left."""
+    """The teacher gives its top 6 of 16 ids, and is the model that an earlier run left."""
     taught = ["--teacher", str(finished(1, "sample_mean", [], begun) / "weights"), "--teacher-top-k", "6"]
     reference = finished(1, "taught", taught, begun)
     assert min(step["teacher_kl"] for step in steps_of(reference)[1:]) > 1e-5

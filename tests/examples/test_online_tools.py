@@ -49,7 +49,7 @@ def test_what_a_run_left_is_collected(tmp_path: Path) -> None:
 
 
 def test_layouts_are_compared(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """How they differ is measured in test_online.py."""
+    """The differences themselves are measured in test_online.py."""
     found = {
         "same": {"loss": 1e-5, "grad norm": 0.0, "weights": 1e-5},
         "off": {"loss": 0, "grad norm": 0, "weights": 0.1},

@@ -22,7 +22,7 @@ ROWS = {"pretrain_packed": "1", "pretrain_bshd": "2"}  # of a micro-batch
 
 
 def train(recipe: str, flags: list[str]) -> list[dict[str, float]]:
-    """What Megatron logs, by step."""
+    """The values that Megatron logs, by step."""
     import importlib
 
     import on_cpu
@@ -63,7 +63,7 @@ def test_it_trains_and_saves_and_is_alike_in_every_layout(recipe: str, tmp_path:
 
 
 def test_the_pages_launch_line_runs_without_a_gpu(tmp_path: Path) -> None:
-    """As the page says: the copied script, with on_cpu.py before it."""
+    """The page's command: the copied script, with on_cpu.py before it."""
     copy_example("pretrain_packed", tmp_path)
     copy_example("on_cpu", tmp_path)
     words = LAUNCH.replace("pretrain_packed.py", "on_cpu.py pretrain_packed.py").split()[1:]

@@ -49,7 +49,7 @@ def assert_close(found: Tensor, right: Tensor) -> None:
 
 @pytest.mark.parametrize("mode", ["sample_mean", "prompt_mean", "token_mean", BY_LENGTH])
 def test_factors_are_weights_times_the_tokens(mode: Any) -> None:
-    """For a mode over sums of the step too."""
+    """A mode over sums of the step is among them."""
     masks = list(MASKS.float())
     (factors,), tokens = token_mean_factors(
         LossModes.resolve(mode), lambda: [Samples(masks, prompt_ids=PROMPTS)], dp_group=None
@@ -76,7 +76,7 @@ def test_prompts_are_the_tokens_of_their_mask() -> None:
 def test_what_is_refused_of_factors_and_prompts() -> None:
     mask = torch.tensor([1.0, 0, 1])
     check_even([torch.tensor([0.5, 0, 0.5]), torch.zeros(0)], [mask, torch.zeros(0)], "Fix it")
-    with pytest.raises(ValueError, match=r"each sample must have one factor\. Fix it, or"):
+    with pytest.raises(ValueError, match=r"all tokens of a sample must have one weight\. Fix it, or"):
         check_even([torch.tensor([0.5, 0, 0.4])], [mask], "Fix it")
     samples_of(LossModes.resolve("sample_mean"), [[[1]]], [MEDIA])
     samples_of(LossModes.resolve("prompt_mean"), [[[1]]], [["p"]])
@@ -118,7 +118,7 @@ def groups() -> list[dict[str, Tensor]]:
 
 
 def test_areal_trains_on_weighted_advantages(capsys: Any) -> None:
-    """By an engine without Megatron's schedules, which says so."""
+    """The engine has no schedule of Megatron, and the adapter prints NOT PROVED."""
     actor_class = actors()
     aggregate(actor_class, "prompt_mean")
     found = actor_class().ppo_update(groups())
@@ -130,17 +130,17 @@ def test_areal_trains_on_weighted_advantages(capsys: Any) -> None:
 def test_areal_where_it_could_not_be_exact() -> None:
     for mode, changed, text in [
         (later_tokens_more, {"importance_sampling_level": "sequence"}, "Set importance_sampling_level=token"),
-        ("token_mean", {"m2_threshold": 0.1}, "m2_threshold beside a loss aggregation"),
+        ("token_mean", {"m2_threshold": 0.1}, "m2_threshold with a loss aggregation"),
     ]:
         actor_class = actors(**changed)
         aggregate(actor_class, mode)
         with pytest.raises(ValueError, match=text):
             actor_class().ppo_update(groups())
-        with pytest.raises(ValueError, match="its weights would count twice"):
+        with pytest.raises(ValueError, match="a second one would apply weights twice"):
             aggregate(type("Further", (actor_class,), {}), mode)
     actor_class = actors()
     aggregate(actor_class, "prompt_mean")
-    with pytest.raises(ValueError, match=r"prompt_mean.*, and a step that did not come from ppo_update"):
+    with pytest.raises(ValueError, match=r"prompt_mean.*, for a step outside of ppo_update: "):
         actor_class().train_batch(groups()[0], None, None)
     with pytest.raises(ValueError, match="Did you mean prompt_mean"):
         aggregate(actors(), "prompt_meen")
@@ -156,7 +156,7 @@ def test_a_controller_of_a_class_that_workers_import_anew_is_refused() -> None:
         if module == "my_actor":
             assert actor_class.as_controller(None, None) == "made"
             continue
-        with pytest.raises(ValueError, match="its workers import that class anew, without the aggregation"):
+        with pytest.raises(ValueError, match="workers import that class anew, without the aggregation"):
             actor_class.as_controller(None, None)
 
 
@@ -165,7 +165,7 @@ def test_a_controller_of_a_class_that_workers_import_anew_is_refused() -> None:
 
 @pytest.fixture
 def trainers(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """As much of `swift.megatron.trainers.grpo_trainer`, and of Megatron's parallel state, as is asked for."""
+    """Stand-ins for `swift.megatron.trainers.grpo_trainer` and Megatron's parallel state."""
 
     class MegatronGRPOTrainer:
         loss_type, factor, num_generations, _metrics = "dapo", 1, 2, dict[str, Any]()
@@ -216,7 +216,7 @@ def step(trainers: Any, has_ids: bool = True) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("factor", [1, 2, 0.5])
 def test_ms_swift_trains_on_weighted_advantages(factor: float, trainers: Any) -> None:
-    """Whatever its loss function multiplies by: 4.6.0 by the number of micro-batches."""
+    """The loss function may multiply by a factor: 4.6.0 by the number of micro-batches."""
     trainers.MegatronGRPOTrainer.factor = factor
     ms_swift.aggregate("prompt_mean")
     microbatches = step(trainers)
@@ -237,14 +237,14 @@ def test_ms_swift_where_it_could_not_be_exact(trainers: Any) -> None:
     microbatches[0]["grpo_batch"].completion_mask[0, 2] = True
     with pytest.raises(ValueError, match="1 tokens in a step of 2 micro-batches on 1 ranks"):
         trainer._on_train_step_batch(microbatches)
-    with pytest.raises(ValueError, match="its weights would count twice"):
+    with pytest.raises(ValueError, match="a second one would apply weights twice"):
         ms_swift.aggregate("token_mean")
     trainer.loss_type = "grpo"
-    with pytest.raises(ValueError, match="--loss_type grpo beside a loss aggregation"):
+    with pytest.raises(ValueError, match="--loss_type grpo with a loss aggregation"):
         trainer._on_train_step_batch(step(trainers))
     replaced.undo()
     ms_swift.aggregate("prompt_mean")
-    with pytest.raises(ValueError, match="samples of ms-swift without a prompt_id"):
+    with pytest.raises(ValueError, match="samples without prompt_id"):
         trainers.MegatronGRPOTrainer()._on_train_step_batch(step(trainers, has_ids=False))
 
 
@@ -259,7 +259,7 @@ class Kind:
 
 
 class Loss:
-    """As much of a `ClippedPGLossFn` as is asked for here."""
+    """A stand-in for `ClippedPGLossFn`."""
 
     positive_example_nll_weight, reference_policy_kl_penalty, metric_normalizations = 0.0, 0.1, {"loss": "tokens"}
 
@@ -308,7 +308,7 @@ def test_losses_of_samples_get_one_weight_each(driver: Any) -> None:
     loss = nemo_rl.aggregate(driver, Loss("sequence_level"), "token_mean")
     column = driver.train(batch(), loss_fn=loss)["loss_weights_of_policy"]
     torch.testing.assert_close(column, 3 * torch.tensor([1.0, 2, 2, 0]) / 5)
-    with pytest.raises(ValueError, match="its weights would count twice"):
+    with pytest.raises(ValueError, match="a second one would apply weights twice"):
         nemo_rl.aggregate(driver, loss, "token_mean")
     replacing._ACTIVE[-1].undo()  # type: ignore[attr-defined]
     uneven = nemo_rl.aggregate(driver, Loss("sequence_level"), later_tokens_more)

@@ -45,7 +45,7 @@ def test_replaced_wherever_it_is_and_put_back(engine: Any, capsys: pytest.Captur
     assert engine.home.scale is engine.by_name.scale is engine.renamed._s
     assert engine.home.scale(3, by=10) == engine.renamed._s(loss=3, by=10) == 60.5
     assert (engine.trainer.scale(3), engine.other.scale(3)) == (3, -3)
-    line = "Engine: engine.by_name.scale, engine.home.scale, engine.renamed._s"
+    line = "Engine: replaced engine.by_name.scale, engine.home.scale, engine.renamed._s"
     assert active() == [line]
     assert capsys.readouterr().out == f"megatron_rl_loss in {line}\n"
 
@@ -86,7 +86,7 @@ class Overriding(Trainer):
 def test_methods_of_a_class_and_of_one_object() -> None:
     replaced = replace(Actor, "step", "self", "loss")
     assert (Actor().step(3), Trainer().step(3)) == (7.5, 4)
-    assert active() == ["Engine: Actor.step"]
+    assert active() == ["Engine: replaced Actor.step"]
     replaced.undo()
     assert "step" not in vars(Actor)
     trainer = Trainer()
@@ -103,12 +103,12 @@ def test_methods_of_a_class_and_of_one_object() -> None:
 
 @pytest.mark.parametrize(("first", "second"), [(Trainer, Trainer), (Trainer, Actor), (Trainer, Overriding)])
 def test_twice_is_refused(first: Any, second: Any) -> None:
-    """For a subclass too, which overrides it or not, and for an object; a second time after `undo` it is not."""
+    """A subclass, which overrides the method or not, and an object are refused, too; after `undo` neither is."""
     replaced = replace(first, "step")
     for owner in (second, second()):
-        with pytest.raises(ValueError, match=r"\.step, where a loss aggregation is in force already"):
+        with pytest.raises(ValueError, match=r"\.step, which has a loss aggregation already"):
             replace(owner, "step")
-    assert active() == ["Engine: Trainer.step"]
+    assert active() == ["Engine: replaced Trainer.step"]
     replaced.undo()
     replace(second, "step").undo()
 

@@ -284,9 +284,9 @@ test_make_hook_refuses = refusal_tests(
     refusals(
         make_hook,
         ({"mode": "prompt_mean"}, "constant_1", {"mode": "token_mean"}),
-        ({"mode": "dapo"}, "hook for dapo: there are ...slime.sample_mean, ...slime.token_mean and", SOUND),
+        ({"mode": "dapo"}, "hook for dapo: the hooks are ...slime.sample_mean, ...slime.token_mean and", SOUND),
         ({"mode": "constant"}, "without a divisor", {"mode": "constant", "divisor": 8}),
-        ({"mode": "constant", "divisor": 0}, "within 1e-30", {"mode": "constant", "divisor": 8}),
+        ({"mode": "constant", "divisor": 0}, "between 1e-30", {"mode": "constant", "divisor": 8}),
         (SOUND | {"divisor": 8}, "Drop the divisor", SOUND),
         ({"mode": BY_LENGTH}, "hook for by_length: .*constant_1", SOUND),
     )

@@ -21,7 +21,7 @@ MASKS = [torch.tensor(mask, dtype=torch.int32) for mask in ([1, 0, 1], [0, 0], [
 
 @dataclass
 class DataIterator:
-    """As theirs, before it hands out anything."""
+    """A stand-in for the engines' `DataIterator`, before it gives a batch."""
 
     rollout_data: dict[str, Any]
     micro_batch_size: int | None = None
@@ -30,7 +30,7 @@ class DataIterator:
 
 
 def step_of_miles(args: Any, step_id: int, data_iterator: Any, num_microbatches: int, num_rollouts: int) -> Any:
-    """As miles's `train_one_step`: returns the counts that the hooks know while it runs; or it fails."""
+    """A stand-in for miles's `train_one_step`: returns the counts that hooks know while it runs, or raises."""
     if step_id == 13:
         raise RuntimeError("the step failed")
     return slime._this_step
@@ -43,7 +43,7 @@ def step_of_slime(
 
 
 def loss_function(args: Any, batch: dict[str, Any], logits: Any) -> Any:
-    """As theirs, with 1 token for each sample that has none."""
+    """A stand-in for the engines' `loss_function`, which counts 1 token for each sample without one."""
     tokens = sum(mask.sum().clamp(min=1) for mask in batch["loss_masks"])
     return 7.0, tokens, {"keys": ["loss"], "values": torch.tensor([tokens, 7.0])}
 
@@ -103,7 +103,7 @@ def counts_in(engine: str, cp: int, bad_rank: int | None) -> list[Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("engine", "cp"), [("miles", 1), ("miles", 2), ("slime", 2)])
 def test_a_steps_counts_are_those_of_all_its_ranks(engine: str, cp: int) -> None:
-    """By hand: DP rank 0 holds MASKS 0, 2, 4, and rank 1 holds 1, 3, 5."""
+    """Counts by hand: DP rank 0 holds MASKS 0, 2, 4, and rank 1 holds 1, 3, 5."""
     # Of samples 4 and 5; of 0, 2, 1 and 3; twice.
     steps = [(2, 2, 7, None), (7, 4, 7, None), (7, 4, 7, 24), (2, 2, 7, 24)]
     for found in run_ranks(2 * cp, counts_in, engine, cp, None):
@@ -120,7 +120,7 @@ def test_a_rank_that_cannot_count_stops_all_ranks() -> None:
 
 
 def test_a_step_divides_by_mask_tokens_while_it_is_counted(args: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a step that fails too; outside of one, and without per-token loss, nothing changes."""
+    """A step that fails divides so, too; outside of steps, and without per-token loss, nothing changes."""
     counts = StepCounts(1, 1, 1)
     monkeypatch.setattr(slime, "_counts", lambda iterator, num_microbatches, num_rollouts: counts)
 
@@ -158,7 +158,7 @@ def test_launches_that_cannot_be_counted_are_refused(args: Any) -> None:
     args.multi_lora = False
     count_steps(args)
     sys.modules["miles.backends.training_utils.parallel"]._parallel_state.indep_dp.size = 2
-    with pytest.raises(ValueError, match="Megatron's groups end at a replica"):
+    with pytest.raises(ValueError, match="Megatron's groups span one replica only"):
         model.train_one_step(args, 0, [DataIterator({"loss_masks": MASKS}, 6)], 1, 1)
     args.loss_type, args.custom_pg_loss_reducer_function_path = "policy_loss", None
     with pytest.raises(ValueError, match="without --custom-pg-loss-reducer-function-path: miles ignores options"):
@@ -166,7 +166,7 @@ def test_launches_that_cannot_be_counted_are_refused(args: Any) -> None:
 
 
 def test_fsdp_is_asked_for_its_own_place_and_has_no_token_mean(args: Any) -> None:
-    """It has no Megatron to ask, and never divides by the step's tokens. Without its meshes it is another backend's."""
+    """FSDP runs without Megatron and never divides by a step's tokens. Without meshes a state is another backend's."""
     sample, losses = ([5], [3], MASKS[:1]), torch.tensor([1.0, 2.0, 4.0])
     for meshes in ([], ["dp", "fsdp"]):
         install(meshes=meshes)

@@ -87,8 +87,8 @@ def test_an_audit_sees_the_losses() -> None:
 @pytest.mark.parametrize(
     ("mode", "changes", "text"),
     [
-        ("token-mean", {"batch_num_tokens": None}, "token-mean without batch_num_tokens: verl would take this micro-"),
-        ("seq-mean-token-sum", {"global_batch_size": None}, "without global_batch_size: verl would take"),
+        ("token-mean", {"batch_num_tokens": None}, "token-mean without batch_num_tokens: verl would count this "),
+        ("seq-mean-token-sum", {"global_batch_size": None}, "without global_batch_size: verl would count"),
         ("seq-mean-token-sum-norm", {"loss_scale_factor": None}, "without loss_scale_factor.*Set actor.loss_scale_fac"),
         ("token-mean", {"batch_num_tokens": 2}, "batch_num_tokens is 2 where this micro-batch alone has 3"),
         ("token-mean", {"batch_num_tokens": 0}, "batch_num_tokens is 0 where this micro-batch alone has 3"),
@@ -131,14 +131,14 @@ def core_algos(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 def test_importing_the_installer_guards_agg_loss_everywhere_but_in_trainers(
     core_algos: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Into a module that took it by another name too, and into one that took it meanwhile, by a second call."""
+    """A module that imported it by another name is guarded too; one that imports it later, by a second call."""
     losses, trainer, own = sys.modules[LOSSES_MODULE], sys.modules[TRAINER], core_algos.agg_loss
     importlib.import_module("megatron_rl_loss.frameworks.verl_install")
     assert core_algos.agg_loss is losses._aggregate
     assert trainer.agg_loss is own
     assert float(core_algos.agg_loss(LOSSES, MASK, "token-mean", **WHOLE)) == pytest.approx(7 / 12)
     line = f"{core_algos.__name__}.agg_loss, {core_algos.__name__}.get_policy_loss_fn, {LOSSES_MODULE}._aggregate, "
-    line = f"verl: {line}{LOSSES_MODULE}.ppo_loss, {LOSSES_MODULE}.value_loss"
+    line = f"verl: replaced {line}{LOSSES_MODULE}.ppo_loss, {LOSSES_MODULE}.value_loss"
     assert replacing.active() == [line]
     losses._aggregate = own  # type: ignore[attr-defined]
     replaced = verl.install()
@@ -179,7 +179,7 @@ COEFS = {"entropy_coeff": 0.1, "kl_loss_coef": 0.2}
 
 @dataclass
 class EngineOfVerl:
-    """Of its Megatron engine: the count that it rounds down."""
+    """A stand-in for verl's Megatron engine: the count that verl rounds down."""
 
     dynamic: bool = False
 

@@ -178,7 +178,9 @@ def step_of(case: Case, ask: Ask, state: Any) -> tuple[Tensor, dict[str, float]]
         return model(microbatch.data.local_numbers(cp_rank, case.cp).cuda()), loss_func
 
     asked = {"mode": mode_of(ask.mode), "units": ask.units, "divisor": divisor_of(ask.mode)}
-    whole = aggregation(terms=DECLARED, term_masks=["correct"], with_per_token_loss=True, **asked)
+    whole = aggregation(
+        terms=DECLARED if ask.several else None, term_masks=["correct"], with_per_token_loss=True, **asked
+    )
     logged = logged_by_step(whole, forward_step, batches, model)
     return model.module.losses.main_grad.clone().cpu(), logged
 

@@ -139,7 +139,7 @@ def test_a_step_goes_on_as_if_it_were_not_measured() -> None:
 
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_no_verdict_where_no_one_factor_holds(mutation: str) -> None:
-    """Not even where the weights would look right to whoever took the factor from the configuration."""
+    """The audit gives none even where weights look right with the factor of the configuration."""
     layout, says = VIRTUAL if mutation == STAGES else CP_DP, MUTATIONS[mutation][1]
     first, *_ = outcomes(layout, broken(mutation))
     expected = expected_weights(layout, in_layout(layout, Ask(STEP)))["weights"]
@@ -156,7 +156,7 @@ def test_no_verdict_where_no_one_factor_holds(mutation: str) -> None:
 
 @pytest.mark.parametrize("layout", [CP_DP, VIRTUAL], ids=str)
 def test_declared_terms_are_judged_as_their_own_modes(layout: Layout) -> None:
-    """Each by its own tap, over its own mask; its coefficient is no deviation, another mode is."""
+    """Each term is judged by its own tap, over its own mask; its coefficient is no deviation, another mode is."""
     ask = in_layout(layout, Ask(STEP, "several terms"))
     first, *others = outcomes(layout, ask)
     assert list(first.steps) == list(TERMS)

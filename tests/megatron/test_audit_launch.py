@@ -146,7 +146,7 @@ def test_the_verdict_is_last_and_the_exit_status_is_that_of_fail(name: str, tmp_
 
 
 def test_the_script_imports_megatron_by_itself_and_nothing_is_hooked(tmp_path: Path) -> None:
-    """In a fresh process; the other tests find Megatron imported."""
+    """The script runs in a fresh process; the other tests find Megatron imported."""
     script = tmp_path / "script.py"
     script.write_text(
         "import sys\nassert sys.meta_path == sys.finders\nassert 'megatron.core' not in sys.modules\n"

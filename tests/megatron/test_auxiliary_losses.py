@@ -54,7 +54,7 @@ def ours(model: Any, batches: list[Batch], mode: str = "sample_mean") -> Any:
 
 
 def stock(model: Any, batches: list[Batch], *, counts: bool) -> Any:
-    """What a user of Megatron alone returns, with a loss of zero: 3-tuple with `counts`, else 2-tuple."""
+    """A step of Megatron alone with a loss of zero: loss functions return a 3-tuple with `counts`, else a 2-tuple."""
 
     def loss_of(batch: Batch, losses: torch.Tensor) -> Any:
         loss, num_tokens = (losses * batch.mask).sum() * 0, batch.mask.sum().int()

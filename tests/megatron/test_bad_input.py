@@ -1,4 +1,4 @@
-"""What is refused of a user's input, and what docs/support.md says is: through the entries that a launch uses.
+"""Refusals of a user's input, and those that docs/support.md states: through the entries that a launch uses.
 
 Flags go through Megatron's real `parse_and_validate_args` and `LossAggregation.from_args`; data through `samples_of`
 and `begin_step` on real groups (cp 2 x dp 2, gloo); losses through Megatron's schedule into `microbatch.loss` and
@@ -37,7 +37,7 @@ ACCEPTED = "accepted"
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What one rank saw of a row: what its call, and that of its legal neighbour, came to."""
+    """One rank's outcomes of a row: those of its call and of its legal neighbour."""
 
     outcome: str
     neighbour: str
@@ -50,7 +50,7 @@ class Verdict:
 def parsed(
     what: Any, *, registered: bool = True, ignore_unknown: bool = False, world: int = 1, connections: str = "1"
 ) -> Any:
-    """As a launch parses: `what` are flags, or the content of a --yaml-cfg file."""
+    """Args as a launch parses them: `what` are flags, or the content of a --yaml-cfg file."""
     import pretrain_grpo
     from megatron.core import num_microbatches_calculator
     from megatron.training import arguments, global_vars
@@ -76,7 +76,7 @@ def parsed(
 
 
 def read_yaml() -> None:
-    """Without PyYAML where it is not installed: the files here are JSON, which is YAML."""
+    """A stand-in for PyYAML where it is not installed: the files here are JSON, which is YAML."""
     from megatron.training import yaml_arguments
 
     if not yaml_arguments.HAVE_YAML:
@@ -148,14 +148,18 @@ def on_ranks() -> dict[str, Verdict]:
     def right(microbatch: Any, losses: Tensor, number: int) -> Any:
         return microbatch.loss(losses)
 
+    def with_kl(microbatch: Any, losses: Tensor, number: int) -> Any:
+        return microbatch.loss({"pg": losses, "kl": losses})
+
     def data_of(change: Change | None = None) -> Any:
         return records(dp_rank) if change is None else change(records(dp_rank), dp_rank, cp_rank)
 
     models = [table_model(weights.tolist(), per_token=per_token) for per_token in (False, True)]
     model = models[0]
     for row in STEP_ROWS:
+        of_row = with_kl if "terms" in row.options else right
         bad, good = (
-            functools.partial(train, model, data_of(change), right, row.options) for change in (row.bad, row.good)
+            functools.partial(train, model, data_of(change), of_row, row.options) for change in (row.bad, row.good)
         )
         found[row.name] = verdict(bad, model, good, model)
     for row in CONFIG_ROWS:

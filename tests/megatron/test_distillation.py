@@ -47,7 +47,7 @@ def likeliest(rollout: Rollout) -> tuple[Tensor, Tensor]:
 
 
 def hidden_states(rollout: Rollout) -> Tensor:
-    """Of the teacher's output layer, [length, WIDTH], and the same for the same tokens."""
+    """The teacher's last hidden states, [length, WIDTH], the same for the same tokens."""
     generator = torch.Generator().manual_seed(1)
     return torch.randn(gpt_oracle.VOCAB, WIDTH, generator=generator)[torch.tensor(rollout.tokens)]
 
@@ -93,7 +93,7 @@ def pack_of(batch: Batch, rollouts: list[Rollout]) -> dict[str, Any]:
 
 
 def from_hidden_states(data_iterator: Iterator[Any], model: Any) -> Any:
-    """As the recipe's, with the teacher's output layer."""
+    """The recipe's `forward_step`, with the teacher's output layer."""
     from megatron.core import parallel_state as mpu
 
     from megatron_rl_loss import OutputHead

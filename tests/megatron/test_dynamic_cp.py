@@ -65,7 +65,7 @@ def gspo_of_step() -> list[tuple[Tensor, oracle.Sample]]:
 
 
 def expected(mode: str, units: str, loss: str) -> tuple[Tensor, float, float]:
-    """Of the step: the gradient by each entry of the table, the loss, and what its error is relative to."""
+    """The step's gradient by each entry of the table, the loss, and the scale of the loss's error."""
     leaves = [one.losses.float().double().requires_grad_() for one in STEP]
     masks = [
         one.mask * kept if loss == "kept" else one.mask for one, kept in zip(STEP, KEPT.split(SIZES), strict=False)
@@ -85,7 +85,7 @@ def expected(mode: str, units: str, loss: str) -> tuple[Tensor, float, float]:
 
 
 def of_dev(dp_cp: Any) -> Groups:
-    """By the scheduler that verl calls, which Megatron-Core dev has."""
+    """Groups by the scheduler that verl calls, which Megatron-Core dev has."""
     from megatron.core.datasets.data_schedule import DefaultDynamicCPScheduler
 
     groups: Groups
@@ -95,7 +95,7 @@ def of_dev(dp_cp: Any) -> Groups:
 
 
 def engine_of_verl(root: str) -> Callable[[Any, Tensor], Any]:
-    """What verl's Megatron engine does to what a loss function returned, for a rank's tokens."""
+    """verl's Megatron engine: a function of a loss function's return value and of a rank's tokens."""
     (module,) = load(VERL, root, "verl.workers.engine.megatron.transformer_impl")
     engine = SimpleNamespace(
         prepare_model_outputs=lambda output, data: output,

@@ -98,7 +98,7 @@ SCHEDULED = [
 
 
 def rows_of(ids: Sequence[int], multiple: int) -> list[dict[str, Tensor]]:
-    """What a data set gives of sequences, padded for the largest context-parallel group."""
+    """Rows of a data set: sequences padded for the largest context-parallel group."""
     rows = []
     for i in ids:
         size = -(-LENGTHS[i] // multiple) * multiple

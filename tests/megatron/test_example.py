@@ -106,7 +106,7 @@ def test_a_step_is_the_same_in_every_layout(case: str, runs: Runs) -> None:
 
 
 def test_modes_losses_and_flags_differ_on_this_data(runs: Runs) -> None:
-    """If they did not, agreement between layouts would prove nothing."""
+    """Otherwise agreement between layouts would prove nothing."""
     of_token_mean = CASES["overlap, chunked, per-token loss alone"][2]
     modes = [MODES["sample_mean"], MODES["prompt_mean"], of_token_mean, MODES["constant"]]
     steps = [runs.on(1, *mode)[0] for mode in modes]
@@ -167,7 +167,7 @@ REFUSED = {
     "batch ramp-up": (["--rampup-batch-size", "4", "4", "8"], "--rampup-batch-size: a step's packs are fixed here"),
     "a policy loss with a mode that makes another of it": (
         ["--policy-loss", "gmpo", "--loss-aggregation", "token_mean"],
-        "what its paper says by sample_mean alone",
+        "its paper's by sample_mean alone",
     ),
     "a clip range of a loss that has none": (
         ["--policy-loss", "sapo", "--clip-high", "0.28"],

@@ -113,7 +113,7 @@ def run_asks(layout: Layout, asks: list[Ask], rollouts: dict[Any, list[gpt_oracl
 
 
 def outcomes_of(layout: Layout, asks: list[Ask]) -> list[tuple[Ask, list[Outcome]]]:
-    """Of each ask, on all ranks."""
+    """The outcomes of each ask, on all ranks."""
     if layout.vp > 1:  # whole rounds of micro-batches, where Megatron asks for them
         asks = [ask._replace(case=ask.case._replace(microbatches=4)) for ask in asks]
     rollouts = {shape: gpt_oracle.rollouts_of(shape) for shape in {ask.case.shape(layout) for ask in asks}}
@@ -173,7 +173,7 @@ def weigh_too_much(ready: Ready, stack: contextlib.ExitStack) -> None:
 
 
 def flip_per_token_loss(ready: Ready, stack: contextlib.ExitStack) -> None:
-    """After DDP was made."""
+    """Switch per-token loss after DDP was made."""
     ready.config.calculate_per_token_loss = not ready.config.calculate_per_token_loss
 
 
@@ -209,7 +209,7 @@ NO_LINE = re.compile("$")
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_every_mode_is_proved_and_nothing_is_changed(layout: Layout) -> None:
-    """Each term by its own mode; one line, on the first rank; the second step is not measured."""
+    """Each term is proved by its own mode; one line on the first rank says so; the second step is not measured."""
     asks = [Ask(STEP._replace(mode=mode)) for mode in oracle.MODES]
     asks += [Ask(terms=True), Ask(PER_TOKEN, terms=True), Ask(STEP._replace(bf16=True)), Ask(plant="fp16's loss scale")]
     asks += [Ask(STEP._replace(mode="token_mean", optimizer="distributed+overlap"))]

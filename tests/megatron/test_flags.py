@@ -41,7 +41,7 @@ def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def parse(*flags: str) -> Namespace:
-    """Through argparse, beside flags of others; unknown ones are let pass, as Megatron does."""
+    """Args through argparse, beside flags of others; unknown flags pass, as in Megatron."""
     parser = add_loss_aggregation_args(ArgumentParser())
     parser.add_argument("--rollouts", default="none")
     parser.add_argument("--calculate-per-token-loss", action="store_true")
@@ -49,7 +49,7 @@ def parse(*flags: str) -> Namespace:
 
 
 def validated(*flags: str, **changes: Any) -> AggregationSettings:
-    """What validation makes of the flags, and then of `changes` to the parsed values; args must stay as they were."""
+    """The settings of validated flags, with `changes` to the parsed values; args must stay as they were."""
     args = Namespace(**(vars(parse(*flags)) | changes))
     before = copy.deepcopy(vars(args))
     settings = validate_loss_aggregation_args(args)
@@ -95,7 +95,7 @@ def test_settings(flags: str, expected: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", [".plain_sum", ":plain_sum", ":scaled", ":registered"])
 def test_a_path_loads(name: str) -> None:
-    """In both spellings; a functools.partial has no __qualname__ to be described by; a registered mode is one."""
+    """Both spellings load; a functools.partial has no __qualname__ to be described by; a registered mode is one."""
     path = ["--custom-pg-loss-reducer-function-path", f"{MODULE}{name}"]
     settings = validated(*path, "--loss-aggregation", "sample_mean", "--loss-aggregation-divisor", "8")
     masks = [torch.tensor([1.0, 0.0, 0.5])]
@@ -132,7 +132,7 @@ REFUSALS: dict[str, Refusal] = {
     "divisor with per-token loss alone": (
         flags("--calculate-per-token-loss --loss-aggregation-divisor 8"),
         ValueError,
-        "divisor 8.0 with loss aggregation 'token_mean': it has none",
+        "divisor 8.0 with loss aggregation 'token_mean': this mode takes none",
         flags("--calculate-per-token-loss"),
     ),
     "per-token loss with an own mode": (

@@ -68,7 +68,7 @@ def chunks_of_every_kind() -> None:
 
 
 def attached() -> None:
-    """What is in the place of Megatron's names inside and after `attached`."""
+    """Check Megatron's replaced functions inside `attached`, and the restored ones after it."""
     from megatron.training import training
 
     start()
@@ -176,7 +176,7 @@ def test_the_look_ahead_and_the_first_line() -> None:
 
 
 def groups_of_models() -> list[Any]:
-    """Which groups a step is counted over: what the launch gives, else the model's, else Megatron's parallel state."""
+    """The groups over which a step is counted: the launch's, else the model's, else Megatron's parallel state's."""
     start(cp=2)
     names = ["tp", "pp", "cp", "dp", "dp_cp"]
     whole = ProcessGroupCollection.use_mpu_process_groups(names)
@@ -205,7 +205,7 @@ def test_the_groups_are_the_launchs_or_the_models_or_megatrons() -> None:
 
 
 def stages() -> tuple[str, str]:
-    """Whether stages may differ in their data, and what the first gets that reads none."""
+    """The outcome of stages that differ in their data, and the batch of a first stage that reads none."""
     state = start(pp=2)
     model = table_model([0.0], ddp=False)
     last = state.is_pipeline_last_stage()
@@ -320,7 +320,7 @@ def test_what_cannot_be_sent_from_the_first_tensor_parallel_rank_is_refused_on_a
 
 
 def empty_steps() -> list[Any]:
-    """With either carrier; then how many batches live while the last loss of a step is computed."""
+    """Results with either carrier, and the batches alive while the last loss of a step is computed."""
     start(cp=2)
     samples, found = [oracle.sample([1.0] * 4, [0] * 4, rollout_id=f"r{i}", prompt_id="p") for i in range(2)], []
     for per_token in (False, True):
@@ -341,6 +341,6 @@ def empty_steps() -> list[Any]:
 
 
 def test_a_step_without_active_tokens_and_batches_that_are_let_go() -> None:
-    """Where an empty step is an error: test_bad_input.py."""
+    """Empty steps that are errors are in test_bad_input.py."""
     nothing = (0, {"pg_loss": 0, "twice": 0})
     assert run_ranks(2, empty_steps) == [[nothing, nothing, [True, True, True, False]]] * 2

@@ -195,7 +195,7 @@ def errors_of(by_rank: list[Any], number: int, name: str) -> tuple[float, float]
 
 @pytest.mark.parametrize("layout", [DP_CP, TP_PP], ids=str)
 def test_the_gradient_is_that_of_the_step(layout: Layout) -> None:
-    """And not that of thresholds of a part of it, which are planted in one layout."""
+    """Thresholds of a part of the step, which are planted in one layout, give another gradient."""
     planted = [(name, "rank") for name in EXAMPLES] if layout is DP_CP else []
     runs = [*((name, "step") for name in EXAMPLES), *planted]
     by_rank = run_ranks(4, trained, layout, runs, gpt_oracle.rollouts_of(SHAPE))
@@ -218,4 +218,4 @@ def test_dropout_is_warned_of() -> None:
     _, _, gap, warned = found[0]
     assert gap > 0.01
     assert any("a forward pass without dropout, of a model that trains with 0.3" in text for text in warned)
-    assert any("now: the training pass and the forward pass before it differ by up to" in text for text in warned)
+    assert any("now of the training pass and of the forward pass before it differ by up to" in text for text in warned)

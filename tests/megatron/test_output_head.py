@@ -20,7 +20,7 @@ IDS = torch.arange(8)[None]
 
 
 def on_models() -> dict[str, Any]:
-    """What each check returns, on a model of its own."""
+    """The result of each check, on a model of its own."""
     from megatron.core.utils import unwrap_model
     from tiny_gpt import build
 
@@ -88,7 +88,7 @@ def gives_megatrons_log_probs(chunk: Any, model: Any) -> None:
 
 
 def runs_hooks_that_come_before(chunk: Any, model: Any) -> list[str]:
-    """As DDP's with --overlap-param-gather, which waits for the weight, and Megatron-FSDP's, which takes keywords."""
+    """Hooks like DDP's of --overlap-param-gather, which waits for the weight, and Megatron-FSDP's, with keywords."""
     ran: list[str] = []
     layer = model.output_layer
     layer.register_forward_pre_hook(lambda module, inputs: ran.append("layer" if module is layer else "another"))
@@ -98,7 +98,7 @@ def runs_hooks_that_come_before(chunk: Any, model: Any) -> list[str]:
 
 
 def leaves_gradients_to_a_caller_who_sums_them(chunk: Any, model: Any) -> list[bool]:
-    """Whether the gradient of the hidden states is summed over TP, as the layer says."""
+    """True where the gradient of the hidden states is summed over TP, as the layer says."""
     from megatron_rl_loss.megatron import output_head
 
     summed, plain = [], output_head.log_probs_from_hidden
@@ -115,7 +115,7 @@ def leaves_gradients_to_a_caller_who_sums_them(chunk: Any, model: Any) -> list[b
 
 
 def adds_to_the_main_gradient(chunk: Any, model: Any) -> list[bool]:
-    """Whether the head itself did, and not a hook on the parameter's own gradient; by both passes, a share scaled."""
+    """True where the head itself added, and no hook on the parameter's own gradient; by both passes, a share scaled."""
     from megatron_rl_loss import Folded
 
     layer, itself, sums = model.output_layer, [], list[Tensor]()
@@ -212,7 +212,7 @@ def takes_several_ids_and_a_teacher(chunk: Any, model: Any) -> None:
 
 
 def reads_nothing_back(chunk: Any, model: Any) -> None:
-    """On `meta`, which has shapes and no numbers: whatever reads them raises."""
+    """The head runs on `meta`, which has shapes and no numbers: reading one raises."""
     from megatron_rl_loss import Folded, OutputHead, Tokens
 
     layer, labels = model.output_layer.to("meta"), torch.zeros(2, 5, dtype=torch.int64, device="meta")
@@ -235,7 +235,7 @@ def reads_nothing_back(chunk: Any, model: Any) -> None:
 
 
 def refuses(chunk: Any, model: Any) -> dict[str, str]:
-    """What is said of output layers that do more."""
+    """Errors for output layers that do more, by name."""
     from megatron_rl_loss import Folded
 
     layer, said = model.output_layer, {}

@@ -1,4 +1,4 @@
-"""What `pretrain` does beside plain steps: evaluation, and reruns of a step, in launches of the example.
+"""Phases of `pretrain` beside plain steps: evaluation, and reruns of a step, in launches of the example.
 
 The example reads no validation data, which is given here.
 """

@@ -127,7 +127,7 @@ def test_a_plan_is_trained_on_once_and_as_a_whole() -> None:
     for found in run_ranks(DP * CP, misused):
         for name in ("trained on", "never", "after never", "planned again", "restarted"):
             assert found[name] == "accepted", (name, found[name])
-        assert "micro-batch 0 of a plan, a second time: its step was trained on already" in found["twice"]
+        assert "micro-batch 0 of a plan, a second time: the plan was trained on already" in found["twice"]
         for name in ("half, finished", "half, planned anew", "half, not finished"):
             assert found[name].startswith("BadBatchError: Step aborted on all ranks"), (name, found[name])
             assert "ranks 0, 1: ValueError: a plan of 3 micro-batches, of which [1, 2] were not" in found[name]

@@ -1,4 +1,4 @@
-"""Against Transformer Engine, where there are GPUs (``TEST_DEVICE=cuda tools/test.sh``).
+"""Comparison with Transformer Engine, where there are GPUs (``TEST_DEVICE=cuda tools/test.sh``).
 
 Its index function for packed sequences, and whole steps of `test_matrix`'s tiny GPT with its context-parallel
 attention (which needs bf16) in place of `examples/packed_attention.py`.

@@ -59,7 +59,7 @@ def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a new environment that has torch and the rest from this one, and the wheel."""
+    """The Python of a new environment that has the wheel, and torch and the rest from this one."""
     folder = tmp_path_factory.mktemp("installed") / "venv"
     venv.create(folder, with_pip=False)
     python = folder / "bin" / "python"
@@ -134,7 +134,7 @@ reducer("losses")
 
 
 def test_users_get_types(python: Path, tmp_path: Path) -> None:
-    """What mypy says of a user's script, elsewhere."""
+    """A run of mypy on a user's script in another folder."""
     (tmp_path / "user.py").write_text(USER)
     (tmp_path / "mypy.ini").write_text(
         "[mypy]\nfollow_imports = silent\n[mypy-torch.*,numpy.*]\nfollow_imports = skip\n"

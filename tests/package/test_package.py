@@ -96,7 +96,7 @@ def test_guides_stay_short_and_narrow(page: str, lines: int) -> None:
 
 
 def test_host_work_stays_on_the_host_whatever_the_default_device() -> None:
-    """Under ``torch.set_default_device("cuda")``, say. The meta device stands in for it: it holds no numbers."""
+    """``torch.set_default_device("cuda")`` is such a default. The meta device stands in for it: it holds no numbers."""
     masks = [torch.tensor([1.0, 1, 0, 1]), torch.tensor([1.0, 0])]
     ids: dict[str, object] = {"rollout_ids": ["a", "a"], "prompt_ids": [0, 0]}
     ids["ids"] = {"session": [3, 3], "turn": [[0, 0, -1, 1], [0, -1]]}

@@ -40,7 +40,7 @@ RECIPES = {path.name: path.read_text() for path in sorted((EXAMPLES / "recipes")
 
 
 def is_there(module: str, name: str) -> bool:
-    """Whether a file of the package defines the name: what it imports from another file does not count."""
+    """True if a file of the package defines the name; imports from another file do not count."""
     path = ROOT.joinpath(*module.split("."))
     source = (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text()
     computed = re.search(r"^def __getattr__", source, re.MULTILINE)

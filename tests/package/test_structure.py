@@ -1,4 +1,4 @@
-"""How the tests are laid out: what they share is in `support`, and `unit` runs without Megatron."""
+"""The layout of tests: shared code is in `support`, and `unit` runs without Megatron."""
 
 import ast
 import functools
@@ -16,7 +16,7 @@ SUPPORT = {path.stem: path for path in (ROOT / "tests" / "support").glob("*.py")
 
 
 def of_tests(code: str) -> list[str]:
-    """What a file imports from modules of tests."""
+    """Imports of a file from modules of tests."""
     return [name for name in imported(code) if any(part.startswith("test_") for part in name.split("."))]
 
 

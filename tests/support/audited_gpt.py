@@ -198,7 +198,7 @@ def scale_a_stage_apart(ready: Ready) -> None:
 
 
 def freeze_the_anchors(ready: Ready) -> None:
-    """As with LoRA, but for the one parameter of the output layer, which may be shared."""
+    """Freeze all as with LoRA, but for the one parameter of the output layer, which may be shared."""
     for chunk in ready.chunks:
         for name, parameter in chunk.module.named_parameters():
             if "output_layer" not in name:
@@ -224,7 +224,7 @@ def leave_gradients(ready: Ready) -> None:
 
 
 def scale_losses(ready: Ready) -> None:
-    """As fp16 training does; the optimizer would divide by it again."""
+    """Scale losses as fp16 training does; the optimizer would divide by the scale again."""
     ready.config.grad_scale_func = lambda loss: loss * 2.0**10
 
 

@@ -126,7 +126,7 @@ def expected(
 
 
 def errors_of(model: Any, case: dict[str, Any], value: float | None = None, **options: Any) -> dict[str, float]:
-    """Of the gradient that Megatron arrived at, and of what was reported as the loss; `options` as in `expected`."""
+    """Errors of Megatron's gradient and of the reported loss; `options` as in `expected`."""
     right, by_entry, scale = expected(case["mode"], case["settings"], **options)
     in_gradient = relative_error(model.module.losses.main_grad.view_as(by_entry), by_entry)
     return {"gradient": in_gradient} | ({} if value is None else {"value": abs(value - right) / scale})
@@ -166,7 +166,7 @@ def assert_exact(
 def compare(
     record_property: Any, train: Any, framework: Framework, cases: Sequence[dict[str, Any]], world: Any = (4, 2)
 ) -> list[Any]:
-    """What rank 0 found in the engine's own setting of each case and, exact, with ours in the same step."""
+    """Rank 0's findings for each case: with the engine's own setting and, exact, with ours in the same step."""
     both = [case | {"stock": stock} for case in cases for stock in (case.get("stock", True), None)]
     found = run_ranks(world[0], train, checkout(framework), world[1], both)[0]
     for case, *pair in zip(cases, found[::2], found[1::2], strict=True):

@@ -23,7 +23,7 @@ import pytest
 
 @dataclass(frozen=True)
 class Framework:
-    """How a checkout is imported.
+    """A checkout of an engine, and the way to import it.
 
     Attributes:
         variable: names the checkout.
@@ -228,7 +228,7 @@ def checkout(framework: Framework) -> str:
 def record_errors(
     record_property: Any, framework: Framework, setting: str, own: float | None = None, ours: float | None = None
 ) -> None:
-    """For the table at the end of a run: a setting's errors by the engine itself, if it has it, and with ours."""
+    """Record, for the table at the end of a run, a setting's errors by the engine itself, if any, and with ours."""
     root = Path(checkout(framework))
     command = ["git", "-C", root, "log", "-1", "--abbrev=8", "--format=Version: `%h`"]
     commit = subprocess.run(command, capture_output=True, text=True).stdout
@@ -253,7 +253,7 @@ def load(framework: Framework, root: str, *modules: str) -> list[Any]:
 
 
 class Settings(SimpleNamespace):
-    """Of an engine: what is not set is None, which is off."""
+    """Settings of an engine: one that is not set is None, which is off."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):

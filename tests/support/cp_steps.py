@@ -40,7 +40,7 @@ class Rollout:
 
     @property
     def turns(self) -> list[str]:
-        """Of each token: two turns of four tokens, which come again, also in the rollout's other sample; "" is none."""
+        """Turns of tokens: two of four tokens, which come again, also in the rollout's other sample; "" is none."""
         masked = self.mask.tolist()
         return ["" if not m and t % 3 else f"{self.rollout_id} {t // 4 % 2}" for t, m in enumerate(masked)]
 
@@ -80,7 +80,7 @@ def rollouts(seed: int = 3) -> list[Rollout]:
 
 @dataclass(frozen=True)
 class Tokens:
-    """What a rank has in hand of a micro-batch when it computes a loss."""
+    """A rank's part of a micro-batch, at hand for a loss."""
 
     local: LocalTokens
     cp_group: Any

@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 def divergence(p: Tensor, q: Tensor, kind: str, tail: str = "drop", beta: float = 0.5) -> Tensor:
-    """Of probabilities [..., ids], all above 0; per token, differentiable. With all ids every tail is the same."""
+    """Divergence per token of probabilities [..., ids], all above 0, differentiable; tails are equal with all ids."""
     if tail == "bucket":
         p, q = (torch.cat([one, 1 - one.sum(-1, keepdim=True)], -1) for one in (p, q))
     if tail == "renormalise":
@@ -17,7 +17,7 @@ def divergence(p: Tensor, q: Tensor, kind: str, tail: str = "drop", beta: float 
 
 
 def logits_of(tokens: int, vocabulary: int, spread: float = 2.0, noise: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Of student and teacher, exact in float32; the student is the teacher with noise."""
+    """Logits of student and teacher, exact in float32; the student is the teacher with noise."""
     generator = torch.Generator().manual_seed(0)
     drawn = (torch.randn(tokens, vocabulary, generator=generator) for _ in range(2))
     teacher, noises = (one * scale for one, scale in zip(drawn, (spread, noise), strict=True))

@@ -46,7 +46,7 @@ def start_dynamic(tp: int = 1, cp: int | None = None, **more: Any) -> tuple[Any,
 
 
 def balanced(dp_cp: Any, lengths: Sequence[int]) -> Groups:
-    """By Megatron's scheduler, a longest sequence over all ranks."""
+    """Groups by Megatron's scheduler, a longest sequence over all ranks."""
     from megatron.core.pipeline_parallel.hybrid_cp_schedule import BalancedCPScheduler
 
     groups: Groups
@@ -56,7 +56,7 @@ def balanced(dp_cp: Any, lengths: Sequence[int]) -> Groups:
 
 
 def hands_of(groups: Groups, rank: int, one_by_one: bool) -> list[tuple[list[int], int]]:
-    """Of each micro-batch of a rank, its sequences and the size of its group."""
+    """The sequences and the group size of each micro-batch of a rank."""
     return [
         (ids, sum(set(ids) <= set(others) for others in group))
         for group in groups

@@ -1,4 +1,4 @@
-"""What is refused of flags, as Megatron parses them."""
+"""Refusals of flags, as Megatron parses them."""
 
 from typing import Any
 
@@ -70,7 +70,7 @@ FLAG_ROWS = [
          "Drop the divisor", f"{AGGREGATE} verl:token-sum"),
     flag("another counting than the name's", CONTRADICTED,
          f"{AGGREGATE} trl:grpo {AGGREGATE}-units active", "unit counting 'active' with loss aggregation 'trl:grpo'",
-         "Drop the counting", f"{AGGREGATE} trl:grpo {AGGREGATE}-units all"),
+         "Leave the counting out", f"{AGGREGATE} trl:grpo {AGGREGATE}-units all"),
     flag("own mode and a mode", "a custom path with another mode than the default",
          f"{PATH} os.path:join {AGGREGATE} token_mean", "os.path:join with --loss-aggregation token_mean",
          "Drop one of them", f"{PATH} os.path:join {AGGREGATE} sample_mean"),

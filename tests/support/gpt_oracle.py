@@ -170,7 +170,7 @@ def rollouts_of(shape: GptShape) -> list[Rollout]:
 
 @dataclass(frozen=True)
 class Step:
-    """What one optimizer step must give."""
+    """The right results of one optimizer step."""
 
     gradients: dict[str, Tensor]
     grad_norm: float

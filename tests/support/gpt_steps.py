@@ -33,7 +33,7 @@ BF16_BOUNDS = {"gradients": 0.25, "overall": 0.1, "grad_norm": 0.05, "metrics": 
 
 
 class Outcome(NamedTuple):
-    """Of one rank: its shards by full name, with the dimension they are cut in (None: whole)."""
+    """One rank's shards by full name, with the dimension in which each is cut (None: whole)."""
 
     gradients: dict[str, tuple[Any, int | None]]
     weights: dict[str, tuple[Any, int | None]]
@@ -247,6 +247,6 @@ def outcomes_in(
 
 
 def beyond_bounds(case: Case, errors: dict[str, float]) -> list[str]:
-    """What is off by more than it may be."""
+    """Names of errors that exceed their bounds."""
     bounds = BF16_BOUNDS if case.bf16 else FP32_BOUNDS
     return [what for what, bound in bounds.items() if not errors[what] <= bound]

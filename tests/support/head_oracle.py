@@ -56,7 +56,7 @@ def batch_of(tokens: int, vocabulary: int, hidden: int, dtype: torch.dtype = tor
 def log_probs_and_entropy(
     logits: Tensor, labels: Tensor, temperature: float = 1.0, keep: Tensor | None = None, vocab_size: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Of logits [tokens, vocabulary] and labels [tokens] or [tokens, K], float64; over the ids that count."""
+    """Oracle for logits [tokens, vocabulary] and labels [tokens] or [tokens, K], float64; over the ids that count."""
     log_probs, entropies = [], []
     for t, of_token in enumerate(labels.view(len(labels), -1).tolist()):
         ids = list(range(vocab_size or logits.shape[1]))
@@ -72,7 +72,7 @@ def log_probs_and_entropy(
 def divergence(
     logits: Tensor, taught: Tensor, labels: Tensor, kind: str, beta: float = 0.5, keep: Tensor | None = None
 ) -> Tensor:
-    """Of logits [tokens, vocabulary] over their temperatures, float64; over the ids that count, one after the other."""
+    """Oracle for logits [tokens, vocabulary] over their temperatures, float64; over the ids that count, in turn."""
     values = []
     for t, of_token in enumerate(labels.view(len(labels), -1).tolist()):
         ids = [j for j in range(logits.shape[1]) if keep is None or keep[t, j] or j in of_token]

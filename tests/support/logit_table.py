@@ -94,7 +94,7 @@ def _deal(rng: random.Random, count: int, dp: int, microbatches: int) -> list[li
 
 
 def _log_probs(step: Step, table: Tensor) -> list[Tensor]:
-    """Of every response token: the table's entry of the token before it, against zeros."""
+    """Log-probs of response tokens: each is the table's entry of the token before it, against zeros."""
     found = []
     for one in step.samples:
         entries = table[one.ids[one.prompt - 1 : -1]]
@@ -132,7 +132,7 @@ def expected(
 
 
 def rollout_data(steps: Sequence[Step], dp_rank: int, slice_with_cp: Any) -> dict[str, Any]:
-    """What a rank's `DataIterator` holds of several steps; `slice_with_cp` is their cut of a response's values."""
+    """The data of several steps in a rank's `DataIterator`; `slice_with_cp` is their cut of a response's values."""
     data: dict[str, list[Any]] = {}
     indices: list[list[int]] = []
     for step in steps:

@@ -1,4 +1,4 @@
-"""What the installed Megatron-Core lacks for a test: the reasons of skips, which docs/support.md says too."""
+"""Features that the installed Megatron-Core lacks for a test: reasons of skips, which docs/support.md states too."""
 
 import importlib.util
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 
 
 def _text(file: str) -> str:
-    """Of a file of the package `megatron`; of one that is not there, nothing."""
+    """The text of a file of the package `megatron`; empty for a missing file."""
     found = importlib.util.find_spec("megatron.core")
     assert found is not None
     assert found.origin is not None

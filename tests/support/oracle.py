@@ -1,4 +1,4 @@
-"""What the package must compute, stated a second time: float64, plain loops, nothing imported from the package.
+"""The package's results, stated a second time: float64, plain loops, nothing imported from the package.
 
 `step_loss` and `step_gradient` are the formulas of the modes. The rest says, token by token, what each
 context-parallel (CP) rank holds: a buffer is a list of tokens, and a rank's part is picked from it by hand.
@@ -34,7 +34,7 @@ class Sample:
     prompt_id: int | str | None = None
 
     def poisoned(self, value: float = NAN) -> "Sample":
-        """With `value` at masked positions, where no reader may look."""
+        """The sample with `value` as loss at masked positions, which no reader may read."""
         return replace(self, losses=self.losses.masked_fill(self.mask == 0, value))
 
 
@@ -173,7 +173,7 @@ def step_scale(mode: str, samples: Sequence[Sample], divisor: float | None = Non
 
 
 def sum_error(num_terms: int) -> float:
-    """What a float32 sum of `num_terms` weighted losses may be off by, in any order, relative to their absolute sum.
+    """The bound for a float32 sum of `num_terms` weighted losses, in any order, relative to their absolute sum.
 
     Every weight and product is `EXACT`, and every addition rounds once.
     """
@@ -181,7 +181,7 @@ def sum_error(num_terms: int) -> float:
 
 
 def chain_error(num_layers: int, longest: int) -> float:
-    """What a layered model in float32 may be off by, relative to a tensor's largest entry, whatever adds up products.
+    """The bound for a layered model in float32, relative to a tensor's largest entry, whatever adds up products.
 
     Forward and backward a value goes through six sums of at most `longest` terms a layer. Their roundings are as good
     as independent, so n of them add up to sqrt(n); eight times that is not seen.
@@ -215,7 +215,7 @@ def padded_slots(lengths: Sequence[int], sizes: Sequence[int]) -> list[list[Toke
 
 
 def zigzag(slots: list[list[Token]], cp_rank: int, cp_size: int) -> list[Token]:
-    """Of each slot in 2 * cp_size chunks, the cp_rank-th and the cp_rank-th from the end."""
+    """The cp_rank-th and the cp_rank-th last of each slot's 2 * cp_size chunks."""
     held: list[Token] = []
     for slot in slots:
         n = len(slot) // (2 * cp_size)

@@ -1,4 +1,4 @@
-"""What pages show: their commands, code, links and headings."""
+"""Contents of pages: commands, code, links and headings."""
 
 import re
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ BEGINNING = re.compile(
 
 
 def commands_of(text: str) -> Iterator[str]:
-    """Of a page: one line each, comments left out."""
+    """Commands of a page: one line each, comments left out."""
     for block in BLOCK.findall(text):
         for line in re.sub(r"\s*\\\n\s*", " ", block).splitlines():
             if command := re.sub(r"(^|\s+)#.*$", "", line).strip():
@@ -34,7 +34,7 @@ def code_of(page: str, language: str = "python") -> list[str]:
 
 
 def anchors_of(text: str) -> set[str]:
-    """Of a page's headings, as GitHub and mkdocs make them."""
+    """Anchors of a page's headings, as GitHub and mkdocs make them."""
     headings = re.findall(r"^#+ (.*)$", FENCED.sub("", text), flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 

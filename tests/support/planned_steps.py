@@ -46,7 +46,7 @@ def start_ranks() -> tuple[int, int]:
 
 
 def gradient_of(mode: str) -> Tensor:
-    """Of the step loss by each entry of the table, float64."""
+    """The gradient of the step loss by each entry of the table, float64."""
     if mode in oracle.BY_IDS:
         return torch.tensor([w for row in weights_of(mode, STEP, "all") for w in row] + [0.0], dtype=torch.float64)
     divisor = DIVISOR if mode == "constant" else None

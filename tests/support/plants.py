@@ -55,6 +55,6 @@ def assert_stops(record_property: Any, framework: Framework, train: Any, plant: 
 
 
 def record_plant(record_property: Any, framework: Framework, plant: str, outcome: str) -> None:
-    """For the table at the end of a run."""
+    """Record a planted fault for the table at the end of a run."""
     engine = framework.variable.removesuffix("_PATH").lower().replace("_", "-")
     record_property("plant", (engine, plant, outcome))

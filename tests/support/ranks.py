@@ -99,7 +99,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
 
 
 def environment(world_size: int, port: int) -> dict[str, str]:
-    """That of torchrun, but for a rank's number, whose store listens at `port`."""
+    """The environment of torchrun but for a rank's number; the store listens at `port`."""
     return {
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),

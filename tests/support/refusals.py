@@ -80,7 +80,7 @@ class Row:
 
 
 def in_three_parts(text: str, row: Row) -> bool:
-    """What was given, the rule, what to do: in this order, as every error says it, for every rank that says it."""
+    """True if the text has three parts for every rank that raised: the given, the rule, the remedy, in this order."""
     reasons = re.split(r"(?:^Step aborted on all ranks before the optimizer ran\. |; )rank \d+: \w+: ", text)
     said = [reason for reason in reasons if row.given in reason]
     pattern = re.compile(

@@ -1,4 +1,4 @@
-"""Where the files of this repository are."""
+"""Paths of this repository."""
 
 from pathlib import Path
 

@@ -61,7 +61,7 @@ def cfpo(v: Values, m: Tensor, epsilon: float) -> Tensor:
 
 
 def weighted_k3(v: Values, m: Tensor) -> Tensor:
-    """Of the policy that drew the tokens, log-probs; of the reference, those of the rollouts."""
+    """k3 weighted by the ratio; the rollouts' log-probs stand for the reference's."""
     of_reference = (v["rollout_log_probs"] - v["log_probs"]).exp()
     return log_ratio(v).exp() * (of_reference - of_reference.log() - 1)
 

@@ -1,4 +1,4 @@
-"""What is refused of a step's data, of a model's config and of losses: rows for launches on cp 2 x dp 2."""
+"""Refusals of a step's data, of a model's config and of losses: rows for launches on cp 2 x dp 2."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -103,7 +103,7 @@ STEP_ROWS = [
     step_row("a mask for filler", DISAGREE,
              put(loss_masks=masks([1.0] * 8, HALF, [0.0] * 4), rollout_ids=[1, 2, 3], prompt_ids=[1, 1, 1],
                  layout=ZigzagTHD([0, 8, 16, 20], filler_slots=1)),
-             "3 loss masks for 2 slots", "do not add masks for them",
+             "3 loss masks for 2 slots", "pass no masks for them",
              put(layout=ZigzagTHD([0, 8, 16, 20], [8, 6], filler_slots=1))),
     step_row("replicas with other masks", DISAGREE, put(cp_rank=1, loss_masks=masks([1.0] * 8, [0.0, 1, 1, 0.5, 1, 0])),
              "were given different samples", "Shard and seed the loader by DP rank only"),
@@ -119,21 +119,21 @@ STEP_ROWS = [
     step_row("contiguous buffer of 15 for cp 2", CUT, put(layout=Contiguous([0, 8, 15], [8, 6])),
              "the packed buffer has 15 tokens", "Pad it", put(layout=Contiguous([0, 8, 14]))),
     step_row("no layout under CP", "no layout with CP > 1", put(layout=None), "cp_size is 2 and no layout was given",
-             "Pass one of the layouts"),
+             "Pass layout=: ZigzagTHD"),
     step_row("prompt_mean without ids on one rank", "`prompt_mean` without prompt ids", put(prompt_ids=None),
-             "'prompt_mean' and samples without prompt_ids", "Give the Samples prompt_ids", mode="prompt_mean"),
+             "'prompt_mean' and samples without prompt_ids", "Pass Samples(..., prompt_ids=", mode="prompt_mean"),
     step_row("a term by prompt without ids on one rank", "`prompt_mean` without prompt ids", put(prompt_ids=None),
-             "'prompt_mean' and samples without prompt_ids", "Give the Samples prompt_ids",
+             "'prompt_mean' and samples without prompt_ids", "Pass Samples(..., prompt_ids=",
              terms={"kl": "prompt_mean"}),
     step_row("a rollout under two prompts, on two ranks", "a rollout id under two prompts", same_rollout_twice,
              "one rollout id is used under two prompt ids", "Join prompt and rollout index", mode="prompt_mean"),
     step_row("rollout ids on one DP rank only", "ids on some ranks only",
              lambda good, dp, cp: [r | ({"rollout_ids": None} if dp else {}) for r in good],
-             "and other ids on other ranks", "Pass the same ids everywhere", everywhere(rollout_ids=None)),
+             "and other ids on other ranks", "Pass the same ids on every rank", everywhere(rollout_ids=None)),
     step_row("rollout ids on some micro-batches only", "ids on some ranks only", put(None, rollout_ids=None),
              "micro-batches with ids of", "Pass the same ids with every micro-batch"),
     step_row("ids beyond 61 bits", DISAGREE, put(rollout_ids=[2**61, 0]), "rollout_ids go beyond 61 bits",
-             "Pass them as strings", put(rollout_ids=[str(2**61), "0"])),
+             "Pass such ids as strings", put(rollout_ids=[str(2**61), "0"])),
     step_row("iterator ends", "an iterator that ends or raises", lambda good, dp, cp: good[: 2 - dp],
              "ended after 1 of the step's 2 micro-batches", "Give it more data"),
     step_row("iterator raises", "an iterator that ends or raises", late_error, "rank 2: OSError: disk gone", "",
@@ -144,7 +144,7 @@ STEP_ROWS = [
              lambda good, dp, cp: None if cp else good, "no data iterator", "is_distributed = True"),
     step_row("a term's mask that is not given", "",
              lambda good, dp, cp: good if dp else [r | {"term_masks": {"correct": r["loss_masks"]}} for r in good],
-             "a mask 'correct' of samples that have: none", "Give Samples term_masks",
+             "the samples have no mask 'correct'", "Pass Samples(..., term_masks=",
              lambda good, dp, cp: [r | {"term_masks": {"correct": r["loss_masks"]}} for r in good],
              term_masks=["correct"]),
     step_row("samples_of gives nothing", "", made(lambda: None), "samples_of returned a NoneType",
@@ -152,7 +152,7 @@ STEP_ROWS = [
     step_row("samples_of fails", "", made(fails), "KeyError: 'loss_masks'", "", styled=False),
     step_row("no active token", "a step without active tokens, if asked",
              everywhere(loss_masks=masks([0.0] * 8, [0.0] * 6)), "a step without one active token",
-             "Look at the masks of the data", everywhere(loss_masks=masks([0.0] * 8, [0.0] * 5 + [1.0])),
+             "Check the loss masks", everywhere(loss_masks=masks([0.0] * 8, [0.0] * 5 + [1.0])),
              empty_step="error"),
 ]  # fmt: skip
 
@@ -197,7 +197,7 @@ Losses = Callable[[Any, Tensor, int], Any]  # (micro-batch, this rank's losses, 
 
 
 def reporting(first: Sequence[str], second: Sequence[str]) -> Losses:
-    """What the first micro-batch reports, and the second."""
+    """Losses with the names that the first micro-batch reports, and the second."""
     return lambda m, losses, n: m.loss(losses, dict.fromkeys(second if n else first, losses))
 
 
@@ -220,7 +220,7 @@ def loss_row(
 
 
 def changing(change: Callable[[Tensor, Tensor, dict[str, Tensor]], Any]) -> Losses:
-    """What the micro-batch hands out, changed."""
+    """Losses with the micro-batch's return value changed."""
     return lambda m, losses, n: change(*m.loss(losses))
 
 
@@ -247,13 +247,13 @@ LOSS_ROWS = [
     loss_row("losses not cut over CP", PART, lambda m, losses, n: m.loss(torch.cat([losses, losses])),
              "per_token_loss of shape (16,)", "not cut over CP ranks"),
     loss_row("a report renamed", NAMES, reporting(["kl"], ["entropy"]),
-             "reports ['pg_loss', 'entropy'], while", "Report the same names every time",
+             "reports ['pg_loss', 'entropy'], while", "in every micro-batch that has active tokens of it",
              reporting(["kl"], ["kl"]), "BadBatchError"),
     loss_row("one of two reports missing", NAMES, reporting(["kl", "entropy"], ["kl"]),
-             "micro-batch 1 reports ['pg_loss', 'kl'], while", "Report the same names every time",
+             "micro-batch 1 reports ['pg_loss', 'kl'], while", "in every micro-batch that has active tokens of it",
              reporting(["kl", "entropy"], ["entropy", "kl"]), "BadBatchError"),  # Megatron reads them by name
     loss_row("a metric on one DP rank alone", NAMES, on_dp_rank_1(["kl"], []),
-             "micro-batch 1 reports ['pg_loss'], while", "Report the same names every time",
+             "micro-batch 1 reports ['pg_loss'], while", "in every micro-batch that has active tokens of it",
              on_dp_rank_1(["kl", "entropy"], ["entropy", "kl"]), "BadBatchError"),
     loss_row("a metric that hides the loss", "", lambda m, losses, n: m.loss(losses, {"pg_loss": 2 * losses}),
              "pg_loss", "name", lambda m, losses, n: m.loss(losses, {"pg_loss_2": 2 * losses})),
@@ -276,26 +276,26 @@ LOSS_ROWS = [
     loss_row("its count dropped", HANDED_OUT, changing(lambda loss, count, report: (loss, report)),
              "loss_func returned 2 values", "Return microbatch.loss"),
     loss_row("divided by the number of micro-batches", HANDED_OUT,
-             changing(lambda loss, count, report: (loss / 2, count, report)), NOT_ITS_LOSS, "Return what"),
+             changing(lambda loss, count, report: (loss / 2, count, report)), NOT_ITS_LOSS, "Return the result"),
     loss_row("a KL term on top", HANDED_OUT, changing(lambda loss, count, report: (loss + loss**2, count, report)),
-             NOT_ITS_LOSS, "put further terms into the share", kl_in_the_share),
+             NOT_ITS_LOSS, "put further terms into loss({...})", kl_in_the_share),
     loss_row("changed in place", HANDED_OUT, changing(lambda loss, count, report: (loss.mul_(0.5), count, report)),
              "it was changed in place", ""),
     loss_row("a micro-batch carried twice", "a micro-batch that is carried a second time without `plan.restart()`",
              lambda m, losses, n: (m.loss(losses), m.loss(losses))[1], "a plan, a second time", "call plan.restart()"),
     loss_row("tokens cut in another way", "tokens that are not the plan's cut",
              lambda m, losses, n: (m.check_tokens(TOKENS[:8]), m.loss(losses))[1],
-             "local tokens that are not those of the plan's layout", "Give Samples the layout",
+             "local tokens that are not those of the plan's layout", "Give Samples the model's layout",
              lambda m, losses, n: (m.check_tokens(m.local(TOKENS)), m.loss(losses))[1]),
     loss_row("a form for loops without a schedule", HANDED_OUT, lambda m, losses, n: m.loss(losses, form="sum"),
-             "as form='sum' and form='mean' give it", "without a form"),
+             "the result of form='sum' or form='mean'", "without a form"),
     loss_row("a loss made without gradients", "", torch.no_grad()(lambda m, losses, n: m.loss(losses)),
-             "a loss without gradients in a step that is trained on", "Leave torch.no_grad() out"),
-    loss_row("called, and something else returned", HANDED_OUT, called_and_ignored, NOT_ITS_LOSS, "Return what"),
+             "a loss without gradients in a training step", "Leave torch.no_grad() out"),
+    loss_row("called, and something else returned", HANDED_OUT, called_and_ignored, NOT_ITS_LOSS, "Return the result"),
     loss_row("another count", HANDED_OUT, changing(lambda loss, count, report: (loss, count.clone(), report)),
-             "a token count that this micro-batch did not hand out", "Return what",
+             "a token count that this micro-batch did not hand out", "Return the result",
              changing(lambda loss, count, report: (loss, count, {**report, "lr": torch.ones(())}))),
-    loss_row("an earlier micro-batch's", HANDED_OUT, earlier_ones, NOT_ITS_LOSS, "Return what"),
+    loss_row("an earlier micro-batch's", HANDED_OUT, earlier_ones, NOT_ITS_LOSS, "Return the result"),
     loss_row("a share of no reducer", HANDED_OUT, lambda m, losses, n: m.carry((losses * 0.1).sum(), {}),
              "put together without this micro-batch's reducers", ""),
     loss_row("two micro-batches taken", "", lambda m, losses, n: m.loss(losses),

@@ -24,7 +24,7 @@ def random_samples(
 
 
 def step_samples(seed: int) -> list[oracle.Sample]:
-    """With fractional, partly and fully masked tokens, split rollouts and uneven prompt groups."""
+    """Samples with fractional, partly and fully masked tokens, split rollouts and uneven prompt groups."""
     ids = [(f"r{i - i % 3 // 2}", f"p{min(i // 3, 2)}") for i in range(13)]
     samples = random_samples(random.Random(seed), ids)
     for i in (4, 9):

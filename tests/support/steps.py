@@ -95,12 +95,12 @@ def session_of(one: Sample) -> str:
 
 
 def turns_of(one: Sample) -> list[str]:
-    """Of each token: three go on in other samples of the session, and come again; some masked ones are of no turn."""
+    """Turns of tokens: three go on in other samples of the session, and come again; some masked tokens have none."""
     return ["" if not m and t % 2 else f"{session_of(one)} {t // 3 % 2}" for t, m in enumerate(one.mask.tolist())]
 
 
 def weights_of(mode: str, samples: Sequence[Sample], units: str) -> list[list[float]]:
-    """Of every token of the step, by the oracle."""
+    """The weight of every token of the step, by the oracle."""
     if mode not in oracle.BY_IDS:
         return oracle.step_weights(mode, samples, divisor_of(mode), units)
     ids = [session_of(one) for one in samples], [turns_of(one) for one in samples]

@@ -53,7 +53,7 @@ class Batch:
         )
 
     def local_numbers(self, cp_rank: int, cp_size: int) -> torch.Tensor:
-        """By the oracle's zigzag, not by the package's."""
+        """Numbers of a rank's tokens, by the oracle's zigzag, not by the package's."""
         if self.gathered:
             return torch.tensor([n for slot in self.numbers for n in slot], dtype=torch.int64)
         held = oracle.zigzag(self.numbers, cp_rank, cp_size)  # type: ignore[arg-type]

@@ -47,7 +47,7 @@ HEADS = ("two passes", "one pass", "one pass, main grad")
 
 
 class Case(NamedTuple):
-    """What varies inside a layout."""
+    """The settings that vary inside a layout."""
 
     microbatches: int
     mode: str
@@ -116,7 +116,7 @@ class Batch:
         self.samples = self.described()
 
     def described(self, correct: Callable[[Sequence[Rollout]], list[Tensor]] | None = None) -> Samples:
-        """As a data loader would, whole samples and not what this rank holds of them; `correct`: a term's masks."""
+        """Whole samples, as a data loader describes them, not this rank's part; `correct`: a term's masks."""
         return Samples(
             [torch.tensor(one.mask) for one in self._rollouts],
             layout=self._layout,
@@ -167,7 +167,7 @@ class Ready:
 
 
 def tiny_config(layout: Layout, *, per_token: bool, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
-    """With the oracle's sizes, and without what needs a GPU."""
+    """A configuration with the oracle's sizes, and without features that need a GPU."""
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.transformer import TransformerConfig
 
@@ -298,7 +298,7 @@ def cut_dim(parameter: Tensor) -> int | None:
 
 
 def full_name(name: str, model: Any) -> str:
-    """With the layer's number in the whole model; a tied output layer is the embedding."""
+    """A parameter's name, with the layer's number in the whole model; a tied output layer is the embedding."""
     name = name.removeprefix("module.")
     parts = name.split(".")
     if parts[:2] == ["decoder", "layers"]:

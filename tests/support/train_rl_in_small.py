@@ -49,7 +49,7 @@ def make_rows(seed: int, num_rows: int) -> list[Row]:
 
 @dataclass
 class Bin:
-    """What a rank's micro-batch holds: rows (by number) in slots of a packed row, or a row each."""
+    """A rank's micro-batch: rows (by number) in slots of a packed row, or a row each."""
 
     numbers: list[int]
     starts: list[int]
@@ -63,7 +63,7 @@ class Bin:
         return Bin(numbers, starts, True)
 
     def slots(self, rows: list[Row]) -> list[list[oracle.Token]]:
-        """By token position p: the row and the place of the loss at p, which is that of token p + 1."""
+        """The row and the place of the loss at each token position p of a slot; that loss is token p + 1's."""
         sizes = [SEQ_LENGTH] * len(self.numbers)
         if self.packed:
             sizes = [end - begin for begin, end in pairwise(self.starts)]

@@ -48,7 +48,7 @@ def make_step(seed: int, dp: int) -> logit_table.Step:
 
 
 def tensors_of(step: logit_table.Step) -> dict[str, torch.Tensor]:
-    """Of all sequences, as `prepare_data_for_update` has them."""
+    """Tensors of all sequences, as `prepare_data_for_update` has them."""
     rows = len(step.samples)
     tensors = {name: torch.zeros(rows, SEQ_LENGTH) for name in ("masks", "old_logprobs")}
     trajectories = torch.full((rows, SEQ_LENGTH), PAD, dtype=torch.int64)
@@ -197,7 +197,7 @@ def groups() -> Any:
 
 
 def reduced(reported: list[torch.Tensor]) -> float:
-    """As `train_step` reduces a report: numbers over micro-batches, or stock pairs of a sum and a count over ranks."""
+    """A report, reduced as by `train_step`: numbers over micro-batches, or stock pairs of sum and count over ranks."""
     values = torch.stack([one.detach().double().view(-1) for one in reported])
     if values.size(1) == 1:
         return float(values.mean())

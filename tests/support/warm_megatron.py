@@ -1,4 +1,4 @@
-"""What the fork server imports before it forks ranks: the real Megatron stack, redirected to the CPU."""
+"""Imports of the fork server before it forks ranks: the real Megatron stack, redirected to the CPU."""
 
 import argparse
 import contextlib

@@ -1,4 +1,4 @@
-"""What shared checks take for a whole number, a close name, an interval; the others are tried where they are used."""
+"""Shared checks of whole numbers, close names and intervals; other checks are tried where they are used."""
 
 from typing import Any
 

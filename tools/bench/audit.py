@@ -1,4 +1,4 @@
-"""What an audit adds to an optimizer step: time, and memory until the step is over.
+"""Costs that an audit adds to an optimizer step: time, and memory until the step is over.
 
     python tools/bench/audit.py [--tokens 1048576] [--microbatches 16] [--hidden 4096] [--seconds 20]
 

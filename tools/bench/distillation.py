@@ -1,4 +1,4 @@
-"""What distillation costs, in memory and time, beside a naive way and the functions of others.
+"""Memory and time of distillation, beside a naive way and the functions of others.
 
     python tools/bench/distillation.py --verl ~/verl --nemo-rl ~/RL --ms-swift ~/ms-swift --trl ~/trl --liger ~/Liger
     python tools/bench/distillation.py --tables top-k --sizes 1024x32768 --k 16         # ours and the naive way alone
@@ -61,7 +61,7 @@ SPARE = 2 * 2**30
 
 
 class Inputs:
-    """Of student and teacher: hidden states and weights, and the teacher's ids and log-probs."""
+    """Inputs of student and teacher: hidden states and weights, and the teacher's ids and log-probs."""
 
     def __init__(self, size: Size, hidden: int, k: int, device: str) -> None:
         self.tokens, self.k = size.tokens, k

@@ -1,4 +1,4 @@
-"""What log-probs and entropy cost, in memory and time, beside Megatron's and slime's.
+"""Memory and time of log-probs and entropy, beside Megatron's and slime's.
 
     python tools/bench/logprobs.py --slime ~/slime                            # needs 8 GB, some ten minutes
     python tools/bench/logprobs.py --tables logits --sizes 4096x32768         # one table, one size

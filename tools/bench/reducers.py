@@ -1,4 +1,4 @@
-"""What reducing one micro-batch costs, beside slime's and miles's own functions, run from their checkouts.
+"""Costs of reducing one micro-batch, beside slime's and miles's own functions, run from their checkouts.
 
     python tools/bench/reducers.py --slime ~/slime --miles ~/miles --goals     # every size, about two minutes
     python tools/bench/reducers.py --slime ~/slime --sizes 8x4096 64x1024      # some sizes
@@ -89,7 +89,7 @@ class Data:
         self.totals = StepTotals.from_loss_masks(self.masks)
 
     def _weights(self, mask: Tensor, total: int) -> Tensor:
-        """Of this rank's tokens of a sample in its mean: a token belongs to the chunk of the logit that predicts it."""
+        """This rank's tokens in a sample's mean: a token belongs to the chunk of the logit that predicts it."""
         chunk = math.ceil(total / (2 * self.cp_size))
         piece = (torch.arange(total - mask.numel(), total) - 1) // chunk
         mine = (piece == self.cp_rank) | (piece == 2 * self.cp_size - 1 - self.cp_rank) | (self.cp_size == 1)

@@ -1,4 +1,4 @@
-"""What the benchmarks share: flags, other frameworks' code, turns, ranks, and how tables are printed and kept."""
+"""Shared code of the benchmarks: flags, other frameworks' code, turns, ranks, printing and keeping of tables."""
 
 import argparse
 import ctypes
@@ -106,7 +106,7 @@ def take_turns(
 
 
 class Others:
-    """How many cores other processes, and other guests of the host, have kept busy since it was made."""
+    """The number of cores that other processes, and other guests of the host, have kept busy since its construction."""
 
     def __init__(self) -> None:
         self.began, self.seconds = time.monotonic(), self._seconds()
@@ -146,7 +146,7 @@ def count_collectives() -> dict[str, int]:
 
 
 def on_ranks(world_size: int, device: str, measure: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """What `measure(rank, *arguments)` returns on each rank of a group, which has a thread or a GPU of its own."""
+    """Results of `measure(rank, *arguments)` on each rank of a group, which has a thread or a GPU of its own."""
     with tempfile.TemporaryDirectory() as folder:
         given = (world_size, device, folder, measure, arguments)
         start = "fork" if device == "cpu" else "spawn"  # a fork shares the memory of what is imported

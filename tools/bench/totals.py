@@ -1,4 +1,4 @@
-"""What the totals of a step cost as data parallelism (DP) grows: bytes, collectives and time.
+"""Costs of a step's totals as data parallelism (DP) grows: bytes, collectives and time.
 
     python tools/bench/totals.py --out docs/bench       # 1, 2, 4 and 8 ranks over gloo, and one of 10,000
     python tools/bench/totals.py --device cuda --ranks 1 2      # a GPU per rank and NCCL

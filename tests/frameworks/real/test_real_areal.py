@@ -117,7 +117,7 @@ def test_every_mode_is_exact(record_property: Any) -> None:
 
 
 def test_the_proof_changes_nothing() -> None:
-    """Neither gradients nor statistics; a micro-batch without a token to train on is counted."""
+    """Gradients and statistics stay; a micro-batch without a token to train on is counted."""
     case = {"mode": "sample_mean", "settings": {}, "n_mbs": 12}
     with_proof, without = run_ranks(1, train, checkout(AREAL), 1, [case, case | {"level": "off", "outcome": ""}])[0]
     assert with_proof == without
@@ -152,7 +152,7 @@ PLANTS = [
     Plant(
         "another step method called",
         {_ACTOR: ("self.engine.train_batch(", "type(self.engine).__mro__[2].train_batch(self.engine,")},
-        r"Actor.train_batch called no policy loss, or was not called. Use 1.0.4",
+        r"Actor.train_batch called no policy loss, or was not called. Use AReaL 1.0.4",
     ),
     Plant(
         "arguments of the loss exchanged",

@@ -177,7 +177,7 @@ def steps_of_bridge(root: str, per_token: bool) -> dict[str, list[float]]:
 
 @pytest.mark.parametrize("per_token", [False, True])
 def test_its_train_step_is_exact_in_every_mode(per_token: bool, record_property: Any) -> None:
-    """Its own loss is the token mean with per-token loss, which it forces for finetuning under CP, and not without."""
+    """Bridge's own loss is the token mean only with per-token loss, which Bridge forces for finetuning under CP."""
     from checkouts import BRIDGE, checkout, record_errors
 
     results = run_ranks(4, steps_of_bridge, checkout(BRIDGE), per_token)

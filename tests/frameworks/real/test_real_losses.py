@@ -96,7 +96,7 @@ def weighted_k3(v: dict[str, Tensor]) -> Tensor:
 
 
 def ipo(v: dict[str, Tensor]) -> Tensor:
-    """Its KL, (log r)^2, is twice k2, to the policy that drew the tokens."""
+    """IPO's KL, (log r)^2, is twice k2, to the policy that drew the tokens."""
     k2 = kl_estimate(v["log_probs"], v["old_log_probs"], v["mask"], estimator="k2")
     return ours("ipo", v, threshold=0.1) + 2 * BETA * k2
 

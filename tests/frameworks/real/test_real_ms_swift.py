@@ -108,7 +108,7 @@ def fill(of_batch: Any, samples: list[Any], cp: int, case: Any) -> None:
     batch, width = rows_of(case), of_batch.completion_mask.shape[1]
 
     def values(name: str) -> Tensor:
-        """In their frame: at the token before, rows to the right of their padding."""
+        """Values in ms-swift's frame: at the token before, rows to the right of their padding."""
         found = torch.zeros(len(samples), width)
         for row, sample in enumerate(samples):
             n = int(batch["input_lengths"][sample.number])
@@ -210,7 +210,7 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
 
 
 def step_of_trainer(trainers: Any, trainer: Any, samples: list[Any], cp: int, case: Any) -> Any:
-    """Without Ray: what the step reports."""
+    """The report of a step without Ray."""
     microbatches, sizes, forward_step = [], list[int](), trainer.forward_step
     for first, last in case.get("cuts", CUTS):
         part = samples[first * len(samples) // 6 : last * len(samples) // 6]
@@ -231,7 +231,7 @@ def step_of_trainer(trainers: Any, trainer: Any, samples: list[Any], cp: int, ca
 def step_of_worker(
     driver: Any, workers: Any, losses: Any, trainer: Any, shared: dict[str, Any], cp: int, case: Any
 ) -> Any:
-    """With Ray, whose driver holds all samples: what the step reports."""
+    """The report of a step with Ray, whose driver holds all samples."""
     from megatron.core import mpu
     from swift.megatron.trainers.rlhf_mixin import MegatronRLHFTrainer
 
@@ -281,7 +281,7 @@ def test_with_ray_and_with_another_scaling(record_property: Any) -> None:
 
 
 def test_theirs_of_equal_micro_batches(record_property: Any) -> None:
-    """As its collation cuts them. A response that is filtered as too long still counts in its tokens."""
+    """ms-swift's collation cuts them. Its token count includes responses that are filtered as too long."""
     kinds = {"grpo": "sample_mean", "dr_grpo": "constant", "bnpo": "token_mean", "dapo": "token_mean"}
     cases: list[dict[str, Any]] = [
         {"setting": f"`{kind}`", "loss_type": kind, "mode": mode, "cuts": [(0, 2), (2, 4), (4, 6)], "filtered": False,
@@ -310,9 +310,9 @@ PLANTS = [
     Plant(
         "hooked method not called",
         {"swift/megatron/trainers/rollout_mixin.py": ("self._on_train_step_batch(encoded_batches)", "pass")},
-        "No loss had our weights",
+        "No policy loss had our weights",
     ),
-    Plant("--use_ray: train_step by another name", {}, "No loss had our weights", {"ray": 1, "by_another_name": 1}),
+    Plant("--use_ray: train_step by another name", {}, "No policy loss had our", {"ray": 1, "by_another_name": 1}),
     Plant(
         "loss computed twice",
         {GRPO: (LOSS_FUNC, "lambda x: (sum(self.loss_func(x, data)[0] for _ in '12'), {})")},

@@ -55,12 +55,12 @@ pytestmark = pytest.mark.slow
 
 
 def kl_of_nemo_rl(log_probs: Tensor, reference: Tensor) -> Tensor:
-    """With the gradient of the policy that it is an expectation over."""
+    """NeMo-RL's KL, with the gradient of the policy that it is an expectation over."""
     return k3(log_probs, reference) * (log_probs - log_probs.detach()).exp()
 
 
 def let_backward_run_here(gather: Any) -> None:
-    """Its backward asks for "cuda", and torch's function modes, which redirect that, are off there."""
+    """NeMo-RL's backward asks for "cuda", and torch's function modes, which redirect that, are off there."""
     original = gather.backward
 
     def backward(ctx: Any, gradient: Tensor) -> Any:
@@ -152,7 +152,7 @@ def test_every_term_is_exact(record_property: Any) -> None:
 
 
 def test_metrics_keep_their_masks_and_theirs_is_what_it_says(record_property: Any) -> None:
-    """Their means are exact, and none of the other modes."""
+    """NeMo-RL's own means are exact, and differ from the other modes."""
     token: dict[str, Any] = {"setting": "`token_level_loss=true`", "mode": "token_mean", "settings": {}}
     sample = {"setting": "`token_level_loss=false`", "mode": "sample_mean", "settings": {"units": "active"}}
     (stock, same), (of_samples, _) = compare(record_property, train, NEMO_RL, [token, sample | {"cfg": OF_SAMPLES}])
@@ -166,7 +166,7 @@ def test_metrics_keep_their_masks_and_theirs_is_what_it_says(record_property: An
 
 
 def test_it_is_refused_twice() -> None:
-    with pytest.raises(RankError, match="train, where a loss aggregation is in force already"):
+    with pytest.raises(RankError, match="train, which has a loss aggregation already"):
         run_ranks(1, train, checkout(NEMO_RL), 1, [{"mode": "token_mean", "settings": {}, "twice": True}])
 
 
@@ -187,8 +187,8 @@ PLANTS = [
         {"nemo_rl/models/megatron/data.py": ("all_reduce(to_reduce, group=dp_group)", "barrier()")},
         world=(2, 1),
     ),
-    Plant("policy.train by another name", {}, "without our weights: the driver", {"by_another_name": True}),
-    Plant("the driver's own loss kept", {}, "Pass the one that it returned", {"not_passed": True}),
+    Plant("policy.train by another name", {}, "without our weights: policy.train", {"by_another_name": True}),
+    Plant("the driver's own loss kept", {}, "Pass grpo_train the loss that aggregate", {"not_passed": True}),
     Plant("loss computed twice", {WRAPPER: ("loss_accum += loss", LOSS_AGAIN)}, case={"mode": "token_sum"}),
     Plant(
         "arguments in each other's place",

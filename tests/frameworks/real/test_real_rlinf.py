@@ -39,7 +39,7 @@ def without_empty_rows() -> dict[str, Tensor]:
 
 
 def rows_of_rank(dp_rank: int, dp: int, results: Any) -> Any:
-    """As its rollouts make them; a stretch of tokens that the model did not generate is masked."""
+    """Rows as RLinf's rollouts make them; tokens that the model did not generate are masked."""
     batch = {name: values[dp_rank::dp] for name, values in bigram_step.make_batch().items()}
     masks, lengths = batch["token_mask"] * batch["sample_mask"][:, None], batch["input_lengths"].tolist()
 
@@ -107,7 +107,7 @@ def test_theirs_is_the_token_mean(record_property: Any) -> None:
 @pytest.mark.parametrize(
     ("changed", "error"),
     [
-        ({"scale": False}, "use_valid_token_scale=False beside a loss aggregation"),
+        ({"scale": False}, "use_valid_token_scale=False with a loss aggregation"),
         ({"empty": True}, "a row without a token to train on.*Drop such rows"),
     ],
 )
@@ -124,7 +124,7 @@ PLANTS = [
     Plant(
         "argument renamed",
         {_WORKER: ("training_step(self, batch:", "training_step(self, rows:")},
-        r"RLinf with Actor.training_step\(self, rows\): this package replaces",
+        r"RLinf with Actor.training_step\(self, rows\): this package expects",
     ),
     Plant(
         "policy loss by another name",
@@ -134,7 +134,7 @@ PLANTS = [
                 "metrics_data = __import__('sys').modules['rlinf.algorithms.registry'].policy_loss(",
             )
         },
-        "Actor.training_step called no policy loss, or was not called. Use a3816b59",
+        "Actor.training_step called no policy loss, or was not called. Use RLinf a3816b59",
     ),
     Plant("mask shifted", {_ACTOR: ("loss_mask=mask,", "loss_mask=mask.roll(1),")}),
     Plant(

@@ -46,7 +46,7 @@ pytestmark = pytest.mark.slow
 
 
 class Rows(dict[str, Tensor]):
-    """As much of a TensorDict as is asked for."""
+    """A stand-in for TensorDict with the methods that ROLL calls."""
 
     def __init__(self, source: Any, batch_size: Any = None) -> None:
         super().__init__(source)
@@ -65,7 +65,7 @@ class Rows(dict[str, Tensor]):
 
 
 def rows_of_rank(dp_rank: int, dp: int, protocol: Any, functionals: Any) -> Any:
-    """As its rollouts and its pipeline make them."""
+    """Rows as ROLL's rollouts and pipeline make them."""
     batch = {name: values[dp_rank::dp] for name, values in make_batch().items()}
     ids = torch.nn.functional.pad(batch["input_ids"], (LEFT, 0))
     ids[:, LEFT:][torch.arange(LENGTH) >= batch["input_lengths"][:, None]] = 0
@@ -174,7 +174,7 @@ def test_coefficients_and_the_engine_for_rollouts_are_no_faults() -> None:
 
 
 def test_theirs_is_none_of_the_modes(record_property: Any) -> None:
-    """Its token mean takes in the tokens that the mask leaves out."""
+    """ROLL's token mean includes tokens that the mask leaves out."""
     case = {"mode": "token_mean", "settings": {}, "setting": "token mean, masked tokens in responses"}
     ((own, _),) = compare(record_property, train, ROLL, [case], (2, 1))
     assert own["errors"]["gradient"] > 1e-2
@@ -182,7 +182,7 @@ def test_theirs_is_none_of_the_modes(record_property: Any) -> None:
 
 def test_another_loss_is_refused_on_all_ranks() -> None:
     case = {"mode": "token_mean", "settings": {}, "loss_agg_mode": "seq-mean-token-mean"}
-    with pytest.raises(RankError, match="loss_agg_mode=seq-mean-token-mean beside a loss aggregation") as caught:
+    with pytest.raises(RankError, match="loss_agg_mode=seq-mean-token-mean with a loss aggregation") as caught:
         run_ranks(2, train, checkout(ROLL), 1, [case])
     assert set(caught.value.errors) == {0, 1}
 
@@ -198,7 +198,7 @@ PLANTS = [
                 "loss: Callable):\n        self.model.train()",
             )
         },
-        r"ROLL with MegatronTrainStrategy.train_step\(self, batch, loss\): this package replaces",
+        r"ROLL with MegatronTrainStrategy.train_step\(self, batch, loss\): this package expects",
     ),
     Plant(
         "log-probs by another function",
@@ -206,7 +206,7 @@ PLANTS = [
             _STRATEGY: ("def op_compute_log_probs", "def op_log_probs"),
             _WORKER: ("op_compute_log_probs", "op_log_probs"),
         },
-        "MegatronTrainStrategy.train_step called no policy loss, or was not called. Use 8eb27cc2",
+        "MegatronTrainStrategy.train_step called no policy loss, or was not called. Use ROLL 8eb27cc2",
     ),
     Plant(
         "counts of one rank",
@@ -227,7 +227,7 @@ def test_a_fault_stops_all_ranks(plant: Plant, record_property: Any, tmp_path: A
 
 
 def test_a_schedule_that_was_not_measured_is_no_proof(record_property: Any, tmp_path: Any) -> None:
-    """It was fetched before the adapter, and kept."""
+    """ROLL fetched the schedule before the adapter, and kept it."""
     schedules = "__import__('megatron.core.pipeline_parallel.schedules', fromlist=[''])"
     fetched = f"{schedules}.forward_backward_no_pipelining.__wrapped__("
     case = {"mode": "sample_mean", "settings": {"kl": "token_mean"}, "outcome": "unknown"}

@@ -254,7 +254,7 @@ CASES = [{"mode": mode, "settings": settings, **sizes} for mode, settings in MOD
 
 
 def test_every_term_is_exact(record_property: Any) -> None:
-    """At CP 1 each mode by another of the ways to cut the draft head's logits."""
+    """Each mode at CP 1 cuts the draft head's logits in another way."""
     ways: list[dict[str, Any]] = [{}, {"packed": False}, {"chunk": 4}, {"topk": VOCABULARY, "packed": False}]
     cases = [case | ways[i % 4] for i, case in enumerate(CASES * 2)]
     assert_exact(record_property, train, SKYRL, cases, worlds=[(1, 1), (2, 1)])
@@ -326,7 +326,7 @@ def test_reported_terms_are_those_of_one_micro_batch(record_property: Any) -> No
 @pytest.mark.parametrize(
     ("changed", "error"),
     [
-        ({"reduction": "sequence_mean"}, "loss_reduction=sequence_mean beside a loss aggregation"),
+        ({"reduction": "sequence_mean"}, "loss_reduction=sequence_mean with a loss aggregation"),
         ({"calls": 2}, "gradients of another call.*call optim_step after each"),
     ],
 )
@@ -393,7 +393,7 @@ PLANTS = [
     Plant(
         "tokens of one row in SkyRL's mean",
         {LOSSES: ("advantages / loss_mask.sum()", "advantages / loss_mask.sum(-1, keepdim=True)")},
-        "SkyRL's token_mean makes advantages of 1 beside 5 tokens",
+        "SkyRL's token_mean turns advantages of 1 over 5 tokens",
     ),
     Plant(
         "gradients finalised by another name",

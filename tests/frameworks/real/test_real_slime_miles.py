@@ -155,7 +155,7 @@ def by_the_recipe(mode: str, right: str, args: Any, steps: list[Step], state: An
 
 
 def without_phantom(loss_function: Any) -> Any:
-    """Their loss function, mended: a sample without a mask token counts none."""
+    """The engines' loss function, mended: a sample without a mask token counts none."""
     source = inspect.getsource(loss_function)
     assert "torch.clamp_min(loss_mask.sum(), 1)" in source
     names = dict(vars(importlib.import_module(loss_function.__module__)))
@@ -268,7 +268,7 @@ def three(peer: str, steps: list[MakeStep], counted: bool = False, **flags: Any)
 
 
 def errors(peer: str, dp: int, cp: int, *cases: dict[str, Any]) -> list[list[list[float]]]:
-    """By rank, case and step."""
+    """Errors by rank, case and step."""
     return run_ranks(dp * cp, train, peer, checkout(PEERS[peer]), cp, cases)
 
 
@@ -282,7 +282,7 @@ def assert_exact(record_property: Any, peer: str, dp: int, cp: int, *cases: dict
 @each_peer
 @pytest.mark.parametrize(("dp", "cp"), [(1, 1), (2, 2), (1, 4)])
 def test_hooks_are_exact(peer: str, dp: int, cp: int, record_property: Any) -> None:
-    """With and without rejection; all-gather context parallelism; miles's padded rows, by either cut.
+    """Cases: with and without rejection; all-gather context parallelism; miles's padded rows, by either cut.
 
     All-gather of padded rows, as DeepSeek V4 has it, holds for micro-batches of one row.
     """
@@ -303,7 +303,7 @@ def test_hooks_are_exact(peer: str, dp: int, cp: int, record_property: Any) -> N
 
 @each_peer
 def test_their_own_reducers(peer: str, record_property: Any) -> None:
-    """Theirs are exact, but for the phantom token of each fully masked sample in a token mean."""
+    """The engines' reducers are exact, but for the phantom token of each fully masked sample in a token mean."""
     settings = {"sample mean": "sample_mean", "token mean": "token_mean", "token mean, masked samples": "token_mean"}
     cases = [
         case(peer, mode, hook, [partial(make_step, 7, 2, masked=name != "token mean")], counted=hook == "token_mean",
@@ -380,7 +380,7 @@ OWN, TWICE = "sum_of_sample_mean(pg_loss)", (REDUCED, f"{REDUCED} + pg_loss_redu
 
 
 class Plant(NamedTuple):
-    """What stands in a file and what comes in its place; what a rank then says; the hook, and ranks of DP and CP."""
+    """A planted fault: the edit (file, old text, new text), the error that a rank then raises, hook, and DP, CP."""
 
     edit: tuple[str, str, str] | None
     says: str = "the first training step does something else"
@@ -388,7 +388,7 @@ class Plant(NamedTuple):
     ranks: tuple[int, int] = (1, 1)
 
 
-REFUSED = "this package replaces train_one_step"
+REFUSED = "this package expects train_one_step"
 PLANTS = {
     ("slime", "scaling doubled"): Plant((LOSS, PER_STEP, "* num_microbatches * 2\n")),
     ("slime", "scaling doubled, per-token loss"): Plant(

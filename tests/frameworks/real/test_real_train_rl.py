@@ -24,14 +24,14 @@ pytestmark = pytest.mark.slow
 
 
 def case(mode: str | None, *flags: str, divisor: float | None = None, seed: int = 1) -> dict[str, Any]:
-    """Without a mode: a launch without flags of ours, compared with a sample mean."""
+    """A case; without a mode it is a launch without flags of ours, compared with a sample mean."""
     ours = [] if mode is None else ["--loss-aggregation", mode]
     ours += [] if divisor is None else ["--loss-aggregation-divisor", str(divisor)]
     return {"mode": mode or "sample_mean", "divisor": divisor, "seed": seed, "flags": [*ours, *flags]}
 
 
 def launch(world_size: int, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What rank 0 found in each case."""
+    """Rank 0's result for each case."""
     root = checkout(MEGATRON_LM)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # in this process, as torchrun has it
     folders = [root, str(EXAMPLES), str(ROOT / "tests" / "support"), str(ROOT)]
@@ -64,7 +64,7 @@ def source(*parts: str) -> str:
 
 
 def cuts_log_probs() -> bool:
-    """Whether this `train_rl.py` runs with context parallelism: main's does, 0.19's does not."""
+    """True if this `train_rl.py` runs with context parallelism: main's does, 0.19's does not."""
     return "_scatter_for_context_parallel" in source("megatron", "rl", "rl_utils.py")
 
 

@@ -49,7 +49,7 @@ pytestmark = pytest.mark.slow
 
 
 class Rows(dict[str, Any]):
-    """As much of a TensorDict as `ppo_loss` asks for."""
+    """A stand-in for TensorDict with the methods that `ppo_loss` calls."""
 
     def select(self, *names: str) -> "Rows":
         return Rows({name: self[name] for name in names})
@@ -150,7 +150,7 @@ def step_errors(root: str, seed: int, modes: list[str], install: bool) -> list[f
 
 
 def _flat(values: Tensor, attention: Tensor) -> Tensor:
-    """What a model gives for packed rows: at every position, of the token after it."""
+    """A model's output for packed rows: each position has the value of the token after it."""
     parts = []
     for row, attended in zip(values, attention, strict=True):
         prompt, response = int(attended[:4].sum()), int(attended[4:].sum())
@@ -339,7 +339,7 @@ def modes_in_its_engine(root: str, per_token: bool, install: bool) -> dict[str, 
 @pytest.mark.parametrize("install", [False, True])
 @pytest.mark.parametrize("per_token", [False, True])
 def test_every_mode_in_its_megatron_engine(per_token: bool, install: bool, record_property: Any) -> None:
-    """Until 0.9.1 (verl#7915) the engine refused one with per-token loss; its gather of whole rows allows it.
+    """The engine refused one with per-token loss until 0.9.1 (verl#7915); its gather of whole rows allows it.
 
     By itself it rounds per-token counts down on each CP rank, and its gradients are too large by that.
     """
@@ -563,7 +563,7 @@ def by_the_recipe(root: str, per_token: bool) -> dict[str, list[float]]:
 
 @pytest.mark.parametrize("per_token", [False, True])
 def test_the_first_step_of_actor_and_critic_is_proved(per_token: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each once; gradients are the same without. verl's engine has no mean of sequences with per-token loss."""
+    """Each is proved once; gradients do not change. verl's engine has no mean of sequences with per-token loss."""
     modes = [mode for mode in MODES if not (per_token and mode == "seq-mean-token-mean")]
     proved = run_ranks(DP * CP, first_steps, checkout(VERL), per_token, modes)
     monkeypatch.setenv("MEGATRON_RL_LOSS_PROOF", "off")
@@ -580,7 +580,7 @@ def test_the_first_step_of_actor_and_critic_is_proved(per_token: bool, monkeypat
 
 ENGINE, ALGORITHMS = "verl/workers/engine/megatron/transformer_impl.py", "verl/trainer/ppo/core_algos.py"
 TERMS, OTHER = "verl/workers/utils/losses.py", "the first training step does something else"
-REFUSED, BATCHES = "this package replaces agg_loss", 'data["num_micro_batch"]'
+REFUSED, BATCHES = "this package expects agg_loss", 'data["num_micro_batch"]'
 #: A file, what stands there, what comes in its place, and what a rank then says; the second with per-token loss.
 PLANTS = {
     "scaling doubled": (ENGINE, BATCHES, f"2 * {BATCHES}", OTHER),
@@ -591,7 +591,7 @@ PLANTS = {
     "entropy doubled": (TERMS, "-= entropy_coeff", "-= 2 * entropy_coeff", "Of entropy: NOT SOUND"),
     "KL not linear": (TERMS, "kl_loss * config", "kl_loss ** 2 * config", "Of kl: NOT SOUND"),
     "value loss doubled": (ALGORITHMS, "vf_loss = 0.5 * agg_loss(", "vf_loss = agg_loss(", OTHER),
-    "ppo_loss renamed": (TERMS, "def ppo_loss(", "def loss_of_ppo(", "this package replaces ppo_loss"),
+    "ppo_loss renamed": (TERMS, "def ppo_loss(", "def loss_of_ppo(", "this package expects ppo_loss"),
     "argument of agg_loss renamed": (ALGORITHMS, "loss_mat: torch.Tensor", "losses: torch.Tensor", REFUSED),
 }
 

@@ -75,7 +75,7 @@ def spoilt(weights: Array, tokens: StepTokens, rng: random.Random) -> Array:
 
 @pytest.mark.parametrize(("mode", "units"), oracle.COUNTINGS)
 def test_sound_code_is_called_sound_and_anything_has_a_verdict(mode: str, units: str) -> None:
-    """No weights raise or warn (warnings are errors here), and what is not sound has numbers or a deviation."""
+    """No weights raise or warn (warnings are errors here), and unsound weights have numbers or a deviation."""
     for draw in range(8):
         rng = random.Random(f"{mode}/{units}/{draw}")
         step = ragged(
@@ -292,7 +292,7 @@ def test_all_names_of_a_constant_are_said(name: str) -> None:
 
 
 def test_a_cause_of_several_steps_fits_each_of_them() -> None:
-    """On one step 1/DP² and 1/P are the same number; a cause must hold on all."""
+    """1/DP² and 1/P are the same number on one step; a cause must hold on all."""
     steps = [measured(ragged(seed, D=3), lambda t: exact(t) / t.D**2) for seed in range(6)]
     (cause,) = explain(steps, asked("token_mean"), tolerance=1e-5)
     assert cause.constant == "1/DP²"

@@ -72,7 +72,7 @@ def test_infinite_and_far_logits(kind: str) -> None:
 
 @every_kind
 def test_small_divergences_are_not_lost_and_never_negative(kind: str) -> None:
-    """Of 32,768 ids; a sum of p log(p / q) alone is off by the rounding of both norms, 1e-6."""
+    """32,768 ids: a sum of p log(p / q) alone is off by the rounding of both norms, 1e-6."""
     generator = torch.Generator().manual_seed(0)
     teacher = 3 * torch.randn(6, 32768, generator=generator)
     steps = torch.tensor([0, 1e-3, 3e-3, 1e-2, 1e-1, 1])[:, None]
@@ -193,6 +193,38 @@ REFUSALS = refusals(
 )
 REFUSALS |= refusals(
     lambda **more: Teacher(hidden=T, **more), ({"kind": "KL"}, "kind of divergence 'KL'", {"kind": "jsd"})
+)
+REFUSALS |= refusals(
+    lambda *of_teacher: Teacher(*of_teacher, kind="jsd"),
+    ((T.long(),), "the teacher's hidden is torch.int64: it must be a float tensor", (T,)),
+    (([[0.0]],), "the teacher's hidden is a list: it must be a float tensor", (T,)),
+    ((T, U.long()), "the teacher's weight is torch.int64", (T, U)),
+    ((T, U, U[:, 0].long()), "the teacher's bias is torch.int64", (T, U, U[:, 0])),
+    error=TypeError,
+)
+
+
+def taught(teacher: Any, inputs: Any = None) -> Any:
+    per_token: Any = lambda log_probs, entropy, divergence=None, other=None: (-log_probs, {})  # noqa: E731
+    return loss_from_hidden(H, W, torch.zeros(3).long(), torch.ones(3), per_token, inputs, teacher=teacher)
+
+
+JSD = Teacher(T, U, kind="jsd")
+REFUSALS |= refusals(
+    taught,
+    *(
+        ((one,), f"teacher is a {type(one).__name__}: it must be a Teacher", (JSD,))
+        for one in ([T, U], T, {"hidden": T})
+    ),
+    error=TypeError,
+)
+REFUSALS |= refusals(
+    taught,
+    (
+        (JSD, {"divergence": torch.ones(3)}),
+        "an input named 'divergence', with a teacher",
+        (JSD, {"other": torch.ones(3)}),
+    ),
 )
 
 test_refusals = refusal_tests(REFUSALS)

@@ -73,7 +73,7 @@ def test_kernels_on_a_gpu(name: str) -> None:
 
 @needs_liger
 def test_ligers_fallback_from_hidden_states_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At TP 2 and 1, on the CPU; with -s it prints the errors to float64."""
+    """TP 2 and 1, on the CPU; with -s the test prints the errors to float64."""
     found = {f"{name}, rank {n}": of[name] for n, of in enumerate(run_ranks(2, fallback_on_rank)) for name in of}
     monkeypatch.setattr(kernels, "_cannot", lambda *_: [])
     found |= {"liger, one rank": errors_from_hidden("liger"), "None, one rank": errors_from_hidden(None)}
@@ -113,7 +113,7 @@ REFUSALS = {
     ),
     **refusals(
         lambda name: kernels._look_up(f"megatron_rl_loss.{name}", "KERNELS"),
-        (("no_such",), "no_such: it does not import here", ("logprobs.kernels",)),
+        (("no_such",), "no_such: the module does not import here", ("logprobs.kernels",)),
         error=RuntimeError,
     ),
 }

@@ -50,7 +50,7 @@ Parallel = dict[str, Any]
 
 
 def leaves_of(name: str, dtype: torch.dtype = torch.float32, parallel: Parallel | None = None) -> Found:
-    """Of this rank: its part of the vocabulary and, with sequence parallelism, of tokens."""
+    """This rank's leaves: its part of the vocabulary and, with sequence parallelism, of tokens."""
     batch, group = given(name, dtype)[0], (parallel or {}).get("group")
     rank, size = (0, 1) if group is None else (group.rank(), group.size())
     columns = slice(rank * VOCABULARY // size, (rank + 1) * VOCABULARY // size)
@@ -63,7 +63,7 @@ def leaves_of(name: str, dtype: torch.dtype = torch.float32, parallel: Parallel 
 
 
 def teacher_of(name: str, dtype: torch.dtype, device: torch.device, parallel: Parallel) -> dict[str, Any]:
-    """Of this rank: its part of the vocabulary and, where it gives hidden states by sequence parallelism, of tokens."""
+    """This rank's teacher: its part of the vocabulary and, for hidden states with sequence parallelism, of tokens."""
     taught, group = given(name, dtype)[0].taught, parallel.get("group")
     rank, size = (0, 1) if group is None else (group.rank(), group.size())
     columns = slice(rank * VOCABULARY // size, (rank + 1) * VOCABULARY // size)
@@ -353,7 +353,7 @@ def test_a_chunk_whose_loss_has_no_gradient_gives_none() -> None:
 @of_hidden
 @pytest.mark.parametrize("number", [0, 1024])
 def test_the_weights_gradient_is_summed_in_float32_over_chunks(number: int, way: str) -> None:
-    """Of equal tokens, each a chunk; a bfloat16 sum of equal terms stops growing at 256 of them. Of none, it is 0."""
+    """Equal tokens, each a chunk: a bfloat16 sum of equal terms stops growing at 256. Without tokens the sum is 0."""
     hidden = torch.ones(number, 4, dtype=torch.bfloat16, requires_grad=True)
     weight, labels = torch.zeros(8, 4, dtype=torch.bfloat16, requires_grad=True), torch.zeros(number).long()
     if way == "one pass":
@@ -475,6 +475,8 @@ KEEP, ROWS = LOGITS == 0, H[:, None]
 REFUSALS = {
     **refusals(
         of,
+        ({"logits": LOGITS[0]}, r"logits of shape \(8,\): there must be a dimension of tokens", {}),
+        ({"logits": LOGITS[0], "labels": LABELS[0]}, r"logits of shape \(8,\)", {}),
         ({"temperature": 0}, r"it must be a number in \(0, inf\)", {}),
         ({"labels": LABELS + 1}, "a label 8 in a vocabulary of 8", {}),
         ({"labels": LABELS - 100}, "a label -100 .*token_mask", {"labels": LABELS - 100, "token_mask": [0, 0, 0]}),
@@ -496,7 +498,7 @@ REFUSALS = {
     **refusals(ids_at, ((0, 3), r"offsets of shape \(2,\) for 3 tokens", (0, 1, 3, 3))),
     **refusals(
         of,
-        ({"logits": LOGITS.long()}, "logits of torch.int64", {}),
+        ({"logits": LOGITS.long()}, "logits is torch.int64: it must be a float tensor", {}),
         ({"kernel": "liger"}, "kernel is a str: it must make log-probs of logits", {}),
         ({"tp_group": "nccl"}, "a process group of type str: it must be a ProcessGroup", {"tp_group": None}),
         *(
@@ -508,6 +510,7 @@ REFUSALS = {
     **refusals(
         head,
         ((ROWS, W, LABELS[None]), r"for these tokens they must be \(3, 1\)", (ROWS, W, LABELS[:, None])),
+        ((H[0], W, LABELS), r"hidden states of shape \(4,\): there must be a dimension of tokens", (H, W)),
         ((H, W[:, :3]), r"\(3, 4\).* and \(8, 3\)", (H, W)),
         ((H, W.half()), "of one dtype", (H.half(), W.half())),
         ({"bias": torch.zeros(7)}, r"and \(7,\)", {"bias": torch.zeros(8)}),
@@ -515,11 +518,11 @@ REFUSALS = {
     ),
     **refusals(
         fold,
-        ((torch.ones(2),), "weights: 2 values for 3 tokens", ()),
-        ({"old": torch.ones(4)}, "old: 4 values for 3 tokens", {"old": torch.ones(3)}),
-        ({"loss": lambda lp, _: (lp.sum(), {})}, "the losses: 1 values for 3 tokens", {}),
+        ((torch.ones(2),), "weights of 2 values for 3 tokens", ()),
+        ({"old": torch.ones(4)}, "old of 4 values for 3 tokens", {"old": torch.ones(3)}),
+        ({"loss": lambda lp, _: (lp.sum(), {})}, "the losses of 1 values for 3 tokens", {}),
         (metric("losses"), "a metric named 'losses'", metric("k")),
-        (metric("kl", torch.mean), "kl: 1 values for 3 tokens", metric("kl")),
+        (metric("kl", torch.mean), "kl of 1 values for 3 tokens", metric("kl")),
     ),
     **refusals(fold, ({"loss": None}, "per_token_loss is a NoneType: it must give losses", {}), error=TypeError),
 }

@@ -33,7 +33,7 @@ NAN = float("nan")
 
 
 def stated(batch: Sequence[tuple[float, Any, Any]], kind: str, epsilon: float = 1e-6) -> list[float]:
-    """From each sample's (reward, prompt, rollout); a rollout counts once in its group."""
+    """Advantages from each sample's (reward, prompt, rollout); a rollout counts once in its group."""
     found = []
     for reward, group, rollout in batch:
         of_group = {o: r for r, g, o in batch if g == group}
@@ -93,7 +93,7 @@ def test_advantages_of_samples(
     st.booleans(),
 )  # fmt: skip
 def test_advantages_of_several_rewards(drawn: list[Any], weights: Any, split: bool) -> None:
-    """Each by itself in its group, then by their spread over the step."""
+    """Each reward is normalised in its group, then all by their spread over the step."""
     rows = [(one, i) for i, one in enumerate(drawn) for _ in range(one[3] if split else 1)]
     random.Random(7).shuffle(rows)
     batches = [[(one[k], one[2], i) for one, i in rows] for k in range(2)]
@@ -105,7 +105,7 @@ def test_advantages_of_several_rewards(drawn: list[Any], weights: Any, split: bo
 
 
 def test_scales_of_rewards_do_not_matter_to_gdpo() -> None:
-    """Of two rewards the large one does not hide the other, as it does where they are added first."""
+    """The large one of two rewards does not hide the other, as it does where both are added first."""
     small, large, prompts = torch.tensor([0.0, 1, 1, 0]), torch.tensor([0.0, 0, 900, 900]), [0] * 4
     apart = gdpo_advantages([small, large], prompts)
     assert apart.tolist() == pytest.approx(gdpo_advantages([small, large / 900], prompts).tolist(), abs=1e-5)
@@ -256,7 +256,7 @@ REFUSALS = {
         lambda **more: importance_weights(TWO, **{"high": 2.0} | more),
         ({"high": 0.0}, rf"high is 0.0: {IN} \(0, inf\)", {"high": 0.1}),
         ({"low": 2.0}, rf"low is 2.0: {IN} \[0, 2.0\)", {"low": 1.9}),
-        ({"outside": "mask"}, "no such way with what is outside. Choose one of cap, drop", {"outside": "drop"}),
+        ({"outside": "mask"}, "there is no such outside. Choose one of cap, drop", {"outside": "drop"}),
     ),
     **refusals(
         lambda **more: keep_sequences(TWO, **{"max_kl": 1} | more),
@@ -265,7 +265,7 @@ REFUSALS = {
     ),
     **refusals(
         survive,
-        ((WITH_GRAPH,), "log-ratios of sample 0 that require grad: who survives must be known before", ()),
+        ((WITH_GRAPH,), "log-ratios of sample 0 that require grad: survivors must be known before", ()),
         ((torch.zeros(3),), r"the log-ratios of sample 0 of shape \(3,\) for values of shape \(2,\)", ([0.0, 0.0],)),
         ((TWO, TWO), "2 log-ratios for 1 loss masks", ()),
         ({"level": "prompt"}, "no such level of rejection. Choose one of token, sequence, geom", {"level": "sequence"}),

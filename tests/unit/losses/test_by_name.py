@@ -84,7 +84,7 @@ REFUSALS = {
     **refusals(
         goes,
         (("grpo",), "there is no such policy loss.+Choose one of ppo, cispo", ("ppo",)),
-        (SAPO | {"clip_low": 0.2}, "clip_low=0.2 for the policy loss sapo: it takes tau", SAPO | {"clip_low": None}),
+        (SAPO | {"clip_low": 0.2}, "clip_low=0.2 for the policy loss sapo: this loss", SAPO | {"clip_low": None}),
         ({"name": "gspo", "dual_clip": 3.0}, "dual_clip=3.0 for the policy loss gspo", {"name": "ppo", "dual_clip": 3}),
         (("gspo", "token_mean"), "gspo aggregated by token_mean.+by sample_mean alone", ("gspo_token", "token_mean")),
         (("luspo", "constant", 2.0), "divisor 2.0.+by constant with divisor 1 alone", ("luspo", "constant", 1.0)),
@@ -98,7 +98,7 @@ REFUSALS = {
         ({"local": COLUMN}, r"a mask of shape \(5, 1\)", {"local": OFTEN.bool().numpy()}),
         ({"clip_low": 0}, rf"clip_low is 0: {RANGE} \(0, 1\]", {"clip_low": 1e-3}),
         ({"clip_high": 0.0}, rf"clip_high is 0.0: {RANGE} \(0, inf\)", {"clip_high": 3}),
-        ({"clip_high": 1.28}, "width: .* clipped at 2.28. Pass 0.28 for a bound of 1.28", {"clip_high": 0.28}),
+        ({"clip_high": 1.28}, "width above 1, .* clipped at 2.28. Pass 0.28 for a bound of 1.28", {"clip_high": 0.28}),
         ({"dual_clip": 1}, rf"dual_clip is 1: {RANGE} \(1, inf\)", {"dual_clip": 1.001}),
         ({"log_probs": FIVE + 0.2}, "log_probs with values up to 0.2: .*order of the arg", {"log_probs": FIVE + 0.09}),
         ({"old_log_probs": -FIVE.log()}, "old_log_probs with values up to inf", {"log_probs": FIVE.log()}),
@@ -116,8 +116,8 @@ REFUSALS = {
         call,
         ({"log_probs": FIVE.numpy()}, "beside old_log_probs is a ndarray: .+ Wrap it in torch.tensor", NONE),
         ({"advantages": 1.0}, "advantages is a float", {"advantages": torch.tensor(1.0)}),
-        ({"local": None}, "local is a NoneType: it says where tokens lie", {"local": OFTEN}),
-        ({"name": "gspo", "local": OFTEN}, "local is a Tensor: it says where tokens lie", {"name": "gspo"}),
+        ({"local": None}, "local is a NoneType: it must say which tokens", {"local": OFTEN}),
+        ({"name": "gspo", "local": OFTEN}, "local is a Tensor: it must say which tokens", {"name": "gspo"}),
         error=TypeError,
     ),
     **refusals(

@@ -21,7 +21,7 @@ ROUNDING = torch.finfo(torch.float32).eps / 2
 
 
 def stated(p: list[float], q: list[float], kind: str, tail: str, beta: float = 0.5) -> float:
-    """From the probabilities of the ids that the teacher gave, one term after the other."""
+    """The divergence by its definition: the probabilities of the teacher's ids, one term after the other."""
     if tail == "bucket":
         p, q = [*p, 1 - math.fsum(p)], [*q, 1 - math.fsum(q)]
     if tail == "renormalise":
@@ -90,7 +90,7 @@ def test_gradients_are_the_formulas(kind: Any, tail: Any) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_bucket_is_between_0_and_the_whole_vocabulary(kind: Any) -> None:
-    """It grows with K, as merged categories say less; with all ids it is the whole vocabulary's."""
+    """The divergence grows with K, as merged categories say less; with all ids it is the whole vocabulary's."""
     # Others of probability e^-10 at least: rounding changes that by 1e-16 / e^-10, and so the term at most.
     for spread, near in itertools.product((0.1, 1.0), (1e-6, 1e-2, 1.0)):
         student, teacher = drawn(torch.float64, spread, near)
@@ -105,7 +105,7 @@ def test_a_bucket_is_between_0_and_the_whole_vocabulary(kind: Any) -> None:
 
 
 def test_dropping_the_tail_is_no_divergence() -> None:
-    """It is negative where the student is surer of these ids than the teacher, and falls beyond p = q."""
+    """The sum is negative where the student is surer of these ids than the teacher, and falls beyond p = q."""
     teacher = torch.tensor([[0.5, 0.2]]).log()
     surer = torch.tensor([[0.6, 0.3]]).log()
     found = {tail: at_ids(surer, teacher, kind="forward_kl", tail=tail).item() for tail in TAILS}
@@ -193,7 +193,7 @@ WRONG: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
     ("there is no such kind of divergence", (FINE, FINE), {"kind": "kl"}),
     ("there is no such tail", (FINE, FINE), {"tail": "renormalize"}),
     ("take forward_kl or reverse_kl", (FINE, FINE), {"kind": "jsd", "beta": 0.0}),
-    ("it is of jsd alone", (FINE, FINE), {"beta": 0.5}),
+    ("only jsd takes beta", (FINE, FINE), {"beta": 0.5}),
     ("it must be a number in", (FINE, FINE), {"teacher_temperature": 0, "tail": "renormalise"}),
     ("do not tell the mass of other ids", (FINE, FINE), {"teacher_temperature": 2.0}),
     ("^log_probs with probabilities .+ sum to 3:", (0 * FINE, FINE), {}),
@@ -205,3 +205,12 @@ WRONG: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
 def test_wrong_uses_are_refused(message: str, given: tuple[Any, ...], settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=message):
         divergence_at_ids(*given, LOCAL, **{"kind": "forward_kl"} | settings)
+
+
+def test_log_probs_must_be_float_tensors() -> None:
+    for given, name in (((FINE.long(), FINE), "log_probs"), ((FINE, FINE.long()), "teacher_log_probs")):
+        with pytest.raises(TypeError, match=f"^{name} is torch.int64: it must be a float tensor"):
+            divergence_at_ids(*given, LOCAL, kind="forward_kl")
+    lists: Any = FINE.tolist()
+    with pytest.raises(TypeError, match="log_probs is a list: it must be a float"):
+        divergence_at_ids(lists, FINE, LOCAL, kind="forward_kl")

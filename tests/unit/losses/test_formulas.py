@@ -87,7 +87,7 @@ def gspo_here(t: Tokens, at: Any = None, **more: Any) -> Tensor:
 
 
 def sequence_tis_together(t: Tokens) -> Tensor:
-    """Its two statistics in one collective: a sum is a mean times the sample's mask sum."""
+    """Both statistics of sequence TIS in one collective: a sum is a mean times the sample's mask sum."""
     of_ratio, of_mismatch = segment_mean([log_ratio(t.values), stated.mismatch(t.values)], *place(t))
     mask_sums = torch.from_numpy(t.samples.mask_sums)
     weights = at_tokens(importance_weights(of_mismatch * mask_sums, high=1.1), t)
@@ -222,7 +222,7 @@ def outcomes() -> list[dict[tuple[str, str, int], cp_steps.Outcome]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TABLE)
 def test_value_and_gradient_in_every_layout(name: str, record_property: Callable[[str, Any], None]) -> None:
-    """And the comparison sees planted bugs, where tokens are cut."""
+    """The comparison also sees planted bugs, where tokens are cut."""
     per = "turn" if "turns" in name else "rollout" if "rollouts" in name else "sample"
     right = cp_steps.expected(TABLE[name][1], per=per)
     errors = {at: cp_steps.error_of([of_rank[(name, *at)] for of_rank in outcomes()], *right) for at in WHERE[name]}

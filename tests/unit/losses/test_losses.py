@@ -139,7 +139,7 @@ def test_masked_tokens_change_no_bit(name: str, local: Any) -> None:
 @pytest.mark.parametrize("name", POLICY_LOSSES)
 @pytest.mark.parametrize("unlikely", [-INF, -95.0])
 def test_a_token_of_weight_0_has_loss_and_gradient_0(name: str, unlikely: float) -> None:
-    """Whatever its ratio: the engine's log-prob may be -inf. A rejected sequence has no gradient either."""
+    """The ratio does not matter: the engine's log-prob may be -inf. A rejected sequence has no gradient either."""
     for sign, rejected in itertools.product((1, -1), ([5, 6, 7], [1])):
         given = inputs()
         given["advantages"] = sign * given["advantages"].abs()
@@ -258,7 +258,7 @@ def test_no_statistic_waits_for_a_device() -> None:
 
 
 def test_no_copy_to_the_host_is_non_blocking() -> None:
-    """It would be read before it has arrived. All call sites copy from the host."""
+    """The host would read such a copy before it has arrived. All call sites copy from the host."""
     for path in Path(losses.__file__).parent.glob("*.py"):
         for line in path.read_text().splitlines():
             assert "non_blocking" not in line or "from_numpy(" in line or "non_blocking=given.is_cpu" in line, line

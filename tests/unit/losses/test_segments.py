@@ -183,7 +183,7 @@ def sums(values: Any = WHOLE, local: Any = MASKED, **more: Any) -> Tensor:
 
 
 def of_units(per: str, tokens: dict[int | str, float]) -> Tensor:
-    """In a step whose units have so many tokens, which their micro-batch knows."""
+    """Segment sums in a step whose units have so many tokens, which their micro-batch knows."""
     totals = StepTotals(units={per: Units(all=9, tokens=tokens)})
     local = local_of(MASKS, ids={per: ["a", "a", "b"]})
     return segment_sum(WHOLE, SimpleNamespace(tokens=local, cp_group=None, totals=totals), per=per)
@@ -211,8 +211,8 @@ REFUSALS = {
     ),
     **refusals(
         partial(segment_scan, WHOLE, MASKED),
-        ({"per": "turn"}, "a scan per 'turn', ids per token", {"per": "session"}),
-        ({"steps": "none"}, "no such choice of steps. .*Choose one of active, all", {"steps": "all"}),
+        ({"per": "turn"}, "a scan per='turn' with ids per token", {"per": "session"}),
+        ({"steps": "none"}, "there is no such steps. .*Choose one of active, all", {"steps": "all"}),
         ({"gamma": 1.1}, r"gamma is 1.1: it must be a number in \[0, 1\]", {"gamma": 0}),
     ),
     **refusals(
@@ -224,7 +224,7 @@ REFUSALS = {
         ((WHOLE.int(),), "it must be a float tensor", (WHOLE.double(),)),
         ((PPO,), "a value of segment_sum is a PolicyLoss: .+ Pass its .per_token_loss", (PPO.per_token_loss,)),
         ({"cp_group": WHOLE}, "a process group of type Tensor: it must be a ProcessGroup", {"cp_group": None}),
-        ({"local": MASKED.samples}, "local is a Samples: it says where tokens lie", {"local": MASKED}),
+        ({"local": MASKED.samples}, "local is a Samples: it must say which tokens", {"local": MASKED}),
         error=TypeError,
     ),
 }

@@ -114,7 +114,7 @@ def ours(alias: str, batch: Batch) -> Tensor:
 
 @pytest.mark.parametrize("alias", THEIRS)
 def test_a_name_gives_its_frameworks_formula(alias: str, record_property: Callable[[str, object], None]) -> None:
-    """By the slopes of their formula, which is linear in the losses."""
+    """Weights are slopes of the framework's formula, which is linear in the losses."""
     worst = 0.0
     for batch in map(random_batch, range(5)):
         leaf = batch.losses.double().requires_grad_()
@@ -159,16 +159,20 @@ test_refused = refusal_tests(
         (("open_instruct:many",), "open_instruct has no such setting", NUMBERED),
         (
             ("verl:seq-mean-token-sum-norm",),
-            "without a divisor: it divides by its loss_scale_factor. Give that number \\(--loss-aggregation-divisor\\)",
+            "without a divisor: verl divides by its loss_scale_factor. Give that number",
             ("verl:seq-mean-token-sum-norm", 8),
         ),
-        (("verl:seq-mean-token-sum", 8), "divisor 8 with .*: the name stands for 1", ("verl:seq-mean-token-sum", 1)),
-        (("open_instruct:16", 8.0), "divisor 8.0 with .*: the name stands for 16", NUMBERED),
-        (("verl:token-mean", 8), "divisor 8 with .*: the name stands for none", SOUND),
+        (
+            ("verl:seq-mean-token-sum", 8),
+            "divisor 8 with .*: the name stands for divisor 1",
+            ("verl:seq-mean-token-sum", 1),
+        ),
+        (("open_instruct:16", 8.0), "divisor 8.0 with .*: the name stands for divisor 16", NUMBERED),
+        (("verl:token-mean", 8), "divisor 8 with .*: the name stands for no divisor", SOUND),
         (("openrlhf:token_level_loss=false", None, "all"), "'all' with .*: openrlhf counts active", SOUND),
         (("trl:grpo", None, "active"), "'active' with .*: trl counts all units", ("trl:grpo", None, "all")),
         (("trl:bnpo",), "local batches' means.*Choose 'token_mean', the nearest exact", ("trl:dapo",)),
-        (("open_instruct:0",), "divisor 0.0 with .*within", NUMBERED),
+        (("open_instruct:0",), "divisor 0.0 with .*between", NUMBERED),
         (("open_instruct:nan",), "no such setting", NUMBERED),
         *(
             ((asked,), f"'{asked}': there is no such mode. {said}", SOUND)
@@ -200,7 +204,7 @@ def test_by_api_an_explicit_counting_is_told_from_none() -> None:
 
 
 def test_what_stands_beside_a_name_is_of_one_that_is() -> None:
-    """And a policy loss goes with its aggregation."""
+    """A policy loss goes with its aggregation, too."""
     assert set(LOSSES) | set(OWN_CODE) <= set(THEIRS)
     assert {peer.framework for peer in NAMES} == set(FRAMEWORKS)
     assert all((f"{name}:{one.default}") in THEIRS for name, one in FRAMEWORKS.items())

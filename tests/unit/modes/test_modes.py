@@ -90,7 +90,7 @@ def test_a_registered_function_is_a_mode() -> None:
     for mode in ("my_mean", my_mean):
         weights = token_weights(mode, Samples(MASK), StepTotals.from_loss_masks(MASK))
         assert weights.tolist() == pytest.approx([1 / 3.5, 0, 0.5 / 3.5, 1 / 3.5, 1 / 3.5])
-    with pytest.raises(ValueError, match="divisor 3 with loss aggregation 'my_mean': it has none"):
+    with pytest.raises(ValueError, match="divisor 3 with loss aggregation 'my_mean': this mode takes none"):
         resolve("my_mean", divisor=3)
 
 
@@ -114,7 +114,7 @@ def test_a_mode_is_given_everything() -> None:
     assert (step.tokens("step"), step.asked) == (2, {*keys, "sample", "step"})
     for ask, text in (
         (lambda: step.tokens("session"), r"samples without session_ids \(they have rollout, prompt, task\).*ids={"),
-        (lambda: step.label("x"), "a label 'x' of samples that have: weight"),
+        (lambda: step.label("x"), "the samples have no label 'x' .they have weight"),
     ):
         with pytest.raises(ValueError, match=text):
             ask()

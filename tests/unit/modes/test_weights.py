@@ -76,7 +76,7 @@ def of_own_modes(samples: list[Sample]) -> dict[Any, list[list[float]]]:
 
 
 def worst_error(step: Step, place: Any, cp_size: int, units: Any) -> tuple[float, int]:
-    """Of all weights of the step, and how many vectors were compared; what a rank holds is checked on the way."""
+    """The worst error of all weights of the step, and the number of vectors; a rank's tokens are checked on the way."""
     hands = [hand for dp_rank in range(len(step.hands)) for hand in placed(step, dp_rank, place, cp_size)]
     described = [samples_of(chosen, at) for chosen, at in hands]
     totals = count_step(described, StepGroups(), sums=[ROOTS])
@@ -241,7 +241,7 @@ def by_hand(mode: str, totals: StepTotals, **keywords: Any) -> float:
 
 
 def totals_with(counts: dict[str, Any]) -> StepTotals:
-    """From counts by their names: step_tokens, rollout.all, prompt.tokens, ..."""
+    """Totals from counts by their names: step_tokens, rollout.all, prompt.tokens, ..."""
     units: dict[str, dict[str, Any]] = {}
     for name, count in counts.items():
         if "." in name:
@@ -326,28 +326,28 @@ test_refusals = refusal_tests(
             (("sample_mean", WITH_ROLLOUTS, {"rollout_ids": [0, 5]}), f"sample 1 {UNKNOWN}",
              ("sample_mean", WITH_ROLLOUTS, ROLLOUTS)),
             # --- totals of a part of the step
-            (("token_mean", ZERO), "step_tokens alone are 5.5", ("token_mean", ZERO, IDS, [torch.zeros(4)] * 2)),
-            (("token_mean", StepTotals(step_tokens=4)), "step_tokens alone are 5.5, and totals that say 4",
+            (("token_mean", ZERO), "step_tokens of 0 in the totals", ("token_mean", ZERO, IDS, [torch.zeros(4)] * 2)),
+            (("token_mean", StepTotals(step_tokens=4)), "step_tokens of 4 in the totals, and 5.5 in these",
              ("token_mean", SIX)),
-            (("constant", ONE, {}), r"rollout units \(all\) alone are 2", ("constant", TWO, {})),
-            (("sample_mean", of_rollouts(5), ROLLOUTS), "mask tokens of one rollout alone are 5.5",
+            (("constant", ONE, {}), r"rollout units \(all\) of 1 in the totals, and 2", ("constant", TWO, {})),
+            (("sample_mean", of_rollouts(5), ROLLOUTS), "mask tokens of one rollout of .* and 5.5",
              ("sample_mean", of_rollouts(5.5), ROLLOUTS)),
             # --- names and settings
             (("token_mean", SIX, IDS, MASKS, "some"), "'some': there is no such unit counting. Choose one of all",
              ("token_mean", SIX, IDS, MASKS, "active")),
-            (("token_mean", SIX, {"divisor": 8}), "divisor 8 with loss aggregation 'token_mean': it has none",
+            (("token_mean", SIX, {"divisor": 8}), "divisor 8 with loss aggregation 'token_mean': this mode takes none",
              ("token_mean", SIX)),
             *(
                 (("constant", TWO, {"divisor": wrong}), text, ("constant", TWO, {"divisor": 1e-3}))
                 for wrong, text in (
-                    (None, "'constant' without a divisor"), (0, "divisor 0 .* within 1e-30 and 1e30"), (-8, "-8"),
+                    (None, "'constant' without a divisor"), (0, "divisor 0 .* between 1e-30 and 1e30"), (-8, "-8"),
                     (NAN, "nan"), (1e30, r"1e\+30"),
                 )
             ),
         ),
         **refusals(
             reduced,
-            (("token_mean", None), "totals is None.*never guessed", ("token_mean", SIX)),
+            (("token_mean", None), "totals is None: it must be a StepTotals", ("token_mean", SIX)),
             (("constant", TWO, {"divisor": True}), "divisor True .*must be a number", ("constant", TWO)),
             (("constant", TWO, {"divisor": "8"}), "divisor '8'", ("constant", TWO)),
             error=TypeError,
@@ -367,7 +367,7 @@ test_refusals = refusal_tests(
 
 
 def test_a_mode_is_rehearsed_without_judging_its_numbers() -> None:
-    """Of a part of a step they need not be finite: here a leave-one-out divisor."""
+    """Weights of a part of a step need not be finite: here a leave-one-out divisor."""
     samples = [Samples([[1, 1]], prompt_ids=["a"]), Samples([[1], [0]], prompt_ids=["a", "b"])]
     plan = plan_step(samples, lambda step: 1 / (step.samples("prompt") - 1), dp_group=None)
     assert [weights for one in plan for weights in one.weights.tolist()] == [1, 1, 1, 0]

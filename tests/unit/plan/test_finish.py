@@ -23,7 +23,7 @@ Metrics = dict[str, Any]
 
 
 def values_on(rank: int) -> torch.Tensor:
-    """Of the 4 tokens that a rank holds."""
+    """Values of the 4 tokens that a rank holds."""
     return torch.arange(4.0) + 10 * rank
 
 
@@ -32,7 +32,7 @@ Given = Callable[[int, int], Metrics]
 
 
 def some_kinds(rank: int, number: int) -> Metrics:
-    """In another order on each rank."""
+    """Metrics of five kinds, in another order on each rank."""
     x = values_on(rank) + number
     names = {"most": "max", "least": "min", "spread": "variance", "share": "ess", "even": "mean"}
     metrics = {name: Metric(x, "tokens", kind=kind) for name, kind in names.items()}  # type: ignore[arg-type]
@@ -48,7 +48,9 @@ def of_two_kinds(rank: int, number: int) -> Metrics:
     return {"x": Metric(values_on(rank), kind="max" if rank == 2 else "mean")}
 
 
-MISSING = "micro-batch {} reports .*while another one, maybe of another rank, reports {!r}: its tokens would count as 0"
+MISSING = (
+    "micro-batch {} reports .*while another, maybe of another rank, reports {!r}: the tokens of .* would count as 0"
+)
 #: Steps one after the other of one plan each: metrics, and what all ranks are told; "" where they agree.
 STEPS: dict[str, tuple[Given, str]] = {
     "every kind, in any order": (some_kinds, ""),
@@ -59,14 +61,14 @@ STEPS: dict[str, tuple[Given, str]] = {
     "missing on a rank": (without("even", on=lambda rank, n: rank == 1), MISSING.format("[01]", "even")),
     "missing in a micro-batch": (without("most", on=lambda rank, n: rank == 0 and n == 1), MISSING.format(1, "most")),
     "on one rank alone": (without("least", on=lambda rank, n: rank != 3), MISSING.format("[01]", "least")),
-    "of two kinds": (of_two_kinds, "a name with two kinds, masks or aggregations in one step"),
+    "of two kinds": (of_two_kinds, "a name must have one kind, mask and aggregation in a step"),
     "over two units": (
         lambda rank, n: {"x": Metric(values_on(rank), "tokens" if rank else "samples")},
-        "a name with two",
+        "a name must have one",
     ),
     "over two units in turn": (
         lambda rank, n: {"x": Metric(values_on(rank), "tokens" if n else "none")},
-        "a name with",
+        "a name must have",
     ),
 }
 
@@ -151,7 +153,7 @@ def by_rank() -> list[Any]:
 
 
 def step_values() -> dict[str, float]:
-    """By plain sums over what the ranks hold: zigzag of 8 tokens over 2 ranks."""
+    """Values of the step by plain sums over the ranks' tokens: zigzag of 8 tokens over 2 ranks."""
     held, seen, losses = {0: [0, 1, 6, 7], 1: [2, 3, 4, 5]}, list[float](), list[float]()
     for rank in range(RANKS):
         for number in range(2):
@@ -196,11 +198,11 @@ def test_values_of_a_step_over_ranks(name: str, by_rank: list[Any]) -> None:
         ),
         (
             "another empty_step on a rank",
-            "rank.* 1.*this rank asks for .*empty_step 'error', another one for something",
+            "rank.* 1.*this rank asks for .*empty_step 'error', another rank for something",
         ),
         (
             "a term of another mode on a rank",
-            "ValueError: metrics .*'kl'.*a name with two kinds, masks or aggregations",
+            "ValueError: metrics .*'kl'.*a name must have one kind, mask and aggregation",
         ),
         ("a model that cuts otherwise", "rank 1: ValueError: 5 local tokens that are not those of the plan's layout"),
     ],

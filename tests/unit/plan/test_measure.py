@@ -24,7 +24,7 @@ Pairs = Sequence[tuple[float, float]]  # value and mask entry of each token
 
 
 def found_by_hand(pairs: Pairs, shares: Sequence[float] = SHARES) -> list[float]:
-    """What `found_in` finds: tokens, sum, and for each share the smallest value that enough tokens do not exceed."""
+    """Tokens, sum, and for each share the smallest value that enough tokens do not exceed, as by `found_in`."""
     pairs = sorted((value, entry) for value, entry in pairs if entry)
     tokens = sum(Fraction(entry) for _, entry in pairs)
     quantiles = []
@@ -51,7 +51,7 @@ CASES = [(place, cp_size) for cp_size in (2, 4) for place in (thd, bshd, respons
 
 
 def value_at(sample: int, position: int) -> float:
-    """Of both signs, negative on the whole; rounded to float32."""
+    """A value of either sign, negative on the whole; rounded to float32."""
     return float(torch.tensor(random.Random(f"{sample} {position}").uniform(-3, 2)))
 
 
@@ -83,7 +83,7 @@ def on_ranks() -> list[Any]:
 
 
 def test_in_every_layout_over_ranks() -> None:
-    """To the bit; and what is kept is trained on by its own count."""
+    """Results agree to the bit, and kept tokens are trained on by their own count."""
     by_rank = run_ranks(4, on_ranks)
     for seed in range(len(CASES)):
         step = drawn_step(seed, 4 // CASES[seed][1], 2)
@@ -212,7 +212,7 @@ def test_the_gap_between_two_passes() -> None:
     one = plan_of([torch.tensor([1.0, 1, 0])])[0]
     one.log_probs["now"] = torch.tensor([-1.0, -2.0, -9.0])
     assert float(one.gap("now", torch.tensor([-1.0, -2.0, math.nan], requires_grad=True))) == 0
-    with pytest.warns(UserWarning, match="now: .* differ by up to 0.5 at a token"):
+    with pytest.warns(UserWarning, match="now of the training pass .* differ by up to 0.5 at a token"):
         assert float(one.gap("now", torch.tensor([-1.5, -2.0, 0.0]))) == 0.5
 
 
@@ -245,7 +245,7 @@ test_refusals = refusal_tests(
         **refusals(
             kept,
             ((None,), "tokens to keep are a NoneType", (X > 0,)),
-            ((X,), "they must be a tensor of bools. Pass a comparison", (X > 0,)),
+            ((X,), "they must be a tensor of bools. Return a comparison", (X > 0,)),
             ((X.numpy() > 0,), "tokens to keep are a ndarray", (X > 0,)),
             error=TypeError,
         ),
@@ -260,6 +260,6 @@ test_refusals = refusal_tests(
             error=TypeError,
         ),
         **refusals(kept, ((X > 0, "ok"), "tokens to keep as 'ok', which is a mask of the Samples", (X > 0, "good"))),
-        **refusals(gap, (("now",), "forward pass 'now'", ("then",))),
+        **refusals(gap, (("now",), r"gap\('now'\) with values of the forward passes", ("then",))),
     }
 )

@@ -56,7 +56,7 @@ def losses_of(chosen: list[int]) -> Tensor:
 
 
 def placed(plan: Plan, cp_rank: int = 0, cp_size: int = 1, dp_size: int = 1) -> Plan:
-    """As one rank of groups that do not exist."""
+    """The plan as one rank of groups that do not exist."""
     groups = [
         SimpleNamespace(size=lambda: dp_size, rank=lambda: 0),
         SimpleNamespace(size=lambda: cp_size, rank=lambda: cp_rank),
@@ -126,7 +126,7 @@ def test_what_a_loss_function_returns_must_be_what_was_handed_out() -> None:
     check_returned((loss, count, report), plan[0].receipt)
     check_returned((loss, count, {**report, "lr": 0.1}), plan[0].receipt)
     for wrong, text in (
-        (loss, "returned a loss alone, as form='sum' and form='mean' give it"),
+        (loss, "returned a loss alone, the result of form='sum' or form='mean'"),
         (3, "returned a int"),
         ((loss, report), "returned 2 values"),
         ((loss * 2, count, report), "it is another aggregation, has a factor"),
@@ -154,7 +154,7 @@ def test_a_plan_is_trained_on_once() -> None:
     """A plan of an earlier step, half of its micro-batches, a micro-batch twice: each is refused, or meant."""
     plan = planned()
     train(plan, 0)
-    with pytest.raises(ValueError, match=r"micro-batch 0 of a plan, a second time: its step is being trained on"):
+    with pytest.raises(ValueError, match=r"micro-batch 0 of a plan, a second time: the plan is being trained on"):
         train(plan, 0)
     train(plan, 1)
     with pytest.raises(ValueError, match=r"a plan of 3 micro-batches, of which \[2\] were not trained on"):
@@ -162,7 +162,7 @@ def test_a_plan_is_trained_on_once() -> None:
     train(plan, 2)
     plan.finish()
     with pytest.raises(
-        ValueError, match=r"trained on already, all of it. Plan each step anew; .*plan.restart\(\) first"
+        ValueError, match=r"trained on already, all of it. Call plan_step for each step; .*plan.restart\(\) first"
     ):
         train(plan, 1)
     plan.restart()
@@ -195,7 +195,7 @@ def test_a_share_of_another_micro_batch_is_refused() -> None:
 
 
 def test_reports_are_filled_in_at_the_end_and_each_micro_batch_counts_once() -> None:
-    """After an error a plan runs again: variance is not counted twice."""
+    """A plan runs again after an error: variance is not counted twice."""
     values = [losses_of(chosen).detach() for chosen in DEALT]
     masks = torch.cat([torch.cat([STEP[i].mask for i in chosen]) for chosen in DEALT])
     flat, kinds = torch.cat(values).double(), ("mean", "min", "max", "variance", "ess")
@@ -260,7 +260,7 @@ def test_ids_that_look_counted_anew_are_warned_of() -> None:
         ("turn_mean", {"turn": [[0, 0, 1], [0, 1]], "session": [1, 1]}, "turn"),
         ("session_mean", {"turn": [[0, 0, 1], [0, 1]], "session": [1, 1]}, "session"),
     ):
-        with pytest.warns(UserWarning, match=f"one {key} has a part of all 2 samples .*counted anew") as caught:
+        with pytest.warns(UserWarning, match=f"one {key} has tokens of all 2 samples .*start again") as caught:
             plan_step([Samples([[1, 1, 1], [1, 1]], ids=ids)], mode, dp_group=None)
         assert len(caught) == 1
     plan_step([Samples([[1, 1, 1], [1, 1]], ids={"turn": [[0, 0, 1], [2, 3]]})], "turn_mean", dp_group=None)
@@ -347,7 +347,7 @@ def test_terms_and_metrics_count_the_units_and_masks_that_they_say() -> None:
 # --- fillers, cuts, tokens
 
 
-@pytest.mark.filterwarnings("ignore:one prompt has a part of all")
+@pytest.mark.filterwarnings("ignore:one prompt has tokens of all")
 @pytest.mark.parametrize("filler", [Samples([]), Samples([], layout=ZigzagTHD([0, 4], filler_slots=1), prompt_ids=[])])
 def test_empty_micro_batches_and_steps(filler: Samples) -> None:
     masks = {"own": [STEP[i].mask for i in (0, 1)]}
@@ -417,8 +417,25 @@ def test_a_mode_declared_for_no_term_is_refused() -> None:
     for number, microbatch in enumerate(plan):
         losses = losses_of(DEALT[number])
         microbatch.loss({"pg": losses, "kl": Term(losses.detach())})
-    with pytest.raises(ValueError, match=r"a mode for the term 'kll', and a loss of the terms \['kl', 'pg'\]"):
+    with pytest.raises(ValueError, match=r"a mode for the term 'kll', and a loss that reports \['kl', 'loss', 'pg'\]"):
         plan.finish()
+
+
+def test_a_mode_declared_beside_a_loss_without_terms_is_refused() -> None:
+    plan = planned(terms={"kl": "sample_mean"})
+    with torch.no_grad():  # an evaluation may leave terms out
+        for number, microbatch in enumerate(plan):
+            microbatch.loss(losses_of(DEALT[number]))
+    plan.finish()
+    for number, microbatch in enumerate(plan):
+        microbatch.loss(losses_of(DEALT[number]))
+    with pytest.raises(ValueError, match=r"a mode for the term 'kl', and a loss that reports \['pg_loss'\]"):
+        plan.finish()
+    of_a_metric = Mode(name="own", function=lambda step: 1.0, sums={"all": Sum(of=lambda samples: samples.mask_sums)})
+    plan = planned(terms={"own": of_a_metric})  # type: ignore[dict-item]  # declared, so that its sums are counted
+    for number, microbatch in enumerate(plan):
+        microbatch.loss(losses_of(DEALT[number]))
+    plan.finish()
 
 
 def test_no_graph_outlives_the_loss() -> None:

@@ -21,7 +21,7 @@ ADVANTAGES = list(torch.randn(sum(LENGTHS), generator=torch.Generator().manual_s
 
 
 def fold(mode: str = "token_mean", part: slice = slice(None), advantages: Any = None, **options: Any) -> list[Tensor]:
-    """What a rank folds that has this part of the samples."""
+    """Folded advantages of a rank that has this part of the samples."""
     options = {"totals": totals_of(SAMPLES), "divisor": divisor_of(mode), **ids_of(SAMPLES[part]), **options}
     given: Sequence[Any] = ADVANTAGES if advantages is None else advantages
     return fold_into_advantages(given[part], MASKS[part], mode=mode, **options)
@@ -29,7 +29,7 @@ def fold(mode: str = "token_mean", part: slice = slice(None), advantages: Any = 
 
 @pytest.mark.parametrize(("mode", "units"), COUNTINGS, ids=[f"{m}-{u}" for m, u in COUNTINGS])
 def test_an_advantage_is_times_its_tokens_weight(mode: str, units: Any) -> None:
-    """On two ranks; with the totals of one alone it would be another, but in a plain sum."""
+    """Two ranks: with the totals of one alone the product would be another, but in a plain sum."""
     weights = [w for one in oracle.step_weights(mode, SAMPLES, divisor_of(mode), units) for w in one]
     expected = torch.tensor(weights, dtype=torch.float64) * torch.cat(ADVANTAGES)
     halves = slice(6), slice(6, None)
@@ -92,7 +92,7 @@ def test_weights_lie_where_the_advantages_do() -> None:
 
 test_refusals = refusal_tests(
     {
-        **refusals(laid_out, ((Gathered([0, 2, 4]),), "a layout of advantages to fold", (None,))),
+        **refusals(laid_out, ((Gathered([0, 2, 4]),), "layout= with advantages to fold", (None,))),
         **refusals(
             of_two,
             (([1.0],), "1 advantages for 2 loss masks", SOUND),

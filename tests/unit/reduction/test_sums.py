@@ -101,7 +101,7 @@ def test_a_gather_by_its_backward(backward: Any) -> None:
     ],
 )
 def test_the_graph_stays_connected(masks: list[Tensor], layout: Layout, rank: int, num_losses: int) -> None:
-    """Also of a step without one active token."""
+    """A step without one active token has a graph, too."""
     ids, logits = [0] * len(masks), torch.full((num_losses,), 3.0, requires_grad=True)
     for elsewhere in (torch.ones(5), torch.zeros(5)):
         totals = StepTotals.from_loss_masks([*masks, elsewhere], prompt_ids=[*ids, 0])
@@ -232,7 +232,7 @@ def test_four_million_tokens_keep_their_precision() -> None:
 
 
 def test_weights_that_change_between_forward_and_backward_are_refused() -> None:
-    """They would be another micro-batch's. A backward pass before the change, and a copy after it, are sound."""
+    """Such weights would be another micro-batch's. A backward pass before the change, or a copy after it, is sound."""
     losses = torch.ones(3, requires_grad=True)
     reducer = with_weights(torch.tensor([1.0, 2, 3]))
     share = reducer(losses)

@@ -89,7 +89,7 @@ def test_no_graph_is_kept_alive() -> None:
 
 @pytest.mark.parametrize("cp_size", [1, 2])
 def test_a_reducer_taps_what_it_reduces_and_says_what_was_asked(cp_size: int) -> None:
-    """With copies each rank's weights are a part, and their gradient is made up for by the layout's scale."""
+    """Each rank's weights are a part where ranks hold copies; the layout's scale makes up for it in the gradient."""
     masks = [torch.tensor([1.0, 0, 1]), torch.tensor([1.0])]
     place: dict[str, Any] = {"layout": Gathered([0, 3, 4], backward="slice"), "cp_rank": 0, "cp_size": cp_size}
     reducer = make_pg_loss_reducer("sample_mean", masks, totals=StepTotals.from_loss_masks(masks), **place)

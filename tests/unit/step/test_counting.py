@@ -107,7 +107,7 @@ def broken() -> Any:
 
 @dataclass(frozen=True)
 class Case:
-    """What each rank prepares, and fragments of what all ranks of the grid are told; () where they count."""
+    """The samples that each rank prepares, and fragments of the error on all ranks of the grid; () where they count."""
 
     grid: str
     prepare: Callable[[int], Any]
@@ -119,18 +119,22 @@ def by_key(rank: int, *ids: int) -> dict[str, Any]:
     return {"rollout_ids": [rank * 10 + i for i in ids]}
 
 
+def turns(*ids: Any) -> dict[str, Any]:
+    return {"turn": [[one] * 8 for one in ids]}
+
+
 def planned(mode: Any, **options: Any) -> Callable[[int], Any]:
     """A plan in place of a count: what a mode asks for is looked at before any collective."""
     return lambda rank: {"plan": mode(rank) if callable(mode) else mode, **{k: v(rank) for k, v in options.items()}}
 
 
 KL = {"kl": [[1] * 8] * 2}
-OTHER = "asks for .*another one for something else: all ranks must aggregate alike"
-IDS = "and other ids on other ranks: each kind must be given on all DP ranks or none, as ints on all or as strings"
+OTHER = "asks for .*another rank for something else: all ranks must aggregate alike"
+IDS = "and other ids on other ranks: each kind of id must be given on all DP ranks or none, as ints on all or as"
 UNLIKE = "ranks of one context, tensor or pipeline parallel group were given different samples"
 TWO_PROMPTS = "one rollout id is used under two prompt ids"
-TWICE = "DP ranks 0 and 2 hold samples with the same masks, ids and tokens: they count twice"
-CP_UNLIKE = "ranks of a micro-batch's cp_group were given different samples for it"
+TWICE = "DP ranks 0 and 2 hold samples with the same masks, ids and tokens: these samples count twice"
+CP_UNLIKE = "ranks of a micro-batch's cp_group were given different samples, or the same in another order"
 CASES: dict[str, Case] = {
     # --- one rank fails, every rank says so
     "a loader": Case("dp4", lambda r: broken() if r == 2 else samples(), ("rank 2: OSError: the disk is full",)),
@@ -154,7 +158,7 @@ CASES: dict[str, Case] = {
     "names of term masks": Case("dp4", lambda r: samples(term_masks=KL), (OTHER,),
                                 planned("token_mean", term_masks=lambda r: ["kl"] if r else [])),
     "a term mask on some ranks": Case("dp4", lambda r: samples(term_masks=KL if r else None),
-                                      ("rank 0: ValueError: a mask 'kl' of samples that have: none",),
+                                      ("rank 0: ValueError: the samples have no mask 'kl'",),
                                       planned("token_mean", term_masks=lambda r: ["kl"])),
     "sums on some ranks": Case("dp4", lambda r: samples(), (OTHER,),
                                lambda r: {"sums": [Sum(of=lambda s: s.mask_sums)] * (r == 1)}),
@@ -169,6 +173,12 @@ CASES: dict[str, Case] = {
                                                    {"turn": [r, 9]}), (IDS,)),
     "no turn on one rank": Case("dp4", lambda r: samples([[1] * 8, [0] * 8] if r else [[0] * 8] * 2, ids={
                                 "turn": [[f"t{r}" * (r > 0)] * 8, [""] * 8]})),
+    "turns as ints and as strings": Case("dp4", lambda r: samples(ids=turns(0, 1) if r else turns("a", "b")), (IDS,)),
+    "turns of two types on a rank": Case("dp4", lambda r: samples(ids=turns(0, 1)) + samples(
+                                         ids=turns("a", "b") if r == 3 else turns(2, -1)),
+                                         ("rank 3: ValueError: micro-batches with ids of .*int per token",)),
+    "no turn in one micro-batch": Case("dp4", lambda r: samples([[0] * 8] * 2, ids=turns(-1, -1)) + samples(
+                                       ids=turns(f"a{r}", "b"))),
     "two prompts on one rank": Case("dp4", lambda r: samples(rollout_ids=[r, r], prompt_ids=["a", "ba"[r > 0]]),
                                     (TWO_PROMPTS, "rank 0")),
     "two prompts on two ranks": Case("dp4", lambda r: samples(rollout_ids=[r, 9], prompt_ids=[f"p{r}", f"q{r // 3}"]),
@@ -190,7 +200,7 @@ CASES: dict[str, Case] = {
                                      lambda r: {"replicas of": "dp2 x 2"}),
     # --- stages without data
     "a stage without data": Case("stages", lambda r: samples(**by_key(r, 1, 2)) if r < 2 else None),
-    "data on one DP rank": Case("dp4", lambda r: samples() if r else None, ("rank 0: .* given no data iterator",)),
+    "data on one DP rank": Case("dp4", lambda r: samples() if r else None, ("rank 0: .* has no data iterator",)),
     "on a part of one stage": Case("stages", lambda r: samples() if r < 3 else None, ("rank 3: .* no data iterator",)),
     "data nowhere": Case("stages", lambda r: None, ("no rank reads data for this step",)),
     # --- context-parallel groups of their own
@@ -313,7 +323,7 @@ test_refusals = refusal_tests(
             ({"all": -1}, "all is -1: it must be a finite number >= 0", {"all": 0}),
             ({"active": float("inf")}, "active is inf", {"active": 10**9}),
             ({"all": True}, "all is True", {"all": 1}),
-            ({"all": 2, "active": 3}, "3 active units of 2", {"all": 3, "active": 3}),
+            ({"all": 2, "active": 3}, "Units\\(active=3, all=2\\): active units are some", {"all": 3, "active": 3}),
             ({"tokens": {0: -1.0}}, "the token count of id 0 is -1.0", {"tokens": {0: 0.0}}),
             ({"tokens": {"a": float("nan")}}, "the token count of id 'a' is nan", {"tokens": {"a": 0.5}}),
         ),
@@ -329,7 +339,7 @@ test_refusals = refusal_tests(
             ({"step_active_tokens": "9"}, "is '9'.*Pass the count of the whole step", {"step_active_tokens": 9}),
             ({"step_tokens": 4, "step_active_tokens": 0}, "step_tokens of 4 and step_active_tokens of 0",
              {"step_tokens": 0, "step_active_tokens": 0}),
-            ({"step_tokens": 4, "units": {"prompt": Units(tokens={0: 5})}}, "alone are 5, and totals that say 4",
+            ({"step_tokens": 4, "units": {"prompt": Units(tokens={0: 5})}}, "step_tokens of 4 in the totals, and 5",
              {"step_tokens": 5, "units": {"prompt": Units(tokens={0: 5})}}),
         ),
         **refusals(

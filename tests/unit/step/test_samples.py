@@ -149,7 +149,7 @@ def test_ints_stay_and_strings_are_hashed_alike_everywhere() -> None:
 
 
 class Opaque:
-    """Without a repr of its own, which would be the same on two ranks."""
+    """A class without a repr of its own, which would be the same on two ranks."""
 
 
 def described(**options: Any) -> Samples:
@@ -238,22 +238,22 @@ test_refusals = refusal_tests(
             ({"rollout_ids": []}, "0 rollout_ids for 1 loss masks", {"rollout_ids": [0]}),
             ({"prompt_ids": [0, 1]}, "2 prompt_ids for 1 loss masks", {"prompt_ids": [0]}),
             *(
-                ({f"{kind}_ids": [1], "ids": {kind: [2]}}, "beside ids of that name: each must", {f"{kind}_ids": [1]})
+                ({f"{kind}_ids": [1], "ids": {kind: [2]}}, "and ids= of that name: each must", {f"{kind}_ids": [1]})
                 for kind in ("rollout", "prompt")
             ),
             ({"ids": {"session": []}}, "0 session_ids for 1", {"ids": {"session": [1]}}),
-            ({"ids": {"turn": [[1, 2]]}}, r"rows of \[2\] turn_ids for loss masks of \[1\].*-1 where a token is in no",
+            ({"ids": {"turn": [[1, 2]]}}, r"turn_ids with rows of \[2\] entries for loss masks of \[1\]",
              {"ids": {"turn": [[1]]}}),
-            ({"ids": {"turn": [[-1]]}}, "a token that counts, and no turn: .*Mask it, or give",
+            ({"ids": {"turn": [[-1]]}}, "a token with a nonzero mask and a negative .*Mask the token, or",
              {"ids": {"turn": [[0]]}}),
-            ({"ids": {"turn": [[""]]}}, "a token that counts, and no turn", {"ids": {"turn": [["a"]]}}),
+            ({"ids": {"turn": [[""]]}}, "a token with a nonzero mask and a negative", {"ids": {"turn": [["a"]]}}),
             ({"ids": {"turn": [[1], [2]]}}, "2 turn_ids for 1 loss masks", {"ids": {"turn": torch.tensor([[1]])}}),
             ({"ids": {"step": [1]}}, "ids named 'step'", {"ids": {"steps": [1]}}),
             ({"ids": {"sample": [1]}}, "ids named 'sample': .*Rename them", {"ids": {"samples": [1]}}),
             ({"prompt_ids": [2**61]}, "beyond 61 bits", {"prompt_ids": [2**61 - 1]}),
             ({"rollout_ids": [-(2**61)]}, "beyond 61 bits.*as strings", {"rollout_ids": [str(-(2**61))]}),
             ({"labels": {"task": []}}, "0 labels 'task' for 1", {"labels": {"task": [1]}}),
-            ({"term_masks": {"kl": [TWO]}}, r"masks 'kl' of \[2\] tokens beside loss masks of \[1\]",
+            ({"term_masks": {"kl": [TWO]}}, r"masks 'kl' of \[2\] entries, loss masks of \[1\]",
              {"term_masks": {"kl": [[1]]}}),
             ({"term_masks": {"kl": []}}, "0 masks 'kl' for 1", {"term_masks": {"kl": [[1]]}}),
         ),
@@ -269,7 +269,7 @@ test_refusals = refusal_tests(
                     (torch.tensor(1), r"is tensor\(1\)"),
                 )
             ),
-            ({"ids": [[0]]}, "ids is a list: it must be a dict, by name", {"ids": {"session": [0]}}),
+            ({"ids": [[0]]}, "ids is a list: it must be a dict whose keys are names", {"ids": {"session": [0]}}),
             ({"labels": [0]}, "labels is a list", {"labels": {"task": [0]}}),
             ({"term_masks": [[1]]}, "term_masks is a list", {"term_masks": {"kl": [[1]]}}),
             ({"layout": Gathered}, "layout is <class.*it must be a Layout", {"layout": Gathered([0, 1])}),
@@ -279,7 +279,7 @@ test_refusals = refusal_tests(
         ),
         **refusals(
             partial(Samples, [TWO] * 2),
-            ({"prompt_ids": [0, "0"]}, "holds 0 and '0': they are two ids", {"prompt_ids": [0, "1"]}),
+            ({"prompt_ids": [0, "0"]}, "holds 0 and '0': these are two ids", {"prompt_ids": [0, "1"]}),
         ),
         **refusals(
             Samples([TWO, torch.ones(1)]).in_buffer,
@@ -292,7 +292,7 @@ test_refusals = refusal_tests(
         ),
         **refusals(
             Samples([TWO], term_masks={"kl": [TWO]}, labels={"a": [1]}).with_mask,
-            (("nll",), "a mask 'nll' of samples that have: kl", ("kl",)),
+            (("nll",), "the samples have no mask 'nll' .they have kl", ("kl",)),
         ),
     }
 )  # fmt: skip
