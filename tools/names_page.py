@@ -13,7 +13,7 @@ sys.path[:0] = [str(ROOT)] if str(ROOT) not in sys.path else []
 from megatron_rl_loss.modes.names import FRAMEWORKS, LOSSES, NAMES, NUMBER, OWN_CODE, PeerName
 
 PAGE = ROOT / "docs" / "names.md"
-BLOCK = re.compile(r"<!-- settings: (\w+) -->\n(?:\|.*\n)*(?:\n- Own code of .*\n)*")
+BLOCK = re.compile(r"<!-- settings: (\w+) -->\n(?:\|.*\n)*(?:\n- The code for .*\n)*")
 
 
 def table(framework: str) -> str:
@@ -30,10 +30,10 @@ def table(framework: str) -> str:
     of_rows = [own for _, own in rows]
     lines = [f"| `{setting}` | mode in {version} |", "|---|---|"]
     for (mode, own), names in rows.items():
-        remark = f"; own code {own}" if own and of_rows.count(own) == 1 else ""
+        remark = f"; its code {own}" if own and of_rows.count(own) == 1 else ""
         lines.append(f"| {', '.join(names)} | {mode}{remark} |")
     shared = [(own, names) for own, names in notes.items() if own and of_rows.count(own) > 1]
-    return "\n".join([*lines, *(f"\n- Own code of {', '.join(names)} {own}." for own, names in shared)])
+    return "\n".join([*lines, *(f"\n- The code for {', '.join(names)} {own}." for own, names in shared)])
 
 
 def with_tables(page: str) -> str:
