@@ -197,7 +197,7 @@ PLANTS: dict[str, tuple[Callable[[Ready, contextlib.ExitStack], None], str]] = {
     "gradients of before": (of_ready(leave_gradients), "gradients that are not 0 before"),
     "fp16's loss scale": (of_ready(scale_losses), ""),
     "CUDA graphs": (of_ready(capture_graphs), "CUDA graphs replay"),
-    "no anchor": (of_ready(freeze_the_anchors), "no parameter can be relied on"),
+    "no anchor": (of_ready(freeze_the_anchors), "no parameter is trainable, whole"),
 }
 #: Those that stop a step, by layout. What is raised before the pipeline starts is seen in one without stages.
 STOPPED = {
