@@ -17,7 +17,7 @@ BLOCK = re.compile(r"<!-- settings: (\w+) -->\n(?:\|.*\n)*")
 
 
 def table(framework: str) -> str:
-    """A framework's settings by our mode and by what its own code does otherwise."""
+    """Table of a framework's settings: our mode of each, and differences of the framework's own code."""
     setting, default, version = FRAMEWORKS[framework]
     version = re.sub(r"\b[0-9a-f]{8}\b", r"`\g<0>`", version)
     names: dict[str, list[str]] = {}
@@ -29,7 +29,7 @@ def table(framework: str) -> str:
 
 
 def with_tables(page: str) -> str:
-    """The page with each of them as it is now."""
+    """The page with current tables."""
     return BLOCK.sub(lambda found: f"<!-- settings: {found[1]} -->\n{table(found[1])}\n", page)
 
 

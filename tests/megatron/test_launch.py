@@ -150,7 +150,7 @@ def test_the_look_ahead_and_the_first_line() -> None:
     assert "a list with one for each model chunk. Pass iter(...)" in found["a data set"]
     assert "wrapped by LossAggregation twice: a step is counted once." in found["one inside another"]
     assert "without validation data pass --eval-iters 0" in found["None"]
-    assert "a data iterator that gives dict: the step was not counted" in found["not attached"]
+    assert "a data iterator that gives dict: next_microbatch needs the iterator of a" in found["not attached"]
     assert "microbatch['tokens']: a Microbatch is not your batch" in found["indexed"]
     assert (
         "the iterators of model chunk 0 and of the last chunk give different samples"

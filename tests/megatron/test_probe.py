@@ -88,8 +88,8 @@ CHANGED: dict[Case, str] = {
     ("counts in place", False, False): "it changes the token count in place",
     ("another signature", False, False): "could not be probed (TypeError",
     # What is relied on is exact: a factor of 1 + 1e-5 is another one.
-    ("a little more", False, False): "it scales by 0.33333",
-    ("a little more", True, False): "it scales by 1.00001",
+    ("a little more", False, False): "it scales losses by 0.33333",
+    ("a little more", True, False): "it scales losses by 1.00001",
     ("a little more in DDP", False, False): "it scales losses by 0.2500025, and this library relies on 0.25",
     (
         "DDP by dp alone",
