@@ -129,8 +129,8 @@ def copy_example(name: str, into: Path) -> list[Path]:
         ) from None
     if others:
         raise ValueError(
-            f"a copy of example {name!r}: {', '.join(others)} is there already and differs, and no file is "
-            "overwritten. Choose another folder with --to."
+            f"a copy of example {name!r}: a copy overwrites nothing, and these files differ: {', '.join(others)}. "
+            "Choose another folder with --to."
         )
     return list(copies.values())
 
@@ -147,7 +147,7 @@ def format_examples() -> str:
 
 def _first_sentence(text: str) -> str:
     match = re.match(r'(?:#![^\n]*\n)?(?:"""|# )(.+?)(?:\.\s|:\n|\n\s*\n|\n#\s*\n|"""|$)', text, re.DOTALL)
-    return re.sub(r"\s*\n#?\s*", " ", match[1]) if match else ""
+    return re.sub(r"\s*\n#?\s*", " ", match[1]).rstrip(".") if match else ""
 
 
 if __name__ == "__main__":

@@ -93,8 +93,8 @@ def test_the_command_copies_and_overwrites_nothing(
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 2
-    says = f"error: a copy of example 'pretrain_grpo': {tmp_path}/rollouts.py is there already and differs"
-    assert says in capsys.readouterr().err
+    says = "error: a copy of example 'pretrain_grpo': a copy overwrites nothing, and these files differ: "
+    assert f"{says}{tmp_path}/rollouts.py. Choose" in capsys.readouterr().err
     assert {path.name for path in tmp_path.iterdir()} == {"rollouts.py", "new"}
     assert (tmp_path / "rollouts.py").read_text() == "mine"
 
