@@ -1,4 +1,4 @@
-"""A Hugging Face checkpoint: Megatron-Bridge makes the model, a loop of your own trains it, Bridge writes it back.
+"""A Hugging Face checkpoint: Megatron-Bridge loads and saves it, a loop of your own trains it.
 
     bridge, model = load("Qwen/Qwen3-0.6B", tensor_model_parallel_size=2, context_parallel_size=2)
     reports = own_loop.forward_backward(model, batches, own_loop.policy_loss, "prompt_mean")

@@ -360,12 +360,12 @@ PLANTS = [
     Plant(
         "KL mean inlined",
         {WRAPPER: (KL_MEAN, "((kl_loss * loss_mask).sum(-1) / loss_mask.sum(-1).clamp(min=1)).mean()")},
-        "The kl term was weighed by this package nowhere",
+        "The kl term went through a reducer of this library in no",
     ),
     Plant(
         "KL mean taken twice",
         {WRAPPER: (KL_MEAN, f"{KL_MEAN} + {KL_MEAN}")},
-        "The kl term was weighed by this package several times",
+        "The kl term went through a reducer of this library several times",
     ),
     Plant(
         "entropy by another function",
@@ -376,13 +376,13 @@ PLANTS = [
     Plant(
         "padding counted in KL, entropy and MTP",
         {WRAPPER: ("= num_microbatches / max(1, num_real_microbatches)", "= 1.0")},
-        "Of kl: NOT SOUND",
+        "On kl: NOT SOUND",
         {"tokens": 24}, (2, 1),
     ),
     Plant(
         "MTP losses doubled",
         {WRAPPER: ("per_layer_losses).mean()", "per_layer_losses).mean() * 2")},
-        "Of mtp 0: NOT SOUND",
+        "On mtp 0: NOT SOUND",
     ),
     Plant("another loss than was registered", {}, "SkyRL trained with another loss", {"unset": True}),
     Plant("mask moved", {WRAPPER: ('= data["loss_mask"]', '= data["loss_mask"].roll(1, 1)')}),
