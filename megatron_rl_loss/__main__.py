@@ -24,6 +24,7 @@ COMPANIONS = {
     **dict.fromkeys(["audit_own_loop.py", "on_cpu.py"], _ON_CPU),
     **dict.fromkeys(["launch_grpo.sh", "launch_grpo.slurm", "pretrain_grpo.py"], _LAUNCH),
     "online_grpo.py": ("online/*.py", "rollouts.py", *_ON_CPU),
+    "recipes/own_loop.py": ("megatron_on_cpu.py",),
 }
 
 
@@ -100,7 +101,7 @@ def copy_example(name: str, into: Path) -> list[Path]:
     """
     file = find_example(name)
     sources = [path for pattern in (file, *COMPANIONS.get(file, ())) for path in sorted(EXAMPLES.glob(pattern))]
-    copies = {source: into / source.relative_to((EXAMPLES / file).parent) for source in sources}
+    copies = {source: into / source.relative_to(EXAMPLES).as_posix().removeprefix("recipes/") for source in sources}
     if others := [str(copy) for source, copy in copies.items() if copy.exists() and not _equal(source, copy)]:
         raise ValueError(
             f"a copy of example {name!r}: a copy overwrites nothing, and another {', '.join(others)} is there already. "
