@@ -24,6 +24,7 @@ COMPANIONS = {
     **dict.fromkeys(["audit_own_loop.py", "on_cpu.py"], _ON_CPU),
     **dict.fromkeys(["launch_grpo.sh", "launch_grpo.slurm", "pretrain_grpo.py"], _LAUNCH),
     "online_grpo.py": ("online/*.py", "rollouts.py", *_ON_CPU),
+    "recipes/own_loop.py": ("megatron_on_cpu.py",),
 }
 
 
@@ -114,7 +115,7 @@ def copy_example(name: str, into: Path) -> list[Path]:
     """
     file = find_example(name)
     sources = [path for pattern in (file, *COMPANIONS.get(file, ())) for path in sorted(EXAMPLES.glob(pattern))]
-    copies = {source: into / source.relative_to((EXAMPLES / file).parent) for source in sources}
+    copies = {source: into / source.relative_to(EXAMPLES).as_posix().removeprefix("recipes/") for source in sources}
     try:
         missing = {source: copy for source, copy in copies.items() if not copy.exists()}
         others = [str(copy) for source, copy in copies.items() if source not in missing and not _equal(source, copy)]

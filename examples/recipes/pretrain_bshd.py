@@ -22,16 +22,16 @@ from megatron_rl_loss import (
 
 
 def batches(rows: int, length: int, vocab_size: int, seed: int) -> Iterator[dict[str, Any]]:
-    """All rows respond to one prompt: values [rows, length], and for each row a mask and an id."""
+    """Two batches respond to a prompt: values [rows, length], and for each row a mask and an id."""
     generator, at = torch.Generator().manual_seed(seed), torch.arange(length)
-    advantages = torch.arange(rows).sub((rows - 1) / 2)[:, None].expand(rows, length)
     for number in itertools.count():
         tokens = torch.randint(vocab_size, (rows, length), generator=generator)
+        advantages = torch.randn((rows, 1), generator=generator).expand(rows, length)
         values = {"tokens": tokens, "labels": tokens.roll(-1, 1), "positions": at.expand(rows, length)}
         values |= {"old_log_probs": torch.full((rows, length), -3.0), "advantages": advantages}
         ends = torch.randint(8, length, (rows, 1), generator=generator)
         masks = list((at >= 4) & (at < ends))  # by label: neither prompt nor padding
-        yield values | {"loss_masks": masks, "prompt_ids": [f"{seed}/{number}"] * rows}
+        yield values | {"loss_masks": masks, "prompt_ids": [f"{seed}/{number // 2}"] * rows}
 
 
 def samples_of(batch: dict[str, Any]) -> Samples:

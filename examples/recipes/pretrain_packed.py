@@ -24,14 +24,14 @@ from megatron_rl_loss import (
 
 def packs(length: int, vocab_size: int, seed: int) -> Iterator[dict[str, Any]]:
     """Two responses to a prompt a pack: values of all tokens, their slots, and for each sample a mask and an id."""
-    generator, half, flat = torch.Generator().manual_seed(seed), length // 2, torch.ones(length)
-    mask = (torch.arange(half) >= 4).float()  # by label: 0 where the label is a prompt's token
+    generator, half, flat = torch.Generator().manual_seed(seed), length // 2, torch.ones(length // 2)
+    at, bounds = torch.arange(half), torch.tensor([0, half, length], dtype=torch.int32)
     for number in itertools.count():
         tokens = torch.randint(vocab_size, (length,), generator=generator)
-        values = {"tokens": tokens, "labels": tokens.roll(-1), "positions": torch.arange(half).repeat(2)}
-        values |= {"old_log_probs": -3 * flat, "advantages": torch.cat([flat[:half], -flat[:half]])}
-        values["bounds"] = torch.tensor([0, half, length], dtype=torch.int32)
-        yield values | {"loss_masks": [mask, mask], "prompt_ids": [f"{seed}/{number}"] * 2}
+        values = {"tokens": tokens, "labels": tokens.roll(-1), "positions": at.repeat(2), "bounds": bounds}
+        values |= {"old_log_probs": -3 * flat.repeat(2), "advantages": torch.cat([flat, -flat])}
+        masks = list((at >= 4) & (at < torch.randint(8, half, (2, 1), generator=generator)))  # by label: the response
+        yield values | {"loss_masks": masks, "prompt_ids": [f"{seed}/{number}"] * 2}
 
 
 def samples_of(pack: dict[str, Any]) -> Samples:

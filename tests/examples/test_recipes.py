@@ -23,6 +23,7 @@ from step_samples import DIVISOR, dealt, step_samples
 from table_step import Batch, relative_error, start, table_model
 from torch import Tensor
 
+from megatron_rl_loss.__main__ import copy_example
 from megatron_rl_loss.frameworks import slime
 from megatron_rl_loss.modes import table as modes
 from megatron_rl_loss.modes.names import resolve
@@ -128,13 +129,18 @@ def test_plain_torch_trains_on_the_step_loss(recipe: str) -> None:
                 assert relative_error(gradient, expected) < PLAIN_ERROR, mode
 
 
+def launched(script: str, folder: Path) -> str:
+    """What two processes on a CPU print."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(launch, capture_output=True, text=True, cwd=folder, env=environment, timeout=600)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 @pytest.mark.slow
 def test_plain_torch_runs_as_it_is_launched() -> None:
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run([*launch, RECIPES / "plain_ddp.py"], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    losses = [float(value) for value in re.findall(r"-?\d\.\d{6,}", done.stdout)]
+    losses = [float(value) for value in re.findall(r"-?\d\.\d{6,}", launched("plain_ddp.py", RECIPES))]
     assert len(losses) == 6
     assert min(losses) < -0.2 < 0 < max(losses)
 
@@ -173,6 +179,7 @@ def advantages() -> Tensor:
 
 def gradients_of_own_loop() -> dict[tuple[str, str], tuple[Tensor, dict[str, float]]]:
     """On a rank: the recipe's gradient of every mode and form of loss, and the step's values."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
     from recipes import own_loop
     from recipes.kl_term import loss_with_kl
 
@@ -197,7 +204,7 @@ def gradients_of_own_loop() -> dict[tuple[str, str], tuple[Tensor, dict[str, flo
             batches.append(batch | {"tokens": numbers} | {name: of[numbers] for name, of in of_tokens.items()})
         function, per_token = forms[form]
         model = table_model(table(), per_token=per_token)
-        values = own_loop.forward_backward(model, batches, function, mode)
+        values = own_loop.forward_backward(get_forward_backward_func(), model, batches, function, mode)
         found[mode, form] = model.module.losses.main_grad.clone(), {name: float(one) for name, one in values.items()}
     return found
 
@@ -220,6 +227,17 @@ def test_a_loop_of_ones_own_and_a_kl_term_have_the_oracles_gradient() -> None:
             assert logged.keys() == (expected if form in ("pair", "per token") else {"loss": whole, **expected}).keys()
             for name, value in expected.items():
                 assert logged[name] == pytest.approx(float(value.detach()), rel=bound)
+
+
+@pytest.mark.slow
+def test_a_loop_of_ones_own_runs_as_it_is_launched(tmp_path: Path) -> None:
+    """The copied file, with its companion; an update lowers the loss, and the first step is proved."""
+    copy_example("own_loop", tmp_path)
+    done = launched("own_loop.py", tmp_path)
+    assert re.search(r"prompt_mean on the policy loss, proved on \d+ tokens of 6 samples, 3 prompts of 2\b", done)
+    losses = [float(value) for value in re.findall(r"tensor\((-?\d\.\d+)", done)]
+    assert len(losses) == 6
+    assert sorted(losses, reverse=True)[::2] == sorted(set(losses), reverse=True)  # three steps, alike on both ranks
 
 
 # ---- a mode of one's own
@@ -248,16 +266,15 @@ def launch_line(recipe: str, tmp_path: Path) -> list[str]:
     return subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout.split()
 
 
-@pytest.mark.parametrize(
-    ("recipe", "mode", "divisor"), [("slime.sh", "constant", 40960), ("miles.sh", "token_mean", None)]
-)
-def test_the_hook_of_slime_and_miles(recipe: str, mode: str, divisor: float | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("recipe", "mode"), [("slime.sh", "sample_mean"), ("miles.sh", "token_mean")])
+def test_the_flags_of_slime_and_miles(recipe: str, mode: str, tmp_path: Path) -> None:
     words = launch_line(recipe, tmp_path)
     assert words[:2] == ["train.py", "--mine"]
     module, _, name = words[words.index("--custom-pg-loss-reducer-function-path") + 1].rpartition(".")
     assert module == slime.__name__
-    hook = getattr(slime, name)
-    assert (hook.mode, hook.aggregation.divisor) == (mode, divisor)
+    assert getattr(slime, name).mode == mode
+    counts = words[words.index("--custom-megatron-init-path") + 1]
+    assert getattr(slime, counts.removeprefix(f"{slime.__name__}.")) is slime.count_steps
     assert ("--calculate-per-token-loss" in words) == (mode == "token_mean")  # else their division is by rollouts
 
 

@@ -30,7 +30,7 @@ class Row:
 
 ROWS = [
     # our own entry points
-    Row(r"python -m megatron_rl_loss (modes|example|example (pretrain_\w+|(megatron_)?on_cpu))", by="here"),
+    Row(r"python -m megatron_rl_loss (modes|example|example (pretrain_\w+|on_cpu|own_loop))", by="here"),
     Row(r"(torchrun .* |python )-m megatron_rl_loss audit.*",
         by="megatron/test_audit_launch.py", named='"megatron_rl_loss", "audit"'),
     Row(r"python -m megatron_rl_loss log-probs( rollout\.pt train\.pt)?",
@@ -38,8 +38,9 @@ ROWS = [
     Row(r'export MEGATRON_RL_LOSS_AUDIT=".*"', by="megatron/test_audit_attach.py", named="MEGATRON_RL_LOSS_AUDIT"),
     Row(r"python -m megatron_rl_loss example NAME", by="package/test_example_command.py", named='"pretrain_grpo"'),
     Row(r"python own_mode\.py", by="examples/test_recipes.py", named='"own_mode.py"'),
-    Row(r"torchrun --nproc-per-node 2 plain_ddp\.py", by="examples/test_recipes.py", named='"--nproc-per-node", "2"'),
-    Row(r"torchrun .* on_cpu\.py .*", by="examples/test_pretrain_recipes.py", named="on_cpu.py pretrain_packed.py"),
+    Row(r"torchrun --nproc-per-node 2 (plain_ddp|own_loop)\.py",
+        by="examples/test_recipes.py", named='"--nproc-per-node", "2"'),
+    Row(r"torchrun .* on_cpu\.py .*", by="examples/test_pretrain_recipes.py", named='launched("on_cpu.py"'),
     Row(r"torchrun .* pretrain_packed\.py .*", by="examples/test_pretrain_recipes.py", named="script.main()"),
     Row(r"examples/launch_grpo\.slurm", needs="Slurm"),
     Row(r"megatron rlhf .*", needs="ms-swift"),

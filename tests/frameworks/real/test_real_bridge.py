@@ -1,7 +1,8 @@
 """Megatron-Bridge's own `train_step` with our modes, from a checkout: BRIDGE_PATH=~/Megatron-Bridge/src.
 
-Real: `train_step` with its reports, `masked_next_token_loss`, Megatron's schedule and DDP. The model is a table of
-losses. Replaced: what its modules import for checkpoints, configuration, logs and models (`checkouts.BRIDGE`).
+Real: `train_step` with its reports, `masked_next_token_loss`, Megatron's schedule and DDP; of `recipes/bridge_grpo.py`
+the forward step and the description of a batch. The model is a table of losses. Replaced: what its modules import for
+checkpoints, configuration, logs and models (`checkouts.BRIDGE`).
 
 And the recipe for a Hugging Face checkpoint with the installed Megatron-Bridge, against Hugging Face's own model.
 
@@ -109,6 +110,51 @@ def test_the_step_is_that_of_hugging_faces_model(tmp_path: Path) -> None:
         assert float((found - expected).abs().max() / expected.abs().max()) < bound
 
 
+def of_entries() -> tuple[Tensor, Tensor, Tensor]:
+    """Minus the log-prob, the old log-prob, in part beyond the clip, and the advantage of each entry of the table."""
+    from planned_steps import TABLE
+
+    generator = torch.Generator().manual_seed(3)
+    noise, advantages = torch.randn(2, len(TABLE), generator=generator)
+    table = torch.tensor(TABLE).abs() + 1
+    return table, noise / 4 - table, advantages
+
+
+def clipped_samples() -> tuple[list[oracle.Sample], Tensor]:
+    """PPO's loss of the step's tokens, each row a rollout, and its derivative by each entry of the table; float64."""
+    from planned_steps import STEP
+
+    table, old, advantages = (values.double() for values in of_entries())
+    table.requires_grad_()
+    ratio = (-table - old).exp()
+    losses = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+    (factor,) = torch.autograd.grad(losses.sum(), table)
+    parts = losses.detach()[:-1].split([len(one.mask) for one in STEP])
+    rows = zip(parts, STEP, strict=True)
+    return [oracle.Sample(part, one.mask, None, one.prompt_id) for part, one in rows], factor
+
+
+def grpo_batches(dp_rank: int) -> list[dict[str, Any]]:
+    """The recipe's micro-batches of rows; a token is its entry of the table, the last one is padding."""
+    from planned_steps import CP, DP, STEP, TABLE
+    from step_samples import dealt
+
+    lengths = [len(one.mask) for one in STEP]
+    first, length = [sum(lengths[:i]) for i in range(len(STEP))], -(-max(lengths) // (2 * CP)) * 2 * CP
+    _, old, advantages = of_entries()
+    batches = []
+    for chosen in dealt(STEP, dp_rank, DP, 3):
+        tokens = torch.full((len(chosen), length), len(TABLE) - 1)
+        masks = [torch.zeros(length, dtype=torch.float64) for _ in chosen]
+        for row, i in enumerate(chosen):
+            tokens[row, : lengths[i]] = first[i] + torch.arange(lengths[i])
+            masks[row][: lengths[i]] = STEP[i].mask
+        values = {"tokens": tokens, "labels": tokens, "positions": torch.arange(length).expand_as(tokens)}
+        values |= {"old_log_probs": old[tokens], "advantages": advantages[tokens], "loss_masks": masks}
+        batches.append(values | {"prompt_ids": [str(STEP[i].prompt_id) for i in chosen]})
+    return batches
+
+
 def steps_of_bridge(root: str, per_token: bool) -> dict[str, list[float]]:
     """On a rank: errors of the gradient and of the logged loss in `train_step`, of its loss and of ours by mode."""
     from checkouts import BRIDGE, Settings, load
@@ -119,6 +165,7 @@ def steps_of_bridge(root: str, per_token: bool) -> dict[str, list[float]]:
     state = start(cp=CP)
     train, losses = load(BRIDGE, root, *(f"megatron.bridge.training.{name}" for name in ("train", "losses")))
     from megatron.core.process_groups_config import ProcessGroupCollection
+    from recipes import bridge_grpo
 
     from megatron_rl_loss import next_microbatch
     from megatron_rl_loss.frameworks.bridge import attached
@@ -149,14 +196,19 @@ def steps_of_bridge(root: str, per_token: bool) -> dict[str, list[float]]:
         microbatch = next_microbatch(iterator)
         return model(microbatch.data.local_numbers(cp_rank, CP).cuda()), microbatch.loss
 
-    def errors(mode: str, forward_step: Any, samples: list[oracle.Sample]) -> list[float]:
-        model, divisor = table_model(TABLE, per_token=per_token), DIVISOR if mode == "constant" else None
+    def errors(
+        mode: str, forward_step: Any, samples: list[oracle.Sample], batches: Any = batches, factor: Any = None
+    ) -> list[float]:
+        """`factor`: of each entry of the table, the derivative of its token's loss."""
+        table = TABLE if factor is None else of_entries()[0].tolist()
+        model, divisor = table_model(table, per_token=per_token), DIVISOR if mode == "constant" else None
         logged, *_ = train.train_step(
             forward_step, iter(batches), [model], optimizer, Settings(step=lambda increment: None),
             Settings(cfg=cfg, timers=lambda *_, **__: timer), ProcessGroupCollection.use_mpu_process_groups(),
             train.get_forward_backward_func(pp_size=1, vp_size=None), None,
         )  # fmt: skip
         expected = torch.cat([*oracle.step_gradient(mode, samples, divisor), torch.zeros(1)])
+        expected = expected if factor is None else expected * factor
         value = float(oracle.step_loss(mode, samples, divisor))
         (name,) = {"pg_loss", "lm loss"} & set(logged)
         in_value = abs(float(logged[name]) - value) / oracle.step_scale(mode, samples, divisor)
@@ -172,6 +224,14 @@ def steps_of_bridge(root: str, per_token: bool) -> dict[str, list[float]]:
         with attached(own):
             found[mode] = errors(mode, ours, STEP)
         assert own._proof.outcome == "proved"
+    clipped, factor = clipped_samples()
+    packed = grpo_batches(state.get_data_parallel_rank())
+    train.get_num_microbatches = lambda: len(packed)
+    for mode in ("sample_mean", "prompt_mean", "token_mean"):
+        own = aggregation(bridge_grpo.samples_of, mode=mode, with_per_token_loss=per_token)
+        with attached(own):
+            found[f"recipe, {mode}"] = errors(mode, bridge_grpo.forward_step, clipped, packed, factor)
+        assert own._proof.outcome == "proved"
     return found
 
 
@@ -181,8 +241,10 @@ def test_its_train_step_is_exact_in_every_mode(per_token: bool, record_property:
     from checkouts import BRIDGE, checkout, record_errors
 
     results = run_ranks(4, steps_of_bridge, checkout(BRIDGE), per_token)
-    assert max(max(found[mode]) for found in results for mode in oracle.MODES) < 2e-6
-    theirs = {name: error for name, (error, _) in results[0].items() if name not in oracle.MODES}
+    ours = [name for name in results[0] if name in oracle.MODES or name.startswith("recipe, ")]
+    assert len(ours) == len(oracle.MODES) + 3
+    assert max(max(found[name]) for found in results for name in ours) < 2e-6
+    theirs = {name: error for name, (error, _) in results[0].items() if name not in ours}
     assert [error < 2e-6 for error in theirs.values()] == [per_token, False]
     assert all(error < 2e-6 or error > 1e-2 for error in theirs.values())
     for name, error in theirs.items():
