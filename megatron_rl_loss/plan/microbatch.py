@@ -5,13 +5,12 @@ import warnings
 from collections.abc import Mapping
 from copy import copy
 from functools import cached_property, partial
-from numbers import Real
 from typing import Any, Literal, NoReturn, overload
 
 import torch
 from torch import Tensor
 
-from megatron_rl_loss.errors import check_mapping
+from megatron_rl_loss.errors import check_mapping, is_number
 from megatron_rl_loss.modes.names import Aggregation, resolve
 from megatron_rl_loss.plan.carriers import Form, PairForm, find_carrier
 from megatron_rl_loss.plan.facts import StepFacts
@@ -254,7 +253,7 @@ class Microbatch:
     def _summand(self, name: str, term: Tensor | Term) -> Summand:
         """A term with the reducer of its mode and mask; those that share both share the weights."""
         term = term if isinstance(term, Term) else Term(term)
-        if isinstance(term.coef, bool) or not isinstance(term.coef, Real) or not math.isfinite(term.coef):
+        if not is_number(term.coef) or not math.isfinite(term.coef):
             raise ValueError(
                 f"the term {name!r} with coef={term.coef!r}: it must be a finite number. Pass 0 to report a term "
                 "without training on it."
