@@ -12,11 +12,12 @@ from torch import Tensor
 
 from megatron_rl_loss.errors import check_mapping, is_number
 from megatron_rl_loss.modes.names import Aggregation, resolve
+from megatron_rl_loss.modes.weights import weigh
 from megatron_rl_loss.plan.carriers import Form, PairForm, find_carrier
 from megatron_rl_loss.plan.facts import StepFacts
 from megatron_rl_loss.plan.returned import Receipt
 from megatron_rl_loss.reduction.metrics import Metric, Note, mode_over
-from megatron_rl_loss.reduction.sums import Summand, Term, WeightedSum, reducer_of, sum_terms
+from megatron_rl_loss.reduction.sums import Summand, Term, WeightedSum, sum_terms
 from megatron_rl_loss.step.collectives import Group
 from megatron_rl_loss.step.masks import on_device
 from megatron_rl_loss.step.samples import LocalTokens, Samples
@@ -168,11 +169,12 @@ class Microbatch:
         key = _key(aggregation, mask)
         if key not in self._reducers:
             try:
-                reducer = reducer_of(aggregation, self.tokens_of(mask), self.totals.with_mask(mask))
+                local = self.tokens_of(mask)
+                weights = weigh(aggregation, local, self.totals.with_mask(mask))
             except ValueError as error:
                 raise ValueError(f"{name!r}: {error}") from error
-            reducer.name = "pg" if key == _key(self._facts.modes.policy) else name
-            self._reducers[key] = reducer
+            self._reducers[key] = WeightedSum(weights, local, aggregation)
+            self._reducers[key].name = "pg" if key == _key(self._facts.modes.policy) else name
         return self._reducers[key]
 
     # --- what a loss function returns
@@ -206,8 +208,7 @@ class Microbatch:
         if not terms or (several and "loss" in terms):
             raise ValueError(
                 f"a loss of the terms {list(terms)}: there must be one at least, and none named 'loss', the name of "
-                "the "
-                'sum. Name each term, e.g. {"pg": losses, "kl": Term(kl, coef=0.01)}.'
+                'the sum. Name each term, e.g. {"pg": losses, "kl": Term(kl, coef=0.01)}.'
             )
         of_step = {name: one if isinstance(one, Metric) else Metric(one) for name, one in (metrics or {}).items()}
         if clash := sorted(of_step.keys() & ({"loss", *terms} if several else terms.keys())):
@@ -215,23 +216,20 @@ class Microbatch:
                 f"a metric named {clash[0]!r}: the loss or one of its terms is reported by that name. Choose another "
                 "name."
             )
-        summands = (
-            [self._summand(name, term) for name, term in terms.items()]
-            if isinstance(losses, Mapping | Term)
-            else [Summand(losses, self.pg_loss)]
-        )
+        if isinstance(losses, Mapping | Term):
+            summands = [self._summand(name, term) for name, term in terms.items()]
+        else:
+            summands = [Summand(losses, self.pg_loss)]
         reducers = {name: self._reducer_of_metric(name, metric) for name, metric in of_step.items()}
         rows = {name: metric.rows() for name, metric in of_step.items()}
         share, own, sums = sum_terms(summands, [(row, reducers[name]) for name in rows for row in rows[name]])
         if not share.is_cpu:
             for one, total in zip(summands, own, strict=True):
                 self._facts.watched.append((one.what, one.values.detach(), total, one.reducer))
-        parts = {"loss": share, **dict(zip(terms, own, strict=True))} if several else {"pg_loss": share}
-        masks = {name: one.mask for name, one in terms.items() if isinstance(one, Term)}
-        by = {name: one.reducer.by for name, one in zip(terms, summands, strict=True)}
-        notes = {
-            name: Note("mean", part.detach()[None], masks.get(name), by.get(name, "")) for name, part in parts.items()
-        }
+        notes = {"loss": Note("mean", share.detach()[None])} if several else {}
+        for (name, term), summand, part in zip(terms.items(), summands, own if several else [share], strict=True):
+            mask = term.mask if isinstance(term, Term) else None
+            notes[name] = Note("mean", part.detach()[None], mask, summand.reducer.by)
         rest = iter(sums)
         for name, metric in of_step.items():
             notes[name] = metric.note([next(rest) for _ in rows[name]], reducers[name])
