@@ -20,6 +20,7 @@ from megatron_rl_loss.step.collectives import (
     StepGroups,
     all_reduce,
     attempt,
+    failure_of,
     gather_rows,
     raise_together,
     ranks_of,
@@ -98,8 +99,8 @@ def gather_counts(
         return _Held(microbatches, masks, sums, groups)
 
     attempted = attempt(hold)
-    failure = attempted if isinstance(attempted, Exception) else None
-    held = _Held(None, masks, sums, StepGroups()) if isinstance(attempted, Exception) else attempted
+    failure = failure_of(attempted)
+    held = attempted if isinstance(attempted, _Held) else _Held(None, masks, sums, StepGroups())
     mine = hashed(settings, 48)
     held.header["failed"], held.header["settings"] = failure is not None, mine
     header = np.array([[held.header[name] for name in _HEADER]], np.float64)
