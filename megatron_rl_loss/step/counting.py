@@ -33,19 +33,6 @@ from megatron_rl_loss.step.masks import Floats
 from megatron_rl_loss.step.samples import Samples, read_masks
 from megatron_rl_loss.step.units import ByKey, Sum, Units
 
-#: What is known of a rank before any row: flags, digests, numbers.
-_HEADER = (
-    "failed",
-    "has_data",
-    "settings",
-    "kinds",
-    "types",
-    "data",
-    "identity",
-    "unlike",
-    "has_cp_groups",
-    "num_rows",
-)
 #: Columns of a row, after the number of samples, for each mask; the declared sums follow.
 _OF_MASK = ("tokens", "active_tokens", "entries", "active_samples")
 #: Units that every rank knows by name, with samples or without; there is one step.
@@ -90,7 +77,7 @@ def gather_counts(
         BadBatchError: on all ranks of the groups, if any failed or they do not agree, with each failing rank's reason.
     """
     over_dp = next(iter(several(groups.dp_group)), None)
-    _check_apart(over_dp, groups.replicas)
+    _check_disjoint(over_dp, groups.replicas)
     settings = "; ".join([settings, *(f"mask {name}" for name in masks), *(f"sum by {one.by}" for one in sums)])
 
     def hold() -> _Held:
@@ -102,9 +89,9 @@ def gather_counts(
     failure = failure_of(attempted)
     held = attempted if isinstance(attempted, _Held) else _Held(None, masks, sums, StepGroups())
     mine = hashed(settings, 48)
-    held.header["failed"], held.header["settings"] = failure is not None, mine
-    header = np.array([[held.header[name] for name in _HEADER]], np.float64)
-    of_ranks = dict(zip(_HEADER, gather_rows(header.view(np.int64), over_dp, 1).view(np.float64).T, strict=True))
+    header = {"failed": failure is not None, "settings": mine, **held.header}
+    numbers = np.array([list(header.values())], np.float64).view(np.int64)
+    of_ranks = dict(zip(header, gather_rows(numbers, over_dp, 1).view(np.float64).T, strict=True))
     failed, rows = bool(of_ranks["failed"].any()), held.rows
     if not failed:
         failure, failed = _disagreement(of_ranks, held, settings)
@@ -150,7 +137,7 @@ class _Held:
     """The part of a step that this rank holds.
 
     Attributes:
-        header: a number for each name of `_HEADER`.
+        header: a number by each name, the same names on every rank.
         kinds: names of the samples' ids.
         rows: int64 [num_keys, ...]: hash of the kind, key, prompt of a rollout; then as float64 the number of samples,
             and for each mask what `_OF_MASK` says and the declared sums.
@@ -332,7 +319,7 @@ def _unlike_in_cp_groups(microbatches: Sequence[Samples], dp_group: Group | None
     return unlike
 
 
-def _check_apart(dp_group: Group | None, replicas: Sequence[Group]) -> None:
+def _check_disjoint(dp_group: Group | None, replicas: Sequence[Group]) -> None:
     """Raise ValueError for a data-parallel group that shares ranks with a group of replicas, beside this rank."""
     for group in replicas if dp_group is not None else []:
         if len(shared := set(ranks_of(dp_group)) & set(ranks_of(group))) > 1:
