@@ -18,7 +18,7 @@ from megatron_rl_loss.plan.facts import StepFacts
 from megatron_rl_loss.plan.returned import Receipt
 from megatron_rl_loss.reduction.metrics import Metric, Note, mode_over
 from megatron_rl_loss.reduction.sums import Summand, Term, WeightedSum, sum_terms
-from megatron_rl_loss.step.collectives import Group
+from megatron_rl_loss.step.collectives import Group, rank_in, size_of
 from megatron_rl_loss.step.masks import on_device
 from megatron_rl_loss.step.samples import LocalTokens, Samples
 from megatron_rl_loss.step.totals import StepTotals
@@ -41,6 +41,7 @@ class Microbatch:
         data: the user's own batch, where `LossAggregation` took it from an iterator; freed after the step.
         receipt: the `Receipt` of the last `loss` or `carry`, or None.
         log_probs: by name, the values of a forward pass before the step for this rank's tokens (see `ForwardPass`).
+        cp_group: the context-parallel group: the micro-batch's own, else the launch's.
         cp_rank, cp_size: this rank's place among the ranks that the micro-batch is cut for.
         kept: names of masks that `Plan.keep` added.
     """
@@ -50,7 +51,8 @@ class Microbatch:
         self.data = data
         self.receipt: Receipt | None = None
         self.log_probs: dict[str, Tensor] = {}
-        self.cp_rank, self.cp_size = samples.place_in(facts.groups.cp_group)
+        self.cp_group: Group | None = facts.groups.cp_group if samples.cp_group is None else samples.cp_group
+        self.cp_rank, self.cp_size = rank_in(self.cp_group), size_of(self.cp_group)
         self._number, self._facts = number, facts
         self._reducers: dict[_Key, WeightedSum] = {}
         self.kept = set[str]()
@@ -65,11 +67,6 @@ class Microbatch:
     def totals(self) -> StepTotals:
         """Denominators of the whole step."""
         return self._facts.totals
-
-    @property
-    def cp_group(self) -> Group | None:
-        """The context-parallel group: the micro-batch's own, else the launch's."""
-        return self._facts.groups.cp_group if self.samples.cp_group is None else self.samples.cp_group
 
     @cached_property
     def tokens(self) -> LocalTokens:

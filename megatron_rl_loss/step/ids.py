@@ -134,10 +134,10 @@ def join_kinds(of_microbatches: Iterable[Sequence[tuple[str, str]]]) -> dict[str
     joined = dict[str, str]()
     for name in given[0] if given else ():
         kinds = {one[name] for one in given}
-        known = {kind for kind in kinds if kind.endswith(f" {_PER_TOKEN}")}
-        if len(kinds - {_PER_TOKEN} if known else kinds) > 1:
+        known = kinds - {_PER_TOKEN} or kinds
+        if len(known) > 1 or len({kind.endswith(_PER_TOKEN) for kind in kinds}) > 1:
             return None
-        joined[name] = (known or kinds).pop()
+        joined[name] = known.pop()
     return joined
 
 
