@@ -59,7 +59,7 @@ class StepGroups:
     @property
     def all(self) -> list[Group]:
         """All of these groups that have several ranks."""
-        return several(self.dp_group, self.cp_group, *self.replica_groups)
+        return [*several(self.dp_group), *self.replicas]
 
     @property
     def of_loss(self) -> list[Group]:

@@ -103,22 +103,27 @@ def gather_counts(
     # Rows are made of the data, but for what the functions of declared sums return.
     data = np.concatenate([of_ranks["data"], of_ranks["kinds"]]).tobytes() + (rows.tobytes() if sums else b"")
     digest, has_data = hashed(data, 48), bool(of_ranks["has_data"].any())
-    of_stage = [has_data, of_ranks["has_cp_groups"].max(), digest, -digest, counts[0].step_active_tokens]
-    if not has_data:
-        of_stage[2:] = [-np.inf] * 3
-    agreed = torch.tensor([failed, mine, -mine, *of_stage], dtype=torch.float64, device="cpu")
+    here = {
+        "failed": failed,
+        "has_data": has_data,
+        "dynamic_cp": of_ranks["has_cp_groups"].max(),
+        "active_tokens": counts[0].step_active_tokens if has_data else -np.inf,
+        **_bounds("settings", mine),
+        **_bounds("data", digest if has_data else None),
+    }
+    maxima = torch.tensor(list(here.values()), dtype=torch.float64, device="cpu")
     for group in groups.replicas:
-        all_reduce(agreed, group, dist.ReduceOp.MAX)
-    any_failed, highest, lowest, any_data, dynamic_cp, top, bottom, active_tokens = agreed.tolist()
-    if highest != -lowest:
-        any_failed, failure = 1, failure or _other_settings(settings)
-    raise_together(any_failed > 0, failure, groups.all)
-    if not any_data:
+        all_reduce(maxima, group, dist.ReduceOp.MAX)
+    agreed = dict(zip(here, maxima.tolist(), strict=True))
+    if agreed["settings"] != -agreed["-settings"]:
+        agreed["failed"], failure = 1, failure or _other_settings(settings)
+    raise_together(agreed["failed"] > 0, failure, groups.all)
+    if not agreed["has_data"]:
         raise BadBatchError(
             "no rank reads data for this step: a step needs micro-batches. Give every rank a data iterator "
             "(is_distributed = True)."
         )
-    if top != -bottom:
+    if agreed["data"] != -agreed["-data"]:
         raise BadBatchError(
             "ranks of one context, tensor or pipeline parallel group were given different samples for this step, or "
             "layouts that differ: these ranks must read the same data and cut it alike. Shard and seed the loader by "
@@ -126,11 +131,16 @@ def gather_counts(
         )
     if not has_data:
         counts = [Counts(units={}) for _ in counts]
-        counts[0].step_active_tokens = int(active_tokens)
-    counts[0].dynamic_cp = bool(dynamic_cp)
+        counts[0].step_active_tokens = int(agreed["active_tokens"])
+    counts[0].dynamic_cp = bool(agreed["dynamic_cp"])
     if world_rank() == 0 and (text := _twins(of_ranks, identity=1)) is not None:
         warnings.warn(text, stacklevel=4)
     return counts
+
+
+def _bounds(name: str, digest: int | None) -> dict[str, float]:
+    """Numbers whose maxima over ranks are opposite where all ranks have one digest; None has no say."""
+    return {name: -np.inf, f"-{name}": -np.inf} if digest is None else {name: digest, f"-{name}": -digest}
 
 
 class _Held:
