@@ -46,9 +46,9 @@ class Microbatch:
         kept: names of masks that `Plan.keep` added.
     """
 
-    def __init__(self, samples: Samples, number: int, facts: StepFacts, data: Any = None) -> None:
+    def __init__(self, samples: Samples, number: int, facts: StepFacts) -> None:
         self.samples = samples
-        self.data = data
+        self.data: Any = None
         self.receipt: Receipt | None = None
         self.log_probs: dict[str, Tensor] = {}
         self.cp_group: Group | None = facts.groups.cp_group if samples.cp_group is None else samples.cp_group

@@ -274,10 +274,12 @@ def _disagreement(of_ranks: Mapping[str, Floats], held: _Held, settings: str) ->
     if len(set(of_ranks["settings"])) > 1:
         return _other_settings(settings), True
     if 0 < has_data.sum() < len(has_data):
-        return None if held.header["has_data"] else ValueError(
+        if held.header["has_data"]:
+            return None, True  # the ranks without data give the reason
+        return ValueError(
             "this rank has no data iterator, while other DP ranks of its pipeline stage have one: all must read data. "
             "Give every rank a data iterator (is_distributed = True)."
-        ), True  # fmt: skip
+        ), True
     types = int(np.bitwise_or.reduce(of_ranks["types"].astype(np.int64)))
     if len(set(kinds[kinds != 0])) > 1 or types & types >> 1 & 0x5555555555555:  # ints on one rank, strings on another
         return ValueError(
