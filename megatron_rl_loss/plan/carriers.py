@@ -122,7 +122,7 @@ def carriers_of(per_token: bool) -> list[Carrier]:
     return [row for row in CARRIERS if row.per_token in (None, per_token)]
 
 
-def find_carrier(form: Form, per_token: bool, dynamic_cp: bool = False) -> Carrier:
+def find_carrier(form: Form, per_token: bool, dynamic_cp: bool) -> Carrier:
     """The row of a form; ValueError for an unknown form, or one that is not exact with these settings."""
     forms = {row.form: row for row in carriers_of(per_token)}
     if form not in forms:

@@ -1,9 +1,9 @@
 """Statistics of the policy in training over the whole step, before it is trained on: `Plan.measure`, `Plan.keep`."""
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -37,10 +37,12 @@ class Measurement:
         facts: StepFacts,
         microbatches: Sequence[Microbatch] | None,
         values: TokenFunction | None,
-        mask: str | None = None,
+        mask: str | None,
     ) -> None:
         self._facts = facts
-        tokens = _attempt(facts, microbatches, values, functools.partial(_active_tokens, mask=mask))
+        tokens = None
+        if microbatches is not None and values is not None:
+            tokens = _attempt(facts, partial(_active_tokens, microbatches, values, mask))
         self._values, self._entries = tokens if isinstance(tokens, np.ndarray) else np.zeros((2, 0))
         self.tokens, self.sum = _begin(facts, tokens, self._entries.sum(), self._entries @ self._values)
 
@@ -77,7 +79,9 @@ class Measurement:
 
 def keep(facts: StepFacts, microbatches: Sequence[Microbatch] | None, name: str, flags: TokenFunction | None) -> None:
     """`Plan.keep`."""
-    kept = _attempt(facts, microbatches, flags, functools.partial(_flags_in_buffer, name=name))
+    kept = None
+    if microbatches is not None and flags is not None:
+        kept = _attempt(facts, partial(_flags_in_buffer, microbatches, flags, name))
     _begin(facts, kept)
     samples = None
     if isinstance(kept, np.ndarray) and microbatches is not None:
@@ -101,17 +105,9 @@ def keep(facts: StepFacts, microbatches: Sequence[Microbatch] | None, name: str,
 # --- over the step
 
 
-def _attempt(
-    facts: StepFacts,
-    microbatches: Sequence[Microbatch] | None,
-    function: TokenFunction | None,
-    join: Callable[[Sequence[Microbatch], TokenFunction], Floats],
-) -> Floats | Exception | None:
-    """The function's values, or its error for `_begin` to raise on all ranks; under CP the error is raised at once."""
-    if function is None or microbatches is None:
-        return None
-    made = functools.partial(join, microbatches, function)
-    return made() if facts.cp_size > 1 or facts.dynamic_cp else attempt(made)
+def _attempt(facts: StepFacts, make: Callable[[], Floats]) -> Floats | Exception:
+    """This rank's values, or their error for `_begin` to raise on all ranks; under CP the error is raised at once."""
+    return make() if facts.cp_size > 1 or facts.dynamic_cp else attempt(make)
 
 
 def _begin(facts: StepFacts, mine: Floats | Exception | None, *sums: float) -> list[float]:

@@ -89,7 +89,7 @@ def reduce_notes(
     of_microbatches: Sequence[Mapping[str, Note]],
     groups: Sequence[Group],
     has_tokens: Callable[[int, str | None], bool],
-    failure: Exception | None = None,
+    failure: Exception | None,
 ) -> dict[str, Tensor]:
     """The step's value of each metric, 0-dim float32, the same on all ranks of the groups, which call it together.
 

@@ -54,9 +54,9 @@ def gather_counts(
     microbatches: Sequence[Samples] | Exception | None,
     groups: StepGroups,
     *,
-    masks: Sequence[str] = (),
-    sums: Sequence[Sum] = (),
-    settings: str = "",
+    masks: Sequence[str],
+    sums: Sequence[Sum],
+    settings: str,
 ) -> list[Counts]:
     """The counts of a step from this rank's micro-batches, by the loss masks and by each further mask.
 
