@@ -103,7 +103,8 @@ def plan_step(
     def describe() -> Sequence[Samples] | None:
         if isinstance(asked, Exception):
             raise asked
-        check_finished(first_chunk.__dict__.pop(_LAST, ()) if model is not None else ())
+        if model is not None:
+            check_finished(first_chunk.__dict__.pop(_LAST, ()))
         made = samples() if callable(samples) else samples
         return check_samples(made, num_microbatches, modes, groups, term_masks)
 

@@ -6,10 +6,9 @@ docs/names.md says which version was read, and where its code does something els
 
 import functools
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any, NamedTuple, get_args
 
-from megatron_rl_loss.errors import check_choice, did_you_mean
+from megatron_rl_loss.errors import check_choice, did_you_mean, is_number
 from megatron_rl_loss.modes.table import Mode, ModeFunction, available_modes, find_mode
 from megatron_rl_loss.step.masks import LARGEST, SMALLEST
 from megatron_rl_loss.step.units import UnitCounting
@@ -161,13 +160,18 @@ class Aggregation:
                 )
         elif self.mode.divisor == "refused":
             raise ValueError(f"{given}: this mode takes none. Drop the divisor, or choose constant or token_sum.")
-        elif isinstance(self.divisor, bool) or not isinstance(self.divisor, Real):
+        elif not is_number(self.divisor):
             raise TypeError(f"{given}: a divisor must be a number. Pass a number of tokens.")
         elif not SMALLEST < self.divisor < LARGEST:
             raise ValueError(f"{given}: a divisor must be between 1e-30 and 1e30. Pass a number of tokens.")
 
+    def __str__(self) -> str:
+        """The mode, its divisor if it has one, and its unit counting where that is not the usual one."""
+        divisor = "" if self.divisor is None else f" with divisor {self.divisor:g}"
+        return f"{self.mode.name}{divisor}" + f", unit counting {self.units}" * (self.units != "all")
+
     def describe(self) -> str:
-        """One line for the log."""
+        """All settings in a line: for the log, and for ranks to compare."""
         divisor = "" if self.divisor is None else f", divisor {self.divisor:.15g}"
         return f"loss aggregation: {self.mode.name}{divisor}, unit counting {self.units}"
 

@@ -1,10 +1,8 @@
 """The weight of each token that this rank holds: its mask entry times the number that the mode returned."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -12,7 +10,7 @@ from megatron_rl_loss.modes.names import Aggregation, resolve
 from megatron_rl_loss.modes.table import Mode, ModeFunction, ModeInputs
 from megatron_rl_loss.step.collectives import StepGroups
 from megatron_rl_loss.step.ids import Ids, IdsByName
-from megatron_rl_loss.step.masks import Mask, to_array
+from megatron_rl_loss.step.masks import Floats, Mask, to_array
 from megatron_rl_loss.step.samples import Labels, LocalTokens, Samples
 from megatron_rl_loss.step.totals import StepTotals, count_step
 from megatron_rl_loss.step.units import UnitCounting
@@ -80,8 +78,7 @@ def weigh(aggregation: Aggregation, local: LocalTokens, totals: StepTotals) -> T
     if not len(local.samples):
         return torch.zeros(len(local), dtype=torch.float32, device="cpu")
     inputs = ModeInputs(aggregation.mode, local.samples, totals, aggregation.divisor, aggregation.units)
-    beside, of = _beside(aggregation.mode, inputs), f"the mode {aggregation.mode.name!r}"
-    return _applied(local, beside, of) if beside.ndim == 1 else _applied(local, local.of(beside[0]), of, per_token=True)
+    return _applied(local, _beside(aggregation.mode, inputs), f"the mode {aggregation.mode.name!r}")
 
 
 def unit_weights(local: LocalTokens, sizes: Sequence[float] | None = None) -> Tensor:
@@ -91,17 +88,17 @@ def unit_weights(local: LocalTokens, sizes: Sequence[float] | None = None) -> Te
     """
     of_samples = local.samples.mask_sums if sizes is None else np.asarray(sizes, np.float64)
     with np.errstate(divide="ignore"):
-        beside = 1 / of_samples
-    return _applied(local, beside, "unit sizes")
+        return _applied(local, 1 / of_samples, "unit sizes")
 
 
 @np.errstate(all="ignore")  # what is not finite is refused
-def _applied(local: LocalTokens, beside: npt.NDArray[Any], of: str, *, per_token: bool = False) -> Tensor:
-    """The mask times the mode's weights, one per sample or per token, as float32 and shared by CP copies.
+def _applied(local: LocalTokens, beside: Floats, of: str) -> Tensor:
+    """The mask times the mode's weights (`_beside`), as float32 and shared by CP copies.
 
     ValueError for a weight of an active token that is not finite, or that float32 rounds to 0.
     """
-    exact = beside / local.copies
+    per_token = beside.ndim == 2
+    exact = (local.of(beside[0]) if per_token else beside) / local.copies
     exact[(local.mask if per_token else local.samples.mask_sums) == 0] = 0
     rounded = exact.astype(np.float32)
     of_tokens = rounded if per_token else local.spread(rounded)
@@ -125,7 +122,7 @@ def _applied(local: LocalTokens, beside: npt.NDArray[Any], of: str, *, per_token
 
 
 @np.errstate(all="ignore")
-def _beside(mode: Mode, inputs: ModeInputs) -> npt.NDArray[np.float64]:
+def _beside(mode: Mode, inputs: ModeInputs) -> Floats:
     """Weights that a mode returns: one number per sample, [num_samples], or per token, [1, total_tokens]."""
     returned, samples = mode.function(inputs), inputs.batch
     if isinstance(returned, np.ndarray) and returned.dtype == object:  # of ids per token

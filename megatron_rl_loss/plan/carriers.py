@@ -122,7 +122,7 @@ def carriers_of(per_token: bool) -> list[Carrier]:
     return [row for row in CARRIERS if row.per_token in (None, per_token)]
 
 
-def find_carrier(form: Form, per_token: bool, dynamic_cp: bool = False) -> Carrier:
+def find_carrier(form: Form, per_token: bool, dynamic_cp: bool) -> Carrier:
     """The row of a form; ValueError for an unknown form, or one that is not exact with these settings."""
     forms = {row.form: row for row in carriers_of(per_token)}
     if form not in forms:
@@ -146,10 +146,10 @@ def find_carrier(form: Form, per_token: bool, dynamic_cp: bool = False) -> Carri
 
 def product(powers: Powers, counts: Mapping[Count, float | None]) -> float:
     """The product of the powers of the counts; ValueError where a count is not known."""
-    values = {name: (counts[name], power) for name, power in powers.items()}
-    if missing := [name for name, (value, _) in values.items() if value is None]:
+    known = {name: value for name, value in counts.items() if value is not None}
+    if missing := [name for name in powers if name not in known]:
         raise ValueError(
             f"totals without {', '.join(missing)}: the returned loss is multiplied by this count. Give the count of "
             "the whole step."
         )
-    return math.prod(value**power for value, power in values.values() if value is not None)
+    return math.prod(known[name] ** power for name, power in powers.items())

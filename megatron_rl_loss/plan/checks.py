@@ -22,7 +22,7 @@ def check_samples(
     num_microbatches: int | None,
     modes: LossModes,
     groups: StepGroups,
-    term_masks: Sequence[str] = (),
+    term_masks: Sequence[str],
 ) -> Sequence[Samples] | None:
     """The samples of a rank's micro-batches, validated for the modes, the layouts and the schedule."""
     if num_microbatches is not None:

@@ -1,9 +1,9 @@
 """Statistics of the policy in training over the whole step, before it is trained on: `Plan.measure`, `Plan.keep`."""
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_rl_loss.errors import check_callable, check_within
 from megatron_rl_loss.plan.facts import StepFacts
 from megatron_rl_loss.plan.microbatch import Microbatch
-from megatron_rl_loss.step.collectives import all_reduce, attempt, raise_together, several, size_of
+from megatron_rl_loss.step.collectives import all_reduce, attempt, failure_of, raise_together, several
 from megatron_rl_loss.step.masks import Floats, to_array
 from megatron_rl_loss.step.samples import LocalTokens
 from megatron_rl_loss.step.totals import count_step
@@ -37,10 +37,12 @@ class Measurement:
         facts: StepFacts,
         microbatches: Sequence[Microbatch] | None,
         values: TokenFunction | None,
-        mask: str | None = None,
+        mask: str | None,
     ) -> None:
         self._facts = facts
-        tokens = _attempt(facts, microbatches, values, functools.partial(_active_tokens, mask=mask))
+        tokens = None
+        if microbatches is not None and values is not None:
+            tokens = _attempt(facts, partial(_active_tokens, microbatches, values, mask))
         self._values, self._entries = tokens if isinstance(tokens, np.ndarray) else np.zeros((2, 0))
         self.tokens, self.sum = _begin(facts, tokens, self._entries.sum(), self._entries @ self._values)
 
@@ -60,9 +62,9 @@ class Measurement:
         if not self.tokens:
             return math.inf
         share = q * self.tokens * (1 - 1e-12)  # in floating point 0.07 * 100 is above 7
-        entries, keys, before, found = self._entries, _keys(self._values), 0.0, 0
+        entries, ints, before, found = self._entries, _to_ints(self._values), 0.0, 0
         for shift in (24, 16, 8, 0):
-            bins = (keys >> shift) & 255
+            bins = (ints >> shift) & 255
             counted = np.bincount(bins, entries, 256).astype(np.float64)  # without a token NumPy counts ints
             table = _over_step(self._facts, torch.from_numpy(counted)).numpy()
             sums = before + np.cumsum(table)
@@ -71,23 +73,26 @@ class Measurement:
             byte = int(reached[0] if len(reached) else filled[-1])  # sums in another order differ in the last bit
             before = float(sums[byte] - table[byte])
             found = found << 8 | byte
-            entries, keys = entries[bins == byte], keys[bins == byte]
-        return _value(found)
+            entries, ints = entries[bins == byte], ints[bins == byte]
+        return _from_int(found)
 
 
 def keep(facts: StepFacts, microbatches: Sequence[Microbatch] | None, name: str, flags: TokenFunction | None) -> None:
     """`Plan.keep`."""
-    kept = _attempt(facts, microbatches, flags, functools.partial(_flags_in_buffer, name=name))
+    kept = None
+    if microbatches is not None and flags is not None:
+        kept = _attempt(facts, partial(_flags_in_buffer, microbatches, flags, name))
     _begin(facts, kept)
     samples = None
     if isinstance(kept, np.ndarray) and microbatches is not None:
-        flat, sizes = torch.from_numpy(kept), [one.samples.total_tokens for one in microbatches]
-        of_each = flat.split(sizes)
-        by_group = [(part, one.cp_group) for part, one in zip(of_each, microbatches, strict=True)]
-        for part, group in by_group if facts.dynamic_cp else [(flat, facts.groups.cp_group)]:
-            if size_of(group) > 1:
+        flat = torch.from_numpy(kept)
+        pairs = list(zip(microbatches, flat.split([one.samples.total_tokens for one in microbatches]), strict=True))
+        of_groups = [(flat, facts.groups.cp_group)]
+        if facts.dynamic_cp:
+            of_groups = [(part, one.cp_group) for one, part in pairs]
+        for part, cp_group in of_groups:
+            for group in several(cp_group):
                 all_reduce(part, group, dist.ReduceOp.MAX)
-        pairs = zip(microbatches, of_each, strict=True)
         samples = [one.samples.with_kept_tokens(name, part.numpy().astype(bool)) for one, part in pairs]
     counted = count_step(
         samples, facts.groups, masks=[name], sums=facts.modes.sums, settings=f"tokens to keep as {name!r}"
@@ -100,22 +105,14 @@ def keep(facts: StepFacts, microbatches: Sequence[Microbatch] | None, name: str,
 # --- over the step
 
 
-def _attempt(
-    facts: StepFacts,
-    microbatches: Sequence[Microbatch] | None,
-    function: TokenFunction | None,
-    join: Callable[[Sequence[Microbatch], TokenFunction], Floats],
-) -> Floats | Exception | None:
-    """The function's values, or its error for `_begin` to raise on all ranks; under CP the error is raised at once."""
-    if function is None or microbatches is None:
-        return None
-    made = functools.partial(join, microbatches, function)
-    return made() if facts.cp_size > 1 or facts.dynamic_cp else attempt(made)
+def _attempt(facts: StepFacts, make: Callable[[], Floats]) -> Floats | Exception:
+    """This rank's values, or their error for `_begin` to raise on all ranks; under CP the error is raised at once."""
+    return make() if facts.cp_size > 1 or facts.dynamic_cp else attempt(make)
 
 
 def _begin(facts: StepFacts, mine: Floats | Exception | None, *sums: float) -> list[float]:
     """One round: the sums of all ranks that compute the loss; an error of any raises on all."""
-    failure = mine if isinstance(mine, Exception) else None
+    failure = failure_of(mine)
     of_rank = torch.tensor([mine is not None, failure is not None, *sums], dtype=torch.float64, device="cpu")
     ranks, failures, *totals = _over_step(facts, of_rank).tolist()
     raise_together(failures > 0, failure, facts.groups.all)
@@ -177,12 +174,12 @@ def _of_tokens(what: str, given: Tensor, local: LocalTokens) -> Floats:
     return to_array(given).reshape(-1)
 
 
-def _keys(values: Floats) -> np.ndarray:
+def _to_ints(values: Floats) -> np.ndarray:
     """float32 values -> ints from 0 to 2^32 - 1 in the same order."""
     bits = (values.astype(np.float32) + np.float32(0)).view(np.int32)  # -0.0 becomes 0.0
     return np.where(bits < 0, bits ^ np.int32(2**31 - 1), bits).astype(np.int64) + 2**31
 
 
-def _value(key: int) -> float:
-    bits = np.int32(key - 2**31)
+def _from_int(number: int) -> float:
+    bits = np.int32(number - 2**31)
     return float((bits ^ np.int32(2**31 - 1) if bits < 0 else bits).view(np.float32))

@@ -5,20 +5,20 @@ import warnings
 from collections.abc import Mapping
 from copy import copy
 from functools import cached_property, partial
-from numbers import Real
 from typing import Any, Literal, NoReturn, overload
 
 import torch
 from torch import Tensor
 
-from megatron_rl_loss.errors import check_mapping
+from megatron_rl_loss.errors import check_mapping, is_number
 from megatron_rl_loss.modes.names import Aggregation, resolve
+from megatron_rl_loss.modes.weights import weigh
 from megatron_rl_loss.plan.carriers import Form, PairForm, find_carrier
 from megatron_rl_loss.plan.facts import StepFacts
 from megatron_rl_loss.plan.returned import Receipt
 from megatron_rl_loss.reduction.metrics import Metric, Note, mode_over
-from megatron_rl_loss.reduction.sums import Summand, Term, WeightedSum, reducer_of, sum_terms
-from megatron_rl_loss.step.collectives import Group
+from megatron_rl_loss.reduction.sums import Summand, Term, WeightedSum, sum_terms
+from megatron_rl_loss.step.collectives import Group, rank_in, size_of
 from megatron_rl_loss.step.masks import on_device
 from megatron_rl_loss.step.samples import LocalTokens, Samples
 from megatron_rl_loss.step.totals import StepTotals
@@ -41,16 +41,18 @@ class Microbatch:
         data: the user's own batch, where `LossAggregation` took it from an iterator; freed after the step.
         receipt: the `Receipt` of the last `loss` or `carry`, or None.
         log_probs: by name, the values of a forward pass before the step for this rank's tokens (see `ForwardPass`).
+        cp_group: the context-parallel group: the micro-batch's own, else the launch's.
         cp_rank, cp_size: this rank's place among the ranks that the micro-batch is cut for.
         kept: names of masks that `Plan.keep` added.
     """
 
-    def __init__(self, samples: Samples, number: int, facts: StepFacts, data: Any = None) -> None:
+    def __init__(self, samples: Samples, number: int, facts: StepFacts) -> None:
         self.samples = samples
-        self.data = data
+        self.data: Any = None
         self.receipt: Receipt | None = None
         self.log_probs: dict[str, Tensor] = {}
-        self.cp_rank, self.cp_size = samples.place_in(facts.groups.cp_group)
+        self.cp_group: Group | None = facts.groups.cp_group if samples.cp_group is None else samples.cp_group
+        self.cp_rank, self.cp_size = rank_in(self.cp_group), size_of(self.cp_group)
         self._number, self._facts = number, facts
         self._reducers: dict[_Key, WeightedSum] = {}
         self.kept = set[str]()
@@ -65,11 +67,6 @@ class Microbatch:
     def totals(self) -> StepTotals:
         """Denominators of the whole step."""
         return self._facts.totals
-
-    @property
-    def cp_group(self) -> Group | None:
-        """The context-parallel group: the micro-batch's own, else the launch's."""
-        return self._facts.groups.cp_group if self.samples.cp_group is None else self.samples.cp_group
 
     @cached_property
     def tokens(self) -> LocalTokens:
@@ -169,11 +166,12 @@ class Microbatch:
         key = _key(aggregation, mask)
         if key not in self._reducers:
             try:
-                reducer = reducer_of(aggregation, self.tokens_of(mask), self.totals.with_mask(mask))
+                local = self.tokens_of(mask)
+                weights = weigh(aggregation, local, self.totals.with_mask(mask))
             except ValueError as error:
                 raise ValueError(f"{name!r}: {error}") from error
-            reducer.name = "pg" if key == _key(self._facts.modes.policy) else name
-            self._reducers[key] = reducer
+            self._reducers[key] = WeightedSum(weights, local, aggregation)
+            self._reducers[key].name = "pg" if key == _key(self._facts.modes.policy) else name
         return self._reducers[key]
 
     # --- what a loss function returns
@@ -207,8 +205,7 @@ class Microbatch:
         if not terms or (several and "loss" in terms):
             raise ValueError(
                 f"a loss of the terms {list(terms)}: there must be one at least, and none named 'loss', the name of "
-                "the "
-                'sum. Name each term, e.g. {"pg": losses, "kl": Term(kl, coef=0.01)}.'
+                'the sum. Name each term, e.g. {"pg": losses, "kl": Term(kl, coef=0.01)}.'
             )
         of_step = {name: one if isinstance(one, Metric) else Metric(one) for name, one in (metrics or {}).items()}
         if clash := sorted(of_step.keys() & ({"loss", *terms} if several else terms.keys())):
@@ -216,23 +213,20 @@ class Microbatch:
                 f"a metric named {clash[0]!r}: the loss or one of its terms is reported by that name. Choose another "
                 "name."
             )
-        summands = (
-            [self._summand(name, term) for name, term in terms.items()]
-            if isinstance(losses, Mapping | Term)
-            else [Summand(losses, self.pg_loss)]
-        )
+        if isinstance(losses, Mapping | Term):
+            summands = [self._summand(name, term) for name, term in terms.items()]
+        else:
+            summands = [Summand(losses, self.pg_loss)]
         reducers = {name: self._reducer_of_metric(name, metric) for name, metric in of_step.items()}
         rows = {name: metric.rows() for name, metric in of_step.items()}
         share, own, sums = sum_terms(summands, [(row, reducers[name]) for name in rows for row in rows[name]])
         if not share.is_cpu:
             for one, total in zip(summands, own, strict=True):
                 self._facts.watched.append((one.what, one.values.detach(), total, one.reducer))
-        parts = {"loss": share, **dict(zip(terms, own, strict=True))} if several else {"pg_loss": share}
-        masks = {name: one.mask for name, one in terms.items() if isinstance(one, Term)}
-        by = {name: one.reducer.by for name, one in zip(terms, summands, strict=True)}
-        notes = {
-            name: Note("mean", part.detach()[None], masks.get(name), by.get(name, "")) for name, part in parts.items()
-        }
+        notes = {"loss": Note("mean", share.detach()[None])} if several else {}
+        for (name, term), summand, part in zip(terms.items(), summands, own if several else [share], strict=True):
+            mask = term.mask if isinstance(term, Term) else None
+            notes[name] = Note("mean", part.detach()[None], mask, summand.reducer.by)
         rest = iter(sums)
         for name, metric in of_step.items():
             notes[name] = metric.note([next(rest) for _ in rows[name]], reducers[name])
@@ -254,7 +248,7 @@ class Microbatch:
     def _summand(self, name: str, term: Tensor | Term) -> Summand:
         """A term with the reducer of its mode and mask; those that share both share the weights."""
         term = term if isinstance(term, Term) else Term(term)
-        if isinstance(term.coef, bool) or not isinstance(term.coef, Real) or not math.isfinite(term.coef):
+        if not is_number(term.coef) or not math.isfinite(term.coef):
             raise ValueError(
                 f"the term {name!r} with coef={term.coef!r}: it must be a finite number. Pass 0 to report a term "
                 "without training on it."

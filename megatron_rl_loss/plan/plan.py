@@ -12,7 +12,7 @@ from megatron_rl_loss.plan.facts import StepFacts, check_finished
 from megatron_rl_loss.plan.measure import Measurement, TokenFunction, keep
 from megatron_rl_loss.plan.microbatch import Microbatch
 from megatron_rl_loss.reduction.metrics import reduce_notes
-from megatron_rl_loss.step.collectives import StepGroups, attempt
+from megatron_rl_loss.step.collectives import StepGroups, attempt, failure_of
 from megatron_rl_loss.step.samples import Samples
 from megatron_rl_loss.step.totals import StepTotals, count_step
 
@@ -125,9 +125,7 @@ class Plan:
                 tokens that are not the plan's cut (`Microbatch.check_tokens`).
             ValueError: on all of these ranks: a mode that was declared for a term, and a loss without that term.
         """
-        facts = self.facts
-        outcome = attempt(lambda: self._check_end(reports))
-        failure = outcome if isinstance(outcome, Exception) else None
+        facts, failure = self.facts, failure_of(attempt(lambda: self._check_end(reports)))
         values = reduce_notes(facts.notes, facts.groups.of_loss, self._has_tokens, failure)
         self._check_terms(values)
         facts.report_not_finite()

@@ -63,8 +63,7 @@ def fold_into_advantages(
     samples = Samples(loss_masks, **of_samples)
     check_one_each("advantages", len(advantages), "loss masks", len(samples))
     rows = [one.detach() if isinstance(one, Tensor) else torch.tensor(one, device="cpu") for one in advantages]
-    lengths = zip(rows, samples.mask_lengths, strict=True)
-    flat = samples.in_buffer([row.expand(length) if row.dim() == 0 else row for row, length in lengths])
+    flat = samples.in_buffer(rows)
     flat = flat if isinstance(flat, Tensor) else torch.from_numpy(flat)  # of no samples it is an array
     flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
     aggregation = resolve(mode, divisor=divisor, units=units)

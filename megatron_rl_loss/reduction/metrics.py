@@ -20,6 +20,7 @@ from megatron_rl_loss.step.ids import hashed
 
 Kind = Literal["mean", "min", "max", "variance", "ess"]
 
+_EXTREMES, _MOMENTS = ("min", "max"), ("variance", "ess")
 #: The mode whose weights make a mean over it; ``none`` is a plain sum by the mask. Other names are modes, or keys.
 MODE_OF: dict[str, str] = {
     "samples": "sample_mean",
@@ -57,13 +58,13 @@ class Metric:
     def rows(self) -> list[Tensor]:
         """The rows to sum by the weights: the values, or for moments 1, v and v^2."""
         values = self.values.detach()
-        if self.kind in ("mean", "min", "max"):
+        if self.kind not in _MOMENTS:
             return [values]
         return [torch.ones_like(values), values, values.square()]
 
     def note(self, sums: Sequence[Tensor], reducer: WeightedSum) -> "Note":
         """The note of this rank's part, of the sums of its rows."""
-        if self.kind not in ("min", "max"):
+        if self.kind not in _EXTREMES:
             return Note(self.kind, sums[0][None] if len(sums) == 1 else torch.stack(list(sums)), self.mask, reducer.by)
         values = self.values.detach().reshape(-1).float() * (-1 if self.kind == "min" else 1)
         active = values.masked_fill(reducer.weights_on(values.device) == 0, -torch.inf)
@@ -88,7 +89,7 @@ def reduce_notes(
     of_microbatches: Sequence[Mapping[str, Note]],
     groups: Sequence[Group],
     has_tokens: Callable[[int, str | None], bool],
-    failure: Exception | None = None,
+    failure: Exception | None,
 ) -> dict[str, Tensor]:
     """The step's value of each metric, 0-dim float32, the same on all ranks of the groups, which call it together.
 
@@ -115,30 +116,30 @@ def reduce_notes(
                     f"{name!r}: the tokens of micro-batch {number} would count as 0 in {name!r}. Report {name!r} in "
                     "every micro-batch that has active tokens of it."
                 )
-    sizes = {name: 1 if kind in ("mean", "min", "max") else 3 for name, kind, *_ in known}
-    of_max = [name for name, kind, *_ in known if kind in ("min", "max")]
-    of_sum = [name for name, kind, *_ in known if kind not in ("min", "max")]
-    nothing = {name: torch.zeros(sizes[name], dtype=torch.float64, device=device) for name in of_sum}
-    nothing |= {name: torch.full((1,), -torch.inf, dtype=torch.float64, device=device) for name in of_max}
-    parts = {
-        name: torch.stack([nothing[name], *(n[name].part for n in of_microbatches if name in n)]) for name in sizes
-    }
+    of_sum, of_max = dict[str, Tensor](), dict[str, Tensor]()
+    for name, kind, *_ in known:
+        size, least = (3 if kind in _MOMENTS else 1), (-torch.inf if kind in _EXTREMES else 0.0)
+        nothing = torch.full((size,), least, dtype=torch.float64, device=device)
+        parts = torch.stack([nothing, *(notes[name].part for notes in of_microbatches if name in notes)])
+        if kind in _EXTREMES:
+            of_max[name] = parts.amax(0)
+        else:
+            of_sum[name] = parts.sum(0)
     failed = torch.full((1,), float(failure is not None), dtype=torch.float64, device=device)
-    sums = torch.cat([failed, *(parts[name].sum(0) for name in of_sum)])
-    maxima = torch.cat([failed[:0], *(parts[name].amax(0) for name in of_max)])
+    sums, maxima = torch.cat([failed, *of_sum.values()]), torch.cat([failed[:0], *of_max.values()])
     for values, op in ((sums, dist.ReduceOp.SUM), (maxima, dist.ReduceOp.MAX)):
         for group in groups if len(values) else []:
             all_reduce(values, group, op)
     raise_together(float(sums[0]) > 0, failure, groups)
-    of_each = dict(zip(of_sum, sums[1:].split([sizes[name] for name in of_sum]), strict=True))
-    of_each |= {name: maxima[k : k + 1] for k, name in enumerate(of_max)}  # `split` makes one part of nothing
+    of_each = dict(zip(of_sum, sums[1:].split([len(part) for part in of_sum.values()]), strict=True))
+    of_each |= dict(zip(of_max, maxima[:, None], strict=True))
     return {name: _value(kind, of_each[name]).float() for name, kind, *_ in known}
 
 
 def _value(kind: Kind, part: Tensor) -> Tensor:
     if kind == "mean":
         return part[0]
-    if kind in ("min", "max"):
+    if kind in _EXTREMES:
         value = part[0].masked_fill(part[0] == -torch.inf, torch.nan)
         return -value if kind == "min" else value
     mean, square = part[1] / part[0], part[2] / part[0]

@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_rl_loss.errors import place_in_cp
 from megatron_rl_loss.modes.names import Aggregation, resolve
 from megatron_rl_loss.modes.table import Mode, ModeFunction
-from megatron_rl_loss.modes.weights import checked_weights, weigh
+from megatron_rl_loss.modes.weights import checked_weights
 from megatron_rl_loss.reduction.taps import observed_taps, tap
 from megatron_rl_loss.step.collectives import world_rank
 from megatron_rl_loss.step.ids import Ids, IdsByName
@@ -82,11 +82,6 @@ def make_pg_loss_reducer(
     aggregation = resolve(mode, divisor=divisor, units=units)
     local = samples.local(place_in_cp(cp_rank, cp_size), cp_size)
     return WeightedSum(checked_weights(aggregation, local, totals), local, aggregation)
-
-
-def reducer_of(aggregation: Aggregation, local: LocalTokens, totals: StepTotals) -> "WeightedSum":
-    """`make_pg_loss_reducer` with parts that were made and validated before."""
-    return WeightedSum(weigh(aggregation, local, totals), local, aggregation)
 
 
 class WeightedSum:

@@ -138,6 +138,11 @@ def is_observed() -> bool:
     return observed_taps() is not None
 
 
+def _taps_of(value: Tensor) -> Taps | None:
+    """`observed_taps`, unless no gradient will reach the value."""
+    return observed_taps() if torch.is_grad_enabled() and value.requires_grad else None
+
+
 def tap(
     per_token_loss: Tensor,
     name: str = "pg",
@@ -218,8 +223,7 @@ def tap_slopes(
         temperature: logits were divided by it; None where gradients by the model's output are not those by logits.
         name, coef, aggregation: as in `tap`.
     """
-    taps = observed_taps()
-    if taps is None or not torch.is_grad_enabled() or not loss.requires_grad:
+    if (taps := _taps_of(loss)) is None:
         return loss
     leaf = log_probs.detach().requires_grad_()
     half = (loss_of(leaf, -factors) - loss_of(leaf, factors)) / 2
@@ -249,8 +253,7 @@ def tap_sum(
     Another sum in a micro-batch is another micro-batch's, since engines may go through it by samples. One over the same
     samples, as their labels say, adds to their weights.
     """
-    taps = observed_taps()
-    if taps is None or not torch.is_grad_enabled() or not total.requires_grad:
+    if (taps := _taps_of(total)) is None:
         return total
     tapped = taps.losses.get(name, {}).get(taps.num_microbatches - 1)
     is_same = tapped is not None and samples.labels and tapped.samples and tapped.samples.digest() == samples.digest()
@@ -270,8 +273,7 @@ def tap_output(output: Tensor) -> Tensor:
 
     Needed where other terms of the loss are computed from it too, or the schedule is not handed it.
     """
-    taps = observed_taps()
-    if taps is None or not torch.is_grad_enabled() or not output.requires_grad:
+    if (taps := _taps_of(output)) is None:
         return output
     output, sizes = output.view_as(output), taps.sizes_at_log_probs
     output.register_hook(lambda gradient: sizes.append(size_of_gradient(gradient)))

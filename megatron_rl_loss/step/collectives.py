@@ -59,7 +59,7 @@ class StepGroups:
     @property
     def all(self) -> list[Group]:
         """All of these groups that have several ranks."""
-        return several(self.dp_group, self.cp_group, *self.replica_groups)
+        return [*several(self.dp_group), *self.replicas]
 
     @property
     def of_loss(self) -> list[Group]:
@@ -100,12 +100,11 @@ def device_of(group: Group) -> torch.device:
     return torch.device(devices[0], getattr(torch, devices[0]).current_device())
 
 
-def all_reduce(values: Tensor, group: Group | None, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
-    """Reduce values on the host over the group, in place."""
-    if group is not None:
-        moved = values.to(device_of(group))
-        dist.all_reduce(moved, op=op, group=group)
-        values.copy_(moved)
+def all_reduce(values: Tensor, group: Group, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
+    """Reduce values over the group, in place."""
+    moved = values.to(device_of(group))
+    dist.all_reduce(moved, op=op, group=group)
+    values.copy_(moved)
 
 
 def all_gather_single(received: Tensor, sent: Tensor, group: Group) -> None:
@@ -119,9 +118,10 @@ def gather_rows(rows: npt.NDArray[np.int64], group: Group | None, most: int) -> 
 
     Args:
         rows: int64 [num_rows, num_columns]; the same number of columns on every rank.
+        group: of several ranks, or None for this rank alone.
         most: the largest num_rows of a rank.
     """
-    if group is None or size_of(group) == 1:
+    if group is None:
         return rows
     sent = torch.zeros(most, rows.shape[1], dtype=torch.int64, device="cpu")
     sent[: len(rows)] = torch.from_numpy(rows)
@@ -154,6 +154,11 @@ def attempt(prepare: Callable[[], Result]) -> Result | Exception:
         return error
 
 
+def failure_of(outcome: object) -> Exception | None:
+    """The error, if what `attempt` returned is one."""
+    return outcome if isinstance(outcome, Exception) else None
+
+
 def raise_together(failed: bool, failure: Exception | None, groups: Sequence[Group]) -> None:
     """Raise on all ranks if any of them failed, with every failing rank's reason (costs collectives only then)."""
     if not failed:
@@ -175,16 +180,14 @@ def raise_together(failed: bool, failure: Exception | None, groups: Sequence[Gro
 
 def check_together(check: Callable[[], object], groups: Sequence[Group]) -> None:
     """Run a check on all ranks; if it raises on any of them, all raise."""
-    outcome = attempt(check)
-    failure = outcome if isinstance(outcome, Exception) else None
+    failure = failure_of(attempt(check))
     raise_together(any(agree_on(["failed"] if failure else [], ["failed"], groups)), failure, groups)
 
 
 def gather_parts(prepare: Callable[[], Result], group: Group | None) -> list[Result]:
     """The results of `prepare` on each rank of the group; if any rank failed, all raise."""
-    mine = attempt(prepare)
-    failure = mine if isinstance(mine, Exception) else None
-    groups = several(group)
+    mine, groups = attempt(prepare), several(group)
+    failure = failure_of(mine)
     parts: list[Any] = gather_objects(None if failure else mine, groups[0]) if groups else [mine]
     raise_together(failure is not None or any(part is None for part in parts), failure, groups)
     return parts

@@ -20,6 +20,7 @@ from megatron_rl_loss.step.collectives import (
     StepGroups,
     all_reduce,
     attempt,
+    failure_of,
     gather_rows,
     raise_together,
     ranks_of,
@@ -32,19 +33,6 @@ from megatron_rl_loss.step.masks import Floats
 from megatron_rl_loss.step.samples import Samples, read_masks
 from megatron_rl_loss.step.units import ByKey, Sum, Units
 
-#: What is known of a rank before any row: flags, digests, numbers.
-_HEADER = (
-    "failed",
-    "has_data",
-    "settings",
-    "kinds",
-    "types",
-    "data",
-    "identity",
-    "unlike",
-    "has_cp_groups",
-    "num_rows",
-)
 #: Columns of a row, after the number of samples, for each mask; the declared sums follow.
 _OF_MASK = ("tokens", "active_tokens", "entries", "active_samples")
 #: Units that every rank knows by name, with samples or without; there is one step.
@@ -66,9 +54,9 @@ def gather_counts(
     microbatches: Sequence[Samples] | Exception | None,
     groups: StepGroups,
     *,
-    masks: Sequence[str] = (),
-    sums: Sequence[Sum] = (),
-    settings: str = "",
+    masks: Sequence[str],
+    sums: Sequence[Sum],
+    settings: str,
 ) -> list[Counts]:
     """The counts of a step from this rank's micro-batches, by the loss masks and by each further mask.
 
@@ -89,7 +77,7 @@ def gather_counts(
         BadBatchError: on all ranks of the groups, if any failed or they do not agree, with each failing rank's reason.
     """
     over_dp = next(iter(several(groups.dp_group)), None)
-    _check_apart(over_dp, groups.replicas)
+    _check_disjoint(over_dp, groups.replicas)
     settings = "; ".join([settings, *(f"mask {name}" for name in masks), *(f"sum by {one.by}" for one in sums)])
 
     def hold() -> _Held:
@@ -98,12 +86,12 @@ def gather_counts(
         return _Held(microbatches, masks, sums, groups)
 
     attempted = attempt(hold)
-    failure = attempted if isinstance(attempted, Exception) else None
-    held = _Held(None, masks, sums, StepGroups()) if isinstance(attempted, Exception) else attempted
+    failure = failure_of(attempted)
+    held = attempted if isinstance(attempted, _Held) else _Held(None, masks, sums, StepGroups())
     mine = hashed(settings, 48)
-    held.header["failed"], held.header["settings"] = failure is not None, mine
-    header = np.array([[held.header[name] for name in _HEADER]], np.float64)
-    of_ranks = dict(zip(_HEADER, gather_rows(header.view(np.int64), over_dp, 1).view(np.float64).T, strict=True))
+    header = {"failed": failure is not None, "settings": mine, **held.header}
+    numbers = np.array([list(header.values())], np.float64).view(np.int64)
+    of_ranks = dict(zip(header, gather_rows(numbers, over_dp, 1).view(np.float64).T, strict=True))
     failed, rows = bool(of_ranks["failed"].any()), held.rows
     if not failed:
         failure, failed = _disagreement(of_ranks, held, settings)
@@ -115,22 +103,27 @@ def gather_counts(
     # Rows are made of the data, but for what the functions of declared sums return.
     data = np.concatenate([of_ranks["data"], of_ranks["kinds"]]).tobytes() + (rows.tobytes() if sums else b"")
     digest, has_data = hashed(data, 48), bool(of_ranks["has_data"].any())
-    of_stage = [has_data, of_ranks["has_cp_groups"].max(), digest, -digest, counts[0].step_active_tokens]
-    if not has_data:
-        of_stage[2:] = [-np.inf] * 3
-    agreed = torch.tensor([failed, mine, -mine, *of_stage], dtype=torch.float64, device="cpu")
+    here = {
+        "failed": failed,
+        "has_data": has_data,
+        "dynamic_cp": of_ranks["has_cp_groups"].max(),
+        "active_tokens": counts[0].step_active_tokens if has_data else -np.inf,
+        **_bounds("settings", mine),
+        **_bounds("data", digest if has_data else None),
+    }
+    maxima = torch.tensor(list(here.values()), dtype=torch.float64, device="cpu")
     for group in groups.replicas:
-        all_reduce(agreed, group, dist.ReduceOp.MAX)
-    any_failed, highest, lowest, any_data, dynamic_cp, top, bottom, active_tokens = agreed.tolist()
-    if highest != -lowest:
-        any_failed, failure = 1, failure or _other_settings(settings)
-    raise_together(any_failed > 0, failure, groups.all)
-    if not any_data:
+        all_reduce(maxima, group, dist.ReduceOp.MAX)
+    agreed = dict(zip(here, maxima.tolist(), strict=True))
+    if agreed["settings"] != -agreed["-settings"]:
+        agreed["failed"], failure = 1, failure or _other_settings(settings)
+    raise_together(agreed["failed"] > 0, failure, groups.all)
+    if not agreed["has_data"]:
         raise BadBatchError(
             "no rank reads data for this step: a step needs micro-batches. Give every rank a data iterator "
             "(is_distributed = True)."
         )
-    if top != -bottom:
+    if agreed["data"] != -agreed["-data"]:
         raise BadBatchError(
             "ranks of one context, tensor or pipeline parallel group were given different samples for this step, or "
             "layouts that differ: these ranks must read the same data and cut it alike. Shard and seed the loader by "
@@ -138,18 +131,23 @@ def gather_counts(
         )
     if not has_data:
         counts = [Counts(units={}) for _ in counts]
-        counts[0].step_active_tokens = int(active_tokens)
-    counts[0].dynamic_cp = bool(dynamic_cp)
+        counts[0].step_active_tokens = int(agreed["active_tokens"])
+    counts[0].dynamic_cp = bool(agreed["dynamic_cp"])
     if world_rank() == 0 and (text := _twins(of_ranks, identity=1)) is not None:
         warnings.warn(text, stacklevel=4)
     return counts
+
+
+def _bounds(name: str, digest: int | None) -> dict[str, float]:
+    """Numbers whose maxima over ranks are opposite where all ranks have one digest; None has no say."""
+    return {name: -np.inf, f"-{name}": -np.inf} if digest is None else {name: digest, f"-{name}": -digest}
 
 
 class _Held:
     """The part of a step that this rank holds.
 
     Attributes:
-        header: a number for each name of `_HEADER`.
+        header: a number by each name, the same names on every rank.
         kinds: names of the samples' ids.
         rows: int64 [num_keys, ...]: hash of the kind, key, prompt of a rollout; then as float64 the number of samples,
             and for each mask what `_OF_MASK` says and the declared sums.
@@ -276,10 +274,12 @@ def _disagreement(of_ranks: Mapping[str, Floats], held: _Held, settings: str) ->
     if len(set(of_ranks["settings"])) > 1:
         return _other_settings(settings), True
     if 0 < has_data.sum() < len(has_data):
-        return None if held.header["has_data"] else ValueError(
+        if held.header["has_data"]:
+            return None, True  # the ranks without data give the reason
+        return ValueError(
             "this rank has no data iterator, while other DP ranks of its pipeline stage have one: all must read data. "
             "Give every rank a data iterator (is_distributed = True)."
-        ), True  # fmt: skip
+        ), True
     types = int(np.bitwise_or.reduce(of_ranks["types"].astype(np.int64)))
     if len(set(kinds[kinds != 0])) > 1 or types & types >> 1 & 0x5555555555555:  # ints on one rank, strings on another
         return ValueError(
@@ -331,7 +331,7 @@ def _unlike_in_cp_groups(microbatches: Sequence[Samples], dp_group: Group | None
     return unlike
 
 
-def _check_apart(dp_group: Group | None, replicas: Sequence[Group]) -> None:
+def _check_disjoint(dp_group: Group | None, replicas: Sequence[Group]) -> None:
     """Raise ValueError for a data-parallel group that shares ranks with a group of replicas, beside this rank."""
     for group in replicas if dp_group is not None else []:
         if len(shared := set(ranks_of(dp_group)) & set(ranks_of(group))) > 1:

@@ -42,7 +42,7 @@ def parts_of(name: str, ids: Ids | Sequence[Ids], lengths: Sequence[int]) -> Par
     if name in ("rollout_ids", "prompt_ids") or not is_per_token(ids):
         return Parts(as_ids(name, ids, len(lengths)), np.arange(len(lengths)))  # type: ignore[arg-type]
     check_one_each(name, len(ids), "loss masks", len(lengths))
-    rows: list[Any] = [row.tolist() if isinstance(row, Tensor | np.ndarray) else row for row in ids]
+    rows = [_plain(row) for row in ids]
     if (given := [len(row) if _is_row(row) else 1 for row in rows]) != list(lengths):
         raise ValueError(
             f"{name} with rows of {given[:8]} entries for loss masks of {lengths[:8]}: each row must be as long as its "
@@ -69,6 +69,11 @@ def check_units(parts: Mapping[str, Parts], entries: npt.NDArray[Any]) -> None:
             )
 
 
+def _plain(ids: Any) -> Any:
+    """A tensor or an array as a list, another sequence as it is."""
+    return ids.tolist() if isinstance(ids, Tensor | np.ndarray) else ids
+
+
 def is_per_token(ids: Any) -> bool:
     if isinstance(ids, Tensor | np.ndarray):
         return ids.ndim == 2
@@ -89,7 +94,7 @@ def as_ids(name: str, ids: Ids, num_samples: int) -> Keys:
     is_scalar = isinstance(ids, Tensor | np.ndarray) and not ids.ndim
     if is_scalar or isinstance(ids, str | bytes | set | dict) or not isinstance(ids, Iterable):
         raise TypeError(f"{name} is {ids!r}: there must be one id per sample. Pass a list of ints or strings.")
-    values: list[Any] = ids.tolist() if isinstance(ids, Tensor | np.ndarray) else list(ids)
+    values: list[Any] = list(_plain(ids))
     check_one_each(name, len(values), "loss masks", num_samples)
     if set(map(type, values)) - {int}:
         texts = {value for value in values if isinstance(value, str)}
@@ -113,9 +118,8 @@ def kind_of_ids(ids: Ids | Sequence[Ids]) -> str:
     Of ids per token ``int per token`` or ``str per token``, and ``per token`` alone where no token is in a unit.
     """
     if not is_per_token(ids):
-        values: Any = ids.tolist() if isinstance(ids, Tensor | np.ndarray) else ids
-        return "str" if any(isinstance(value, str) for value in values) else "int"
-    rows: list[Any] = [row.tolist() if isinstance(row, Tensor | np.ndarray) else row for row in ids]
+        return "str" if any(isinstance(one, str) for one in _plain(ids)) else "int"
+    rows = [_plain(row) for row in ids]
     if any(isinstance(one, str) and one for row in rows for one in row):
         return f"str {_PER_TOKEN}"
     has_unit = any(not isinstance(one, str) and one >= 0 for row in rows for one in row)
@@ -130,10 +134,10 @@ def join_kinds(of_microbatches: Iterable[Sequence[tuple[str, str]]]) -> dict[str
     joined = dict[str, str]()
     for name in given[0] if given else ():
         kinds = {one[name] for one in given}
-        known = {kind for kind in kinds if kind.endswith(f" {_PER_TOKEN}")}
-        if len(kinds - {_PER_TOKEN} if known else kinds) > 1:
+        known = kinds - {_PER_TOKEN} or kinds
+        if len(known) > 1 or len({kind.endswith(_PER_TOKEN) for kind in kinds}) > 1:
             return None
-        joined[name] = (known or kinds).pop()
+        joined[name] = known.pop()
     return joined
 
 

@@ -293,6 +293,10 @@ class ZigzagResponse(Layout):
         return pieces
 
 
+def is_user_defined(layout: Layout) -> bool:
+    return type(layout).__module__ != __name__
+
+
 def check_pieces(layout: Layout, what: str, pieces: Sequence[tuple[int, int]]) -> None:
     """Validate pieces of a user's layout: ints, in order, without overlap, within the buffer."""
     is_list = isinstance(pieces, Sequence) and all(isinstance(one, Sequence) and len(one) == 2 for one in pieces)

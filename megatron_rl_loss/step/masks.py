@@ -126,6 +126,24 @@ def place(joined: Array, places: Sequence[tuple[int, int]], total_tokens: int) -
     return buffer
 
 
+def to_row(value: Any, length: int) -> Any:
+    """A row of that length where the value is one number, else the value itself."""
+    if np.ndim(value):
+        return value
+    return value.expand(length) if isinstance(value, Tensor) else np.full(length, value)
+
+
+def place_rows(rows: Sequence[Any], places: Sequence[tuple[int, int]], total_tokens: int) -> Any:
+    """`place` of rows that are not joined yet; of tensors a tensor, which stays differentiable and on their device."""
+    if not any(isinstance(row, Tensor) for row in rows):
+        return place(np.concatenate([np.zeros(0), *rows]), places, total_tokens)
+    parts, at = list[Tensor](), 0
+    for (begin, end), row in zip(places, rows, strict=True):
+        parts += [row.new_zeros(begin - at), row]
+        at = end
+    return torch.cat([*parts, parts[-1].new_zeros(total_tokens - at)])
+
+
 def sum_each(joined: Array, lengths: Sequence[int]) -> Floats:
     """The sum of each row, of rows with these numbers of entries, float64 [num_rows]."""
     starts = [0, *accumulate(lengths)][:-1]

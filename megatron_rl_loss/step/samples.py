@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron_rl_loss.errors import check_cp, check_mapping, check_one_each, find_named
 from megatron_rl_loss.step.collectives import Group, rank_in, size_of
 from megatron_rl_loss.step.ids import Ids, IdsByName, Keys, check_units, kind_of_ids, parts_of
-from megatron_rl_loss.step.layouts import Layout, Pieces, as_ints, check_cut, check_pieces
+from megatron_rl_loss.step.layouts import Layout, Pieces, as_ints, check_cut, check_pieces, is_user_defined
 from megatron_rl_loss.step.masks import (
     Array,
     Floats,
@@ -28,9 +28,11 @@ from megatron_rl_loss.step.masks import (
     check_masks,
     join_on_host,
     place,
+    place_rows,
     plain_label,
     sum_each,
     to_array,
+    to_row,
 )
 
 Labels = Mapping[str, Sequence[Any] | Tensor]
@@ -86,7 +88,7 @@ class Samples:
             check_mapping(what, given_by_name or {}, "Pass {name: one entry per sample}")
         if not isinstance(layout, Layout | None):
             raise TypeError(f"layout is {layout!r}: it must be a Layout. Pass e.g. ZigzagTHD(cu_seqlens_padded).")
-        self._given, self.mask_lengths = check_masks(loss_masks)
+        masks, self.mask_lengths = check_masks(loss_masks)
         self.layout, self.tokens, self.labels, self.cp_group = layout, tokens, dict(labels or {}), cp_group
         bounds = [0, *accumulate(self.mask_lengths)]
         self.total_tokens, self.mask_starts = bounds.pop(), bounds
@@ -94,7 +96,7 @@ class Samples:
             self.total_tokens = layout.total_tokens
             self.mask_starts = as_ints("mask_starts", layout.mask_starts(self.mask_lengths))
             check_one_each("mask_starts", len(self.mask_starts), "loss masks", len(self), "Mend the layout")
-            if type(layout).__module__ != Layout.__module__:
+            if is_user_defined(layout):
                 check_pieces(layout, "loss masks", self._places)
         kinds = [("rollout", rollout_ids), ("prompt", prompt_ids), *(ids or {}).items()]
         given = dict(named := [(name, values) for name, values in kinds if values is not None])
@@ -107,8 +109,7 @@ class Samples:
         self.kinds_of_ids = tuple(sorted((name, kind_of_ids(values)) for name, values in given.items()))
         for name, entries in self.labels.items():
             check_one_each(f"labels {name!r}", len(entries), "loss masks", len(self))
-        self._buffer: Array | None = None
-        self._fill_on_host()
+        self._take(masks)
         self.by_mask = {name: self._with(name, *check_masks(further)) for name, further in (term_masks or {}).items()}
 
     def _with(self, name: str, masks: list[Tensor], lengths: list[int]) -> "Samples":
@@ -120,8 +121,8 @@ class Samples:
                 "same tokens. Pass one entry per token, 0 where the token does not count."
             )
         samples = copy.copy(self)
-        samples._given, samples._buffer, samples.by_mask = masks, None, {}
-        samples._fill_on_host()
+        samples.by_mask = {}
+        samples._take(masks)
         return samples
 
     def __len__(self) -> int:
@@ -131,12 +132,15 @@ class Samples:
     def _places(self) -> Pieces:
         return [(start, start + n) for start, n in zip(self.mask_starts, self.mask_lengths, strict=True)]
 
-    def _fill_on_host(self) -> None:
-        if all(mask.is_cpu for mask in self._given):
-            self._fill(join_on_host(self._given))
+    def _take(self, masks: list[Tensor]) -> None:
+        """Hold masks until they are read; those on the host are read at once."""
+        self._given = masks
+        self._buffer: Array | None = None
+        if all(mask.is_cpu for mask in masks):
+            self._fill(join_on_host(masks))
 
     def _fill(self, joined: Array) -> None:
-        """Take the masks, which lie end to end on the host; ValueError for entries that are no usable weights."""
+        """Fill the buffer with masks end to end on the host; ValueError for entries that are no usable weights."""
         self.holds_flags = check_entries(joined, self._given)
         check_units(self.parts, joined)
         weights = joined if joined.dtype == np.float64 else joined.astype(np.float32)
@@ -187,25 +191,18 @@ class Samples:
         stay differentiable and on their device; others give a float64 array.
         """
         check_one_each("rows", len(values), "loss masks", len(self))
-        values = [_spread(row, length) for row, length in zip(values, self.mask_lengths, strict=True)]
-        if (lengths := [len(row) for row in values]) != self.mask_lengths:
+        rows = [to_row(value, length) for value, length in zip(values, self.mask_lengths, strict=True)]
+        if (lengths := list(map(len, rows))) != self.mask_lengths:
             raise ValueError(
                 f"rows of {lengths[:8]} values for loss masks of {self.mask_lengths[:8]}: a row must be as long as its "
                 "sample's mask. Pass one value per mask entry."
             )
-        if not any(isinstance(row, Tensor) for row in values):
-            joined = np.concatenate([np.zeros(0), *values])
-            return place(joined, self._places, self.total_tokens)
-        parts, at = list[Tensor](), 0
-        for (begin, end), row in zip(self._places, values, strict=True):
-            parts += [row.new_zeros(begin - at), row]
-            at = end
-        return torch.cat([*parts, parts[-1].new_zeros(self.total_tokens - at)])
+        return place_rows(rows, self._places, self.total_tokens)
 
     def with_kept_tokens(self, name: str, kept: Array) -> "Samples":
         """These samples with a further mask: the loss mask where ``kept``, bools [total_tokens], is true, else 0."""
-        samples, kept_mask = copy.copy(self), self.buffer * kept
-        further = [torch.from_numpy(kept_mask[begin:end]) for begin, end in self._places]
+        samples, kept_mask = copy.copy(self), torch.from_numpy(self.buffer * kept)
+        further = [kept_mask[begin:end] for begin, end in self._places]
         samples.by_mask = {**self.by_mask, name: self._with(name, further, self.mask_lengths)}
         return samples
 
@@ -258,16 +255,9 @@ class Samples:
                     "Pass layout=: ZigzagTHD for Megatron's packing, Gathered if losses are not cut."
                 )
             return LocalTokens(self, cp_size, [(0, self.total_tokens)])
-        if type(self.layout).__module__ != Layout.__module__:
+        if is_user_defined(self.layout):
             check_cut(self.layout, self._places, cp_size)
         return LocalTokens(self, cp_size, list(self.layout.pieces(cp_rank, cp_size)))
-
-
-def _spread(value: Any, length: int) -> Any:
-    """A row of that length where the value is one number, else the value itself."""
-    if np.ndim(value):
-        return value
-    return value.expand(length) if isinstance(value, Tensor) else np.full(length, value)
 
 
 def read_masks(microbatches: Iterable[Samples]) -> None:

@@ -18,6 +18,9 @@ from megatron_rl_loss.step.masks import Mask
 from megatron_rl_loss.step.samples import Labels, Samples
 from megatron_rl_loss.step.units import ByKey, Sum, Units
 
+#: Sums of fractional masks may differ in the last bit.
+_SLACK = 1 + 1e-9
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepTotals:
@@ -148,10 +151,6 @@ def count_step(
     of_loss_masks, *further = gather_counts(microbatches, groups, masks=masks, sums=sums, settings=settings)
     by_mask = {name: StepTotals(**vars(counts)) for name, counts in zip(masks, further, strict=True)}
     return StepTotals(**{**vars(of_loss_masks), "by_mask": by_mask, "dp_size": size_of(groups.dp_group)})
-
-
-#: Sums of fractional masks may differ in the last bit.
-_SLACK = 1 + 1e-9
 
 
 def _check_fits(name: str, here: float, whole: float | None) -> None:

@@ -6,11 +6,10 @@ from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
-from torch import Tensor
 
 from megatron_rl_loss.errors import check_count
 from megatron_rl_loss.step.ids import Keys, as_ids
-from megatron_rl_loss.step.masks import Floats
+from megatron_rl_loss.step.masks import Floats, to_array
 from megatron_rl_loss.step.samples import Samples
 
 UnitCounting = Literal["all", "active"]
@@ -32,8 +31,7 @@ class Sum:
 
     def values(self, samples: Samples) -> Floats:
         """The values of each sample, float64 [num_samples]."""
-        returned = self.of(samples)
-        values = np.asarray(returned.cpu() if isinstance(returned, Tensor) else returned, np.float64)
+        values = to_array(self.of(samples)).astype(np.float64)
         if values.shape != (len(samples),) or not np.isfinite(values).all():
             raise ValueError(
                 f"a declared sum of {values.tolist()} for {len(samples)} samples: it must be one finite number per "

@@ -88,8 +88,8 @@ def simulate(case: Case, repeats: int) -> dict[str, Any]:
     groups = StepGroups(dp_group=group)
     parts = [counting._Held(samples_of(rank, SIMULATED, case), [], [], groups) for rank in range(SIMULATED)]
     agreed = {"failed": 0.0, "settings": hashed("", 48)}
-    headers = np.array([[(part.header | agreed)[name] for name in counting._HEADER] for part in parts])
-    received = {len(counting._HEADER): headers.view(np.int64), parts[0].rows.shape[1]: joined(parts)}
+    headers = np.array([list((agreed | part.header).values()) for part in parts])
+    received = {headers.shape[1]: headers.view(np.int64), parts[0].rows.shape[1]: joined(parts)}
 
     def answer(out: torch.Tensor, mine: torch.Tensor, group: Any) -> None:
         out.copy_(torch.from_numpy(received[mine.shape[1]]))

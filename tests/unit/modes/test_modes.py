@@ -149,6 +149,19 @@ def test_settings_that_differ_are_described_apart() -> None:
     assert LossModes.resolve("constant", divisor=8).describe() == LossModes.resolve("constant", divisor=8.0).describe()
 
 
+def test_an_aggregation_as_text_has_what_is_not_usual() -> None:
+    asked = [
+        resolve("token_mean"),
+        resolve("constant", divisor=40960),
+        resolve("token_sum", divisor=0.5, units="active"),
+    ]
+    assert list(map(str, asked)) == [
+        "token_mean",
+        "constant with divisor 40960",
+        "token_sum with divisor 0.5, unit counting active",
+    ]
+
+
 def test_terms_have_the_divisor_and_the_counting_of_their_own_mode() -> None:
     own: Any = lambda step: 1 / step.divisor  # noqa: E731
     modes = LossModes.resolve("constant", divisor=8.0, terms={"kl": "constant", "value": "token_sum"})
