@@ -310,7 +310,9 @@ def test_losses_of_samples_get_one_weight_each(driver: Any) -> None:
     torch.testing.assert_close(column, 3 * torch.tensor([1.0, 2, 2, 0]) / 5)
     with pytest.raises(ValueError, match="a second one would apply weights twice"):
         nemo_rl.aggregate(driver, loss, "token_mean")
-    replacing._ACTIVE[-1].undo()  # type: ignore[attr-defined]
+    replaced = replacing.installed("NeMo-RL")
+    assert replaced is not None
+    replaced.undo()
     uneven = nemo_rl.aggregate(driver, Loss("sequence_level"), later_tokens_more)
     with pytest.raises(ValueError, match="Set token_level_loss=true"):
         driver.train(batch(), uneven)
