@@ -1,11 +1,11 @@
-"""A training loop of one's own, audited: what does its loss function do to each token?
+"""Audit of a training loop of your own: measures the weight that its loss function gives each token.
 
     torchrun --nproc-per-node 4 examples/audit_own_loop.py [--context-parallel-size 2] [--exact]
 
-The loop is the least there is: a small GPT in Megatron's DDP, Megatron's schedule, a batch of ragged responses. What
-the audit takes is marked (1) to (3): import it, tap the unreduced losses, and put the schedule's call into a ``with``.
-The loss function is stock Megatron's 3-tuple, a token sum with the tokens of this rank; with ``--exact`` it is the
-token mean of this package. On a machine without a GPU it runs on CPU and gloo.
+The loop is minimal: a small GPT in Megatron's DDP, Megatron's schedule, a batch of ragged responses. The lines of the
+audit are marked (1) to (3): import it, tap the unreduced losses, and put the schedule's call into a ``with``. The loss
+function is stock Megatron's 3-tuple, a token sum and the token count of this rank; with ``--exact`` it is the token
+mean of this library. On a machine without a GPU the example runs on CPU and gloo.
 """
 
 import argparse
@@ -85,7 +85,7 @@ def make_batches(number: int, seed: int) -> list[Batch]:
 
 
 def samples_of(batch: Batch) -> Samples:
-    """Masks at full length, and where each sample lies in the pack."""
+    """Masks at full length, and the place of each sample in the pack."""
     return Samples(batch["loss_masks"], layout=ZigzagTHD([0, SLOT, 2 * SLOT]), tokens=batch["tokens"])
 
 
@@ -93,9 +93,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--context-parallel-size", type=int, default=1)
     parser.add_argument("--num-microbatches", type=int, default=3)
-    parser.add_argument("--seed", type=int, default=0, help="Of the batches.")
-    parser.add_argument("--exact", action="store_true", help="Aggregate with this package.")
-    parser.add_argument("--measured", type=Path, help="Save the measured step there, by torch.save.")
+    parser.add_argument("--seed", type=int, default=0, help="Seed of the batches.")
+    parser.add_argument("--exact", action="store_true", help="Aggregate with this library.")
+    parser.add_argument("--measured", type=Path, help="Save the measured step to this file with torch.save.")
     options = parser.parse_args()
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

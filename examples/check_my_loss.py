@@ -1,4 +1,4 @@
-"""Is a loss function what it is meant to be, however a trainer cuts the step? On a CPU in a second; no Megatron."""
+"""Check of loss functions in every cut of the step, as trainers call them. Seconds on a CPU, without Megatron."""
 
 from functools import partial
 
@@ -14,19 +14,19 @@ def bnpo(losses: Tensor, mask: Tensor, gradient_accumulation_steps: int) -> Tens
 
 
 def agg_loss(loss_mat: Tensor, loss_mask: Tensor, mode: str, dp_size: int, batch_num_tokens: int) -> Tensor:
-    """A loss as `verl` calls it, with the mask and counts of the whole step."""
+    """A loss function as `verl` calls it, with the mask and counts of the whole step."""
     assert mode == "token-mean"
     return (loss_mat * loss_mask).sum() / batch_num_tokens * dp_size
 
 
 def compute_loss(losses: list[Tensor], masks: list[Tensor], loss_scale: Tensor) -> Tensor:
-    """A loss as `prime_rl` calls it: a tensor a sequence, and one number to divide by."""
+    """A loss function as `prime_rl` calls it: one tensor per sequence, and one number to divide by."""
     total = sum((one[mask.bool()].sum() for one, mask in zip(losses, masks, strict=True)), losses[0].new_zeros(()))
     return total / loss_scale.clamp(min=1)
 
 
 def mine(losses: Tensor, mask: Tensor, step_tokens: Tensor) -> Tensor:
-    """A loss of a loop of one's own that forgot that DDP averages over ranks."""
+    """A loss function that ignores DDP's average over ranks."""
     return (losses * mask).sum() / step_tokens
 
 

@@ -1,12 +1,12 @@
-"""Run unmodified Megatron-Core and megatron.training without a GPU, on CPU and gloo. For trying out and for tests.
+"""Run unmodified Megatron-Core and megatron.training without a GPU, on CPU and gloo, for trials and tests.
 
-What it is: Megatron asks for "cuda" in many places. `install` answers those requests with the CPU: it rewrites the
-device argument of torch calls, and replaces the runtime entry points of `torch.cuda` that mean nothing on a CPU
-(streams, events, memory statistics, random states). `torch.cuda.is_available()` keeps saying False. No collective, no
-matrix product and no function of Megatron that computes a number is replaced, so losses and gradients are Megatron's.
+Megatron asks for "cuda" in many places. `install` redirects these requests to the CPU: it rewrites the device argument
+of torch calls, and replaces the entry points of `torch.cuda` that have no meaning on a CPU (streams, events, memory
+statistics, random states). `torch.cuda.is_available()` still returns False. No collective, no matrix product and no
+function of Megatron that computes a number is replaced, so losses and gradients are Megatron's.
 
-What it is not: fast, or a test of GPU kernels, NCCL, Transformer Engine, CUDA graphs or streams. Three functions of
-Megatron's start-up are passed by, none of which computes (`prepare_training`).
+The redirect is slow, and no test of GPU kernels, NCCL, Transformer Engine, CUDA graphs or streams. Three functions of
+Megatron's start-up are skipped; none of them computes (`prepare_training`).
 
 Call `install()` before anything imports `megatron`, and `prepare_training()` before `pretrain`. Line numbers in the
 comments are those of megatron-core 0.19.2.
@@ -55,7 +55,7 @@ class _CudaMeansCpu(TorchFunctionMode):
 
 
 class _NoStream:
-    """A stream or an event where everything is already in order."""
+    """A stream or an event on a CPU, where all operations run in order."""
 
     cuda_stream = 0
     device_index = 0
@@ -90,17 +90,17 @@ _installed: _CudaMeansCpu | None = None
 
 
 def install() -> None:
-    """Redirect "cuda" to the CPU for the life of this process's main thread. Calling it again does nothing.
+    """Redirect "cuda" to the CPU for the life of this process's main thread. A second call does nothing.
 
-    Raises RuntimeError where there is a GPU, or once megatron was imported (it would have captured what is replaced).
+    Raises RuntimeError on a machine with a GPU, and after an import of megatron, which keeps what this replaces.
     """
     global _installed
     if _installed is not None:
         return
     if torch.cuda.is_available():
-        raise RuntimeError("This machine has a GPU: Megatron runs on it as it is. Do not install the CPU redirect.")
+        raise RuntimeError("install() on a machine with a GPU: Megatron needs no CPU redirect there. Drop the call.")
     if "megatron.core" in sys.modules:
-        raise RuntimeError("megatron was imported before megatron_on_cpu.install(). Call install() first.")
+        raise RuntimeError("megatron was imported before install(): the redirect comes too late. Call install() first.")
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # Megatron's jit_fuser is torch.compile
     os.environ.setdefault(
         "CUDA_DEVICE_MAX_CONNECTIONS", "1"
@@ -154,9 +154,9 @@ def _replace_cuda_runtime() -> None:
 def prepare_training() -> None:
     """Let `megatron.training.pretrain` start without a GPU.
 
-    `initialize_megatron` is told that CUDA is not needed (`pretrain` does not pass that on), and its warm-up of fused
-    kernels is left out: it draws random numbers in amounts that depend on the layout, from the generator that
-    ``--use-cpu-initialization`` draws the weights from.
+    `initialize_megatron` gets the argument that CUDA is not needed, which `pretrain` does not pass on. Its warm-up of
+    fused kernels is skipped: it draws random numbers, as many as the layout asks for, from the generator that
+    ``--use-cpu-initialization`` uses for the weights.
     """
     from megatron.training import initialize, training
 

@@ -1,9 +1,9 @@
-"""Try a Megatron pretrain script of your own without a GPU: its launch line, with this file before the script.
+"""Try a Megatron pretrain script of your own without a GPU: put this file before the script in its launch line.
 
     torchrun --nproc-per-node 2 on_cpu.py pretrain_packed.py --context-parallel-size 2 <your flags>
 
-CPU and gloo, as `megatron_on_cpu.py` does it; Megatron's local layers with `packed_attention.py`, for packed sequences
-and for rows, with RMSNorm and without dropout. Slow, and no test of GPU kernels.
+The script runs on CPU and gloo (`megatron_on_cpu.py`), on Megatron's local layers with `packed_attention.py`, for
+packed sequences and for rows, with RMSNorm and without dropout. The run is slow, and no test of GPU kernels.
 """
 
 import os
@@ -34,7 +34,7 @@ FLAGS = WITHOUT_GPU.split()
 
 class Attention(packed_attention.PackedAttention):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Packed as it is; rows, [local tokens, rows, heads, channels], one by one."""
+        """Run packed sequences at once, and rows, [local tokens, rows, heads, channels], one by one."""
         if kwargs.get("packed_seq_params") is not None:
             return super().forward(query, key, value, *args, **kwargs)
         bounds = torch.tensor([0, len(query) * self.cp_group.size()], dtype=torch.int32)
@@ -44,7 +44,7 @@ class Attention(packed_attention.PackedAttention):
 
 
 def layer_spec(model_config: Any, vp_stage: int | None = None) -> TransformerBlockSubmodules:
-    """`packed_attention.layer_spec`, for rows too."""
+    """`packed_attention.layer_spec` that takes rows, too."""
     spec = packed_attention.layer_spec(model_config, vp_stage)
     for layer in spec.layer_specs:
         layer.submodules.self_attention.submodules.core_attention = Attention

@@ -1,11 +1,11 @@
-"""GRPO online: sample from the current policy, check, train, again; on Megatron, its loss aggregated by flag.
+"""Online GRPO on Megatron: sample from the current policy, check, train, repeat. A flag sets the aggregation.
 
     python examples/online_grpo.py --output runs/online
     torchrun --nproc-per-node 4 examples/online_grpo.py --output runs/online --tensor-model-parallel-size 2 \\
         --context-parallel-size 2 --loss-aggregation constant --loss-aggregation-divisor 24
 
-A model of 0.1 M parameters learns to add (online/task.py), from a supervised beginning of its own to right answers, in
-minutes on one CPU core. `online/__init__.py` says which file holds what; docs/online.md what it shows and what not.
+A model of 0.1 M parameters learns to add (online/task.py) in minutes on one CPU core, after a supervised warm start.
+`online/__init__.py` lists the files; docs/online.md has results and limits.
 """
 
 import argparse
@@ -55,39 +55,44 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=(__doc__ or "").splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    parser.add_argument("--output", type=Path, required=True, help="Folder for the run; what an earlier run left goes.")
-    parser.add_argument("--seed", type=int, default=0, help="Of weights, problems and samples.")
+    parser.add_argument("--output", type=Path, required=True, help="Folder for the run; replaces an earlier run.")
+    parser.add_argument("--seed", type=int, default=0, help="Seed of weights, problems and samples.")
     parser.add_argument("--tensor-model-parallel-size", type=int, default=1)
-    parser.add_argument("--context-parallel-size", type=int, default=1, help="In training; sampling splits the rows.")
+    parser.add_argument("--context-parallel-size", type=int, default=1, help="For training; sampling splits rows.")
     step = parser.add_argument_group("a step")
     step.add_argument("--steps", type=int, default=200)
     step.add_argument("--prompts-per-step", type=int, default=32)
     step.add_argument("--responses-per-prompt", type=int, default=8)
     step.add_argument(
-        "--sampler", choices=["cached", "megatron"], default="cached", help="sampler.py, or Megatron's own engine."
+        "--sampler",
+        choices=["cached", "megatron"],
+        default="cached",
+        help="cached: online/sampler.py; megatron: its own engine.",
     )
-    step.add_argument("--samples-per-rollout", type=int, default=1, help="Split every rollout, as agent turns are.")
-    step.add_argument("--num-microbatches", type=int, default=2, help="Of a data-parallel rank.")
-    step.add_argument("--inner-steps", type=int, default=1, help="Optimizer steps on one step's rollouts.")
+    step.add_argument("--samples-per-rollout", type=int, default=1, help="Split every rollout like agent turns.")
+    step.add_argument("--num-microbatches", type=int, default=2, help="Micro-batches of each data-parallel rank.")
+    step.add_argument("--inner-steps", type=int, default=1, help="Optimizer steps on the rollouts of a step.")
     step.add_argument("--lr", type=float, default=2e-4)
     step.add_argument("--lr-warmup-steps", type=int, default=10)
     step.add_argument("--clip-low", type=float, default=0.2, help="PPO clip range below 1.")
     step.add_argument("--clip-high", type=float, default=0.2, help="PPO clip range above 1.")
     step.add_argument("--no-advantage-std", action="store_true", help="Do not divide advantages by the group's std.")
-    start = parser.add_argument_group("where it begins")
-    start.add_argument("--warm-start-reward", type=float, default=0.3, help="On training prompts; see warm_start.py.")
-    start.add_argument("--load", type=Path, default=None, help="Weights of --save-start, in place of a warm start.")
-    start.add_argument("--save-start", type=Path, default=None, help="Where to put the weights after the warm start.")
-    start.add_argument("--save", type=Path, default=None, help="Where to put the weights at the end.")
-    start.add_argument("--save-rollouts", type=Path, default=None, help="Folder for a JSONL file of rollouts a step.")
-    start.add_argument("--replay-rollouts", type=Path, default=None, help="Train on those in place of sampling.")
+    start = parser.add_argument_group("warm start, weights and rollouts")
+    start.add_argument("--warm-start-reward", type=float, default=0.3, help="Reward on training prompts that ends it.")
+    start.add_argument("--load", type=Path, default=None, help="Weights of --save-start; no warm start then.")
+    start.add_argument("--save-start", type=Path, default=None, help="Folder for the weights after the warm start.")
+    start.add_argument("--save", type=Path, default=None, help="Folder for the weights at the end.")
+    start.add_argument("--save-rollouts", type=Path, default=None, help="Folder for rollouts, a JSONL file per step.")
+    start.add_argument("--replay-rollouts", type=Path, default=None, help="Folder of rollouts to train on.")
     learn = parser.add_argument_group("a teacher", "Adds its divergence from the policy, a reverse KL, to the loss.")
-    learn.add_argument("--teacher", type=Path, default=None, help="Weights of --save, of an earlier run.")
-    learn.add_argument("--teacher-top-k", type=int, default=16, help="Ids per token that the teacher is asked for.")
-    learn.add_argument("--policy-coef", type=float, default=1.0, help="Of the policy loss; 0 leaves the teacher alone.")
-    learn.add_argument("--hidden-size", type=int, default=HIDDEN_SIZE, help="Of the policy; a teacher has the default.")
-    seen = parser.add_argument_group("what is seen of it")
-    seen.add_argument("--eval-interval", type=int, default=25, help="Steps between evaluations; first and last always.")
+    learn.add_argument("--teacher", type=Path, default=None, help="Weights that --save wrote in an earlier run.")
+    learn.add_argument("--teacher-top-k", type=int, default=16, help="The teacher's likeliest ids per token.")
+    learn.add_argument("--policy-coef", type=float, default=1.0, help="Coefficient of the policy loss.")
+    learn.add_argument(
+        "--hidden-size", type=int, default=HIDDEN_SIZE, help="For the policy; a teacher has the default."
+    )
+    seen = parser.add_argument_group("evaluation and logs")
+    seen.add_argument("--eval-interval", type=int, default=25, help="Steps between evaluations.")
     seen.add_argument("--eval-prompts", type=int, default=1024, help="Held-out prompts, one response each.")
     seen.add_argument("--print-interval", type=int, default=5, help="Steps between progress lines.")
     seen.add_argument("--tensorboard", action="store_true", help="Also write TensorBoard events to the folder.")
@@ -95,16 +100,16 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     args = add_loss_aggregation_args(parser).parse_args(argv)
     for name, value in vars(args).items():
         if type(value) is int and name != "seed" and value < (0 if name == "lr_warmup_steps" else 1):
-            parser.error(f"--{name.replace('_', '-')} {value}: is too small")
+            parser.error(f"--{name.replace('_', '-')} {value}: the number is too small. Give a larger one.")
     if args.teacher is None and args.policy_coef != 1:
         parser.error(
-            f"--policy-coef {args.policy_coef}: weighs the policy loss beside a --teacher's, and there is none"
+            f"--policy-coef {args.policy_coef} without --teacher: the flag needs the loss of a teacher. Add --teacher."
         )
     return args
 
 
 def start_processes(args: argparse.Namespace) -> None:
-    """torch's and Megatron's process groups; without a launcher, of one process."""
+    """Make torch's and Megatron's process groups; without a launcher, for one process."""
     alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     if "RANK" not in os.environ:
         os.environ.update(alone)
@@ -121,7 +126,7 @@ def start_processes(args: argparse.Namespace) -> None:
 def draw_rollouts(
     policy: Policy, problems: list[Problem], *, responses: int, seed: int, sampler: str
 ) -> tuple[list[Rollout], Numbers]:
-    """`responses` checked ones to each problem, prompt by prompt, and what they are like; the same on every rank."""
+    """`responses` checked rollouts of each problem, prompt by prompt, and their statistics; alike on all ranks."""
     prompts = torch.tensor([encode(problem.prompt) for problem in problems]).repeat_interleave(responses, dim=0).cuda()
     uniforms = draw_uniforms(len(prompts), seed).cuda()
     tp, replicas = policy.groups.tp, policy.groups.dp_cp
@@ -160,7 +165,7 @@ def rewarded_on_training_prompts(policy: Policy, step: int, args: argparse.Names
 
 
 def held_out(policy: Policy, step: int, args: argparse.Namespace) -> Numbers:
-    """The same held-out problems each time, one response each, sampled as in training."""
+    """Evaluate the same held-out problems each time, one response each, sampled as in training."""
     problems = draw_problems("held out", args.eval_prompts, random.Random(f"held out {args.seed}"))
     seed = one_seed(args.seed, HELD_OUT, step)
     _, numbers = draw_rollouts(policy, problems, responses=1, seed=seed, sampler=args.sampler)
@@ -168,7 +173,7 @@ def held_out(policy: Policy, step: int, args: argparse.Namespace) -> Numbers:
 
 
 def policy_losses(args: argparse.Namespace) -> Losses:
-    """GRPO's: the clipped surrogate of group-relative advantages; with a teacher also the divergence from it."""
+    """GRPO's clipped surrogate of group-relative advantages; with a teacher also the divergence from it."""
 
     def losses(log_probs: Tensor, microbatch: Microbatch) -> tuple[Tensor | dict[str, Term], dict[str, Tensor]]:
         rows = microbatch.data
@@ -194,7 +199,7 @@ def policy_losses(args: argparse.Namespace) -> Losses:
 def train_on(
     rollouts: list[Rollout], trainer: Trainer, teacher: Policy | None, step: int, args: argparse.Namespace
 ) -> Numbers:
-    """The optimizer steps on one step's rollouts."""
+    """Run the optimizer steps on the rollouts of a step."""
     groups = trainer.policy.groups
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="all rewards are equal")  # the report counts such groups
@@ -215,7 +220,7 @@ def train_on(
 def rollouts_of_step(
     policy: Policy, step: int, rng: random.Random, args: argparse.Namespace
 ) -> tuple[list[Rollout], Numbers]:
-    """Drawn from the policy as it is now, or read back."""
+    """Rollouts of a step: drawn from the current policy, or read from a file."""
     name = f"step_{step:04}.jsonl"
     if args.replay_rollouts is not None:
         rollouts = read_rollouts(args.replay_rollouts / name, vocab_size=len(VOCABULARY))
@@ -230,7 +235,7 @@ def rollouts_of_step(
 
 
 def train(policy: Policy, settings: AggregationSettings, args: argparse.Namespace, report: Report) -> None:
-    """All steps, from what the warm start left."""
+    """Run all steps, from the weights of the warm start."""
     teacher = None
     if args.teacher is not None:
         teacher = build_policy(args.seed)

@@ -1,8 +1,8 @@
-"""Attention over packed (THD) sequences under context parallelism in plain torch, where Transformer Engine is missing.
+"""Attention over packed (THD) sequences under context parallelism, in plain torch, without Transformer Engine.
 
-Megatron's own `DotProductAttention` refuses packing and context parallelism, its `WrappedTorchNorm` sequence
-parallelism. `layer_spec` gives a GPT block that has both, at the price of memory and of a loop over sequences: keys and
-values of the whole pack are gathered on every context-parallel rank.
+Megatron's own `DotProductAttention` rejects packing and context parallelism; its `WrappedTorchNorm` rejects sequence
+parallelism. `layer_spec` makes a GPT block that supports all three, with more memory and a loop over sequences: every
+context-parallel rank gathers keys and values of the whole pack.
 """
 
 import itertools
@@ -38,7 +38,7 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
     ) -> None:
         super().__init__(config=config)
         if config.attention_dropout if attention_dropout is None else attention_dropout:
-            raise ValueError("PackedAttention has no dropout: launch with --attention-dropout 0.")
+            raise ValueError("PackedAttention with dropout: it has none. Launch with --attention-dropout 0.")
         self.cp_group = parallel_state.get_context_parallel_group() if pg_collection is None else pg_collection.cp
         self.softmax_scale = softmax_scale or config.kv_channels**-0.5
 
@@ -54,7 +54,7 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
     ) -> Tensor:
         """`query` [local tokens, heads, channels] and its keys and values -> [local tokens, heads * channels]."""
         if packed_seq_params is None:
-            raise ValueError("PackedAttention needs packed sequences: pass packed_seq_params to the model.")
+            raise ValueError("PackedAttention without packed sequences: it runs no others. Pass packed_seq_params.")
         bounds = packed_seq_params.cu_seqlens_q_padded.tolist()
         of_batch = getattr(packed_seq_params, "cp_group", None)  # where groups change; megatron-core 0.15 has none
         cp_group = of_batch or self.cp_group
@@ -93,7 +93,7 @@ class _RMSNorm(torch.nn.RMSNorm):
 def layer_spec(model_config: Any, vp_stage: int | None = None) -> TransformerBlockSubmodules:
     """A GPT block of Megatron's local layers with `PackedAttention`: for ``GPTModelConfig.transformer_layer_spec``."""
     if model_config.transformer.normalization != "RMSNorm":
-        raise ValueError("This layer spec has RMSNorm only: launch with --normalization RMSNorm.")
+        raise ValueError("layer_spec without RMSNorm: it has no other norm. Launch with --normalization RMSNorm.")
     layer = get_gpt_layer_local_spec(normalization="RMSNorm")
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = _RMSNorm
     layer.submodules.self_attention.submodules.core_attention = PackedAttention

@@ -1,12 +1,12 @@
-"""Train a GPT on rollouts with GRPO: a real `megatron.training.pretrain` launch, its policy loss aggregated by flag.
+"""Train a GPT on rollouts with GRPO: a real `megatron.training.pretrain` launch. A flag sets the aggregation.
 
     torchrun --nproc-per-node 4 examples/pretrain_grpo.py <Megatron's flags> --rollouts rollouts.jsonl \\
         --tensor-model-parallel-size 2 --context-parallel-size 2 \\
         --loss-aggregation constant --loss-aggregation-divisor 40960
 
-`launch_grpo.sh` has a whole command line. What is particular to megatron_rl_loss is marked (1) to (5). The rollouts are
-offline (a file); a loop that generates them would replace `data_provider`. Micro-batches are packs of ragged rollouts,
-so --micro-batch-size is 1 and --global-batch-size counts the packs of a step.
+`launch_grpo.sh` has a whole command line. The lines of megatron_rl_loss are marked (1) to (5). The rollouts come from a
+file; to generate them, replace `data_provider`. Micro-batches are packs of ragged rollouts, so --micro-batch-size is 1
+and --global-batch-size counts the packs of a step.
 """
 
 import functools
@@ -48,11 +48,11 @@ DEFAULTS = {"tokenizer_type": "NullTokenizer"}
 
 def add_args(parser: ArgumentParser) -> ArgumentParser:
     group = parser.add_argument_group("GRPO on a file of rollouts")
-    group.add_argument("--rollouts", required=True, help="JSONL file, see rollouts.py.")
-    group.add_argument("--prompts-per-step", type=int, default=8, help="Prompt groups a step, all their rollouts.")
-    group.add_argument("--policy-loss", choices=POLICY_LOSSES, default="ppo", help="Formulas: docs/losses.md.")
-    group.add_argument("--clip-low", type=float, help="Clip range below 1; each loss has its default, PPO 0.2.")
-    group.add_argument("--clip-high", type=float, help="Clip range above 1; each loss has its default, PPO 0.28.")
+    group.add_argument("--rollouts", required=True, help="JSONL file; rollouts.py lists its keys.")
+    group.add_argument("--prompts-per-step", type=int, default=8, help="Prompt groups per step, with all rollouts.")
+    group.add_argument("--policy-loss", choices=POLICY_LOSSES, default="ppo", help="Its formula: docs/losses.md.")
+    group.add_argument("--clip-low", type=float, help="Clip range below 1; default: the loss's, PPO 0.2.")
+    group.add_argument("--clip-high", type=float, help="Clip range above 1; default: the loss's, PPO 0.28.")
     group.add_argument("--no-advantage-std", action="store_true", help="Do not divide advantages by the group's std.")
     group.add_argument(
         "--log-probs",
@@ -61,17 +61,20 @@ def add_args(parser: ArgumentParser) -> ArgumentParser:
         help="stock: minus Megatron's cross-entropy. chunked: log-probs, entropy and loss in one pass over chunks of "
         "tokens, which never holds all logits.",
     )
-    group.add_argument("--log-probs-chunk-tokens", type=int, default=1024, help="Tokens a chunk.")
-    group.add_argument("--temperature", type=float, default=1.0, help="Of sampling; with --log-probs chunked.")
-    group.add_argument("--entropy-bonus", type=float, default=0.0, help="With --log-probs chunked.")
+    group.add_argument("--log-probs-chunk-tokens", type=int, default=1024, help="Tokens per chunk.")
+    group.add_argument("--temperature", type=float, default=1.0, help="Sampling temperature; with chunked alone.")
+    group.add_argument("--entropy-bonus", type=float, default=0.0, help="Coefficient; with chunked alone.")
     group.add_argument(
         "--old-log-probs",
         choices=("file", "recomputed"),
         default="file",
-        help="recomputed: by a forward pass of the policy before each step.",
+        help="file: read from the rollouts. recomputed: a forward pass of the policy before each step.",
     )
     group.add_argument(
-        "--kl-beta", type=float, default=0.0, help="Of a KL term (k3) to the policy as it was when this launch began."
+        "--kl-beta",
+        type=float,
+        default=0.0,
+        help="Coefficient of a KL term (k3) to the launch's first policy.",
     )
     return add_loss_aggregation_args(parser)  # (1) the flags, chained
 
@@ -138,7 +141,7 @@ def forward_step(data_iterator: Iterator[Microbatch], model: Any) -> tuple[Any, 
 
 
 def call_model(microbatch: Microbatch, model: Any, **head: Any) -> Any:
-    """Minus the log-probs of this context-parallel rank's tokens, [1, seq_length / cp], or what the head gives."""
+    """Minus the log-probs of this context-parallel rank's tokens, [1, seq_length / cp], or the head's output."""
     pack: Pack = microbatch.data
 
     def local(values: Tensor) -> Tensor:
@@ -191,7 +194,7 @@ def per_token_loss(
 
 
 def hand_over(microbatch: Microbatch, output: tuple[Tensor, dict[str, Tensor]]) -> Any:
-    """(3) A share of the step loss and values of each token in, Megatron's return value out."""
+    """(3) Turn a share of the step loss and values of each token into the return value for Megatron."""
     share, values = output
     names = {"log_probs": "log_prob"}
     means = {names.get(name, name): microbatch.sample_mean(value) for name, value in values.items()}
@@ -199,7 +202,7 @@ def hand_over(microbatch: Microbatch, output: tuple[Tensor, dict[str, Tensor]]) 
 
 
 class OtherPolicies:
-    """Log-probs of the old policy and of a reference, by forward passes before a step is trained on."""
+    """Log-probs of the old policy and of a reference, from forward passes before each training step."""
 
     def __init__(self) -> None:
         self.reference: list[Tensor] | None = None
@@ -244,7 +247,7 @@ def clip_range(args: Any) -> dict[str, Any]:
 
 
 def on_device(pack: Pack) -> Any:
-    """The pack's sequence boundaries, where attention wants them."""
+    """The pack's sequence boundaries, on the device that attention needs."""
     params = pack.packed_seq_params
     cu_seqlens = params.cu_seqlens_q.cuda(non_blocking=True)
     params.cu_seqlens_q = params.cu_seqlens_kv = cu_seqlens
@@ -274,22 +277,22 @@ def main() -> None:
 
 
 def check_example_args(args: Any) -> None:
-    """Refuse what this example cannot do, before anything is built."""
+    """Reject flags that this example does not support, before the model is built."""
     if args.micro_batch_size != 1:
         raise ValueError(f"--micro-batch-size {args.micro_batch_size}: a micro-batch is one pack. Give 1.")
     if args.dataloader_type != "external":
-        raise ValueError(f"--dataloader-type {args.dataloader_type}: the rollouts are an iterator. Give external.")
+        raise ValueError(f"--dataloader-type {args.dataloader_type}: the data is an iterator. Give external.")
     if args.log_probs == "stock" and (args.temperature != 1 or args.entropy_bonus):
         raise ValueError("--temperature or --entropy-bonus with --log-probs stock: it has neither. Give chunked.")
     if args.kl_beta and args.overlap_param_gather:
-        raise ValueError("--kl-beta with --overlap-param-gather: weights are exchanged in place. Drop one.")
+        raise ValueError("--kl-beta with --overlap-param-gather: weights are exchanged in place. Drop a flag.")
     for flag in ("--rampup-batch-size", "--step-batch-size-schedule"):
         if getattr(args, flag[2:].replace("-", "_"), None) is not None:
-            raise ValueError(f"{flag}: a step's packs are fixed here. Drop it.")
+            raise ValueError(f"{flag}: a step's packs are fixed here. Drop the flag.")
 
 
 def skip_building_dataset_helpers() -> None:
-    """Megatron builds its index helpers with make, for which the wheel lacks the Makefile; they are not needed here."""
+    """Skip Megatron's build of its index helpers, unused here: the wheel lacks their Makefile."""
     dataset_utils.compile_helpers = lambda: None
 
 

@@ -33,7 +33,7 @@ def parse_args(add_args: AddArgs, args_defaults: dict[str, Any]) -> Namespace:
 def build_model(
     layer_spec: Any, pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None, **groups: Any
 ) -> GPTModel:
-    """A GPT as the flags describe it, for versions that take no config of it."""
+    """Build a GPT from the flags, for versions that take no config of the model."""
     args = get_args()
     config = groups.pop("config", None) or arguments.core_transformer_config_from_args(args)
     return GPTModel(

@@ -1,6 +1,6 @@
-"""Rollouts: reading them from JSONL, their advantages, and packing a step's rollouts for Megatron.
+"""Rollouts: read them from JSONL, compute advantages, and pack the rollouts of a step for Megatron.
 
-A file has one JSON object a line, one line a *sample* (a prompt and a response to it):
+Each line of the file is a JSON object for one *sample* (a prompt and a response to it):
 
 | key               | value                                                                                          |
 |-------------------|------------------------------------------------------------------------------------------------|
@@ -46,14 +46,14 @@ class Rollout:
 
     @property
     def num_inputs(self) -> int:
-        """Positions the model sees: every token but the last, each labelled with the next."""
+        """Number of the model's input positions: every token but the last, each labelled with the next."""
         return len(self.prompt_tokens) + len(self.response_tokens) - 1
 
 
 def read_rollouts(path: str | Path, *, vocab_size: int, normalize_by_std: bool = True) -> list[Rollout]:
     """Read and check a whole file, and compute group-relative advantages over its prompt groups.
 
-    Raises ValueError with file, line number and reason for the first line that is wrong; nothing is trained before.
+    Raises ValueError with file, line number and reason for the first wrong line.
     """
     path = Path(path)
     rollouts: list[Rollout] = []
@@ -122,19 +122,19 @@ def _is_number(value: Any) -> bool:
 
 
 def _check_alike(rollout: Rollout, first: Rollout) -> None:
-    """Two samples of one rollout."""
+    """Check that two samples of one rollout agree."""
     if (rollout.prompt_id, rollout.reward) != (first.prompt_id, first.reward):
         raise ValueError(f"rollout_id {rollout.rollout_id!r} came before with another prompt_id or reward")
 
 
 def _check_prompt(rollout: Rollout, first: Rollout) -> None:
-    """Two rollouts of one prompt group."""
+    """Check that two rollouts of one prompt group agree."""
     if rollout.prompt_tokens != first.prompt_tokens:
         raise ValueError(f"prompt_id {rollout.prompt_id!r} came before with other prompt_tokens")
 
 
 def write_rollouts(path: Path, rollouts: Sequence[Rollout]) -> None:
-    """The format that `read_rollouts` reads; advantages are left to the reader."""
+    """Write the format that `read_rollouts` reads, without advantages."""
     records = [{name: value for name, value in vars(rollout).items() if name != "advantage"} for rollout in rollouts]
     path.write_text("".join(json.dumps(record, separators=(",", ":")) + "\n" for record in records), encoding="utf-8")
 
@@ -155,7 +155,7 @@ def with_advantages(rollouts: Sequence[Rollout], *, normalize_by_std: bool = Tru
 class Pack:
     """One micro-batch: rollouts in the padded slots of one sequence of fixed length, not yet cut for a CP rank.
 
-    Tensors are [seq_length]; position t holds input token t, and everything about the token it predicts, t + 1.
+    Tensors are [seq_length]; position t holds input token t, and all values of the token that it predicts, t + 1.
     """
 
     tokens: Tensor
@@ -225,7 +225,7 @@ def _padded(length: int, multiple: int) -> int:
 def balance(rollouts: list[Rollout], num_packs: int, *, seq_length: int, slot_multiple: int) -> list[list[Rollout]]:
     """Deal a step's rollouts to its packs: longest first, each to the pack with the most room.
 
-    Raises ValueError when they do not fit.
+    Raises ValueError if they do not fit.
     """
     packs: list[list[Rollout]] = [[] for _ in range(num_packs)]
     used = [0] * num_packs
@@ -254,15 +254,15 @@ def packs_of_rank(
 ) -> Iterator[Pack]:
     """The endless stream of packs of one data-parallel rank, `packs_per_step / dp_size` a step.
 
-    Step k trains on the k-th `prompts_per_step` prompts of the file, round and round. Which rollouts a step has does
-    not depend on the layout.
+    Step k trains on the k-th `prompts_per_step` prompts of the file, cyclically. A step has the same rollouts in every
+    layout.
     """
     by_prompt: dict[int | str, list[Rollout]] = {}
     for rollout in rollouts:
         by_prompt.setdefault(rollout.prompt_id, []).append(rollout)
     prompts = list(by_prompt.values())
     if len(prompts) < prompts_per_step:
-        raise ValueError(f"--prompts-per-step {prompts_per_step}: the file has only {len(prompts)} prompts.")
+        raise ValueError(f"--prompts-per-step {prompts_per_step}: the file has only {len(prompts)} prompts. Lower it.")
     step = first_step
     while True:
         begin = step * prompts_per_step

@@ -3,9 +3,9 @@
     PYTHONPATH=$MEGATRON_LM torchrun ... examples/train_rl_with_loss_aggregation.py <the flags of train_rl.py> \\
         --loss-aggregation token_mean
 
-`MEGATRON_LM` is a checkout of Megatron-LM, 0.19 or main: `train_rl.py` lies at its root. What is particular to
-megatron_rl_loss is marked (1) to (4); the rest does what `train_rl.py` does when it is run itself. Without a flag of
-megatron_rl_loss that is all it does: stock training, on the mean over bins (or micro-batches) of their token means.
+`MEGATRON_LM` is a checkout of Megatron-LM, 0.19 or main, with `train_rl.py` at its root. The lines of megatron_rl_loss
+are marked (1) to (4); the rest does the same as `train_rl.py`. Without a flag of megatron_rl_loss the launch trains as
+stock, on the mean over bins (or micro-batches) of their token means.
 """
 
 import inspect
@@ -44,7 +44,7 @@ def main() -> None:
     args = parse_and_validate_args(extra_args_provider=add_args, args_defaults={})
     # main's refuses it where it is run itself, 0.19's takes it.
     if args.reset_attention_mask and "args.reset_attention_mask" in inspect.getsource(train_rl):
-        raise ValueError("--reset-attention-mask: train_rl.py masks by sequence boundaries. Drop it.")
+        raise ValueError("--reset-attention-mask: train_rl.py masks by sequence boundaries. Drop the flag.")
     forward_step: Any = train_rl.forward_step
     attached: AbstractContextManager[None] = nullcontext()
     if is_asked_for(args):

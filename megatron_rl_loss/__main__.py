@@ -1,6 +1,6 @@
-"""``python -m megatron_rl_loss``: ``modes`` and what frameworks call them; ``example``; ``audit``; ``log-probs``.
+"""The commands of ``python -m megatron_rl_loss``: ``modes``, ``example``, ``audit`` and ``log-probs``.
 
-The examples lie beside the package in a checkout, inside it in a wheel.
+A checkout has the examples beside the package, a wheel inside it.
 """
 
 import os
@@ -10,16 +10,16 @@ import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from megatron_rl_loss.audit.launch import add_audit_options, add_script, run_audit
+from megatron_rl_loss.audit.launch import add_audit_options, add_script, print_text, run_audit
 from megatron_rl_loss.audit.log_prob_gap import compare_dumps
-from megatron_rl_loss.errors import did_you_mean
+from megatron_rl_loss.errors import check_choice, did_you_mean
 from megatron_rl_loss.modes.names import format_modes
 
 _INSIDE = Path(__file__).parent / "examples"
 EXAMPLES = _INSIDE if _INSIDE.is_dir() else _INSIDE.parents[1] / "examples"
 _ON_CPU = ("megatron_on_cpu.py", "packed_attention.py")
 _LAUNCH = ("pretrain_grpo.py", "pretrain_of_version.py", "rollouts.py", "arithmetic.jsonl", "launch_grpo.sh", *_ON_CPU)
-#: Files that go with an example; others go alone.
+#: Files that are copied with an example; other examples are copied alone.
 COMPANIONS = {
     **dict.fromkeys(["audit_own_loop.py", "on_cpu.py"], _ON_CPU),
     **dict.fromkeys(["launch_grpo.sh", "launch_grpo.slurm", "pretrain_grpo.py"], _LAUNCH),
@@ -29,34 +29,46 @@ COMPANIONS = {
 
 
 def main() -> int:
-    """Run the command of ``sys.argv``; its exit status."""
+    """Run the command of ``sys.argv`` and return its exit status."""
     parser = ArgumentParser(prog="python -m megatron_rl_loss", description="Policy-gradient loss aggregation.")
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("modes", help="print the modes, their formulas and flags, and other frameworks' names")
-    example = commands.add_parser("example", help="list the examples, or copy one out with the files it needs")
-    example.add_argument("name", metavar="NAME", nargs="?", help="a file of the list, also without suffix or folder")
-    example.add_argument("--to", metavar="FOLDER", type=Path, default=Path(), help="where to; default: here")
-    audit = commands.add_parser("audit", help="run your training script until one step of it is measured")
+    commands.add_parser(
+        "modes", help="print the modes, their formulas, their flags and other frameworks' names for them"
+    )
+    example = commands.add_parser("example", help="list the examples, or copy one with the files that it needs")
+    example.add_argument(
+        "name", metavar="NAME", nargs="?", help="a file of the list; suffix and folder may be left out"
+    )
+    example.add_argument(
+        "--to", metavar="FOLDER", type=Path, default=Path(), help="folder of the copy; default: the current one"
+    )
+    audit = commands.add_parser("audit", help="run your training script until one of its steps is measured")
     add_audit_options(audit)
     add_script(audit)
     gap = commands.add_parser(
         "log-probs",
-        help="compare two dumps of log-probs, and show what explains their gap",
-        description="Dumps: slime's debug dumps; a .pt of lists or 1-D tensors, or a dict of these by sample id; a "
-        ".jsonl with a list per line. Exit status 2 where samples or tokens could not be compared.",
+        help="compare two dumps of log-probs and explain their gap",
+        description="A dump is one of: slime's debug dump; a .pt file with a list of lists or 1-D tensors, or a dict "
+        "of these by sample id; a .jsonl file with a list per line. The exit status is 2 if samples or tokens could "
+        "not be compared.",
     )
     gap.add_argument("theirs", metavar="ROLLOUT", type=Path, help="dump of the sampler")
-    gap.add_argument("ours", metavar="TRAIN", type=Path, help="dump of the trainer; its masks count, if it has any")
+    gap.add_argument(
+        "ours", metavar="TRAIN", type=Path, help="dump of the trainer; its loss masks are used if it has any"
+    )
     status = 0
     try:
         try:
+            if sys.argv[1:] and not sys.argv[1].startswith("-"):
+                check_choice("command", sys.argv[1], commands.choices)
             options = parser.parse_args()
+            status = 2 if options.command == "audit" else 0  # of an audited script that a closed pipe ends
             text, status = run_audit(options) if options.command == "audit" else _run(options)
             if text:
-                encoding = getattr(sys.stdout, "encoding", None) or "utf-8"  # a terminal may know ASCII alone
-                print(text.encode(encoding, errors="replace").decode(encoding))
+                print_text(text)
         finally:
-            sys.stdout.flush()  # --help has printed, too
+            if sys.stdout is not None:  # None where a shell closed it: >&-
+                sys.stdout.flush()  # --help has printed, too
     except BrokenPipeError:  # the reader, `head` for example, has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except ValueError as refusal:
@@ -65,7 +77,7 @@ def main() -> int:
 
 
 def _run(options: Namespace) -> tuple[str, int]:
-    """A command's text and exit status."""
+    """Text and exit status of a command other than ``audit``."""
     if options.command == "log-probs":
         compared = compare_dumps(options.theirs, options.ours)
         return f"ours: {options.ours}, theirs: {options.theirs}\n{compared}", 2 if compared.left_out else 0
@@ -83,33 +95,44 @@ def example_names() -> list[str]:
 
 
 def find_example(name: str) -> str:
-    """The example of that path, file name, or either without the suffix; ValueError for none, or several."""
+    """The example with that path or file name, suffix optional. Raises ValueError if there is none, or several."""
     names = example_names()
     found = [one for one in names if name in (one, one.rpartition(".")[0], Path(one).name, Path(one).stem)]
     if len(found) > 1:
-        raise ValueError(f"example {name!r}: there are several of that name. Write one of {', '.join(found)}.")
+        raise ValueError(f"example {name!r}: several examples have that name. Write one of {', '.join(found)}.")
     if not found:
-        raise ValueError(f"example {name!r}: there is none of that name. {did_you_mean(name, names)}.")
+        stems = [Path(one).stem for one in names]
+        short = [stem if stems.count(stem) == 1 else Path(one).name for one, stem in zip(names, stems, strict=True)]
+        raise ValueError(f"example {name!r}: there is no such example. {did_you_mean(Path(name).stem, short)}.")
     return found[0]
 
 
 def copy_example(name: str, into: Path) -> list[Path]:
-    """Copy an example, with what it needs, into a folder, which is made; the paths of these files.
+    """Copy an example and the files that it needs into a folder, which is made; the paths of these files.
 
-    Files that are there already and equal stay. Raises ValueError for an unknown name, and if a file that is there
-    differs; then nothing is written.
+    Files that are there already and equal stay as they are. Raises ValueError for an unknown name, for a folder that
+    cannot be written, and for a file that is there and differs; then nothing is written.
     """
     file = find_example(name)
     sources = [path for pattern in (file, *COMPANIONS.get(file, ())) for path in sorted(EXAMPLES.glob(pattern))]
     copies = {source: into / source.relative_to(EXAMPLES).as_posix().removeprefix("recipes/") for source in sources}
-    if others := [str(copy) for source, copy in copies.items() if copy.exists() and not _equal(source, copy)]:
+    try:
+        missing = {source: copy for source, copy in copies.items() if not copy.exists()}
+        others = [str(copy) for source, copy in copies.items() if source not in missing and not _equal(source, copy)]
+        if not others:
+            for source, copy in missing.items():
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(source, copy)
+    except OSError as error:
+        given = f"a copy of example {name!r} in the folder {str(into)!r}"
         raise ValueError(
-            f"a copy of example {name!r}: a copy overwrites nothing, and another {', '.join(others)} is there already. "
+            f"{given}: the folder cannot be written ({error.strerror}: {error.filename}). Choose another with --to."
+        ) from None
+    if others:
+        raise ValueError(
+            f"a copy of example {name!r}: a copy overwrites nothing, and these files differ: {', '.join(others)}. "
             "Choose another folder with --to."
         )
-    for source, copy in copies.items():
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(source, copy)
     return list(copies.values())
 
 
@@ -125,7 +148,7 @@ def format_examples() -> str:
 
 def _first_sentence(text: str) -> str:
     match = re.match(r'(?:#![^\n]*\n)?(?:"""|# )(.+?)(?:\.\s|:\n|\n\s*\n|\n#\s*\n|"""|$)', text, re.DOTALL)
-    return re.sub(r"\s*\n#?\s*", " ", match[1]) if match else ""
+    return re.sub(r"\s*\n#?\s*", " ", match[1]).rstrip(".") if match else ""
 
 
 if __name__ == "__main__":

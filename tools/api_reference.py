@@ -2,7 +2,7 @@
 
     python tools/api_reference.py build/pages/docs/api      # tools/docs.sh does it
 
-It reads sources and imports nothing, so any Python makes the same pages.
+The tool reads sources and imports nothing, so any Python makes the same pages.
 """
 
 import ast
@@ -59,7 +59,7 @@ def tree_of(module: str) -> ast.Module:
 
 
 def value_of(module: str, name: str) -> Any:
-    """The literal that a module assigns to a name; None for anything else."""
+    """The literal that a module assigns to a name, or None."""
     for node in tree_of(module).body:
         if isinstance(node, ast.Assign) and name in [getattr(target, "id", None) for target in node.targets]:
             with contextlib.suppress(ValueError):
@@ -68,7 +68,7 @@ def value_of(module: str, name: str) -> Any:
 
 
 def names_in(section: str) -> list[tuple[str, str]]:
-    """Modules, and the names that they add to a section: public ones first. Of an engine's module, its ``__all__``."""
+    """Modules and the names that they add to a section, public ones first; for an engine's module, its ``__all__``."""
     if section.startswith("frameworks."):
         return [(section, name) for name in value_of(section, "__all__") or ()]
     sections = sorted((one for modules in PAGES.values() for one in modules), key=len)
@@ -77,7 +77,7 @@ def names_in(section: str) -> list[tuple[str, str]]:
 
 
 def find(module: str, name: str) -> tuple[list[str], ast.stmt]:
-    """The definition of a name, through imports: the lines of the file, and the statement."""
+    """The definition of a name, found through imports: the lines of its file, and the statement."""
     for node in reversed(tree_of(module).body):  # of overloads, the last
         if isinstance(node, ast.ImportFrom) and name in [alias.name for alias in node.names]:
             return find(str(node.module).partition(".")[2], name)
@@ -88,7 +88,7 @@ def find(module: str, name: str) -> tuple[list[str], ast.stmt]:
 
 
 def code(lines: list[str], node: ast.stmt) -> str:
-    """A signature as it is written, of a class with its fields and its constructor; or the whole statement."""
+    """The signature as written, for a class with fields and constructor; for other names the whole statement."""
     if not isinstance(node, ast.FunctionDef | ast.ClassDef):
         return "\n".join(lines[node.lineno - 1 : node.end_lineno])
     begin = min([node.lineno, *(one.lineno for one in node.decorator_list)])
@@ -122,7 +122,7 @@ def entry(lines: list[str], node: ast.stmt, name: str, level: str = "##", home: 
 
 
 def pages() -> dict[str, str]:
-    """The text of each page, by the name of its file."""
+    """The text of each page, by file name."""
     texts, links = {}, []
     for page, sections in PAGES.items():
         parts = []

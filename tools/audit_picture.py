@@ -1,10 +1,10 @@
-"""Draw what Megatron's stock loss function does to each token of a step, beside what this package does.
+"""Draw the weight of each token of a step: by Megatron's stock loss function, and by this library.
 
     python tools/audit_picture.py --out docs/audit.png
 
-Measures both in the real Megatron, at context parallelism 2 x data parallelism 2 with 3 micro-batches: it launches
-`examples/audit_own_loop.py` twice under torchrun on 4 processes (CPU and gloo where there is no GPU). Needs matplotlib:
-pip install -e '.[audit]'.
+Both are measured in the real Megatron, at context parallelism 2 x data parallelism 2 with 3 micro-batches, by two
+launches of `examples/audit_own_loop.py` under torchrun on 4 processes (CPU and gloo without a GPU). The picture needs
+matplotlib: pip install -e '.[audit]'.
 """
 
 import argparse
@@ -34,17 +34,17 @@ _GAP_SAMPLE, _GAP_MICROBATCH = 1.0, 4.0  # tokens left empty
 
 
 def draw(panels: Sequence[tuple[str, MeasuredStep]], path: Path, *, expected: Aggregation) -> Any:
-    """Draw measured steps one above the other into a PNG (or whatever the path's ending says).
+    """Draw measured steps one above the other into a PNG, or the format of the path's suffix.
 
-    A bar is a token that has, or should have, weight: its height is the measured weight, the black line the asked one,
+    A bar is a token that has, or should have, weight. Its height is the measured weight, its black line the asked one,
     both in units of the mean asked weight. Tokens are in order: data-parallel rank, micro-batch, sample, position.
 
     Args:
         panels: titles and steps.
-        expected: what all of them should be.
+        expected: the mode of all steps.
 
     Returns:
-        The figure, which is saved already.
+        The figure, already saved.
 
     Raises:
         RuntimeError: without matplotlib.
@@ -53,7 +53,7 @@ def draw(panels: Sequence[tuple[str, MeasuredStep]], path: Path, *, expected: Ag
         import matplotlib
     except ImportError:
         raise RuntimeError(
-            f"a picture to draw into {path}: matplotlib draws it, and is not installed. Run pip install matplotlib, or "
+            f"a picture to draw into {path}: matplotlib is not installed. Run pip install matplotlib, or "
             "print in_terminal(...), which needs nothing."
         ) from None
     matplotlib.use("Agg", force=False)
@@ -122,19 +122,19 @@ def _draw_panel(place: Any, tokens: StepTokens, entries: Ints, weights: Floats, 
 
 
 def _changes(*columns: Any) -> Any:
-    """True where a token differs from the one before it."""
+    """Flags of tokens that differ from the one before."""
     return np.diff(np.stack(columns), axis=1, prepend=np.nan).any(0)
 
 
 def _runs(at: Floats, *columns: Any) -> tuple[Ints, Floats, Floats]:
-    """Neighbouring tokens that agree in all columns: the first of each run, and where runs begin and end."""
+    """Runs of neighbouring tokens that agree in all columns: the first token of each run, and the runs' bounds."""
     first = np.flatnonzero(_changes(*columns))
     last = np.append(first, len(at))[1:] - 1
     return first, at[first], at[last] + 1
 
 
 def measure(*flags: str) -> MeasuredStep:
-    """Run the loop on 4 processes."""
+    """Run the example on 4 processes and return its measured step."""
     with tempfile.NamedTemporaryFile() as written:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(LOOP)]
         command += ["--context-parallel-size", "2", "--num-microbatches", "3", "--measured", written.name, *flags]
@@ -145,7 +145,7 @@ def measure(*flags: str) -> MeasuredStep:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
-        "--out", type=Path, required=True, help="The picture, a PNG or whatever matplotlib knows by its ending."
+        "--out", type=Path, required=True, help="The picture: a PNG, or another suffix that matplotlib knows."
     )
     options = parser.parse_args()
     expected, steps = resolve("token_mean"), [measure(), measure("--exact")]

@@ -1,4 +1,4 @@
-"""Tries an installed megatron_rl_loss as a user finds it: numbers, commands, examples; away from the repository.
+"""Try an installed megatron_rl_loss like a user: numbers, commands, examples; away from the repository.
 
     python check_install.py [--with-megatron]      # in a folder of its own; tools/check_package.sh does it
 
@@ -36,7 +36,7 @@ def ours(*words: str) -> str:
 
 def check(what: str, holds: bool) -> None:
     if not holds:
-        raise SystemExit(f"not so: {what}")
+        raise SystemExit(f"failed: {what}")
 
 
 def main() -> None:
@@ -58,21 +58,21 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         copied = ours("example", "launch_grpo.sh", "--to", folder).splitlines()
         names = {Path(file).name for file in copied}
-        check("an example comes with what it needs", names >= {"pretrain_grpo.py", "rollouts.py"})
+        check("an example is copied with the files it needs", names >= {"pretrain_grpo.py", "rollouts.py"})
         if options.with_megatron:
             print(trained(f"{folder}/launch_grpo.sh") if find_spec("megatron.training") else imported())
-    print(f"Python {platform.python_version()}, torch {version('torch')}, numpy {version('numpy')}: all is so")
+    print(f"Python {platform.python_version()}, torch {version('torch')}, numpy {version('numpy')}: all checks pass")
 
 
 def imported() -> str:
-    """The entry for a loop of one's own under this Megatron, imported in a process of its own."""
+    """Import the adapter's names for a loop of your own under this Megatron, in a new process."""
     code = "from megatron_rl_loss import LossAggregation; print(LossAggregation.__module__)"
     offered = run(sys.executable, "-W", "ignore", "-c", code)
     return f"megatron-core {version('megatron-core')} has no megatron.training; imported {offered.strip()}"
 
 
 def trained(launcher: str) -> str:
-    """The line that says what was aggregated, of two steps with that launcher."""
+    """Train two steps with the launcher, and return the line that names the aggregation."""
     printed = run(launcher, "1", "--train-iters", "2", "--loss-aggregation", "prompt_mean")
     check("two steps were trained", "iteration        2/       2" in printed)
     lines = (line for line in printed.splitlines() if line.startswith("loss aggregation: prompt_mean"))

@@ -1,14 +1,14 @@
-"""Did the same steps in other layouts come to the same? A row per layout, from runs of examples/online_grpo.py.
+"""Compare the same steps in several layouts: a row per layout, from runs of examples/online_grpo.py.
 
     python tools/compare_layouts.py --start runs/demo/start runs/demo/alone runs/demo/tp2cp2 runs/demo/dp2
 
-The first folder is the reference. All began at the weights in --start, trained on the same rollouts (--save-rollouts,
---replay-rollouts) and saved their last weights in their folder (--save FOLDER/weights). Ends with 1 if one differs.
+The first folder is the reference. All runs began at the weights in --start, trained on the same rollouts
+(--save-rollouts, --replay-rollouts) and saved their last weights (--save FOLDER/weights). Exit status 1 if one differs.
 
 A row has the largest difference over the steps, of the loss and of the grad norm, each relative to the reference's
 largest; and of the weights, the norm of the difference relative to the norm of what training changed. Float32 rounding
-is about 1e-7 an operation. Adam divides by the size of a gradient, so where one is all rounding its step may turn
-about: the weights are held to less.
+is about 1e-7 per operation. Adam divides by the size of a gradient, so a gradient that is all rounding may flip the
+sign of a step: the bound of weights is looser.
 """
 
 import argparse
@@ -33,7 +33,7 @@ def weights_in(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
-    """Euclidean, over all tensors; both must have the same."""
+    """Euclidean distance over all tensors; both need the same names."""
     if a.keys() != b.keys():
         raise ValueError(f"the weights have other names: {sorted(a.keys() ^ b.keys())}")
     return float(sum((a[name] - b[name]).square().sum() for name in a) ** 0.5)
@@ -45,7 +45,7 @@ def steps_of(run: Path, name: str) -> list[float]:
 
 
 def relative(values: list[float], reference: list[float]) -> float:
-    """Largest difference, relative to the largest value of the reference."""
+    """The largest difference, relative to the largest value of the reference."""
     return max(abs(a - b) for a, b in zip(values, reference, strict=True)) / max(map(abs, reference))
 
 
@@ -67,7 +67,7 @@ def differences(run: Path, reference: Path, start: dict[str, torch.Tensor]) -> d
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--start", type=Path, required=True, help="The weights that all runs began with.")
+    parser.add_argument("--start", type=Path, required=True, help="Weights at the start of all runs.")
     parser.add_argument("reference", type=Path)
     parser.add_argument("runs", type=Path, nargs="+")
     args = parser.parse_args()

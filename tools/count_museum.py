@@ -1,4 +1,4 @@
-"""Count how the audit names published bugs: of each, random steps that are named, left as numbers, or named wrongly.
+"""Count random steps of each published bug that the audit names, leaves as numbers, or names wrongly.
 
     python tools/count_museum.py [--steps 200] [--row 14]
 
@@ -18,7 +18,7 @@ from published import BUGS, WITHOUT_WEIGHTS  # type: ignore
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--steps", type=int, default=200, help="Of each bug; seeds 0, 1, ...")
+    parser.add_argument("--steps", type=int, default=200, help="Steps of each bug; seeds 0, 1, ...")
     parser.add_argument("--row", type=int, help="One row of the museum alone.")
     options = parser.parse_args()
     rows: dict[int, bool] = {}

@@ -1,9 +1,9 @@
-"""Run every part that shows this package on GPUs, keep what each says, and write it as JSON and as a page.
+"""Run every part that proves this library on GPUs, and write the results as JSON and as a page.
 
     python tools/gpu_proof.py [--rehearse] [--out FOLDER]
 
-A part that cannot run says why. A part that fails is kept with its last lines, and the rest goes on; then the exit
-status is 1. `--rehearse` runs each part on the CPU at small sizes: it proves the commands, not their figures.
+For a part that cannot run, the page has the reason. For a part that fails, it has the last lines; the other parts still
+run, and the exit status is 1. `--rehearse` runs each part on the CPU at small sizes: it proves the commands alone.
 """
 
 import argparse
@@ -31,7 +31,7 @@ LAST_LINES = 60
 
 @dataclass(frozen=True)
 class Part:
-    """A command, and why it cannot run here, if so."""
+    """A command, and the reason if it cannot run here."""
 
     name: str
     command: Sequence[str]
@@ -74,7 +74,7 @@ def parts(rehearse: bool, folder: Path) -> Iterator[Part]:
 
 
 def run(part: Part, folder: Path) -> dict[str, Any]:
-    """Facts of a run for a page: the command, its outcome, its last lines, and the figures that it wrote."""
+    """Run a part. Returns its entry of the page: command, outcome, last lines, and the figures that it wrote."""
     shown = " ".join([*(f"{name}={value}" for name, value in part.variables.items()), *part.command])
     found: dict[str, Any] = {"part": part.name, "command": shown.replace(f" --out={folder}", "")}
     if part.reason:
@@ -95,7 +95,7 @@ def run(part: Part, folder: Path) -> dict[str, Any]:
 
 
 def page(about: dict[str, Any], found: Sequence[dict[str, Any]], rehearsed: bool) -> str:
-    """The report as Markdown: a table of parts, then what each said."""
+    """The report as Markdown: a table of parts, then the output of each."""
     title = "Rehearsal on the CPU of what a GPU is to show" if rehearsed else f"On {about['device']}"
     command = "tools/gpu_proof.sh" + (" --rehearse" if rehearsed else "")
     text = f"# {title}\n\nWritten by `{command}`. " + ", ".join(f"{key} {value}" for key, value in about.items())
@@ -109,7 +109,7 @@ def page(about: dict[str, Any], found: Sequence[dict[str, Any]], rehearsed: bool
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rehearse", action="store_true", help="On the CPU, at small sizes.")
+    parser.add_argument("--rehearse", action="store_true", help="Run on the CPU, at small sizes.")
     parser.add_argument("--out", type=Path, help="Default: docs/bench, or build/gpu_proof for a rehearsal.")
     args = parser.parse_args()
     on_gpu = torch.cuda.is_available() and not args.rehearse
@@ -120,7 +120,7 @@ def main() -> None:
             found.append(run(part, Path(folder)))
             print(f"{part.name}: {found[-1]['outcome']}", flush=True)
     if not (on_gpu or args.rehearse):
-        raise SystemExit("Nothing was written: there is no GPU here. --rehearse runs every part on the CPU.")
+        raise SystemExit("Nothing was written: this machine has no GPU. Add --rehearse to run every part on the CPU.")
     out = args.out or (ROOT / "build" / "gpu_proof" if args.rehearse else ROOT / "docs" / "bench")
     out.mkdir(parents=True, exist_ok=True)
     card = "rehearsal" if args.rehearse else re.sub(r"[^a-z0-9]+", "-", str(about["device"]).lower())

@@ -2,10 +2,10 @@
 
     python tools/make_rollouts.py --prompts 32 --seed 0 --output examples/arithmetic.jsonl
 
-There is no model behind it: a scripted, fallible solver stands in for the policy. It adds column by column, sometimes
-asks a calculator (whose answer it did not write: loss mask 0), sometimes slips, sometimes checks itself at length until
-the generation budget cuts it off. What is real is the verifier: the reward is 1 if the number after the last "=" is the
-sum and the response ended by itself, else 0. Responses that were cut off are fully masked (overlong filtering, DAPO,
+A scripted, fallible solver stands in for the policy. The solver adds column by column, sometimes asks a calculator
+(whose answer has loss mask 0), sometimes slips, and sometimes checks itself until the generation budget cuts it off.
+The verifier is real: the reward is 1 if the number after the last "=" is the sum and the response ended by itself,
+else 0. Responses that were cut off are fully masked (overlong filtering, DAPO,
 arXiv:2503.14476 section 3.4).
 
     347+58=   7+8?15;4+5+1=10;3+1=4;=405<end>     masks: 0 on the calculator's "15", 1 elsewhere
@@ -59,7 +59,7 @@ def solve(a: int, b: int, budget: int, rng: random.Random) -> Response:
 
 
 def reward(a: int, b: int, response: Response) -> float:
-    """The verifier: is the number after the last "=" the sum?"""
+    """The verifier: 1 if the number after the last "=" is the sum, else 0."""
     if response.truncated:
         return 0.0
     final = response.text.rpartition("=")[2]
@@ -95,7 +95,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--responses-per-prompt", type=int, default=8)
-    parser.add_argument("--generation-budget", type=int, default=64, help="Response tokens at most, the end included.")
+    parser.add_argument("--generation-budget", type=int, default=64, help="Most response tokens, the end included.")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()

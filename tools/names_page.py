@@ -17,7 +17,7 @@ BLOCK = re.compile(r"<!-- settings: (\w+) -->\n(?:\|.*\n)*(?:\n- The code for .*
 
 
 def table(framework: str) -> str:
-    """A framework's settings by our mode; below it the remarks on its own code that several rows share."""
+    """Table of a framework's settings: our mode of each, and differences of the framework's own code."""
     setting, default, version = FRAMEWORKS[framework]
     version = re.sub(r"\b[0-9a-f]{8}\b", r"`\g<0>`", version)
     rows: dict[tuple[str, str], list[str]] = {}
@@ -37,7 +37,7 @@ def table(framework: str) -> str:
 
 
 def with_tables(page: str) -> str:
-    """The page with each of them as it is now."""
+    """The page with current tables."""
     return BLOCK.sub(lambda found: f"<!-- settings: {found[1]} -->\n{table(found[1])}\n", page)
 
 

@@ -1,4 +1,4 @@
-"""One picture of runs of examples/online_grpo.py: held-out numbers against steps, a line a mode, its spread over seeds.
+"""Plot runs of examples/online_grpo.py: held-out numbers against steps, a line and its spread over seeds per mode.
 
     python tools/plot_online.py --runs runs/modes/*/* --json docs/online/modes-cpu.json --png docs/online/modes-cpu.png
     python tools/plot_online.py --json docs/online/*.json --table
@@ -29,7 +29,7 @@ STYLES = [("#0072B2", "-"), ("#E69F00", "-"), ("#009E73", "-"), ("#D55E00", "-")
 
 
 def collect(folders: list[Path]) -> list[dict[str, Any]]:
-    """The settings of every run, without paths, and the values at each evaluation."""
+    """Settings of every run, without paths, and its numbers at each evaluation."""
     runs = []
     for folder in folders:
         settings = json.loads((folder / "settings.json").read_text())
@@ -52,7 +52,7 @@ def mode_of(run: dict[str, Any]) -> str:
 
 
 def values_by_step(runs: list[dict[str, Any]], name: str) -> dict[int, dict[int, float]]:
-    """Values of runs of one mode, by step and seed."""
+    """The value of each seed by step, for runs of one mode."""
     values: dict[int, dict[int, float]] = defaultdict(dict)
     for run in runs:
         for seen in run["evaluations"]:
@@ -75,7 +75,7 @@ def plot(runs: list[dict[str, Any]], png: Path) -> None:
     *axes, last = grid.flat
 
     def draw(axis: Any, values: dict[int, dict[int, float]], mode: str) -> None:
-        """The mean over seeds, and their range."""
+        """Draw the mean over seeds and their range."""
         color, dashes = STYLES[list(by_mode).index(mode) % len(STYLES)]
         steps = sorted(values)
         of_steps = [list(values[step].values()) for step in steps]
@@ -111,7 +111,7 @@ def plot(runs: list[dict[str, Any]], png: Path) -> None:
 
 
 def table(runs: list[dict[str, Any]]) -> str:
-    """Held-out reward of every run, a row a mode and learning rate, the seeds beside each other."""
+    """Table of held-out rewards: a row per mode and learning rate, a column per seed."""
     rows: dict[tuple[str, float], list[list[str]]] = defaultdict(list)
     last = runs[0]["settings"]["steps"]
     half = last // 2
@@ -129,9 +129,9 @@ def table(runs: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--runs", type=Path, nargs="+", help="Folders given to --output.")
-    parser.add_argument("--json", type=Path, nargs="+", required=True, help="To read; with --runs one, to write.")
-    parser.add_argument("--png", type=Path, help="Where to draw them.")
+    parser.add_argument("--runs", type=Path, nargs="+", help="Folders of runs, as given to --output.")
+    parser.add_argument("--json", type=Path, nargs="+", required=True, help="Files to read; with --runs, one to write.")
+    parser.add_argument("--png", type=Path, help="File for the picture.")
     parser.add_argument("--table", action="store_true", help="Print held-out rewards.")
     args = parser.parse_args()
     if args.runs is not None:

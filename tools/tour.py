@@ -1,9 +1,9 @@
-"""Run the cells of docs/tour.ipynb in order, in a fresh namespace, and write what they print and draw into it.
+"""Run the cells of docs/tour.ipynb in order, in a fresh namespace, and write their output into the notebook.
 
     python tools/tour.py               # a minute on a CPU; it needs the extras megatron and demo
     python tools/tour.py --page FILE   # write the notebook as a Markdown page; runs nothing
 
-A notebook is JSON, so that no Jupyter is needed. Output is what a cell prints, and the figures that it leaves open.
+A notebook is JSON, so no Jupyter is needed. The output of a cell is its printed text, and the figures that stay open.
 """
 
 import argparse
@@ -59,8 +59,8 @@ def page(notebook: Json) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, default=NOTEBOOK, help="Where to write the notebook; default: in place.")
-    parser.add_argument("--page", type=Path, help="Where to write the Markdown page.")
+    parser.add_argument("--out", type=Path, default=NOTEBOOK, help="File for the notebook; default: in place.")
+    parser.add_argument("--page", type=Path, help="File for the Markdown page.")
     options = parser.parse_args()
     notebook = json.loads(NOTEBOOK.read_text(encoding="utf-8"))
     if options.page is not None:

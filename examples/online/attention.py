@@ -1,7 +1,7 @@
 """Core attention of a batch of padded rows in plain torch: cut for context parallelism, or over cached keys and values.
 
-Megatron's `DotProductAttention` refuses context parallelism and Transformer Engine needs a GPU; this runs anywhere, on
-every layout, and in training and sampling alike, so that both compute the same log-probs.
+Megatron's `DotProductAttention` rejects context parallelism, and Transformer Engine needs a GPU. This attention runs on
+any machine and layout, in training and sampling alike, so both compute the same log-probs.
 """
 
 from types import SimpleNamespace

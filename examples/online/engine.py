@@ -1,8 +1,8 @@
 """Responses from Megatron's own inference engine: ``--sampler megatron``.
 
-It is the static engine: of Megatron's two, the one that runs on a CPU too. Megatron-core 0.19 calls it deprecated, and
-it needs tqdm. It does not say entropies, nor the log-prob of the end mark, and draws its own random numbers, so that
-other layouts draw other responses. The step's losses need none of that: the trainer computes the old log-probs.
+Megatron's static engine also runs on a CPU, unlike its other one. Megatron-core 0.19 calls it deprecated; it needs
+tqdm. The engine returns no entropies and no log-prob of the end mark. It draws its own random numbers, so other layouts
+draw other responses. The step's losses need none of that: the trainer computes the old log-probs.
 """
 
 from typing import Any
@@ -33,7 +33,7 @@ class _Characters:
 
 
 def sample_with_engine(model: Any, prompts: Tensor, *, seed: int, greedy: bool = False) -> Responses:
-    """One response a prompt, at temperature 1, or the likeliest tokens; all tensor-parallel ranks with one seed.
+    """Sample one response per prompt at temperature 1, or the likeliest tokens. Tensor-parallel ranks share a seed.
 
     Args:
         model: Megatron's GPTModel, not wrapped.

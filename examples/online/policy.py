@@ -42,7 +42,7 @@ class Policy:
 
 
 def build_policy(seed: int, hidden_size: int = HIDDEN_SIZE) -> Policy:
-    """A GPT, of 0.1 M parameters by default, the same in every layout; the process groups must be there."""
+    """Build a GPT, by default of 0.1 M parameters, the same in every layout. Needs the process groups."""
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
     config = TransformerConfig(
@@ -79,7 +79,7 @@ def build_policy(seed: int, hidden_size: int = HIDDEN_SIZE) -> Policy:
 def log_probs_of(model: Any, rows: Rows, local: Callable[[Tensor], Tensor]) -> Tensor:
     """Log-probs of this context-parallel rank's tokens, [rows, local positions]; `local` cuts a tensor for it.
 
-    With a teacher's ids [rows, local positions, 1 + K]: of the token, and of these.
+    With a teacher's ids [rows, local positions, 1 + K]: log-probs of the token and of these ids.
     """
     tokens, position_ids, labels = (local(x).cuda() for x in (rows.tokens, rows.position_ids, rows.labels))
     if rows.teacher_ids is None:
@@ -89,14 +89,14 @@ def log_probs_of(model: Any, rows: Rows, local: Callable[[Tensor], Tensor]) -> T
 
 
 def cut(policy: Policy, rows: Rows) -> Callable[[Tensor], Tensor]:
-    """Cuts a tensor of these rows for this context-parallel rank, as a micro-batch does."""
+    """Cut a tensor of these rows for this context-parallel rank, as a micro-batch does."""
     of_rank = rows.samples.local(policy.groups.cp.rank(), policy.groups.cp.size())
     return lambda values: of_rank.of(values.flatten(0, 1)).unflatten(0, (len(values), -1))
 
 
 @torch.no_grad()
 def old_log_probs(policy: Policy, rows: Rows) -> Tensor:
-    """Log-probs under the weights of now, by the forward pass that training takes; this rank's part."""
+    """Log-probs under the current weights, by the forward pass of training; this rank's part."""
     return log_probs_of(policy.ddp, rows, cut(policy, rows))
 
 
@@ -134,7 +134,7 @@ class Trainer:
         self.schedule = aggregation.wrap_schedule(get_forward_backward_func())
 
     def step(self, microbatches: Sequence[Rows], losses: Losses, *, lr_factor: float = 1.0) -> dict[str, float]:
-        """One optimizer step; the metrics of `losses` and the norm of the gradient, of the whole step."""
+        """Run one optimizer step. Returns the metrics of `losses` and the gradient norm, both of the whole step."""
 
         def forward_step(data_iterator: Iterator[Microbatch], model: Any) -> tuple[Tensor, Any]:
             microbatch = next_microbatch(data_iterator)
@@ -164,7 +164,7 @@ class Trainer:
 
 
 def save_policy(policy: Policy, folder: Path) -> None:
-    """The weights, in Megatron's distributed format: any layout can load them."""
+    """Save the weights in Megatron's distributed format, which any layout can load."""
     if dist.get_rank() == 0:
         folder.mkdir(parents=True)
     dist.barrier()

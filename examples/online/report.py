@@ -1,4 +1,4 @@
-"""A step in numbers, and where they go: a line of JSON, TensorBoard, wandb, and a progress line now and then."""
+"""Numbers of a step and their logs: a line of JSON, TensorBoard, wandb, and a progress line at intervals."""
 
 import importlib.util
 import json
@@ -18,9 +18,9 @@ Numbers = dict[str, float]
 
 
 def describe(rollouts: Sequence[Rollout]) -> Numbers:
-    """Reward, response length (in tokens; of right and wrong responses too) and the share with working.
+    """Mean reward, response length in tokens (also of right and of wrong responses), and share with working.
 
-    A mean over nothing, as the length of wrong responses when all are right, is left out.
+    Means over no response, such as the length of wrong responses if all are right, are left out.
     """
     means: dict[str, list[float]] = {
         "reward": [one.reward for one in rollouts],
@@ -33,7 +33,7 @@ def describe(rollouts: Sequence[Rollout]) -> Numbers:
 
 
 def zero_variance_groups(rollouts: Sequence[Rollout]) -> int:
-    """Prompt groups whose responses all have one reward: their advantages are 0, and nothing is learnt from them."""
+    """Number of prompt groups whose responses all have the same reward, so that all advantages are 0."""
     rewards: dict[int | str, set[float]] = {}
     for rollout in rollouts:
         rewards.setdefault(rollout.prompt_id, set()).add(rollout.reward)
@@ -41,9 +41,9 @@ def zero_variance_groups(rollouts: Sequence[Rollout]) -> int:
 
 
 class Report(AbstractContextManager["Report"]):
-    """Writes and prints on the first rank; on the others it does nothing.
+    """Writes and prints on the first rank; does nothing on other ranks.
 
-    Raises ValueError for a wandb project where wandb is not installed.
+    Raises ValueError for a wandb project if wandb is not installed.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Report(AbstractContextManager["Report"]):
         self._on = not dist.is_initialized() or dist.get_rank() == 0
         self._started = time.monotonic()
         if wandb_project is not None and importlib.util.find_spec("wandb") is None:
-            raise ValueError("--wandb-project: wandb is not installed. pip install wandb, or drop the flag.")
+            raise ValueError("--wandb-project: wandb is not installed. Run pip install wandb, or drop the flag.")
         if not self._on:
             return
         folder.mkdir(parents=True, exist_ok=True)
@@ -95,9 +95,9 @@ class Report(AbstractContextManager["Report"]):
 
 
 def progress_line(step: int, steps: int, numbers: Numbers, seconds: float) -> str:
-    """A step in a line, to look at while waiting; `seconds` since the first step began.
+    """Progress line of a step; `seconds` since the first step began.
 
-    The last step's held-out reward is left to the line that ends the run.
+    The line that ends the run has the held-out reward of the last step.
     """
     width = len(str(steps))
     parts = [f"step {step:{width}}/{steps}"]

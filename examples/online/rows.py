@@ -1,4 +1,4 @@
-"""Rollouts as the padded rows of micro-batches, ``[rows, positions]``, and how a step's rollouts become them."""
+"""Rollouts as the padded rows of micro-batches, ``[rows, positions]``, and their distribution over ranks."""
 
 import itertools
 from collections.abc import Sequence
@@ -15,13 +15,13 @@ from megatron_rl_loss import Samples, ZigzagBSHD
 class Rows:
     """One micro-batch, not yet cut for a context-parallel rank. Tensors are [rows, positions].
 
-    Position t of a row holds its token t, and everything about the token it predicts, t + 1. Padding is at the end,
+    Position t of a row holds its token t, and all values of the token that it predicts, t + 1. Padding is at the end,
     where causal attention does not see it.
 
     Attributes:
-        sampler_log_probs: what the sampler said, 0 where it did not sample; None if it said nothing.
-        old_log_probs: what the trainer said before the step's first update, this rank's part, [rows, local positions];
-            None until then.
+        sampler_log_probs: log-probs of the sampler, 0 for tokens that it did not sample; None if it returns none.
+        old_log_probs: log-probs of the trainer before the step's first update, this rank's part,
+            [rows, local positions]; None until then.
         teacher_ids, teacher_log_probs: the teacher's likeliest ids, this rank's part, [rows, local positions, K]; None
             without a teacher.
     """
@@ -71,16 +71,16 @@ def make_rows(rollouts: Sequence[Rollout], *, multiple: int) -> Rows:
 
 
 def deal(rollouts: Sequence[Rollout], *, num_microbatches: int, dp_rank: int, dp_size: int, cp_size: int) -> list[Rows]:
-    """This data-parallel rank's micro-batches of a step.
+    """Deal a step's samples like cards, and return the micro-batches of this data-parallel rank.
 
-    Dealt like cards: the rollouts of one prompt lie on several ranks and in several micro-batches, and the samples of
-    one rollout too. A mode counts over the whole step, so nothing has to stay together.
+    The rollouts of one prompt lie on several ranks and in several micro-batches, and so do the samples of one rollout.
+    A mode counts over the whole step, so nothing has to stay together.
     """
     hands = num_microbatches * dp_size
     if len(rollouts) < hands:
         raise ValueError(
-            f"{len(rollouts)} samples are too few for {num_microbatches} micro-batches on each of {dp_size} "
-            "data-parallel ranks. Lower --num-microbatches, or raise --prompts-per-step."
+            f"{len(rollouts)} samples for {num_microbatches} micro-batches on each of {dp_size} data-parallel ranks: "
+            "every micro-batch needs a sample. Lower --num-microbatches, or raise --prompts-per-step."
         )
     return [
         make_rows(rollouts[microbatch * dp_size + dp_rank :: hands], multiple=2 * cp_size)
@@ -89,9 +89,9 @@ def deal(rollouts: Sequence[Rollout], *, num_microbatches: int, dp_rank: int, dp
 
 
 def split_over_samples(rollout: Rollout, count: int) -> list[Rollout]:
-    """A rollout as up to `count` samples, as an agent's turns would be: each sees what came before, and trains its own.
+    """Split a rollout into up to `count` samples, like turns of an agent: each has the earlier ones as its prompt.
 
-    They share the rollout's id, so that every mode gives each token the weight it has in the whole rollout.
+    The samples share the rollout's id, so every mode gives each token its weight in the whole rollout.
     """
     length = len(rollout.response_tokens)
     count = min(count, length)

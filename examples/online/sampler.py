@@ -1,9 +1,9 @@
 """Responses from the current weights.
 
-A short loop of our own over Megatron's forward pass and Megatron's KV cache. Megatron's own engine runs here too
-(engine.py), about as fast. This loop is the default because it also says entropies and the log-prob of the end mark,
-and takes the random numbers as an input: a step's numbers are drawn for all its responses at once and do not depend on
-who samples which, so every layout draws the same responses (up to rounding of the probabilities).
+This file is a short loop over Megatron's forward pass and KV cache. Megatron's own engine (engine.py) is about as fast.
+This loop is the default because it returns entropies and the log-prob of the end mark, and takes random numbers as an
+input. A step's numbers are drawn for all its responses at once, whichever rank samples them, so every layout draws the
+same responses (up to rounding of the probabilities).
 """
 
 from collections.abc import Callable, Iterator
@@ -22,13 +22,13 @@ from online.task import END, MAX_RESPONSE
 
 @dataclass(frozen=True)
 class Responses:
-    """Sampled responses, a row each; positions from `lengths` on mean nothing.
+    """Sampled responses, one per row; positions from `lengths` on are undefined.
 
     Attributes:
         tokens: int64 [rows, MAX_RESPONSE].
-        lengths: int64 [rows], the end mark included; MAX_RESPONSE where none came.
-        log_probs: float32, of the tokens under the policy that drew them; None if the sampler does not say.
-        entropies: float32, in nats, of the distributions they were drawn from; None if the sampler does not say.
+        lengths: int64 [rows], the end mark included; MAX_RESPONSE for a response without one.
+        log_probs: float32, of the tokens under the policy that drew them; None if the sampler returns none.
+        entropies: float32, in nats, of the distributions of the tokens; None if the sampler returns none.
     """
 
     tokens: Tensor
@@ -45,7 +45,7 @@ class Responses:
 
 
 def one_seed(*seeds: int) -> int:
-    """One of several: what it is for, and of which step, say."""
+    """One seed from several numbers, such as a purpose and a step."""
     seed = 0
     for part in seeds:
         seed = seed * 1_000_003 + part
@@ -59,12 +59,12 @@ def draw_uniforms(rows: int, seed: int) -> Tensor:
 
 @torch.no_grad()
 def sample(model: Any, prompts: Tensor, uniforms: Tensor, *, tp_group: Any) -> Responses:
-    """One response a prompt, at temperature 1; all ranks of a tensor-parallel group together, with equal arguments.
+    """Sample one response per prompt at temperature 1; called by all ranks of a TP group with equal arguments.
 
     Args:
         model: Megatron's GPTModel, not wrapped.
         prompts: int64 [rows, prompt length], all of one length.
-        uniforms: [rows, MAX_RESPONSE] in [0, 1): where in the cumulated probabilities a token is picked.
+        uniforms: [rows, MAX_RESPONSE] in [0, 1): the place of each token in the cumulated probabilities.
     """
     rows, prompt_length = prompts.shape
     cache = StaticInferenceContext(rows, prompt_length + MAX_RESPONSE)
@@ -102,7 +102,7 @@ def sample(model: Any, prompts: Tensor, uniforms: Tensor, *, tp_group: Any) -> R
 
 @contextmanager
 def _evaluating(model: Any) -> Iterator[None]:
-    """The model in evaluation mode for a while, as Megatron asks of inference."""
+    """Evaluation mode inside the ``with``, which Megatron needs for inference."""
     before = model.training
     model.eval()
     try:
@@ -112,17 +112,17 @@ def _evaluating(model: Any) -> Iterator[None]:
 
 
 def sample_together(draw: Callable[[slice], Responses], rows: int, *, replica_group: Any) -> Responses:
-    """The rows split over the ranks that hold the same weights; every rank gets all responses.
+    """Split the rows over the ranks that hold the same weights; every rank gets all responses.
 
     Args:
         draw: samples responses to some of the rows.
-        replica_group: data- and context-parallel ranks, whose number must divide `rows`. Each samples every n-th row,
-            so that the responses to one prompt come from several ranks.
+        replica_group: data- and context-parallel ranks; their number must divide `rows`. Each of n ranks samples every
+            n-th row, so the responses to one prompt come from several ranks.
     """
     size, rank = replica_group.size(), replica_group.rank()
     if rows % size:
         ranks = f"{size} data- and context-parallel ranks"
-        raise ValueError(f"{rows} responses cannot be split evenly over {ranks}: ask for a multiple.")
+        raise ValueError(f"{rows} responses on {ranks}: the ranks must divide them evenly. Ask for a multiple.")
     mine = draw(slice(rank, None, size))
     if size == 1:
         return mine

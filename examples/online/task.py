@@ -2,9 +2,9 @@
 
     347+586=   933$             or   <13,13,09>933$
 
-The working is the sums of the columns, units first, carry included. A response is right if the text after its last ">"
-is the sum and the end mark "$" comes within `MAX_RESPONSE` tokens. Nobody looks at the working itself: whether it pays
-is for the policy to find out. Pairs with (3a + b) mod 4 = 0 are held out of training.
+The working lists the sums of the columns, units first, carry included. A response is right if the text after its last
+">" is the sum and the end mark "$" comes within `MAX_RESPONSE` tokens. The checker ignores the working itself. Pairs
+with (3a + b) mod 4 = 0 are held out of training.
 """
 
 import random

@@ -1,7 +1,7 @@
-"""The supervised beginning: examples of the task, some with working, until the policy is right now and then.
+"""The supervised beginning: trains on examples of the task, some with working, until some responses are right.
 
-It stops on reward, not after a number of steps: reward rises steeply here, and a fixed number would start one seed at
-0.1 and the next at 0.6.
+The warm start ends at a reward, not after a number of steps. Reward rises steeply here: after a fixed number of steps
+one seed would have 0.1 and another 0.6.
 """
 
 import random
@@ -41,9 +41,9 @@ def warm_start(
     seed: int,
     say: Callable[[str], None],
 ) -> WarmStart:
-    """Train `policy` on examples until ``reward_now(step)``, tried every few steps, is `until_reward`.
+    """Train `policy` on examples until ``reward_now(step)``, measured every few steps, is `until_reward`.
 
-    Raises RuntimeError where it is not within `MOST_STEPS`.
+    Raises RuntimeError if `MOST_STEPS` are not enough.
     """
     say(f"warm start: right answers, some with working, until a sampled one is right with {until_reward:.0%}")
     rng = random.Random(f"warm start {seed}")
@@ -60,7 +60,7 @@ def warm_start(
                 say(f"warm start, step {step}: loss {report['pg_loss']:.2f}, reward {reward:.2f}")
             if enough:
                 return WarmStart(step, reward)
-    raise RuntimeError(f"The warm start did not reach a reward of {until_reward} in {MOST_STEPS} steps.")
+    raise RuntimeError(f"--warm-start-reward {until_reward}: not reached in {MOST_STEPS} steps. Lower it.")
 
 
 def draw_examples(count: int, rng: random.Random) -> list[Rollout]:

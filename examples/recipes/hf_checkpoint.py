@@ -1,4 +1,4 @@
-"""A Hugging Face checkpoint: Megatron-Bridge makes the model, a loop of your own trains it, Bridge writes it back.
+"""A Hugging Face checkpoint: Megatron-Bridge loads and saves it, a loop of your own trains it.
 
     bridge, model = load("Qwen/Qwen3-0.6B", tensor_model_parallel_size=2, context_parallel_size=2)
     schedule = prove_first_step(get_forward_backward_func(), "prompt_mean")

@@ -1,4 +1,4 @@
-"""A KL term to a reference policy: the policy loss by the mode that was asked for, the KL by the sample mean.
+"""A KL term to a reference policy: the policy loss has the launch's mode, the KL the sample mean.
 
 The loss, ``pg_loss`` and ``kl`` (without its coefficient) are reported for the whole step. For a KL term that follows
 the mode, leave the Term's mode out.

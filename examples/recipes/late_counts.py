@@ -1,4 +1,4 @@
-"""A step whose units are counted at its end: schedule calls as samples arrive, gradients scaled once by 1 / U.
+"""Counting units at the end of a step: run the schedule as samples arrive, and scale gradients once by 1 / U.
 
     with late_counts(model) as counts:
         for batches in arriving:  # on all ranks as many calls
@@ -24,14 +24,14 @@ rollout_sum = Mode(name="rollout_sum", function=lambda step: 1 / step.tokens("ro
 
 @contextmanager
 def late_counts(model: Any) -> Iterator[list[float]]:
-    """Hold gradients back in the ``with``; after it reduce them once, and divide them by the sum of the counts.
+    """Delay the reduction of gradients to the end of the ``with``; then divide them by the sum of the counts.
 
-    Every gradient is divided, that of auxiliary losses (MoE, MTP) too; per-token loss divides by itself.
+    Gradients of auxiliary losses (MoE, MTP) are divided too. Not for per-token loss, which divides by itself.
     """
     chunks = model if isinstance(model, list) else [model]
     config, counts = get_model_config(chunks[0]), list[float]()
     if config.calculate_per_token_loss:
-        raise ValueError("late counts with per-token loss: Megatron divides by tokens itself. Turn it off.")
+        raise ValueError("late counts with calculate_per_token_loss: Megatron divides, too. Turn it off.")
     options: dict[str, Any] = {}
     held = {
         "finalize_model_grads_func": lambda *_, **given: options.update(given),

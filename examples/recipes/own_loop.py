@@ -21,13 +21,13 @@ Batch = dict[str, Any]  # loss_masks, layout, prompt_ids: of Samples; tokens, ol
 
 
 def policy_loss(batch: Batch, microbatch: Microbatch, log_probs: torch.Tensor) -> Any:
-    """A pair for the schedule, (loss, report); without `form` it is (loss, num_tokens, report)."""
+    """Return (loss, report) to the schedule; without `form` it would be (loss, num_tokens, report)."""
     old, advantages = (microbatch.local(batch[name]).cuda() for name in ("old_log_probs", "advantages"))
     return microbatch.loss(ppo_clip_loss(log_probs, old, advantages, microbatch).per_token_loss, form="2-tuple")
 
 
 def forward_backward(schedule: Any, model: Any, batches: list[Batch], loss: Any, mode: str) -> dict[str, torch.Tensor]:
-    """Gradients of the step loss; the step's values by name, on ranks of the last pipeline stage."""
+    """Compute gradients of the step loss. Returns the step's values by name, on ranks of the last pipeline stage."""
 
     def describe() -> list[Samples]:  # a function: what it raises on one rank is raised on all
         return [Samples(**{key: b[key] for key in ("loss_masks", "layout", "prompt_ids", "tokens")}) for b in batches]

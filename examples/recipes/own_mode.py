@@ -1,7 +1,7 @@
 """A mode of your own, tried before it trains: `python own_mode.py`. Import this file before the flags are parsed.
 
-A mode returns weights *beside* the mask: a number, an array with one per sample, or a list with an array per sample.
-It counts over the whole step, by key, never over the micro-batch in hand.
+A mode returns weights without the mask: a number, an array with one per sample, or a list with an array per sample.
+Modes count over the whole step, by key, never over one micro-batch.
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ def root_length(step: ModeInputs) -> Any:
 
 @register_pg_loss_reducer("microbatch_mean")
 def microbatch_mean(step: ModeInputs) -> float:
-    """A usual mistake: divided by the samples of the micro-batch, so it changes with how the step is cut."""
+    """A usual mistake: the samples of the micro-batch divide, so weights change with the cut of the step."""
     return 1 / len(step.batch)
 
 

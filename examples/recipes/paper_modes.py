@@ -1,7 +1,7 @@
 """Modes of papers, an expression each: ``--custom-pg-loss-reducer-function-path paper_modes.balanced``, or import them.
 
 l is a token's loss, m its mask, M_i the mask tokens of sample i. Ids and labels go with the samples: ``Samples(masks,
-prompt_ids=..., ids={"prompt_sign": [...]}, labels={"turns": [...]})``. They read as examples for modes of your own.
+prompt_ids=..., ids={"prompt_sign": [...]}, labels={"turns": [...]})``. Use them as examples for modes of your own.
 """
 
 from typing import Any

@@ -17,7 +17,7 @@ Batch = dict[str, Any]  # tokens, labels, old_log_probs, advantages: [tokens]; l
 
 
 def train_step(model: Any, optimizer: Any, batches: list[Batch], mode: str, divisor: float | None = None) -> Tensor:
-    """One optimizer step over this rank's micro-batches, as many as others have: a forward gathers weights."""
+    """Run one optimizer step. All ranks need equally many micro-batches: a forward gathers weights."""
 
     def describe() -> list[Samples]:  # a function: what it raises on one rank is raised on all
         return [Samples(**{name: batch[name] for name in ("loss_masks", "prompt_ids", "tokens")}) for batch in batches]

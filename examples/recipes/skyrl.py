@@ -1,4 +1,4 @@
-"""SkyRL: one line where the run script registers its losses, before Ray starts; then two settings say to use it.
+"""SkyRL: register a policy loss in the run script, before Ray starts; two settings select it.
 
 trainer.algorithm.policy_loss_type=mine trainer.algorithm.loss_reduction=token_mean
 """

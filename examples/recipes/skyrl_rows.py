@@ -1,4 +1,4 @@
-"""SkyRL: modes by session, whose rows are the steps of a trajectory, or by prompt. A trainer of your own weighs.
+"""SkyRL: modes by session (its rows are steps of a trajectory) or by prompt. A trainer of your own sets weights.
 
 trainer.algorithm.loss_reduction=token_mean generator.step_wise_trajectories=true, and run `Experiment` in the place of
 `BasePPOExp`.

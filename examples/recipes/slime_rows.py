@@ -1,4 +1,4 @@
-"""slime: modes by session, whose rows share a `rollout_id`, or by prompt. Rewards are folded, and a hook adds up.
+"""slime: modes by session (its rows share a `rollout_id`) or by prompt. Rewards hold the weights; a hook sums.
 
 --custom-reward-post-process-path slime_rows.rewards --advantage-estimator grpo
 --custom-pg-loss-reducer-function-path megatron_rl_loss.frameworks.slime.constant_1
@@ -12,7 +12,7 @@ MODE = "session_mean"  # or "prompt_mean"
 
 
 def rewards(args: Any, samples: list[Any]) -> tuple[list[float], list[float]]:
-    """The rewards as they are, and GRPO's advantages times G and the weight that all tokens of a row have."""
+    """The raw rewards, and GRPO's advantages times G and the weight of the row's tokens."""
     raw = [one.get_reward_value(args) for one in samples]
     prompts, sessions = [one.group_index for one in samples], [one.rollout_id for one in samples]
     masks = [[0] * one.response_length if one.remove_sample else one.loss_mask or [1] * one.response_length

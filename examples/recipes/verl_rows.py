@@ -1,4 +1,4 @@
-"""verl: modes by session or prompt. The driver sends weights, where verl has those of rollout correction; a loss sums.
+"""verl: modes by session or prompt. The driver sends weights in the place of rollout correction's; a loss sums.
 
 VERL_USE_EXTERNAL_MODULES=verl_rows, in the environment of the driver and of Ray's workers, and
 trainer.v1.trainer_mode=rows actor_rollout_ref.actor.policy_loss.loss_mode=rows
@@ -31,7 +31,7 @@ class Trainer(PPOTrainerSync):  # type: ignore[misc]
     def _update_actor(self, batch: Any, metrics: Any) -> Any:
         settings, stored = self.config.actor_rollout_ref, {"keys": batch.keys, "partition_id": batch.partition_id}
         if settings.actor.shuffle or (self.config.algorithm.get("rollout_correction") or {}).get("rollout_is"):
-            raise ValueError("actor.shuffle, or rollout_is: rows of other steps, or weights of its own. Turn it off.")
+            raise ValueError("actor.shuffle or rollout_is: they mix steps or replace weights. Turn both off.")
         masks = tq.kv_batch_get(**stored, select_fields=["response_mask"])["response_mask"].unbind()
         dp_size, weights = max(self.actor_rollout_wg._dispatch_info["actor"]) + 1, dict[int, torch.Tensor]()
         share = settings.actor.ppo_mini_batch_size * settings.rollout.n // dp_size  # a rank's rows in a step

@@ -1,6 +1,6 @@
-"""The weights that a loss gives to tokens, measured, beside those that were asked for.
+"""The audit: measures the weight that a loss gives each token, and compares it with the weight that was asked for.
 
-For whoever doubts a loss function, a mode or a launch. `audit.megatron` measures a step of a real Megatron run.
+Use it to check a loss function, a mode or a launch. `audit.megatron` measures a step of a real Megatron run.
 """
 
 from megatron_rl_loss import refuse_names

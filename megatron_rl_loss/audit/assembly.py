@@ -1,4 +1,4 @@
-"""One `MeasuredStep` of the gradients that the ranks of a step measured. NumPy; nothing here communicates."""
+"""`MeasuredStep` from the gradients that the ranks of a step measured. NumPy alone, no communication."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from megatron_rl_loss.audit.log_prob_gap import LogProbGap, compare_log_probs
 from megatron_rl_loss.audit.tokens import Floats, Ints, MeasuredStep, Split, StepTokens
 from megatron_rl_loss.step.samples import LocalTokens
 
-#: The largest difference of gradients that should be the same, relative to the largest: they are computed alike.
+#: The largest difference of gradients that should be equal, relative to the largest gradient.
 _APART = 1e-3
 _COLUMNS = ("mask", "sample", "position", "dp_rank", "microbatch", "cp_rank", "weights")
 
@@ -51,7 +51,7 @@ class SampleArrays:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """The gradients that one rank measured in one micro-batch, one for each token that it holds."""
+    """Gradients that one rank measured in one micro-batch, one for each token that the rank holds."""
 
     dp_rank: int
     cp_rank: int
@@ -71,7 +71,7 @@ class Part:
 def measured_step(parts: Sequence[Part], factor: float, split: Split, **said: Any) -> MeasuredStep:
     """The step, with ``weight = factor * sum of gradients over the ranks that hold the token``.
 
-    `said` is what else a `MeasuredStep` says: unknown, notes, facts.
+    `said` holds the other fields of a `MeasuredStep`: unknown, notes, facts.
     """
     by_place: dict[tuple[int, int], list[Part]] = {}
     for part in sorted(parts, key=lambda part: (part.place, part.cp_rank)):
@@ -81,7 +81,7 @@ def measured_step(parts: Sequence[Part], factor: float, split: Split, **said: An
     num_empty, of_empty = 0, dict[str, list[Ints]]()
     for (dp_rank, microbatch), here in by_place.items():
         samples = here[0].samples
-        assert samples is not None, f"nobody described micro-batch {microbatch} of DP rank {dp_rank}"
+        assert samples is not None, f"no rank described micro-batch {microbatch} of DP rank {dp_rank}"
         weights, holder = np.zeros(samples.total_tokens), np.full(samples.total_tokens, -1)  # of the layout's buffer
         for part in here:
             weights[part.positions] += part.gradients * np.float64(factor / samples.copies)  # a position comes once
@@ -109,7 +109,7 @@ def measured_step(parts: Sequence[Part], factor: float, split: Split, **said: An
     named = [{*piece}.difference(_COLUMNS) for piece in pieces]
     ids = sorted(set.intersection(*named)) if named else []
     if partly := sorted(set().union(*named).difference(ids)):
-        why = f"Ids are given in some micro-batches alone: {', '.join(partly)}. Give them to all samples, or to none."
+        why = f"Ids are missing in some micro-batches: {', '.join(partly)}. Give them to all samples, or to none."
         said["unknown"] = (*said.get("unknown", ()), why)
     joined: dict[str, Any] = {
         name: np.concatenate([np.zeros(0, np.int64), *(piece[name] for piece in pieces)]) for name in (*_COLUMNS, *ids)
@@ -122,14 +122,14 @@ def measured_step(parts: Sequence[Part], factor: float, split: Split, **said: An
 
 
 def differ_over_cp(parts: Sequence[Part]) -> bool:
-    """True if a gather hands back a rank's own gradients, and those of a token are not the same on all ranks."""
+    """True if a token that all CP ranks hold has a different gradient on some of them."""
     firsts = {part.place: part.gradients for part in parts if part.samples is not None and part.samples.copies > 1}
     pairs = [(firsts[part.place], part.gradients) for part in parts if part.place in firsts]
     return any(np.abs(own - first).max(initial=0) > _APART * np.abs(first).max(initial=0) for first, own in pairs)
 
 
 def log_prob_gap(parts: Sequence[Part]) -> LogProbGap | None:
-    """The gap between the log-probs of parts, over samples for which all ranks gave them; None without any."""
+    """The gap between the two sides' log-probs, over samples whose ranks all gave them; None without such samples."""
     found: list[tuple[Tensor, Tensor, Tensor]] = []
     parts = [part for part in parts if part.log_probs is not None]
     for first in sorted(parts, key=lambda part: part.place):

@@ -1,9 +1,9 @@
-"""Importing this module audits a training step of the process that imports it, wherever an engine trains.
+"""An audit by import: the process that imports this module has one of its training steps measured.
 
-Name it where the engine imports a module in its workers (verl's ``external_lib``, a plugin), or `attach` where it calls
-a function there (slime's ``--custom-megatron-init-path``, Ray's ``worker_process_setup_hook``). `VARIABLE` holds the
-options of ``python -m megatron_rl_loss audit``. The first rank prints and writes the verdicts; training goes on with
-the numbers that it would have had. A process that never imports Megatron-Core is left as it is.
+Name the module in an engine's setting for imports in workers (verl's ``external_lib``, a plugin), or name `attach` in
+its setting for a function (slime's ``--custom-megatron-init-path``, Ray's ``worker_process_setup_hook``). `VARIABLE`
+holds the options of ``python -m megatron_rl_loss audit``. The first rank prints and writes the verdicts; training goes
+on, with unchanged numbers. Processes that never import Megatron-Core are not affected.
 """
 
 import os
@@ -11,19 +11,22 @@ import shlex
 from argparse import ArgumentParser
 from typing import Any, NoReturn
 
-from megatron_rl_loss.audit.launch import add_audit_options, audit_once
+from megatron_rl_loss.audit.launch import add_audit_options, audit_once, print_text
 
-#: An environment variable: ``--json verdicts.json --expect token_mean``, say.
+#: An environment variable, for example ``--json verdicts.json --expect token_mean``.
 VARIABLE = "MEGATRON_RL_LOSS_AUDIT"
 
 
 def attach(*_: Any) -> None:
-    """A function for engines that name one; it ignores its arguments, since the import does all."""
+    """Do nothing, whatever the arguments: engines that name a function import the module, which starts the audit."""
 
 
 class _Parser(ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        given, remedy = f"{VARIABLE}={os.environ.get(VARIABLE, '')!r}", "It takes the options of the audit command"
+        given, remedy = (
+            f"{VARIABLE}={os.environ.get(VARIABLE, '')!r}",
+            "Set the variable to options of the audit command",
+        )
         raise ValueError(f"{given}: {message}. {remedy} (python -m megatron_rl_loss audit --help), without a script.")
 
 
@@ -36,7 +39,7 @@ def _audit() -> None:
         parser.error(str(error))
     options = parser.parse_args(words)
     header = f"The audit of training step {options.step} of this process; training goes on:"
-    audit_once(options, lambda text, status: print(header, text, sep="\n", flush=True) if text else None)
+    audit_once(options, lambda text, status: print_text(f"{header}\n{text}") if text else None)
 
 
 _audit()

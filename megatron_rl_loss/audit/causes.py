@@ -1,7 +1,7 @@
-"""A flat table of causes: the aggregations that are known to go wrong, each as the weight that it gives a token.
+"""A flat table of causes: known wrong aggregations, each as the weight that it gives a token.
 
-A row is words and one expression over masks and ids. It fits where measured weights are a constant times it, within
-rounding, at every token of every step at hand; a constant is a product of sizes and counts of the step.
+A row has words and one expression over masks and ids. A row fits if the measured weights are a constant times the
+expression, within rounding, at every token of every given step. Constants are products of the step's sizes and counts.
 """
 
 import itertools
@@ -25,7 +25,7 @@ PARTS = {
     "the CP rank's pieces of all its micro-batches": ("dp_rank", "cp_rank"),
     "this micro-batch of all DP ranks": ("microbatch",),
 }
-#: The contribution of a group's member (a sample, a rollout, a piece) by its mask's sum, entries and nonzero entries.
+#: The contribution of a member of a group (a sample, a rollout, a piece), from its mask's sum, entries and nonzeros.
 COUNTED: dict[str, Any] = {
     "tokens": lambda tokens, entries, nonzero: tokens,
     "all": lambda tokens, entries, nonzero: np.ones_like(tokens),
@@ -45,7 +45,7 @@ MISCOUNTS = {
 
 
 class Counts:
-    """Counts of a step at each cell, [num_cells]: a cell is what one CP rank holds of one sample, or turn of it."""
+    """Counts of a step at each cell, [num_cells]. A cell is the part of a sample, or turn, that one CP rank holds."""
 
     def __init__(self, tokens: StepTokens, split: Split) -> None:
         self.split, self.per_token = split, sorted(tokens.per_token)
@@ -79,7 +79,7 @@ class Counts:
         return self.count("tokens", within=within)
 
     def parts(self, within: tuple[str, ...]) -> float:
-        """Number of parts that the step was split into, those without a mask entry included."""
+        """Number of parts of the step, parts without a mask entry included."""
         by_cp = len(np.unique(self.column["cp_rank"])) > 1  # else every rank holds every token
         sizes = {"dp_rank": self.split.dp_size, "microbatch": self.split.num_microbatches}
         sizes["cp_rank"] = self.split.cp_size if by_cp else 1
@@ -105,7 +105,7 @@ class Counts:
 
     @cached_property
     def real_parts(self) -> dict[str, tuple[str, ...]]:
-        """The `PARTS` that are neither the whole step nor the same as one before."""
+        """The `PARTS` that differ from the whole step and from earlier parts."""
         found = {self.group().tobytes(): ("the step", STEP)}
         for words, part in PARTS.items():
             found.setdefault(self.group(*part).tobytes(), (words, part))
@@ -113,12 +113,12 @@ class Counts:
 
 
 Row = tuple[str, Floats, str]
-#: Constants that a row may have beside sizes of the split: tokens T, units and the divisor U, ratios of units R.
+#: Likely constants of a row: sizes of the split S, tokens T, units and the divisor U, ratios of units R.
 NONE, SIZES, TOKENS, UNITS, ANY = "", "S", "ST", "STU", "STUR"
 
 
 def rows(t: Counts) -> Iterator[Row]:
-    """The table: words; the weight of a token beside its mask at each cell, [num_cells]; constants that are likely."""
+    """The table: words; a token's weight without its mask at each cell, [num_cells]; likely constants."""
     yield "not divided by any count of tokens", np.ones(len(t.num_tokens)), UNITS
     yield "divided by the tokens of the step", 1 / t.tokens(), SIZES
     for words, part in t.real_parts.items():
@@ -165,7 +165,7 @@ def rows(t: Counts) -> Iterator[Row]:
 
 @dataclass(frozen=True)
 class Cause:
-    """A row of the table that fits, and the constant beside it."""
+    """A row of the table that fits, and its constant."""
 
     row: str  # its words; empty for the weights that were asked
     constant: str  # a product of sizes and counts, such as CP/K; empty for 1, and where it has no name
@@ -179,34 +179,34 @@ class Cause:
 
     def __str__(self) -> str:
         if not self.named:
-            row = f"{self.row}, and beside it one factor" if self.row else "one factor for all tokens"
-            return f"{row}, {self.factor:.6g}, that is no product of sizes and counts of this step"
+            row = f"{self.row}, and one further factor" if self.row else "one factor for all tokens"
+            return f"{row}, {self.factor:.6g}, which is no product of the step's sizes and counts"
         hint = HINTS.get((bool(self.row), self.constant)) or HINTS.get((None, self.constant), "")
         constant = f", x {self.factor:.6g} = {self.constant}" if self.constant else ""
         return (self.row or "every token alike") + constant + f": {hint}" * bool(hint)
 
 
-#: Where a constant often comes from: beside the weights that were asked (False), another row (True), or any (None).
+#: Frequent reasons of a constant: with the asked weights (False), with another row (True), or with either (None).
 HINTS: dict[tuple[bool | None, str], str] = {
     (False, "CP"): "Megatron multiplies a 2-tuple by CP already, and a summed (per-token) gradient needs no factor",
     (False, "1/CP"): "gradients of CP ranks are summed and then averaged, or CP ranks that hold all tokens were added",
     (True, "CP"): "a 2-tuple is multiplied by CP, and under per-token loss no num_tokens divides it",
     (True, "1/CP"): "a 3-tuple is not multiplied by CP, or gradients of CP ranks are averaged",
     (None, "1/DP"): "DDP's mean over its ranks was not undone",
-    (False, "1/DP²"): "a denominator has x DP where / DP was meant",
-    (False, "K"): "micro-batches are added up where their mean was meant",
+    (False, "1/DP²"): "a denominator is multiplied by DP, and should be divided by DP",
+    (False, "K"): "micro-batches are summed, and should be averaged",
     (None, "1/K"): "the schedule divides by the number of micro-batches, and nothing undoes it",
     (False, "1/T"): "divided by the number of tokens twice",
-    (True, "CP/K"): "a 2-tuple under per-token loss: no token is counted, so nothing divides by their number",
-    (True, "K"): "the parts' means are added up, not averaged",
-    (True, "DP·K"): "the parts' means are added up, not averaged",
+    (True, "CP/K"): "a 2-tuple under per-token loss returns no token count, so nothing divides by one",
+    (True, "K"): "the parts' means are summed, not averaged",
+    (True, "DP·K"): "the parts' means are summed, not averaged",
     (False, "N"): "never divided by the number of units",
     (False, "N/rows"): "rows were counted, not rollouts",
     (False, "N/N_active"): "fully masked units were left out",
     (False, "N_active/N"): "fully masked units were counted",
 }
-#: Prices of another row than the asked one, of a miscount or of units that have tokens, of a count, of a ratio of two,
-#: of a constant without a name.
+#: Prices: of a row other than the asked one, of a miscount or of units that have tokens, of a count, of a ratio of two
+#: counts, of a constant without a name.
 _LATER = 1.0
 _ROW, _RARER, _COUNT, _RATIO, _UNNAMED = 0.4, 0.3, 1.9, 1.2, 6.0
 _SHOWN, _AS_SIMPLE = 3, 0.25
@@ -214,7 +214,7 @@ Powers = dict[str, int]
 
 
 def constants(t: Counts, divisor: float | None) -> Iterator[tuple[str, str, float, float]]:
-    """Kind, name, price and log of products: of sizes to the powers -2 to 2, and of at most one count or a ratio."""
+    """Kind, name, price and log of each product of sizes, to powers from -2 to 2, and at most one count or ratio."""
     fields = {"DP": "dp_size", "CP": "cp_size", "K": "num_microbatches", "TP": "tp_size", "PP": "pp_size"}
     sizes = {name: size for name, field in fields.items() if (size := getattr(t.split, field)) > 1}
     letters = {"rollout": "N", "sample": "rows" if "rollout" in t.units else "N", "prompt": "P"}
@@ -241,7 +241,7 @@ def constants(t: Counts, divisor: float | None) -> Iterator[tuple[str, str, floa
 
 
 def _formula(powers: Powers) -> str:
-    """Powers as ``CP·T/K``."""
+    """The powers as a formula such as ``CP·T/K``."""
     above = [name + "²" * (power == 2) for name, power in powers.items() if power > 0]
     below = [name + "²" * (power == -2) for name, power in powers.items() if power < 0]
     bottom = f"({'·'.join(below)})" if len(below) > 1 else "".join(below)
@@ -250,13 +250,13 @@ def _formula(powers: Powers) -> str:
 
 @dataclass(frozen=True)
 class Ratios:
-    """Weights of a step that lie in the right places, as one number per cell."""
+    """The weights of a step in the right places, one number per cell."""
 
     counts: Counts
     active: Ints  # the cells, [num_active]
-    weights: Floats  # beside the mask, [num_active]
-    expected: Floats  # the same as asked
-    by_token: bool = False  # True where tokens of a cell are asked to differ: weights are measured / asked then
+    weights: Floats  # without the mask, [num_active]
+    expected: Floats  # the asked ones
+    by_token: bool = False  # True if the asked weights of a cell's tokens differ; `weights` are measured / asked then
 
     def rows(self) -> Iterator[Row]:
         """The weights that were asked, and the table's other rows."""
@@ -270,7 +270,7 @@ Fits = dict[tuple[str, str], Cause]
 
 
 def fits(step: Ratios, divisor: float | None, tolerance: float) -> Fits:
-    """Every cause that fits one step, by its row and constant."""
+    """All causes that fit one step, by row and constant."""
     table, found = list(constants(step.counts, divisor)), Fits()
     for number, (words, weights, likely) in enumerate(step.rows()):
         ratio = step.weights / weights
@@ -289,7 +289,7 @@ def fits(step: Ratios, divisor: float | None, tolerance: float) -> Fits:
 
 
 def fitting(steps: Sequence[Ratios], divisor: float | None, tolerance: float) -> list[Cause]:
-    """The causes that fit every step, the simplest first; of those that are as simple at most three."""
+    """The causes that fit every step, the simplest first: at most three of about equal price."""
     first, *others = (fits(step, divisor, tolerance) for step in steps)
     for other in others:  # a constant without a name must be the same number
         shared = [key for key in first if key in other]

@@ -1,6 +1,6 @@
-"""`judge`: the verdict on a step's measured weights w against those that a mode asks for, w*.
+"""`judge`: the verdict on a step's measured weights w, given the weights w* that a mode asks for.
 
-Weight in the wrong places is taken off first (`misplaced`); the rest is compared with a table of causes (`causes`).
+`misplaced` removes weight in the wrong places first; `causes` compares the rest with a table of causes.
 """
 
 import math
@@ -21,8 +21,8 @@ from megatron_rl_loss.step.samples import Samples
 from megatron_rl_loss.step.totals import count_step
 from megatron_rl_loss.step.units import UnitCounting
 
-#: The largest relative difference of sound weights, by the type that gradients were rounded to. Of float32: some ten
-#: products on either side and a measurement's residual; of half precision a few roundings of a stored gradient.
+#: The largest relative difference of sound weights, by the type that gradients were rounded to. float32 allows for some
+#: ten products on either side and the residual of a measurement, half precision for a few roundings of a gradient.
 TOLERANCES = {"float32": 64 * 2.0**-24, "float16": 4 * 2.0**-11, "bfloat16": 4 * 2.0**-8}
 
 
@@ -30,15 +30,15 @@ TOLERANCES = {"float32": 64 * 2.0**-24, "float16": 4 * 2.0**-11, "bfloat16": 4 *
 def judge(measured: MeasuredStep, expected: Aggregation | str | None = None) -> Verdict:
     """The verdict on a measured step.
 
-    Without a mode that was asked, the nearest one without a divisor is taken, and the verdict says so. A term's
-    coefficient (``facts["coefficient"]``) is divided out first.
+    Without `expected`, the verdict names and uses the nearest mode without a divisor. A term's coefficient
+    (``facts["coefficient"]``) is divided out first.
     """
     expected = resolve(expected) if isinstance(expected, str) else expected
     tolerance = TOLERANCES[measured.facts.get("rounding", "float32")]
     notes, unknown = measured.notes, measured.unknown
     coef = measured.facts.get("coefficient", 1.0)
     if coef == 0:
-        unknown = (*unknown, "The term's coefficient is 0: it trains nothing.")
+        unknown = (*unknown, "The term's coefficient is 0, so the term trains nothing.")
     elif coef != 1:
         measured = _scaled(measured, 1 / coef)
         notes = (*notes, f"the term's coefficient, {coef:g}, is divided out")
@@ -48,22 +48,28 @@ def judge(measured: MeasuredStep, expected: Aggregation | str | None = None) -> 
         asked = expected or _nearest(measured)
         wanted = expected_weights(measured.tokens, asked)
     except (ValueError, KeyError) as error:  # a mode over labels, which a measured step does not have
-        why = f"The weights of {in_words(expected)} cannot be made from masks and ids alone. {error}"
+        why = f"The weights of {in_words(expected)} cannot be computed from masks and ids alone. {error}"
         return Verdict(expected=in_words(expected), sound=False, unknown=(why,), notes=notes)
-    words = in_words(asked) + " (nothing was asked: this is the nearest mode)" * (expected is None)
+    words = in_words(asked) + " (no mode was asked: this is the nearest)" * (expected is None)
     if not wanted.any() and not measured.weights.any() and not measured.stray[1]:
-        why = "The step has no token that should weigh anything, and none does."
+        why = "The step has no token with an expected or measured weight."
         return Verdict(expected=words, sound=False, unknown=(why,), notes=notes)
     tokens, weights, on = measured.tokens, measured.weights, wanted != 0
     ratio = weights[on] / wanted[on]
     factor = float(np.median(ratio)) if len(ratio) and measured.facts.get("undeclared_term") else math.nan
     if factor > 0 and tolerance < abs(factor - 1) and np.abs(ratio / factor - 1).max() <= 2 * tolerance:
-        notes = (*notes, f"one factor, {factor:.6g}, is taken as this term's coefficient; declare it: tap(coef=...)")
+        notes = (
+            *notes,
+            f"all weights share the factor {factor:.6g}, taken as the term's coefficient; declare it: tap(coef=...)",
+        )
         measured = _scaled(measured, 1 / factor)
         weights, ratio = measured.weights, ratio / factor
     unseen = int(tokens.sample.max(initial=-1)) + 1 - len(np.unique(tokens.sample))
     if unseen and not tokens.num_empty:
-        notes = (*notes, f"{unseen} samples have no mask entry and are not seen: a mode that counts them looks off")
+        notes = (
+            *notes,
+            f"{unseen} samples have no mask entry and were not counted: a mode that counts them looks wrong",
+        )
     deviation = deviation_of(measured, wanted)
     finite = _is_finite(measured) and len(ratio) > 0
     verdict = Verdict(
@@ -87,7 +93,7 @@ def judge(measured: MeasuredStep, expected: Aggregation | str | None = None) -> 
 def _explained(
     measured: MeasuredStep, wanted: Floats, asked: Aggregation, tolerance: float
 ) -> tuple[Kept, tuple[Cause, ...] | None]:
-    """The weights in the right places and their causes: as they are, with masks undone, or without copies."""
+    """The weights in the right places and their causes; tried as they are, with masks undone, and without copies."""
     kept = take_off(measured, wanted, tolerance)
     mask = measured.tokens.mask[kept.entries]
     found = _causes([(measured, wanted, kept)], asked, tolerance)
@@ -96,7 +102,7 @@ def _explained(
             rest = replace(kept, weights=kept.weights / mask**power)
             found = _causes([(measured, wanted, rest)], asked, tolerance)
             if found is not None:
-                kept.misplaced.append(Misplaced("fractions", f"fractions of masks are {words}", len(mask)))
+                kept.misplaced.append(Misplaced("fractions", f"fractional mask values are {words}", len(mask)))
                 return kept, found
     if found is None and (rest := without_copies(kept, measured.tokens, wanted, 2 * tolerance)) is not kept:
         kept, found = rest, _causes([(measured, wanted, rest)], asked, tolerance)
@@ -106,7 +112,7 @@ def _explained(
 
 
 def _causes_by_trained_tokens(measured: MeasuredStep, asked: Aggregation, tolerance: float) -> tuple[Cause, ...] | None:
-    """The causes as if the tokens that have weight were the mask."""
+    """The causes, with the tokens that have weight as the mask."""
     mask = np.where(measured.weights != 0, np.where(measured.tokens.mask != 0, measured.tokens.mask, 1.0), 0.0)
     of_trained = replace(measured, tokens=replace(measured.tokens, mask=mask))
     wanted, entries = expected_weights(of_trained.tokens, asked), np.flatnonzero(mask)
@@ -127,9 +133,9 @@ def explain(steps: Sequence[MeasuredStep], expected: Aggregation, *, tolerance: 
 
 
 def expected_weights(tokens: StepTokens, aggregation: Aggregation) -> Floats:
-    """The weight of every entry that an aggregation asks for, mask included, [num_entries].
+    """The weight that an aggregation asks for at every entry, mask included, [num_entries].
 
-    Raises ValueError for a mode of one's own that looks at what masks and ids do not say (labels).
+    Raises ValueError for a mode of the user's that reads labels, which a measured step does not have.
     """
     starts = np.flatnonzero(np.diff(tokens.sample, prepend=-1))  # of the samples
     empty = [np.zeros(0, np.int64)] * tokens.num_empty
@@ -147,17 +153,17 @@ def expected_weights(tokens: StepTokens, aggregation: Aggregation) -> Floats:
 
 
 class _NoLabels(dict[str, Any]):
-    """The labels that a measured step does not have: a mode that may go without them would weigh otherwise."""
+    """Stands for the labels, which a measured step does not have; every access raises ValueError."""
 
     def _refuse(self, *names: Any) -> Any:
         looks = "".join(f" {name!r}" for name in names[:1])
-        raise ValueError(f"It looks at the labels{looks}, which the proof and the audit do not have.")
+        raise ValueError(f"The mode reads the labels{looks}, which the proof and the audit do not have.")
 
     __contains__ = __getitem__ = __iter__ = __len__ = get = items = keys = values = _refuse
 
 
 def in_words(expected: Aggregation | None) -> str:
-    """The mode, its divisor if it has one, and its unit counting where that is not the usual one."""
+    """The mode, its divisor if any, and its unit counting unless that is the default."""
     if expected is None:
         return "nothing"
     divisor = "" if expected.divisor is None else f" with divisor {expected.divisor:g}"
@@ -188,7 +194,7 @@ def _is_finite(measured: MeasuredStep) -> bool:
 
 
 def deviation_of(measured: MeasuredStep, wanted: Floats) -> float:
-    """The largest relative difference of a weight; of one that should be 0, relative to the mean of the others."""
+    """The largest relative error of a weight; a weight that should be 0 is relative to the mean of the others."""
     if not _is_finite(measured):
         return math.inf
     on = wanted != 0
@@ -213,7 +219,7 @@ def _wrong_share(measured: MeasuredStep, wanted: Floats) -> float:
 def _causes(
     steps: Sequence[tuple[MeasuredStep, Floats, Kept]], expected: Aggregation, tolerance: float
 ) -> tuple[Cause, ...] | None:
-    """The causes of the weights that were kept, () where these are what was asked, None where nothing fits."""
+    """The causes of the kept weights: () if these are as asked, None if no cause fits."""
     ratios = [ratios_of(*step, tolerance) for step in steps]
     cells = [one for one in ratios if one is not None]
     found = fitting(cells, expected.divisor, 2 * tolerance) if 0 < len(cells) == len(steps) else []
@@ -223,7 +229,7 @@ def _causes(
 
 
 def ratios_of(measured: MeasuredStep, wanted: Floats, kept: Kept, tolerance: float) -> Ratios | None:
-    """One number for each cell; None where tokens of a cell differ, or nothing is left."""
+    """One number for each cell; None if tokens of a cell differ, or none is left."""
     counts, mask = Counts(measured.tokens, measured.split), measured.tokens.mask[kept.entries]
     cell, number = counts.of_entry[kept.entries], len(counts.num_tokens)
     asked = wanted[kept.entries] / mask  # without the mask
@@ -241,8 +247,8 @@ def ratios_of(measured: MeasuredStep, wanted: Floats, kept: Kept, tolerance: flo
 
 def _scope(measured: MeasuredStep) -> str:
     """The last note of a sound verdict."""
-    covers = "covers the step from the tap to the finalised gradient, by the masks and layout given"
-    unseen = "factors before the tap, clipping or the optimizer"
+    covers = "covers the step from the tap to the finalised gradient, with the masks and layout given"
+    unseen = "factors before the tap, clipping, the optimizer"
     if (compared := measured.facts.get("tokens_compared")) is None:
-        return f"{covers}; does not see whether masks and layout are those of the model's batch, {unseen}"
-    return f"{covers}; {compared} input ids are those of the samples; does not see {unseen}"
+        return f"{covers}; not checked: that masks and layout are those of the model's batch, {unseen}"
+    return f"{covers}; {compared} input ids agree with the samples; not checked: {unseen}"

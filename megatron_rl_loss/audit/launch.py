@@ -1,7 +1,7 @@
-"""``python -m megatron_rl_loss audit SCRIPT ARGS...``: a training script, run until one step of it is measured.
+"""The command ``python -m megatron_rl_loss audit SCRIPT ARGS...``: run a training script until one step is measured.
 
-The script runs as it would by itself, with its own flags; nothing of Megatron is imported before it. It is left after
-the measured step, before the optimizer changes a weight, and then the first rank prints the verdict.
+The script runs as usual, with its own flags; Megatron is not imported before the script imports it. The run ends after
+the measured step, before the optimizer changes a weight. Then the first rank prints the verdict.
 """
 
 import functools
@@ -11,7 +11,7 @@ import os
 import runpy
 import sys
 import traceback
-from argparse import REMAINDER, ArgumentParser, Namespace
+from argparse import REMAINDER, ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -24,33 +24,40 @@ from megatron_rl_loss.modes.names import resolve
 from megatron_rl_loss.step.collectives import attempt
 from megatron_rl_loss.step.units import UnitCounting
 
-#: Takes a text, empty on ranks that have nothing to say, and the exit status of ``--fail``.
+#: Takes the report, empty on all ranks but the first, and the exit status of ``--fail``.
 Conclude = Callable[[str, int], None]
 
 
 def add_audit_options(parser: ArgumentParser) -> None:
     add = parser.add_argument
-    add("--expect", metavar="MODE", help="What the policy loss should be. Default: as flags ask.")
-    add("--divisor", type=float, help="The divisor of the expected mode.")
-    add("--units", choices=get_args(UnitCounting), help="The unit counting of the expected mode.")
-    add("--json", metavar="OUT", type=Path, help="Write the verdicts there, by term.")
-    add("--step", type=step_number, default=1, help="The training step to measure, from 1 on. Default: 1.")
+    add("--expect", metavar="MODE", help="Expected mode of the policy loss. Default: the mode that flags ask for.")
+    add("--divisor", type=float, metavar="TOKENS", help="Divisor of the expected mode.")
+    add("--units", choices=get_args(UnitCounting), help="Unit counting of the expected mode.")
+    add("--json", metavar="OUT", type=Path, help="Write the verdicts to this JSON file, by term.")
+    add("--step", type=step_number, default=1, help="Training step to measure, counted from 1. Default: 1.")
 
 
 def add_script(parser: ArgumentParser) -> None:
-    parser.add_argument("--fail", action="store_true", help="Exit with 1 for NOT SOUND, with 2 for NO VERDICT.")
+    parser.add_argument("--fail", action="store_true", help="Exit with status 1 for NOT SOUND, 2 for NO VERDICT.")
     parser.add_argument("script", metavar="SCRIPT", help="Your training script.")
-    parser.add_argument("arguments", metavar="ARGS", nargs=REMAINDER, help="Its own flags.")
+    parser.add_argument("arguments", metavar="ARGS", nargs=REMAINDER, help="Flags of the script.")
 
 
 def step_number(text: str) -> int:
-    if (step := int(text)) < 1:
-        raise ValueError
-    return step
+    if not text.isdecimal() or int(text) < 1:
+        raise ArgumentTypeError(f"{text!r}: a training step is an int >= 1. Write --step 1 for the first")
+    return int(text)
 
 
 def run_audit(options: Namespace) -> tuple[str, int]:
-    """Run the script until the step is measured: the verdict, and the exit status, 2 for a script that failed."""
+    """Run the script until the step is measured. Returns the verdict and the exit status: 2 for a script that failed.
+
+    Raises ValueError for a script that does not exist, and BrokenPipeError once nobody reads standard output.
+    """
+    if not os.path.exists(options.script):
+        raise ValueError(
+            f"audit of {options.script!r}: there is no such file. Give the path of your script, after the options."
+        )
     found: list[tuple[str, int]] = []
 
     def conclude(text: str, status: int) -> None:
@@ -67,8 +74,10 @@ def run_audit(options: Namespace) -> tuple[str, int]:
         code = end.code
         if isinstance(code, str):
             print(code, file=sys.stderr)
-    except Exception:
+    except Exception as error:
         code = 2
+        if isinstance(error, BrokenPipeError):
+            print(flush=True)  # raises again where nobody reads standard output: no failure of the script
         traceback.print_exc()
     failed = not found and code not in (None, 0)
     if found:
@@ -82,11 +91,17 @@ def run_audit(options: Namespace) -> tuple[str, int]:
     return text, status if options.fail or failed else 0
 
 
+def print_text(text: str) -> None:
+    """Print a report; characters that standard output cannot encode, as in a locale of ASCII, become ``?``."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    print(text.encode(encoding, errors="replace").decode(encoding), flush=True)
+
+
 def audit_once(options: Namespace, conclude: Conclude) -> None:
     """Measure one training step of this process, then call `conclude` on every rank.
 
-    Megatron's schedules are replaced in their module until the step: at once where Megatron-Core is imported, else
-    when a process group is made after that was imported, as each training does.
+    Megatron's schedules are replaced in their module until that step. The replacement happens at once if Megatron-Core
+    is imported already, else when the process makes its first process group after the import, as every training does.
     """
     if "megatron.core.parallel_state" in sys.modules:
         _replace_schedules(options, conclude)
@@ -122,9 +137,9 @@ def _replace_schedules(options: Namespace, conclude: Conclude) -> None:
 
 
 def run_schedules_by(run: Callable[..., Any]) -> Callable[[], None]:
-    """From now on ``run(schedule, *args, **kwargs)`` is called in the place of each of Megatron's schedules.
+    """Replace each of Megatron's schedules with ``run(schedule, *args, **kwargs)``.
 
-    Returns what puts them back, wherever nobody has replaced them since. Raises ImportError.
+    Returns a function that restores all schedules that nobody has replaced since. Raises ImportError.
     """
     schedules = importlib.import_module("megatron.core.pipeline_parallel.schedules")
     originals = {name: value for name, value in vars(schedules).items() if name.startswith("forward_backward_")}
@@ -138,7 +153,7 @@ def run_schedules_by(run: Callable[..., Any]) -> Callable[[], None]:
 
 
 def _measure(options: Namespace, conclude: Conclude, schedule: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The result of the schedule; no error of the audit leaves this function."""
+    """Run the schedule under an audit and return its result; errors of the audit are reported, never raised."""
 
     def begin() -> Any:
         from megatron_rl_loss.audit.megatron.audit import Audit
@@ -158,7 +173,7 @@ def _measure(options: Namespace, conclude: Conclude, schedule: Callable[..., Any
 
 
 def _failed(error: Exception, out: Path | None) -> tuple[str, int]:
-    """Text and exit status of an audit that failed; ``--json`` has the error."""
+    """Text and exit status of an audit that failed; ``--json`` gets the error."""
     if not isinstance(error, ValueError | OSError):
         traceback.print_exception(error)
     why = f"The audit failed. {type(error).__name__}: {error}"
@@ -168,7 +183,7 @@ def _failed(error: Exception, out: Path | None) -> tuple[str, int]:
 
 
 def report(options: Namespace, audit: Any) -> tuple[str, int]:
-    """The verdicts on all terms, and the exit status; ``--json`` has them too. On ranks but the first, nothing."""
+    """The verdicts on all terms and the exit status; ``--json`` gets them too. Empty on all ranks but the first."""
     if not audit.steps:
         return "", 0
     expected = {name: audit.expected_of(name) for name in audit.steps}
@@ -178,8 +193,13 @@ def report(options: Namespace, audit: Any) -> tuple[str, int]:
     verdicts = {name: judge(step, expected[name]) for name, step in audit.steps.items()}
     texts = [] if audit.log_prob_gap is None else [str(audit.log_prob_gap)]
     texts += [f"Term {name}:\n{verdict}" if len(verdicts) > 1 else str(verdict) for name, verdict in verdicts.items()]
+    statuses = {0 if verdict.sound else 2 if verdict.unknown else 1 for verdict in verdicts.values()}
+    status = 1 if 1 in statuses else max(statuses)
     if options.json is not None:
         found = {name: verdict.to_dict() | {"facts": audit.steps[name].facts} for name, verdict in verdicts.items()}
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
-    statuses = {0 if verdict.sound else 2 if verdict.unknown else 1 for verdict in verdicts.values()}
-    return "\n".join(texts), 1 if 1 in statuses else max(statuses)
+        try:
+            options.json.write_text(json.dumps(found, indent=1) + "\n")
+        except OSError as error:
+            texts.append(f"--json {options.json}: the file cannot be written ({error.strerror}). Give a path that can.")
+            status = status or 2
+    return "\n".join(texts), status

@@ -1,7 +1,7 @@
-"""The gap between two sides' log-probs of the same tokens (sampler and trainer, old and new), and what explains it.
+"""The gap between two sides' log-probs of the same tokens (sampler and trainer, old and new), and its explanation.
 
-A pattern is named where it brings all tokens that it covers within rounding (of two sides in bfloat16): a reading that
-fits, no proof. One that leaves more, but at most a quarter of the gap, is only suggested.
+A pattern explains the gap if it brings all tokens that it covers within rounding (of two sides in bfloat16). It fits,
+which is no proof. A pattern that leaves more, but at most a quarter of the gap, is only suggested.
 """
 
 import json
@@ -13,17 +13,17 @@ import torch
 from torch import Tensor
 
 FEWEST = 8  # a pattern must bring so many tokens at least from beyond rounding to within it
-_SAME = "both sides need a row of each sample, and an entry of each token. Cut both to the same tokens"
-_DUMP = "a dump is a .pt without code, or a .jsonl: a list of log-probs per sample. Write torch.save([tensor, ...])"
+_SAME = "both sides need one row per sample and one entry per token. Cut both to the same tokens"
+_DUMP = "a dump is a .pt without code or a .jsonl, with a list of log-probs per sample. Write torch.save([tensor, ...])"
 Rows = Sequence[Tensor]
 Ids = Sequence[Any]
 
 
 class LogProbGap:
-    """The gap of every token and what explains it; `str` gives a table.
+    """The gap of every token and its explanation; `str` gives a table.
 
     `gaps` of each sample, float64 [length], masked tokens too; `num_tokens` of each, active and finite; texts of
-    `patterns` and `suggestions`, by name; texts on what was `left_out`.
+    `patterns` and `suggestions`, by name; texts on samples and tokens that were `left_out`.
     """
 
     def __init__(self, ids: Ids, ours: Rows, theirs: Rows, masks: Rows) -> None:
@@ -41,7 +41,7 @@ class LogProbGap:
         self.left_out = [f"left out: {lost} tokens with NaN or infinity"] if lost else []
 
     def consider(self, name: str, text: str, left: Tensor, among: Tensor) -> None:
-        """Name a pattern, or suggest it, by the gap that it leaves `among` entries, [num_entries]."""
+        """Name or suggest a pattern, by the gap that it leaves `among` entries, [num_entries]."""
         if (self.beyond & among).sum() < max(FEWEST, int((self.beyond & self.active).sum()) / 2):
             return
         gap, left, beyond = self.gap.abs()[among], left.abs()[among], self.beyond[among]
@@ -83,20 +83,22 @@ class LogProbGap:
 def compare_log_probs(
     ours: Rows, theirs: Rows, loss_masks: Rows = (), *, total_lengths: Ids = (), top: Rows = (), ids: Ids = ()
 ) -> LogProbGap:
-    """Compare log-probs token by token, and try the known patterns.
+    """Compare log-probs token by token and try the known patterns.
 
     Args:
-        ours, theirs: [num_samples] of float [length], tensors or lists, entry for entry the same tokens.
-        loss_masks: the same; 0 where a token is not trained. Without masks all tokens count.
-        total_lengths, ids: of samples; lengths with the prompt, where entries are of responses alone.
-        top: our log-probs of the k most likely tokens, or of the vocabulary, [length, k] each; fit a temperature.
+        ours, theirs: [num_samples] of float [length], tensors or lists; entries of the same tokens in the same order.
+        loss_masks: the same shapes; 0 for a token that is not trained. Without masks all tokens count.
+        total_lengths: of samples, prompt included, if entries are of responses alone.
+        ids: of samples, for the report.
+        top: our log-probs of the k most likely tokens, or of the vocabulary, [length, k] each; to fit a temperature.
     """
     ours, theirs, loss_masks, top = ([*map(torch.as_tensor, rows)] for rows in (ours, theirs, loss_masks, top))
     lengths, ids = [row.numel() for row in ours], list(ids) or range(len(ours))
     totals = list(total_lengths) or lengths
     if {len(ids), len(totals)} != {len(ours)}:
         raise ValueError(
-            f"{len(ids)} ids and {len(totals)} total_lengths, {len(ours)} samples: each must have one. Give all."
+            f"{len(ids)} ids and {len(totals)} total_lengths for {len(ours)} samples: every sample needs one of each. "
+            "Give all, or leave the argument out."
         )
     masks = loss_masks if len(loss_masks) else [torch.ones(length) for length in lengths]
     for name, rows in {"ours": ours, "theirs": theirs, "loss_masks": masks, "top": top if len(top) else masks}.items():
@@ -109,7 +111,9 @@ def compare_log_probs(
         off = [(one, length, other) for one, length, other in zip(ids, lengths, own, strict=True) if length != other]
         if off:
             one, length, other = off[0]
-            order = " The same lengths in another order: give both by sample id." * (sorted(lengths) == sorted(own))
+            order = " Both sides have the same lengths in another order: give both by sample id." * (
+                sorted(lengths) == sorted(own)
+            )
             counts = f"{len(off)} of {len(ours)} samples, first {one}: ours {length}, {name} {other}"
             raise ValueError(f"lengths differ in {counts}: {_SAME}.{order}")
     gap = LogProbGap(ids, ours, theirs, masks)
@@ -137,7 +141,7 @@ def _flat(values: Rows) -> Tensor:
 
 
 def _moves(gap: LogProbGap, totals: Tensor) -> Iterator[tuple[str, str, Tensor]]:
-    """Names, texts, and for each entry of theirs the one of ours that stands there, -1 for unknown, [num_entries]."""
+    """Names, texts, and the entry of ours at each entry of theirs, [num_entries]; -1 for unknown."""
     lengths, entry, on = torch.tensor(gap.lengths), torch.arange(len(gap.gap)), gap.active
     starts, sample = lengths.cumsum(0) - lengths, torch.arange(len(lengths)).repeat_interleave(lengths)
     position, length, total = entry - starts[sample], lengths[sample], totals[sample]
@@ -151,24 +155,24 @@ def _moves(gap: LogProbGap, totals: Tensor) -> Iterator[tuple[str, str, Tensor]]
     }
     for name, by in shifts.items():
         inside = (position >= by) & (position - by < length)
-        yield name, f"theirs are ours {name.replace('_', ' ')}", (entry - by).where(inside, -1)
+        yield name, f"theirs equal ours {name.replace('_', ' ')}", (entry - by).where(inside, -1)
     logit = (total - length + position - (total > length).long()).clamp(min=0)  # a response's is one place before
     for cp_size in (2, 4, 8):
         chunk = logit // -(-total // (2 * cp_size))
         rank = torch.minimum(chunk, 2 * cp_size - 1 - chunk)
         order = (sample * cp_size + rank).argsort(stable=True)
-        for sides, source in (("theirs are ours", order), ("ours are theirs", order.argsort())):
-            yield "cp_order", f"{sides} in zigzag chunks of {cp_size} context-parallel ranks, rank after rank", source
+        for sides, source in (("theirs equal ours", order), ("ours equal theirs", order.argsort())):
+            yield "cp_order", f"{sides} in zigzag chunks of {cp_size} context-parallel ranks, ordered by rank", source
 
     def sorted_samples(side: Tensor) -> Tensor:
-        """Samples by length, then by the sum of their log-probs."""
+        """Numbers of the samples, ordered by length, then by the sum of their log-probs."""
         by_sum = torch.zeros(len(lengths)).double().index_add(0, sample, side).argsort()
         return by_sum[lengths[by_sum].argsort(stable=True)]
 
     if gap.beyond.sum() >= 4 * len(lengths):  # fewer would be found by chance
         twin = sorted_samples(gap.ours)[sorted_samples(gap.theirs).argsort()][sample]
         source = (starts[twin] + position).where(length >= FEWEST, -1)
-        yield "sample_order", "theirs are ours with the samples in another order", source
+        yield "sample_order", "theirs equal ours with the samples in another order", source
 
 
 def _fit_temperature(gap: LogProbGap, top: Rows) -> None:
@@ -185,14 +189,14 @@ def _fit_temperature(gap: LogProbGap, top: Rows) -> None:
         tried = [beta + k * step for k in range(-20, 21)]
         errors = torch.stack([left(one, few) for one in tried]).abs().mean(-1)
         beta, step = tried[int(errors.argmin())], step / 16
-    text = f"theirs are ours at temperature {1 / beta:.4g}"
+    text = f"theirs equal ours at temperature {1 / beta:.4g}"
     gap.consider("temperature", text, left(beta, slice(None)), gap.active)
 
 
 def _suggest_temperature(gap: LogProbGap) -> None:
-    """Suggest a temperature by the tokens' own log-odds.
+    """Suggest a temperature from the tokens' own log-odds.
 
-    Those of likely tokens must stretch, beyond the noise of either side, and unlikely tokens not move along.
+    The log-odds of likely tokens must stretch beyond the noise of either side, while unlikely tokens stay.
     """
     ours, theirs, move = gap.ours[gap.active], gap.theirs[gap.active], gap.gap[gap.active]
     likely, unlikely = (ours + theirs > -4) & (torch.maximum(ours, theirs) < -1e-4), move[ours + theirs < -4]
@@ -205,15 +209,17 @@ def _suggest_temperature(gap: LogProbGap) -> None:
     along = unlikely.mean() * (slope - 1).sign() / unlikely.square().mean().sqrt()
     enough = likely.sum() >= 50 and len(unlikely) >= 10
     if enough and stretches and rest.norm() < 0.85 * move[likely].norm() and along < 0.2:
-        near = f"a temperature near {1 / slope:.2g} times that of ours, by the log-probs alone"
+        near = f"a temperature near {1 / slope:.2g} times ours, judged by the log-probs alone"
         gap.suggestions["temperature"] = f"theirs are at {near}; fit it with `top`"
 
 
 def compare_dumps(theirs: Path, ours: Path) -> LogProbGap:
-    """Compare two files, joined by sample id; the masks are those of ours, or of theirs."""
+    """Compare two files, joined by sample id, with the masks of `ours`, else of `theirs`."""
     left, right = _read(theirs), _read(ours)
     if not (ids := [one for one in right if one in left]):
-        raise ValueError(f"{theirs} has samples {[*left][:3]}, {ours} {[*right][:3]}: none is in both. Dump one step.")
+        raise ValueError(
+            f"{theirs} has samples {[*left][:3]}, {ours} {[*right][:3]}: they share none. Dump the same step twice."
+        )
     rows, others = ([side[one][0] for one in ids] for side in (right, left))
     masks = [torch.tensor(right[one][1] or left[one][1] or [1] * len(row)) for one, row in zip(ids, rows, strict=True)]
     gap = compare_log_probs(rows, others, masks, total_lengths=[right[one][2] for one in ids], ids=ids)
@@ -224,7 +230,7 @@ def compare_dumps(theirs: Path, ours: Path) -> LogProbGap:
 
 
 def _read(path: Path) -> dict[str, tuple[Tensor, list[float], int]]:
-    """Log-probs, mask (empty without) and length with the prompt of each sample, by id."""
+    """Log-probs, mask (empty if there is none) and length with the prompt of each sample, by id."""
     found: dict[str, Any] = {}
     try:
         lines = path.read_text(encoding="utf-8").splitlines() if path.suffix == ".jsonl" else []
@@ -239,7 +245,7 @@ def _read(path: Path) -> dict[str, tuple[Tensor, list[float], int]]:
             name += f", entry {number}" if name in found else ""
             found[name] = row, [] if mask is None else [*map(float, mask)], sample.get("total_lengths", row.numel())
     except FileNotFoundError:
-        raise ValueError(f"{path}: there is no such file. Name two dumps.") from None
+        raise ValueError(f"{path}: there is no such file. Give the paths of two dumps, ROLLOUT and TRAIN.") from None
     except Exception as error:  # of many kinds
         code = str(error).partition("GLOBAL ")[2].split(" ")[0]
         why = f"it holds code, {code}" if code else "no log-probs were found in it"

@@ -1,4 +1,4 @@
-"""`check_loss`: the weights of a loss function or a mode on random steps, however they are cut. PyTorch alone."""
+"""`check_loss`: measures the weights of a loss function or a mode on random steps, cut in all ways. PyTorch alone."""
 
 import contextlib
 import inspect
@@ -25,8 +25,8 @@ from megatron_rl_loss.step.samples import LocalTokens
 from megatron_rl_loss.step.totals import StepTotals
 from megatron_rl_loss.step.units import UnitCounting
 
-#: The largest relative difference of sound weights: float32 over some hundred tokens, and the small constants that
-#: trainers add to a denominator.
+#: The largest relative difference of sound weights: float32 over some hundred tokens, plus the small constants that
+#: trainers add to denominators.
 TOLERANCE = 1e-5
 UNCUT, TOGETHER = "in one micro-batch on one rank", "over all of these together"
 PADDED = "with masked tokens behind rows"
@@ -36,35 +36,35 @@ CUTS = {
     **{"over micro-batches": "K", "over data-parallel ranks": "D", "over context-parallel ranks": "C"},
     **{UNCUT: "", PADDED: "", TOGETHER: "KDC"},
 }
-#: Kind, text and change of the losses' seed: faults that show when an uncut step is measured again.
+#: Kind, text and change of the losses' seed of faults that show when an uncut step is measured again.
 _REPEATED: tuple[tuple[Kind, str, int], ...] = (
-    ("chance", "called twice with the same losses, it gives tokens other weights", 0),
-    ("values", "not linear in the losses (of log-probs: or without advantages), so no aggregation describes it", 1),
+    ("chance", "called twice with the same losses, it gives tokens different weights", 0),
+    ("values", "not linear in the losses (with log-probs: or it ignores advantages), so it is no aggregation", 1),
 )
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong, on the smallest drawn step that shows it."""
+    """One fault, on the smallest drawn step that shows it."""
 
     cut: str  # of that step, in words
     kind: Kind
     says: str
-    step: DrawnStep  # `measure` of the function, its call and this gives `weights` again
-    weights: tuple[float, ...] = ()  # of each mask entry of it; empty where none were measured
-    expected: tuple[float, ...] = ()  # by the mode that was asked; without one, of the same step uncut
-    low: float = np.nan  # over all draws of the cut: the smallest weight / what it should be, or is uncut
+    step: DrawnStep  # `measure(loss_fn, call, step)` gives `weights` again
+    weights: tuple[float, ...] = ()  # of each mask entry of the step; empty if none were measured
+    expected: tuple[float, ...] = ()  # by the asked mode; without a mode, of the same step uncut
+    low: float = np.nan  # over all draws of the cut: the smallest weight / expected or uncut weight
     high: float = np.nan  # the largest
-    fact: str = ""  # the name of what it says of weight in the wrong places
+    fact: str = ""  # name of the fact about weight in the wrong places
 
     @property
     def length(self) -> float:
-        """The effort of reading it; masked rows explain little, and weights that are as expected nothing."""
+        """The effort of reading the step: masked rows explain little, and weights that are as expected nothing."""
         rows = [10 + len(row.mask) + 20 * (not any(row.mask)) for row in self.step.rows]
         return sum(rows) + 1000 * np.allclose(self.weights, self.expected, rtol=TOLERANCE)
 
     def rows(self, units: list[str], should: str) -> list[str]:
-        """The step, a line for each row of data: its place, its units and tokens, and their weights."""
+        """The step as text, a line for each row of data: place, units, tokens and weights."""
         names = ["dp_rank"] * (self.step.dp_size > 1) + ["microbatch"] * (self.step.num_microbatches > 1) + units
         lines, begin = list[str](), 0
         for row in self.step.rows:
@@ -80,7 +80,7 @@ class Finding:
 
 
 def _shown(weights: Sequence[float], mask: Sequence[int]) -> str:
-    """One number if all active tokens have it and masked ones have none, else a number for each token."""
+    """One number if all active tokens have the same weight and masked ones none, else a number for each token."""
     texts = [f"{weight:.4g}" for weight in weights]
     active = {text for text, entry in zip(texts, mask, strict=True) if entry}
     masked = {text for text, entry in zip(texts, mask, strict=True) if not entry}
@@ -94,22 +94,22 @@ class LossReport:
     """The findings of `check_loss`."""
 
     name: str  # of the loss function, or of the mode
-    expected: Aggregation | None  # the mode it was said to be
+    expected: Aggregation | None  # the mode that was asked
     call: str  # the assumed trainer, in words
-    draws: int  # random steps tried of each cut
-    seed: int  # of these
+    draws: int  # random steps of each cut
+    seed: int  # of the random steps
     findings: tuple[Finding, ...]  # faults; empty if there are none
-    causes: tuple[str, ...] = ()  # each fits all of some larger steps, the simplest first; none where nothing does
+    causes: tuple[str, ...] = ()  # each fits all of some larger steps, the simplest first
     notes: tuple[str, ...] = ()
 
     @property
     def sound(self) -> bool:
-        """True if nothing is wrong: invariant and, if a mode was said, that mode."""
+        """True without findings: weights are invariant, and those of the mode if one was asked."""
         return not self.findings
 
     @property
     def invariant(self) -> bool:
-        """True if tokens weigh the same however the step is cut, be it the right mode or another."""
+        """True if tokens weigh the same in every cut of the step, by the right mode or another."""
         return all(finding.kind == "weights" and finding.cut == UNCUT for finding in self.findings)
 
     def __str__(self) -> str:
@@ -129,17 +129,17 @@ class LossReport:
             should = ", should weigh" if self.expected and mode else ", uncut"
             rows = first.rows([unit for unit in ("rollout", "prompt") if unit in said], should)
             cp = f", each row cut over {first.step.cp_size} CP ranks" * (first.step.cp_size > 1)
-            lines += [f"  the smallest of the steps {first.cut} that show it (x trained, . masked{cp}):"]
+            lines += [f"  the smallest step {first.cut} that shows it (x trained, . masked{cp}):"]
             room = max(1, 10 - len(self.findings) - len(self.notes))  # of 15 lines
             lines += [f"    {row}" for row in rows[:room]] + [f"    and {len(rows) - room} more"] * (len(rows) > room)
         lines.append(f"  assumed: {self.call}; {self.draws} draws of each cut, seed {self.seed}")
         if not self.findings:
-            lines += ["  covers rows of at most 11 tokens, 5 micro-batches, 4 DP and 4 CP ranks; does not see how your"]
-            lines += ["  loop really calls and divides, what makes the losses, other terms (KL, entropy), or clipping"]
+            lines += ["  covers rows of at most 11 tokens, 5 micro-batches, 4 DP and 4 CP ranks; not checked: the real"]
+            lines += ["  calls and divisions of your loop, the losses of tokens, other terms (KL, entropy), clipping"]
         return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
 
     def to_json(self) -> dict[str, Any]:
-        """The same as plain data; what is not known of a finding is left out."""
+        """The report as plain data; unknown values of a finding are left out."""
         known = [{name: value for name, value in vars(one).items() if value == value} for one in self.findings]
         findings = [one | {"step": repr(one["step"])} for one in known]
         expected = None if self.expected is None else in_words(self.expected)
@@ -157,37 +157,37 @@ def check_loss(
     draws: int = 20,
     seed: int = 0,
 ) -> LossReport:
-    """Check that a loss function gives every token the weight that a mode says, however its trainer cuts the step.
+    """Check that a loss function gives every token the weight of a mode, in every cut of the step by its trainer.
 
     >>> def my_loss(losses, mask, num_items_in_batch):
     ...     return (losses * mask).sum() / num_items_in_batch
     >>> check_loss(my_loss, "token_mean", call="transformers").sound
     True
 
-    Without a function the mode itself is checked, one of your own above all: ``check_loss(mode=my_mode)``. Random
-    ragged steps are cut into micro-batches, data-parallel and context-parallel ranks. The function is called as the
-    trainer would, and each token's weight is the derivative of what the optimizer gets by that token's loss.
+    ``check_loss(mode=my_mode)``, without a function, checks a mode of your own. Random ragged steps are cut into
+    micro-batches, data-parallel and context-parallel ranks. The function is called as the trainer would call it. Each
+    token's weight is the derivative of the optimizer's loss by that token's loss.
 
     Args:
-        loss_fn: ``loss_fn(losses, mask, ...)`` returns a loss. Its other parameters receive values by name: the names
-            in ``help(LossCall)`` and those that the trainer uses.
-        mode, divisor, units: what it is meant to be, as in `make_pg_loss_reducer`; None asks for invariance alone.
-        call: how a trainer calls the function and divides afterwards: a `LossCall`, or the name of one of `CALLS`.
-        draws: random steps for each way of cutting.
+        loss_fn: ``loss_fn(losses, mask, ...)`` returns a loss. Its other parameters get values by their names (see
+            `LossCall`, and the trainer's own names).
+        mode, divisor, units: the intended aggregation, as in `make_pg_loss_reducer`; None checks invariance alone.
+        call: the trainer's call of the function and its later divisions: a `LossCall`, or a name in `CALLS`.
+        draws: number of random steps for each way of cutting.
 
     Raises:
-        TypeError, ValueError: a function that cannot be called so, or that fails on a plain step of two full rows (with
-            its own error as the cause); a mode, divisor or call that there is not.
+        TypeError, ValueError: a function that cannot be called this way, or that fails on a plain step of two full rows
+            (with its own error as the cause); an unknown mode or call; a wrong divisor.
     """
     if not isinstance(call, LossCall):
         check_choice("call", call, CALLS)
         call = CALLS[call]
-    check_int("draws", draws, 1, "Draw some steps")
-    check_int("seed", seed, 0, "Any number will do")
+    check_int("draws", draws, 1, "Give a number such as 20, the default")
+    check_int("seed", seed, 0, "Give a number such as 0, the default")
     if mode is None and (loss_fn is None or (divisor, units) != (None, None)):
         raise ValueError(
-            f"loss_fn {loss_fn!r}, divisor {divisor!r} and units {units!r} without a mode: a function is checked for "
-            "invariance then, and divisors and units belong to a mode. Name one."
+            f"loss_fn {loss_fn!r}, divisor {divisor!r} and units {units!r} without a mode: only a function can be "
+            "checked without a mode, and divisor and units belong to one. Name a mode."
         )
     expected = None if mode is None else resolve(mode, divisor=divisor, units=units)
     if loss_fn is None and expected is not None:
@@ -199,9 +199,9 @@ def check_loss(
         run(DrawnStep((DrawnRow((1, 1, 1)), DrawnRow((1, 1), 1, 1))))
     except CallFailed as failure:
         raise ValueError(
-            f"{name} with a step of two full rows: {failure.args[1]}: it must return one number that gradients flow "
-            f"from. Give it {call.takes}, the mask and by name what `LossCall` lists, as "
-            "LossCall(rows=..., takes=..., names=...) says, or wrap it."
+            f"{name} with a step of two full rows: {failure.args[1]}; it must return one number with a gradient, given "
+            f"{call.takes}, the mask and the parameters that help(LossCall) lists. Describe its call in "
+            "LossCall(rows=..., takes=..., names=...), or wrap the function."
         ) from failure.__cause__
     parameters = list(inspect.signature(run.args[0]).parameters.values())[2:]
     given = {*simulation.asked_for(loss_fn, call), *getattr(loss_fn, "keywords", ())}
@@ -226,7 +226,7 @@ def check_loss(
 
 
 def _check_mode(expected: Aggregation, draws: int, seed: int) -> LossReport:
-    """The report on a mode, checked as a loss function in every layout."""
+    """Check a mode as a loss function in every layout."""
 
     def loss(losses: Tensor, mask: Tensor, local: LocalTokens, totals: StepTotals) -> Tensor:
         weights = weigh(expected, local, totals)
@@ -245,7 +245,7 @@ def _check_mode(expected: Aggregation, draws: int, seed: int) -> LossReport:
 
 
 def _findings(run: Any, call: LossCall, mode: Aggregation | None, draws: int, seed: int, cut: str) -> list[Finding]:
-    """One finding for each kind of fault that steps of a cut show, on the smallest of them."""
+    """One finding for each kind of fault that steps of a cut show, on the smallest such step."""
     shown, findings = dict[Kind, list[Finding]](), list[Finding]()
     for number in range(draws if call.cp or CUTS[cut] != "C" else 0):
         step = _draw(call, CUTS[cut], f"{seed}/{cut}/{number}", telling=number % 3 == 1)
@@ -260,13 +260,14 @@ def _findings(run: Any, call: LossCall, mode: Aggregation | None, draws: int, se
         apart = f"{low:.4g}" if high - low <= TOLERANCE * abs(high) else f"{low:.3g} to {high:.3g}"
         certain = [one for one in found if one.fact != "shift"] or found  # a shift shows on all steps, or is none
         first = min(certain, key=lambda one: (not one.says, one.length))
-        says = first.says or f"tokens weigh {apart} times what they {'should' if cut == UNCUT else 'do uncut'}"
+        times = "what they should" if cut == UNCUT else "their uncut weight"
+        says = first.says or f"tokens weigh {apart} times {times}"
         findings.append(replace(first, says=says, low=low, high=high))
     return findings
 
 
 def _look(run: Any, mode: Aggregation | None, cut: str, step: DrawnStep) -> Finding | None:
-    """The fault that a step shows: uncut beside the mode's weights, else beside its own without the cut."""
+    """The fault of a step: an uncut step is compared with the mode's weights, a cut one with its uncut weights."""
     measured = run(step)
     weights = measured.weights
     number = int((~np.isfinite(weights)).sum())
@@ -297,7 +298,7 @@ def _look(run: Any, mode: Aggregation | None, cut: str, step: DrawnStep) -> Find
 
 
 def _draw(call: LossCall, over: str, seed: str, telling: bool) -> DrawnStep:
-    """A random step with an active token. A telling one is large, any other small."""
+    """A random step with an active token; large if telling, else small."""
     rng = random.Random(seed)
     most, longest = (3, 11) if telling else (2, 3)
     ends = {"K": (3, 5), "D": (2, 4), "C": (2, 4)}

@@ -1,4 +1,4 @@
-"""Weight in the wrong places: NaN, padding, masked tokens, none on active ones, masks off by one, a turned sign."""
+"""Weight in the wrong places: NaN, padding, masked tokens, lost active tokens, shifted masks, a flipped sign."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from megatron_rl_loss.audit.tokens import (
     extremes,
 )
 
-#: Parts of a step, coarsest first, and how one is written.
+#: Parts of a step, coarsest first, and their names in reports.
 PLACES = {
     ("cp_rank",): "CP {}",
     ("dp_rank",): "DP {}",
@@ -32,7 +32,7 @@ PLACES = {
 
 @dataclass(frozen=True)
 class Misplaced:
-    """A fact about weight in the wrong places: the name of its kind, a sentence, and how many tokens it concerns."""
+    """A fact about weight in the wrong places: the name of its kind, a sentence, and its number of tokens."""
 
     name: str
     text: str
@@ -41,7 +41,7 @@ class Misplaced:
 
 @dataclass
 class Kept:
-    """The entries that weigh something in the right places: what is left to compare with what was asked."""
+    """Entries with weight in the right places, left to be compared with the asked weights."""
 
     entries: Ints  # of the mask that each weight follows, [num_kept]
     weights: Floats  # [num_kept]
@@ -49,7 +49,7 @@ class Kept:
 
 
 def take_off(measured: MeasuredStep, expected: Floats, tolerance: float) -> Kept:
-    """Take off NaN, stray weight, shifts, masked tokens with weight, active ones without, and signs, in this order."""
+    """Remove, in this order: NaN, stray weight, shifts, weight on masked tokens, lost active tokens, flipped signs."""
     tokens, weights, wanted = measured.tokens, measured.weights, expected != 0
     found: list[Misplaced] = []
     bad = ~np.isfinite(weights)
@@ -66,7 +66,7 @@ def take_off(measured: MeasuredStep, expected: Floats, tolerance: float) -> Kept
     differing = int(extra.sum() + lost.sum())
     for words, source, inside in _shifts(tokens) if extra.any() else ():
         if (support == wanted[source] & inside).all():
-            found.append(Misplaced("shift", f"weights are off by one against masks: they lie {words}", differing))
+            found.append(Misplaced("shift", f"weights are off by one against masks: each lies {words}", differing))
             entries = np.flatnonzero(support & ~bad)
             return _without_signs(Kept(source[entries], weights[entries], found), tokens, expected)
     if extra.any():
@@ -75,10 +75,10 @@ def take_off(measured: MeasuredStep, expected: Floats, tolerance: float) -> Kept
         found.append(_missing(tokens, wanted, lost))
     if extra.any() and wanted.any() and (extra == ~wanted).all() and (lost == wanted).all():
         found[-2:] = [
-            Misplaced("inverted", "the mask is inverted: masked tokens are trained, active ones not", differing)
+            Misplaced("inverted", "the mask is inverted: masked tokens are trained, active ones are not", differing)
         ]
     if [one.name for one in found[-2:]] == ["masked_trained", "missing"]:
-        text = "weights lie on other tokens, as if masks and losses were cut or laid out differently"
+        text = "weights lie on the wrong tokens, as if masks and losses were cut or laid out differently"
         numbers = f"{int(extra.sum())} masked tokens have weight, {int(lost.sum())} active ones have none"
         found[-2:] = [Misplaced("misaligned", f"{text}: {numbers}", differing)]
     entries = np.flatnonzero(support & wanted & ~bad)
@@ -86,18 +86,18 @@ def take_off(measured: MeasuredStep, expected: Floats, tolerance: float) -> Kept
 
 
 def _without_signs(kept: Kept, tokens: StepTokens, expected: Floats) -> Kept:
-    """Turn the sign of whole places that pull the other way."""
+    """Flip the sign of whole places whose weights all have the wrong sign."""
     negative = kept.weights * expected[kept.entries] < 0
     if negative.any() and (places := _whole_places(tokens, kept.entries, negative)):
         where = "" if negative.all() else f" at {places}"
-        text = f"the sign is turned{where}: what was to be minimised is maximised"
+        text = f"the sign is flipped{where}: the loss is maximised there, not minimised"
         kept.misplaced.append(Misplaced("sign", text, int(negative.sum())))
         kept.weights = np.where(negative, -kept.weights, kept.weights)
     return kept
 
 
 def without_copies(kept: Kept, tokens: StepTokens, expected: Floats, tolerance: float) -> Kept:
-    """Take off the few samples that weigh a whole multiple of what all others do, if that is all that differs."""
+    """Remove the few samples that weigh a whole multiple of all others, if nothing else differs."""
     ratio, sample = kept.weights / expected[kept.entries], tokens.sample[kept.entries]
     times = ratio / np.median(ratio) if len(ratio) else ratio
     again = times > 1 + tolerance
@@ -108,14 +108,14 @@ def without_copies(kept: Kept, tokens: StepTokens, expected: Floats, tolerance: 
     if 3 * len(samples) > len(np.unique(sample)):
         return kept
     often = " or ".join(f"{x:g}" for x in np.unique(whole[again]))
-    text = f"weigh {often} times what all others do, as if counted so often"
+    text = f"weigh {often} times as much as all others, as if they were in the step {often} times"
     shown = ", ".join(map(str, samples[:4])) + " and more" * (len(samples) > 4)
     copies = Misplaced("copies", f"samples {shown} {text}", int(again.sum()))
     return Kept(kept.entries[~again], kept.weights[~again], [*kept.misplaced, copies])
 
 
 def _usual(sizes: Floats, wanted: Floats) -> Floats:
-    """The usual size of a weight, [num_entries]; one far below it is none."""
+    """The usual size of a weight, [num_entries]; a weight far below counts as 0."""
     positive, active = sizes > 0, wanted > 0
     usual = np.full(len(sizes), float(np.median(sizes[positive])) if positive.any() else 0.0)
     if (trained := active & positive).any():
@@ -130,20 +130,20 @@ def _not_finite(tokens: StepTokens, bad: Flags, wanted: Flags) -> Misplaced:
     for words, names in parts.items():
         group = tokens.groups(*names)
         if (np.bincount(group, weights=wanted) == 0)[group[bad]].all():
-            return Misplaced("nan_empty", f"{text}, all in {words} without an active token, as of 0/0", number)
+            return Misplaced("nan_empty", f"{text}, all in {words} without an active token, as from 0/0", number)
     if bad[wanted].all() and wanted.any():
-        why = "as of 0/0, or of a masked token's NaN times its mask (select by where(mask, loss, 0))"
-        text += f", every active one, {why}"
+        why = "as from 0/0, or from a masked token's NaN times its mask (use where(mask, loss, 0))"
+        text += f", all active ones included, {why}"
     return Misplaced("nan", text, number)
 
 
 def _shifts(tokens: StepTokens) -> Iterator[tuple[str, Ints, Flags]]:
-    """Words; the entry whose mask each loss would meet if masks were moved by one; False where none comes.
+    """Candidate shifts of masks by one token: words, the source entry of each mask, and True where there is one.
 
-    The last two are [num_entries]. An entry that falls off one end comes back at the other (`torch.roll`) or does not.
+    Sources and flags are [num_entries]. With and without wrapping around the end, as `torch.roll` does.
     """
     everywhere = np.arange(len(tokens))
-    parts = {"in its sample": ("sample",), "in the micro-batch": MICROBATCH, "in its CP rank's piece": CP_PIECE}
+    parts = {"in its sample": ("sample",), "in its micro-batch": MICROBATCH, "in its CP rank's piece": CP_PIECE}
     for within, names in parts.items():
         group = tokens.groups(*names)
         order, sizes = np.argsort(group, kind="stable"), np.bincount(group)
@@ -152,7 +152,7 @@ def _shifts(tokens: StepTokens) -> Iterator[tuple[str, Ints, Flags]]:
             source, inside, moved = everywhere.copy(), np.zeros(len(tokens), np.bool_), everywhere - begin - move
             source[order], inside[order] = order[begin + moved % size], moved // size == 0
             yield f"one token {words} {within}", source, inside
-            yield f"one token {words} {within}, around its end", source, np.ones_like(inside)
+            yield f"one token {words} {within}, wrapping around the end", source, np.ones_like(inside)
 
 
 def _masked(measured: MeasuredStep, expected: Floats, extra: Flags) -> Misplaced:
@@ -164,7 +164,7 @@ def _masked(measured: MeasuredStep, expected: Floats, extra: Flags) -> Misplaced
     elif (np.isfinite(first) & (positions < first))[extra].all():
         name, what = "prompt_trained", "tokens before the response are"
     elif extra[~wanted].all():
-        name, what = "mask_ignored", "as if no mask were applied (or `tap` came after it), all masked tokens are"
+        name, what = "mask_ignored", "as if no mask were applied (or `tap` came after the mask), all masked tokens are"
     else:
         name, what = "masked_trained", "some masked tokens are"
     number, share = int(extra.sum()), 100 * float(sizes[extra].sum() / np.nansum(sizes))
@@ -180,7 +180,7 @@ def _missing(tokens: StepTokens, wanted: Flags, lost: Flags) -> Misplaced:
 
 
 def _whole_places(tokens: StepTokens, entries: Ints, hit: Flags) -> str:
-    """The coarsest places that `hit` [num_entries] covers wholly, the first few in words; empty if it is scattered."""
+    """The coarsest places that `hit` [num_entries] covers wholly, the first few in words; empty if there are none."""
     for names, pattern in PLACES.items():
         if names == ("prompt",) and "prompt" not in tokens.ids:
             continue

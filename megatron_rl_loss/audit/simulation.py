@@ -1,7 +1,7 @@
-"""One optimizer step of a trainer, simulated: its loss function is called as on every rank and micro-batch.
+"""Simulation of one optimizer step of a trainer: calls its loss function for every rank and micro-batch.
 
-A token's weight is c · ∂(returned loss)/∂(that token's loss), with c = 1/K where micro-batches are averaged, times 1/D
-where data-parallel ranks are, times 1/C where context-parallel ranks are; added up over the calls that see the token.
+A token's weight is c · ∂(returned loss)/∂(that token's loss), summed over the calls that see the token. c is 1/K if
+micro-batches are averaged, times 1/D if data-parallel ranks are averaged, times 1/C if context-parallel ranks are.
 """
 
 import inspect
@@ -24,7 +24,7 @@ from megatron_rl_loss.step.collectives import StepGroups
 from megatron_rl_loss.step.samples import Samples
 from megatron_rl_loss.step.totals import count_step
 
-#: Names of what a loss function may ask for beside its first two parameters; `LossCall` describes them.
+#: Parameters that a loss function may have beside its first two; `LossCall` describes them.
 GIVEN = (
     *("step_tokens", "rank_tokens", "microbatch_tokens", "sample_tokens", "rollout_tokens", "prompt_tokens"),
     *("step_samples", "rank_samples", "step_active_samples", "step_rollouts", "step_prompts", "num_microbatches"),
@@ -32,19 +32,19 @@ GIVEN = (
     *("cu_seqlens", "sample_index", "local", "totals", "old_log_probs", "advantages", "sample_advantages"),
 )
 _OF_LOG_PROBS = GIVEN[-3:]
-#: Weights are wrong, or depend on losses or chance; a call raises, or returns no loss, one without a graph, or NaN.
+#: Kinds of faults: weights that are wrong, or depend on losses or chance; calls that raise, or return no usable loss.
 Kind = Literal["weights", "values", "chance", "raises", "no loss", "no graph", "NaN"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossCall:
-    """A trainer's call of its loss function, and its divisions afterwards. The defaults are plain PyTorch: DDP, no CP.
+    """A trainer's call of its loss function, and the divisions that follow. The defaults are plain PyTorch: DDP, no CP.
 
     >>> LossCall(microbatches="mean", names={"total": "step_tokens"}).describe()
     'padded rows, micro-batches averaged, DP ranks averaged'
 
-    A loss function takes losses and mask first. Its further parameters receive values by these names. A number of
-    tokens is a sum of masks; a step is all micro-batches of all DP ranks.
+    Further parameters of the function get these values by name. Tokens are sums of masks; a step is all micro-batches
+    of all DP ranks.
 
     - ``step_tokens``, ``rank_tokens``, ``microbatch_tokens``: of the step, DP rank, micro-batch (all CP ranks)
     - ``sample_tokens``, ``rollout_tokens``, ``prompt_tokens``: of each row, its rollout, its prompt, [rows]
@@ -54,22 +54,22 @@ class LossCall:
     - ``rollout_ids``, ``prompt_ids``: lists, an id for each row
     - ``cu_seqlens``, ``sample_index``: for packed losses, the uncut starts of rows and the row of each token
     - ``local``, ``totals``: the `LocalTokens` and `StepTotals` of reducers
-    - ``old_log_probs``, ``advantages``, ``sample_advantages``: only with ``takes="log_probs"``. The old log-probs equal
-      the new ones, without gradient. Advantages are per token and per row, never 0.
+    - ``old_log_probs``, ``advantages``, ``sample_advantages``: with ``takes="log_probs"`` alone. The old log-probs
+      equal the log-probs, without gradient; advantages are by token and by row, never 0
 
     Attributes:
-        takes: the first argument. From ``log_probs`` the function makes losses itself; a weight is then the factor of a
-            token's advantage in the policy gradient at ratio 1.
+        takes: the first argument. With ``log_probs`` the function computes losses itself; a weight is then the factor
+            of a token's advantage in the policy gradient at ratio 1.
         rows: shape of losses and mask: [batch, seq], [num_tokens], or one tensor per row.
-        names: your parameter names for the values above: ``{"num_items_in_batch": "step_tokens"}``.
-        microbatches: ``mean`` if the trainer divides by their number.
-        dp: ``mean`` as DDP and FSDP do, ``sum`` where a trainer undoes that.
-        cp: the same over context-parallel ranks; None if there are none.
-        cp_cut: the part of every row that a CP rank holds: ``gathered`` is all of it, and gradients of all
-            copies count; ``responses`` is a zigzag over prompt and response, of which the response is kept (packed).
-        even_microbatches: all micro-batches have as many rows.
-        masked_samples: fully masked rows occur; else micro-batches have tokens.
-        split_rollouts: a rollout may be several rows (turns, branches).
+        names: parameters with other names, such as ``{"num_items_in_batch": "step_tokens"}``.
+        microbatches: ``mean`` if the trainer divides by the number of micro-batches.
+        dp: ``mean`` as DDP and FSDP do, ``sum`` if the trainer undoes that.
+        cp: the same over context-parallel ranks; None without CP.
+        cp_cut: the part of every row that a CP rank holds. ``gathered`` is the whole row, and gradients of all copies
+            count; ``responses`` is a zigzag over prompt and response, of which the response is kept (packed rows).
+        even_microbatches: all micro-batches have the same number of rows.
+        masked_samples: some rows are fully masked; if False, every row has an active token.
+        split_rollouts: a rollout may have several rows (turns, branches).
     """
 
     takes: Literal["losses", "log_probs"] = "losses"
@@ -84,21 +84,21 @@ class LossCall:
     split_rollouts: Literal[True, False] = False
 
     def __post_init__(self) -> None:
-        check_mapping("LossCall.names", self.names, 'Write names={"num_items_in_batch": "step_tokens"}, say')
+        check_mapping("LossCall.names", self.names, 'Write names={"num_items_in_batch": "step_tokens"}, for example')
         for parameter, given in self.names.items():
-            check_choice(f"number for LossCall.names[{parameter!r}]", given, GIVEN)
+            check_choice(f"value of LossCall.names[{parameter!r}]", given, GIVEN)
         for name, hint in get_type_hints(LossCall).items():
             value, choices = repr(getattr(self, name)), list(map(repr, get_args(hint)))
             if name != "names" and value not in choices:
                 raise ValueError(f"LossCall.{name} is {value}: it must be one of {', '.join(choices)}. Choose one.")
         if (self.cp_cut != "zigzag" and self.cp is None) or (self.cp_cut == "responses" and self.rows != "packed"):
             raise ValueError(
-                f"LossCall.cp_cut is {self.cp_cut!r} with cp {self.cp!r}, rows {self.rows!r}: CP ranks that hold parts "
-                'are summed or averaged, responses packed. Say cp="sum" or cp="mean", and for responses rows="packed".'
+                f"LossCall.cp_cut is {self.cp_cut!r} with cp {self.cp!r}, rows {self.rows!r}: a cut needs CP, and "
+                'responses need packed rows. Set cp="sum" or cp="mean", and for responses rows="packed".'
             )
 
     def describe(self) -> str:
-        """One line of what was assumed."""
+        """The assumed call in one line."""
         done = {"sum": "summed", "mean": "averaged"}
         rows = "a tensor per row" if self.rows == "lists" else f"{self.rows} rows"
         cp = f", {self.cp_cut} CP ranks {done[self.cp]}" if self.cp else ""
@@ -127,7 +127,7 @@ CALLS: dict[str, LossCall] = {
 
 
 class CallFailed(Exception):
-    """A call of the loss function gave nothing to measure: (its kind, a sentence)."""
+    """Raised for a call of the loss function that gave nothing to measure: (its kind, a sentence)."""
 
 
 def asked_for(loss_fn: Any, call: LossCall) -> dict[str, str]:
@@ -140,7 +140,7 @@ def asked_for(loss_fn: Any, call: LossCall) -> dict[str, str]:
 
 
 class DrawnRow(NamedTuple):
-    """A row of data: its loss mask, of zeros and ones, the units that it belongs to, and where it is trained."""
+    """A row of data: its loss mask of zeros and ones, its units, its DP rank and its micro-batch."""
 
     mask: tuple[int, ...]
     rollout: int = 0
@@ -150,7 +150,7 @@ class DrawnRow(NamedTuple):
 
 
 class DrawnStep(NamedTuple):
-    """A step and how it is cut; plain data, whose `repr` makes it again."""
+    """A step and its cut, as plain data; evaluating its `repr` makes the same step."""
 
     rows: tuple[DrawnRow, ...]  # in order of their places
     num_microbatches: int = 1
@@ -160,7 +160,7 @@ class DrawnStep(NamedTuple):
 
 
 def _samples(rows: Sequence[DrawnRow], call: LossCall, cp_size: int) -> Samples:
-    """Samples of these rows, padded as the call and the cut want it, with labels for modes of one's own."""
+    """`Samples` of these rows, padded for the call and the cut, with labels for modes of the user's."""
     masks, rollouts, prompts, *_ = zip(*rows, strict=True)
     lengths, multiple = list(map(len, masks)), 2 * cp_size if cp_size > 1 else 1
     sizes = [-(-length // multiple) * multiple for length in lengths]
@@ -181,10 +181,10 @@ def _samples(rows: Sequence[DrawnRow], call: LossCall, cp_size: int) -> Samples:
 
 
 def measure(loss_fn: Any, call: LossCall, step: DrawnStep, poisoned: bool = False) -> MeasuredStep:
-    """The weight of every token of a step, as the optimizer of such a trainer would get it; NaN where a loss is.
+    """The weight of every token of a step, as this trainer's optimizer would get it; NaN for a loss that is not finite.
 
-    Poisoned losses are NaN where the mask is 0. Raises CallFailed for a call that raises, or that returns no number
-    with a gradient; TypeError for what cannot be called.
+    Poisoned losses are NaN where the mask is 0. Raises CallFailed for a call that raises or returns no number with a
+    gradient, TypeError for a `loss_fn` that is no function.
     """
     asks, K, D, C = asked_for(loss_fn, call), step.num_microbatches, step.dp_size, step.cp_size
     masks, *ids = list(zip(*step.rows, strict=True))[:3]
@@ -230,14 +230,14 @@ def measure(loss_fn: Any, call: LossCall, step: DrawnStep, poisoned: bool = Fals
 
 
 def _view(rows: str, sizes: list[int], flat: Tensor) -> Any:
-    """The tokens that a rank holds, in the shape that the loss function is given."""
+    """The tokens of a rank, in the shape that the loss function gets."""
     if rows == "padded":
         return flat.view(len(sizes), -1)
     return list(flat.split(sizes)) if rows == "lists" else flat
 
 
 def _derivative(call: Callable[[], Any], values: Tensor, where: str) -> Tensor:
-    """The derivative of the loss that a call returns by each value; NaN unless the loss is finite."""
+    """The derivative of the returned loss by each value; NaN if the loss is not finite."""
     try:
         loss = call()
     except Exception as error:
@@ -245,9 +245,9 @@ def _derivative(call: Callable[[], Any], values: Tensor, where: str) -> Tensor:
         raise CallFailed("raises", f"it raises {type(error).__name__}: {said}{where}") from error
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
         what = f"{loss.dtype} of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-        raise CallFailed("no loss", f"it returns {what}, not one number alone{where}")
+        raise CallFailed("no loss", f"it returns {what}, not one number{where}")
     if not loss.requires_grad:
-        raise CallFailed("no graph", f"what it returns has no graph, so nothing is trained{where}")
+        raise CallFailed("no graph", f"its result has no graph, so nothing is trained{where}")
     (gradient,) = torch.autograd.grad(loss, values, allow_unused=True)
     gradient = torch.zeros_like(values) if gradient is None else gradient
     return gradient if torch.isfinite(loss) else gradient * torch.nan

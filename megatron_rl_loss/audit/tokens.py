@@ -1,4 +1,4 @@
-"""The tokens of one optimizer step with the weight that was measured for each: the input of every verdict.
+"""The tokens of one optimizer step and their measured weights: the input of every verdict.
 
 A token's *effective weight* is the derivative of the reduced and finalised gradient's loss with respect to that token's
 unreduced loss. `audit.megatron` measures it in a training step, `simulation` in a drawn one.
@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
-#: Columns that the entries of a micro-batch agree in, and those of its piece on a context-parallel rank.
+#: Columns that identify a micro-batch, and its piece on a context-parallel rank.
 MICROBATCH, CP_PIECE = ("dp_rank", "microbatch"), ("dp_rank", "microbatch", "cp_rank")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """The sizes over which the step was split."""
+    """Sizes of the step's split: micro-batches and parallel ranks."""
 
     num_microbatches: int = 1
     dp_size: int = 1
@@ -31,9 +31,9 @@ class Split:
 
 @dataclass(frozen=True, kw_only=True)
 class StepTokens:
-    """Every entry of the step's loss masks, masked ones too; arrays [num_entries].
+    """All entries of the step's loss masks, masked ones too; arrays [num_entries].
 
-    Entries are in order: data-parallel rank, micro-batch, sample, position.
+    Entries are ordered by data-parallel rank, micro-batch, sample and position.
     """
 
     mask: Floats
@@ -41,29 +41,31 @@ class StepTokens:
     position: Ints  # within the sample's mask
     dp_rank: Ints
     microbatch: Ints  # numbered on each data-parallel rank from 0
-    cp_rank: Ints  # that holds the token; -1 where all of them do
+    cp_rank: Ints  # the rank that holds the token; -1 if all ranks do
     ids: dict[str, Ints] = field(default_factory=dict)  # rollout, prompt and further ids that the samples name
     per_token: frozenset[str] = frozenset()  # names of ids that are given per token: -1 is no unit
-    num_empty: int = 0  # samples without an entry: they are units all the same
-    empty_ids: dict[str, Ints] = field(default_factory=dict)  # theirs, [num_empty]; of ids per token none
+    num_empty: int = 0  # samples without an entry; they count as units
+    empty_ids: dict[str, Ints] = field(
+        default_factory=dict
+    )  # ids of these samples, [num_empty]; ids per token are left out
 
     def __len__(self) -> int:
         return len(self.mask)
 
     def column(self, name: str) -> Ints:
-        """A place or an id by name; samples without rollout ids are rollouts."""
+        """The column of that name, a place or an id; without rollout ids each sample is a rollout."""
         if name in self.ids:
             return self.ids[name]
         column: Ints = self.sample if name == "rollout" else getattr(self, name)
         return column
 
     def groups(self, *names: str) -> Ints:
-        """The group of each entry, numbered from 0 in lexicographic order: entries that agree in all these columns."""
+        """The group of each entry: entries that agree in all these columns. Numbered from 0 in lexicographic order."""
         return group_by([self.column(name) for name in names], len(self))
 
 
 def group_by(columns: Sequence[Ints], length: int) -> Ints:
-    """The group of each row, numbered from 0 in lexicographic order, [length]: rows that agree in all columns."""
+    """The group of each row, [length]: rows that agree in all columns. Numbered from 0 in lexicographic order."""
     group = np.zeros(length, np.int64)
     for column in columns:
         numbers = np.unique(column, return_inverse=True)[1].reshape(-1)
@@ -72,7 +74,7 @@ def group_by(columns: Sequence[Ints], length: int) -> Ints:
 
 
 def extremes(group: Ints, values: Floats, number: int) -> tuple[Floats, Floats]:
-    """The lowest and the highest value of each group, [number]; inf and -inf where it has none."""
+    """The lowest and the highest value of each group, [number]; inf and -inf for an empty group."""
     low, high = np.full(number, np.inf), np.full(number, -np.inf)
     np.minimum.at(low, group, values)
     np.maximum.at(high, group, values)
@@ -81,17 +83,20 @@ def extremes(group: Ints, values: Floats, number: int) -> tuple[Floats, Floats]:
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredStep:
-    """A step's tokens and the effective weight of each.
+    """A step's tokens and their effective weights.
 
-    `facts` by name: ``rounding``, the type that gradients were rounded to (default "float32"); ``coefficient``, a
-    factor that the term should have; ``expected``, the term's own mode, divisor and unit counting;
-    ``tokens_compared``, how many input ids agreed with the samples'; and numbers of the measurement.
+    `facts` by name: ``rounding``, the type that gradients were rounded to (default "float32"); ``coefficient``, the
+    declared factor of the term; ``expected``, the term's own mode, divisor and unit counting; ``tokens_compared``, the
+    number of input ids that agreed with the samples'; and numbers of the measurement.
     """
 
     tokens: StepTokens
-    weights: Floats  # of each entry, [num_entries]; NaN where the gradient was
+    weights: Floats  # of each entry, [num_entries]; NaN for a NaN gradient
     split: Split = field(default_factory=Split)
-    stray: tuple[int, float] = (0, 0.0)  # on no entry (padding, other samples' slots): places, and the sum of sizes
-    unknown: tuple[str, ...] = ()  # why there can be no verdict, in sentences; empty if there can be one
+    stray: tuple[int, float] = (
+        0,
+        0.0,
+    )  # weight outside all entries (padding, other samples' slots): number of places, sum of sizes
+    unknown: tuple[str, ...] = ()  # reasons against any verdict, in sentences
     notes: tuple[str, ...] = ()  # limits of the measurement, in sentences
     facts: dict[str, Any] = field(default_factory=dict)

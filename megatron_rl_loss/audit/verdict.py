@@ -1,4 +1,4 @@
-"""`Verdict`: a step's measured weights against those that were asked, as a report of 15 lines and as plain data."""
+"""`Verdict`: measured weights of a step compared with the asked ones, as a report of 15 lines and as plain data."""
 
 import math
 import textwrap
@@ -17,7 +17,7 @@ _LINES, _WIDTH, _BAR = 15, 112, 60
 
 @dataclass(frozen=True)
 class Place:
-    """One micro-batch of one DP rank: the lowest and highest measured / asked on each CP rank, and its tokens drawn."""
+    """One micro-batch of one DP rank: lowest and highest measured / asked on each CP rank, and a bar of its tokens."""
 
     dp_rank: int
     microbatch: int
@@ -27,10 +27,10 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """The weights of a step's tokens against those that were asked."""
+    """The measured weights of a step's tokens, compared with the weights that were asked for."""
 
-    expected: str  # what was asked, in words
-    sound: bool  # every weight is what was asked, within rounding; False where there is no verdict
+    expected: str  # the mode that was asked, in words
+    sound: bool  # every weight is as asked, within rounding; False if there is no verdict
     unknown: tuple[str, ...] = ()  # why there is no verdict; empty if there is one
     deviation: float = math.nan  # the largest relative difference of a weight
     wrong_share: float = math.nan  # share of the gradient's weight on the wrong tokens, 0 to 1; 0 of a factor
@@ -38,13 +38,13 @@ class Verdict:
     high: float = math.nan  # the largest
     tokens: int = 0  # active tokens of the step
     misplaced: tuple[Misplaced, ...] = ()  # weight in the wrong places; the causes are about the rest
-    causes: tuple[Cause, ...] = ()  # what fits within rounding, the simplest first; none if nothing does
-    rest_is_asked: bool = False  # True where weight in the wrong places is all that is wrong
+    causes: tuple[Cause, ...] = ()  # causes that fit within rounding, the simplest first
+    rest_is_asked: bool = False  # True if weight in the wrong places is the only fault
     places: tuple[Place, ...] = ()
     notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as plain data; numbers that are not finite are None."""
+        """All fields as plain data; numbers that are not finite become None."""
         plain = asdict(self) | {"causes": [str(cause) for cause in self.causes], "headline": self.headline}
         return _finite(plain)
 
@@ -65,24 +65,25 @@ class Verdict:
 
     @property
     def is_factor(self) -> bool:
-        """True where all tokens weigh the same multiple of what was asked."""
+        """True if all tokens weigh the same multiple of the asked weights."""
         return self.high - self.low <= 1e-5 * abs(self.high)
 
     def __str__(self) -> str:
-        """At most 15 lines."""
+        """The report, at most 15 lines."""
         said = [f"also: {reason}" for reason in self.unknown[1:]]
         said += [f"In the wrong place: {one.text}." for one in self.misplaced]
         if len(self.causes) > 1:
-            said.append("Each of these fits; a step of sizes that differ can tell them apart:")
+            said.append("Each of these causes fits; a step with other sizes (DP, CP, micro-batches) tells them apart:")
         said += [f"Fits: {cause}." for cause in self.causes]
         if not (self.sound or self.unknown or self.causes):
-            numbers = "No known cause fits: these numbers are what is known."
-            said.append("All other weight is what was asked." if self.rest_is_asked else numbers)
+            said.append(
+                "All other weights are as asked." if self.rest_is_asked else "No known cause fits these weights."
+            )
         head, tail = _wrapped([self.headline, *said]), _wrapped([f"note: {note}" for note in self.notes])
         return "\n".join([*head, *self._table(_LINES - len(head) - len(tail)), *tail][:_LINES])
 
     def _table(self, room: int) -> list[str]:
-        """Micro-batches that are furthest off, in order."""
+        """Lines for the micro-batches with the largest deviations, in order of the step."""
         if self.sound or self.unknown or not self.places or (self.is_factor and not self.misplaced) or room < 3:
             return []
         far = sorted(range(len(self.places)), key=lambda i: -_distance(self.places[i]))[: room - 1]
@@ -102,7 +103,7 @@ class Verdict:
 
 
 def places_of(measured: MeasuredStep, wanted: Floats) -> tuple[Place, ...]:
-    """Each micro-batch of each DP rank."""
+    """A `Place` for each micro-batch of each DP rank."""
     tokens, weights, active = measured.tokens, measured.weights, wanted != 0
     ranks = np.unique(tokens.cp_rank)
     found = []
@@ -127,7 +128,7 @@ _BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
 def _bar(tokens: StepTokens, weights: Floats, wanted: Floats, entries: Ints) -> str:
-    """A character per token that has or should have weight; where they are too many, per several tokens of a sample."""
+    """A character for each token that has or should have weight, or for several tokens if there are too many."""
     samples = [entries[members] for members in _members(tokens.sample[entries])]
     together = -(-len(entries) // max(_BAR - len(samples), 8))
     parts = [[sample[i : i + together] for i in range(0, len(sample), together)] for sample in samples[:_BAR]]
@@ -135,7 +136,7 @@ def _bar(tokens: StepTokens, weights: Floats, wanted: Floats, entries: Ints) -> 
 
 
 def _mark(weights: Floats, wanted: Floats) -> str:
-    """The character of neighbouring tokens: of the active ones, where there are any."""
+    """The character of neighbouring tokens; masked ones count only if none of them is active."""
     if not np.isfinite(weights).all():
         return "?"
     asked, weight = wanted.sum(), weights[wanted != 0].sum()
@@ -150,7 +151,7 @@ def _distance(place: Place) -> float:
 
 
 def _shown(ratio: tuple[float, float]) -> str:
-    """A number, or low..high."""
+    """The ratio as text: one number, or low..high."""
     return "-" if math.isnan(ratio[0]) else "..".join(dict.fromkeys(f"{end:.3g}" for end in ratio))
 
 

@@ -22,7 +22,7 @@ from torch.nn.functional import pad
 
 from megatron_rl_loss.frameworks.columns import check_even
 from megatron_rl_loss.frameworks.replacing import Function, Replaced, prove
-from megatron_rl_loss.modes.names import resolve
+from megatron_rl_loss.modes.names import Aggregation, resolve
 from megatron_rl_loss.modes.table import Mode, ModeFunction
 from megatron_rl_loss.modes.weights import weights_column
 from megatron_rl_loss.reduction.taps import is_observed, tap_slopes
@@ -50,17 +50,15 @@ def aggregate(
     """
     from nemo_rl.algorithms import advantage_estimator
 
-    resolve(mode, **settings)
-    if kl is not None:
-        resolve(kl)
+    modes = {"policy": resolve(mode, **settings)}
+    of_kl = modes["policy"] if kl is None else resolve(kl)
     if loss_fn.positive_example_nll_weight > 0:
         raise ValueError(
             f"positive_example_nll_weight={loss_fn.positive_example_nll_weight}: grpo_train passes no rewards, which "
             "that term needs, and the term is averaged per micro-batch. Set positive_example_nll_weight=0."
         )
-    modes = {"policy": (mode, settings)}
     if loss_fn.reference_policy_kl_penalty != 0:
-        modes["kl"] = (mode, settings) if kl is None else (kl, {})
+        modes["kl"] = of_kl
     loss, prompts = AggregatedPGLossFn(loss_fn, modes), list[str]()
 
     def keep_prompts(stock: Any, given: dict[str, Any]) -> Any:
@@ -90,7 +88,7 @@ def aggregate(
 class AggregatedPGLossFn:
     """A `ClippedPGLossFn` whose terms are weighted by columns of the batch; other attributes are that loss's."""
 
-    def __init__(self, loss_fn: Any, modes: dict[str, tuple[Any, dict[str, Any]]]) -> None:
+    def __init__(self, loss_fn: Any, modes: dict[str, Aggregation]) -> None:
         self._loss_fn, self._modes = loss_fn, modes
         self._policy, self._number = copy.copy(loss_fn), uuid4().hex
         self._policy.reference_policy_kl_penalty = 0
@@ -99,10 +97,9 @@ class AggregatedPGLossFn:
         """Unpickle in a worker, whose first step is then proved."""
         self.__dict__.update(state)
         if self._number not in _PROOFS:
-            mode, settings = self._modes["policy"]
             beside = "NeMo-RL aggregates MoE, MTP and draft losses"
             never = "NeMo-RL did not call aggregate(...)'s loss. Pass that loss to grpo_train of NeMo-RL 7ea279ab."
-            proof = prove("NeMo-RL", resolve(mode, **settings), beside=beside, never=never)
+            proof = prove("NeMo-RL", self._modes["policy"], beside=beside, never=never)
             if proof is not None:
                 proof.terms = ["pg", "kl"][: len(self._modes)]
             _PROOFS[self._number] = proof
@@ -122,8 +119,8 @@ class AggregatedPGLossFn:
             rows = slice(start, start + batch_size)
             masks = (data["token_mask"][rows, 1:].float() * data["sample_mask"][rows, None]).cpu()
             ids = None if prompts is None else prompts[rows]
-            for name, (mode, settings) in self._modes.items():
-                of_rows = weights_column(mode, list(masks), prompt_ids=ids, **settings)
+            for name, one in self._modes.items():
+                of_rows = weights_column(one.mode, list(masks), divisor=one.divisor, units=one.units, prompt_ids=ids)
                 weights = torch.stack(of_rows)
                 if self.loss_type.value == "token_level":
                     column = pad(weights * masks.sum(), (1, 0))
@@ -191,8 +188,7 @@ class AggregatedPGLossFn:
         temperature = None if is_fused or (is_filtered and of_kl) else 1.0
         tap_slopes(total, policy, log_probs, factors, samples=samples, temperature=temperature)
         if of_kl:
-            mode, settings = self._modes["kl"]
-            declared = {"coef": self._loss_fn.reference_policy_kl_penalty, "aggregation": resolve(mode, **settings)}
+            declared = {"coef": self._loss_fn.reference_policy_kl_penalty, "aggregation": self._modes["kl"]}
             tap_slopes(total, kl, log_probs, torch.ones_like(factors), samples=samples, name="kl", **declared)
 
 

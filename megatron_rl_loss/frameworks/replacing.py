@@ -36,6 +36,7 @@ class Replaced:
 
     Attributes:
         proof: the proof of the first training step; `undo` ends it.
+        now: what the engine computes, for those of its functions that are called meanwhile; None between steps.
 
     Raises ValueError for a function that is missing, lacks a parameter, or is replaced already, in a base class too.
     """
@@ -55,8 +56,9 @@ class Replaced:
                     f"{one}, which has a loss aggregation already: a second one would apply weights twice. Aggregate "
                     "once, for a class or for its subclass."
                 )
-        self._engine = engine
+        self.engine = engine
         self.proof: Any = None
+        self.now: Any = None
         stocks = [(one, getattr(one.owner, one.name), vars(one.owner).get(one.name)) for one in functions]
         self._all = [(one, stock, raw, _wrapped(one, stock)) for one, stock, raw in stocks]
         for one, _, _, ours in self._all:
@@ -66,7 +68,7 @@ class Replaced:
 
     def __str__(self) -> str:
         places = {f"{module.__name__}.{name}" for *_, ours in self._all for module, name in holders(ours)}
-        return f"{self._engine}: replaced {', '.join(sorted(places | {str(one) for one, *_ in self._all}))}"
+        return f"{self.engine}: replaced {', '.join(sorted(places | {str(one) for one, *_ in self._all}))}"
 
     def put_everywhere(self) -> None:
         """Replace the functions in modules that were loaded later, too."""
@@ -109,6 +111,11 @@ def prove(engine: str, asked: Aggregation, **words: Any) -> Any:
     from megatron_rl_loss.audit.megatron.first_step import prove_engine
 
     return prove_engine(asked, f"{engine}'s policy loss", **words)
+
+
+def installed(engine: str) -> Any:
+    """The `Replaced` of that engine in this process, or None."""
+    return next((one for one in _ACTIVE if isinstance(one, Replaced) and one.engine == engine), None)
 
 
 def active() -> list[str]:

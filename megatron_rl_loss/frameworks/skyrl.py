@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megatron_rl_loss.frameworks.columns import MEDIA, plan_of, prompts_of, samples_of
-from megatron_rl_loss.frameworks.replacing import Function, Replaced, prove
+from megatron_rl_loss.frameworks.replacing import Function, Replaced, installed, prove
 from megatron_rl_loss.modes.loss_modes import LossModes
 from megatron_rl_loss.modes.table import Mode, ModeFunction
 from megatron_rl_loss.modes.weights import weigh
@@ -37,12 +37,11 @@ from megatron_rl_loss.step.units import UnitCounting
 __all__ = ["AggregatedPolicyLoss"]
 _MODULE = "skyrl.backends.skyrl_train.workers.megatron.megatron_model_wrapper"
 _VERSIONS = "a9564572 or 0.4.0"
-_INSTALLED: list[Replaced] = []
 _PROMPT_IDS = 2**53  # that many fit into float64
 
 
 class _Microbatch(NamedTuple):
-    """The micro-batch whose loss is being computed.
+    """The micro-batch whose loss is being computed: `Replaced.now`.
 
     Attributes:
         planes: weights of KL, entropy and each MTP depth, [rows, tokens].
@@ -70,9 +69,6 @@ class _Microbatch(NamedTuple):
         given = [one.float() for one, is_sample in zip(masks, held, strict=True) if is_sample]
         slots = Gathered(bounds, filler_slots=held.count(False), **layout)
         return Samples(given, layout=slots, prompt_ids=ids, labels={"row": range(len(given))})
-
-
-_MICROBATCHES: list[_Microbatch] = []  # one, or none
 
 
 class AggregatedPolicyLoss:
@@ -126,7 +122,7 @@ class AggregatedPolicyLoss:
         config.policy_loss_type = self._name
         coefs = {"kl": config.kl_loss_coef, "entropy": -config.entropy_loss_coef, "mtp": self._mtp_coef}
         now = _Microbatch(self._modes, planes, ids[:, 0], coefs, [])
-        _MICROBATCHES[:] = [now]
+        installed("SkyRL").now = now
 
         def loss_of(leaf: Tensor, advantages: Tensor) -> Tensor:
             old = leaf.detach()
@@ -172,7 +168,7 @@ class AggregatedPolicyLoss:
 
     def _expect(self, wrapper: Any, depths: Sequence[str]) -> None:
         """Tell the proof of the first step which terms must appear. Fused heads hand the schedule no logits."""
-        proof, algorithm = _INSTALLED[0].proof, wrapper.cfg.algorithm
+        proof, algorithm = installed("SkyRL").proof, wrapper.cfg.algorithm
         self._temperature: float | None = None if getattr(wrapper, "_fused_lm_head", False) else 1.0
         self._mtp_coef = wrapper.cfg.policy.megatron_config.mtp_loss_weight / max(1, len(depths))
         has_kl = algorithm.use_kl_loss and algorithm.kl_loss_coef
@@ -220,7 +216,7 @@ def _held(batch: dict[str, Any]) -> Tensor:
 def _install(modes: LossModes) -> None:
     """Replace SkyRL's functions once, in a process that imported the Megatron worker."""
     module: Any = sys.modules.get(_MODULE)
-    if module is None or _INSTALLED:
+    if module is None or installed("SkyRL") is not None:
         return
     log_probs = ("from_parallel_logits_to_logprobs", "from_parallel_logits_to_logprobs_packed_sequences")
     entropies = ("vocab_parallel_entropy_packed_sequences", "from_parallel_hidden_to_entropy_packed_sequences")
@@ -234,30 +230,33 @@ def _install(modes: LossModes) -> None:
         *(Function(module, name, drafts, _in_microbatch(_draft)) for name in ("draft_soft_ce", "draft_soft_ce_topk")),
     ]
     replaced = Replaced("SkyRL", _VERSIONS, functions)
-    beside = "SkyRL's division of advantages by tokens is not measured; SkyRL aggregates MoE losses"
-    never = "SkyRL trained with another loss. Register ours, and set trainer.algorithm.policy_loss_type to its name."
-    replaced.proof = prove("SkyRL", modes.policy, beside=beside, never=never)
-    _INSTALLED.append(replaced)
+    replaced.proof = prove(
+        "SkyRL",
+        modes.policy,
+        beside="SkyRL's division of advantages by tokens is not measured; SkyRL aggregates MoE losses",
+        never="SkyRL trained with another loss. Register ours, and set trainer.algorithm.policy_loss_type to its name.",
+        is_ours=lambda: not isinstance(replaced.now, str),
+    )
 
 
 def _mini_batch(stock: Any, given: dict[str, Any]) -> Any:
-    by_name, losses, proof = given.get("loss_fn"), sys.modules[_MODULE].PolicyLossRegistry, _INSTALLED[0].proof
+    by_name, losses, replaced = given.get("loss_fn"), sys.modules[_MODULE].PolicyLossRegistry, installed("SkyRL")
     loss = given["self"].policy_loss_fn if by_name is None else losses.get(by_name)
-    is_ours = hasattr(loss, "weigh")
-    if is_ours:
+    if hasattr(loss, "weigh"):
         given["micro_batches"] = loss.weigh(given["self"], given["micro_batches"])
-    waits = not is_ours and by_name is not None and not proof.is_over  # a call that asks for another loss
-    proof.is_over |= waits
+    else:
+        replaced.now = by_name  # of another loss that the call asks for
     try:
         return stock()
     finally:
-        _MICROBATCHES.clear()
-        proof.is_over &= not waits
+        replaced.now = None
 
 
 def _in_microbatch(call: Callable[..., Any]) -> Callable[[Any, dict[str, Any]], Any]:
     """The call, with the current micro-batch of our loss; without one, SkyRL's function unchanged."""
-    return lambda stock, given: call(stock, given, *_MICROBATCHES) if _MICROBATCHES else stock()
+    return lambda stock, given: (
+        call(stock, given, now) if isinstance(now := installed("SkyRL").now, _Microbatch) else stock()
+    )
 
 
 def _log_probs(stock: Any, given: dict[str, Any]) -> Any:

@@ -12,14 +12,14 @@ import importlib
 import math
 import sys
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_rl_loss.errors import require
-from megatron_rl_loss.frameworks.replacing import Function, Replaced, announce
+from megatron_rl_loss.frameworks.replacing import Function, Replaced, announce, installed
 from megatron_rl_loss.modes.names import resolve
 from megatron_rl_loss.reduction.taps import observed_taps, tap
 from megatron_rl_loss.step.layouts import Gathered
@@ -38,9 +38,9 @@ _CUT = {
     "clip_cov": "selects tokens within each micro-batch",
     "kl_cov": "selects tokens within each micro-batch",
 }
-_OF_A_LOSS_OF_YOURS = ("pg", math.nan)
 #: Terms that verl's running loss has still to aggregate, with their coefficients; then one for a call too many.
-_coming: list[tuple[str, float]] = []
+_Terms = list[tuple[str, float]]
+_OF_A_LOSS_OF_YOURS = ("pg", math.nan)
 _runs_on_megatron = False
 
 
@@ -54,22 +54,22 @@ def install() -> Replaced:
 
     Raises ValueError for a verl whose functions have other parameters, ImportError without verl.
     """
-    replaced = _replace()
+    replaced: Replaced = installed("verl") or _replace()
     replaced.put_everywhere()
     return replaced
 
 
-@cache
 def _replace() -> Replaced:
     from verl.trainer.ppo import core_algos
 
     losses = importlib.import_module("verl.workers.utils.losses")
     needed = ["loss_mat", "loss_mask", "loss_agg_mode", "batch_num_tokens", "global_batch_size", "loss_scale_factor"]
+    coming: _Terms = []
     functions = [
-        Function(core_algos, "agg_loss", needed, _agg_loss, lambda module: module not in _TRAINERS),
-        Function(core_algos, "get_policy_loss_fn", ("name",), _uncut, bool),
-        Function(losses, "ppo_loss", ("config", "model_output"), partial(_checked, _terms_of_ppo), bool),
-        Function(losses, "value_loss", (), partial(_checked, lambda given: [("pg", 0.5)]), bool),
+        Function(core_algos, "agg_loss", needed, partial(_agg_loss, coming), lambda module: module not in _TRAINERS),
+        Function(core_algos, "get_policy_loss_fn", ("name",), partial(_uncut, coming), bool),
+        Function(losses, "ppo_loss", ("config", "model_output"), partial(_checked, coming, _terms_of_ppo), bool),
+        Function(losses, "value_loss", (), partial(_checked, coming, lambda given: [("pg", 0.5)]), bool),
     ]
     try:
         from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead as Engine
@@ -84,9 +84,9 @@ def _replace() -> Replaced:
     return replaced
 
 
-def _agg_loss(stock: Callable[[], Any], given: dict[str, Any]) -> Any:
+def _agg_loss(coming: _Terms, stock: Callable[[], Any], given: dict[str, Any]) -> Any:
     """verl's share of the step loss; 0 for a step whose count is 0."""
-    term, coef = _coming.pop(0) if _coming else _OF_A_LOSS_OF_YOURS
+    term, coef = coming.pop(0) if coming else _OF_A_LOSS_OF_YOURS
     losses, mask, mode = given["loss_mat"], given["loss_mask"], given["loss_agg_mode"]
     of_norm = mode == "seq-mean-token-sum-norm"
     if of_norm and given.get("loss_scale_factor") is None:
@@ -133,15 +133,15 @@ def _samples_of(mask: Tensor) -> Samples:
 
 
 def _checked(
-    terms_of: Callable[[dict[str, Any]], list[tuple[str, float]]], stock: Callable[[], Any], given: dict[str, Any]
+    coming: _Terms, terms_of: Callable[[dict[str, Any]], _Terms], stock: Callable[[], Any], given: dict[str, Any]
 ) -> Any:
     """verl's loss; raises if the loss calls `agg_loss` fewer times than it has terms."""
     terms = terms_of(given)
-    _coming[:] = [*terms, _OF_A_LOSS_OF_YOURS]
+    coming[:] = [*terms, _OF_A_LOSS_OF_YOURS]
     try:
-        returned, left = stock(), len(_coming)
+        returned, left = stock(), len(coming)
     finally:
-        _coming.clear()
+        coming.clear()
     if left > 1:
         raise ValueError(
             f"a loss of {len(terms)} terms and {len(terms) + 1 - left} calls of agg_loss: each term must call "
@@ -154,20 +154,20 @@ def _checked(
     return returned
 
 
-def _terms_of_ppo(given: dict[str, Any]) -> list[tuple[str, float]]:
+def _terms_of_ppo(given: dict[str, Any]) -> _Terms:
     config, output = given["config"], given["model_output"]
     entropy = [("entropy", -config.entropy_coeff)] * (output.get("entropy") is not None)
     return [("pg", 1.0), *entropy, *[("kl", config.kl_loss_coef)] * bool(config.use_kl_loss)]
 
 
-def _uncut(stock: Callable[[], Any], given: dict[str, Any]) -> Any:
+def _uncut(coming: _Terms, stock: Callable[[], Any], given: dict[str, Any]) -> Any:
     if given["name"] in _CUT:
         raise ValueError(
             f"the policy loss {given['name']}: it {_CUT[given['name']]}, so it depends on how the step is cut. Choose "
             "another policy_loss.loss_mode (gspo also averages over sequences), or drop model.external_lib."
         )
-    if given["name"] == "bypass_mode" and _coming:  # it may reject tokens that verl has counted
-        _coming[0] = _OF_A_LOSS_OF_YOURS
+    if given["name"] == "bypass_mode" and coming:  # it may reject tokens that verl has counted
+        coming[0] = _OF_A_LOSS_OF_YOURS
     return stock()
 
 

@@ -1,7 +1,7 @@
-"""A forward pass over a step's micro-batches before it is trained on: log-probs of the old policy, or of a reference.
+"""A forward pass over a step's micro-batches before training: log-probs of the old policy or of a reference.
 
-It goes through Megatron's own schedule with ``forward_only``, so through every pipeline stage, without gradients and in
-evaluation mode. Its values lie with each micro-batch, for the loss function.
+The pass runs Megatron's own schedule with ``forward_only``, so through every pipeline stage, without gradients and in
+evaluation mode. Each micro-batch keeps its values for the loss function.
 """
 
 import warnings
@@ -18,17 +18,17 @@ from megatron_rl_loss.plan.plan import Plan
 
 #: (micro-batch, model) -> the model's output: (log_probs, ...) with an `OutputHead`, log-probs, or hidden states.
 CallModel = Callable[[Microbatch, Any], Any]
-#: For each model chunk the step's micro-batches, or None where no data is read.
+#: The step's micro-batches for each model chunk; None for a chunk that reads no data.
 StepChunks = list[list[Microbatch] | None]
 
 
 class ForwardPass:
-    """The argument of `before_step` of `LossAggregation`: the step's micro-batches, and a way to put them through.
+    """The argument of `before_step` of `LossAggregation`: runs models over the step's micro-batches.
 
     Attributes:
         model: the model chunk, or the list of chunks.
-        plan: of the step, to `measure` what a pass gave. On stages that compute no loss it has no micro-batches, and
-            calls no function that it is given.
+        plan: the step's plan; its `measure` computes statistics of a pass. On stages that compute no loss the plan has
+            no micro-batches, and calls no function passed to it.
     """
 
     def __init__(
@@ -41,16 +41,18 @@ class ForwardPass:
     def log_probs(self, name: str | Sequence[str], call_model: CallModel) -> None:
         """Run `call_model` on every micro-batch, and keep the log-probs as ``microbatch.log_probs[name]``.
 
-        All ranks call it together. On the last pipeline stage it keeps them; on others there are none, as there is no
-        loss there. ``("now", "entropy")`` names all that an `OutputHead` with ``entropy=True`` gives. The pass runs
-        without dropout, and warns of a model that trains with it.
+        All ranks call it together. Only the last pipeline stage, which computes the loss, gets log-probs. Names such as
+        ``("now", "entropy")`` keep both outputs of an `OutputHead` with ``entropy=True``. The pass runs without dropout
+        and warns if the model trains with dropout.
         """
         names = (name,) if isinstance(name, str) else tuple(name)
         model_chunks = self.model if isinstance(self.model, list) else [self.model]
         config = get_model_config(model_chunks[0])
         if dropout := max(config.hidden_dropout, config.attention_dropout):
-            text = f"a forward pass without dropout, of a model that trains with {dropout:g}: its log-probs differ from"
-            warnings.warn(f"{text} those of the training pass. Switch dropout off.", stacklevel=2)
+            text = f"a forward pass without dropout, of a model that trains with dropout {dropout:g}: the log-probs of"
+            warnings.warn(
+                f"{text} the two passes differ. Set --hidden-dropout and --attention-dropout to 0.", stacklevel=2
+            )
 
         def forward_step(data_iterator: Iterator[Microbatch], model: Any) -> tuple[Any, Any]:
             return call_model(next(data_iterator), model), lambda output, non_loss_data: output
@@ -70,7 +72,7 @@ class ForwardPass:
 
 @contextmanager
 def _evaluating(chunks: list[Any]) -> Iterator[None]:
-    """In evaluation mode, so without dropout."""
+    """Evaluation mode, so no dropout, inside the ``with``."""
     training = [(module, module.training) for chunk in chunks for module in chunk.modules()]
     for chunk in chunks:
         chunk.eval()

@@ -1,4 +1,4 @@
-"""Process groups that a model trains over, and objects sent over them."""
+"""The process groups of a model, and objects that are sent over them."""
 
 import functools
 import operator
@@ -22,7 +22,7 @@ _NEEDED = ("tp", "pp", "cp", "dp", "dp_cp")
 def groups_of(chunk: Any, of_user: ProcessGroupCollection | None) -> ProcessGroupCollection:
     """The user's groups, else the model's own, else those of Megatron's parallel state.
 
-    Raises ValueError for a collection without one of the groups.
+    Raises ValueError for a collection that lacks one of the groups.
     """
     groups = of_user
     if groups is None:
@@ -32,20 +32,21 @@ def groups_of(chunk: Any, of_user: ProcessGroupCollection | None) -> ProcessGrou
     missing = [name for name in _NEEDED if getattr(groups, name, None) is None]
     if missing:
         raise ValueError(
-            f"a ProcessGroupCollection without {', '.join(missing)}: a step is counted over them. Set those groups."
+            f"a ProcessGroupCollection without {', '.join(missing)}: the counts of a step are reduced over these "
+            "groups. Set them in the collection."
         )
     return groups
 
 
 def from_first_tp_rank(make: Callable[[], Made], tp_group: Group, pp_group: Group | None = None) -> Made:
-    """The result of `make` on the first tensor-parallel rank, on all of them, tensors on the host; or its error.
+    """Call `make` on the first tensor-parallel rank and return its result, tensors on the host, on all of them.
 
-    For the batches of a packing scheduler, whose iterator is None on the other ranks. All ranks call it, inside the
-    function that `plan_step` gets as ``samples``: so an error of `make` raises on every rank of the step. With
-    `pp_group`, `make` returns a list of dicts; each pipeline stage may have keys of its own (tokens on the first,
-    labels and loss mask on the last one), and all stages get all keys.
+    For the batches of a packing scheduler, whose iterator is None on the other ranks. All ranks call it inside the
+    function that `plan_step` gets as ``samples``, so an error of `make` is raised on every rank of the step. With
+    `pp_group`, `make` returns a list of dicts. Each pipeline stage may have keys of its own (tokens on the first stage,
+    labels and loss mask on the last), and all stages get all keys.
 
-    Raises, beside the errors of `make`, those of pickle for a result that cannot be sent.
+    Raises the errors of `make`, and those of pickle for a result that cannot be sent.
     """
     if not several(tp_group, pp_group):
         return make()
@@ -62,18 +63,18 @@ def from_first_tp_rank(make: Callable[[], Made], tp_group: Group, pp_group: Grou
     if isinstance(mine, Exception):
         raise mine
     if isinstance(told[0], str):
-        raise BadBatchError(f"the first tensor-parallel rank could not make its batches, {told[0]}")
+        raise BadBatchError(f"the first tensor-parallel rank could not make its batches: {told[0]}")
     made: Made = pickle.loads(told[0])
     return made
 
 
 def join_batches(parts: Iterable[Any]) -> list[Any]:
-    """Lists of dicts, one dict for each micro-batch -> one list of dicts with the keys of all lists."""
+    """Merge lists of dicts, one dict for each micro-batch, into one list of dicts with the keys of all lists."""
     return [functools.reduce(operator.or_, batches) for batches in zip(*parts, strict=True)]
 
 
 def gather_to_first(values: list[Any], groups: ProcessGroupCollection) -> list[Any]:
-    """All ranks' values, on the rank that is first in every group; an empty list elsewhere. All must call it."""
+    """Gather all ranks' values on the rank that is first in every group; others get an empty list. All must call it."""
     for group in several(groups.cp, groups.dp, groups.tp, groups.pp):
         gathered: list[list[Any]] | None = [[] for _ in range(group.size())] if group.rank() == 0 else None
         dist.gather_object(values, gathered, dst=dist.get_global_rank(group, 0), group=group)

@@ -1,4 +1,4 @@
-"""The iterator of a step's micro-batches that Megatron's schedule reads in the place of the user's."""
+"""The iterator over a step's micro-batches that replaces the user's in Megatron's schedule."""
 
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -11,11 +11,11 @@ DataIterator = Iterator[Any] | list[Iterator[Any] | None] | None
 
 
 class MicrobatchIterator(Iterator[Microbatch]):
-    """A step's micro-batches, one by one; each is let go as it is read.
+    """A step's micro-batches, one by one. The iterator drops its reference to each one that was read.
 
     Attributes:
-        position: how many were read.
-        last: the one that was read last.
+        position: number of micro-batches that were read.
+        last: the micro-batch that was read last.
     """
 
     def __init__(self, microbatches: Iterable[Microbatch]) -> None:
@@ -34,12 +34,13 @@ class MicrobatchIterator(Iterator[Microbatch]):
 def next_microbatch(data_iterator: Iterator[Any]) -> Microbatch:
     """The next micro-batch of a step.
 
-    Raises TypeError for an iterator of anything else: the schedule was not wrapped, and the step was not counted.
+    Raises TypeError for any other iterator: the schedule was not wrapped, so the step was not counted.
     """
     microbatch = next(data_iterator)
     if not isinstance(microbatch, Microbatch):
         raise TypeError(
-            f"a data iterator that gives {type(microbatch).__name__}: the step was not counted. Run pretrain inside "
-            "`with aggregation.attached():`, or the schedule through aggregation.wrap_schedule."
+            f"a data iterator that gives {type(microbatch).__name__}: next_microbatch needs the iterator of a wrapped "
+            "schedule. Run pretrain inside `with aggregation.attached():`, or pass the schedule to "
+            "aggregation.wrap_schedule."
         )
     return microbatch

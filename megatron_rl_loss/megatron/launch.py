@@ -1,4 +1,4 @@
-"""`LossAggregation`: a Megatron launch that aggregates its policy loss as its flags ask."""
+"""`LossAggregation`: aggregates the policy loss of a Megatron launch as its flags ask."""
 
 import functools
 import logging
@@ -47,20 +47,21 @@ class LossAggregation:
         with aggregation.attached():
             pretrain(...)
 
-    Before a step's first micro-batch it fetches all of the step's micro-batches from the user's iterators, counts the
-    step, and hands the micro-batches on as `Microbatch` objects, whose `data` is the user's batch until the next
-    one's loss was computed. All ranks do so together, before the pipeline schedule starts, so a bad batch on one rank
-    raises `BadBatchError` on every rank. After the schedule it fills the step's values into the reports.
+    Before the first micro-batch of a step, `LossAggregation` fetches all micro-batches of the step from the user's
+    iterators, counts the step, and hands the micro-batches to the schedule as `Microbatch` objects. Their `data` is the
+    user's batch until the loss of the next micro-batch is computed. All ranks do this together, before the pipeline
+    schedule starts, so a bad batch on one rank raises `BadBatchError` on every rank. After the schedule,
+    `LossAggregation` writes the step's values into the reports.
 
     Args:
         settings: from `validate_loss_aggregation_args`, or `AggregationSettings.resolve`.
         samples_of: describes a micro-batch of the user's iterator as `Samples`.
         pg_collection: the process groups; default: the model's, else Megatron's parallel state.
-        before_step: called with a `ForwardPass` before each step is trained on, on all ranks: recomputes log-probs.
-        terms, term_masks: as in `plan_step`; terms may be declared by flag, too.
+        before_step: called with a `ForwardPass` on all ranks before each training step, to recompute log-probs.
+        terms, term_masks: as in `plan_step`; flags can declare terms, too.
 
     Attributes:
-        summary: the last step in numbers, for a logger: rollouts, prompts, tokens, and how many of them are active.
+        summary: counts of the last step for a logger: rollouts, prompts, tokens, and the active ones of each.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class LossAggregation:
 
     @classmethod
     def from_args(cls, args: Namespace, samples_of: SamplesOf, **options: Any) -> "LossAggregation":
-        """Validate Megatron's parsed `args` and build; `options` are the keyword arguments of the class.
+        """Build from Megatron's parsed `args`, which are validated; `options` are the keyword arguments of the class.
 
         Raises as `validate_loss_aggregation_args`, and ValueError for a misspelt flag on the command line.
         """
@@ -93,23 +94,23 @@ class LossAggregation:
         return cls(validate_loss_aggregation_args(args), samples_of, **options)
 
     def attached(self) -> AbstractContextManager[None]:
-        """For the duration of a ``with``, Megatron's `pretrain` runs every schedule through `wrap_schedule`.
+        """Wrap every schedule of Megatron's `pretrain` by `wrap_schedule` inside a ``with``.
 
-        Loops that are not `pretrain` call `wrap_schedule` instead.
+        Loops other than `pretrain` call `wrap_schedule` instead.
         """
         return patched_pretrain(self.wrap_schedule)
 
     def wrap_schedule(self, forward_backward_func: Schedule) -> Schedule:
-        """A Megatron schedule (`get_forward_backward_func()`) that counts each step first, and reports its values.
+        """Make a Megatron schedule (`get_forward_backward_func()`) count each step first, and report its values.
 
-        All ranks call the schedule together, once for each step, trained on or evaluated.
+        All ranks call the schedule together, once for each training or evaluation step.
 
         Raises:
-            BadBatchError: on every rank (the error itself where there is one), before a weight was changed: an iterator
-                that ended or raised, `samples_of` that raised, samples that disagree, ids that the mode misses, a step
-                without an active token when that is an error; after the schedule a metric that a micro-batch left out.
-            ValueError, TypeError: on its own rank, a loss function that returns anything but what its micro-batch
-                handed out; on all ranks, a model config under which the loss would not be exact.
+            BadBatchError: on every rank (on a rank with an error, that error) before a weight changes: an iterator
+                ended or raised, `samples_of` raised, samples disagree, an id that the mode needs is missing, or the
+                step has no active token where that is an error. After the schedule: a micro-batch left out a metric.
+            ValueError, TypeError: on one rank, a loss function that does not return the result of its micro-batch's
+                methods; on all ranks, a model config under which the loss would not be exact.
         """
 
         @functools.wraps(forward_backward_func)
@@ -147,7 +148,7 @@ class LossAggregation:
     def _begin_step(
         self, data_iterator: DataIterator, model: Any, num_microbatches: int, trains: bool
     ) -> tuple[Plan, StepChunks]:
-        """The counted step, without samples on ranks that compute no loss, and its micro-batches for each chunk."""
+        """The step's plan, without samples on ranks that compute no loss, and the micro-batches of each chunk."""
         is_first = not self.summary
         chunks = model if isinstance(model, list) else [model]
         config, groups = get_model_config(chunks[0]), groups_of(chunks[0], self._pg_collection)
@@ -174,7 +175,7 @@ class LossAggregation:
             empty_step=self.settings.empty_step,
         )
         if is_first and world_rank() == 0:
-            print(plan.describe(), flush=True)  # shows what no check can see, without being asked
+            print(plan.describe(), flush=True)  # numbers that no check can verify
         self.summary = plan.summary
         self._num_trained += trains
         computes_loss = groups.pp.rank() == groups.pp.size() - 1
@@ -191,7 +192,7 @@ class LossAggregation:
 
 
 def _audits_of(settings: AggregationSettings, pg_collection: ProcessGroupCollection | None) -> tuple[Any, Any]:
-    """The proof of the first step and the audits of every so many, imported late: the audit imports this folder."""
+    """The proof of the first step and the audits at intervals. Imported late, since the audit imports this folder."""
     from megatron_rl_loss.audit.megatron.audit import IntervalAudits
     from megatron_rl_loss.audit.megatron.first_step import FirstStep
 
@@ -201,7 +202,7 @@ def _audits_of(settings: AggregationSettings, pg_collection: ProcessGroupCollect
 
 
 def _check_forward_step(forward_step: ForwardStep, trains: bool) -> ForwardStep:
-    """`forward_step` with a loss function that must return what its micro-batch handed out."""
+    """Wrap `forward_step`: its loss function must return the result of its micro-batch's methods."""
     last: list[Microbatch] = []
 
     @functools.wraps(forward_step)
@@ -210,8 +211,8 @@ def _check_forward_step(forward_step: ForwardStep, trains: bool) -> ForwardStep:
             return forward_step(data_iterator, *args, **kwargs)  # a stage that reads no data computes no loss
         if not isinstance(data_iterator, MicrobatchIterator):
             raise TypeError(
-                f"forward_step was handed a {type(data_iterator).__name__}: the schedule must hand on the iterator "
-                "that it was given. Wrap the data before the schedule, not inside it."
+                f"forward_step got a data_iterator of type {type(data_iterator).__name__}: the schedule must pass on "
+                "its own iterator. Wrap the data before the schedule, not inside it."
             )
         position = data_iterator.position
         output, loss_func = forward_step(data_iterator, *args, **kwargs)
@@ -240,18 +241,18 @@ def _check_forward_step(forward_step: ForwardStep, trains: bool) -> ForwardStep:
 
 @contextmanager
 def patched_pretrain(wrap_schedule: Callable[[Schedule], Schedule]) -> Iterator[None]:
-    """For the duration of a ``with``, `pretrain` runs every schedule through `wrap_schedule` and logs all values.
+    """Make `pretrain` wrap every schedule by `wrap_schedule`, and log values below 0, inside a ``with``.
 
-    Two functions of `megatron.training.training` are replaced: `get_forward_backward_func`, since no hook is passed by
-    all ranks before a pipeline schedule starts, and `training_log`, which leaves values below 0 (policy losses,
-    log-probs) out of its progress line: they follow in a line of their own.
+    Two functions of `megatron.training.training` are replaced. `get_forward_backward_func`: Megatron has no hook that
+    all ranks run before a pipeline schedule starts. `training_log`: its progress line omits values below 0 (policy
+    losses, log-probs), so they are printed in a line of their own.
     """
     from megatron.training import training
 
     get_schedule, training_log = training.get_forward_backward_func, training.training_log
     if hasattr(get_schedule, "wrapped_by_megatron_rl_loss"):
         raise RuntimeError(
-            "attached() inside attached(): a launch has one LossAggregation. Leave the first `with` before."
+            "attached() inside attached(): a launch has one LossAggregation. Exit the first `with` block first."
         )
 
     @functools.wraps(get_schedule)

@@ -1,4 +1,4 @@
-"""The look-ahead: all of a step's micro-batches are fetched and described before the first one is trained on."""
+"""The look-ahead: fetches and describes all micro-batches of a step before training on the first one."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -20,11 +20,11 @@ def look_ahead(
     *,
     scheduled: bool,
 ) -> tuple[list[list[Any] | None], list[Samples] | None]:
-    """Fetch a step and describe it. Raises whatever is wrong with the data, on this rank alone: see `attempt`.
+    """Fetch a step and describe it. Errors in the data are raised on this rank alone: see `attempt`.
 
     Args:
-        scheduled: a packing scheduler dealt the step: it is on the first tensor-parallel ranks, and of each batch a
-            chunk has the keys that it needs. All chunks of all stages get all of it.
+        scheduled: a packing scheduler distributed the step. The first tensor-parallel ranks hold the batches, and each
+            chunk the keys that it needs; this function gives all keys to all chunks of all stages.
 
     Returns:
         A list of batches for each model chunk, None for a chunk that reads no data; and the samples of each batch of
@@ -45,9 +45,9 @@ def look_ahead(
     if not reading:
         if groups.pp.rank() == groups.pp.size() - 1:
             raise ValueError(
-                f"no data iterator on TP rank {groups.tp.rank()} of the last pipeline stage: every rank there computes "
-                "the loss, in evaluation too. Set is_distributed = True on the provider; without validation data pass "
-                "--eval-iters 0; where a scheduler gives TP rank 0 data, set the config's sequence_packing_scheduler."
+                f"no data iterator on TP rank {groups.tp.rank()} of the last pipeline stage: every rank of that stage "
+                "needs one, in evaluation too. Set is_distributed = True on the provider; without validation data pass "
+                "--eval-iters 0; if a scheduler feeds TP rank 0 alone, set the config's sequence_packing_scheduler."
             )
         return fetched, None
     samples = [_describe(batch, samples_of) for batch in reading[-1]]
@@ -55,7 +55,7 @@ def look_ahead(
         for i, (batch, expected) in enumerate(zip(batches or [], samples, strict=False)):
             if samples_of(batch).digest() != expected.digest():
                 raise ValueError(
-                    f"the iterator of model chunk {chunk} gives other samples than that of the last chunk, from "
+                    f"the iterators of model chunk {chunk} and of the last chunk give different samples from "
                     f"micro-batch {i} on: virtual pipeline stages must read the same data. Make every chunk's iterator "
                     "from the same data, in the same order."
                 )
@@ -65,14 +65,14 @@ def look_ahead(
 def _fetch(iterator: Iterator[Any], num_microbatches: int) -> list[Any]:
     if isinstance(iterator, MicrobatchIterator):
         raise TypeError(
-            "the data iterator of a schedule that a LossAggregation has wrapped already: a step is counted once. Wrap "
-            "the schedule in one LossAggregation, and none inside another."
+            "a schedule that is wrapped by LossAggregation twice: a step is counted once. Wrap the schedule in one "
+            "LossAggregation."
         )
     if not hasattr(iterator, "__next__"):
         raise TypeError(
-            f"a data iterator of type {type(iterator).__name__}: micro-batches are taken from it one by one, and a "
-            "list must hold an iterator for each model chunk. Pass iter(...) of the micro-batches, and the same "
-            "iterator at every step."
+            f"a data iterator of type {type(iterator).__name__}: the schedule needs an iterator of micro-batches, or a "
+            "list with one for each model chunk. Pass iter(...) of the micro-batches, and the same iterator at every "
+            "step."
         )
     batches: list[Any] = []
     while len(batches) < num_microbatches:
@@ -80,8 +80,8 @@ def _fetch(iterator: Iterator[Any], num_microbatches: int) -> list[Any]:
             batches.append(next(iterator))
         except StopIteration:
             raise ValueError(
-                f"the data iterator ended after {len(batches)} of the step's {num_microbatches} micro-batches: a step "
-                "must be whole. Give it more data, or train fewer steps."
+                f"the data iterator ended after {len(batches)} of the step's {num_microbatches} micro-batches: every "
+                "step needs all of them. Provide more data, or train fewer steps."
             ) from None
     return batches
 

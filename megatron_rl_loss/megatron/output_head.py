@@ -1,11 +1,11 @@
-"""The output layer of a Megatron model in chunks of tokens, by the hook that `GPTModel.forward` has for it.
+"""The output layer of a Megatron model, run in chunks of tokens through a hook of `GPTModel.forward`.
 
     head = OutputHead(chunk_tokens=1024, temperature=1.0, entropy=True)
     log_probs, entropy = model(tokens, positions, None, labels=labels, output_processor=head)  # [b, s] each
 
-On the last pipeline stage the model calls its ``output_processor`` in place of output layer and cross-entropy
-(`core/models/gpt/gpt_model.py` `_postprocess`). The settings of the output layer (`core/tensor_parallel/layers.py`) are
-read off it, and followed by `logprobs.hidden`. MuP's scale of logits is a part of the temperature.
+On the last pipeline stage the model calls its ``output_processor`` instead of output layer and cross-entropy
+(`core/models/gpt/gpt_model.py` `_postprocess`). `logprobs.hidden` follows the settings of the output layer
+(`core/tensor_parallel/layers.py`). MuP's scale of logits is folded into the temperature.
 """
 
 from collections.abc import Mapping
@@ -34,14 +34,15 @@ from megatron_rl_loss.step.masks import Array
 
 @dataclass(frozen=True)
 class Tokens:
-    """The ``output_processor_context`` of an `OutputHead`, where it needs more of a micro-batch than the labels.
+    """The ``output_processor_context`` of an `OutputHead` that needs more of a micro-batch than the labels.
 
     Attributes:
-        mask: [b, s], or in that order: tokens with 0 are passed over; their log-prob and entropy are 0. On the host
-            (``microbatch.tokens.mask`` is): for a mask on a device the host waits.
+        mask: [b, s], or flat in that order: tokens with 0 are skipped; their log-prob and entropy are 0. Best on the
+            host, as ``microbatch.tokens.mask`` is: the host waits for a mask on a device.
         keep: bool [b, s, vocabulary / TP], or `KeptIds` in the order of [s, b]: the ids that sampling kept.
-        teacher: the model then gives (log_probs, entropy, divergence). Its hidden states are [b, s, its width], such as
-            ``microbatch.local(column)``, or this rank's part of s under sequence parallelism.
+        teacher: makes the model return (log_probs, entropy, divergence). The teacher's hidden states are
+            [b, s, teacher width], such as ``microbatch.local(column)``, or this rank's part of s under sequence
+            parallelism.
     """
 
     mask: Tensor | Array | None = None
@@ -51,14 +52,14 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Folded:
-    """An ``output_processor_context`` that has the loss made in the same pass: the model then gives (share, values).
+    """An ``output_processor_context`` that computes the loss in the same pass: the model returns (share, values).
 
     Reduce `values` with ``microbatch.sample_mean``, and give Megatron ``microbatch.carry(share, report)``.
 
     Attributes:
         microbatch: aggregates the losses as its step asks.
         per_token_loss, inputs: as in `loss_from_hidden`; inputs are [b, s] or [b, s, ...].
-        mask, keep, teacher: as in `Tokens`; the mask is the loss mask by default.
+        mask, keep, teacher: as in `Tokens`; the default mask is the loss mask.
     """
 
     microbatch: Microbatch
@@ -72,19 +73,19 @@ class Folded:
 
 @dataclass(frozen=True, kw_only=True)
 class OutputHead:
-    """An ``output_processor`` of a Megatron model that never holds the logits of more than a chunk of tokens.
+    """An ``output_processor`` of a Megatron model that holds the logits of one chunk of tokens at a time.
 
-    With labels [b, s] the model gives (log_probs, entropy), float32 [b, s], of the labels this context-parallel rank
-    holds; with labels [b, s, K] the log-probs are [b, s, K]. Without ``entropy=True`` the entropy is None. With
-    ``output_processor_context=Folded(...)`` the model gives (share, values) of `loss_from_hidden`, but for the losses.
+    With labels [b, s] the model returns (log_probs, entropy), float32 [b, s], for the labels that this context-parallel
+    rank holds; with labels [b, s, K] the log-probs are [b, s, K]. Without ``entropy=True`` the entropy is None. With
+    ``output_processor_context=Folded(...)`` the model returns (share, values) of `loss_from_hidden`, without losses.
     Nothing is read back from a device.
 
     Attributes:
         chunk_tokens, temperature, entropy, vocab_size, kernel: as in `log_probs_from_hidden`.
 
     Raises:
-        ValueError: Megatron-Core before 0.18, whose models take no ``output_processor``; when called, an output layer
-            that does more than Megatron's ColumnParallelLinear, by a hook too; a kernel with what it cannot do.
+        ValueError: Megatron-Core before 0.18, whose models take no ``output_processor``. In a call: an output layer
+            that does more than Megatron's ColumnParallelLinear, also by a hook; a kernel with unsupported inputs.
     """
 
     chunk_tokens: int = CHUNK_TOKENS
@@ -111,8 +112,8 @@ class OutputHead:
         """Run on hidden states [s, b, h], or [s / TP, b, h] under sequence parallelism."""
         if labels is None:
             raise ValueError(
-                "a model called with output_processor=OutputHead(...) and without labels: the head makes log-probs of "
-                "labels. Pass labels=..., or leave the output_processor out for logits."
+                "a model called with output_processor=OutputHead(...) and without labels: the head computes log-probs "
+                "of labels. Pass labels=..., or leave the output_processor out for logits."
             )
         batch = labels.shape[:2]
         weight = output_layer.weight if output_weight is None else output_weight
@@ -123,8 +124,8 @@ class OutputHead:
         keep, teacher = context.keep, context.teacher
         if self.kernel is not None and (teacher is not None or isinstance(context, Folded)):
             raise ValueError(
-                f"OutputHead(kernel={self.kernel!r}) with a teacher or Folded: a kernel makes log-probs and entropy in "
-                "two passes, nothing else. Leave the kernel out there."
+                f"OutputHead(kernel={self.kernel!r}) with a teacher or Folded: a kernel computes log-probs and entropy "
+                "only. Leave the kernel out, or the teacher and Folded."
             )
         if teacher is not None:
             its_temperature = self.temperature if teacher.temperature is None else teacher.temperature
@@ -163,7 +164,7 @@ class OutputHead:
 
 
 def check_layer(output_layer: Any, weight: Tensor) -> None:
-    """Refuse output layers that do more than is done here."""
+    """Reject output layers that do more than the chunked head."""
     config, fused = output_layer.config, output_layer.gradient_accumulation_fusion
     hooks = [*output_layer._forward_hooks.values(), *output_layer._backward_hooks.values()]
     hooks += output_layer._backward_pre_hooks.values()
@@ -185,7 +186,7 @@ def check_layer(output_layer: Any, weight: Tensor) -> None:
 
 
 def run_pre_hooks(output_layer: Any, hidden_states: Tensor, weight: Tensor) -> None:
-    """Run the hooks before the layer's forward: with `--overlap-param-gather` one waits for the weight."""
+    """Run the layer's forward pre-hooks: with `--overlap-param-gather` one of them waits for the weight."""
     for key, hook in output_layer._forward_pre_hooks.items():
         takes_kwargs = key in output_layer._forward_pre_hooks_with_kwargs
         given = ({"weight": weight},) if takes_kwargs else ()
@@ -195,13 +196,13 @@ def run_pre_hooks(output_layer: Any, hidden_states: Tensor, weight: Tensor) -> N
 
 def _other_layer(kind: str) -> ValueError:
     return ValueError(
-        f"an output layer of another kind, {kind}: the chunked head does what Megatron's ColumnParallelLinear does, "
-        "and this one does more. Leave the output_processor out there (--log-probs stock in the example)."
+        f"an OutputHead on an unsupported output layer, {kind}: the head replaces Megatron's plain "
+        "ColumnParallelLinear alone. Leave the output_processor out (in the example: --log-probs stock)."
     )
 
 
 class FusedMainGradient(WeightGradient):
-    """The weight's gradient goes to `weight.main_grad`, by Megatron's kernel where there is one."""
+    """Adds the weight's gradient to `weight.main_grad`, with Megatron's kernel if it is installed."""
 
     def __init__(self, weight: Any) -> None:
         super().__init__(weight.main_grad)
@@ -217,7 +218,7 @@ class FusedMainGradient(WeightGradient):
             kernel.wgrad_gemm_accum_fp16(hidden, of_logits, self.total)
 
     def for_autograd(self) -> Tensor | None:
-        """Something that makes the hooks of `DistributedDataParallel` run; zeros if it is added to what is there."""
+        """A gradient that triggers the hooks of `DistributedDataParallel`; zeros if Megatron would add it."""
         weight = self._weight
         if not hasattr(weight, "grad_added_to_main_grad"):
             return None

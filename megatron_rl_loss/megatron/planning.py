@@ -1,4 +1,4 @@
-"""A Megatron model's groups and settings for counting a step, checked: the loss must be exact under them."""
+"""Groups and settings of a Megatron model for counting a step, validated so that the loss is exact."""
 
 from typing import Any
 
@@ -21,17 +21,17 @@ def settings_of(
     trains: bool | None = None,
     probes: bool = True,
 ) -> tuple[StepGroups, bool]:
-    """The groups that a step of the model is counted over, and its `calculate_per_token_loss`.
+    """The groups over which a step of the model is counted, and its `calculate_per_token_loss`.
 
     Args:
         model, pg_collection, dynamic_cp: as in `plan_step`.
-        looks_ahead: micro-batches are fetched before the schedule, which then must not deal samples itself.
-        trains: the step is trained on; default: where gradients are enabled.
-        probes: look at the scaling of the installed Megatron, for which the host waits for the device.
+        looks_ahead: micro-batches are fetched before the schedule, which must not redistribute samples then.
+        trains: the step trains the model; default: True where gradients are enabled.
+        probes: measure the scaling of the installed Megatron; the host waits for the device.
 
     Raises:
-        ContractError: Megatron scales losses in another way than the carriers undo.
-        ValueError: a model config under which the loss would not be exact; a collection without a group.
+        ContractError: the carriers do not undo the scaling of this Megatron.
+        ValueError: a model config under which the loss would not be exact; a collection that lacks a group.
     """
     chunks = model if isinstance(model, list) else [model]
     config, groups = get_model_config(chunks[0]), groups_of(chunks[0], pg_collection)
@@ -40,13 +40,13 @@ def settings_of(
     check_model(config, chunks, looks_ahead=looks_ahead)
     if dynamic_cp and not config.calculate_per_token_loss:
         raise ValueError(
-            "dynamic context parallelism without per-token loss: numbers of micro-batches and sizes of groups differ "
-            "between ranks, so no loss may be divided by them. Turn calculate_per_token_loss on."
+            "dynamic context parallelism without calculate_per_token_loss: Megatron divides losses by numbers of "
+            "micro-batches and sizes of groups, which differ between ranks. Turn calculate_per_token_loss on."
         )
     if hybrid and not dynamic and groups.pp.size() > 1:
         raise ValueError(
-            f"--hybrid-context-parallel with {groups.pp.size()} pipeline stages: Megatron's schedules of stages do not "
-            "deal samples to groups, and take the step for one micro-batch. Use a packing scheduler, or one stage."
+            f"--hybrid-context-parallel with {groups.pp.size()} pipeline stages: Megatron's pipeline schedules do not "
+            "distribute samples over groups, and treat the step as one micro-batch. Use a packing scheduler."
         )
     if torch.is_grad_enabled() if trains is None else trains:
         check_finalizing(config, chunks, groups)

@@ -1,8 +1,8 @@
-"""Refusals before a launch's first step: another scaling of losses than the carriers undo, and unsafe model configs.
+"""Checks before a launch's first step: Megatron's scaling of losses, and the model's config.
 
-A change of Megatron's scaling would be silent: every gradient off by a constant. So a known scalar goes through the
-installed `forward_step_calc_loss`, the scaling that DDP has in force is read, and both are compared with the row of
-`carriers` in force.
+A change of Megatron's scaling would be silent: every gradient would be wrong by a constant. The probe sends a known
+scalar through the installed `forward_step_calc_loss`, reads DDP's scaling factor, and compares both with the row of
+`carriers` in use.
 """
 
 import copy
@@ -28,46 +28,45 @@ _NUM_MICROBATCHES = 3
 
 
 def check_model(config: Any, chunks: Sequence[Any], *, looks_ahead: bool) -> None:
-    """Refuse a model configuration under which the loss would not be exact; at each step, since it may change."""
+    """Reject a model config under which the loss would not be exact; called in each step, since configs may change."""
     per_token = bool(config.calculate_per_token_loss)
     check_megatron_settings(config, per_token, looks_ahead=looks_ahead)
     for chunk in chunks:
         if per_token and isinstance(chunk, _BaseDataParallel):
             if type(chunk).scale_gradients is _BaseDataParallel.scale_gradients:
                 raise ValueError(
-                    f"per-token loss with {type(chunk).__name__}: it never divides gradients by the token count, so "
-                    "they would be too large by it. Turn calculate_per_token_loss off."
+                    f"calculate_per_token_loss with {type(chunk).__name__}: this wrapper never divides gradients by "
+                    "the token count, so they would be too large. Turn calculate_per_token_loss off."
                 )
             average = chunk.ddp_config.average_in_collective
             check_megatron_settings(Namespace(ddp_average_in_collective=average), per_token)
 
 
 def check_finalizing(config: Any, chunks: Sequence[Any], groups: ProcessGroupCollection) -> None:
-    """Refuse a model under Megatron's DDP whose schedule would leave each rank with its own gradient."""
+    """Reject a model under Megatron's DDP whose schedule does not reduce gradients over ranks."""
     several = max(group.size() for group in (groups.dp_cp, groups.tp, groups.pp)) > 1
     ddp = any(isinstance(chunk, _BaseDataParallel) for chunk in chunks)
     if several and ddp and config.finalize_model_grads_func is None:
         raise ValueError(
-            "a model config without finalize_model_grads_func, on several ranks: the schedule would sum no gradients "
-            "over them, and each rank would train on its own. Set it to "
-            "megatron.core.distributed.finalize_model_grads; a loop that finalises gradients itself plans with "
-            "plan_step(..., dp_group=...) in the place of model=."
+            "a model config without finalize_model_grads_func, on several ranks: the schedule would not reduce "
+            "gradients over ranks. Set it to megatron.core.distributed.finalize_model_grads; if your loop finalises "
+            "gradients itself, call plan_step(..., dp_group=...) instead of plan_step(..., model=...)."
         )
 
 
 def check_fresh_gradients(chunks: Sequence[Any]) -> None:
-    """Refuse gradients that were there before the step: Megatron's DDP adds to them. Waits for a device.
+    """Reject nonzero gradients before the step, since Megatron's DDP adds to them. Waits for the device.
 
-    Not where the buffers hold parameters at that time (mxfp8, gathered while the forward pass runs).
+    Buffers that hold parameters at that time (mxfp8, gathered during the forward pass) are not checked.
     """
     ddp = [one for one in chunks if isinstance(one, DistributedDataParallel) and not _holds_parameters(one.ddp_config)]
     buffers = [buffer.grad_data for chunk in ddp for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     largest = [torch.linalg.vector_norm(buffer, torch.inf).float() for buffer in buffers if buffer.numel()]
     if largest and bool(torch.stack(largest).any()):  # NaN is no 0 either
         raise ValueError(
-            "gradients that are not 0 before the step's first micro-batch: those of an earlier step would be added to "
-            "its own. Call zero_grad_buffer() of each model chunk, and the optimizer's zero_grad(), before every step; "
-            "add gradients of your own after this schedule."
+            "gradients that are not 0 before the step's first micro-batch: Megatron's DDP would add the step's "
+            "gradients to them. Call zero_grad_buffer() of each model chunk, and the optimizer's zero_grad(), before "
+            "every step; add gradients of your own after this schedule."
         )
 
 
@@ -76,13 +75,13 @@ def _holds_parameters(ddp_config: Any) -> bool:
 
 
 def check_contract(config: Any, chunks: Sequence[Any], groups: ProcessGroupCollection) -> None:
-    """Refuse a Megatron whose schedule or DDP scales losses in another way than the carriers for this config undo.
+    """Reject a Megatron whose schedule or DDP scales losses differently from the carriers for this config.
 
-    Only Megatron-Core's own DDP says its scaling; of other wrappers the schedule alone is checked. All ranks of a
+    Only Megatron-Core's own DDP exposes its scaling; for other wrappers the schedule alone is checked. All ranks of a
     context-parallel group must call it together: a schedule may reduce over them.
 
     Raises:
-        ContractError: with the factor that a carrier relies on and the one that Megatron has.
+        ContractError: a factor differs; the message has the expected factor and Megatron's.
     """
     counts: dict[Count, float | None] = {
         "num_microbatches": _NUM_MICROBATCHES,
@@ -101,7 +100,7 @@ def check_contract(config: Any, chunks: Sequence[Any], groups: ProcessGroupColle
 
 
 def _schedule_factor(config: Any, cp_group: Group, *, with_count: bool) -> float:
-    """The factor that the installed schedule multiplies the loss of a 3-tuple, or of a 2-tuple, by."""
+    """The factor by which the installed schedule multiplies the loss of a 3-tuple or 2-tuple."""
     # A copy without timers and auxiliary losses: their scales are global and the probe must not set them.
     quiet = copy.copy(config)
     for name in ("timers", "num_moe_experts", "mtp_num_layers", "experimental_attention_variant"):
@@ -124,17 +123,16 @@ def _schedule_factor(config: Any, cp_group: Group, *, with_count: bool) -> float
     except Exception as error:
         raise _broken("forward_step_calc_loss", f"it could not be probed ({type(error).__name__}: {error})") from error
     if int(count) != _NUM_TOKENS:
-        raise _broken("forward_step_calc_loss", "it changes the count it is given, which micro-batches share")
+        raise _broken("forward_step_calc_loss", "it changes the token count in place, which micro-batches share")
     if with_count and (num_tokens.is_floating_point() or int(num_tokens) != _NUM_TOKENS):
-        made = f"it made {num_tokens.item()!r} ({num_tokens.dtype}) of a count of {_NUM_TOKENS} tokens"
-        raise _broken("forward_step_calc_loss", f"{made}, relied on is an int")
+        made = f"it turns a token count of {_NUM_TOKENS} into {num_tokens.item()!r} ({num_tokens.dtype})"
+        raise _broken("forward_step_calc_loss", f"{made} and must leave it as it is")
     return float(loss) / _LOSS
 
 
 def _compare(place: str, factor: float, expected: float) -> None:
     if not abs(factor - expected) <= 1e-6 * expected:
-        scales = f"it scales by {factor:.9g} where {expected:.9g} is relied on"
-        raise _broken(place, f"{scales}, and losses would be wrong by that")
+        raise _broken(place, f"it scales losses by {factor:.9g}, and this library relies on {expected:.9g}")
 
 
 def _broken(place: str, rule: str) -> ContractError:

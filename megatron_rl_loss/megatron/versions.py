@@ -13,7 +13,7 @@ from megatron_rl_loss.step.collectives import Group
 
 
 def cp_arguments(cp_group: Group) -> dict[str, object]:
-    """The CP arguments of `forward_step_calc_loss`: the size of the group; main takes the group too."""
+    """The CP arguments of `forward_step_calc_loss`: the group's size; Megatron's main takes the group, too."""
     parameters = inspect.signature(schedules.forward_step_calc_loss).parameters
     given: dict[str, object] = {"cp_group": cp_group} if "cp_group" in parameters else {}
     if "cp_group_size" in parameters or not given:
@@ -22,12 +22,12 @@ def cp_arguments(cp_group: Group) -> dict[str, object]:
 
 
 def remat_size(output_layer: Any) -> int:
-    """Ranks that a weight is sharded over further (GTP), which is there from 0.19 on."""
+    """Number of ranks over which GTP shards a weight further; Megatron has GTP from 0.19 on."""
     return int(getattr(output_layer, "gtp_remat_size", 1))
 
 
 def has_plain_forward(output_layer: Any) -> bool:
-    """By ColumnParallelLinear, or by dev's class, which runs that one's forward where it is not asked for a loss."""
+    """True for ColumnParallelLinear's forward, and for dev's subclass, which runs it unless asked for a loss."""
     kinds = [ColumnParallelLinear]
     if importlib.util.find_spec("megatron.core.transformer.linear_cross_entropy") is not None:
         from megatron.core.transformer.linear_cross_entropy import LinearCrossEntropyModule
@@ -37,18 +37,18 @@ def has_plain_forward(output_layer: Any) -> bool:
 
 
 def check_output_processor() -> None:
-    """Refuse models without an ``output_processor``, which came with 0.18."""
+    """Reject a Megatron before 0.18, whose models take no ``output_processor``."""
     from megatron.core.models.gpt import GPTModel
 
     if "output_processor" not in inspect.signature(GPTModel.forward).parameters:
         raise ValueError(
-            f"an OutputHead and megatron-core {megatron.core.__version__}: its models take no output_processor, 0.18 "
-            "was the first. Call log_probs_from_hidden on the hidden states of a model with post_process=False, or use "
-            "a later Megatron."
+            f"an OutputHead with megatron-core {megatron.core.__version__}: models take an output_processor from 0.18 "
+            "on. Use a later Megatron, or call log_probs_from_hidden on the hidden states of a model with "
+            "post_process=False."
         )
 
 
 def iteration_of(training_log: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
-    """The iteration that a call of `training_log` is of: the fourth argument, from 0.16 on; before, the fifth."""
+    """The iteration that `training_log` is called with: the fourth argument from Megatron 0.16 on, the fifth before."""
     named = {**inspect.signature(training_log).bind(*args, **kwargs).arguments, **kwargs}
     return int(named["iteration"] if "iteration" in named else args[3])  # a wrapper of the user's may take any

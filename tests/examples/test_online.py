@@ -137,7 +137,7 @@ def test_megatron_s_engine_draws_from_the_same_policy() -> None:
 
 
 def test_rows_that_cannot_be_split_evenly_are_refused_on_every_rank() -> None:
-    with pytest.raises(RankError, match="11 responses cannot be split evenly over 2") as caught:
+    with pytest.raises(RankError, match="11 responses on 2 data- and context-parallel ranks") as caught:
         run_ranks(2, split_unevenly)
     assert set(caught.value.errors) == {0, 1}
 

@@ -74,7 +74,7 @@ def test_rows_hold_what_each_position_predicts() -> None:
 
 
 def test_too_few_samples_are_refused() -> None:
-    with pytest.raises(ValueError, match="5 samples are too few for 2 micro-batches on each of 3"):
+    with pytest.raises(ValueError, match="5 samples for 2 micro-batches on each of 3"):
         deal(some_rollouts(1, 5, seed=1), num_microbatches=2, dp_rank=0, dp_size=3, cp_size=1)
 
 

@@ -5,7 +5,6 @@ import importlib
 import itertools
 import math
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -44,7 +43,7 @@ def verls_own(
 
 def call(mode: str = "token-mean", losses: Tensor = LOSSES, mask: Tensor = MASK, **changes: Any) -> Tensor:
     given = {"loss_mat": losses, "loss_mask": mask, "loss_agg_mode": mode, **WHOLE, **changes}
-    share: Tensor = verl._agg_loss(lambda: verls_own(**given), given)
+    share: Tensor = verl._agg_loss([], lambda: verls_own(**given), given)
     return share
 
 
@@ -109,7 +108,7 @@ LOSSES_MODULE, TRAINER = "verl.workers.utils.losses", "verl.trainer.ppo.ray_trai
 
 
 @pytest.fixture
-def core_algos(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def core_algos(monkeypatch: pytest.MonkeyPatch) -> Any:
     """verl's module of that name, where others took `agg_loss` from."""
     names = ["verl", "verl.trainer", "verl.trainer.ppo", "verl.trainer.ppo.core_algos", LOSSES_MODULE, TRAINER]
     modules: list[Any] = [ModuleType(name) for name in names]
@@ -123,9 +122,7 @@ def core_algos(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     modules[4].value_loss = lambda config, model_output: config.loss(modules[4]._aggregate)
     monkeypatch.delitem(sys.modules, "megatron_rl_loss.frameworks.verl_install", raising=False)
     monkeypatch.setattr(replacing, "_ACTIVE", [])
-    verl._replace.cache_clear()
-    yield modules[3]
-    verl._replace.cache_clear()
+    return modules[3]
 
 
 def test_importing_the_installer_guards_agg_loss_everywhere_but_in_trainers(
@@ -146,6 +143,10 @@ def test_importing_the_installer_guards_agg_loss_everywhere_but_in_trainers(
     assert capsys.readouterr().out == f"megatron_rl_loss in {line}\n"
     replaced.undo()
     assert core_algos.agg_loss is losses._aggregate is own
+    again = verl.install()
+    assert core_algos.agg_loss is not own
+    assert replacing.active() == [line]
+    again.undo()
 
 
 def test_what_the_installer_refuses(core_algos: Any) -> None:

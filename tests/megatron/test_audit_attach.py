@@ -117,7 +117,7 @@ def test_a_worker_whose_megatron_is_broken_goes_on(
     [
         ("--expct token_mean", "'--expct token_mean': unrecognized arguments: --expct token_mean"),
         ("--json it's", ": No closing quotation"),
-        ("--step 0", "argument --step: invalid step_number value: '0'"),
+        ("--step 0", "argument --step: '0': a training step is an int >= 1"),
     ],
 )
 def test_misspelt_options_are_refused_before_training(options: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -121,7 +121,7 @@ LAUNCHES: dict[str, tuple[str, list[str], list[str], int, list[str]]] = {
     ),
     "a mode over labels": (
         OWN_MODE + TERMS + MAIN, ["--fail", "--expect", "by_label"], SAMPLE_MEAN,
-        2, ["^Term pg:\nNO VERDICT: The weights of by_label cannot be made"],
+        2, ["^Term pg:\nNO VERDICT: The weights of by_label cannot be computed"],
     ),
     "PPO": (STOCK + PPO + TAP + MAIN, ["--fail", "--expect", "token_mean"], PER_TOKEN, 0, ["^SOUND: token_mean"]),
     "PPO without a tap": (

@@ -192,12 +192,12 @@ PLANTS: dict[str, tuple[Callable[[Ready, contextlib.ExitStack], None], str]] = {
     "CP ranks scaled 1.5 and 0.5": (scale_context_parallel_ranks, OF_ANCHOR),
     "a pipeline stage scaled apart": (of_ready(scale_a_stage_apart), "Gradients are multiplied by"),
     "a rank skips a micro-batch": (skip_a_microbatch, "active tokens have no weight, all of DP 1, micro-batch 1"),
-    "schedule's scaling doubled": (scale_what_the_schedule_trains_on, "Megatron's schedule .* scales by"),
-    "per-token loss switched after DDP": (flip_per_token_loss, "Megatron's DDP .* scales by"),
+    "schedule's scaling doubled": (scale_what_the_schedule_trains_on, "Megatron's schedule .* scales losses by"),
+    "per-token loss switched after DDP": (flip_per_token_loss, "Megatron's DDP .* scales losses by"),
     "gradients of before": (of_ready(leave_gradients), "gradients that are not 0 before"),
     "fp16's loss scale": (of_ready(scale_losses), ""),
     "CUDA graphs": (of_ready(capture_graphs), "CUDA graphs replay"),
-    "no anchor": (of_ready(freeze_the_anchors), "no parameter can be relied on"),
+    "no anchor": (of_ready(freeze_the_anchors), "no parameter is trainable, whole"),
 }
 #: Those that stop a step, by layout. What is raised before the pipeline starts is seen in one without stages.
 STOPPED = {

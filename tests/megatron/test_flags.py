@@ -138,7 +138,7 @@ REFUSALS: dict[str, Refusal] = {
     "per-token loss with an own mode": (
         flags(f"--calculate-per-token-loss {PATH}"),
         ValueError,
-        f"with loss aggregation: {MODULE}.plain_sum",
+        f"with mode {MODULE}.plain_sum",
         flags(f"--calculate-per-token-loss {PATH} --loss-aggregation-with-per-token-loss"),
     ),
     "path without a function": (custom(f"{MODULE}:"), ValueError, "Write pkg.mod.fn or pkg.mod:fn", PLAIN),

@@ -146,13 +146,16 @@ def test_attached_puts_back_what_it_replaced_and_logs_values_below_0() -> None:
 
 def test_the_look_ahead_and_the_first_line() -> None:
     found, line, summary = run_ranks(1, on_one)[0]
-    assert "a data iterator of type Batch: micro-batches are taken from it one by one" in found["a data set"]
-    assert "a list must hold an iterator for each model chunk. Pass iter(...)" in found["a data set"]
-    assert "that a LossAggregation has wrapped already: a step is counted once." in found["one inside another"]
+    assert "a data iterator of type Batch: the schedule needs an iterator of micro-batches" in found["a data set"]
+    assert "a list with one for each model chunk. Pass iter(...)" in found["a data set"]
+    assert "wrapped by LossAggregation twice: a step is counted once." in found["one inside another"]
     assert "without validation data pass --eval-iters 0" in found["None"]
-    assert "a data iterator that gives dict: the step was not counted" in found["not attached"]
+    assert "a data iterator that gives dict: next_microbatch needs the iterator of a" in found["not attached"]
     assert "microbatch['tokens']: a Microbatch is not your batch" in found["indexed"]
-    assert "the iterator of model chunk 0 gives other samples" in found["two chunks of other data"]
+    assert (
+        "the iterators of model chunk 0 and of the last chunk give different samples"
+        in found["two chunks of other data"]
+    )
     assert found["a list of one"] == found["attached"] == found["two chunks"] == "accepted"
     rollouts, prompts = ({getattr(one, f"{name}_id") for one in SAMPLES} for name in ("rollout", "prompt"))
     active_rollouts, active_prompts = (

@@ -326,6 +326,6 @@ def test_the_head_of_a_model_and_output_layers_that_do_more() -> None:
 def test_heads_that_cannot_work_are_refused() -> None:
     from megatron_rl_loss import OutputHead
 
-    says = "chunk_tokens is 0" if has("output_processor") else "its models take no output_processor"
+    says = "chunk_tokens is 0" if has("output_processor") else "models take an output_processor from 0.18 on"
     with pytest.raises(ValueError, match=says):
         OutputHead(chunk_tokens=0)

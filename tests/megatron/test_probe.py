@@ -74,23 +74,43 @@ def verdicts(cases: list[Case]) -> list[str]:
 SOUND: list[Case] = [("", False, False), ("", True, False), ("", False, True)]
 #: What the refusal says: both numbers, relied on and found.
 CHANGED: dict[Case, str] = {
-    ("times cp", False, False): "scales by 0.666666667 where 0.333333333 is relied on",
-    ("divided by cp", False, False): "scales by 0.166666667 where 0.333333333 is relied on",
-    ("times cp", True, False): "scales by 2 where 1 is relied on",
-    ("a pair without cp", False, False): "2-tuple): it scales by 0.333333333 where 0.666666667 is relied on",
-    ("not divided by micro-batches", False, False): "scales by 1 where 0.333333333 is relied on",
-    ("float counts", False, False): "made 1.0 (torch.float32) of a count of 1 tokens",
-    ("counts per CP rank", True, False): "made 2 (torch.int32) of a count of 1 tokens",
-    ("counts in place", False, False): "it changes the count it is given",
+    ("times cp", False, False): "scales losses by 0.666666667, and this library relies on 0.333333333",
+    ("divided by cp", False, False): "scales losses by 0.166666667, and this library relies on 0.333333333",
+    ("times cp", True, False): "scales losses by 2, and this library relies on 1",
+    (
+        "a pair without cp",
+        False,
+        False,
+    ): "2-tuple): it scales losses by 0.333333333, and this library relies on 0.666666667",
+    ("not divided by micro-batches", False, False): "scales losses by 1, and this library relies on 0.333333333",
+    ("float counts", False, False): "turns a token count of 1 into 1.0 (torch.float32)",
+    ("counts per CP rank", True, False): "turns a token count of 1 into 2 (torch.int32)",
+    ("counts in place", False, False): "it changes the token count in place",
     ("another signature", False, False): "could not be probed (TypeError",
     # What is relied on is exact: a factor of 1 + 1e-5 is another one.
-    ("a little more", False, False): "it scales by 0.33333",
-    ("a little more", True, False): "it scales by 1.00001",
-    ("a little more in DDP", False, False): "it scales by 0.2500025 where 0.25 is relied on",
-    ("DDP by dp alone", False, False): "DDP (gradient_scaling_factor): it scales by 0.5 where 0.25 is relied on",
-    ("DDP by dp alone", True, False): "DDP (gradient_scaling_factor): it scales by 2 where 1 is relied on",
-    ("DDP twice", False, True): "DDP (gradient_scaling_factor): it scales by 0.5 where 0.25 is relied on",
-    ("DDP of a second chunk", False, False): "DDP (gradient_scaling_factor): it scales by 0.5 where 0.25 is relied on",
+    ("a little more", False, False): "it scales losses by 0.33333",
+    ("a little more", True, False): "it scales losses by 1.00001",
+    ("a little more in DDP", False, False): "it scales losses by 0.2500025, and this library relies on 0.25",
+    (
+        "DDP by dp alone",
+        False,
+        False,
+    ): "DDP (gradient_scaling_factor): it scales losses by 0.5, and this library relies on 0.25",
+    (
+        "DDP by dp alone",
+        True,
+        False,
+    ): "DDP (gradient_scaling_factor): it scales losses by 2, and this library relies on 1",
+    (
+        "DDP twice",
+        False,
+        True,
+    ): "DDP (gradient_scaling_factor): it scales losses by 0.5, and this library relies on 0.25",
+    (
+        "DDP of a second chunk",
+        False,
+        False,
+    ): "DDP (gradient_scaling_factor): it scales losses by 0.5, and this library relies on 0.25",
 }
 
 

@@ -1,9 +1,10 @@
-"""``python -m megatron_rl_loss example``: what there is, copies that hold what they need, and nothing overwritten.
+"""``python -m megatron_rl_loss example``: the list, complete copies, and no file overwritten.
 
-And how every command prints: in any locale, and into a pipe that is closed.
+The output of every command, too: in any locale, into a closed pipe, without standard output.
 """
 
 import ast
+import errno
 import io
 import os
 import shutil
@@ -58,13 +59,13 @@ REFUSALS: dict[str, Refusal] = {
     "an example that there is not": (
         lambda: find_example("pretrain_grop"),
         ValueError,
-        r"example 'pretrain_grop': there is none of that name\. Did you mean pretrain_grpo\.py\?",
+        r"example 'pretrain_grop': there is no such example\. Did you mean pretrain_grpo\?",
         lambda: find_example("pretrain_grpo"),
     ),
     "an example whose name two files have": (
         lambda: find_example("launch_grpo"),
         ValueError,
-        r"there are several of that name\. Write one of launch_grpo\.sh, launch_grpo\.slurm",
+        r"several examples have that name\. Write one of launch_grpo\.sh, launch_grpo\.slurm",
         lambda: find_example("launch_grpo.sh"),
     ),
 }
@@ -92,16 +93,64 @@ def test_the_command_copies_and_overwrites_nothing(
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 2
-    says = f"error: a copy of example 'pretrain_grpo': a copy overwrites nothing, and another {tmp_path}/rollouts.py is"
-    assert says in capsys.readouterr().err
+    says = "error: a copy of example 'pretrain_grpo': a copy overwrites nothing, and these files differ: "
+    assert f"{says}{tmp_path}/rollouts.py. Choose" in capsys.readouterr().err
     assert {path.name for path in tmp_path.iterdir()} == {"rollouts.py", "new"}
     assert (tmp_path / "rollouts.py").read_text() == "mine"
+
+
+def test_equal_files_stay_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder that cannot be written will do, if it has all files; so will the examples' own."""
+    copied = copy_example("on_cpu", tmp_path)
+    (tmp_path / "packed_attention.py").unlink()
+    written: list[Path] = []
+    monkeypatch.setattr(shutil, "copy", lambda source, copy: written.append(copy))
+    assert copy_example("on_cpu", tmp_path) == copied
+    assert written == [tmp_path / "packed_attention.py"]
+    copy_example("on_cpu", EXAMPLES)
+    assert len(written) == 1
+
+
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("no folder")
+    for folder in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(ValueError, match=rf"a copy of example 'on_cpu' in the folder '{folder}': .*with --to\."):
+            copy_example("on_cpu", folder)
+
+    def read_only(source: Path, copy: Path) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", str(copy))
+
+    monkeypatch.setattr(shutil, "copy", read_only)
+    with pytest.raises(ValueError, match=r"cannot be written \(Read-only file system: .*on_cpu\.py\)"):
+        copy_example("on_cpu", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["exampel"], "command 'exampel': there is no such command. Did you mean example?"),
+        (["example", "own_mod"], "example 'own_mod': there is no such example. Did you mean own_mode?"),
+        (["audit", "no_such.py"], "audit of 'no_such.py': there is no such file. Give the path of your script"),
+        (["audit", "--step", "0", "script.py"], "argument --step: '0': a training step is an int >= 1"),
+        (["log-probs", "a.pt", "b.pt"], "a.pt: there is no such file. Give the paths of two dumps"),
+    ],
+    ids=lambda words: words[0] if isinstance(words, list) else "",
+)
+def test_wrong_names_end_with_one_line(
+    words: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["megatron_rl_loss", *words])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert f"error: {says}" in capsys.readouterr().err.splitlines()[-1]
 
 
 COMMANDS = (["modes"], ["example"], ["example", "own_mode"], ["--help"], ["audit", "--fail", "script.py"])
 
 
-def run(words: list[str], stdout: io.TextIOWrapper, monkeypatch: pytest.MonkeyPatch) -> int:
+def run(words: list[str], stdout: io.TextIOWrapper | None, monkeypatch: pytest.MonkeyPatch) -> int:
     """The exit status of a command with that standard output; its audit finds a fault and draws bars."""
     monkeypatch.setattr(sys, "argv", ["megatron_rl_loss", *words])
     monkeypatch.setattr(sys, "stdout", stdout)
@@ -130,6 +179,28 @@ def test_a_terminal_that_knows_ascii_alone(words: list[str], tmp_path: Path, mon
     assert run(words, stdout, monkeypatch) == (words[0] == "audit")
     assert printed.getvalue().strip()
     assert words[0] != "audit" or b"NOT SOUND: ??" in printed.getvalue()
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_commands_without_standard_output(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python has no `sys.stdout` where a shell closed it, by ``>&-``."""
+    monkeypatch.chdir(tmp_path)
+    assert run(words, None, monkeypatch) == (words[0] == "audit")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["print('it runs')", "raise BrokenPipeError('of a socket')"])
+def test_an_audited_script_and_a_closed_pipe(script: str, tmp_path: Path) -> None:
+    """A script that prints into it ends quietly; an error of its own is shown, of the same type, too."""
+    (tmp_path / "script.py").write_text(script)
+    reader, writer = os.pipe()
+    if script.startswith("print"):
+        os.close(reader)
+    words = [sys.executable, "-u", "-m", "megatron_rl_loss", "audit", "script.py"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(words, stdout=writer, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=environment)
+    assert done.returncode == 2
+    assert ("Traceback" in done.stderr) == (not script.startswith("print")), done.stderr
 
 
 IN_ASCII = """

@@ -425,6 +425,13 @@ def test_the_recipe_for_bridge_wraps_the_schedule_of_its_loops(monkeypatch: pyte
     assert [loop.get_forward_backward_func() for loop in loops] == [stock, stock]
 
 
+def test_the_cost_of_the_proof_is_the_files() -> None:
+    (said,) = re.findall(r"takes (\S+) ms, once, for ([\d,]+) tokens", PERFORMANCE)
+    printed = (ROOT / "docs/bench/audit-cpu.txt").read_text()
+    assert re.search(rf"^audit +\S+ +{said[0]}$", printed, flags=re.MULTILINE)
+    assert f"--tokens {said[1].replace(',', '')} " in printed
+
+
 @pytest.mark.parametrize("name", ["reducers", "segments", "totals"])
 def test_times_are_those_of_the_file(name: str) -> None:
     """All numbers of a row are in one line of the file."""

@@ -166,7 +166,7 @@ TAPS: dict[str, tuple[Callable[[Tensor, Batch], Tensor], str]] = {
     ),
     "half": (
         lambda losses, batch: tap(losses[:, ::2]).repeat_interleave(2, 1),
-        "by its layout a rank holds",
+        "by its layout the rank holds",
     ),
     "no tap": (lambda losses, batch: losses, "Nothing was tapped"),
 }
@@ -230,12 +230,12 @@ def scale_losses(ready: Ready) -> None:
 
 #: What is done, and what the audit then says.
 MUTATIONS: dict[str, tuple[Callable[[Ready], None], str]] = {
-    "ranks are scaled apart": (scale_ranks_apart, "scaled apart"),
+    "ranks are scaled apart": (scale_ranks_apart, "scaled differently"),
     "stages are scaled apart": (scale_a_stage_apart, "no weight holds for all parameters"),
-    "no anchor": (freeze_the_anchors, "no parameter can be relied on"),
+    "no anchor": (freeze_the_anchors, "no parameter is trainable, whole"),
     "graphs": (capture_graphs, "CUDA graphs replay"),
     "losses are scaled": (scale_losses, ""),
-    "gradients of before": (leave_gradients, "gradients were there before the step"),
+    "gradients of before": (leave_gradients, "gradients were not 0 before the step"),
 }
 
 

@@ -1,11 +1,11 @@
-"""Costs that an audit adds to an optimizer step: time, and memory until the step is over.
+"""Cost of an audit in an optimizer step: time, and memory until the end of the step.
 
     python tools/bench/audit.py [--tokens 1048576] [--microbatches 16] [--hidden 4096] [--seconds 20]
 
-One process; Megatron's own DDP and schedule on a model that is next to nothing, a norm's scale of `--hidden` entries
-that every token's loss is a part of, so that what is timed is the step's bookkeeping and the audit's. `interval` is
-what ``--loss-aggregation-audit-interval`` does in the steps it measures, `audit` also puts the whole step together on
-the first rank. On a machine without a GPU it runs on the CPU. Not measured: collectives between ranks.
+One process runs Megatron's own DDP and schedule on a tiny model, a norm's scale of `--hidden` entries, on which every
+token's loss depends. So the times are those of the step's bookkeeping and of the audit. `interval` is the measurement
+of ``--loss-aggregation-audit-interval``; `audit` also assembles the whole step on the first rank. On a machine without
+a GPU it runs on the CPU. Not measured: collectives between ranks.
 """
 
 import contextlib
@@ -62,7 +62,7 @@ def make_model(hidden: int) -> Any:
 def main() -> None:
     parser = flags(__doc__)
     parser.set_defaults(device=DEVICE)
-    parser.add_argument("--tokens", type=int, default=2**20, help="Of the whole step.")
+    parser.add_argument("--tokens", type=int, default=2**20, help="Tokens of the whole step.")
     parser.add_argument("--microbatches", type=int, default=16)
     parser.add_argument("--hidden", type=int, default=4096)
     parser.add_argument("--seconds", type=float, default=20)
@@ -97,7 +97,7 @@ def main() -> None:
         "interval": lambda: step(Audit(model, gather=False)).deviation(),
         "audit": lambda: step(Audit(model)).measured,
     }
-    assert float(ways["interval"]()) < 1e-6, "the audit does not agree with the step"
+    assert float(ways["interval"]()) < 1e-6, "the audit's weights differ from the step's"
     times = {name: min(found) for name, found in take_turns(ways, options.seconds, 5, DEVICE).items()}
     with Audit(model, gather=False) as audit:
         step(contextlib.nullcontext())

@@ -1,4 +1,4 @@
-"""Memory and time of distillation, beside a naive way and the functions of others.
+"""Memory and time of distillation, beside a naive way and the functions of other frameworks.
 
     python tools/bench/distillation.py --verl ~/verl --nemo-rl ~/RL --ms-swift ~/ms-swift --trl ~/trl --liger ~/Liger
     python tools/bench/distillation.py --tables top-k --sizes 1024x32768 --k 16         # ours and the naive way alone
@@ -61,7 +61,7 @@ SPARE = 2 * 2**30
 
 
 class Inputs:
-    """Inputs of student and teacher: hidden states and weights, and the teacher's ids and log-probs."""
+    """Hidden states and weights of student and teacher, and the teacher's ids and log-probs."""
 
     def __init__(self, size: Size, hidden: int, k: int, device: str) -> None:
         self.tokens, self.k = size.tokens, k
@@ -160,7 +160,7 @@ def ours_whole_in_one(chunk_tokens: int, x: Inputs) -> Tensor:
 
 
 def load_apart(framework: Framework, root: Path, module: str) -> Any:
-    """A module that those loaded after it import, and do without."""
+    """Load a module, then hide its package from modules that are loaded later and would import it."""
     (loaded,) = load(framework, str(root), module)
     for name in [one for one in sys.modules if one.partition(".")[0] == module.partition(".")[0]]:
         del sys.modules[name]
@@ -168,7 +168,7 @@ def load_apart(framework: Framework, root: Path, module: str) -> Any:
 
 
 def ways(args: argparse.Namespace) -> dict[str, dict[str, Way]]:
-    """By table and name."""
+    """The ways to measure, by table and name."""
     found: dict[str, dict[str, Way]] = {"top-k": {"naive": naive_top_k}, "whole": {"naive": naive_whole}}
     if args.liger:
         module = load_apart(LIGER, args.liger / "src", "liger_kernel.chunked_loss.jsd_loss")
@@ -207,7 +207,7 @@ def run_of(way: Way, x: Inputs) -> Pass:
 
 
 def left(device: str) -> int:
-    """Bytes of memory that nobody uses."""
+    """Bytes of free memory."""
     if device == "cuda":
         return torch.cuda.mem_get_info()[0]
     lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
@@ -215,7 +215,7 @@ def left(device: str) -> int:
 
 
 def measured(run: Pass, args: argparse.Namespace) -> tuple[float, float, Sequence[Tensor]]:
-    """Peak extra in MB, the least time of a turn in seconds, and the gradients."""
+    """Peak extra in MB, the shortest time of a turn in seconds, and the gradients."""
     peak, clock, times = peak_extra(run, args.device) / MB, time.perf_counter, list[float]()
     if args.device == "cpu":
         clock = time.process_time
@@ -229,7 +229,7 @@ def measured(run: Pass, args: argparse.Namespace) -> tuple[float, float, Sequenc
 
 
 def foreseen(way: Way, size: Size, args: argparse.Namespace) -> float:
-    """Bytes of its peak, by smaller ones; 0 where there are none."""
+    """Bytes of the peak, extrapolated from smaller sizes; 0 without smaller sizes."""
     if size.tokens <= 2 * args.chunk_tokens:
         return 0.0
     one, two = (
@@ -266,7 +266,7 @@ def rows(size: Size, ways: dict[str, Way], args: argparse.Namespace) -> list[dic
 def main() -> None:
     parser = flags(__doc__)
     for name in PEERS:
-        parser.add_argument(f"--{name.replace('_', '-')}", type=Path, metavar="PATH", help="A checkout of it.")
+        parser.add_argument(f"--{name.replace('_', '-')}", type=Path, metavar="PATH", help="A checkout.")
     parser.add_argument("--tables", nargs="+", choices=("top-k", "whole"), default=["top-k", "whole"])
     parser.add_argument(
         "--sizes", nargs="+", metavar="TOKENSxVOCABULARY[:DTYPE]", default=["8192x151936", "2048x151936"]
@@ -274,7 +274,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=64, help="Width of the hidden states.")
     parser.add_argument("--k", type=int, default=64)
     parser.add_argument("--chunk-tokens", type=int, default=1024)
-    parser.add_argument("--repeats", type=int, default=2, help="Turns.")
+    parser.add_argument("--repeats", type=int, default=2, help="Number of turns.")
     args = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:

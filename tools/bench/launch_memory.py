@@ -1,11 +1,11 @@
-"""Peak resident memory of a launch of the example with a vocabulary of 128k, with either way to make log-probs.
+"""Peak resident memory of a launch of the example with a vocabulary of 128k, with either way to compute log-probs.
 
     python tools/bench/launch_memory.py --out docs/bench      # on a CPU; some minutes
 
 Each row is a launch of `examples/launch_grpo.sh` on one process: two steps of a model of 2 layers with Adam on one
 pack. *Peak MB* is the largest resident set of its processes, as the operating system counts it (`ru_maxrss`). *Above
-base* is that less a launch with a vocabulary of 32. *Weights MB* is what the vocabulary costs elsewhere, and is in it
-too: embedding, output layer, their gradients and Adam's two moments. The rest is what making log-probs takes.
+base* is that minus a launch with a vocabulary of 32. It includes *Weights MB*, the vocabulary's cost elsewhere:
+embedding, output layer, their gradients and Adam's two moments. The rest is the cost of computing log-probs.
 """
 
 import os

@@ -1,12 +1,12 @@
-"""Memory and time of log-probs and entropy, beside Megatron's and slime's.
+"""Memory and time of log-probs and entropy, beside Megatron's and slime's functions.
 
     python tools/bench/logprobs.py --slime ~/slime                            # needs 8 GB, some ten minutes
     python tools/bench/logprobs.py --tables logits --sizes 4096x32768         # one table, one size
 
 Three tables, each forward and backward:
 
-- *memory*: of output layer and log-probs. **Peak extra** is the most that torch has allocated at once in the pass, less
-  what it returns (the gradients of hidden states and weight). On a CPU the allocations are those that torch's profiler
+- *memory*: of output layer and log-probs. **Peak extra** is torch's largest allocation at a time in the pass, minus the
+  returned gradients (of hidden states and weight). On a CPU the allocations are those that torch's profiler
   records, kernels' temporaries included and a BLAS's own buffers not; on a GPU `torch.cuda.max_memory_allocated`.
 - *hidden*: time from hidden states.
 - *logits*: time from logits, of log-probs alone, and with the entropy and its gradient.
@@ -73,7 +73,7 @@ class Size:
 
     @property
     def logits(self) -> int:
-        """In bytes."""
+        """Size of the logits in bytes."""
         return self.tokens * self.vocabulary * DTYPES[self.dtype].itemsize
 
 
@@ -92,7 +92,7 @@ def slimes(formulas: Any, chunk_tokens: int, logits: Tensor, labels: Tensor, ent
 
 
 def from_logits(args: argparse.Namespace) -> dict[str, FromLogits]:
-    """Those of others."""
+    """Other frameworks' passes from logits."""
     ways: dict[str, FromLogits] = {"megatron": megatron}
     for _, formulas in peers(args, SimpleNamespace()).values():
         slime = partial(slimes, formulas, args.chunk_tokens)
@@ -122,7 +122,7 @@ def labels_and_advantages(size: Size, device: str) -> tuple[Tensor, Tensor]:
 def hidden_passes(
     size: Size, hidden_size: int, ways: dict[str, FromLogits], args: argparse.Namespace
 ) -> dict[str, Pass]:
-    """By name: a pass that gives the gradients of hidden states and weight."""
+    """Passes that return the gradients of hidden states and weight, by name."""
     labels, advantages = labels_and_advantages(size, args.device)
     hidden = leaf(size.tokens, hidden_size, like=size, device=args.device)
     weight = leaf(size.vocabulary, hidden_size, like=size, device=args.device, scale=hidden_size**-0.5)
@@ -152,10 +152,10 @@ def hidden_passes(
 
 
 def logits_passes(size: Size, ways: dict[str, FromLogits], args: argparse.Namespace) -> dict[str, Pass]:
-    """By name: a pass that gives the gradient of the logits.
+    """Passes that return the gradient of the logits, by name.
 
-    Megatron's overwrites float32 logits in its forward pass and ours-in-place in its backward pass; neither is slower
-    or faster for what it then finds there.
+    Megatron's overwrites float32 logits in its forward pass, and ours-in-place in its backward pass. Overwritten values
+    make neither of them slower or faster.
     """
     labels, advantages = labels_and_advantages(size, args.device)
     logits = leaf(size.tokens, size.vocabulary, like=size, device=args.device)
@@ -179,7 +179,7 @@ def logits_passes(size: Size, ways: dict[str, FromLogits], args: argparse.Namesp
 
 
 def peak_extra(run: Pass, device: str) -> int:
-    """Bytes that torch has allocated at most at once, less those of what the pass returns."""
+    """Torch's largest allocation at a time in bytes, minus the bytes that the pass returns."""
     if device == "cuda":
         run()
         torch.cuda.synchronize()
@@ -222,14 +222,14 @@ def main() -> None:
     parser = flags(__doc__, "slime")
     parser.add_argument("--tables", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument(
-        "--sizes", nargs="+", metavar="TOKENSxVOCABULARY[:DTYPE]", help="Of every table; default: each its own."
+        "--sizes", nargs="+", metavar="TOKENSxVOCABULARY[:DTYPE]", help="Sizes of every table; default: each its own."
     )
     parser.add_argument("--chunk-tokens", type=int, default=1024)
     parser.add_argument(
-        "--most-logits", type=float, default=2.4, help="GiB of logits and copies that others get at most."
+        "--most-logits", type=float, default=2.4, help="Largest logits with copies, in GiB, for others."
     )
-    parser.add_argument("--seconds", type=float, default=20, help="For the times of a size, at least.")
-    parser.add_argument("--repeats", type=int, default=5, help="Turns, at least.")
+    parser.add_argument("--seconds", type=float, default=20, help="Shortest time for a size.")
+    parser.add_argument("--repeats", type=int, default=5, help="Fewest turns.")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of torch.")
     parser.add_argument("--clock", choices=CLOCKS, help="Default: cpu, or wall on a GPU.")
     args = parser.parse_args()

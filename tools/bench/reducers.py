@@ -1,4 +1,4 @@
-"""Costs of reducing one micro-batch, beside slime's and miles's own functions, run from their checkouts.
+"""Time to reduce one micro-batch, beside slime's and miles's own functions, run from their checkouts.
 
     python tools/bench/reducers.py --slime ~/slime --miles ~/miles --goals     # every size, about two minutes
     python tools/bench/reducers.py --slime ~/slime --sizes 8x4096 64x1024      # some sizes
@@ -67,7 +67,7 @@ CASES = (
 
 
 class Data:
-    """A micro-batch as slime and miles hold it, this rank's losses, and what must come out, in float64."""
+    """A micro-batch as slime and miles hold it, this rank's losses, and the expected results in float64."""
 
     def __init__(self, case: Case, device: str) -> None:
         generator = torch.Generator().manual_seed(1)
@@ -89,7 +89,7 @@ class Data:
         self.totals = StepTotals.from_loss_masks(self.masks)
 
     def _weights(self, mask: Tensor, total: int) -> Tensor:
-        """This rank's tokens in a sample's mean: a token belongs to the chunk of the logit that predicts it."""
+        """Weights of this rank's tokens in a sample's mean; a token belongs to the chunk of its logit."""
         chunk = math.ceil(total / (2 * self.cp_size))
         piece = (torch.arange(total - mask.numel(), total) - 1) // chunk
         mine = (piece == self.cp_rank) | (piece == 2 * self.cp_size - 1 - self.cp_rank) | (self.cp_size == 1)
@@ -102,7 +102,7 @@ class Data:
         return loss, metrics
 
     def check(self, name: str, build: Build) -> None:
-        """Refuse to time what computes something else; theirs is the sum over samples, ours their mean."""
+        """Exit if a function computes other numbers; theirs is the sum over samples, ours their mean."""
         loss, metrics = self.run(build())
         scale, weights = 1 if name == "ours" else 1 / len(self.masks), self.weights.to(self.losses.device)
         errors = []
@@ -126,13 +126,13 @@ def ours(data: Data) -> Reduce:
 
 
 def theirs(cp_utils: Any, data: Data, **given: Any) -> Reduce:
-    """Their function as their `loss_function` and `policy_loss_function` use it."""
+    """Call their function as their `loss_function` and `policy_loss_function` do."""
     reducer = cp_utils.get_sum_of_sample_mean(data.total_lengths, data.response_lengths, data.masks, **given)
     return lambda: (reducer(data.losses), [reducer(values).clone().detach() for values in data.metrics])
 
 
 def measure(case: Case, modules: dict[str, tuple[Any, Any]], place: SimpleNamespace, args: argparse.Namespace) -> None:
-    """One more pass over a case."""
+    """Measure a case once more."""
     data = Data(case, args.device)
     place.cp.rank, place.cp.size = data.cp_rank, data.cp_size
     builds: dict[str, Build] = {"ours": partial(ours, data)}
@@ -174,12 +174,12 @@ def chosen(sizes: Sequence[str]) -> list[Case]:
 def main() -> None:
     parser = flags(__doc__, "slime", "miles")
     sizes = list(dict.fromkeys(case.size for case in CASES))
-    parser.add_argument("--sizes", nargs="+", default=sizes, metavar="SAMPLESxLENGTH", help="Only these, as in 8x4096.")
-    parser.add_argument("--step-denominators", action="store_true", help="Theirs are given the step's mask sums.")
-    parser.add_argument("--seconds", type=float, default=10, help="For each case in all, at least.")
-    parser.add_argument("--passes", type=int, default=3, help="Over all cases, which share their seconds.")
+    parser.add_argument("--sizes", nargs="+", default=sizes, metavar="SAMPLESxLENGTH", help="As in 8x4096.")
+    parser.add_argument("--step-denominators", action="store_true", help="Give theirs the step's mask sums.")
+    parser.add_argument("--seconds", type=float, default=10, help="Shortest time for each case.")
+    parser.add_argument("--passes", type=int, default=3, help="Passes over all cases.")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads of torch.")
-    parser.add_argument("--goals", action="store_true", help="Say of each goal whether it is met.")
+    parser.add_argument("--goals", action="store_true", help="Print the goals, met or not.")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     if args.device == "cpu":

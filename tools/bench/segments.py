@@ -34,7 +34,7 @@ Run = Callable[[], Tensor]  # the sequence's mean, or its sum up to the token, a
 
 
 class Data:
-    """This rank's log-probs, and what must come out at its tokens."""
+    """Log-probs of this rank, and the expected results at its tokens."""
 
     def __init__(self, sequences: int, length: int, rank: int, cp_size: int, device: str) -> None:
         generator = torch.Generator().manual_seed(1)
@@ -87,7 +87,7 @@ def their_scan(cp_utils: Any, data: Data) -> Tensor:
 
 
 def check(name: str, data: Data, run: Run) -> None:
-    """Refuse to time what computes something else."""
+    """Exit if a function computes other numbers."""
     data.log_probs.grad = None
     found = run()
     (found.square().sum() / 2).backward()
@@ -98,7 +98,7 @@ def check(name: str, data: Data, run: Run) -> None:
 
 
 def measure(rank: int, args: argparse.Namespace) -> list[dict[str, list[tuple[float, int, int]]]]:
-    """On a rank: of each case, whose and turn, milliseconds, the number of collectives and their bytes."""
+    """Milliseconds, number of collectives and their bytes on a rank, for each case, library and turn."""
     group = dist.group.WORLD
     modules = peers(args, SimpleNamespace(cp=SimpleNamespace(rank=rank, size=args.cp, group=group)))
     seen, found = count_collectives(), []

@@ -1,4 +1,4 @@
-"""Shared code of the benchmarks: flags, other frameworks' code, turns, ranks, printing and keeping of tables."""
+"""Shared parts of the benchmarks: flags, other frameworks' code, turns, ranks, and output of tables."""
 
 import argparse
 import ctypes
@@ -43,12 +43,12 @@ def flags(doc: str | None, *peers: str) -> argparse.ArgumentParser:
     for name in peers:
         parser.add_argument(f"--{name}", type=Path, metavar="PATH", help=f"A checkout of {name}.")
     parser.add_argument("--device", choices=BACKENDS, default="cpu")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="Keep the tables there, as text and JSON.")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="Folder for the tables, as text and JSON.")
     return parser
 
 
 def peers(args: argparse.Namespace, place: SimpleNamespace) -> dict[str, tuple[Any, Any]]:
-    """The two modules of each checkout that is given; of their parallel state all they know is `place.cp`."""
+    """The two modules of each given checkout; their parallel state has `place.cp` alone."""
     found = {}
     for name, (framework, *modules) in PEERS.items():
         if root := getattr(args, name, None):
@@ -106,7 +106,7 @@ def take_turns(
 
 
 class Others:
-    """The number of cores that other processes, and other guests of the host, have kept busy since its construction."""
+    """Number of cores that other processes, and other guests of the host, kept busy since the object was made."""
 
     def __init__(self) -> None:
         self.began, self.seconds = time.monotonic(), self._seconds()
@@ -122,7 +122,7 @@ class Others:
 def keep_freed_memory() -> None:
     """glibc: take large blocks from the heap (M_MMAP_MAX = -4) and give nothing back (M_TRIM_THRESHOLD = -1).
 
-    Some turns would spend more time on page faults than on anything else.
+    Otherwise some turns would spend most of their time on page faults.
     """
     if platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL(None)
@@ -146,7 +146,7 @@ def count_collectives() -> dict[str, int]:
 
 
 def on_ranks(world_size: int, device: str, measure: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """Results of `measure(rank, *arguments)` on each rank of a group, which has a thread or a GPU of its own."""
+    """Results of `measure(rank, *arguments)` on each rank of a group; each has a thread or a GPU of its own."""
     with tempfile.TemporaryDirectory() as folder:
         given = (world_size, device, folder, measure, arguments)
         start = "fork" if device == "cpu" else "spawn"  # a fork shares the memory of what is imported
@@ -167,7 +167,7 @@ def _run_rank(
 
 
 def commit_of(checkout: Path) -> str:
-    """Without a .git of its own unknown: git would answer for a repository further up."""
+    """The commit of a checkout; unknown without a .git of its own, since git would take that of a parent folder."""
     if not (checkout / ".git").exists():
         return "of an unknown commit"
 

@@ -1,4 +1,4 @@
-"""Costs of a step's totals as data parallelism (DP) grows: bytes, collectives and time.
+"""Cost of a step's totals as data parallelism (DP) grows: bytes, collectives and time.
 
     python tools/bench/totals.py --out docs/bench       # 1, 2, 4 and 8 ranks over gloo, and one of 10,000
     python tools/bench/totals.py --device cuda --ranks 1 2      # a GPU per rank and NCCL
@@ -31,7 +31,7 @@ SIMULATED, SAMPLES = 10_000, 16
 
 
 def samples_of(rank: int, ranks: int, case: Case, device: str = "cpu") -> list[Samples]:
-    """Prompt groups of eight, split over ranks: every rank holds a part of many groups."""
+    """Samples in prompt groups of eight, split over ranks: every rank holds a part of many groups."""
     with_ids, number = case
     rollouts = [i * ranks + rank for i in range(number)]
     ids: Any = {"rollout_ids": rollouts, "prompt_ids": [one // 8 for one in rollouts]} if with_ids else {}
@@ -39,7 +39,7 @@ def samples_of(rank: int, ranks: int, case: Case, device: str = "cpu") -> list[S
 
 
 def measure(rank: int, cases: list[Case], repeats: int, device: str) -> list[tuple[float, int, int]]:
-    """On a rank: of each case milliseconds of the fastest round, and its calls and bytes."""
+    """Milliseconds of the fastest round on a rank, with calls and bytes, for each case."""
     seen, group = count_collectives(), dist.group.WORLD
 
     def describe(case: Case) -> list[Samples]:
@@ -83,7 +83,7 @@ def row(ranks: int, case: Case, by_rank: Sequence[Sequence[Any]]) -> dict[str, A
 
 
 def simulate(case: Case, repeats: int) -> dict[str, Any]:
-    """The work of the host on a rank of so many: what the others send was made before."""
+    """The host's work on one of many ranks; the others' messages were made before."""
     group: Any = SimpleNamespace(size=lambda: SIMULATED, rank=lambda: 0)
     groups = StepGroups(dp_group=group)
     parts = [counting._Held(samples_of(rank, SIMULATED, case), [], [], groups) for rank in range(SIMULATED)]
@@ -102,7 +102,7 @@ def simulate(case: Case, repeats: int) -> dict[str, Any]:
 
 
 def joined(parts: Sequence[Any]) -> Any:
-    """The rows of all ranks, as many of each."""
+    """The rows of all ranks, with the same number from each."""
     most = max(len(part.rows) for part in parts)
     return np.concatenate([np.pad(part.rows, ((0, most - len(part.rows)), (0, 0))) for part in parts])
 
@@ -110,7 +110,7 @@ def joined(parts: Sequence[Any]) -> Any:
 def main() -> None:
     parser = flags(__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8])
-    parser.add_argument("--samples", type=int, nargs="+", default=[64, 512, 4096], help="A rank.")
+    parser.add_argument("--samples", type=int, nargs="+", default=[64, 512, 4096], help="On each rank.")
     parser.add_argument("--repeats", type=int, default=20)
     args = parser.parse_args()
     cases: list[Case] = list(product((False, True), args.samples))

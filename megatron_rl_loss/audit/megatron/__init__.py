@@ -1,4 +1,4 @@
-"""The weight of every token in a step of Megatron, measured as the step runs: `Audit` around the schedule's call."""
+"""`Audit`: measures the weight of every token in a step of Megatron while the step runs."""
 
 from megatron_rl_loss import refuse_names
 

@@ -1,12 +1,12 @@
-"""The weight that a training step gives to each token, measured as the step runs under Megatron's schedule and DDP.
+"""The weight that a training step gives each token, measured while the step runs under Megatron's schedule and DDP.
 
-A token's *effective weight* is the derivative of what the optimizer gets by that token's unreduced loss l_t:
+A token's *effective weight* is the derivative of the optimizer's loss by that token's unreduced loss l_t:
 
-    w_t = f * g_t / s,    g_t = d(what backward starts from) / d l_t    on the rank that holds the token (`tap`)
-                          f   = finalised gradient / sum over ranks of what backward gave (`anchor`)
+    w_t = f * g_t / s,    g_t = d(scalar that backward starts from) / d l_t    on the token's rank (`tap`)
+                          f   = finalised gradient / sum over ranks of backward's gradients (`anchor`)
                           s   = the loss scale of fp16 training
 
-No number that is trained on is touched. A step whose f cannot be read says why it is `unknown`.
+The audit changes no number of the training. If f cannot be measured, the step's `unknown` has the reasons.
 """
 
 import logging
@@ -41,9 +41,9 @@ from megatron_rl_loss.step.samples import Samples
 
 logger = logging.getLogger(__name__)
 
-#: Norms over many tokens: roundings of half precision average out.
+#: Bound for norms over many tokens, where roundings of half precision average out.
 _PATH_TOLERANCE = 1e-2
-#: The interval's number in the log: the deviation of the last audit, -1 where it could not be known.
+#: Name in the log of the last audit's deviation; -1 if it is unknown.
 METRIC = "loss_aggregation_deviation"
 NO_TAP = (
     "Nothing was tapped. Write per_token_loss = tap(per_token_loss, samples=...) in the loss function, before masks "
@@ -52,25 +52,25 @@ NO_TAP = (
 
 
 class Audit:
-    """Measures one step: a ``with`` around the call of Megatron's schedule, until gradients are finalised.
+    """Measures one step: a ``with`` around the call of Megatron's schedule, up to finalised gradients.
 
         with Audit(model, samples_of=samples_of) as audit:
             losses = forward_backward_func(data_iterator=audit.watch(data_iterator), ...)
         print(audit.measured)  # on the rank that is first in all groups; before clipping and the optimizer's step
 
-    All ranks enter and leave it together. An error inside leaves nothing behind and measures nothing. Where a model
-    finalises gradients after the schedule, as SkyRL's does, the step is measured then.
+    All ranks enter and leave it together. After an error inside, all hooks are removed and nothing is measured. If a
+    model finalises gradients after the schedule, as SkyRL's does, the step is measured then.
 
     Args:
         model: the model chunk or list of chunks.
-        samples_of: describes a micro-batch of the watched iterator; not needed where taps are given samples.
+        samples_of: describes a micro-batch of the watched iterator; not needed if taps get samples.
         pg_collection: the process groups; default: the model's, else Megatron's parallel state.
-        gather: False measures `deviation` alone, and sends no token's weight anywhere.
-        then: called on every rank once the step is measured, with None, or with the error that prevented it.
+        gather: False measures `deviation` alone, without gathering the weights of tokens.
+        then: called on every rank after the measurement, with None or the error that prevented it.
 
     Attributes:
         steps: a `MeasuredStep` for each term, on the first rank; empty elsewhere.
-        log_prob_gap: between the two sides' log-probs that taps were given, on the first rank.
+        log_prob_gap: the gap between the two sides' log-probs that taps got, on the first rank.
     """
 
     def __init__(
@@ -90,9 +90,9 @@ class Audit:
         self._device = next(chunks[0].parameters()).device
         self._computes_loss = self._groups.pp.rank() == self._groups.pp.size() - 1
         self._anchors = [choose(chunk, self._config) for chunk in chunks]
-        self._factors: list[Factor] = []  # those that can be relied on
-        self._faults: list[str] = []  # those of the reasons that are faults of the step
-        self._unknown = _cannot_know(self._config)  # the reasons against a verdict that this rank knows
+        self._factors: list[Factor] = []  # without a problem
+        self._faults: list[str] = []  # the reasons in `_unknown` that are faults of the step
+        self._unknown = _cannot_know(self._config)  # this rank's reasons against a verdict
         self._taps = Taps()
         self._described: list[Samples | Exception] = []  # each micro-batch, by `samples_of`
         self._stack = ExitStack()
@@ -105,8 +105,8 @@ class Audit:
     def expected_of(self, term: str) -> Aggregation | None:
         """The aggregation that a term declared, else that of the flags, for `judge`; on the first rank.
 
-        Per-token loss asks for a token mean. None where nothing says one, and for an unregistered function as the
-        term's own mode.
+        Per-token loss asks for a token mean. None if no aggregation is known, or if the term's own mode is an
+        unregistered function.
         """
         facts = self.steps[term].facts
         own = facts.get("expected")
@@ -117,9 +117,9 @@ class Audit:
         return resolve(own["mode"], divisor=own["divisor"], units=own["units"]) if find_mode(own["mode"]) else None
 
     def watch(self, data_iterator: Any) -> Any:
-        """The iterator, or list of iterators, that notes what `samples_of` says of each batch that is taken.
+        """Wrap the iterator, or list of iterators, so that `samples_of` describes each batch that is read.
 
-        That of a `LossAggregation` stays as it is: its micro-batches are known.
+        The iterator of a `LossAggregation` is returned unchanged: its micro-batches are known.
         """
         if self._samples_of is None or isinstance(data_iterator, MicrobatchIterator | None):
             return data_iterator
@@ -187,15 +187,15 @@ class Audit:
         report = Report(groups.pp.rank(), self._factors, self._unknown, self._faults, has_gradient)
         if self._computes_loss and groups.tp.rank() == 0:  # over TP, gradients of losses are the same
             failure = attempt(lambda: self._add_tokens(report, path, dynamic_cp))
-            report.unknown += [f"A rank could not measure: {type(failure).__name__}: {failure}"] if failure else []
+            report.unknown += [f"A rank failed to measure. {type(failure).__name__}: {failure}"] if failure else []
         if reports := gather_to_first([report], groups):
             self.steps = assembled(reports, groups, self._config, self._loss_scale, dynamic_cp=dynamic_cp)
             self.log_prob_gap = log_prob_gap([part for one in reports for part in chain(*one.terms.values())])
 
     def _path(self) -> float:
-        """The gradients that arrive at the model's output over those that engines' losses send to log-probs.
+        """The ratio of gradients at the model's output to the gradients that engines' losses send to log-probs.
 
-        A gather over CP ranks adds up gradients on its way back (1) or takes a rank's own slice (1 / CP).
+        The backward of a gather over CP ranks sums the gradients (1) or takes a rank's own slice (1 / CP).
         """
         groups, paths = self._groups, self._taps.paths
         if not agree_on(["path"] * bool(paths), ["path"], [groups.dp_cp, groups.tp]):
@@ -204,7 +204,7 @@ class Audit:
         temperatures = [one.temperature for one in paths if one.temperature is not None]
         if len(temperatures) < len(paths):
             if cp_size > 1 and any(one.replicated for one in paths):
-                self._unknown.append("The way of gathered log-probs back over CP ranks cannot be followed.")
+                self._unknown.append("The backward pass of log-probs gathered over CP ranks cannot be followed.")
             return 1.0
         sums = torch.zeros(2, dtype=torch.float64)  # sent by the loss, arrived at the output
         for one, temperature in zip(paths, temperatures, strict=True):
@@ -221,12 +221,12 @@ class Audit:
             if abs(path / honest - 1) < _PATH_TOLERANCE:
                 return honest
         if sums[0]:
-            self._faults.append(f"Gradients of log-probs arrive {path:.6g} times at the model's output.")
+            self._faults.append(f"Gradients of log-probs arrive {path:.6g} times at the model's output, not once.")
             self._unknown.append(self._faults[-1])
         return 1.0
 
     def _add_tokens(self, report: Report, path: float, dynamic_cp: bool) -> None:
-        """Add each micro-batch to the report."""
+        """Add the tokens of each micro-batch to the report."""
         losses, turns = self._taps.losses, Counter[tuple[int, int]]()
         report.num_microbatches = max([self._taps.num_microbatches, *(max(of_term) + 1 for of_term in losses.values())])
         report.unknown += [] if losses else [NO_TAP]
@@ -235,7 +235,7 @@ class Audit:
             told = (one.samples for one in tapped.values() if one is not None and one.samples is not None)
             samples = next(chain(told, self._described[number : number + 1]), None)
             if not isinstance(samples, Samples):
-                remedy = "Give samples_of, or say tap(per_token_loss, samples=...) each time."
+                remedy = "Give Audit samples_of, or call tap(per_token_loss, samples=...) in every micro-batch."
                 report.unknown.append(f"The masks are not known ({samples!r}). {remedy}")
                 continue
             dp_rank, turn, (cp_rank, cp_size) = self._groups.dp.rank(), number, samples.place_in(self._groups.cp)
@@ -253,10 +253,10 @@ class Audit:
                 )
 
     def deviation(self) -> float | None:
-        """The largest |w / expected - 1| over the step's tokens, of a loss of several terms the worst term's.
+        """The largest |w / expected - 1| over the step's tokens and the loss's terms.
 
-        A weight that should be 0 counts in units of the largest expected one. NaN where it cannot be known. All ranks
-        of the last stage must call it together; None on other stages.
+        The error of a weight that should be 0 is relative to the largest expected one. NaN if unknown. All ranks of
+        the last stage must call it together; None on other stages.
         """
         if not self._computes_loss:
             return None
@@ -264,7 +264,7 @@ class Audit:
         tapped = [(term, one) for term, of_term in self._taps.losses.items() for one in of_term.values()]
         losses = [one for term, one in tapped if one.aggregation or term == "pg"]
         if not losses or any(one.expected_weights is None for one in losses):
-            self._unknown.append("A policy loss went through no reducer of this package.")
+            self._unknown.append("A policy loss did not go through a reducer of this library.")
         for one in losses if not self._unknown else ():
             expected: Tensor = one.expected_weights()  # type: ignore[misc]
             gradient = torch.zeros_like(expected) if one.gradient is None else one.gradient.to(expected)
@@ -280,7 +280,7 @@ class Audit:
 
 
 class IntervalAudits:
-    """The audits of a training run, of every `interval`-th step, the first included, for a number in the log."""
+    """Audits every `interval`-th step of a training run, the first included, and logs one number."""
 
     def __init__(self, interval: int) -> None:
         self._interval, self._steps = interval, 0
@@ -288,7 +288,7 @@ class IntervalAudits:
 
     @contextmanager
     def step(self, model: Any, pg_collection: ProcessGroupCollection | None) -> Iterator[None]:
-        """A ``with`` around the schedule's call; every `interval`-th is measured."""
+        """A ``with`` around the schedule's call; measures every `interval`-th call."""
         self._steps += 1
         if (self._steps - 1) % self._interval:
             yield
@@ -299,10 +299,10 @@ class IntervalAudits:
         if self._last is not None and math.isnan(self._last):
             self._last = -1.0
             why = " ".join(audit._unknown) or "Weights are not finite."
-            log_single_rank(logger, logging.WARNING, f"{METRIC} of step {self._steps} is not known. {why}")
+            log_single_rank(logger, logging.WARNING, f"{METRIC} of step {self._steps} is unknown. {why}")
 
     def reported(self, reports: Any) -> Any:
-        """The schedule's reports, each with the last deviation: Megatron averages values between logs."""
+        """The schedule's reports, each with the last deviation, since Megatron averages values between logs."""
         if self._last is None or not isinstance(reports, list):
             return reports
         last = {METRIC: torch.tensor(self._last, device=self._device)}
@@ -310,15 +310,15 @@ class IntervalAudits:
 
 
 def _cannot_know(config: Any) -> list[str]:
-    """The reasons why hooks see nothing of a model, or groups are not those that are followed here."""
-    graphs = "CUDA graphs replay a backward pass without its hooks. Audit a step without them."
-    remat = "Weight-rematerialising TP reduces over further groups, which the audit does not follow."
+    """Reasons against a verdict in the config: hooks that do not run, and groups that the audit does not know."""
+    graphs = "CUDA graphs replay a backward pass without its hooks. Audit a step without CUDA graphs."
+    remat = "Weight-rematerialising TP (GTP) reduces over further groups, which the audit does not follow."
     has_remat = any((getattr(config, name, 1) or 1) > 1 for name in REMAT_SIZES)
     return [graphs] * bool(has_cuda_graphs(config)) + [remat] * has_remat
 
 
 def _numbered(calculate: Any, taps: Taps) -> Any:
-    """Megatron's ``forward_step_calc_loss``, under which `taps` begin a micro-batch with each loss to train on."""
+    """Wrap Megatron's ``forward_step_calc_loss``: each training loss begins a micro-batch of `taps`."""
 
     def keep_size(gradient: Tensor) -> None:
         if taps.paths:

@@ -1,7 +1,7 @@
-"""The proof of the first training step: each token has the weight that was asked, or all ranks stop.
+"""The proof of the first training step: each token has the weight that was asked for, or all ranks abort.
 
-The audit measures the step. Expected weights are made of the masks and ids that the ranks gathered, never of what a
-reducer expects. A step without a gradient, and one of fp16 that overflowed, is left to the next one.
+The audit measures the step. Expected weights come from the masks and ids that the ranks gathered, never from a reducer.
+After a step without a gradient, such as an overflow of fp16, the next step is measured.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ import numpy as np
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_rl_loss.audit.judge import in_words, judge
-from megatron_rl_loss.audit.launch import run_schedules_by
+from megatron_rl_loss.audit.launch import print_text, run_schedules_by
 from megatron_rl_loss.audit.megatron.audit import Audit
 from megatron_rl_loss.audit.tokens import StepTokens
 from megatron_rl_loss.megatron.flags import PROOF_VARIABLE, ProofLevel, proof_level
@@ -37,22 +37,22 @@ def prove_first_step(
     level: ProofLevel | None = None,
     pg_collection: ProcessGroupCollection | None = None,
 ) -> Schedule:
-    """Megatron's schedule, of whose training steps the first is proved; for a loop of your own.
+    """Wrap Megatron's schedule so that its first training step is proved; for a loop of your own.
 
         forward_backward_func = prove_first_step(get_forward_backward_func(), "prompt_mean")
 
-    The policy loss, and every term that names a mode, is compared. A first rank prints one line.
+    The proof covers the policy loss and every term that names a mode. The first rank prints one line.
 
     Args:
         forward_backward_func: the schedule; all ranks call it together, with ``model=``.
         mode, divisor, units: as in `make_pg_loss_reducer`.
-        level: ``error`` raises on every rank before the optimizer's step, ``warn`` logs, ``off`` measures nothing;
+        level: ``error`` raises on every rank before the optimizer step, ``warn`` prints, ``off`` measures nothing;
             default: the environment's ``MEGATRON_RL_LOSS_PROOF``, else ``error``.
         pg_collection: the process groups; default: the model's, else Megatron's parallel state.
 
     Raises:
-        ValueError, TypeError: settings that are unusable.
-        BadBatchError: on every rank, in the first training step, for weights that are not those asked.
+        ValueError, TypeError: unusable settings.
+        BadBatchError: on every rank, in the first training step, for wrong weights.
     """
     asked = resolve(mode, divisor=divisor, units=units)
     proof = FirstStep(asked, "the policy loss", level=proof_level(level), pg_collection=pg_collection)
@@ -76,8 +76,8 @@ def prove_engine(
     """The proof of the next training step of this process, at the environment's level; `words` as in `FirstStep`.
 
     Args:
-        is_ours: says of a call of a schedule, on all ranks alike, if it trains the policy.
-        each_model: the next step of each model; a process may hold an actor and a critic.
+        is_ours: returns True, on all ranks alike, if the call of a schedule trains the policy.
+        each_model: prove the next step of each model; a process may hold an actor and a critic.
     """
     proof = FirstStep(asked, loss, level=proof_level(), **words)
     proofs: WeakKeyDictionary[Any, FirstStep] = WeakKeyDictionary()  # an address is used again
@@ -97,22 +97,21 @@ def prove_engine(
 
 
 class FirstStep:
-    """The proof of a process's first training step, in one `with` around each call of the schedule.
+    """The proof of a process's first training step, with a `with` around each call of the schedule.
 
     Args:
-        asked: the aggregation of the policy loss; terms that declare one are compared with that. It may change while
-            no step was proved.
-        loss: words for the policy loss in the line that is printed.
+        asked: the aggregation of the policy loss, and of terms that declare none. It may change until a step is proved.
+        loss: words for the policy loss in the printed line.
         level: as in `prove_first_step`.
         pg_collection: the process groups; default: the model's, else Megatron's parallel state.
-        beside: words for what is not ours.
-        never: words for what has happened if no loss was seen: a fault. Without, such a step is not proved.
+        beside: words for parts of the loss that are not proved, appended to the line.
+        never: words for a step without any tapped loss, which is a fault then. Without `never` it is not proved.
 
     Attributes:
-        group_size: how many samples of each prompt the engine was told to generate, once that is known.
-        terms: names of those that must be seen, once in a micro-batch; else, a fault.
+        group_size: number of samples of each prompt that the engine was told to generate, if known.
+        terms: names of terms that each micro-batch must have exactly once; otherwise a fault.
         outcome: of the last measured step, on all ranks: ``wrong``, ``unknown``, ``later`` or ``proved``.
-        is_over: no step is measured any more.
+        is_over: no further step is measured.
     """
 
     def __init__(
@@ -136,14 +135,14 @@ class FirstStep:
         return self._loss if self.asked is None else f"{in_words(self.asked)} on {self._loss}"
 
     def give_up(self, why: str) -> None:
-        """Say on the first rank that nothing is proved; all ranks call it."""
+        """Print on the first rank that nothing is proved; all ranks call it."""
         self.is_over, self.outcome = True, "unknown"
         if not world_rank():
-            print(f"megatron_rl_loss: {self._aim}, NOT PROVED: {why}", flush=True)
+            print_text(f"megatron_rl_loss: {self._aim}, NOT PROVED: {why}")
 
     @contextmanager
     def step(self, model: Any, *, trains: bool = True) -> Iterator[None]:
-        """A ``with`` around the schedule's call. Raises BadBatchError at its end, or where gradients are finalised."""
+        """A ``with`` around the schedule's call. Raises BadBatchError at its end, or once gradients are finalised."""
         if self.is_over or not trains:
             yield
             return
@@ -152,7 +151,7 @@ class FirstStep:
             yield
 
     def _conclude(self, audit: Audit, failure: Exception | None) -> None:
-        """On every rank: print the line, or raise."""
+        """Print the line or raise, on every rank."""
         groups = several(audit._groups.dp_cp, audit._groups.tp, audit._groups.pp)
         finding: Any = failure or ("", "")
         if audit.steps and failure is None:
@@ -166,10 +165,10 @@ class FirstStep:
         if "wrong" in kinds and self._level == "error":
             raise_together(True, ValueError(text) if found == "wrong" else None, groups)
         if found and not (found == "later" and waited):
-            print(f"megatron_rl_loss: {text}", flush=True)
+            print_text(f"megatron_rl_loss: {text}")
 
     def _finding(self, audit: Audit) -> tuple[str, str]:
-        """On the first rank: wrong, unknown, later or proved; and what to say of it."""
+        """The outcome (wrong, unknown, later or proved) and its text, on the first rank."""
         modes: list[str] = []
         reports: list[str] = []
         unknown: list[str] = []
@@ -191,30 +190,30 @@ class FirstStep:
             elif verdict.sound:
                 modes.append(f"{in_words(expected)} on {loss}")
             else:
-                reports.append(f"Of {loss}: {verdict}")
+                reports.append(f"On {loss}: {verdict}")
         reports += facts["faults"]
         for name in self.terms:
             if name not in audit.steps or f"{name}#2" in audit.steps:
-                how_often = "several times" if name in audit.steps else "nowhere"
-                reports.append(f"The {name} term was weighed by this package {how_often} in a micro-batch.")
+                where = "several times in a micro-batch" if name in audit.steps else "in no micro-batch"
+                reports.append(f"The {name} term went through a reducer of this library {where}.")
         if self._never and not facts["tapped"]:
             reports = [self._never]
         if reports:
             says = f"{self._aim} was asked, and the first training step does something else."
-            stops = f"No weight was changed; {PROOF_VARIABLE}=warn trains on."
+            stops = f"All ranks aborted before the optimizer step; {PROOF_VARIABLE}=warn trains on."
             return "wrong", "\n".join([says, *reports, stops if self._level == "error" else "Training goes on."])
         if not facts["has_gradient"] or not any(step.tokens.mask.any() for step in audit.steps.values()):
-            lacks = "no gradient" if facts["tapped"] else "no loss that was tapped"
-            return "later", f"{self._aim}, not proved yet: the step has {lacks}, the next one is measured"
+            lacks = "no gradient" if facts["tapped"] else "no tapped loss"
+            return "later", f"{self._aim}, not proved yet: the step has {lacks}, so the next one is measured"
         if unknown or tokens is None:
-            why = " ".join(dict.fromkeys(unknown)) or "No loss went through a reducer of this package."
+            why = " ".join(dict.fromkeys(unknown)) or "No loss went through a reducer of this library."
             return "unknown", f"{self._aim}, NOT PROVED: {why}"
         beside = f"; {self._beside}" * bool(self._beside)
         return "proved", f"{', '.join(modes)}, proved on {_sizes(tokens, self.group_size)}{beside}"
 
 
 def _sizes(tokens: StepTokens, group_size: int | None) -> str:
-    """The step in numbers, for people to compare with what they meant."""
+    """The step in numbers, which people compare with their intentions."""
     number = len(np.unique(tokens.sample))
     says = f"{np.count_nonzero(tokens.mask):,} tokens of {number:,} samples"
     if "prompt" not in tokens.ids:
@@ -222,5 +221,5 @@ def _sizes(tokens: StepTokens, group_size: int | None) -> str:
     _, first = np.unique(tokens.sample, return_index=True)
     _, sizes = np.unique(tokens.ids["prompt"][first], return_counts=True)
     of_sizes = f"{sizes.min()}" if sizes.min() == sizes.max() else f"{sizes.min()} to {sizes.max()}"
-    promised = f" where {group_size} each were generated" if group_size and {*sizes.tolist()} != {group_size} else ""
+    promised = f" (generated: {group_size} each)" if group_size and {*sizes.tolist()} != {group_size} else ""
     return f"{says}, {len(sizes):,} prompts of {of_sizes}{promised}"

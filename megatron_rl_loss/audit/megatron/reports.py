@@ -1,4 +1,4 @@
-"""The report of each rank on a measured step, and the `MeasuredStep` of each term that all of them make."""
+"""`Report`: one rank's part of a measured step; and the `MeasuredStep` of each term from all reports."""
 
 import math
 from collections.abc import Sequence
@@ -17,12 +17,12 @@ from megatron_rl_loss.modes.names import Aggregation
 from megatron_rl_loss.reduction.taps import TappedLosses
 from megatron_rl_loss.step.samples import Samples
 
-DYNAMIC_CP = "Context-parallel groups change: a DP rank is a group's first, a micro-batch its size and turn."
+DYNAMIC_CP = "Context-parallel groups change: DP is the first rank of a group, micro-batch its size and turn."
 
 
 @dataclass
 class Report:
-    """The report of one rank; sent to the first rank."""
+    """One rank's part of a measured step, which is sent to the first rank."""
 
     stage: int
     factors: list[Factor]  # of each model chunk that has one
@@ -32,9 +32,9 @@ class Report:
     num_microbatches: int = 0  # whose loss this rank computed; 0 on ranks that add no tokens
     terms: dict[str, list[Part]] = field(default_factory=dict)
     dtypes: set[str] = field(default_factory=set)  # of the losses
-    tokens: tuple[int, int] = (0, 0)  # ids of the model that were compared with those of the samples; that differ
-    only_tapped: int = 0  # ids of the model that no samples had any beside
-    not_finite: list[str] = field(default_factory=list)  # places whose losses had such gradients
+    tokens: tuple[int, int] = (0, 0)  # numbers of the model's ids that were compared with the samples', and that differ
+    only_tapped: int = 0  # number of the model's ids that had none of the samples to be compared with
+    not_finite: list[str] = field(default_factory=list)  # places whose losses had gradients that are not finite
 
     def add(
         self,
@@ -45,10 +45,10 @@ class Report:
         asked: Aggregation | None,
         **place: int,
     ) -> None:
-        """Add a term's tokens of a micro-batch; `tapped` is None where it was not tapped there.
+        """Add a term's tokens of a micro-batch; `tapped` is None if the term was not tapped there.
 
-        `asked` is of the policy loss: functions may share a name, and cannot be sent to be compared. A term may have a
-        mask of its own, over the same tokens as the others.
+        `asked` is the policy loss's aggregation, compared here since functions cannot be sent to the first rank. A term
+        may have a mask of its own, over the same tokens as the others.
         """
         losses = tapped or TappedLosses((0,), torch.float32)  # without a gradient
         own = samples if losses.samples is None else losses.samples
@@ -59,7 +59,7 @@ class Report:
         if tapped and (sizes | {math.prod(losses.shape)}) != {len(local)}:
             given, held = f"losses of shape {losses.shape} and values {sorted(sizes)}", f"{len(local)} tokens"
             remedy = "Tap one loss per token, in the layout's order, or correct the layout."
-            self.unknown.append(f"{term!r} was tapped with {given}; by its layout a rank holds {held}. {remedy}")
+            self.unknown.append(f"Term {term!r} was tapped with {given}; by its layout the rank holds {held}. {remedy}")
             return
         if losses.tokens is not None and own.tokens is not None:
             cut = local.of(torch.as_tensor(own.tokens, device=losses.tokens.device).reshape(-1))
@@ -108,7 +108,7 @@ def assembled(
         faults.append(f"The layout or the batch given is not the model's: {differ} of {compared} tokens differ.")
         unknown.append(faults[-1])
     if any(map(differ_over_cp, parts.values())):
-        faults.append("Context-parallel ranks multiply the gradients of a gathered token differently.")
+        faults.append("Context-parallel ranks scale the gradients of a gathered token differently.")
         unknown.append(faults[-1])
     if sum(one.num_microbatches > 0 for one in reports) < groups.dp_cp.size():
         unknown.append("Some ranks of the last pipeline stage computed no loss.")
@@ -121,7 +121,7 @@ def assembled(
     counted = sum(map(np.count_nonzero, masks)) if config.calculate_per_token_loss else groups.dp_cp.size()
     notes = [DYNAMIC_CP] * dynamic_cp + _auxiliary_losses(config, factor.value * counted, 1e-3 + factor.rounding)
     if only := sum(one.only_tapped for one in reports):
-        notes.append(f"{only} input ids were tapped and compared with nothing: give Samples(tokens=...), too")
+        notes.append(f"{only} input ids were tapped and could not be compared: give Samples(tokens=...), too")
     facts: dict[str, Any] = {"factor": factor.value, "anchor": factor.name, "loss_scale": loss_scale}
     has_gradient = not not_finite and all(one.has_gradient for one in reports)
     facts |= {"faults": list(dict.fromkeys(faults)), "has_gradient": has_gradient, "tapped": bool(parts)}
@@ -147,7 +147,7 @@ def assembled(
 
 
 def _agreed_factor(reports: Sequence[Report]) -> tuple[Factor, list[str], list[str]]:
-    """The factor of the last stage that has one, the reasons against a verdict, and those of them that are faults."""
+    """The factor of the last stage that has one, the reasons against a verdict, and the faults among these reasons."""
     unknown = [text for report in reports for text in report.unknown]
     faults = [text for report in reports for text in report.faults]
     factors = sorted(((one.stage, factor) for one in reports for factor in one.factors), key=lambda one: one[0])
@@ -161,7 +161,7 @@ def _agreed_factor(reports: Sequence[Report]) -> tuple[Factor, list[str], list[s
 
 
 def _auxiliary_losses(config: Any, weight: float, rounding: float) -> list[str]:
-    """A note on MoE and multi-token losses where their weight, which should be 1, is another."""
+    """A note on MoE and multi-token losses if their weight is not 1, as it should be."""
     moe = ("moe_aux_loss_coeff", "moe_z_loss_coeff") if config.num_moe_experts else ()
     names = [name for name in (*moe, "mtp_num_layers") if np.any(getattr(config, name, None) or 0)]
     if not names or not abs(weight - 1) > rounding:
@@ -171,12 +171,12 @@ def _auxiliary_losses(config: Any, weight: float, rounding: float) -> list[str]:
 
 
 def shown(aggregation: Aggregation) -> dict[str, Any]:
-    """The aggregation as plain data; a mode of the user's own is a name."""
+    """The aggregation as plain data; a mode of the user's becomes its name."""
     return {"mode": aggregation.mode.name, "divisor": aggregation.divisor, "units": aggregation.units}
 
 
 def _rounding(dtypes: set[str], uncertainty: float) -> str:
-    """The type whose rounding the weights have: that of the losses, or of gradients if the factor is as uncertain."""
+    """The type whose rounding the weights have: that of the losses, or a coarser one if the factor is uncertain."""
     if "bfloat16" in dtypes or not uncertainty <= 2.0**-11:
         return "bfloat16"
     return "float16" if "float16" in dtypes or not uncertainty <= 2.0**-18 else "float32"

@@ -108,7 +108,7 @@ def test_ids_of_some_microbatches_alone_are_no_verdict() -> None:
     parts = parts_of(layout, lambda *_: 1, 1, ids={"prompt_ids": [1, 2]}), parts_of(layout, lambda *_: 1, 1, dp_rank=1)
     step = measured_step([*parts[0], *parts[1]], 1.0, Split(dp_size=2), unknown=("before",))
     assert step.unknown[0] == "before"
-    assert "Ids are given in some micro-batches alone: prompt" in step.unknown[1]
+    assert "Ids are missing in some micro-batches: prompt" in step.unknown[1]
     assert step.tokens.ids == {}
 
 

@@ -89,7 +89,7 @@ def test_sound_code_is_called_sound_and_anything_has_a_verdict(mode: str, units:
             found = replace(found, tokens=replace(found.tokens, cp_rank=np.full(len(found.tokens), -1)))
         verdict = judge(found, asked(mode, units))
         if not step.counted.T:
-            assert "no token that should weigh anything" in verdict.headline
+            assert "no token with an expected or measured weight" in verdict.headline
             continue
         assert verdict.sound, str(verdict)
         assert (verdict.misplaced, verdict.causes) == ((), ())
@@ -224,7 +224,7 @@ def test_what_no_row_explains_stays_a_number() -> None:
     verdict = judged(ragged(seed), lambda t: exact(t) * 1.2344)
     assert not verdict.causes[0].named
     assert "tokens weigh 1.234 times what was asked" in str(verdict)
-    assert "no product of sizes and counts" in " ".join(str(verdict).split())
+    assert "no product of the step's sizes and counts" in " ".join(str(verdict).split())
 
 
 def prompts_of_samples(t: Counted) -> Array:
@@ -288,7 +288,7 @@ def test_all_names_of_a_constant_are_said(name: str) -> None:
     step = measured(ragged(3, D=D, C=C, K=K), lambda t: factor * exact(t))
     verdict = judge(replace(step, split=replace(step.split, pp_size=pp_size)), asked("token_mean"))
     assert {one.constant for one in verdict.causes} == constants
-    assert ("Each of these fits" in str(verdict)) == (len(constants) > 1)
+    assert ("Each of these causes fits" in str(verdict)) == (len(constants) > 1)
 
 
 def test_a_cause_of_several_steps_fits_each_of_them() -> None:
@@ -318,7 +318,7 @@ def test_where_nothing_is_asked_the_nearest_mode_is() -> None:
         verdict = judge(sound_step(ragged(3), mode))
         assert verdict.sound
         assert verdict.expected.startswith(mode)
-        assert "nothing was asked: this is the nearest mode" in verdict.headline
+        assert "no mode was asked: this is the nearest" in verdict.headline
     verdict = judge(measured(ragged(3, masked=0.0), own_mean))
     assert not verdict.sound
     assert "divided by the tokens of the micro-batch" in verdict.causes[0].row
@@ -353,7 +353,7 @@ def test_a_mode_of_ones_own_can_be_asked_for_if_masks_suffice() -> None:
     assert not judge(measured(step, right * 1.01), resolve(VL_NORM)).sound
     for mode in (weighted_token_mean, lambda of: (of.batch.labels.get("weight") or 1) / of.tokens("step")):
         (why,) = judge(measured(step, right), resolve(mode)).unknown  # by labels
-        assert re.search("cannot be made from masks and ids.*'weight'", why)
+        assert re.search("cannot be computed from masks and ids.*'weight'", why)
 
 
 @pytest.mark.parametrize("coef", [0.05, -0.3])
@@ -369,14 +369,14 @@ def test_a_terms_coefficient_is_no_deviation(coef: float) -> None:
     stray = judge(replace(term, stray=(3, 0.25 * abs(coef))), asked("prompt_mean"))
     assert stray.wrong_share == pytest.approx(0.2, rel=1e-3)
     nothing = replace(term, weights=0 * right, facts={"coefficient": 0.0})
-    assert judge(nothing, asked("prompt_mean")).unknown == ("The term's coefficient is 0: it trains nothing.",)
+    assert judge(nothing, asked("prompt_mean")).unknown == ("The term's coefficient is 0, so the term trains nothing.",)
 
 
 def test_a_terms_undeclared_factor_is_said_and_taken_as_its_coefficient() -> None:
     term = measured(ragged(3), lambda t: 0.01 * exact(t), undeclared_term=True)
     verdict = judge(term, asked("token_mean"))
     assert verdict.sound
-    assert "one factor, 0.01, is taken as this term's coefficient" in verdict.notes[0]
+    assert "all weights share the factor 0.01, taken as the term's coefficient" in verdict.notes[0]
     assert not judge(replace(term, facts={}), asked("token_mean")).sound
     assert not judge(measured(ragged(3), own_mean, undeclared_term=True), asked("token_mean")).sound
 
@@ -424,9 +424,9 @@ def test_no_verdict_where_it_cannot_be_known_and_samples_without_entries_are_tol
 def test_a_sound_verdict_says_what_it_covers_and_what_it_cannot_see() -> None:
     right = sound_step(ragged(3), "token_mean")
     plain = str(judge(right, asked("token_mean")))
-    assert "does not see whether masks and layout are those of the model's batch" in " ".join(plain.split())
+    assert "not checked: that masks and layout are those of the model's batch" in " ".join(plain.split())
     compared = str(judge(replace(right, facts={"tokens_compared": 314}), asked("token_mean")))
-    assert "314 input ids are those of the samples" in " ".join(compared.split())
+    assert "314 input ids agree with the samples" in " ".join(compared.split())
     assert "whether masks and layout" not in " ".join(compared.split())
 
 

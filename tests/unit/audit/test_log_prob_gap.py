@@ -177,7 +177,7 @@ ROW = torch.zeros(3)
 REFUSALS = refusals(
     compare_log_probs,
     (((ROW,), (ROW, ROW)), "2 samples of theirs, 1 of ours", (([0.0, 1.0],), ([0.0, 1.0],))),
-    ({"ours": (ROW,), "theirs": (ROW,), "ids": "ab"}, "2 ids and 1 total_lengths, 1 samples", ((ROW,), (ROW,))),
+    ({"ours": (ROW,), "theirs": (ROW,), "ids": "ab"}, "2 ids and 1 total_lengths for 1 samples", ((ROW,), (ROW,))),
     (((ROW,), (ROW,), (ROW[:2],)), "1 of 1 samples, first 0: ours 3, loss_masks 2.*Cut both", ((ROW,), (ROW,), (ROW,))),
 )
 test_refusals = refusal_tests(REFUSALS)
@@ -221,7 +221,7 @@ def test_slime_dumps_are_joined_by_sample_index(tmp_path: Path) -> None:
     assert lines[1] == f"log-probs of {tokens} tokens in 7 samples; gap: theirs - ours"
     means = {k: (b - a).abs()[on != 0].mean() for k, a, b, on in zip(ORDER, step.ours, later, step.masks, strict=True)}
     assert f"worst: sample {max(means, key=lambda k: means[k])}: " in done.stdout
-    assert "explained: theirs are ours one token later" in lines[-1]
+    assert "explained: theirs equal ours one token later" in lines[-1]
     assert len(lines) <= 15
 
 
@@ -234,9 +234,9 @@ DUMPS: dict[str, tuple[str, Any, Any, int, str]] = {
     "lists": ("a.jsonl", "\n".join(map(json.dumps, LISTS)).encode(), STEP.ours, 0, "all gaps are within rounding"),
     "ids": ("a.pt", dict(zip(ORDER, STEP.ours, strict=True)), dict(zip(ORDER, LISTS, strict=True)), 0, "all gaps are"),
     "one side": ("a.pt", {7: [0.0], 8: [1.0]}, {8: [1.0]}, 2, "1 samples of .*a.pt alone, 0 of .*b.pt alone, first 7"),
-    "no id": ("a.pt", {7: [0.0]}, {8: [1.0]}, 2, r"a.pt has samples \['7'\], .*b.pt \['8'\]: none is in both"),
+    "no id": ("a.pt", {7: [0.0]}, {8: [1.0]}, 2, r"a.pt has samples \['7'\], .*b.pt \['8'\]: they share none"),
     "lengths": ("a.pt", [[0.0]], [[0.0, 1.0]], 2, "differ in 1 of 1 samples, first 0: ours 2, theirs 1: .*Cut both"),
-    "order": ("a.pt", LISTS[::-1], LISTS, 2, "The same lengths in another order: give both by sample id"),
+    "order": ("a.pt", LISTS[::-1], LISTS, 2, "the same lengths in another order: give both by sample id"),
     "2-D": ("a.pt", torch.zeros(2, 1, 3), torch.zeros(2, 3), 2, r"sample 0: theirs of shape \[1, 3\].*1-D tensor"),
     "NaN": ("a.pt", [row / row.ne(row[2]) for row in STEP.ours], STEP.ours, 2, "left out: 7 tokens with NaN or inf"),
     "no samples": ("a.jsonl", b"", STEP.ours, 2, "a.jsonl: no log-probs .*EOFError"),
