@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_rl_loss.errors import first_order
 from megatron_rl_loss.logprobs.reading import Places, Reading
 from megatron_rl_loss.logprobs.teacher import Comparison
-from megatron_rl_loss.step.collectives import Group, all_gather_single, several
+from megatron_rl_loss.step.collectives import Group, all_gather_single
 
 # Where torch has the newer name, it warns of the older one.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
@@ -41,21 +41,22 @@ class TensorParallel:
 
     def gather(self, hidden: Tensor) -> Tensor:
         """The hidden states of all tokens, [tokens, hidden]."""
-        for group in several(self.group) if self.sequence_parallel else ():
+        if self.sequence_parallel and self.group is not None and self.group.size() > 1:
             mine = hidden.contiguous()
-            hidden = mine.new_empty(len(mine) * group.size(), *mine.shape[1:])
-            all_gather_single(hidden, mine, group=group)
+            hidden = mine.new_empty(len(mine) * self.group.size(), *mine.shape[1:])
+            all_gather_single(hidden, mine, group=self.group)
         return hidden.reshape(-1, hidden.shape[-1])
 
     def sum(self, gradient: Tensor, hidden: Tensor) -> Tensor:
         """The gradient of all tokens -> that of this rank's hidden states, in their shape."""
         gradient = gradient.view(-1, *hidden.shape[1:])
-        for group in several(self.group):
-            if self.sequence_parallel:
-                whole, gradient = gradient, gradient.new_empty(hidden.shape)
-                _reduce_scatter(gradient, whole, group=group)
-            elif self.sum_gradient:
-                dist.all_reduce(gradient, group=group)
+        if self.group is None or self.group.size() == 1:
+            return gradient
+        if self.sequence_parallel:
+            whole, gradient = gradient, gradient.new_empty(hidden.shape)
+            _reduce_scatter(gradient, whole, group=self.group)
+        elif self.sum_gradient:
+            dist.all_reduce(gradient, group=self.group)
         return gradient
 
 
@@ -94,9 +95,9 @@ class Chunks:
     def __init__(
         self,
         parallel: TensorParallel,
-        main_gradient: WeightGradient | None,
         leaves: Sequence[Any],
         wanted: Sequence[bool] = (False, False, False),
+        main_gradient: WeightGradient | None = None,
         in_place: bool = False,
     ) -> None:
         self._hidden, self._weight, self._bias = leaves
@@ -154,7 +155,7 @@ def make_log_probs(
     comparison: Comparison | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Log-probs, entropy and divergence of all tokens; logits are made a chunk at a time, and again backward."""
-    chunks = partial(Chunks, parallel, main_gradient, in_place=in_place)
+    chunks = partial(Chunks, parallel, main_gradient=main_gradient, in_place=in_place)
     return _MakeLogProbs.apply(read, chunk_tokens, chunks, comparison, *leaves)  # type: ignore[no-untyped-call]
 
 

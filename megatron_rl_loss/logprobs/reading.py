@@ -23,7 +23,7 @@ from torch import Tensor
 
 from megatron_rl_loss.errors import check_within, is_int, require
 from megatron_rl_loss.logprobs.kept_ids import Keep, KeptIds, check_keep
-from megatron_rl_loss.step.collectives import Group, rank_in, several, size_of
+from megatron_rl_loss.step.collectives import Group, rank_in, size_of
 from megatron_rl_loss.step.masks import Array, on_device
 
 #: Bool or numbers, one per token. On the host best: one on a device is read, and the host waits for it.
@@ -91,7 +91,7 @@ class Reading:
         settings: Settings,
         device: torch.device,
     ) -> None:
-        temperature, keep, vocab_size, self.entropy, token_mask = settings
+        temperature, keep, vocab_size, self.entropy, token_mask = self.settings = settings
         check_within("temperature", temperature, "(0, inf)", "Greedy sampling has no ratio of policies")
         self.shape, none = torch.Size(shape), labels is None
         labels = torch.zeros(*shape, 0, dtype=torch.int64, device=device) if labels is None else labels
@@ -113,7 +113,7 @@ class Reading:
                     "the vocabulary is cut."
                 )
             size = vocab_size
-        self.tp_group = next(iter(several(tp_group)), None)
+        self.tp_group = tp_group if size_of(tp_group) > 1 else None
         self.labels, self.rows = labels.reshape(self.shape.numel(), *of_token).long(), None
         self._host_rows = _rows_of(token_mask, self.shape)
         if self._host_rows is not None:
@@ -169,7 +169,7 @@ class Reading:
         z = scale * (logits - top). The second is 0 unless entropy is asked for, the last are arbitrary where another
         rank has the label. Where no id counts here, top is -inf and the sums 0.
         """
-        column = self._columns(self.labels[part])[0]
+        column = self._columns(part)[0]
         exact = torch.promote_types(logits.dtype, torch.float32)
         statistics = logits.new_zeros(len(column), 3 + column.shape[1], dtype=exact)
         (top, weighted, total), label = statistics[:, :3].unbind(1), statistics[:, 3:]
@@ -193,7 +193,7 @@ class Reading:
             dist.all_reduce(top, op=dist.ReduceOp.MAX, group=self.tp_group)
             shift = (own - top) * self.scale
             factor, small = shift.exp(), shift.clamp(min=_NEVER)  # 0 and finite where nothing counts
-            label = torch.where(self._columns(labels)[1], label + shift[:, None], 0)
+            label = torch.where(self._columns(part)[1], label + shift[:, None], 0)
             sums = torch.cat([((weighted + total * small) * factor)[None], (total * factor)[None], label.t()])
             dist.all_reduce(sums if self.entropy else sums[1:], group=self.tp_group)
             (weighted, total), label = sums[:2], sums[2:].t()
@@ -223,7 +223,7 @@ class Reading:
         the chunk's. `into` may be the logits. `more` is added, a block's part at a time.
         """
         top, total, entropy = norm
-        column, here = self._columns(self.labels[part])
+        column, here = self._columns(part)
         into[:, self._held :] = 0
         idle = g is None and h is None
         g = top.new_zeros(column.shape) if g is None else g.view(column.shape)
@@ -258,7 +258,7 @@ class Reading:
 
         The first is a part of `into` where the dtype allows it, and holds the logits where ids are kept.
         """
-        column, here = self._columns(self.labels[part])
+        column, here = self._columns(part)
         size = min(self.block_tokens(logits.device), max(len(logits), 1))
         into = into if into is not None and into.dtype == dtype else None
         scratch = logits.new_empty(1 if into is not None else 2, size, self._held, dtype=dtype)
@@ -275,8 +275,9 @@ class Reading:
             entries = _HOST_BLOCK if threads == 1 else min(2 * threads * _HOST_BLOCK, _HOST_MOST)
         return max(1, entries // max(self._held, 1))
 
-    def _columns(self, labels: Tensor) -> tuple[Tensor, Tensor]:
+    def _columns(self, part: slice) -> tuple[Tensor, Tensor]:
         """The labels' columns [n, K], and True where this rank has them; otherwise the column is arbitrary."""
+        labels = self.labels[part]
         column = (labels if labels.dim() == 2 else labels[:, None]) - self._first
         here = (column >= 0) & (column < self._held)
         return column.clamp(0, max(self._held - 1, 0)), here
