@@ -72,7 +72,7 @@ def log_probs_from_hidden(
     read, leaves = _read(hidden, weight, bias, labels, settings, tensor_parallel, chunk_tokens)
     if kernel is not None:
         return run_from_hidden(kernel, read, leaves, tensor_parallel, main_gradient is not None)
-    return LogProbs(*make_log_probs(read, chunk_tokens, leaves, tensor_parallel, main_gradient)[:2])
+    return make_log_probs(read, chunk_tokens, leaves, tensor_parallel, main_gradient)[0]
 
 
 class Divergence(NamedTuple):
@@ -116,8 +116,10 @@ def divergence_from_hidden(
     settings = Settings(temperature, keep, vocab_size, entropy, token_mask)
     read, leaves = _read(hidden, weight, bias, labels, settings, tensor_parallel, chunk_tokens)
     comparison = _compare(read, teacher, hidden, weight, tensor_parallel)
-    found = make_log_probs(read, chunk_tokens, leaves, tensor_parallel, main_gradient, comparison=comparison)
-    return Divergence(None if labels is None else found[0], *found[1:])  # type: ignore[arg-type]
+    found, divergence = make_log_probs(
+        read, chunk_tokens, leaves, tensor_parallel, main_gradient, comparison=comparison
+    )
+    return Divergence(None if labels is None else found.log_probs, found.entropy, divergence)  # type: ignore[arg-type]
 
 
 def loss_from_hidden(

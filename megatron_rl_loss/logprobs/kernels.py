@@ -74,7 +74,7 @@ def run_from_hidden(
             "shards, on a GPU. Leave these out, or the kernel: plain torch does the same."
         )
     if not len(read.labels):  # which Liger does not take
-        return LogProbs(*make_log_probs(read, 1, leaves, parallel)[:2])
+        return make_log_probs(read, 1, leaves, parallel)[0]
     hidden, weight, _ = leaves
     tokens = hidden.flatten(0, -2)
     if parallel.sequence_parallel:

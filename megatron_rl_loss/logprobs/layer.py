@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl_loss.errors import first_order
-from megatron_rl_loss.logprobs.reading import Places, Reading
+from megatron_rl_loss.logprobs.reading import LogProbs, Places, Reading
 from megatron_rl_loss.logprobs.teacher import Comparison
 from megatron_rl_loss.step.collectives import Group, all_gather_single
 
@@ -153,10 +153,11 @@ def make_log_probs(
     main_gradient: WeightGradient | None = None,
     in_place: bool = False,
     comparison: Comparison | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Log-probs, entropy and divergence of all tokens; logits are made a chunk at a time, and again backward."""
+) -> tuple[LogProbs, Tensor | None]:
+    """Log-probs and divergence of all tokens; logits are made a chunk at a time, and again backward."""
     chunks = partial(Chunks, parallel, main_gradient=main_gradient, in_place=in_place)
-    return _MakeLogProbs.apply(read, chunk_tokens, chunks, comparison, *leaves)  # type: ignore[no-untyped-call]
+    *found, divergence = _MakeLogProbs.apply(read, chunk_tokens, chunks, comparison, *leaves)  # type: ignore[no-untyped-call]
+    return LogProbs(*found), divergence
 
 
 class _MakeLogProbs(torch.autograd.Function):

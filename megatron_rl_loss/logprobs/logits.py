@@ -70,7 +70,7 @@ def log_probs_from_logits(
         check_int("chunk_tokens", chunk_tokens, at_least=1, remedy="Leave it out for a default")
     if kernel is None:
         chunk_tokens = chunk_tokens or read.block_tokens(rows.device)
-        return LogProbs(*make_log_probs(read, chunk_tokens, (rows, None, None), in_place=gradient_in_place)[:2])
+        return make_log_probs(read, chunk_tokens, (rows, None, None), in_place=gradient_in_place)[0]
     settled = (temperature, keep, vocab_size, entropy, chunk_tokens, gradient_in_place, read.labels.dim())
     if settled != (1, None, None, False, None, False, 1):
         raise ValueError(

@@ -93,17 +93,11 @@ class Reading:
     ) -> None:
         temperature, keep, vocab_size, self.entropy, token_mask = self.settings = settings
         check_within("temperature", temperature, "(0, inf)", "Greedy sampling has no ratio of policies")
-        self.shape, none = torch.Size(shape), labels is None
-        labels = torch.zeros(*shape, 0, dtype=torch.int64, device=device) if labels is None else labels
-        of_token = labels.shape[len(shape) :]
-        if labels.shape[: len(shape)] != self.shape or len(of_token) > 1 or (of_token.numel() == 0 and not none):
-            raise ValueError(
-                f"labels of shape {tuple(labels.shape)}: for these tokens they must be {tuple(shape)}, or for several "
-                f"ids each ({', '.join(map(str, (*shape, 'K')))}), K >= 1. Labels are in the order of the tokens: "
-                "transpose them to [s, b] or [s, b, K] where hidden states are [s, b, h]."
-            )
-        if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
-            raise TypeError(f"labels of {labels.dtype}: they must be integers, ids of the vocabulary. Pass token ids.")
+        self.shape = torch.Size(shape)
+        if labels is None:
+            labels = torch.zeros(*shape, 0, dtype=torch.int64, device=device)
+        else:
+            _check_labels(labels, self.shape)
         size = columns * size_of(tp_group)
         if vocab_size is not None:
             if not is_int(vocab_size) or not 1 <= vocab_size <= size:
@@ -114,7 +108,7 @@ class Reading:
                 )
             size = vocab_size
         self.tp_group = tp_group if size_of(tp_group) > 1 else None
-        self.labels, self.rows = labels.reshape(self.shape.numel(), *of_token).long(), None
+        self.labels, self.rows = labels.reshape(self.shape.numel(), *labels.shape[len(shape) :]).long(), None
         self._host_rows = _rows_of(token_mask, self.shape)
         if self._host_rows is not None:
             self.rows = on_device(self._host_rows, labels.device)
@@ -296,6 +290,19 @@ class Reading:
             kept = self._keep[block if self.rows is None else self.rows[block], : self._held]
         label = x.gather(1, column[rows]).to(z.dtype).masked_fill_(~here[rows], -math.inf)
         return z.copy_(x).masked_fill_(~kept, -math.inf).scatter_reduce_(1, column[rows], label, "amax")
+
+
+def _check_labels(labels: Tensor, shape: torch.Size) -> None:
+    """Raise ValueError unless labels are [...] or [..., K] for tokens [...], and TypeError unless they are integers."""
+    of_token = labels.shape[len(shape) :]
+    if labels.shape[: len(shape)] != shape or len(of_token) > 1 or not of_token.numel():
+        raise ValueError(
+            f"labels of shape {tuple(labels.shape)}: for these tokens they must be {tuple(shape)}, or for several "
+            f"ids each ({', '.join(map(str, (*shape, 'K')))}), K >= 1. Labels are in the order of the tokens: "
+            "transpose them to [s, b] or [s, b, K] where hidden states are [s, b, h]."
+        )
+    if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
+        raise TypeError(f"labels of {labels.dtype}: they must be integers, ids of the vocabulary. Pass token ids.")
 
 
 def _rows_of(token_mask: TokenMask | None, shape: torch.Size) -> npt.NDArray[np.intp] | None:

@@ -138,4 +138,4 @@ def vespo_loss(
     k = torch.full_like(log_w, k_positive).masked_fill(negative, k_negative)
     rate = torch.full_like(log_w, lambda_positive).masked_fill(negative, lambda_negative)
     phi = (k * log_w - rate * log_w.expm1()).exp()
-    return given.policy_loss(-phi * given.advantages * given.log_probs, torch.zeros_like(phi, dtype=torch.bool))
+    return given.policy_loss(-phi * given.advantages * given.log_probs)
