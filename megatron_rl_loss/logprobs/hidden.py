@@ -68,11 +68,11 @@ def log_probs_from_hidden(
     Differentiable towards hidden, weight and bias. Raises ValueError and TypeError as `log_probs_from_logits`, and for
     hidden states, weight and labels that do not fit each other.
     """
-    settings = Settings(temperature, keep, vocab_size, entropy, token_mask)
-    read, leaves = _read(hidden, weight, bias, labels, settings, tensor_parallel, chunk_tokens)
+    settings = Settings(temperature, keep, vocab_size, entropy, token_mask, chunk_tokens)
+    read, leaves = _read(hidden, weight, bias, labels, settings, tensor_parallel)
     if kernel is not None:
         return run_from_hidden(kernel, read, leaves, tensor_parallel, main_gradient is not None)
-    return make_log_probs(read, chunk_tokens, leaves, tensor_parallel, main_gradient)[0]
+    return make_log_probs(read, leaves, tensor_parallel, main_gradient)[0]
 
 
 class Divergence(NamedTuple):
@@ -113,12 +113,10 @@ def divergence_from_hidden(
     Raises ValueError and TypeError as `log_probs_from_hidden`, and ValueError for a teacher of other tokens or another
     shard.
     """
-    settings = Settings(temperature, keep, vocab_size, entropy, token_mask)
-    read, leaves = _read(hidden, weight, bias, labels, settings, tensor_parallel, chunk_tokens)
+    settings = Settings(temperature, keep, vocab_size, entropy, token_mask, chunk_tokens)
+    read, leaves = _read(hidden, weight, bias, labels, settings, tensor_parallel)
     comparison = _compare(read, teacher, hidden, weight, tensor_parallel)
-    found, divergence = make_log_probs(
-        read, chunk_tokens, leaves, tensor_parallel, main_gradient, comparison=comparison
-    )
+    found, divergence = make_log_probs(read, leaves, tensor_parallel, main_gradient, comparison)
     return Divergence(None if labels is None else found.log_probs, found.entropy, divergence)  # type: ignore[arg-type]
 
 
@@ -179,8 +177,8 @@ def loss_from_hidden(
     inputs = {name: one.reshape(-1, *one.shape[len(shape) :]) for name, one in inputs.items()}
     _check_per_token(inputs, shape.numel(), several=True)
     token_mask = (weights != 0).view(shape) if token_mask is None else token_mask
-    settings = Settings(temperature, keep, vocab_size, entropy, token_mask)
-    read, leaves = _read(hidden, weight, bias, labels, settings, tensor_parallel, chunk_tokens)
+    settings = Settings(temperature, keep, vocab_size, entropy, token_mask, chunk_tokens)
+    read, leaves = _read(hidden, weight, bias, labels, settings, tensor_parallel)
     comparison = None if teacher is None else _compare(read, teacher, hidden, weight, tensor_parallel)
     wanted = [torch.is_grad_enabled() and one is not None and one.requires_grad for one in leaves]
     exact = torch.promote_types(weights.dtype, torch.float32)
@@ -190,7 +188,7 @@ def loss_from_hidden(
     totals, values = list[Tensor](), list[dict[str, Tensor]]()
     with torch.no_grad():
         chunks = Chunks(tensor_parallel, leaves, wanted)
-        for part, places in read.chunks(chunk_tokens):
+        for part, places in read.chunks():
             logits, weights_here = chunks.logits(places), weights[places]
             log_probs, norm = read.combine(read.statistics(logits, part), part)
             outputs = {"log_probs": log_probs} | ({"entropy": norm[2]} if entropy else {})
@@ -261,10 +259,9 @@ def _read(
     labels: Tensor | None,
     settings: Settings,
     parallel: TensorParallel,
-    chunk_tokens: int,
 ) -> tuple[Reading, list[Tensor | None]]:
     """The tokens to read, and the leaves as autocast casts them; ValueError where these do not fit each other."""
-    check_int("chunk_tokens", chunk_tokens, at_least=1, remedy=f"The default is {CHUNK_TOKENS}")
+    check_int("chunk_tokens", settings.chunk_tokens, at_least=1, remedy=f"The default is {CHUNK_TOKENS}")
     check_rows("hidden states", hidden)
     leaves = [in_autocast(one) for one in (hidden, weight, bias)]
     _check_leaves(leaves)
@@ -323,13 +320,12 @@ class _Folded(torch.autograd.Function):
     @first_order("loss_from_hidden")
     def backward(ctx: Any, gradient: Tensor) -> Gradients:
         gain, *gradients = ctx.saved_tensors
-        of_hidden, of_weight, of_bias = (_scaled(one, gradient / gain) for one in gradients)
+        scale = (gradient / gain)[None]
+        for one in gradients:
+            if one is not None:
+                torch.mul(one, scale, out=one)  # rounded once; in place, so autograd refuses a second backward
+        of_hidden, of_weight, of_bias = gradients
         if of_weight is not None and ctx.main is not None:
             ctx.main.total.add_(of_weight)
             of_weight = ctx.main.for_autograd()
         return None, None, None, of_hidden, of_weight, of_bias
-
-
-def _scaled(gradient: Tensor | None, scale: Tensor) -> Tensor | None:
-    """The product, rounded once, in place: autograd then refuses a second backward."""
-    return gradient if gradient is None else torch.mul(gradient, scale[None], out=gradient)

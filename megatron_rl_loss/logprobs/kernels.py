@@ -74,7 +74,7 @@ def run_from_hidden(
             "shards, on a GPU. Leave these out, or the kernel: plain torch does the same."
         )
     if not len(read.labels):  # which Liger does not take
-        return make_log_probs(read, 1, leaves, parallel)[0]
+        return make_log_probs(read, leaves, parallel)[0]
     hidden, weight, _ = leaves
     tokens = hidden.flatten(0, -2)
     if parallel.sequence_parallel:
@@ -88,14 +88,13 @@ def run_from_hidden(
 def _cannot(read: Reading, leaves: Sequence[Any], parallel: TensorParallel, fused: bool) -> list[str]:
     """Names of the given settings that kernels of hidden states do not support."""
     hidden, _, bias = leaves
-    is_summed = read.tp_group is None or parallel.sequence_parallel or parallel.sum_gradient
     known = {
         "labels of K ids": read.labels.dim() > 1,
         "a bias": bias is not None,
         "kept ids": read.settings.keep is not None,
         "vocab_size": read.settings.vocab_size is not None,
         "main_gradient (gradient-accumulation fusion)": fused,
-        "sum_gradient=False": not is_summed,
+        "sum_gradient=False": read.tp_group is not None and not (parallel.sequence_parallel or parallel.sum_gradient),
         "float64": hidden.dtype == torch.float64,
         "tensors on the CPU": not hidden.is_cuda,
     }

@@ -147,32 +147,26 @@ class Chunks:
 
 def make_log_probs(
     read: Reading,
-    chunk_tokens: int,
     leaves: Sequence[Tensor | None],
     parallel: TensorParallel = ALONE,
     main_gradient: WeightGradient | None = None,
-    in_place: bool = False,
     comparison: Comparison | None = None,
+    in_place: bool = False,
 ) -> tuple[LogProbs, Tensor | None]:
     """Log-probs and divergence of all tokens; logits are made a chunk at a time, and again backward."""
     chunks = partial(Chunks, parallel, main_gradient=main_gradient, in_place=in_place)
-    *found, divergence = _MakeLogProbs.apply(read, chunk_tokens, chunks, comparison, *leaves)  # type: ignore[no-untyped-call]
+    *found, divergence = _MakeLogProbs.apply(read, chunks, comparison, *leaves)  # type: ignore[no-untyped-call]
     return LogProbs(*found), divergence
 
 
 class _MakeLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        read: Reading,
-        chunk_tokens: int,
-        chunks_of: partial[Chunks],
-        comparison: Comparison | None,
-        *leaves: Any,
+        ctx: Any, read: Reading, chunks_of: partial[Chunks], comparison: Comparison | None, *leaves: Any
     ) -> Gradients:
         chunks = chunks_of(leaves)
         parts, found = list[Tensor](), list[Tensor]()
-        for part, places in read.chunks(chunk_tokens):
+        for part, places in read.chunks():
             logits = chunks.logits(places)
             parts.append(read.statistics(logits, part))
             if comparison is not None:
@@ -182,7 +176,7 @@ class _MakeLogProbs(torch.autograd.Function):
         log_probs, norm = read.combine(torch.cat(parts))
         compared = torch.cat(found, 1) if found else None
         ctx.save_for_backward(norm, compared, *leaves)
-        ctx.read, ctx.chunk_tokens, ctx.chunks_of, ctx.comparison = read, chunk_tokens, chunks_of, comparison
+        ctx.read, ctx.chunks_of, ctx.comparison = read, chunks_of, comparison
         ctx.set_materialize_grads(False)
         values = log_probs, norm[2] if read.entropy else None, None if compared is None else compared[0]
         return tuple(None if one is None else read.spread(one) for one in values)
@@ -193,8 +187,8 @@ class _MakeLogProbs(torch.autograd.Function):
         norm, compared, *leaves = ctx.saved_tensors
         read: Reading = ctx.read
         selected = [read.select(one) for one in gradients]
-        chunks: Chunks = ctx.chunks_of(leaves, ctx.needs_input_grad[4:])
-        for part, places in read.chunks(ctx.chunk_tokens):
+        chunks: Chunks = ctx.chunks_of(leaves, ctx.needs_input_grad[3:])
+        for part, places in read.chunks():
             logits, of_norm = chunks.logits(places), norm[:, part]
             target = chunks.target(logits, places)
             g, h, d = (None if one is None else one[part] for one in selected)
@@ -206,7 +200,7 @@ class _MakeLogProbs(torch.autograd.Function):
             chunks.add(target, places)
             taught = more = None
             del logits, target  # before the next chunk's are made
-        return None, None, None, None, *chunks.gradients(read)
+        return None, None, None, *chunks.gradients(read)
 
 
 def in_autocast(one: Tensor | None) -> Tensor | None:

@@ -68,6 +68,7 @@ class Settings(NamedTuple):
     vocab_size: int | None
     entropy: bool
     token_mask: TokenMask | None
+    chunk_tokens: int | None
 
 
 class Reading:
@@ -91,7 +92,7 @@ class Reading:
         settings: Settings,
         device: torch.device,
     ) -> None:
-        temperature, keep, vocab_size, self.entropy, token_mask = self.settings = settings
+        temperature, keep, vocab_size, self.entropy, token_mask, chunk_tokens = self.settings = settings
         check_within("temperature", temperature, "(0, inf)", "Greedy sampling has no ratio of policies")
         self.shape = torch.Size(shape)
         if labels is None:
@@ -127,6 +128,7 @@ class Reading:
         self.scale = 1 / temperature
         self._first = columns * rank_in(tp_group)  # the id of this rank's first column
         self._held = min(max(size - self._first, 0), columns)  # this rank's columns without padding
+        self._chunk_tokens = chunk_tokens or self._block_tokens(device)
 
     def at(self, temperature: float | None) -> "Reading":
         """The same tokens without entropy, at another temperature if one is given."""
@@ -136,10 +138,10 @@ class Reading:
 
     # --- tokens
 
-    def chunks(self, chunk_tokens: int) -> Iterator[tuple[slice, Places]]:
+    def chunks(self) -> Iterator[tuple[slice, Places]]:
         """Places among the tokens that are read, and the same tokens' places in the batch; at least one chunk."""
-        for begin in range(0, max(len(self.labels), 1), chunk_tokens):
-            part = slice(begin, min(begin + chunk_tokens, len(self.labels)))
+        for begin in range(0, max(len(self.labels), 1), self._chunk_tokens):
+            part = slice(begin, min(begin + self._chunk_tokens, len(self.labels)))
             yield part, part if self.rows is None else self.rows[part]
 
     def spread(self, values: Tensor) -> Tensor:
@@ -253,7 +255,7 @@ class Reading:
         The first is a part of `into` where the dtype allows it, and holds the logits where ids are kept.
         """
         column, here = self._columns(part)
-        size = min(self.block_tokens(logits.device), max(len(logits), 1))
+        size = min(self._block_tokens(logits.device), max(len(logits), 1))
         into = into if into is not None and into.dtype == dtype else None
         scratch = logits.new_empty(1 if into is not None else 2, size, self._held, dtype=dtype)
         for begin in range(0, len(logits) if self._held else 0, size):
@@ -262,7 +264,7 @@ class Reading:
             z = scratch[0, :number] if into is None else into[rows, : self._held]
             yield rows, self._kept(logits[rows, : self._held], z, part, rows, column, here), z, scratch[-1, :number]
 
-    def block_tokens(self, device: torch.device) -> int:
+    def _block_tokens(self, device: torch.device) -> int:
         """Tokens of a block, whose scratch fits."""
         entries, threads = _DEVICE_BLOCK, torch.get_num_threads()
         if device.type == "cpu":  # threads wait for each other after each operation: for several, fewer and larger ones
