@@ -68,12 +68,11 @@ def log_probs_from_hidden(
     Differentiable towards hidden, weight and bias. Raises ValueError and TypeError as `log_probs_from_logits`, and for
     hidden states, weight and labels that do not fit each other.
     """
-    leaves = [in_autocast(one) for one in (hidden, weight, bias)]
-    settings = Settings(temperature, keep, vocab_size, entropy, token_mask)
-    read = _read(leaves, labels, settings, tensor_parallel, chunk_tokens)
+    settings = Settings(temperature, keep, vocab_size, entropy, token_mask, chunk_tokens)
+    read, leaves = _read(hidden, weight, bias, labels, settings, tensor_parallel)
     if kernel is not None:
-        return run_from_hidden(kernel, read, leaves, settings, tensor_parallel, main_gradient is not None)
-    return LogProbs(*make_log_probs(read, chunk_tokens, leaves, tensor_parallel, main_gradient)[:2])
+        return run_from_hidden(kernel, read, leaves, tensor_parallel, main_gradient is not None)
+    return make_log_probs(read, leaves, tensor_parallel, main_gradient)[0]
 
 
 class Divergence(NamedTuple):
@@ -114,12 +113,11 @@ def divergence_from_hidden(
     Raises ValueError and TypeError as `log_probs_from_hidden`, and ValueError for a teacher of other tokens or another
     shard.
     """
-    leaves = [in_autocast(one) for one in (hidden, weight, bias)]
-    settings = Settings(temperature, keep, vocab_size, entropy, token_mask)
-    read = _read(leaves, labels, settings, tensor_parallel, chunk_tokens)
-    comparison = _compare(read, teacher, hidden, len(weight), tensor_parallel)
-    found = make_log_probs(read, chunk_tokens, leaves, tensor_parallel, main_gradient, comparison=comparison)
-    return Divergence(None if labels is None else found[0], *found[1:])  # type: ignore[arg-type]
+    settings = Settings(temperature, keep, vocab_size, entropy, token_mask, chunk_tokens)
+    read, leaves = _read(hidden, weight, bias, labels, settings, tensor_parallel)
+    comparison = _compare(read, teacher, hidden, weight, tensor_parallel)
+    found, divergence = make_log_probs(read, leaves, tensor_parallel, main_gradient, comparison)
+    return Divergence(None if labels is None else found.log_probs, found.entropy, divergence)  # type: ignore[arg-type]
 
 
 def loss_from_hidden(
@@ -167,21 +165,21 @@ def loss_from_hidden(
     and for a metric with a name that `values` has already.
     """
     check_callable("per_token_loss", per_token_loss, "it must give losses and metrics of a chunk", "Pass a function")
-    if teacher is not None and "divergence" in (inputs or {}):
+    inputs = inputs or {}
+    if teacher is not None and "divergence" in inputs:
         raise ValueError(
             "an input named 'divergence', with a teacher: the teacher's divergence has that name. Rename the input."
         )
     check_rows("hidden states", hidden)
     shape = labels.shape[: hidden.dim() - 1]
-    _check_order({"weights": weights, **(inputs or {})}, shape)
+    _check_order({"weights": weights, **inputs}, shape)
     _check_per_token({"weights": weights.reshape(-1)}, shape.numel())
-    inputs = {name: one.reshape(-1, *one.shape[len(shape) :]) for name, one in (inputs or {}).items()}
+    inputs = {name: one.reshape(-1, *one.shape[len(shape) :]) for name, one in inputs.items()}
     _check_per_token(inputs, shape.numel(), several=True)
-    leaves = [in_autocast(one) for one in (hidden, weight, bias)]
     token_mask = (weights != 0).view(shape) if token_mask is None else token_mask
-    settings = Settings(temperature, keep, vocab_size, entropy, token_mask)
-    read = _read(leaves, labels, settings, tensor_parallel, chunk_tokens)
-    comparison = None if teacher is None else _compare(read, teacher, hidden, len(weight), tensor_parallel)
+    settings = Settings(temperature, keep, vocab_size, entropy, token_mask, chunk_tokens)
+    read, leaves = _read(hidden, weight, bias, labels, settings, tensor_parallel)
+    comparison = None if teacher is None else _compare(read, teacher, hidden, weight, tensor_parallel)
     wanted = [torch.is_grad_enabled() and one is not None and one.requires_grad for one in leaves]
     exact = torch.promote_types(weights.dtype, torch.float32)
     weights = weights.detach().reshape(-1).to(hidden.device, exact, non_blocking=weights.is_cpu)
@@ -189,9 +187,9 @@ def loss_from_hidden(
     gain = 1 / torch.cat([weights.abs(), weights.new_full((1,), torch.finfo(torch.float32).tiny)]).amax()
     totals, values = list[Tensor](), list[dict[str, Tensor]]()
     with torch.no_grad():
-        chunks = Chunks(tensor_parallel, None, leaves, wanted)
-        for part, places in read.chunks(chunk_tokens):
-            logits, of_loss = chunks.logits(places), weights[places]
+        chunks = Chunks(tensor_parallel, leaves, wanted)
+        for part, places in read.chunks():
+            logits, weights_here = chunks.logits(places), weights[places]
             log_probs, norm = read.combine(read.statistics(logits, part), part)
             outputs = {"log_probs": log_probs} | ({"entropy": norm[2]} if entropy else {})
             if comparison:
@@ -200,31 +198,38 @@ def loss_from_hidden(
                 outputs["divergence"] = compared[0]
             with torch.set_grad_enabled(any(wanted)):
                 outputs = {name: one.detach().requires_grad_(any(wanted)) for name, one in outputs.items()}
-                of_chunk = {name: one[places] for name, one in inputs.items()}
-                of_chunk |= {name: one for name, one in outputs.items() if name == "divergence"}
-                losses, metrics = per_token_loss(outputs["log_probs"], outputs.get("entropy"), **of_chunk)
-                _check_per_token({"the losses": losses, **metrics}, len(log_probs))
-                total = (losses.masked_fill(of_loss == 0, 0) * of_loss).sum()
-            own = {**outputs, "losses": losses}
-            if clash := sorted(own.keys() & metrics.keys()):
-                raise ValueError(f"a metric named {clash[0]!r}: values have that name already. Choose another name.")
+                found = _evaluate(per_token_loss, outputs, {name: one[places] for name, one in inputs.items()})
+                total = (found["losses"].masked_fill(weights_here == 0, 0) * weights_here).sum()
             totals.append(total.detach())
-            values.append({name: one.detach() for name, one in {**own, **metrics}.items()})
+            values.append({name: one.detach() for name, one in found.items()})
             if total.requires_grad:
-                found = torch.autograd.grad(total, list(outputs.values()), allow_unused=True)
-                slopes = (one if one is None else one.t().masked_fill(of_loss == 0, 0).t() * gain for one in found)
-                of = dict(zip(outputs, slopes, strict=True))
-                d, more = of.get("divergence"), None
+                gradients = torch.autograd.grad(total, list(outputs.values()), allow_unused=True)
+                slopes = {
+                    name: None if one is None else one.t().masked_fill(weights_here == 0, 0).t() * gain
+                    for name, one in zip(outputs, gradients, strict=True)
+                }
+                d, more = slopes.get("divergence"), None
                 if comparison and d is not None:
                     more = comparison.slopes(logits, norm, taught, compared, d, part)
-                read.differentiate(logits, part, norm, of["log_probs"], of.get("entropy"), into=logits, more=more)
+                g, h = slopes["log_probs"], slopes.get("entropy")
+                read.differentiate(logits, part, norm, g, h, into=logits, more=more)
                 chunks.add(logits, places)
             logits = taught = more = None  # type: ignore[assignment]  # before the next chunk's are made
         share = torch.stack(totals).sum()
     if any(wanted):
         share = _Folded.apply(share, (gain, *chunks.gradients(read)), main_gradient, *leaves)  # type: ignore[no-untyped-call]
-    joined = {name: torch.cat([of_chunk[name] for of_chunk in values]) for name in values[0]}
-    return share, {name: read.spread(one) for name, one in joined.items()}
+    return share, {name: read.spread(torch.cat([of_chunk[name] for of_chunk in values])) for name in values[0]}
+
+
+def _evaluate(per_token_loss: PerTokenLoss, outputs: dict[str, Tensor], inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The values of a chunk's tokens by name: the outputs, their losses, and metrics; ValueError for unusable ones."""
+    taught = {name: one for name, one in outputs.items() if name == "divergence"}
+    losses, metrics = per_token_loss(outputs["log_probs"], outputs.get("entropy"), **inputs, **taught)
+    _check_per_token({"the losses": losses, **metrics}, len(outputs["log_probs"]))
+    values = {**outputs, "losses": losses}
+    if clash := sorted(values.keys() & metrics.keys()):
+        raise ValueError(f"a metric named {clash[0]!r}: values have that name already. Choose another name.")
+    return {**values, **metrics}
 
 
 def _check_order(values: Mapping[str, Tensor], shape: torch.Size) -> None:
@@ -248,24 +253,25 @@ def _check_per_token(values: Mapping[str, Tensor], tokens: int, several: bool = 
 
 
 def _read(
-    leaves: Sequence[Tensor | None],
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
     labels: Tensor | None,
     settings: Settings,
     parallel: TensorParallel,
-    chunk_tokens: int,
-) -> Reading:
-    """The tokens to read; ValueError for leaves and labels that do not fit each other."""
-    check_int("chunk_tokens", chunk_tokens, at_least=1, remedy=f"The default is {CHUNK_TOKENS}")
-    if leaves[0] is not None:
-        check_rows("hidden states", leaves[0])
-    hidden, weight = _check_leaves(leaves)
+) -> tuple[Reading, list[Tensor | None]]:
+    """The tokens to read, and the leaves as autocast casts them; ValueError where these do not fit each other."""
+    check_int("chunk_tokens", settings.chunk_tokens, at_least=1, remedy=f"The default is {CHUNK_TOKENS}")
+    check_rows("hidden states", hidden)
+    leaves = [in_autocast(one) for one in (hidden, weight, bias)]
+    _check_leaves(leaves)
     ranks = size_of(parallel.group) if parallel.sequence_parallel else 1
     shape = (hidden.shape[0] * ranks, *hidden.shape[1:-1])
-    return Reading(labels, shape, len(weight), parallel.group, settings, hidden.device)
+    return Reading(labels, shape, len(weight), parallel.group, settings, hidden.device), leaves
 
 
-def _check_leaves(leaves: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
-    """Hidden states and weight; ValueError where shapes or dtypes do not fit."""
+def _check_leaves(leaves: Sequence[Tensor | None]) -> None:
+    """Raise ValueError unless shapes and dtypes of hidden states, weight and bias fit."""
     hidden, weight, *biases = (one for one in leaves if one is not None)
     fits = (
         weight.is_floating_point()
@@ -280,25 +286,23 @@ def _check_leaves(leaves: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
             "[vocabulary / TP], hidden states and weight float, of one dtype. Cast one of them, or pass the output "
             "layer's own weight."
         )
-    return hidden, weight
 
 
-def _compare(read: Reading, teacher: Teacher, student: Tensor, columns: int, parallel: TensorParallel) -> Comparison:
+def _compare(read: Reading, teacher: Teacher, hidden: Tensor, weight: Tensor, parallel: TensorParallel) -> Comparison:
     """The teacher beside a student's hidden states; ValueError for other tokens or another vocabulary shard."""
     check_teacher(teacher)
-    leaves = [
-        one if one is None else in_autocast(one.detach()) for one in (teacher.hidden, teacher.weight, teacher.bias)
-    ]
-    shape, held = teacher.hidden.shape[:-1], teacher.hidden.shape[-1]
+    given = teacher.hidden, teacher.weight, teacher.bias
+    leaves = [one if one is None else in_autocast(one.detach()) for one in given]
+    shape, held, is_part = teacher.hidden.shape[:-1], teacher.hidden.shape[-1], False
     if teacher.weight is not None:
-        held = len(_check_leaves(leaves)[1])
-    is_part = teacher.weight is not None and shape == student.shape[:-1]
-    if held != columns or not (is_part or shape == read.shape):
+        _check_leaves(leaves)
+        held, is_part = len(teacher.weight), shape == hidden.shape[:-1]
+    if held != len(weight) or not (is_part or shape == read.shape):
         raise ValueError(
-            f"a teacher of {held} ids on this rank for tokens {tuple(shape)}: the student has {columns} ids and tokens "
-            f"{tuple(read.shape)}. Cut the teacher's vocabulary and tokens as the student's are."
+            f"a teacher of {held} ids on this rank for tokens {tuple(shape)}: the student has {len(weight)} ids and "
+            f"tokens {tuple(read.shape)}. Cut the teacher's vocabulary and tokens as the student's are."
         )
-    return Comparison(read, teacher, Chunks(parallel if is_part else ALONE, None, leaves).logits)
+    return Comparison(read, teacher, Chunks(parallel if is_part else ALONE, leaves).logits)
 
 
 class _Folded(torch.autograd.Function):
@@ -316,13 +320,12 @@ class _Folded(torch.autograd.Function):
     @first_order("loss_from_hidden")
     def backward(ctx: Any, gradient: Tensor) -> Gradients:
         gain, *gradients = ctx.saved_tensors
-        of_hidden, of_weight, of_bias = (_scaled(one, gradient / gain) for one in gradients)
+        scale = (gradient / gain)[None]
+        for one in gradients:
+            if one is not None:
+                torch.mul(one, scale, out=one)  # rounded once; in place, so autograd refuses a second backward
+        of_hidden, of_weight, of_bias = gradients
         if of_weight is not None and ctx.main is not None:
             ctx.main.total.add_(of_weight)
             of_weight = ctx.main.for_autograd()
         return None, None, None, of_hidden, of_weight, of_bias
-
-
-def _scaled(gradient: Tensor | None, scale: Tensor) -> Tensor | None:
-    """The product, rounded once, in place: autograd then refuses a second backward."""
-    return gradient if gradient is None else torch.mul(gradient, scale[None], out=gradient)

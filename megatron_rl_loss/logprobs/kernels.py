@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_rl_loss.errors import check_choice
 from megatron_rl_loss.logprobs.layer import Gradients, TensorParallel, make_log_probs
-from megatron_rl_loss.logprobs.reading import LogProbs, Reading, Settings
+from megatron_rl_loss.logprobs.reading import LogProbs, Reading
 from megatron_rl_loss.step.collectives import Group, rank_in, size_of
 
 
@@ -64,39 +64,37 @@ def liger_from_hidden(
 
 
 def run_from_hidden(
-    kernel: str, read: Reading, leaves: Sequence[Any], settings: Settings, parallel: TensorParallel, fused: bool
+    kernel: str, read: Reading, leaves: Sequence[Any], parallel: TensorParallel, fused: bool
 ) -> LogProbs:
     """Log-probs by a kernel of hidden states; ValueError for settings that the kernel lacks. It has its own chunks."""
     check_choice("kernel", kernel, FROM_HIDDEN)
-    if given := _cannot(read, leaves, settings, parallel, fused):
+    if given := _cannot(read, leaves, parallel, fused):
         raise ValueError(
             f"kernel={kernel!r} with {', '.join(given)}: this kernel makes one log-prob per token, of equal vocabulary "
             "shards, on a GPU. Leave these out, or the kernel: plain torch does the same."
         )
     if not len(read.labels):  # which Liger does not take
-        return LogProbs(*make_log_probs(read, 1, leaves, parallel)[:2])
+        return make_log_probs(read, leaves, parallel)[0]
     hidden, weight, _ = leaves
-    is_part = read.tp_group is not None and parallel.sequence_parallel
-    tokens = _Gathered.apply(hidden, parallel) if is_part else hidden.flatten(0, -2)  # type: ignore[no-untyped-call]
+    tokens = hidden.flatten(0, -2)
+    if parallel.sequence_parallel:
+        tokens = _Gathered.apply(hidden, parallel)  # type: ignore[no-untyped-call]
     tokens = tokens if read.rows is None else tokens[read.rows]
     of_read = tokens.contiguous(), weight, read.labels, read.tp_group
-    log_probs, entropy = FROM_HIDDEN[kernel](*of_read, settings.temperature, settings.entropy)
+    log_probs, entropy = FROM_HIDDEN[kernel](*of_read, read.settings.temperature, read.entropy)
     return LogProbs(read.spread(log_probs), None if entropy is None else read.spread(entropy))
 
 
-def _cannot(
-    read: Reading, leaves: Sequence[Any], settings: Settings, parallel: TensorParallel, fused: bool
-) -> list[str]:
+def _cannot(read: Reading, leaves: Sequence[Any], parallel: TensorParallel, fused: bool) -> list[str]:
     """Names of the given settings that kernels of hidden states do not support."""
     hidden, _, bias = leaves
-    is_summed = read.tp_group is None or parallel.sequence_parallel or parallel.sum_gradient
     known = {
         "labels of K ids": read.labels.dim() > 1,
         "a bias": bias is not None,
-        "kept ids": settings.keep is not None,
-        "vocab_size": settings.vocab_size is not None,
+        "kept ids": read.settings.keep is not None,
+        "vocab_size": read.settings.vocab_size is not None,
         "main_gradient (gradient-accumulation fusion)": fused,
-        "sum_gradient=False": not is_summed,
+        "sum_gradient=False": read.tp_group is not None and not (parallel.sequence_parallel or parallel.sum_gradient),
         "float64": hidden.dtype == torch.float64,
         "tensors on the CPU": not hidden.is_cuda,
     }

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl_loss.errors import first_order
-from megatron_rl_loss.logprobs.reading import Places, Reading
+from megatron_rl_loss.logprobs.reading import LogProbs, Places, Reading
 from megatron_rl_loss.logprobs.teacher import Comparison
-from megatron_rl_loss.step.collectives import Group, all_gather_single, several
+from megatron_rl_loss.step.collectives import Group, all_gather_single
 
 # Where torch has the newer name, it warns of the older one.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
@@ -41,21 +41,22 @@ class TensorParallel:
 
     def gather(self, hidden: Tensor) -> Tensor:
         """The hidden states of all tokens, [tokens, hidden]."""
-        for group in several(self.group) if self.sequence_parallel else ():
+        if self.sequence_parallel and self.group is not None and self.group.size() > 1:
             mine = hidden.contiguous()
-            hidden = mine.new_empty(len(mine) * group.size(), *mine.shape[1:])
-            all_gather_single(hidden, mine, group=group)
+            hidden = mine.new_empty(len(mine) * self.group.size(), *mine.shape[1:])
+            all_gather_single(hidden, mine, group=self.group)
         return hidden.reshape(-1, hidden.shape[-1])
 
     def sum(self, gradient: Tensor, hidden: Tensor) -> Tensor:
         """The gradient of all tokens -> that of this rank's hidden states, in their shape."""
         gradient = gradient.view(-1, *hidden.shape[1:])
-        for group in several(self.group):
-            if self.sequence_parallel:
-                whole, gradient = gradient, gradient.new_empty(hidden.shape)
-                _reduce_scatter(gradient, whole, group=group)
-            elif self.sum_gradient:
-                dist.all_reduce(gradient, group=group)
+        if self.group is None or self.group.size() == 1:
+            return gradient
+        if self.sequence_parallel:
+            whole, gradient = gradient, gradient.new_empty(hidden.shape)
+            _reduce_scatter(gradient, whole, group=self.group)
+        elif self.sum_gradient:
+            dist.all_reduce(gradient, group=self.group)
         return gradient
 
 
@@ -94,9 +95,9 @@ class Chunks:
     def __init__(
         self,
         parallel: TensorParallel,
-        main_gradient: WeightGradient | None,
         leaves: Sequence[Any],
         wanted: Sequence[bool] = (False, False, False),
+        main_gradient: WeightGradient | None = None,
         in_place: bool = False,
     ) -> None:
         self._hidden, self._weight, self._bias = leaves
@@ -146,31 +147,26 @@ class Chunks:
 
 def make_log_probs(
     read: Reading,
-    chunk_tokens: int,
     leaves: Sequence[Tensor | None],
     parallel: TensorParallel = ALONE,
     main_gradient: WeightGradient | None = None,
-    in_place: bool = False,
     comparison: Comparison | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Log-probs, entropy and divergence of all tokens; logits are made a chunk at a time, and again backward."""
-    chunks = partial(Chunks, parallel, main_gradient, in_place=in_place)
-    return _MakeLogProbs.apply(read, chunk_tokens, chunks, comparison, *leaves)  # type: ignore[no-untyped-call]
+    in_place: bool = False,
+) -> tuple[LogProbs, Tensor | None]:
+    """Log-probs and divergence of all tokens; logits are made a chunk at a time, and again backward."""
+    chunks = partial(Chunks, parallel, main_gradient=main_gradient, in_place=in_place)
+    *found, divergence = _MakeLogProbs.apply(read, chunks, comparison, *leaves)  # type: ignore[no-untyped-call]
+    return LogProbs(*found), divergence
 
 
 class _MakeLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        read: Reading,
-        chunk_tokens: int,
-        chunks_of: partial[Chunks],
-        comparison: Comparison | None,
-        *leaves: Any,
+        ctx: Any, read: Reading, chunks_of: partial[Chunks], comparison: Comparison | None, *leaves: Any
     ) -> Gradients:
         chunks = chunks_of(leaves)
         parts, found = list[Tensor](), list[Tensor]()
-        for part, places in read.chunks(chunk_tokens):
+        for part, places in read.chunks():
             logits = chunks.logits(places)
             parts.append(read.statistics(logits, part))
             if comparison is not None:
@@ -180,7 +176,7 @@ class _MakeLogProbs(torch.autograd.Function):
         log_probs, norm = read.combine(torch.cat(parts))
         compared = torch.cat(found, 1) if found else None
         ctx.save_for_backward(norm, compared, *leaves)
-        ctx.read, ctx.chunk_tokens, ctx.chunks_of, ctx.comparison = read, chunk_tokens, chunks_of, comparison
+        ctx.read, ctx.chunks_of, ctx.comparison = read, chunks_of, comparison
         ctx.set_materialize_grads(False)
         values = log_probs, norm[2] if read.entropy else None, None if compared is None else compared[0]
         return tuple(None if one is None else read.spread(one) for one in values)
@@ -191,8 +187,8 @@ class _MakeLogProbs(torch.autograd.Function):
         norm, compared, *leaves = ctx.saved_tensors
         read: Reading = ctx.read
         selected = [read.select(one) for one in gradients]
-        chunks: Chunks = ctx.chunks_of(leaves, ctx.needs_input_grad[4:])
-        for part, places in read.chunks(ctx.chunk_tokens):
+        chunks: Chunks = ctx.chunks_of(leaves, ctx.needs_input_grad[3:])
+        for part, places in read.chunks():
             logits, of_norm = chunks.logits(places), norm[:, part]
             target = chunks.target(logits, places)
             g, h, d = (None if one is None else one[part] for one in selected)
@@ -204,7 +200,7 @@ class _MakeLogProbs(torch.autograd.Function):
             chunks.add(target, places)
             taught = more = None
             del logits, target  # before the next chunk's are made
-        return None, None, None, None, *chunks.gradients(read)
+        return None, None, None, *chunks.gradients(read)
 
 
 def in_autocast(one: Tensor | None) -> Tensor | None:

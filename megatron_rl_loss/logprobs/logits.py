@@ -64,13 +64,12 @@ def log_probs_from_logits(
     check_float("logits", logits, "Pass the output layer's result")
     check_rows("logits", logits)
     rows = logits.reshape(-1, logits.shape[-1])
-    settings = Settings(temperature, keep, vocab_size, entropy, token_mask)
+    settings = Settings(temperature, keep, vocab_size, entropy, token_mask, chunk_tokens)
     read = Reading(labels, logits.shape[:-1], rows.shape[1], tp_group, settings, rows.device)
     if chunk_tokens is not None:
         check_int("chunk_tokens", chunk_tokens, at_least=1, remedy="Leave it out for a default")
     if kernel is None:
-        chunk_tokens = chunk_tokens or read.block_tokens(rows.device)
-        return LogProbs(*make_log_probs(read, chunk_tokens, (rows, None, None), in_place=gradient_in_place)[:2])
+        return make_log_probs(read, (rows, None, None), in_place=gradient_in_place)[0]
     settled = (temperature, keep, vocab_size, entropy, chunk_tokens, gradient_in_place, read.labels.dim())
     if settled != (1, None, None, False, None, False, 1):
         raise ValueError(

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from megatron_rl_loss.errors import check_within, is_int, require
 from megatron_rl_loss.logprobs.kept_ids import Keep, KeptIds, check_keep
-from megatron_rl_loss.step.collectives import Group, rank_in, several, size_of
+from megatron_rl_loss.step.collectives import Group, rank_in, size_of
 from megatron_rl_loss.step.masks import Array, on_device
 
 #: Bool or numbers, one per token. On the host best: one on a device is read, and the host waits for it.
@@ -68,6 +68,7 @@ class Settings(NamedTuple):
     vocab_size: int | None
     entropy: bool
     token_mask: TokenMask | None
+    chunk_tokens: int | None
 
 
 class Reading:
@@ -91,19 +92,13 @@ class Reading:
         settings: Settings,
         device: torch.device,
     ) -> None:
-        temperature, keep, vocab_size, self.entropy, token_mask = settings
+        temperature, keep, vocab_size, self.entropy, token_mask, chunk_tokens = self.settings = settings
         check_within("temperature", temperature, "(0, inf)", "Greedy sampling has no ratio of policies")
-        self.shape, none = torch.Size(shape), labels is None
-        labels = torch.zeros(*shape, 0, dtype=torch.int64, device=device) if labels is None else labels
-        of_token = labels.shape[len(shape) :]
-        if labels.shape[: len(shape)] != self.shape or len(of_token) > 1 or (of_token.numel() == 0 and not none):
-            raise ValueError(
-                f"labels of shape {tuple(labels.shape)}: for these tokens they must be {tuple(shape)}, or for several "
-                f"ids each ({', '.join(map(str, (*shape, 'K')))}), K >= 1. Labels are in the order of the tokens: "
-                "transpose them to [s, b] or [s, b, K] where hidden states are [s, b, h]."
-            )
-        if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
-            raise TypeError(f"labels of {labels.dtype}: they must be integers, ids of the vocabulary. Pass token ids.")
+        self.shape = torch.Size(shape)
+        if labels is None:
+            labels = torch.zeros(*shape, 0, dtype=torch.int64, device=device)
+        else:
+            _check_labels(labels, self.shape)
         size = columns * size_of(tp_group)
         if vocab_size is not None:
             if not is_int(vocab_size) or not 1 <= vocab_size <= size:
@@ -113,8 +108,8 @@ class Reading:
                     "the vocabulary is cut."
                 )
             size = vocab_size
-        self.tp_group = next(iter(several(tp_group)), None)
-        self.labels, self.rows = labels.reshape(self.shape.numel(), *of_token).long(), None
+        self.tp_group = tp_group if size_of(tp_group) > 1 else None
+        self.labels, self.rows = labels.reshape(self.shape.numel(), *labels.shape[len(shape) :]).long(), None
         self._host_rows = _rows_of(token_mask, self.shape)
         if self._host_rows is not None:
             self.rows = on_device(self._host_rows, labels.device)
@@ -133,6 +128,7 @@ class Reading:
         self.scale = 1 / temperature
         self._first = columns * rank_in(tp_group)  # the id of this rank's first column
         self._held = min(max(size - self._first, 0), columns)  # this rank's columns without padding
+        self._chunk_tokens = chunk_tokens or self._block_tokens(device)
 
     def at(self, temperature: float | None) -> "Reading":
         """The same tokens without entropy, at another temperature if one is given."""
@@ -142,10 +138,10 @@ class Reading:
 
     # --- tokens
 
-    def chunks(self, chunk_tokens: int) -> Iterator[tuple[slice, Places]]:
+    def chunks(self) -> Iterator[tuple[slice, Places]]:
         """Places among the tokens that are read, and the same tokens' places in the batch; at least one chunk."""
-        for begin in range(0, max(len(self.labels), 1), chunk_tokens):
-            part = slice(begin, min(begin + chunk_tokens, len(self.labels)))
+        for begin in range(0, max(len(self.labels), 1), self._chunk_tokens):
+            part = slice(begin, min(begin + self._chunk_tokens, len(self.labels)))
             yield part, part if self.rows is None else self.rows[part]
 
     def spread(self, values: Tensor) -> Tensor:
@@ -169,7 +165,7 @@ class Reading:
         z = scale * (logits - top). The second is 0 unless entropy is asked for, the last are arbitrary where another
         rank has the label. Where no id counts here, top is -inf and the sums 0.
         """
-        column = self._columns(self.labels[part])[0]
+        column = self._columns(part)[0]
         exact = torch.promote_types(logits.dtype, torch.float32)
         statistics = logits.new_zeros(len(column), 3 + column.shape[1], dtype=exact)
         (top, weighted, total), label = statistics[:, :3].unbind(1), statistics[:, 3:]
@@ -193,7 +189,7 @@ class Reading:
             dist.all_reduce(top, op=dist.ReduceOp.MAX, group=self.tp_group)
             shift = (own - top) * self.scale
             factor, small = shift.exp(), shift.clamp(min=_NEVER)  # 0 and finite where nothing counts
-            label = torch.where(self._columns(labels)[1], label + shift[:, None], 0)
+            label = torch.where(self._columns(part)[1], label + shift[:, None], 0)
             sums = torch.cat([((weighted + total * small) * factor)[None], (total * factor)[None], label.t()])
             dist.all_reduce(sums if self.entropy else sums[1:], group=self.tp_group)
             (weighted, total), label = sums[:2], sums[2:].t()
@@ -223,7 +219,7 @@ class Reading:
         the chunk's. `into` may be the logits. `more` is added, a block's part at a time.
         """
         top, total, entropy = norm
-        column, here = self._columns(self.labels[part])
+        column, here = self._columns(part)
         into[:, self._held :] = 0
         idle = g is None and h is None
         g = top.new_zeros(column.shape) if g is None else g.view(column.shape)
@@ -258,8 +254,8 @@ class Reading:
 
         The first is a part of `into` where the dtype allows it, and holds the logits where ids are kept.
         """
-        column, here = self._columns(self.labels[part])
-        size = min(self.block_tokens(logits.device), max(len(logits), 1))
+        column, here = self._columns(part)
+        size = min(self._block_tokens(logits.device), max(len(logits), 1))
         into = into if into is not None and into.dtype == dtype else None
         scratch = logits.new_empty(1 if into is not None else 2, size, self._held, dtype=dtype)
         for begin in range(0, len(logits) if self._held else 0, size):
@@ -268,15 +264,16 @@ class Reading:
             z = scratch[0, :number] if into is None else into[rows, : self._held]
             yield rows, self._kept(logits[rows, : self._held], z, part, rows, column, here), z, scratch[-1, :number]
 
-    def block_tokens(self, device: torch.device) -> int:
+    def _block_tokens(self, device: torch.device) -> int:
         """Tokens of a block, whose scratch fits."""
         entries, threads = _DEVICE_BLOCK, torch.get_num_threads()
         if device.type == "cpu":  # threads wait for each other after each operation: for several, fewer and larger ones
             entries = _HOST_BLOCK if threads == 1 else min(2 * threads * _HOST_BLOCK, _HOST_MOST)
         return max(1, entries // max(self._held, 1))
 
-    def _columns(self, labels: Tensor) -> tuple[Tensor, Tensor]:
+    def _columns(self, part: slice) -> tuple[Tensor, Tensor]:
         """The labels' columns [n, K], and True where this rank has them; otherwise the column is arbitrary."""
+        labels = self.labels[part]
         column = (labels if labels.dim() == 2 else labels[:, None]) - self._first
         here = (column >= 0) & (column < self._held)
         return column.clamp(0, max(self._held - 1, 0)), here
@@ -295,6 +292,19 @@ class Reading:
             kept = self._keep[block if self.rows is None else self.rows[block], : self._held]
         label = x.gather(1, column[rows]).to(z.dtype).masked_fill_(~here[rows], -math.inf)
         return z.copy_(x).masked_fill_(~kept, -math.inf).scatter_reduce_(1, column[rows], label, "amax")
+
+
+def _check_labels(labels: Tensor, shape: torch.Size) -> None:
+    """Raise ValueError unless labels are [...] or [..., K] for tokens [...], and TypeError unless they are integers."""
+    of_token = labels.shape[len(shape) :]
+    if labels.shape[: len(shape)] != shape or len(of_token) > 1 or not of_token.numel():
+        raise ValueError(
+            f"labels of shape {tuple(labels.shape)}: for these tokens they must be {tuple(shape)}, or for several "
+            f"ids each ({', '.join(map(str, (*shape, 'K')))}), K >= 1. Labels are in the order of the tokens: "
+            "transpose them to [s, b] or [s, b, K] where hidden states are [s, b, h]."
+        )
+    if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
+        raise TypeError(f"labels of {labels.dtype}: they must be integers, ids of the vocabulary. Pass token ids.")
 
 
 def _rows_of(token_mask: TokenMask | None, shape: torch.Size) -> npt.NDArray[np.intp] | None:

@@ -81,7 +81,7 @@ class Comparison:
         """[4, chunk]: the divergence; the level, KL(p || q) or KL(p || m), of the gradient; the teacher's norm."""
         of_teacher = self._other.combine(self._other.statistics(taught, part), part)[1][:2].to(norm.dtype)
         sums = torch.zeros_like(of_teacher)
-        for rows, (log_p, p), (log_q, q) in self._blocks(logits, norm, taught, of_teacher, part):
+        for rows, log_p, p, log_q, q in self._blocks(logits, norm, taught, of_teacher, part):
             if self._kind == "forward_kl":
                 sums[0, rows] = _kl(q, log_q, p, log_p)
             elif self._kind == "reverse_kl":
@@ -100,7 +100,7 @@ class Comparison:
     ) -> Iterator[Tensor]:
         """The gradient towards the logits, a block after the other, of ``d * divergence``; `compared` as above."""
         factor = (d * self._read.scale)[:, None]
-        for rows, (log_p, p), (log_q, q) in self._blocks(logits, norm, taught, compared[2:], part):
+        for rows, log_p, p, log_q, q in self._blocks(logits, norm, taught, compared[2:], part):
             if self._kind == "forward_kl":
                 yield p.sub_(q).mul_(factor[rows])
                 continue
@@ -114,12 +114,12 @@ class Comparison:
 
     def _blocks(
         self, logits: Tensor, norm: Tensor, taught: Tensor, of_teacher: Tensor, part: slice
-    ) -> Iterator[tuple[slice, tuple[Tensor, Tensor], tuple[Tensor, Tensor]]]:
+    ) -> Iterator[tuple[slice, Tensor, Tensor, Tensor, Tensor]]:
         """Rows at a time: log2 p and p, log2 q and q."""
-        both = (self._read, logits, norm), (self._other, taught, of_teacher)
-        student, teacher = (read.probabilities(of, its_norm, part) for read, of, its_norm in both)
-        for (rows, *own), (_, *other) in zip(student, teacher, strict=True):
-            yield rows, (own[0], own[1]), (other[0], other[1])
+        student = self._read.probabilities(logits, norm, part)
+        teacher = self._other.probabilities(taught, of_teacher, part)
+        for (rows, log_p, p), (_, log_q, q) in zip(student, teacher, strict=True):
+            yield rows, log_p, p, log_q, q
 
 
 def _kl(a: Tensor, log_a: Tensor, b: Tensor, log_b: Tensor) -> Tensor:

@@ -100,7 +100,8 @@ class Given:
             check_shape("importance_weights", weights, log_probs, broadcasts=True)
         factors = [] if weights is None else [weights.detach()]
         log_probs, old, advantages, *factors = masked(local, log_probs, old_log_probs.detach(), advantages, *factors)
-        _check_log_probs(log_probs=log_probs.detach(), old_log_probs=old)
+        _check_log_probs("log_probs", log_probs.detach())
+        _check_log_probs("old_log_probs", old)
         log_ratio = log_probs - old
         if factors:  # else 0 * inf of a rejected token would be NaN
             log_ratio = log_ratio.masked_fill((factors[0] == 0) & ~log_ratio.isfinite(), 0)
@@ -110,8 +111,9 @@ class Given:
         """The values, and 0 at tokens of weight 0: before an exp that may overflow."""
         return values if self.weights is None else values.masked_fill(self.weights == 0, 0)
 
-    def policy_loss(self, loss: Tensor, clipped: Tensor) -> PolicyLoss:
-        """The loss times the importance weights."""
+    def policy_loss(self, loss: Tensor, clipped: Tensor | None = None) -> PolicyLoss:
+        """The loss times the importance weights; `clipped` of a loss that has no clip is False everywhere."""
+        clipped = torch.zeros_like(loss, dtype=torch.bool) if clipped is None else clipped
         if self.weights is not None:
             loss, clipped = self.kept(loss * self.weights), clipped & (self.weights != 0)
         return PolicyLoss(loss, clipped.to(loss.dtype), -self.log_ratio.detach())
@@ -159,12 +161,11 @@ def check_shape(name: str, factor: Tensor, values: Tensor, *, broadcasts: bool =
         )
 
 
-def _check_log_probs(**given: Tensor) -> None:
-    for name, values in given.items():
-        if values.numel() and not torch.compiler.is_compiling():
-            require(
-                ~(values.amax() > _HIGHEST_LOG_PROB),  # NaN passes
-                lambda: f"{name} with values up to {values.amax():.3g}",  # noqa: B023
-                "log-probs are at most 0. Megatron's loss is minus the log-prob: pass -loss, and check the order of "
-                "the arguments: advantages come third.",
-            )
+def _check_log_probs(name: str, values: Tensor) -> None:
+    if values.numel() and not torch.compiler.is_compiling():
+        require(
+            ~(values.amax() > _HIGHEST_LOG_PROB),  # NaN passes
+            lambda: f"{name} with values up to {values.amax():.3g}",
+            "log-probs are at most 0. Megatron's loss is minus the log-prob: pass -loss, and check the order of the "
+            "arguments: advantages come third.",
+        )

@@ -132,9 +132,10 @@ def vespo_loss(
     for name, decay in (("lambda_positive", lambda_positive), ("lambda_negative", lambda_negative)):
         check_within(name, decay, "[1e-4, 1e4]", "3.0 and 2.0 are usual")
     of_sequence = segment_sum(given.log_ratio.detach(), local, cp_group, per=per)
-    log_w = to_tokens(of_sequence, local).view(log_probs.shape).clamp(max=20)  # beyond, phi is 0 to the last bit
+    log_w = to_tokens(of_sequence, local, per=per).view(log_probs.shape)
+    log_w = log_w.clamp(max=20)  # beyond, phi is 0 to the last bit
     negative = given.advantages < 0
     k = torch.full_like(log_w, k_positive).masked_fill(negative, k_negative)
     rate = torch.full_like(log_w, lambda_positive).masked_fill(negative, lambda_negative)
     phi = (k * log_w - rate * log_w.expm1()).exp()
-    return given.policy_loss(-phi * given.advantages * given.log_probs, torch.zeros_like(phi, dtype=torch.bool))
+    return given.policy_loss(-phi * given.advantages * given.log_probs)

@@ -113,7 +113,7 @@ def sapo_loss(
     taus = torch.full_like(given.log_ratio, tau_negative).masked_fill(given.advantages > 0, tau_positive)
     # From e^10 on the gate is 1 to the last bit and its gradient 0; far beyond, the exp itself would overflow.
     gate = torch.sigmoid(taus * torch.expm1(given.log_ratio.clamp(max=10))) * (4 / taus)
-    return given.policy_loss(-given.advantages * gate, torch.zeros_like(given.advantages != 0))
+    return given.policy_loss(-given.advantages * gate)
 
 
 def cfpo_loss(
@@ -140,8 +140,7 @@ def cfpo_loss(
     check_within("epsilon", epsilon, "(0, 1]", "0.2 is usual")
     a = given.advantages
     change = torch.expm1(given.kept(given.log_ratio).masked_fill(a == 0, 0))
-    loss = a.abs() * change.square() / (2 * epsilon) - a * (1 + change)
-    return given.policy_loss(loss, torch.zeros_like(loss, dtype=torch.bool))
+    return given.policy_loss(a.abs() * change.square() / (2 * epsilon) - a * (1 + change))
 
 
 def dppo_loss(

@@ -26,7 +26,7 @@ from megatron_rl_loss.logprobs.hidden import (
 )
 from megatron_rl_loss.logprobs.kept_ids import Keep
 from megatron_rl_loss.logprobs.layer import TensorParallel, WeightGradient
-from megatron_rl_loss.logprobs.teacher import Teacher
+from megatron_rl_loss.logprobs.teacher import Teacher, check_teacher
 from megatron_rl_loss.megatron.versions import check_output_processor, has_plain_forward, remat_size
 from megatron_rl_loss.plan.microbatch import Microbatch
 from megatron_rl_loss.step.masks import Array
@@ -128,6 +128,7 @@ class OutputHead:
                 "only. Leave the kernel out, or the teacher and Folded."
             )
         if teacher is not None:
+            check_teacher(teacher)
             its_temperature = self.temperature if teacher.temperature is None else teacher.temperature
             teacher = replace(teacher, hidden=teacher.hidden.transpose(0, 1), temperature=its_temperature)
         fused = output_layer.gradient_accumulation_fusion and hasattr(weight, "main_grad")

@@ -236,7 +236,7 @@ def reads_nothing_back(chunk: Any, model: Any) -> None:
 
 def refuses(chunk: Any, model: Any) -> dict[str, str]:
     """Errors for output layers that do more, by name."""
-    from megatron_rl_loss import Folded
+    from megatron_rl_loss import Folded, Tokens
 
     layer, said = model.output_layer, {}
     layer.config = copy.copy(layer.config)  # that of other layers stays as it is
@@ -245,7 +245,7 @@ def refuses(chunk: Any, model: Any) -> dict[str, str]:
     def tried(name: str, **more: Any) -> None:
         try:
             call(chunk, chunk_tokens=5, **more)
-        except ValueError as error:
+        except (ValueError, TypeError) as error:
             said[name] = str(error)
 
     tried("legal")
@@ -276,6 +276,8 @@ def refuses(chunk: Any, model: Any) -> dict[str, str]:
         handle.remove()
     tried("a kernel on the CPU", kernel="liger")
     tried("a kernel of one pass", kernel="liger", context=Folded(planned(torch.ones(8))[0], lambda lp, _: (lp, {})))
+    not_a_teacher: Any = [torch.ones(1, 8, 2)]
+    tried("a list as teacher", context=Tokens(teacher=not_a_teacher))
     layer.__class__ = type("Adapted", (type(layer),), {"forward": lambda self, *args, **kwargs: None})
     tried("Adapted")
     return said
@@ -308,6 +310,7 @@ REFUSED = {
     "a hook that changes its input": "a hook that changes its input",
     "a kernel on the CPU": "with tensors on the CPU",
     "a kernel of one pass": "with a teacher or Folded",
+    "a list as teacher": "teacher is a list: it must be a Teacher",
     **{name: name for name in ("GTP", "defer_embedding_wgrad_compute", "CPU offloading", "skip_bias_add", "Adapted")},
 }
 

@@ -188,6 +188,7 @@ TABLE: dict[str, tuple[Loss, Formula]] = {
         partial(stated.vespo, positive=(1, 0.1), negative=(0.5, 4)),
     ),
     "VESPO of rollouts": (named("vespo", per="rollout"), stated.vespo),
+    "VESPO of turns": (named("vespo", per="turn"), stated.vespo),
     "value": (value_here, partial(stated.critic, clip=0.2)),
     "k1": (kl_here("k1"), lambda v, m: log_ratio(v)),
     "k2": (kl_here("k2"), lambda v, m: log_ratio(v).square() / 2),
