@@ -6,6 +6,7 @@ expression, within rounding, at every token of every given step. Constants are p
 
 import itertools
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -173,6 +174,11 @@ class Cause:
     price: float  # the simplest cause is the cheapest
 
     @property
+    def is_size(self) -> bool:
+        """True where all tokens share a product of sizes, which a small number in the loss's code may equal."""
+        return bool(self.constant) and not self.row and {*re.findall("[A-Za-z_]+", self.constant)} <= {*SIZE_FIELDS}
+
+    @property
     def named(self) -> bool:
         """False where the constant is neither 1 nor a product of sizes and counts."""
         return self.price < _UNNAMED
@@ -188,6 +194,7 @@ class Cause:
 
 #: Frequent reasons of a constant: with the asked weights (False), with another row (True), or with either (None).
 HINTS: dict[tuple[bool | None, str], str] = {
+    (False, "DP"): "gradients of ranks are summed, or their mean was undone already",
     (False, "CP"): "Megatron multiplies a 2-tuple by CP already, and a summed (per-token) gradient needs no factor",
     (False, "1/CP"): "gradients of CP ranks are summed and then averaged, or CP ranks that hold all tokens were added",
     (True, "CP"): "a 2-tuple is multiplied by CP, and under per-token loss no num_tokens divides it",
@@ -195,7 +202,7 @@ HINTS: dict[tuple[bool | None, str], str] = {
     (None, "1/DP"): "DDP's mean over its ranks was not undone",
     (False, "1/DP²"): "a denominator is multiplied by DP, and should be divided by DP",
     (False, "K"): "micro-batches are summed, and should be averaged",
-    (None, "1/K"): "the schedule divides by the number of micro-batches, and nothing undoes it",
+    (None, "1/K"): "nothing undoes the schedule's division by micro-batches, or the loss was divided once more",
     (False, "1/T"): "divided by the number of tokens twice",
     (True, "CP/K"): "a 2-tuple under per-token loss returns no token count, so nothing divides by one",
     (True, "K"): "the parts' means are summed, not averaged",
@@ -210,13 +217,13 @@ HINTS: dict[tuple[bool | None, str], str] = {
 _LATER = 1.0
 _ROW, _RARER, _COUNT, _RATIO, _UNNAMED = 0.4, 0.3, 1.9, 1.2, 6.0
 _SHOWN, _AS_SIMPLE = 3, 0.25
+SIZE_FIELDS = {"DP": "dp_size", "CP": "cp_size", "K": "num_microbatches", "TP": "tp_size", "PP": "pp_size"}
 Powers = dict[str, int]
 
 
 def constants(t: Counts, divisor: float | None) -> Iterator[tuple[str, str, float, float]]:
     """Kind, name, price and log of each product of sizes, to powers from -2 to 2, and at most one count or ratio."""
-    fields = {"DP": "dp_size", "CP": "cp_size", "K": "num_microbatches", "TP": "tp_size", "PP": "pp_size"}
-    sizes = {name: size for name, field in fields.items() if (size := getattr(t.split, field)) > 1}
+    sizes = {name: size for name, field in SIZE_FIELDS.items() if (size := getattr(t.split, field)) > 1}
     letters = {"rollout": "N", "sample": "rows" if "rollout" in t.units else "N", "prompt": "P"}
     units = {}
     for unit, (what, tail) in itertools.product(t.units, (("all", ""), ("active", "_active"))):

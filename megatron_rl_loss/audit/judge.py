@@ -50,10 +50,9 @@ def judge(measured: MeasuredStep, expected: Aggregation | str | None = None) -> 
     except (ValueError, KeyError) as error:  # a mode over labels, which a measured step does not have
         why = f"The weights of {in_words(expected)} cannot be computed from masks and ids alone. {error}"
         return Verdict(expected=in_words(expected), sound=False, unknown=(why,), notes=notes)
-    words = in_words(asked) + " (no mode was asked: this is the nearest)" * (expected is None)
     if not wanted.any() and not measured.weights.any() and not measured.stray[1]:
         why = "The step has no token with an expected or measured weight."
-        return Verdict(expected=words, sound=False, unknown=(why,), notes=notes)
+        return Verdict(expected=in_words(asked), sound=False, unknown=(why,), notes=notes)
     tokens, weights, on = measured.tokens, measured.weights, wanted != 0
     ratio = weights[on] / wanted[on]
     factor = float(np.median(ratio)) if len(ratio) and measured.facts.get("undeclared_term") else math.nan
@@ -73,7 +72,8 @@ def judge(measured: MeasuredStep, expected: Aggregation | str | None = None) -> 
     deviation = deviation_of(measured, wanted)
     finite = _is_finite(measured) and len(ratio) > 0
     verdict = Verdict(
-        expected=words,
+        expected=in_words(asked),
+        is_nearest=expected is None,
         sound=deviation <= tolerance,
         deviation=deviation,
         wrong_share=_wrong_share(measured, wanted),

@@ -5,7 +5,6 @@ the measured step, before the optimizer changes a weight. Then the first rank pr
 """
 
 import functools
-import importlib
 import json
 import os
 import runpy
@@ -20,6 +19,7 @@ from typing import Any, get_args
 import torch.distributed as dist
 
 from megatron_rl_loss.audit.judge import judge
+from megatron_rl_loss.audit.schedules import run_schedules_by
 from megatron_rl_loss.modes.names import resolve
 from megatron_rl_loss.step.collectives import attempt
 from megatron_rl_loss.step.units import UnitCounting
@@ -134,22 +134,6 @@ def _replace_schedules(options: Namespace, conclude: Conclude) -> None:
     put_back = attempt(lambda: run_schedules_by(run))
     if isinstance(put_back, Exception):
         conclude(f"NO VERDICT: Megatron's schedules cannot be imported. {put_back}", 2)
-
-
-def run_schedules_by(run: Callable[..., Any]) -> Callable[[], None]:
-    """Replace each of Megatron's schedules with ``run(schedule, *args, **kwargs)``.
-
-    Returns a function that restores all schedules that nobody has replaced since. Raises ImportError.
-    """
-    schedules = importlib.import_module("megatron.core.pipeline_parallel.schedules")
-    originals = {name: value for name, value in vars(schedules).items() if name.startswith("forward_backward_")}
-    ours = {name: functools.wraps(one)(functools.partial(run, one)) for name, one in originals.items()}
-    vars(schedules).update(ours)
-
-    def put_back() -> None:
-        vars(schedules).update({name: originals[name] for name in ours if getattr(schedules, name) is ours[name]})
-
-    return put_back
 
 
 def _measure(options: Namespace, conclude: Conclude, schedule: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -198,10 +198,15 @@ def check_loss(
     try:
         run(DrawnStep((DrawnRow((1, 1, 1)), DrawnRow((1, 1), 1, 1))))
     except CallFailed as failure:
+        remedy = "Describe its call in LossCall(rows=..., takes=..., names=...), or wrap the function."
+        if "returns a tuple" in failure.args[1]:
+            remedy = (
+                "Megatron scales a tuple such as (loss, num_tokens, report), and no LossCall describes that: measure "
+                "the launch (python -m megatron_rl_loss audit), or check the part that makes the loss, as one number."
+            )
         raise ValueError(
             f"{name} with a step of two full rows: {failure.args[1]}; it must return one number with a gradient, given "
-            f"{call.takes}, the mask and the parameters that help(LossCall) lists. Describe its call in "
-            "LossCall(rows=..., takes=..., names=...), or wrap the function."
+            f"{call.takes}, the mask and the parameters that help(LossCall) lists. {remedy}"
         ) from failure.__cause__
     parameters = list(inspect.signature(run.args[0]).parameters.values())[2:]
     given = {*simulation.asked_for(loss_fn, call), *getattr(loss_fn, "keywords", ())}

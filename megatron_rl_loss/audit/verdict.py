@@ -30,6 +30,7 @@ class Verdict:
     """The measured weights of a step's tokens, compared with the weights that were asked for."""
 
     expected: str  # the mode that was asked, in words
+    is_nearest: bool = False  # no mode was asked: it is the nearest
     sound: bool  # every weight is as asked, within rounding; False if there is no verdict
     unknown: tuple[str, ...] = ()  # why there is no verdict; empty if there is one
     deviation: float = math.nan  # the largest relative difference of a weight
@@ -53,14 +54,17 @@ class Verdict:
         """The verdict in a sentence."""
         if self.unknown:
             return f"NO VERDICT: {self.unknown[0]}"
+        nearest = f"nearest mode {self.expected} (none was asked: --expect)"
+        asked, mode = ("it asks", nearest) if self.is_nearest else ("was asked", self.expected)
         if self.sound:
-            says = f"each of {self.tokens} tokens weighs what was asked, within {max(self.deviation, 2.0**-24):.1e}"
-            return f"SOUND: {self.expected}; {says}"
+            says = f"each of {self.tokens} tokens weighs what {asked}, within {max(self.deviation, 2.0**-24):.1e}"
+            return f"SOUND: {mode}; {says}"
+        mode = mode if self.is_nearest else f"asked {mode}"
         if math.isnan(self.low):
-            return f"NOT SOUND: asked {self.expected}; weights are not finite"
+            return f"NOT SOUND: {mode}; weights are not finite"
         apart = f"{self.low:.4g}" if self.is_factor else f"{self.low:.3g} to {self.high:.3g}"
-        weigh = "active tokens weigh what was asked" if apart == "1" else f"tokens weigh {apart} times what was asked"
-        says, wrong = f"NOT SOUND: asked {self.expected}; {weigh}", 100 * self.wrong_share
+        weigh = f"active tokens weigh what {asked}" if apart == "1" else f"tokens weigh {apart} times what {asked}"
+        says, wrong = f"NOT SOUND: {mode}; {weigh}", 100 * self.wrong_share
         return says if wrong < 0.05 else f"{says}, {wrong:.1f} % of all weight is on wrong tokens"
 
     @property
@@ -72,15 +76,23 @@ class Verdict:
         """The report, at most 15 lines."""
         said = [f"also: {reason}" for reason in self.unknown[1:]]
         said += [f"In the wrong place: {one.text}." for one in self.misplaced]
+        own = f", or a factor of {self.low:.4g} in your own code"
+        own *= self.is_factor and any(cause.is_size for cause in self.causes)
         if len(self.causes) > 1:
-            said.append("Each of these causes fits; a step with other sizes (DP, CP, micro-batches) tells them apart:")
-        said += [f"Fits: {cause}." for cause in self.causes]
+            sizes = "a step with other sizes (DP, CP, micro-batches) tells them apart"
+            said.append(f"Each of these causes fits{own}; {sizes}:")
+        said += [f"Fits: {cause}{own * (len(self.causes) == 1)}." for cause in self.causes]
         if not (self.sound or self.unknown or self.causes):
-            said.append(
-                "All other weights are as asked." if self.rest_is_asked else "No known cause fits these weights."
-            )
+            said.append(self._rest)
         head, tail = _wrapped([self.headline, *said]), _wrapped([f"note: {note}" for note in self.notes])
         return "\n".join([*head, *self._table(_LINES - len(head) - len(tail)), *tail][:_LINES])
+
+    @property
+    def _rest(self) -> str:
+        """The words for weights without a cause."""
+        if [(one.name, one.tokens) for one in self.misplaced] == [("missing", self.tokens)]:
+            return "No gradient reached the tapped losses: the loss that was trained does not depend on them."
+        return "All other weights are as asked." if self.rest_is_asked else "No known cause fits these weights."
 
     def _table(self, room: int) -> list[str]:
         """Lines for the micro-batches with the largest deviations, in order of the step."""

@@ -18,6 +18,12 @@ from megatron_rl_loss.modes.names import Aggregation
 from megatron_rl_loss.step.samples import Samples
 
 
+def _added(total: Tensor | None, gradient: Tensor, dtype: torch.dtype) -> Tensor:
+    """The total [numel], and the gradient on top."""
+    flat = gradient.detach().reshape(-1).to(dtype, copy=True)
+    return flat if total is None else total + flat
+
+
 @dataclass
 class TappedLosses:
     """The losses of one micro-batch that went through a tap, with the tap's arguments."""
@@ -36,9 +42,7 @@ class TappedLosses:
 
     def add_gradient(self, gradient: Tensor) -> None:
         """A tensor hook: returns nothing, so that the gradient goes on as it is."""
-        flat = gradient.detach().reshape(-1)
-        flat = flat.to(torch.promote_types(flat.dtype, torch.float32), copy=True)
-        self.gradient = flat if self.gradient is None else self.gradient + flat
+        self.gradient = _added(self.gradient, gradient, torch.promote_types(gradient.dtype, torch.float32))
 
 
 @dataclass
@@ -56,8 +60,7 @@ class LogProbPath:
     source: Callable[[], Tensor | None] = lambda: None  # as in `TappedLosses`
 
     def add_gradient(self, gradient: Tensor) -> None:
-        flat = gradient.detach().reshape(-1).double()
-        self.gradient = flat if self.gradient is None else self.gradient + flat
+        self.gradient = _added(self.gradient, gradient, torch.float64)
 
 
 @dataclass

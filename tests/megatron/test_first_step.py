@@ -217,7 +217,9 @@ def test_every_mode_is_proved_and_nothing_is_changed(layout: Layout) -> None:
     for (ask, proved), (_, alone) in zip(found[: len(asks)], found[len(asks) :], strict=True):
         words = f"{ask.case.mode}( with divisor 3)? on the policy loss"
         words += ", token_mean on kl, prompt_mean on entropy, sample_mean on nll" * ask.terms
-        line = re.compile(f"megatron_rl_loss: {words}, proved on 73 tokens of 19 samples, 6 prompts of 1 to 7\n")
+        line = re.compile(
+            f"megatron_rl_loss: {words}, proved on 73 tokens of 19 samples, 6 prompts of 1 to 7; masks as given\n"
+        )
         for rank, (one, other) in enumerate(zip(proved, alone, strict=True)):
             assert [one.stopped, other.stopped] == ["", ""]
             assert [one.measured, other.measured] == [1, 0]
@@ -259,6 +261,21 @@ def test_warnings_steps_without_a_gradient_and_what_cannot_be_proved(record_prop
 # ---- a loop of one's own
 
 
+class Ignoring(NamedTuple):
+    """In the place of a micro-batch: a loss function that never calls it, and returns a multiple of its own mean."""
+
+    factor: float
+
+    def __call__(self, losses: Tensor) -> Tensor:
+        return self.factor * losses.mean()
+
+    def carry(self, share: Tensor, report: Any, form: str) -> Any:
+        return share, torch.tensor(1, dtype=torch.int32), report
+
+
+NOT_CALLED, DUMMIES = "microbatch.loss not called", "a step of dummies"
+
+
 def loop_of_ones_own(plant: str) -> tuple[list[str], str]:
     """On a rank: what is printed in each of two planned steps, and what stopped one."""
     from megatron.core import parallel_state as mpu
@@ -270,13 +287,16 @@ def loop_of_ones_own(plant: str) -> tuple[list[str], str]:
     batches, model = batches_of(dp_rank), table_model(LOSSES, ddp=plant != "another DDP")
     if plant == "another DDP":
         model.config.finalize_model_grads_func = None
-    schedule = prove_first_step(pipeline_parallel.get_forward_backward_func(), "prompt_mean")
+    level = "warn" if plant.endswith("warn") else "error"
+    schedule = prove_first_step(pipeline_parallel.get_forward_backward_func(), "prompt_mean", level=level)  # type: ignore[arg-type]
     pipeline_parallel.get_forward_backward_func = lambda: schedule
     printed: list[str] = []
-    for _ in range(2):
+    for number in range(2):
         groups = {"dp_group": mpu.get_data_parallel_group(), "cp_group": mpu.get_context_parallel_group()}
         mode = "sample_mean" if plant == "planned by another mode" else "prompt_mean"
-        plan = plan_step([batch.samples for batch in batches], mode, **groups)
+        plan: Any = plan_step([batch.samples for batch in batches], mode, **groups)
+        if plant.startswith(NOT_CALLED) or (plant == DUMMIES and number == 0):
+            plan = [Ignoring(float(plant != DUMMIES)) for _ in plan]
         if hasattr(model, "zero_grad_buffer"):
             model.zero_grad_buffer()
         with contextlib.redirect_stdout(io.StringIO()) as out:
@@ -301,18 +321,22 @@ def as_it_is(returned: Any, *_: Any) -> Any:
     [
         ("", "prompt_mean on the policy loss, proved on 37 tokens of 13 samples, 3 prompts of"),
         ("another DDP", "NOT PROVED: .* is not Megatron-Core's own DistributedDataParallel"),
-        ("loss doubled", TWICE),
-        ("planned by another mode", "asked prompt_mean; tokens weigh"),
+        ("loss doubled", f"(?s){TWICE}.*or a factor of 2 in your own code.*Return what microbatch.loss.* put a coef"),
+        ("planned by another mode", "(?s)asked prompt_mean; tokens weigh.*Plan the step by the mode that is asked"),
+        (NOT_CALLED, "no micro-batch handed out: neither its loss.* nor its carry.* was called. Return the result of"),
+        (f"{NOT_CALLED}, warn", "(?s)neither its loss.* nor its carry.* was called.*Training goes on."),
+        (DUMMIES, "prompt_mean on the policy loss, not proved yet: the step has no gradient"),
     ],
 )
 def test_a_loop_of_ones_own(plant: str, says: str, record_property: Any) -> None:
-    stops = plant in ("loss doubled", "planned by another mode")
+    stops = plant in ("loss doubled", "planned by another mode", NOT_CALLED)
     for rank, (printed, stopped) in enumerate(run_ranks(CP * DP, loop_of_ones_own, plant)):
         assert re.search(says, stopped) if stops else not stopped
         if not stops:
             assert bool(re.search(says, printed[0])) == (rank == 0)
-            assert "megatron_rl_loss:" not in printed[1]
-    if plant:
+            assert ("megatron_rl_loss:" in printed[1]) == (plant == DUMMIES and rank == 0)
+            assert ("proved on 37 tokens" in printed[1]) == (plant == DUMMIES and rank == 0)
+    if plant and "warn" not in plant and plant != DUMMIES:
         record_property("plant", ("a loop of one's own", plant, "stopped" if stops else "not proved, as it says"))
 
 

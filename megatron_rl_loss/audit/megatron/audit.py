@@ -91,8 +91,8 @@ class Audit:
         self._computes_loss = self._groups.pp.rank() == self._groups.pp.size() - 1
         self._anchors = [choose(chunk, self._config) for chunk in chunks]
         self._factors: list[Factor] = []  # without a problem
-        self._faults: list[str] = []  # the reasons in `_unknown` that are faults of the step
-        self._unknown = _cannot_know(self._config)  # this rank's reasons against a verdict
+        self._faults: list[str] = []  # reasons against a verdict that are faults of the step
+        self._unknown = _cannot_know(self._config)  # this rank's other reasons against a verdict
         self._taps = Taps()
         self._described: list[Samples | Exception] = []  # each micro-batch, by `samples_of`
         self._stack = ExitStack()
@@ -172,7 +172,7 @@ class Audit:
     def _measure(self) -> None:
         groups = self._groups
         factors = [one.factor(groups.dp_cp, groups.tp) if isinstance(one, Anchor) else one for one in self._anchors]
-        self._unknown += [one.problem for one in factors if one.problem and (one.apart or self._computes_loss)]
+        self._unknown += [one.problem for one in factors if one.problem and self._computes_loss and not one.apart]
         self._faults = [one.problem for one in factors if one.apart]
         self._factors = [one for one in factors if not one.problem]
         scale = getattr(self._config, "grad_scale_func", None)
@@ -222,7 +222,6 @@ class Audit:
                 return honest
         if sums[0]:
             self._faults.append(f"Gradients of log-probs arrive {path:.6g} times at the model's output, not once.")
-            self._unknown.append(self._faults[-1])
         return 1.0
 
     def _add_tokens(self, report: Report, path: float, dynamic_cp: bool) -> None:
@@ -252,6 +251,11 @@ class Audit:
                     term, one, samples, cp_size, self._expected, dp_rank=dp_rank, microbatch=turn, cp_rank=cp_rank
                 )
 
+    @property
+    def _reasons(self) -> list[str]:
+        """This rank's reasons against a verdict."""
+        return self._faults + self._unknown
+
     def deviation(self) -> float | None:
         """The largest |w / expected - 1| over the step's tokens and the loss's terms.
 
@@ -265,14 +269,14 @@ class Audit:
         losses = [one for term, one in tapped if one.aggregation or term == "pg"]
         if not losses or any(one.expected_weights is None for one in losses):
             self._unknown.append("A policy loss did not go through a reducer of this library.")
-        for one in losses if not self._unknown else ():
+        for one in losses if not self._reasons else ():
             expected: Tensor = one.expected_weights()  # type: ignore[misc]
             gradient = torch.zeros_like(expected) if one.gradient is None else one.gradient.to(expected)
             off = (gradient * (self._factors[-1].value / self._loss_scale) - expected).abs()
             sizes = torch.cat([expected.abs(), expected.new_tensor([SMALLEST])])
             off /= sizes[:-1].where(expected != 0, sizes.max())
             worst[0] = torch.cat([worst.to(off), off.nan_to_num(nan=torch.inf)]).max()
-        if self._unknown:
+        if self._reasons:
             worst[0] = torch.inf
         for group in several(self._groups.dp_cp):
             all_reduce(worst, group, dist.ReduceOp.MAX)
@@ -298,7 +302,7 @@ class IntervalAudits:
         self._last, self._device = audit.deviation(), audit._device
         if self._last is not None and math.isnan(self._last):
             self._last = -1.0
-            why = " ".join(audit._unknown) or "Weights are not finite."
+            why = " ".join(audit._reasons) or "Weights are not finite."
             log_single_rank(logger, logging.WARNING, f"{METRIC} of step {self._steps} is unknown. {why}")
 
     def reported(self, reports: Any) -> Any:

@@ -4,6 +4,7 @@ The audit measures the step. Expected weights come from the masks and ids that t
 After a step without a gradient, such as an overflow of fp16, the next step is measured.
 """
 
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
@@ -15,8 +16,9 @@ import numpy as np
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_rl_loss.audit.judge import in_words, judge
-from megatron_rl_loss.audit.launch import print_text, run_schedules_by
+from megatron_rl_loss.audit.launch import print_text
 from megatron_rl_loss.audit.megatron.audit import Audit
+from megatron_rl_loss.audit.schedules import run_schedules_by
 from megatron_rl_loss.audit.tokens import StepTokens
 from megatron_rl_loss.megatron.flags import PROOF_VARIABLE, ProofLevel, proof_level
 from megatron_rl_loss.modes.names import Aggregation, resolve
@@ -26,6 +28,17 @@ from megatron_rl_loss.step.collectives import agree_on, attempt, raise_together,
 from megatron_rl_loss.step.units import UnitCounting
 
 Schedule = Callable[..., Any]
+
+#: A loop of one's own may return any loss; `LossAggregation` refuses another one than `Microbatch.loss` made.
+_NEVER = (
+    "loss_func returned losses that no micro-batch handed out: neither its loss() nor its carry() was called. Return "
+    "the result of microbatch.loss(per_token_loss) unchanged, made outside torch.compile; in a loss without "
+    "micro-batches call tap(per_token_loss, samples=...)."
+)
+_REMEDY = (
+    "Plan the step by the mode that is asked. Return what microbatch.loss(...) returned, all of it and unchanged; "
+    "put a coefficient into a Term."
+)
 
 
 def prove_first_step(
@@ -41,7 +54,8 @@ def prove_first_step(
 
         forward_backward_func = prove_first_step(get_forward_backward_func(), "prompt_mean")
 
-    The proof covers the policy loss and every term that names a mode. The first rank prints one line.
+    The proof covers the policy loss and every term that names a mode. The first rank prints one line. A step with a
+    gradient and without any loss of this library is a fault.
 
     Args:
         forward_backward_func: the schedule; all ranks call it together, with ``model=``.
@@ -52,10 +66,10 @@ def prove_first_step(
 
     Raises:
         ValueError, TypeError: unusable settings.
-        BadBatchError: on every rank, in the first training step, for wrong weights.
+        BadBatchError: on every rank, in the first training step, for wrong weights, or none from this library.
     """
-    asked = resolve(mode, divisor=divisor, units=units)
-    proof = FirstStep(asked, "the policy loss", level=proof_level(level), pg_collection=pg_collection)
+    asked, words = resolve(mode, divisor=divisor, units=units), {"never": _NEVER, "remedy": _REMEDY}
+    proof = FirstStep(asked, "the policy loss", level=proof_level(level), pg_collection=pg_collection, **words)
 
     @wraps(forward_backward_func)
     def proved(*args: Any, **kwargs: Any) -> Any:
@@ -105,7 +119,9 @@ class FirstStep:
         level: as in `prove_first_step`.
         pg_collection: the process groups; default: the model's, else Megatron's parallel state.
         beside: words for parts of the loss that are not proved, appended to the line.
-        never: words for a step without any tapped loss, which is a fault then. Without `never` it is not proved.
+        never: words for a step with a gradient and without any tapped loss, which is a fault then. Without `never` the
+            step is not proved, and the next one is measured.
+        remedy: words for wrong weights, appended to the report.
 
     Attributes:
         group_size: number of samples of each prompt that the engine was told to generate, if known.
@@ -123,9 +139,10 @@ class FirstStep:
         pg_collection: ProcessGroupCollection | None = None,
         beside: str = "",
         never: str = "",
+        remedy: str = "",
     ) -> None:
         self.asked, self._loss, self._level, self._pg_collection = asked, loss, level, pg_collection
-        self._beside, self._never = beside, never
+        self._beside, self._never, self._remedy = beside, never, remedy
         self.outcome, self.terms = "", list[str]()
         self.group_size: int | None = None
         self.is_over = level == "off"
@@ -157,6 +174,8 @@ class FirstStep:
         if audit.steps and failure is None:
             finding = attempt(lambda: self._finding(audit))
         if isinstance(finding, Exception):
+            if not isinstance(finding, ValueError):  # no limit of the proof but an error in it: training goes on
+                traceback.print_exception(finding)
             finding = "unknown", f"{self._aim}, NOT PROVED: {type(finding).__name__}: {finding}"
         found, text = finding
         kinds = agree_on([found], ["wrong", "unknown", "later", "proved"], groups)
@@ -191,25 +210,26 @@ class FirstStep:
                 modes.append(f"{in_words(expected)} on {loss}")
             else:
                 reports.append(f"On {loss}: {verdict}")
+        reports += [self._remedy] * bool(self._remedy and reports)
         reports += facts["faults"]
         for name in self.terms:
             if name not in audit.steps or f"{name}#2" in audit.steps:
                 where = "several times in a micro-batch" if name in audit.steps else "in no micro-batch"
                 reports.append(f"The {name} term went through a reducer of this library {where}.")
-        if self._never and not facts["tapped"]:
+        if self._never and facts["has_gradient"] and not facts["tapped"]:
             reports = [self._never]
         if reports:
             says = f"{self._aim} was asked, and the first training step does something else."
             stops = f"All ranks aborted before the optimizer step; {PROOF_VARIABLE}=warn trains on."
             return "wrong", "\n".join([says, *reports, stops if self._level == "error" else "Training goes on."])
         if not facts["has_gradient"] or not any(step.tokens.mask.any() for step in audit.steps.values()):
-            lacks = "no gradient" if facts["tapped"] else "no tapped loss"
+            lacks = "no tapped loss" if facts["has_gradient"] and not facts["tapped"] else "no gradient"
             return "later", f"{self._aim}, not proved yet: the step has {lacks}, so the next one is measured"
         if unknown or tokens is None:
             why = " ".join(dict.fromkeys(unknown)) or "No loss went through a reducer of this library."
             return "unknown", f"{self._aim}, NOT PROVED: {why}"
         beside = f"; {self._beside}" * bool(self._beside)
-        return "proved", f"{', '.join(modes)}, proved on {_sizes(tokens, self.group_size)}{beside}"
+        return "proved", f"{', '.join(modes)}, proved on {_sizes(tokens, self.group_size)}{beside}; masks as given"
 
 
 def _sizes(tokens: StepTokens, group_size: int | None) -> str:

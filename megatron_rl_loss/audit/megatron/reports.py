@@ -27,7 +27,7 @@ class Report:
     stage: int
     factors: list[Factor]  # of each model chunk that has one
     unknown: list[str]
-    faults: list[str] = field(default_factory=list)  # reasons, of `unknown` too, that are faults of the step
+    faults: list[str] = field(default_factory=list)  # further reasons, which are faults of the step
     has_gradient: bool = True  # finite ones, not all 0
     num_microbatches: int = 0  # whose loss this rank computed; 0 on ranks that add no tokens
     terms: dict[str, list[Part]] = field(default_factory=dict)
@@ -102,16 +102,15 @@ def assembled(
     factor, unknown, faults = _agreed_factor(reports)
     compared, differ = (sum(one.tokens[i] for one in reports) for i in (0, 1))
     not_finite = [place for report in reports for place in report.not_finite]
-    if unknown and not_finite:
+    if (faults or unknown) and not_finite:
         unknown.append(f"Gradients of losses are NaN or infinite at {'; '.join(not_finite[:3])}.")
     if differ:
         faults.append(f"The layout or the batch given is not the model's: {differ} of {compared} tokens differ.")
-        unknown.append(faults[-1])
     if any(map(differ_over_cp, parts.values())):
         faults.append("Context-parallel ranks scale the gradients of a gathered token differently.")
-        unknown.append(faults[-1])
     if sum(one.num_microbatches > 0 for one in reports) < groups.dp_cp.size():
         unknown.append("Some ranks of the last pipeline stage computed no loss.")
+    unknown = faults + unknown
     sizes = {f"{name}_size": getattr(groups, name).size() for name in ("dp", "cp", "tp", "pp")}
     if dynamic_cp:
         sizes |= {"dp_size": groups.dp_cp.size(), "cp_size": 1}
@@ -147,7 +146,7 @@ def assembled(
 
 
 def _agreed_factor(reports: Sequence[Report]) -> tuple[Factor, list[str], list[str]]:
-    """The factor of the last stage that has one, the reasons against a verdict, and the faults among these reasons."""
+    """The factor of the last stage that has one, the reasons against a verdict, and those that are faults."""
     unknown = [text for report in reports for text in report.unknown]
     faults = [text for report in reports for text in report.faults]
     factors = sorted(((one.stage, factor) for one in reports for factor in one.factors), key=lambda one: one[0])
@@ -156,7 +155,6 @@ def _agreed_factor(reports: Sequence[Report]) -> tuple[Factor, list[str], list[s
         if abs(one.value / last.value - 1) > one.rounding + last.rounding:
             apart = f"{one.value:.6g} on pipeline stage {at} ({one.name}), {last.value:.6g} on stage {stage}"
             faults.append(f"Gradients are multiplied by {apart}: no weight holds for all parameters.")
-            unknown.append(faults[-1])
     return last, unknown, faults
 
 

@@ -221,7 +221,9 @@ def test_what_no_row_explains_stays_a_number() -> None:
         assert (verdict.misplaced, verdict.causes) == ((), ())
         assert "No known cause fits" in str(verdict)
         assert "DP 0, micro-batch" in str(verdict)
+    assert "No gradient reached the tapped losses" in str(judged(ragged(seed), lambda t: 0 * exact(t)))
     verdict = judged(ragged(seed), lambda t: exact(t) * 1.2344)
+    assert "in your own code" not in str(verdict)
     assert not verdict.causes[0].named
     assert "tokens weigh 1.234 times what was asked" in str(verdict)
     assert "no product of the step's sizes and counts" in " ".join(str(verdict).split())
@@ -289,6 +291,7 @@ def test_all_names_of_a_constant_are_said(name: str) -> None:
     verdict = judge(replace(step, split=replace(step.split, pp_size=pp_size)), asked("token_mean"))
     assert {one.constant for one in verdict.causes} == constants
     assert ("Each of these causes fits" in str(verdict)) == (len(constants) > 1)
+    assert f"or a factor of {factor:.4g} in your own code" in " ".join(str(verdict).split())
 
 
 def test_a_cause_of_several_steps_fits_each_of_them() -> None:
@@ -318,7 +321,7 @@ def test_where_nothing_is_asked_the_nearest_mode_is() -> None:
         verdict = judge(sound_step(ragged(3), mode))
         assert verdict.sound
         assert verdict.expected.startswith(mode)
-        assert "no mode was asked: this is the nearest" in verdict.headline
+        assert f"nearest mode {verdict.expected} (none was asked: --expect); each of" in verdict.headline
     verdict = judge(measured(ragged(3, masked=0.0), own_mean))
     assert not verdict.sound
     assert "divided by the tokens of the micro-batch" in verdict.causes[0].row
