@@ -42,17 +42,18 @@ def judge(measured: MeasuredStep, expected: Aggregation | str | None = None) -> 
     elif coef != 1:
         measured = _scaled(measured, 1 / coef)
         notes = (*notes, f"the term's coefficient, {coef:g}, is divided out")
+    named = "nothing" if expected is None else str(expected)
     if unknown:
-        return Verdict(expected=in_words(expected), sound=False, unknown=unknown, notes=notes)
+        return Verdict(expected=named, sound=False, unknown=unknown, notes=notes)
     try:
         asked = expected or _nearest(measured)
         wanted = expected_weights(measured.tokens, asked)
     except (ValueError, KeyError) as error:  # a mode over labels, which a measured step does not have
-        why = f"The weights of {in_words(expected)} cannot be computed from masks and ids alone. {error}"
-        return Verdict(expected=in_words(expected), sound=False, unknown=(why,), notes=notes)
+        why = f"The weights of {named} cannot be computed from masks and ids alone. {error}"
+        return Verdict(expected=named, sound=False, unknown=(why,), notes=notes)
     if not wanted.any() and not measured.weights.any() and not measured.stray[1]:
         why = "The step has no token with an expected or measured weight."
-        return Verdict(expected=in_words(asked), sound=False, unknown=(why,), notes=notes)
+        return Verdict(expected=str(asked), sound=False, unknown=(why,), notes=notes)
     tokens, weights, on = measured.tokens, measured.weights, wanted != 0
     ratio = weights[on] / wanted[on]
     factor = float(np.median(ratio)) if len(ratio) and measured.facts.get("undeclared_term") else math.nan
@@ -72,7 +73,7 @@ def judge(measured: MeasuredStep, expected: Aggregation | str | None = None) -> 
     deviation = deviation_of(measured, wanted)
     finite = _is_finite(measured) and len(ratio) > 0
     verdict = Verdict(
-        expected=in_words(asked),
+        expected=str(asked),
         is_nearest=expected is None,
         sound=deviation <= tolerance,
         deviation=deviation,
@@ -160,14 +161,6 @@ class _NoLabels(dict[str, Any]):
         raise ValueError(f"The mode reads the labels{looks}, which the proof and the audit do not have.")
 
     __contains__ = __getitem__ = __iter__ = __len__ = get = items = keys = values = _refuse
-
-
-def in_words(expected: Aggregation | None) -> str:
-    """The mode, its divisor if any, and its unit counting unless that is the default."""
-    if expected is None:
-        return "nothing"
-    divisor = "" if expected.divisor is None else f" with divisor {expected.divisor:g}"
-    return f"{expected.mode.name}{divisor}" + f", unit counting {expected.units}" * (expected.units != "all")
 
 
 def _scaled(measured: MeasuredStep, factor: float) -> MeasuredStep:

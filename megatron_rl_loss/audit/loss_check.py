@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl_loss.audit import simulation
-from megatron_rl_loss.audit.judge import deviation_of, expected_weights, explain, in_words
+from megatron_rl_loss.audit.judge import deviation_of, expected_weights, explain
 from megatron_rl_loss.audit.misplaced import take_off
 from megatron_rl_loss.audit.simulation import CALLS, CallFailed, DrawnRow, DrawnStep, Kind, LossCall
 from megatron_rl_loss.errors import check_choice, check_int
@@ -113,7 +113,7 @@ class LossReport:
         return all(finding.kind == "weights" and finding.cut == UNCUT for finding in self.findings)
 
     def __str__(self) -> str:
-        mode = "" if self.expected is None or self.expected.mode.name == self.name else in_words(self.expected)
+        mode = "" if self.expected is None or self.expected.mode.name == self.name else str(self.expected)
         if self.sound:
             lines = [f"SOUND: {self.name} is {mode or 'invariant'}, however the step is cut"]
         elif self.invariant:
@@ -142,7 +142,7 @@ class LossReport:
         """The report as plain data; unknown values of a finding are left out."""
         known = [{name: value for name, value in vars(one).items() if value == value} for one in self.findings]
         findings = [one | {"step": repr(one["step"])} for one in known]
-        expected = None if self.expected is None else in_words(self.expected)
+        expected = None if self.expected is None else str(self.expected)
         said = {"sound": self.sound, "invariant": self.invariant, "expected": expected, "findings": findings}
         return {**vars(self), **said}
 

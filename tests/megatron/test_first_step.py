@@ -167,9 +167,9 @@ def scale_context_parallel_ranks(ready: Ready, stack: contextlib.ExitStack) -> N
 
 
 def weigh_too_much(ready: Ready, stack: contextlib.ExitStack) -> None:
-    from megatron_rl_loss.reduction import sums
+    from megatron_rl_loss.plan import microbatch
 
-    replaced(stack, sums, "weigh", lambda weigh, *given: 1.25 * weigh(*given))
+    replaced(stack, microbatch, "weigh", lambda weigh, *given: 1.25 * weigh(*given))
 
 
 def flip_per_token_loss(ready: Ready, stack: contextlib.ExitStack) -> None:

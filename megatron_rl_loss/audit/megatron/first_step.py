@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron_rl_loss.audit.judge import in_words, judge
+from megatron_rl_loss.audit.judge import judge
 from megatron_rl_loss.audit.launch import print_text
 from megatron_rl_loss.audit.megatron.audit import Audit
 from megatron_rl_loss.audit.schedules import run_schedules_by
@@ -149,7 +149,7 @@ class FirstStep:
 
     @property
     def _aim(self) -> str:
-        return self._loss if self.asked is None else f"{in_words(self.asked)} on {self._loss}"
+        return self._loss if self.asked is None else f"{self.asked} on {self._loss}"
 
     def give_up(self, why: str) -> None:
         """Print on the first rank that nothing is proved; all ranks call it."""
@@ -207,7 +207,7 @@ class FirstStep:
             if verdict.unknown or expected is None:
                 unknown.append(verdict.unknown[0] if verdict.unknown else f"The mode of {loss} is not known by name.")
             elif verdict.sound:
-                modes.append(f"{in_words(expected)} on {loss}")
+                modes.append(f"{expected} on {loss}")
             else:
                 reports.append(f"On {loss}: {verdict}")
         reports += [self._remedy] * bool(self._remedy and reports)
