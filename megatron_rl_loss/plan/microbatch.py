@@ -122,11 +122,6 @@ class Microbatch:
     # --- reducers
 
     @property
-    def is_used(self) -> bool:
-        """True once a loss was carried, or weights were made."""
-        return self.receipt is not None or bool(self._reducers)
-
-    @property
     def weights(self) -> Tensor:
         """The weight of each token that this rank holds in the step loss, float32 [num_local_tokens]."""
         return self.pg_loss.weights

@@ -121,9 +121,8 @@ class Plan:
 
         Raises:
             BadBatchError: on all of these ranks (the error itself where there is one): micro-batches that were not
-                trained on, while others were; a plan with active tokens that nobody used; a micro-batch that leaves
-                out a metric of tokens that it has; local tokens that are not the plan's cut
-                (`Microbatch.check_tokens`).
+                trained on, while others were; a micro-batch that leaves out a metric of tokens that it has; local
+                tokens that are not the plan's cut (`Microbatch.check_tokens`).
             ValueError: on all of these ranks: a mode that was declared for a term, and a loss without that term.
         """
         facts, failure = self.facts, failure_of(attempt(lambda: self._check_end(reports)))
@@ -139,19 +138,7 @@ class Plan:
         if isinstance(reports, Mapping):
             raise TypeError("reports is one report: each micro-batch must have one. Pass a list.")
         check_finished(self.facts.is_carried)
-        if any(one.active_tokens.any() for one in self.samples or ()) and not self._is_used:
-            raise ValueError(
-                f"a plan of {len(self)} micro-batches, none of which made a loss: a finished plan was trained on or "
-                "evaluated. Return microbatch.loss(per_token_loss) from the loss function; do not finish a plan that "
-                "nobody used."
-            )
         self.facts.check_tokens()
-
-    @property
-    def _is_used(self) -> bool:
-        """True if some micro-batch made a loss, a value or weights, or compared its tokens."""
-        facts, made = self.facts, vars(self).get("microbatches", ())
-        return bool(facts.wrong_tokens) or any((*facts.is_carried, *facts.notes, *(one.is_used for one in made)))
 
     def _check_terms(self, values: Mapping[str, Tensor]) -> None:
         """Raise ValueError for a mode that was declared for no term; the values' names are those of all ranks."""

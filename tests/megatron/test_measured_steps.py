@@ -218,4 +218,4 @@ def test_dropout_is_warned_of() -> None:
     _, _, gap, warned = found[0]
     assert gap > 0.01
     assert any("a forward pass without dropout, of a model that trains with dropout 0.3" in text for text in warned)
-    assert any("now: the training pass and the forward pass before it differ by up to" in text for text in warned)
+    assert any("now of the training pass and of the forward pass before it differ by up to" in text for text in warned)

@@ -48,7 +48,7 @@ test_refusals = refusal_tests(
             error=TypeError,
         ),
         **refusals(
-            lambda reports: [made := plan([TWO]), made[0](torch.ones(2)), made.finish(reports)],
+            plan([TWO]).finish,
             (({"pg_loss": X},), "reports is one report", ([{"pg_loss": X}],)),
             error=TypeError,
         ),
