@@ -31,7 +31,7 @@ def late_counts(model: Any) -> Iterator[list[float]]:
     chunks = model if isinstance(model, list) else [model]
     config, counts = get_model_config(chunks[0]), list[float]()
     if config.calculate_per_token_loss:
-        raise ValueError("late counts with calculate_per_token_loss: Megatron divides, too. Turn it off.")
+        raise ValueError("late counts with calculate_per_token_loss: Megatron would divide by tokens too. Turn it off.")
     options: dict[str, Any] = {}
     held = {
         "finalize_model_grads_func": lambda *_, **given: options.update(given),

@@ -88,7 +88,7 @@ def test_calls_add_up_to_the_step() -> None:
     for found, wrong, refused in run_ranks(DP * CP, over_data_and_context):
         assert [relative_error(one, expected) < oracle.EXACT for one in found] == [True] * 2 * len(DDP_OPTIONS)
         assert relative_error(wrong, expected) > 0.5  # negative control
-        assert "late counts with per-token loss" in refused
+        assert "late counts with calculate_per_token_loss" in refused
 
 
 def test_calls_over_pipeline_stages_add_up_to_the_step() -> None:
