@@ -158,7 +158,7 @@ class _Groups:
         if sum(sizes) > 1 and not self.centred.any():
             alone = self.size.max() == 1
             why = "every prompt group has one sample" if alone else "all rewards are equal within their prompt groups"
-            hint = " Pass dp_group= if a prompt's samples lie on several ranks." if alone and dp_group is None else ""
+            hint = " Pass dp_group= if a prompt's samples lie on several ranks." if dp_group is None else ""
             warnings.warn(f"{why}: all advantages are 0.{hint}", stacklevel=4)
 
     def sum(self, values: Floats) -> Floats:

@@ -60,7 +60,7 @@ def divergence_at_ids(
     Source: GKD, arXiv:2306.13649 eq. 1 and section 2; reverse KL of the student's samples, MiniLLM, arXiv:2306.08543.
     """
     for name, one in (("log_probs", log_probs), ("teacher_log_probs", teacher_log_probs)):
-        check_float(name, one, "Pass log-probs, not ids")
+        check_float(name, one, "Pass log-probs, not ids; of a LogProbs its .log_probs")
     check_shape("teacher_log_probs", teacher_log_probs, log_probs)
     share = check_kind(kind, beta)
     check_choice("tail", tail, get_args(Tail))

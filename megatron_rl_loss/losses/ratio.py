@@ -157,7 +157,7 @@ def check_shape(name: str, factor: Tensor, values: Tensor, *, broadcasts: bool =
         raise ValueError(
             f"{name} of shape {tuple(factor.shape)} for values of shape {tuple(values.shape)}: both must have one "
             f"shape{', or the first broadcast to the second' * broadcasts}. Cut both for the same rank, in the same "
-            "order."
+            "order; samples.in_buffer gives each token its sample's value."
         )
 
 

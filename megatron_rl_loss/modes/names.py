@@ -234,7 +234,7 @@ def _hint(asked: str) -> str:
     if plain in peers:
         peer = peers[plain]
         return f"Write {peer.mode!r}, or {peer.framework + ':' + peer.name!r} as that framework counts"
-    return did_you_mean(asked, available_modes())
+    return did_you_mean(asked, available_modes()) + ", or import the module of a mode of your own first"
 
 
 def _of_peer(asked: str, divisor: float | None, units: UnitCounting | None) -> Aggregation:

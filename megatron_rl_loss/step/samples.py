@@ -197,6 +197,8 @@ class Samples:
                 f"rows of {lengths[:8]} values for loss masks of {self.mask_lengths[:8]}: a row must be as long as its "
                 "sample's mask. Pass one value per mask entry."
             )
+        if isinstance(values, Tensor) and not rows:
+            return values.new_zeros(self.total_tokens)
         return place_rows(rows, self._places, self.total_tokens)
 
     def with_kept_tokens(self, name: str, kept: Array) -> "Samples":

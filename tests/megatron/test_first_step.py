@@ -322,7 +322,7 @@ def as_it_is(returned: Any, *_: Any) -> Any:
         ("", "prompt_mean on the policy loss, proved on 37 tokens of 13 samples, 3 prompts of"),
         ("another DDP", "NOT PROVED: .* is not Megatron-Core's own DistributedDataParallel"),
         ("loss doubled", f"(?s){TWICE}.*or a factor of 2 in your own code.*Return what microbatch.loss.* put a coef"),
-        ("planned by another mode", "(?s)asked prompt_mean; tokens weigh.*Plan the step by the mode that is asked"),
+        ("planned by another mode", "(?s)asked prompt_mean; tokens weigh.*Give plan_step and .* one mode"),
         (NOT_CALLED, "no micro-batch handed out: neither its loss.* nor its carry.* was called. Return the result of"),
         (f"{NOT_CALLED}, warn", "(?s)neither its loss.* nor its carry.* was called.*Training goes on."),
         (DUMMIES, "prompt_mean on the policy loss, not proved yet: the step has no gradient"),

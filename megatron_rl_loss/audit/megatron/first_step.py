@@ -36,7 +36,7 @@ _NEVER = (
     "micro-batches call tap(per_token_loss, samples=...)."
 )
 _REMEDY = (
-    "Plan the step by the mode that is asked. Return what microbatch.loss(...) returned, all of it and unchanged; "
+    "Give plan_step and prove_first_step one mode. Return what microbatch.loss(...) returned, all of it and unchanged; "
     "put a coefficient into a Term."
 )
 

@@ -134,6 +134,8 @@ def test_values_of_a_sample_are_put_where_its_mask_is_and_stay_differentiable() 
     samples.in_buffer(of_samples).sum().backward()
     assert of_samples.grad is not None
     assert of_samples.grad.tolist() == [2, 3]
+    filler = Samples([], layout=ZigzagTHD([0, 8], filler_slots=1))
+    assert torch.equal(filler.in_buffer(torch.zeros(0)), torch.zeros(8))
 
 
 # --- ids
