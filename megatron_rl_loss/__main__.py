@@ -120,8 +120,9 @@ def copy_example(name: str, into: Path) -> list[Path]:
         missing = {source: copy for source, copy in copies.items() if not copy.exists()}
         others = [str(copy) for source, copy in copies.items() if source not in missing and not _equal(source, copy)]
         if not others:
+            for folder in {copy.parent for copy in missing.values()}:
+                folder.mkdir(parents=True, exist_ok=True)
             for source, copy in missing.items():
-                copy.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(source, copy)
     except OSError as error:
         given = f"a copy of example {name!r} in the folder {str(into)!r}"

@@ -121,13 +121,12 @@ class Plan:
 
         Raises:
             BadBatchError: on all of these ranks (the error itself where there is one): micro-batches that were not
-                trained on, while others were; a micro-batch that leaves out a metric of tokens that it has; local
-                tokens that are not the plan's cut (`Microbatch.check_tokens`).
-            ValueError: on all of these ranks: a mode that was declared for a term, and a loss without that term.
+                trained on, while others were; a mode that was declared for a term, and a loss without that term; a
+                micro-batch that leaves out a metric of tokens that it has; local tokens that are not the plan's cut
+                (`Microbatch.check_tokens`).
         """
         facts, failure = self.facts, failure_of(attempt(lambda: self._check_end(reports)))
         values = reduce_notes(facts.notes, facts.groups.of_loss, self._has_tokens, failure)
-        self._check_terms(values)
         facts.report_not_finite()
         for report in reports:
             if isinstance(report, dict) and (not report or report.keys() & values.keys()):
@@ -139,14 +138,18 @@ class Plan:
             raise TypeError("reports is one report: each micro-batch must have one. Pass a list.")
         check_finished(self.facts.is_carried)
         self.facts.check_tokens()
+        self._check_terms()
 
-    def _check_terms(self, values: Mapping[str, Tensor]) -> None:
-        """Raise ValueError for a mode that was declared for no term; the values' names are those of all ranks."""
-        terms = self.facts.modes.terms.items()  # those whose mode declares sums may serve metrics alone
-        declared = sorted(name for name, one in terms if name not in values and not one.mode.sums)
-        if declared and values and any(self.facts.is_carried):
+    def _check_terms(self) -> None:
+        """Raise ValueError for a mode without a term, where micro-batches with tokens were trained on."""
+        facts = self.facts
+        trained = [notes for n, notes in enumerate(facts.notes) if facts.is_carried[n] and self._has_tokens(n, None)]
+        names = {name for notes in trained for name in notes}
+        # Modes that declare sums may serve metrics alone.
+        declared = sorted(name for name, one in facts.modes.terms.items() if not one.mode.sums and name not in names)
+        if declared and names:
             raise ValueError(
-                f"a mode for the term {declared[0]!r}, and a loss of {sorted(values)}: a mode of terms= or of a flag "
+                f"a mode for the term {declared[0]!r}, and a loss of {sorted(names)}: a mode of terms= or of a flag "
                 "such as --kl-loss-aggregation must have its term. Pass the term, with coef=0 to switch it off, or "
                 "drop the mode."
             )

@@ -5,6 +5,7 @@ Also transfers of arrays between a device and the host.
 
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -130,13 +131,19 @@ def to_row(value: Any, length: int) -> Any:
     """A row of that length where the value is one number, else the value itself."""
     if np.ndim(value):
         return value
-    return value.expand(length) if isinstance(value, Tensor) else np.full(length, value)
+    if isinstance(value, Tensor):
+        return value.expand(length)
+    if not isinstance(value, (Real, np.generic)):
+        raise TypeError(f"{value!r} for a sample: it must be a number, or a row as long as the mask. Pass either.")
+    return np.full(length, value)
 
 
 def place_rows(rows: Sequence[Any], places: Sequence[tuple[int, int]], total_tokens: int) -> Any:
     """`place` of rows that are not joined yet; of tensors a tensor, which stays differentiable and on their device."""
-    if not any(isinstance(row, Tensor) for row in rows):
+    like = next((row for row in rows if isinstance(row, Tensor)), None)
+    if like is None:
         return place(np.concatenate([np.zeros(0), *rows]), places, total_tokens)
+    rows = [row if isinstance(row, Tensor) else torch.as_tensor(row).to(like) for row in rows]
     parts, at = list[Tensor](), 0
     for (begin, end), row in zip(places, rows, strict=True):
         parts += [row.new_zeros(begin - at), row]

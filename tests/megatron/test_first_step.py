@@ -274,6 +274,7 @@ class Ignoring(NamedTuple):
 
 
 NOT_CALLED, DUMMIES = "microbatch.loss not called", "a step of dummies"
+NOT_MEASURED = "an error in the measurement"  # not a fault of the loss: training goes on
 
 
 def loop_of_ones_own(plant: str) -> tuple[list[str], str]:
@@ -282,11 +283,14 @@ def loop_of_ones_own(plant: str) -> tuple[list[str], str]:
     from megatron.core import pipeline_parallel
 
     from megatron_rl_loss import plan_step, prove_first_step
+    from megatron_rl_loss.audit.megatron.audit import Audit
 
     cp_rank, dp_rank = start_ranks()
     batches, model = batches_of(dp_rank), table_model(LOSSES, ddp=plant != "another DDP")
     if plant == "another DDP":
         model.config.finalize_model_grads_func = None
+    if plant == NOT_MEASURED:
+        Audit._add_tokens = lambda *_, **__: 1 / 0  # type: ignore[assignment,method-assign]
     level = "warn" if plant.endswith("warn") else "error"
     schedule = prove_first_step(pipeline_parallel.get_forward_backward_func(), "prompt_mean", level=level)  # type: ignore[arg-type]
     pipeline_parallel.get_forward_backward_func = lambda: schedule
@@ -325,6 +329,7 @@ def as_it_is(returned: Any, *_: Any) -> Any:
         ("planned by another mode", "(?s)asked prompt_mean; tokens weigh.*Give plan_step and .* one mode"),
         (NOT_CALLED, "no micro-batch handed out: neither its loss.* nor its carry.* was called. Return the result of"),
         (f"{NOT_CALLED}, warn", "(?s)neither its loss.* nor its carry.* was called.*Training goes on."),
+        (NOT_MEASURED, "NOT PROVED: A rank failed to measure. ZeroDivisionError"),
         (DUMMIES, "prompt_mean on the policy loss, not proved yet: the step has no gradient"),
     ],
 )
@@ -336,7 +341,7 @@ def test_a_loop_of_ones_own(plant: str, says: str, record_property: Any) -> None
             assert bool(re.search(says, printed[0])) == (rank == 0)
             assert ("megatron_rl_loss:" in printed[1]) == (plant == DUMMIES and rank == 0)
             assert ("proved on 37 tokens" in printed[1]) == (plant == DUMMIES and rank == 0)
-    if plant and "warn" not in plant and plant != DUMMIES:
+    if plant and "warn" not in plant and plant not in (DUMMIES, NOT_MEASURED):
         record_property("plant", ("a loop of one's own", plant, "stopped" if stops else "not proved, as it says"))
 
 

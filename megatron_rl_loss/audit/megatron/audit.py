@@ -184,7 +184,8 @@ class Audit:
         dynamic_cp = bool(agree_on(["changes"] * changes, ["changes"], [groups.dp_cp, groups.pp]))
         path = self._path() if self._computes_loss else 1.0
         has_gradient = not any(one.empty for one in factors)
-        report = Report(groups.pp.rank(), self._factors, self._unknown, self._faults, has_gradient)
+        has_taps = bool(self._taps.losses)
+        report = Report(groups.pp.rank(), self._factors, self._unknown, self._faults, has_gradient, has_taps)
         if self._computes_loss and groups.tp.rank() == 0:  # over TP, gradients of losses are the same
             failure = attempt(lambda: self._add_tokens(report, path, dynamic_cp))
             report.unknown += [f"A rank failed to measure. {type(failure).__name__}: {failure}"] if failure else []

@@ -32,8 +32,8 @@ Schedule = Callable[..., Any]
 #: A loop of one's own may return any loss; `LossAggregation` refuses another one than `Microbatch.loss` made.
 _NEVER = (
     "loss_func returned losses that no micro-batch handed out: neither its loss() nor its carry() was called. Return "
-    "the result of microbatch.loss(per_token_loss) unchanged, made outside torch.compile; in a loss without "
-    "micro-batches call tap(per_token_loss, samples=...)."
+    "the result of microbatch.loss(per_token_loss) unchanged, made outside torch.compile; a loss that you weigh "
+    "yourself must go through tap(per_token_loss, samples=...)."
 )
 _REMEDY = (
     "Give plan_step and prove_first_step one mode. Return what microbatch.loss(...) returned, all of it and unchanged; "
@@ -216,14 +216,15 @@ class FirstStep:
             if name not in audit.steps or f"{name}#2" in audit.steps:
                 where = "several times in a micro-batch" if name in audit.steps else "in no micro-batch"
                 reports.append(f"The {name} term went through a reducer of this library {where}.")
-        if self._never and facts["has_gradient"] and not facts["tapped"]:
+        if self._never and facts["has_gradient"] and not facts["has_taps"]:
             reports = [self._never]
         if reports:
             says = f"{self._aim} was asked, and the first training step does something else."
             stops = f"All ranks aborted before the optimizer step; {PROOF_VARIABLE}=warn trains on."
             return "wrong", "\n".join([says, *reports, stops if self._level == "error" else "Training goes on."])
-        if not facts["has_gradient"] or not any(step.tokens.mask.any() for step in audit.steps.values()):
-            lacks = "no tapped loss" if facts["has_gradient"] and not facts["tapped"] else "no gradient"
+        is_masked = facts["has_parts"] and not any(step.tokens.mask.any() for step in audit.steps.values())
+        if not facts["has_gradient"] or not facts["has_taps"] or is_masked:
+            lacks = "no tapped loss" if facts["has_gradient"] and not facts["has_taps"] else "no gradient"
             return "later", f"{self._aim}, not proved yet: the step has {lacks}, so the next one is measured"
         if unknown or tokens is None:
             why = " ".join(dict.fromkeys(unknown)) or "No loss went through a reducer of this library."

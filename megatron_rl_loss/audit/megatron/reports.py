@@ -29,6 +29,7 @@ class Report:
     unknown: list[str]
     faults: list[str] = field(default_factory=list)  # further reasons, which are faults of the step
     has_gradient: bool = True  # finite ones, not all 0
+    has_taps: bool = False
     num_microbatches: int = 0  # whose loss this rank computed; 0 on ranks that add no tokens
     terms: dict[str, list[Part]] = field(default_factory=dict)
     dtypes: set[str] = field(default_factory=set)  # of the losses
@@ -123,7 +124,8 @@ def assembled(
         notes.append(f"{only} input ids were tapped and could not be compared: give Samples(tokens=...), too")
     facts: dict[str, Any] = {"factor": factor.value, "anchor": factor.name, "loss_scale": loss_scale}
     has_gradient = not not_finite and all(one.has_gradient for one in reports)
-    facts |= {"faults": list(dict.fromkeys(faults)), "has_gradient": has_gradient, "tapped": bool(parts)}
+    facts |= {"faults": list(dict.fromkeys(faults)), "has_gradient": has_gradient, "has_parts": bool(parts)}
+    facts["has_taps"] = any(one.has_taps for one in reports)
     facts["rounding"] = _rounding({dtype for report in reports for dtype in report.dtypes}, factor.uncertainty)
     if compared:
         facts["tokens_compared"] = compared

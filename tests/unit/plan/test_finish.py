@@ -122,6 +122,9 @@ def told_on_rank() -> dict[str, Any]:
     if rank != 2:
         plan[1].loss(values_on(rank).requires_grad_())
     found["half of the plan on a rank"] = outcome_of(plan.finish)
+    plan = planned(terms={"kl": "token_mean"})
+    train(plan, rank, lambda rank, n: {})
+    found["a mode for a term that the loss lacks"] = outcome_of(plan.finish)
     plan = planned()
     plan.facts.wrong_tokens.append(torch.tensor(5 * (rank == 1)))  # as of tokens on a device
     train(plan, rank, lambda rank, n: {})
@@ -204,6 +207,7 @@ def test_values_of_a_step_over_ranks(name: str, by_rank: list[Any]) -> None:
             "a term of another mode on a rank",
             "ValueError: metrics .*'kl'.*a name must have one kind, mask and aggregation",
         ),
+        ("a mode for a term that the loss lacks", "ValueError: a mode for the term 'kl', and a loss of"),
         ("a model that cuts otherwise", "rank 1: ValueError: 5 local tokens that are not those of the plan's layout"),
     ],
 )

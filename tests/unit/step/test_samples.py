@@ -134,6 +134,8 @@ def test_values_of_a_sample_are_put_where_its_mask_is_and_stay_differentiable() 
     samples.in_buffer(of_samples).sum().backward()
     assert of_samples.grad is not None
     assert of_samples.grad.tolist() == [2, 3]
+    assert samples.in_buffer([0.5, torch.tensor([1.0, 2, 3])]).tolist() == [0.5, 0.5, 0, 0, 1, 2, 3, 0]
+    assert samples.in_buffer([[1, 2], of_samples[1]]).tolist() == [1, 2, 0, 0, -1, -1, -1, 0]
     filler = Samples([], layout=ZigzagTHD([0, 8], filler_slots=1))
     assert torch.equal(filler.in_buffer(torch.zeros(0)), torch.zeros(8))
 
@@ -283,6 +285,11 @@ test_refusals = refusal_tests(
             ({"layout": Gathered}, "layout is <class.*it must be a Layout", {"layout": Gathered([0, 1])}),
             ({"layout": "zigzag"}, "layout is 'zigzag'", {"layout": None}),
             ({"cp_group": torch.ones(())}, "a process group of type Tensor", {"cp_group": None}),
+            error=TypeError,
+        ),
+        **refusals(
+            Samples([TWO]).in_buffer,
+            (([None],), "None for a sample: it must be a number, or a row", ([1.5],)),
             error=TypeError,
         ),
         **refusals(
