@@ -6,7 +6,6 @@ expression, within rounding, at every token of every given step. Constants are p
 
 import itertools
 import math
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -172,11 +171,7 @@ class Cause:
     constant: str  # a product of sizes and counts, such as CP/K; empty for 1, and where it has no name
     factor: float  # the constant as a number, in the first step
     price: float  # the simplest cause is the cheapest
-
-    @property
-    def is_size(self) -> bool:
-        """True where all tokens share a product of sizes, which a small number in the loss's code may equal."""
-        return bool(self.constant) and not self.row and {*re.findall("[A-Za-z_]+", self.constant)} <= {*SIZE_FIELDS}
+    is_size: bool = False  # the asked weights times a product of sizes, which a number in the loss's code may equal
 
     @property
     def named(self) -> bool:
@@ -217,13 +212,13 @@ HINTS: dict[tuple[bool | None, str], str] = {
 _LATER = 1.0
 _ROW, _RARER, _COUNT, _RATIO, _UNNAMED = 0.4, 0.3, 1.9, 1.2, 6.0
 _SHOWN, _AS_SIMPLE = 3, 0.25
-SIZE_FIELDS = {"DP": "dp_size", "CP": "cp_size", "K": "num_microbatches", "TP": "tp_size", "PP": "pp_size"}
 Powers = dict[str, int]
 
 
 def constants(t: Counts, divisor: float | None) -> Iterator[tuple[str, str, float, float]]:
     """Kind, name, price and log of each product of sizes, to powers from -2 to 2, and at most one count or ratio."""
-    sizes = {name: size for name, field in SIZE_FIELDS.items() if (size := getattr(t.split, field)) > 1}
+    fields = {"DP": "dp_size", "CP": "cp_size", "K": "num_microbatches", "TP": "tp_size", "PP": "pp_size"}
+    sizes = {name: size for name, field in fields.items() if (size := getattr(t.split, field)) > 1}
     letters = {"rollout": "N", "sample": "rows" if "rollout" in t.units else "N", "prompt": "P"}
     units = {}
     for unit, (what, tail) in itertools.product(t.units, (("all", ""), ("active", "_active"))):
@@ -284,14 +279,13 @@ def fits(step: Ratios, divisor: float | None, tolerance: float) -> Fits:
         if not np.isfinite(ratio).all() or ratio.min() <= 0 or np.ptp(ratio) > tolerance * ratio.max():
             continue
         rarer = _RARER * (likely == NONE or "that have tokens" in words)
-        later = _LATER * any(
-            row for row, _ in found
-        )  # it gives this step's tokens the weights of an earlier row, times a constant
+        # Later rows give this step's tokens the weights of an earlier row, times a constant.
+        later = _LATER * any(row for row, _ in found)
         factor, of_row = float(np.median(ratio)), (_ROW + number / 1000 + rarer + later) * bool(words)
         found[words, "?"] = Cause(words, "", factor, _UNNAMED + of_row)
         for kind, name, price, log in table:
             if kind in likely and abs(log - math.log(factor)) <= tolerance / math.sqrt(len(ratio)):  # a median
-                found[words, name] = Cause(words, name, factor, price + of_row)
+                found[words, name] = Cause(words, name, factor, price + of_row, kind == SIZES and not words)
     return found
 
 

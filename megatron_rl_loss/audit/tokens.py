@@ -45,9 +45,8 @@ class StepTokens:
     ids: dict[str, Ints] = field(default_factory=dict)  # rollout, prompt and further ids that the samples name
     per_token: frozenset[str] = frozenset()  # names of ids that are given per token: -1 is no unit
     num_empty: int = 0  # samples without an entry; they count as units
-    empty_ids: dict[str, Ints] = field(
-        default_factory=dict
-    )  # ids of these samples, [num_empty]; ids per token are left out
+    #: ids of these samples, [num_empty]; ids per token are left out
+    empty_ids: dict[str, Ints] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.mask)
@@ -93,10 +92,8 @@ class MeasuredStep:
     tokens: StepTokens
     weights: Floats  # of each entry, [num_entries]; NaN for a NaN gradient
     split: Split = field(default_factory=Split)
-    stray: tuple[int, float] = (
-        0,
-        0.0,
-    )  # weight outside all entries (padding, other samples' slots): number of places, sum of sizes
+    #: weight outside all entries (padding, other samples' slots): number of places, sum of sizes
+    stray: tuple[int, float] = (0, 0.0)
     unknown: tuple[str, ...] = ()  # reasons against any verdict, in sentences
     notes: tuple[str, ...] = ()  # limits of the measurement, in sentences
     facts: dict[str, Any] = field(default_factory=dict)

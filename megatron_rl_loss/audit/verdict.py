@@ -76,8 +76,8 @@ class Verdict:
         """The report, at most 15 lines."""
         said = [f"also: {reason}" for reason in self.unknown[1:]]
         said += [f"In the wrong place: {one.text}." for one in self.misplaced]
-        own = f", or a factor of {self.low:.4g} in your own code"
-        own *= self.is_factor and any(cause.is_size for cause in self.causes)
+        is_size = self.is_factor and any(cause.is_size for cause in self.causes)
+        own = f", or a factor of {self.low:.4g} in your own code" if is_size else ""
         if len(self.causes) > 1:
             sizes = "a step with other sizes (DP, CP, micro-batches) tells them apart"
             said.append(f"Each of these causes fits{own}; {sizes}:")

@@ -72,17 +72,20 @@ def verdicts(cases: list[Case]) -> list[str]:
 
 
 SOUND: list[Case] = [("", False, False), ("", True, False), ("", False, True)]
-#: What the refusal says: both numbers, relied on and found.
+
+
+def scales(found: str, relied: str) -> str:
+    return f"scales losses by {found}, and this library relies on {relied}"
+
+
+OF_DDP = "DDP (gradient_scaling_factor): it "
+#: What the refusal says: both numbers, found and relied on.
 CHANGED: dict[Case, str] = {
-    ("times cp", False, False): "scales losses by 0.666666667, and this library relies on 0.333333333",
-    ("divided by cp", False, False): "scales losses by 0.166666667, and this library relies on 0.333333333",
-    ("times cp", True, False): "scales losses by 2, and this library relies on 1",
-    (
-        "a pair without cp",
-        False,
-        False,
-    ): "2-tuple): it scales losses by 0.333333333, and this library relies on 0.666666667",
-    ("not divided by micro-batches", False, False): "scales losses by 1, and this library relies on 0.333333333",
+    ("times cp", False, False): scales("0.666666667", "0.333333333"),
+    ("divided by cp", False, False): scales("0.166666667", "0.333333333"),
+    ("times cp", True, False): scales("2", "1"),
+    ("a pair without cp", False, False): "2-tuple): it " + scales("0.333333333", "0.666666667"),
+    ("not divided by micro-batches", False, False): scales("1", "0.333333333"),
     ("float counts", False, False): "turns a token count of 1 into 1.0 (torch.float32)",
     ("counts per CP rank", True, False): "turns a token count of 1 into 2 (torch.int32)",
     ("counts in place", False, False): "it changes the token count in place",
@@ -90,27 +93,11 @@ CHANGED: dict[Case, str] = {
     # What is relied on is exact: a factor of 1 + 1e-5 is another one.
     ("a little more", False, False): "it scales losses by 0.33333",
     ("a little more", True, False): "it scales losses by 1.00001",
-    ("a little more in DDP", False, False): "it scales losses by 0.2500025, and this library relies on 0.25",
-    (
-        "DDP by dp alone",
-        False,
-        False,
-    ): "DDP (gradient_scaling_factor): it scales losses by 0.5, and this library relies on 0.25",
-    (
-        "DDP by dp alone",
-        True,
-        False,
-    ): "DDP (gradient_scaling_factor): it scales losses by 2, and this library relies on 1",
-    (
-        "DDP twice",
-        False,
-        True,
-    ): "DDP (gradient_scaling_factor): it scales losses by 0.5, and this library relies on 0.25",
-    (
-        "DDP of a second chunk",
-        False,
-        False,
-    ): "DDP (gradient_scaling_factor): it scales losses by 0.5, and this library relies on 0.25",
+    ("a little more in DDP", False, False): "it " + scales("0.2500025", "0.25"),
+    ("DDP by dp alone", False, False): OF_DDP + scales("0.5", "0.25"),
+    ("DDP by dp alone", True, False): OF_DDP + scales("2", "1"),
+    ("DDP twice", False, True): OF_DDP + scales("0.5", "0.25"),
+    ("DDP of a second chunk", False, False): OF_DDP + scales("0.5", "0.25"),
 }
 
 

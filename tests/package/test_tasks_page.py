@@ -38,9 +38,8 @@ def test_other_code_is_of_the_files_that_it_names() -> None:
 
 def test_the_index_has_every_section() -> None:
     sections = re.findall(r"^## (.*)$", PAGE, flags=re.MULTILINE)
-    indexed = re.findall(
-        r"\[([^\]]*)\]\(#.*?\)", PAGE.partition("\n## ")[0].partition("**")[2]
-    )  # the link: test_pages.py
+    index = PAGE.partition("\n## ")[0].partition("**")[2]
+    indexed = re.findall(r"\[([^\]]*)\]\(#.*?\)", index)  # the link: test_pages.py
     assert len(sections) > 15
     assert indexed == sections
 
