@@ -16,10 +16,12 @@ from megatron_rl_loss.losses.place import Place
 from megatron_rl_loss.losses.ratio import Given, PolicyLoss, RatioBounds
 from megatron_rl_loss.losses.segments import segment_mean, segment_sum, to_tokens
 from megatron_rl_loss.step.collectives import Group
+from megatron_rl_loss.step.observed import reports_output
 
 Level = Literal["sequence", "token"]
 
 
+@reports_output
 def gspo_loss(
     log_probs: Tensor,
     old_log_probs: Tensor,
@@ -63,6 +65,7 @@ def gspo_loss(
     return bounds.surrogate(given, of_sequence)
 
 
+@reports_output
 def gmpo_loss(
     log_probs: Tensor,
     old_log_probs: Tensor,
@@ -97,6 +100,7 @@ def gmpo_loss(
     return given.policy_loss(-given.advantages * given.kept(mean).exp(), clipped)
 
 
+@reports_output
 def vespo_loss(
     log_probs: Tensor,
     old_log_probs: Tensor,

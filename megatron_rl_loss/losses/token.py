@@ -13,11 +13,13 @@ from torch import Tensor
 
 from megatron_rl_loss.errors import check_choice, check_within
 from megatron_rl_loss.losses.ratio import Given, Masked, PolicyLoss, RatioBounds, check_shape, masked
+from megatron_rl_loss.step.observed import reports_output
 
 KlEstimator = Literal["k1", "k2", "k3"]
 Divergence = Literal["tv", "kl"]
 
 
+@reports_output
 def ppo_clip_loss(
     log_probs: Tensor,
     old_log_probs: Tensor,
@@ -57,6 +59,7 @@ def ppo_clip_loss(
     return bounds.surrogate(given, given.log_ratio)
 
 
+@reports_output
 def cispo_loss(
     log_probs: Tensor,
     old_log_probs: Tensor,
@@ -87,6 +90,7 @@ def cispo_loss(
     return given.policy_loss(-bounded.exp() * given.advantages * given.log_probs, clipped)
 
 
+@reports_output
 def sapo_loss(
     log_probs: Tensor,
     old_log_probs: Tensor,
@@ -116,6 +120,7 @@ def sapo_loss(
     return given.policy_loss(-given.advantages * gate)
 
 
+@reports_output
 def cfpo_loss(
     log_probs: Tensor,
     old_log_probs: Tensor,
@@ -143,6 +148,7 @@ def cfpo_loss(
     return given.policy_loss(a.abs() * change.square() / (2 * epsilon) - a * (1 + change))
 
 
+@reports_output
 def dppo_loss(
     log_probs: Tensor,
     old_log_probs: Tensor,
@@ -192,6 +198,7 @@ def _binary_kl(before: Tensor, now: Tensor) -> Tensor:
     return before.exp() * (before - now) + of_tails.masked_fill(tails_before == 0, 0)
 
 
+@reports_output
 def value_loss(
     values: Tensor, returns: Tensor, local: Masked, *, old_values: Tensor | None = None, clip: float | None = None
 ) -> Tensor:
@@ -221,6 +228,7 @@ def value_loss(
     return square / 2
 
 
+@reports_output
 def kl_estimate(
     log_probs: Tensor,
     ref_log_probs: Tensor,

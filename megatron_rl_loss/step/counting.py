@@ -127,7 +127,7 @@ def gather_counts(
         raise BadBatchError(
             "ranks of one context, tensor or pipeline parallel group were given different samples for this step, or "
             "layouts that differ: these ranks must read the same data and cut it alike. Shard and seed the loader by "
-            "DP rank only."
+            "DP rank only, and pass masks uncut: whole rows on every CP rank, not 0 where another rank holds the token."
         )
     if not has_data:
         counts = [Counts(units={}) for _ in counts]
@@ -185,13 +185,15 @@ class _Held:
             rows.append(np.concatenate([np.stack([kind, unique, label], 1), table.view(np.int64)], 1))
         self.rows = np.concatenate(rows)
         is_compared = bool(counted and groups.all)
-        has_own = bool(self.kinds) or any(one.tokens is not None for one in counted)  # equal masks alone may be chance
+        # Equal masks alone may be chance; engines fill up ranks with copies of one row that is fully masked.
+        has_own = bool(self.kinds) or any(samples.tokens is not None for samples in counted)
+        is_active = any(samples.mask_sums.any() for samples in counted)
         self.header: dict[str, float] = {
             "has_data": microbatches is not None,
             "kinds": hashed(str(without_types(of_ids)), 48) if filled else 0,
             "types": types_per_token(of_ids),
             "data": hashed(b"".join(samples.digest() for samples in counted), 48) if is_compared else 0,
-            "identity": 2 if "rollout" in of_ids else int(has_own),
+            "identity": (2 if "rollout" in of_ids else int(has_own)) * is_active,
             "unlike": _unlike_in_cp_groups(microbatches or (), groups.dp_group),
             "has_cp_groups": any(samples.cp_group is not None for samples in microbatches or ()),
             "num_rows": len(self.rows),

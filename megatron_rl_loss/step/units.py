@@ -44,7 +44,7 @@ class ByKey:
     """One number for each key: sorted int64 keys [num_keys], float64 values."""
 
     def __init__(self, keys: Keys, values: Floats) -> None:
-        self._keys, self._values = keys, values
+        self._keys, self.values = keys, values
 
     @classmethod
     def from_mapping(cls, values: Mapping[int | str, float]) -> "ByKey":
@@ -56,14 +56,14 @@ class ByKey:
 
     @cached_property
     def total(self) -> float:
-        return float(self._values.sum())
+        return float(self.values.sum())
 
     def __repr__(self) -> str:
         return f"<{len(self._keys)} keys, {self.total:g} in all>"
 
     @property
     def largest(self) -> float:
-        return float(self._values.max(initial=0))
+        return float(self.values.max(initial=0))
 
     def of(self, name: str, keys: Keys, sample: Keys | None = None) -> Floats:
         """The value of each key; ValueError for one that is not known, which names its sample."""
@@ -75,7 +75,7 @@ class ByKey:
                 f"the {name} of sample {first if sample is None else sample[first]} has no count in the step's totals: "
                 "totals must count every unit of the step. Make them from the whole step, with the same ids."
             )
-        return self._values[places] if len(keys) else np.zeros(0)
+        return self.values[places] if len(keys) else np.zeros(0)
 
 
 @dataclass(frozen=True, kw_only=True)

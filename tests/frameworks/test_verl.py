@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from megatron_rl_loss.frameworks import replacing, verl
-from megatron_rl_loss.reduction.taps import Taps, observe
+from megatron_rl_loss.reduction.taps import Taps
+from megatron_rl_loss.step.observed import observe
 
 NAN = float("nan")
 LOSSES, MASK = torch.tensor([[1.0, 2, NAN], [4, NAN, NAN]]), torch.tensor([[1, 1, 0], [1, 0, 0]])

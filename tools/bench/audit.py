@@ -1,11 +1,12 @@
-"""Cost of an audit in an optimizer step: time, and memory until the end of the step.
+"""Cost of the proof and of an audit in an optimizer step: time, and memory until the end of the step.
 
     python tools/bench/audit.py [--tokens 1048576] [--microbatches 16] [--hidden 4096] [--seconds 20]
 
 One process runs Megatron's own DDP and schedule on a tiny model, a norm's scale of `--hidden` entries, on which every
-token's loss depends. So the times are those of the step's bookkeeping and of the audit. `interval` is the measurement
-of ``--loss-aggregation-audit-interval``; `audit` also assembles the whole step on the first rank. On a machine without
-a GPU it runs on the CPU. Not measured: collectives between ranks.
+token's loss depends. So the times are those of the step's bookkeeping and of the audit. `proof` is the comparison of
+the first step and of ``--loss-aggregation-audit-interval``; `audit` assembles the whole step on the first rank. On a
+machine without a GPU it runs on the CPU. Not measured: collectives between ranks (`tests/megatron/test_proof.py` counts
+their bytes).
 """
 
 import contextlib
@@ -36,6 +37,8 @@ from timing import BACKENDS, flags, keep_freed_memory, publish, take_turns
 from torch import Tensor
 
 from megatron_rl_loss import Audit, LossAggregation, Samples
+from megatron_rl_loss.audit.megatron.intervals import deviation
+from megatron_rl_loss.audit.megatron.measurement import Measurement
 from megatron_rl_loss.megatron.flags import AggregationSettings
 
 LENGTH = 4096  # of a sample
@@ -94,15 +97,14 @@ def main() -> None:
 
     ways = {
         "not audited": lambda: step(contextlib.nullcontext()),
-        "interval": lambda: step(Audit(model, gather=False)).deviation(),
+        "proof": lambda: deviation(step(Measurement(model)))[0],
         "audit": lambda: step(Audit(model)).measured,
     }
-    assert float(ways["interval"]()) < 1e-6, "the audit's weights differ from the step's"
+    assert float(ways["proof"]()) < 1e-6, "the audit's weights differ from the step's"
     times = {name: min(found) for name, found in take_turns(ways, options.seconds, 5, DEVICE).items()}
-    with Audit(model, gather=False) as audit:
-        step(contextlib.nullcontext())
-    tapped = [one for of_term in audit._taps.losses.values() for one in of_term.values()]
-    kept = sum(one.gradient.nbytes for one in tapped if one.gradient is not None)
+    measured = step(Measurement(model))
+    tapped = [share for of_term in measured.taps.losses.values() for share in of_term.values()]
+    kept = sum(share.slope.nbytes for share in tapped if share.slope is not None)
     rows = [{"": name, "ms a step": ms, "more": ms - times["not audited"]} for name, ms in times.items()]
     sizes = {"tokens": options.tokens, "micro-batches": options.microbatches, "anchor": options.hidden}
     publish("audit", options, {f"kept: {kept / options.tokens:.1f} bytes a local token": rows}, **sizes)

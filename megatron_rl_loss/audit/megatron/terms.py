@@ -1,0 +1,109 @@
+"""The comparison of each term of a loss with the weights that it should have, by all ranks of the last stage."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from megatron_rl_loss.audit.megatron.measurement import Measurement
+from megatron_rl_loss.audit.megatron.outcomes import Weights
+from megatron_rl_loss.audit.megatron.own_tokens import Compared, OwnTokens, StepState
+from megatron_rl_loss.step.totals import StepTotals
+from megatron_rl_loss.step.units import ByKey
+
+
+@dataclass
+class OfTerms:
+    """What was found of the loss's terms, in words.
+
+    Attributes:
+        proved: terms whose weights are as asked.
+        faults: evidence against the step.
+        unknown: differences that are no evidence.
+        uncovered: what was not compared, and why.
+        deviation: the largest relative difference of a term's weights; -1 where none was compared.
+        totals: counts of the step, by the first term.
+    """
+
+    proved: list[str] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+    uncovered: list[str] = field(default_factory=list)
+    deviation: float = -1.0
+    totals: StepTotals | None = None
+
+    def add(self, aim: str, compared: Compared, tolerance: float, uncertain: str) -> None:
+        """Add a term's weights; `uncertain` is why a difference is no evidence."""
+        self.totals = self.totals or compared.totals
+        self.deviation = max(self.deviation, compared.deviation)
+        if not compared.deviation <= tolerance:
+            (self.unknown if uncertain else self.faults).append(f"{aim}: {compared}. {uncertain}".rstrip())
+        elif compared.before.division:
+            self.faults.append(f"{aim}: {compared.before}")
+        elif compared.totals.step_active_tokens:
+            self.proved.append(aim)
+            self.uncovered += [str(compared.before)] * (not compared.before.is_one)
+
+    @property
+    def weights(self) -> Weights:
+        if self.faults or self.unknown:
+            return "other" if self.faults else "unknown"
+        if self.proved:
+            return "as asked"
+        return "unknown" if self.totals is None or self.totals.step_active_tokens else "none"
+
+
+def compare_terms(
+    measured: Measurement,
+    state: StepState,
+    own: OwnTokens | None,
+    *,
+    policy: str = "the policy loss",
+    required: Sequence[str] = (),
+) -> OfTerms:
+    """Compare each term; all ranks of the last stage call it, others have nothing to compare.
+
+    Args:
+        state, own: of `state_of`.
+        policy: words for the policy loss.
+        required: names of terms that each micro-batch must have exactly once; otherwise a fault.
+    """
+    of_terms = OfTerms(faults=[*state.faults])
+    if own is None or state.factor_state == "unknown" or state.gradient != "finite" or not state.terms:
+        return of_terms
+    for name in required:
+        if name not in state.terms or f"{name}#2" in state.terms:
+            where = "several times in a micro-batch" if name in state.terms else "in no micro-batch"
+            of_terms.faults.append(f"The {name} term went through a reducer of this library {where}.")
+    first = "pg" if "pg" in state.terms else next(iter(state.terms))
+    for name in sorted(state.terms, key=lambda name: name != first):
+        (declared, *others), loss = sorted(state.terms[name], key=repr), policy if name == "pg" else name
+        asked, why = own.aggregation(name) or measured.expected, ""
+        if name != first and not declared.mode:
+            why = "no mode of its own"
+        elif others or (declared.coef is not None and math.isnan(declared.coef)):
+            why = "its mode or coefficient differs between micro-batches, or is not known"
+        elif asked is None or (declared.mode and name in state.lacking):
+            why = "its mode is not known on every rank"
+        elif declared.coef == 0:
+            why = "coefficient 0"
+        elif name not in state.reached and name != first:
+            why = "no gradient"
+        if why or asked is None:
+            of_terms.uncovered.append(f"{loss} ({why})")
+            continue
+        compared = own.compare(name, asked, state.factor.value / measured.loss_scale, declared.coef or 1.0)
+        of_terms.add(f"{asked} on {loss}", compared, state.tolerance, declared.uncertain)
+    return of_terms
+
+
+def sizes_in_words(totals: StepTotals, group_size: int | None) -> str:
+    """The step in numbers, which people compare with their intentions."""
+    says = f"{totals.step_active_tokens:,} tokens of {totals.units['sample'].all:,} samples"
+    if "prompt" not in totals.units:
+        return says
+    samples = totals.units["prompt"].samples
+    assert isinstance(samples, ByKey)
+    sizes = samples.values.astype(int)
+    of_sizes = f"{sizes.min()}" if sizes.min() == sizes.max() else f"{sizes.min()} to {sizes.max()}"
+    promised = f" (generated: {group_size} each)" if group_size and {*sizes.tolist()} != {group_size} else ""
+    return f"{says}, {len(sizes):,} prompts of {of_sizes}{promised}"
