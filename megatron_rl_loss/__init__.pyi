@@ -4,7 +4,6 @@ from typing import Any
 from megatron_rl_loss.audit.log_prob_gap import compare_log_probs as compare_log_probs
 from megatron_rl_loss.audit.loss_check import check_loss as check_loss
 from megatron_rl_loss.audit.megatron.audit import Audit as Audit
-from megatron_rl_loss.audit.megatron.first_step import prove_first_step as prove_first_step
 from megatron_rl_loss.errors import BadBatchError as BadBatchError
 from megatron_rl_loss.logprobs.hidden import divergence_from_hidden as divergence_from_hidden
 from megatron_rl_loss.logprobs.hidden import log_probs_from_hidden as log_probs_from_hidden
@@ -41,6 +40,7 @@ from megatron_rl_loss.modes.table import register_pg_loss_reducer as register_pg
 from megatron_rl_loss.modes.weights import weights_column as weights_column
 from megatron_rl_loss.plan.microbatch import Microbatch as Microbatch
 from megatron_rl_loss.planning import plan_step as plan_step
+from megatron_rl_loss.proof.first_step import prove_first_step as prove_first_step
 from megatron_rl_loss.reduction.folding import fold_into_advantages as fold_into_advantages
 from megatron_rl_loss.reduction.metrics import Metric as Metric
 from megatron_rl_loss.reduction.sums import Term as Term

@@ -108,7 +108,7 @@ def prove(engine: str, asked: Aggregation, **words: Any) -> Any:
     if "megatron.core.pipeline_parallel" not in sys.modules:
         announce(f"{engine}: NOT PROVED: Megatron-Core is not loaded")
         return None
-    from megatron_rl_loss.audit.megatron.first_step import prove_engine
+    from megatron_rl_loss.proof.first_step import prove_engine
 
     return prove_engine(asked, f"{engine}'s policy loss", **words)
 

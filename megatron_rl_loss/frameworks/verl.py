@@ -75,7 +75,7 @@ def _replace() -> Replaced:
         from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead as Engine
     except ImportError:  # no Megatron: its engine cannot run here
         return Replaced("verl", _VERSIONS, functions)
-    from megatron_rl_loss.audit.megatron.first_step import prove_engine
+    from megatron_rl_loss.proof.first_step import prove_engine
 
     name = "postprocess_micro_batch_func"
     functions.append(Function(Engine, name, ("self", "data", "loss_function"), _with_every_token))

@@ -14,12 +14,12 @@ import megatron_rl_loss
 PACKAGE = "megatron_rl_loss"
 #: Each room, after all that it may import.
 ORDER = ["errors", "step", "modes", "reduction", "plan", "losses", "logprobs"]
-ORDER += ["megatron", "planning", "audit", "frameworks", "__main__"]
+ORDER += ["megatron", "planning", "proof", "audit", "frameworks", "__main__"]
 #: Rooms that may import less than all before them.
 NARROW = {"losses": {"errors", "step", "modes", "losses"}}
 NARROW["logprobs"] = NARROW["losses"] | {"logprobs"}
-#: Imports that run the other way, inside a function: a launch that asks for an audit imports it then.
-LATE = {("megatron", "audit")}
+#: Imports that run the other way, inside a function: a launch makes the proof of its first step.
+LATE = {("megatron", "proof")}
 FILES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for path in (ROOT / PACKAGE).rglob("*.py")
@@ -73,7 +73,8 @@ def test_negative_control() -> None:
     assert not is_allowed(f"{PACKAGE}.step.layouts", audit[0], late=False)
     assert not is_allowed(f"{PACKAGE}.losses.token", f"{PACKAGE}.reduction.sums", late=True)
     assert not is_allowed(f"{PACKAGE}.megatron.launch", audit[0], late=False)
-    assert is_allowed(f"{PACKAGE}.megatron.launch", audit[0], late=True)
+    assert is_allowed(f"{PACKAGE}.megatron.launch", f"{PACKAGE}.proof.first_step", late=True)
+    assert not is_allowed(f"{PACKAGE}.megatron.launch", f"{PACKAGE}.proof.first_step", late=False)
     assert not is_allowed(f"{PACKAGE}.plan.plan", PACKAGE, late=True)
 
 

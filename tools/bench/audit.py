@@ -37,9 +37,9 @@ from timing import BACKENDS, flags, keep_freed_memory, publish, take_turns
 from torch import Tensor
 
 from megatron_rl_loss import Audit, LossAggregation, Samples
-from megatron_rl_loss.audit.megatron.intervals import deviation
-from megatron_rl_loss.audit.megatron.measurement import Measurement
 from megatron_rl_loss.megatron.flags import AggregationSettings
+from megatron_rl_loss.proof.intervals import deviation
+from megatron_rl_loss.proof.measurement import Measurement
 
 LENGTH = 4096  # of a sample
 
@@ -102,7 +102,7 @@ def main() -> None:
     }
     assert float(ways["proof"]()) < 1e-6, "the audit's weights differ from the step's"
     times = {name: min(found) for name, found in take_turns(ways, options.seconds, 5, DEVICE).items()}
-    measured = step(Measurement(model))
+    measured: Measurement = step(Measurement(model))  # type: ignore[no-untyped-call]
     tapped = [share for of_term in measured.taps.losses.values() for share in of_term.values()]
     kept = sum(share.slope.nbytes for share in tapped if share.slope is not None)
     rows = [{"": name, "ms a step": ms, "more": ms - times["not audited"]} for name, ms in times.items()]

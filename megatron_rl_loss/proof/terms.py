@@ -4,9 +4,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from megatron_rl_loss.audit.megatron.measurement import Measurement
-from megatron_rl_loss.audit.megatron.outcomes import Weights
-from megatron_rl_loss.audit.megatron.own_tokens import Compared, OwnTokens, StepState
+from megatron_rl_loss.proof.measurement import Measurement
+from megatron_rl_loss.proof.outcomes import Weights
+from megatron_rl_loss.proof.own_tokens import Compared, OwnTokens, StepState
 from megatron_rl_loss.step.totals import StepTotals
 from megatron_rl_loss.step.units import ByKey
 
