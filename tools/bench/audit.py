@@ -40,6 +40,7 @@ from megatron_rl_loss import Audit, LossAggregation, Samples
 from megatron_rl_loss.megatron.flags import AggregationSettings
 from megatron_rl_loss.proof.intervals import deviation
 from megatron_rl_loss.proof.measurement import Measurement
+from megatron_rl_loss.reduction.taps import HookedShare
 
 LENGTH = 4096  # of a sample
 
@@ -95,16 +96,24 @@ def main() -> None:
             schedule(data_iterator=iter(batches), **arguments)
         return audit
 
+    def proved() -> float | None:
+        measured = Measurement(model)
+        step(measured)
+        return deviation(measured)[0]
+
     ways = {
         "not audited": lambda: step(contextlib.nullcontext()),
-        "proof": lambda: deviation(step(Measurement(model)))[0],
+        "proof": proved,
         "audit": lambda: step(Audit(model)).measured,
     }
-    assert float(ways["proof"]()) < 1e-6, "the audit's weights differ from the step's"
+    off = proved()
+    assert off is not None
+    assert off < 1e-6, "the audit's weights differ from the step's"
     times = {name: min(found) for name, found in take_turns(ways, options.seconds, 5, DEVICE).items()}
-    measured: Measurement = step(Measurement(model))  # type: ignore[no-untyped-call]
-    tapped = [share for of_term in measured.taps.losses.values() for share in of_term.values()]
-    kept = sum(share.slope.nbytes for share in tapped if share.slope is not None)
+    measured = Measurement(model)
+    step(measured)
+    shares = [share for of_term in measured.taps.losses.values() for share in of_term.values()]
+    kept = sum(share.slope.nbytes for share in shares if isinstance(share, HookedShare) and share.slope is not None)
     rows = [{"": name, "ms a step": ms, "more": ms - times["not audited"]} for name, ms in times.items()]
     sizes = {"tokens": options.tokens, "micro-batches": options.microbatches, "anchor": options.hidden}
     publish("audit", options, {f"kept: {kept / options.tokens:.1f} bytes a local token": rows}, **sizes)

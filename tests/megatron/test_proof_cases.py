@@ -1,0 +1,624 @@
+"""Steps that the proof must let pass, stop, or call not proved: a row for each, on the real schedule and DDP.
+
+Each row runs on two or four ranks; what a rank prints and raises in each of its steps is compared with the row's words.
+"""
+
+import contextlib
+import functools
+import io
+import math
+import os
+import re
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import gpt_oracle
+import planned_steps
+import pytest
+import torch
+import torch.distributed as dist
+from gpt_steps import output_of, prepared, run_batches, settings_of, start_layout
+from launched_rooms import lines_by_room
+from planned_steps import CP, DP, TABLE, batches_of, gradient_of, start_ranks
+from ranks import run_ranks
+from step_samples import dealt
+from table_step import Batch, relative_error, run_schedule, start, table_model
+from tiny_gpt import Batch as GptBatch
+from tiny_gpt import Case, Layout
+from torch import Tensor
+
+pytestmark = pytest.mark.slow
+
+#: The line of a step of `LossAggregation`, of which everything was compared.
+PROVED_ALL = (
+    "megatron_rl_loss: token_mean on the policy loss, aggregation proved on 37 tokens of 13 samples, "
+    "3 prompts of 3 to 7; by the gradient of losses; masks as given$"
+)
+ABORTED, PROVED = "Step aborted on all ranks before the optimizer ran", "aggregation proved on"
+
+
+class Step(NamedTuple):
+    """A step of one's own loop: what was printed, what it raised, and the gradient's error against the oracle."""
+
+    printed: str
+    raised: str
+    error: float
+
+
+def attempted(run: Callable[[], float]) -> Step:
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        try:
+            error, raised = run(), ""
+        except Exception as exception:
+            error, raised = math.nan, f"{type(exception).__name__}: {exception}"
+    return Step("\n".join(re.findall(r"megatron_rl_loss: .*", out.getvalue())), raised, error)
+
+
+# ---- LossAggregation on a table of losses, two data-parallel ranks
+
+
+def aggregated(loss_of: Callable[..., Any], steps: int = 1, plant: Callable[[Any], None] | None = None) -> list[Step]:
+    """On a rank: steps of `LossAggregation` by token_mean, whose loss function is ``loss_of(microbatch, losses)``."""
+    from megatron_rl_loss import LossAggregation
+    from megatron_rl_loss.megatron.flags import AggregationSettings
+
+    dp_rank = start().get_data_parallel_rank()
+    batches = [Batch(planned_steps.STEP, chosen, 1) for chosen in dealt(planned_steps.STEP, dp_rank, 2, 3)]
+    model = table_model(TABLE)
+    if plant is not None:
+        plant(model)
+
+    def forward_step(iterator: Iterator[Any], model: Any) -> Any:
+        microbatch = next(iterator)
+        return model(microbatch.data.local_numbers(0, 1).cuda()), functools.partial(loss_of, microbatch)
+
+    aggregation = LossAggregation(AggregationSettings.resolve("token_mean"), lambda batch: batch.samples)
+
+    def run() -> float:
+        run_schedule(forward_step, iter(batches), model, len(batches), aggregation.wrap_schedule)
+        return relative_error(model.module.losses.main_grad.cpu(), gradient_of("token_mean"))
+
+    return [attempted(run) for _ in range(steps)]
+
+
+def as_asked(microbatch: Any, losses: Tensor) -> Any:
+    return microbatch.loss(losses)
+
+
+def policy(microbatch: Any, losses: Tensor) -> Any:
+    """A clipped loss of ratio 1 and advantage -1: the loss's slope by the table's entry is 1."""
+    from megatron_rl_loss import ppo_clip_loss
+
+    log_probs = losses - losses.detach() - 1
+    return ppo_clip_loss(log_probs, log_probs.detach(), torch.full_like(losses, -1), microbatch).per_token_loss
+
+
+def divided_by_the_masks_sum(microbatch: Any, losses: Tensor) -> Any:
+    return microbatch.loss(policy(microbatch, losses) / microbatch.tokens.mask.sum())
+
+
+def divided_by_samples(microbatch: Any, losses: Tensor) -> Any:
+    tokens = microbatch.tokens
+    return microbatch.loss(
+        policy(microbatch, losses) / torch.from_numpy(tokens.spread(tokens.samples.mask_sums + 1e-9))
+    )
+
+
+def weighed_by_token(microbatch: Any, losses: Tensor) -> Any:
+    weights = 1 + torch.arange(len(losses)) % 3
+    return microbatch.loss(policy(microbatch, losses) * weights)
+
+
+def scaled_alike(microbatch: Any, losses: Tensor) -> Any:
+    return microbatch.loss(policy(microbatch, losses) * 0.5)
+
+
+def with_a_term_that_trains_nothing(microbatch: Any, losses: Tensor) -> Any:
+    from megatron_rl_loss import Term
+
+    return microbatch.loss({"pg": losses, "kl": Term(losses.detach(), "token_mean", coef=0.1)})
+
+
+def with_an_infinite_term_switched_off(microbatch: Any, losses: Tensor) -> Any:
+    from megatron_rl_loss import Term
+
+    return microbatch.loss({"pg": losses, "kl": Term(losses * math.inf, "token_mean", coef=0.0)})
+
+
+def with_a_term_of_changing_coefficient(microbatch: Any, losses: Tensor) -> Any:
+    from megatron_rl_loss import Term
+
+    return microbatch.loss({"pg": losses, "kl": Term(0 * losses, "token_mean", coef=1.0 + len(losses))})
+
+
+def own_backward(change: Callable[[Any, Tensor], Tensor | None]) -> Callable[[Any], None]:
+    """Plant a fault into our own backward pass."""
+
+    def plant(model: Any) -> None:
+        from megatron_rl_loss.reduction import sums
+
+        backward = sums._WithGradient.backward
+
+        def changed(ctx: Any, gradient: Tensor) -> Any:
+            result = change(ctx, gradient)
+            return backward(ctx, gradient if result is None else result)
+
+        sums._WithGradient.backward = staticmethod(changed)  # type: ignore[assignment]
+
+    return plant
+
+
+def send_mean_weights(ctx: Any, gradient: Tensor) -> None:
+    ctx.rows = [(torch.full_like(weights, float(weights.mean())), 0, *rest) for weights, _, *rest in ctx.rows]
+
+
+def double_what_ddp_reduces(model: Any) -> None:
+    for bucket in (bucket for buffer in model.buffers for bucket in buffer.buckets):
+        bucket.gradient_scaling_factor *= 2
+
+
+#: Loss function, plant, and what each step prints on the first rank or raises on all.
+AGGREGATED: dict[str, tuple[Callable[..., Any], Callable[[Any], None] | None, list[str]]] = {
+    "as asked": (as_asked, None, [PROVED_ALL, "^$"]),
+    "divided by the mask's sum": (
+        divided_by_the_masks_sum,
+        None,
+        ["Losses are divided by the mask's sum of the micro-batch.* between ppo_clip_loss and the reducer"],
+    ),
+    "divided by each sample's mask": (
+        divided_by_samples,
+        None,
+        ["Losses are divided by the mask's sum of each sample between ppo_clip_loss and the reducer"],
+    ),
+    "weighed by token": (
+        weighed_by_token,
+        None,
+        [rf"{PROVED} 37 tokens.*not covered: factors of 1 to 3 on tokens between ppo_clip_loss and the reducer"],
+    ),
+    "scaled alike": (scaled_alike, None, [rf"{PROVED} 37.*not covered: factors of 0.5 to 0.5 on tokens between"]),
+    "a term without gradient": (
+        with_a_term_that_trains_nothing,
+        None,
+        ["the term 'kl' with coef=0.1 and values without a graph: it would be added to the loss and train nothing"],
+    ),
+    "coefficient 0 of infinite values": (
+        with_an_infinite_term_switched_off,
+        None,
+        [rf"token_mean on the policy loss, {PROVED} 37 tokens.*not covered: kl \(coefficient 0\)"],
+    ),
+    "a coefficient that changes": (
+        with_a_term_of_changing_coefficient,
+        None,
+        [rf"token_mean on the policy loss, {PROVED} 37.*not covered: kl \(its mode or coefficient differs between"],
+    ),
+    "our backward pass doubled": (
+        as_asked,
+        own_backward(lambda ctx, gradient: 2 * gradient),
+        ["A reducer's backward pass does not send its weights: the largest error is 1"],
+    ),
+    "our backward pass sends mean weights": (
+        as_asked,
+        own_backward(send_mean_weights),
+        ["A reducer's backward pass does not send its weights"],
+    ),
+    "a fault that the trainer catches": (
+        as_asked,
+        double_what_ddp_reduces,
+        [r"tokens weigh 2 times what was asked \(2 = DP\); furthest off: token \d+ of sample \d of "] * 3,
+    ),
+}  # fmt: skip
+AGGREGATED["a loss function's own output"] = (
+    lambda microbatch, losses: microbatch.loss(policy(microbatch, losses)),
+    None,
+    [PROVED_ALL],
+)
+
+
+def run_aggregated(case: str) -> list[Step]:
+    loss_of, plant, words = AGGREGATED[case]
+    return aggregated(loss_of, len(words), plant)
+
+
+@pytest.mark.parametrize("case", AGGREGATED)
+def test_loss_aggregation(case: str) -> None:
+    words = AGGREGATED[case][2]
+    for rank, steps in enumerate(run_ranks(2, run_aggregated, case)):
+        for step, expected in zip(steps, words, strict=True):
+            if PROVED in expected or expected == "^$":
+                assert not step.raised
+                assert re.search(expected if rank == 0 else "^$", step.printed), (case, rank, step)
+            else:
+                assert re.search(expected, step.raised), (case, rank, step)
+    exact = case in ("as asked", "a loss function's own output", "coefficient 0 of infinite values")
+    assert not exact or steps[0].error < 1e-6
+
+
+# ---- a loop of one's own, two data- times two context-parallel ranks
+
+
+def schedule_of(mode: str | None) -> None:
+    from megatron.core import pipeline_parallel
+
+    from megatron_rl_loss import prove_first_step
+
+    schedule = prove_first_step(pipeline_parallel.get_forward_backward_func(), mode)
+    pipeline_parallel.get_forward_backward_func = lambda: schedule
+
+
+def finalised_after_the_schedule() -> list[Step]:
+    from megatron.core import parallel_state as mpu
+    from megatron.core.distributed import finalize_model_grads
+
+    from megatron_rl_loss import plan_step
+
+    cp_rank, dp_rank = start_ranks()
+    batches, model = batches_of(dp_rank), table_model(TABLE)
+    schedule_of("prompt_mean")
+
+    def run() -> float:
+        model.zero_grad_buffer()
+        model.config.finalize_model_grads_func = None
+        groups = {"dp_group": mpu.get_data_parallel_group(), "cp_group": mpu.get_context_parallel_group()}
+        plan = plan_step([batch.samples for batch in batches], "prompt_mean", **groups)
+        planned_steps.step(model, plan, batches, cp_rank, "3-tuple")
+        finalize_model_grads([model], None)
+        return relative_error(model.module.losses.main_grad.cpu(), gradient_of("prompt_mean"))
+
+    return [attempted(run) for _ in range(2)]
+
+
+def critic_first() -> list[Step]:
+    """One wrapped schedule trains a critic by token_mean and an actor by prompt_mean, twice each."""
+    from megatron_rl_loss import plan_step
+
+    cp_rank, dp_rank = start_ranks()
+    batches, models = batches_of(dp_rank), {mode: table_model(TABLE) for mode in ("token_mean", "prompt_mean")}
+    schedule_of(None)
+
+    def run(mode: str) -> float:
+        models[mode].zero_grad_buffer()
+        plan = plan_step([batch.samples for batch in batches], mode, model=models[mode])
+        planned_steps.step(models[mode], plan, batches, cp_rank, "3-tuple")
+        plan.finish()
+        return relative_error(models[mode].module.losses.main_grad.cpu(), gradient_of(mode))
+
+    return [attempted(functools.partial(run, mode)) for _ in range(2) for mode in models]
+
+
+def out_of_memory_and_given_up() -> list[Step]:
+    """Step 1 fails in its second micro-batch and is given up. Step 2 trains half of a plan, which step 3 refuses."""
+    from megatron_rl_loss import plan_step
+
+    cp_rank, dp_rank = start_ranks()
+    batches, model = batches_of(dp_rank), table_model(TABLE)
+    schedule_of("prompt_mean")
+
+    def run(number: int) -> float:
+        model.zero_grad_buffer()
+        plan = plan_step([batch.samples for batch in batches], "prompt_mean", model=model)
+
+        def engine(returned: Any, batch: Batch, _: int) -> Any:
+            if number == 0 and batch is batches[1]:
+                raise RuntimeError("CUDA out of memory")
+            return returned
+
+        planned_steps.step(model, plan, batches, cp_rank, "3-tuple", engine)
+        error = relative_error(model.module.losses.main_grad.cpu(), gradient_of("prompt_mean"))
+        if number == 1:  # a trainer's optimizer step, after a plan of which it says that a part is left
+            plan.facts.is_carried[0] = False
+            with torch.no_grad():
+                model.module.losses += 1
+        return error
+
+    return [attempted(functools.partial(run, number)) for number in range(3)]
+
+
+def returned_as_a_sum() -> list[Step]:
+    """``form="sum"`` of a plan without a model, in Megatron's schedule."""
+    from megatron.core import parallel_state as mpu
+
+    from megatron_rl_loss import plan_step
+
+    cp_rank, dp_rank = start_ranks()
+    batches, model = batches_of(dp_rank), table_model(TABLE)
+    schedule_of("prompt_mean")
+
+    def run() -> float:
+        model.zero_grad_buffer()
+        groups = {"dp_group": mpu.get_data_parallel_group(), "cp_group": mpu.get_context_parallel_group()}
+        plan = plan_step([batch.samples for batch in batches], "prompt_mean", **groups)
+
+        class Sums:
+            def __init__(self, microbatch: Any) -> None:
+                self.microbatch = microbatch
+
+            def __call__(self, losses: Tensor) -> Tensor:
+                return self.microbatch(losses)
+
+            def carry(self, share: Tensor, report: Any, form: str) -> Any:
+                return self.microbatch.carry(share, form="sum"), torch.tensor(1, dtype=torch.int32), report
+
+        planned_steps.step(model, [Sums(microbatch) for microbatch in plan], batches, cp_rank, "3-tuple")
+        return math.nan
+
+    return [attempted(run)]
+
+
+def bytes_of_a_step(length: int) -> int:
+    """On a rank: the bytes that the proof of a step sends, of samples of that length."""
+    import pickle
+
+    from megatron.core import parallel_state as mpu
+
+    from megatron_rl_loss import Samples, ZigzagTHD, plan_step
+    from megatron_rl_loss.proof import first_step
+
+    _, dp_rank = start_ranks()
+    model = table_model([1.0] * (length + 1), forward=lambda losses, numbers: losses[numbers])
+    layout = ZigzagTHD([0, length])
+    samples = Samples([torch.ones(length)], layout=layout, prompt_ids=[f"prompt {dp_rank}"])
+    schedule_of("prompt_mean")
+    sent, conclude = [0], first_step.FirstStep._conclude
+    all_reduce, gather, single = dist.all_reduce, dist.all_gather_object, dist.all_gather_into_tensor
+
+    def counted(*arguments: Any) -> None:
+        def reduce(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            sent[0] += tensor.nbytes
+            return all_reduce(tensor, *args, **kwargs)
+
+        def gather_objects(received: Any, value: Any, group: Any = None) -> None:
+            sent[0] += len(pickle.dumps(value))
+            gather(received, value, group=group)
+
+        def gather_tensors(received: Tensor, tensor: Tensor, **kwargs: Any) -> Any:
+            sent[0] += tensor.nbytes
+            return single(received, tensor, **kwargs)
+
+        dist.all_reduce, dist.all_gather_object, dist.all_gather_into_tensor = reduce, gather_objects, gather_tensors
+        if hasattr(dist, "all_gather_single"):
+            dist.all_gather_single = gather_tensors
+        conclude(*arguments)
+
+    first_step.FirstStep._conclude = counted  # type: ignore[method-assign, assignment]
+    model.zero_grad_buffer()
+    groups = {"dp_group": mpu.get_data_parallel_group(), "cp_group": mpu.get_context_parallel_group()}
+    plan = plan_step([samples], "prompt_mean", **groups)
+
+    def forward_step(iterator: Iterator[Any], model: Any) -> Any:
+        microbatch = next(iterator)
+        return model(torch.arange(length // CP)), lambda losses: microbatch.loss(losses)
+
+    run_schedule(forward_step, iter(plan), model, 1)
+    return sent[0]
+
+
+LOOPS: dict[str, tuple[Callable[[], list[Step]], list[str]]] = {
+    "finalised after the schedule": (
+        finalised_after_the_schedule,
+        ["NOT PROVED: The schedule does not finalise gradients: the config has no finalize_model_grads_func", "^$"],
+    ),
+    "a critic first": (
+        critic_first,
+        [rf"token_mean on the policy loss, {PROVED} 37", rf"prompt_mean on the policy loss, {PROVED} 37", "^$", "^$"],
+    ),
+    "out of memory, given up": (
+        out_of_memory_and_given_up,
+        ["RuntimeError: CUDA out of memory", rf"{PROVED} 37 tokens", r"3 micro-batches, of which \[0\] were not"],
+    ),
+    "a form for another trainer": (
+        returned_as_a_sum,
+        [r"(?s)tokens weigh 0.08333 times what was asked \(0.08333 = 1/\(DP\*CP\*micro-batches\)\).*"
+         "Micro-batches returned form='sum', which is for another trainer"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", LOOPS)
+def test_loops_of_ones_own(case: str) -> None:
+    run, words = LOOPS[case]
+    for rank, steps in enumerate(run_ranks(CP * DP, run)):
+        for step, expected in zip(steps, words, strict=True):
+            if step.raised:
+                assert re.search(expected, step.raised), (case, rank, step)
+            else:
+                assert re.search(expected if rank == 0 else "^$", step.printed), (case, rank, step)
+                assert step.error < 1e-6
+
+
+def test_what_ranks_exchange_does_not_grow_with_tokens() -> None:
+    few, many = (max(run_ranks(CP * DP, bytes_of_a_step, length)) for length in (64, 65536))
+    assert abs(many - few) < 200  # the digits of numbers in words
+    assert many < 20_000
+    print(f"\na proof sends {many:,} bytes from a rank")
+
+
+# ---- levels that differ between nodes
+
+
+def leveled(of_ranks: list[str], is_wrong: bool) -> list[Step]:
+    os.environ["MEGATRON_RL_LOSS_PROOF"] = of_ranks[int(os.environ["RANK"])]
+    return aggregated(as_asked, 2, double_what_ddp_reduces if is_wrong else None)
+
+
+@pytest.mark.parametrize("of_ranks", [["off", "error"], ["error", "warn"]], ids=str)
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_the_strictest_level_of_all_ranks_holds(of_ranks: list[str], is_wrong: bool) -> None:
+    for rank, steps in enumerate(run_ranks(2, leveled, of_ranks, is_wrong, timeout_s=120)):
+        for step in steps:
+            assert bool(step.raised) == is_wrong
+            assert ABORTED in step.raised or not is_wrong
+        assert ("MEGATRON_RL_LOSS_PROOF differs between ranks" in steps[0].printed) == (rank == 0)
+
+
+def of_interval(intervals: list[int]) -> str:
+    from megatron_rl_loss import LossAggregation
+    from megatron_rl_loss.megatron.flags import AggregationSettings
+
+    dp_rank = start().get_data_parallel_rank()
+    settings = AggregationSettings.resolve("token_mean", audit_interval=intervals[dp_rank])
+    aggregation = LossAggregation(settings, lambda batch: batch.samples)
+    batches = [Batch(planned_steps.STEP, chosen, 1) for chosen in dealt(planned_steps.STEP, dp_rank, 2, 3)]
+    try:
+        run_schedule(lambda *_: None, iter(batches), table_model(TABLE), 3, aggregation.wrap_schedule)
+    except Exception as error:
+        return str(error)
+    return ""
+
+
+def test_intervals_that_differ_between_ranks_are_refused() -> None:
+    for text in run_ranks(2, of_interval, [2, 5], timeout_s=120):
+        assert re.search(r"audit interval \d, another rank for something else: all ranks must aggregate alike", text)
+
+
+# ---- the whole GPT: anchors, and losses in the output head
+
+
+def trained_gpt(case: str, layout: Layout, steps: int) -> list[Step]:
+    """On a rank: steps of a tiny GPT, with what `GPTS` plants."""
+    import megatron.core.distributed as distributed
+    from megatron.core import parallel_state as mpu
+
+    from megatron_rl_loss import Folded, LossAggregation, OutputHead, plan_step
+    from megatron_rl_loss.proof.anchor import Anchor
+
+    start_layout(layout)
+    config_class = distributed.DistributedDataParallelConfig
+    reduces_bf16 = {"grad_reduce_in_fp32": False}
+    if case.startswith("bf16"):
+        if "fp32 accumulation" in case:
+            reduces_bf16["param_name_patterns_for_fp32_local_accumulation"] = ("all",)  # type: ignore[assignment]
+        distributed.DistributedDataParallelConfig = lambda **options: config_class(**options | reduces_bf16)
+    gpt = Case(
+        4, "token_mean", "all", "mean", bf16=case.startswith("bf16"), optimizer="plain", tied=False, lopsided=False
+    )
+    ready, batches = prepared(layout, gpt, gpt_oracle.rollouts_of(gpt.shape(layout)), "packed")
+    batches = batches * (8 if "32 micro-batches" in case else 1)
+    keep, finalize = Anchor.keep, ready.config.finalize_model_grads_func
+    if case == "graphs replay":  # simulated: hooks run in two of four micro-batches
+        ready.config.cuda_graph_impl = "local"
+        Anchor.keep = lambda self, gradient: keep(self, gradient) if self.num_terms < 2 else None  # type: ignore[method-assign]
+    if case == "a silent stage" and mpu.is_pipeline_first_stage():
+        Anchor.keep = lambda self, gradient: None  # type: ignore[method-assign]
+    if case == "all but the last norm scaled":
+
+        def finalize_apart(*args: Any, **kwargs: Any) -> None:
+            finalize(*args, **kwargs)
+            for chunk in ready.chunks:
+                for name, parameter in chunk.module.named_parameters():
+                    if "final_layernorm" not in name:
+                        parameter.main_grad *= 0.25
+
+        ready.config.finalize_model_grads_func = finalize_apart
+
+    def forward_step(iterator: Iterator[Any], model: Any) -> Any:
+        taken = next(iterator)
+        batch, microbatch = taken if "own loop" in case else (taken.data, taken)
+        if not case.startswith("folded"):
+            return output_of(model, batch), lambda losses: microbatch.loss(losses * (1.5 + batch.advantages))
+        folded = Folded(microbatch, lambda log_probs, _, advantages: (-log_probs * (1.5 + advantages), {}),
+                        {"advantages": batch.advantages})  # fmt: skip
+        output = output_of(model, batch, output_processor=OutputHead(chunk_tokens=3), output_processor_context=folded)
+
+        def loss_func(output: Any) -> Any:
+            share, _ = output
+            return microbatch.carry(share * (2.0 if "doubled" in case else 1.0), microbatch.report({"pg_loss": share}))
+
+        return output, loss_func
+
+    wrap: Any = LossAggregation(settings_of(gpt), GptBatch.described).wrap_schedule
+    if "own loop" in case:
+        from megatron.core import pipeline_parallel
+
+        from megatron_rl_loss import prove_first_step
+
+        proved = prove_first_step(pipeline_parallel.get_forward_backward_func(), "token_mean")
+        wrap = lambda schedule: proved  # noqa: E731
+
+    def run() -> float:
+        data: list[Any] = batches
+        if "own loop" in case:
+            plan = plan_step([batch.samples for batch in batches], "token_mean", model=ready.chunks)
+            data = list(zip(batches, plan, strict=True))
+        run_batches(layout, ready, forward_step, data, wrap)
+        return 0.0
+
+    return [attempted(run) for _ in range(steps)]
+
+
+DP_2, PP_2 = Layout(1, False, 1, 1, 1, 2), Layout(1, False, 2, 1, 1, 1)
+#: Layout, and what each step prints on the first rank or raises on all.
+GPTS: dict[str, tuple[Layout, list[str]]] = {
+    "folded": (DP_2, [rf"{PROVED} \d+ tokens.*; from the share on \(folded into the output head\)", "^$"]),
+    "folded, own loop": (DP_2, [rf"{PROVED} \d+ tokens.*; from the share on \(folded into the output head\)", "^$"]),
+    "folded, doubled": (DP_2, [r"tokens weigh 2 times what was asked \(2 = DP\)"]),
+    "bf16 reduction, fp32 accumulation": (DP_2, [PROVED]),
+    "bf16 reduction, 32 micro-batches": (DP_2, [f"NOT PROVED: The scaling of gradients|{PROVED}", "^$"]),
+    "graphs replay": (DP_2, ["NOT PROVED: CUDA graphs replay a backward pass without its hooks", "^$"]),
+    "a silent stage": (PP_2, [PROVED, "^$"]),
+    "all but the last norm scaled": (DP_2, [r"Gradients are multiplied by 0.125 at \S*weight .*, 0.5 at decoder.f"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", GPTS)
+def test_a_gpt(case: str) -> None:
+    layout, words = GPTS[case]
+    for rank, steps in enumerate(run_ranks(layout.world_size, trained_gpt, case, layout, len(words))):
+        for step, expected in zip(steps, words, strict=True):
+            if step.raised:
+                assert re.search(expected, step.raised), (case, rank, step)
+            else:
+                assert re.search(expected if rank == 0 else "^$", step.printed), (case, rank, step)
+
+
+# ---- what is not the proof's, but stopped right runs
+
+
+def planned_dummies(mode: str) -> list[str]:
+    """On one of four data-parallel ranks: in the second step two of them hold an engine's fully masked row alone."""
+    from megatron_rl_loss import Samples, plan_step
+
+    state, found = start(), []
+    dp_rank = state.get_data_parallel_rank()
+    for number in range(2):
+        ids = [f"{dp_rank} {number} {k}" for k in range(2)]
+        samples = [Samples([[1, 1, 0], [1]], rollout_ids=ids, prompt_ids=[str(dp_rank)] * 2)]
+        if number and dp_rank >= 2:
+            samples = [Samples([[0]], rollout_ids=["dummy"], prompt_ids=["dummy"])]
+        try:
+            plan = plan_step(samples, mode, units="active", dp_group=state.get_data_parallel_group())
+            found.append(f"{plan.totals.step_active_tokens} tokens")
+        except Exception as error:
+            found.append(str(error))
+    return found
+
+
+def test_ranks_that_hold_an_engines_dummies_train() -> None:
+    assert run_ranks(4, planned_dummies, "sample_mean") == [["12 tokens", "6 tokens"]] * 4
+
+
+def planned_with_masks_cut() -> str:
+    from megatron_rl_loss import Samples, ZigzagTHD, plan_step
+
+    cp_rank, dp_rank = start_ranks()
+    from megatron.core import parallel_state as mpu
+
+    groups = {"dp_group": mpu.get_data_parallel_group(), "cp_group": mpu.get_context_parallel_group()}
+    mask = [1.0, 1.0, 0.0, 0.0] if cp_rank else [0.0, 0.0, 1.0, 1.0]
+    try:
+        plan_step([Samples([mask], layout=ZigzagTHD([0, 4]), prompt_ids=[str(dp_rank)])], "token_mean", **groups)
+    except Exception as error:
+        return str(error)
+    return ""
+
+
+def test_masks_that_are_0_on_other_ranks_are_named() -> None:
+    for text in run_ranks(CP * DP, planned_with_masks_cut):
+        assert "pass masks uncut" in text
+
+
+def test_a_default_launch_loads_no_room_that_diagnoses() -> None:
+    (rooms,) = run_ranks(1, lines_by_room)
+    assert "proof" in rooms
+    assert rooms.keys().isdisjoint({"audit", "frameworks", "logprobs", "__main__"})
+    print(f"\na default launch loads {sum(rooms.values()):,} lines:", rooms)

@@ -1,0 +1,38 @@
+"""The table of a proof's outcomes: every combination has one outcome, and only evidence is wrong."""
+
+import itertools
+from typing import get_args
+
+import pytest
+
+from megatron_rl_loss.proof.outcomes import (
+    ORDER,
+    OUTCOMES,
+    FactorState,
+    Gradient,
+    Losses,
+    Outcome,
+    Seen,
+    Weights,
+    outcome_of,
+)
+
+EVERYTHING = [Seen(*fields) for fields in itertools.product(*map(get_args, (Gradient, FactorState, Losses, Weights)))]
+
+
+def test_every_combination_has_one_outcome() -> None:
+    rows = {seen: outcome_of(seen) for seen in EVERYTHING}
+    assert set(rows.values()) == set(get_args(Outcome)) == set(ORDER)
+    for row in OUTCOMES:  # no row is unreachable
+        assert any(all(field in (None, value) for field, value in zip(row, seen, strict=True)) for seen in EVERYTHING)
+
+
+@pytest.mark.parametrize("seen", EVERYTHING, ids=str)
+def test_only_evidence_is_wrong_and_only_a_measurement_proves(seen: Seen) -> None:
+    measured = seen.gradient == "finite" and seen.factor == "certified" and seen.losses == "seen"
+    untrained = seen.gradient == "finite" and seen.losses == "untrained"
+    assert (outcome_of(seen) == "wrong") == (untrained or (measured and seen.weights == "other"))
+    assert (outcome_of(seen) == "proved") == (measured and seen.weights == "as asked")
+    assert (outcome_of(seen) in ("wait", "overflow")) == (
+        seen.gradient in ("zero", "overflow") or (measured and seen.weights == "none")
+    )
