@@ -6,9 +6,12 @@ Each row runs on two or four ranks; what a rank prints and raises in each of its
 import contextlib
 import functools
 import io
+import json
 import math
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -18,9 +21,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from gpt_steps import output_of, prepared, run_batches, settings_of, start_layout
-from launched_rooms import lines_by_room
 from planned_steps import CP, DP, TABLE, batches_of, gradient_of, start_ranks
 from ranks import run_ranks
+from repository import ROOT
 from step_samples import dealt
 from table_step import Batch, relative_error, run_schedule, start, table_model
 from tiny_gpt import Batch as GptBatch
@@ -618,7 +621,11 @@ def test_masks_that_are_0_on_other_ranks_are_named() -> None:
 
 
 def test_a_default_launch_loads_no_room_that_diagnoses() -> None:
-    (rooms,) = run_ranks(1, lines_by_room)
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
+    command = [sys.executable, *launch, str(ROOT / "tests/support/launched_rooms.py")]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr[-3000:]
+    rooms = json.loads(run.stdout.splitlines()[-1])
     assert "proof" in rooms
     assert rooms.keys().isdisjoint({"audit", "frameworks", "logprobs", "__main__"})
     print(f"\na default launch loads {sum(rooms.values()):,} lines:", rooms)
