@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl_loss.errors import check_choice, check_float, check_within, require
-from megatron_rl_loss.losses.ratio import Masked, check_shape, masked_places
+from megatron_rl_loss.losses.ratio import Masked, check_shape, check_trained, masked_places
 
 Kind = Literal["forward_kl", "reverse_kl", "jsd"]
 Tail = Literal["bucket", "drop", "renormalise"]
@@ -55,13 +55,14 @@ def divergence_at_ids(
 
     Returns float32 [...] (float64 of float64), computed in float64. A probability of others below half the inputs'
     epsilon (6e-8 in float32), which rounding hides, is taken as that. Raises ValueError for shapes that differ, K = 0,
-    probabilities that sum to more than 1.05 (repeated ids, or logits), unknown names and unusable settings; TypeError
-    for log-probs that are no float tensors.
+    probabilities that sum to more than 1.05 (repeated ids, or logits), a teacher that requires grad while the student
+    does not, unknown names and unusable settings; TypeError for log-probs that are no float tensors.
     Source: GKD, arXiv:2306.13649 eq. 1 and section 2; reverse KL of the student's samples, MiniLLM, arXiv:2306.08543.
     """
     for name, one in (("log_probs", log_probs), ("teacher_log_probs", teacher_log_probs)):
         check_float(name, one, "Pass log-probs, not ids; of a LogProbs its .log_probs")
     check_shape("teacher_log_probs", teacher_log_probs, log_probs)
+    check_trained("log_probs", log_probs, teacher_log_probs=teacher_log_probs)
     share = check_kind(kind, beta)
     check_choice("tail", tail, get_args(Tail))
     if log_probs.dim() == 0 or log_probs.shape[-1] == 0:

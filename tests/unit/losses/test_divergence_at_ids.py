@@ -170,7 +170,7 @@ def test_a_mixture_is_two_terms_each_with_its_mode_and_mask() -> None:
     masks, seen = [[1, 1, 0, 1], [0, 1, 1]], [[1, 0, 0, 1], [0, 1, 0]]
     samples = Samples(masks, prompt_ids=["a", "b"], term_masks={"seen": seen})
     student, teacher = (one[:7, :K] for one in drawn())
-    leaf, policy = student.clone().requires_grad_(), torch.arange(7.0)
+    leaf, policy = student.clone().requires_grad_(), torch.arange(7.0, requires_grad=True)
     (microbatch,) = plan_step([samples], "prompt_mean", dp_group=None, term_masks=["seen"])
     kl = divergence_at_ids(leaf, teacher, microbatch, kind="reverse_kl")
     share = microbatch.loss({"pg": policy, "kl": Term(kl, "token_mean", coef=0.5, mask="seen")}, form="sum")
