@@ -138,7 +138,7 @@ class _Bounded(torch.autograd.Function):
 
 
 def bounded(exponents: Tensor, power: int = 1) -> Tensor:
-    """The exponents, at most so large that ``exp`` of them to the power is finite: 80 for float32, divided by the power.
+    """The exponents, at most so large that ``exp`` of them to the power is finite: 80 for float32, over the power.
 
     The slope of a loss beyond is that at the bound: a clamp would leave the tokens that are furthest off without any.
     An infinite exponent stays: an input's infinity is not hidden.

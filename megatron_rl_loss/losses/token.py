@@ -258,8 +258,8 @@ def kl_estimate(
     k3 and estimates times r have gradients by these formulas, exact to float32 however far the reference is; gradients
     of these gradients raise ValueError.
 
-    Raises ValueError for an unknown estimator, shapes that differ, k2 with old log-probs, and reference or old log-probs
-    that require grad while the log-probs do not.
+    Raises ValueError for an unknown estimator, shapes that differ, k2 with old log-probs, and reference or old
+    log-probs that require grad while the log-probs do not.
     Source: Schulman, "Approximating KL divergence" (2020); k3 in GRPO, arXiv:2402.03300 eq. 4; times r, DeepSeek-V3.2,
     arXiv:2512.02556 eq. 7.
     """
