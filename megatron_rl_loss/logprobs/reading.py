@@ -243,7 +243,7 @@ class Reading:
         (top, total, entropy), (column, here), in_rest = norm[:3], self._columns(part), self._in_rest(part)
         into[:, self._held :] = 0
         idle = g is None and h is None
-        g = top.new_zeros(column.shape) if g is None else g.view(len(column), -1)
+        g = top.new_zeros(column.shape) if g is None else g if g.dim() == 2 else g[:, None]
         factor, of_all, tilt = -self.scale / total, g.sum(1), None
         if in_rest is not None and g.shape[1] > column.shape[1]:
             g, tilt = g[:, :-1], (self.scale * g[:, -1] / norm[3])[:, None]

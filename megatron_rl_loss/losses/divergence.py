@@ -64,7 +64,8 @@ def divergence_at_ids(
     Returns float32 [...] (float64 of float64), computed in float64. A probability of others below half the inputs'
     epsilon (6e-8 in float32), which rounding hides, is taken as that. Raises ValueError for shapes that differ, K = 0,
     probabilities that sum to more than 1.05 (repeated ids, or logits), or with a rest not to 1, a teacher that requires
-    grad while the student does not, unknown names and unusable settings; TypeError for log-probs that are no float tensors.
+    grad while the student does not, unknown names and unusable settings; TypeError for log-probs that are no float
+    tensors.
     Source: GKD, arXiv:2306.13649 eq. 1 and section 2; reverse KL of the student's samples, MiniLLM, arXiv:2306.08543.
     """
     for name, one in (("log_probs", log_probs), ("teacher_log_probs", teacher_log_probs)):
