@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given as for_all
+from hypothesis import settings
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -85,6 +88,57 @@ def test_estimates_far_from_the_reference(estimator: Any, times_ratio: bool) -> 
     value, slope = (formula(ratio, d) for formula in EXACT[estimator, times_ratio])
     for one, right, cancels in ((found.detach(), value, 1e-7), (leaf.grad, slope, 1e-6 if estimator == "k1" else 0)):
         torch.testing.assert_close(one.double(), right, rtol=1e-5 if right is value else 5e-7, atol=cancels)
+
+
+OF_TOKEN = st.floats(-200, 0, width=32)
+
+
+@settings(deadline=None, derandomize=True, max_examples=200)
+@for_all(OF_TOKEN, OF_TOKEN, st.floats(-60, 60, width=32))
+def test_estimates_of_any_log_probs(now: float, reference: float, gap: float) -> None:
+    """Against float64 of the same float32 inputs: an exp errs by the rounding of its argument, a sum by its terms'."""
+    old = torch.tensor([min(now - gap, 0.0)]).clamp(min=-60 + max(now, reference))  # exps below e^60
+    given = torch.tensor([now]), torch.tensor([reference])
+    x, y = (one.double() - old.double() for one in given)
+    d, unit = given[0].double() - given[1].double(), torch.finfo(torch.float32).eps
+    for (estimator, times_ratio), (of_value, of_slope) in EXACT.items():
+        if not times_ratio and d < -60:
+            continue
+        leaf = given[0].clone().requires_grad_()
+        value = kl_estimate(
+            leaf, given[1], torch.ones(1), estimator=estimator, old_log_probs=old if times_ratio else None
+        )
+        (slope,) = torch.autograd.grad(value, leaf)
+        ratio = x.exp() if times_ratio else torch.ones_like(x)
+        terms = ratio * (1 + d.abs()) + ((y.exp() if times_ratio else (-d).exp()) if estimator == "k3" else 0)
+        bound = unit * (x.abs() + y.abs() + d.abs() + 4)
+        assert ((value.detach().double() - of_value(ratio, d)).abs() <= bound * terms + 1e-37).all()
+        right = of_slope(ratio, d)
+        size = ratio if estimator == "k1" else 0  # r + r d may cancel, r d does not
+        assert ((slope.double() - right).abs() <= bound * (right.abs() + size) + 1e-37).all()
+
+
+OF_ANY = st.lists(
+    st.tuples(st.floats(-1e4, 0, width=32), st.floats(-1e4, 0, width=32), st.floats(-8, 8, width=32)),
+    min_size=8,
+    max_size=8,
+)
+
+
+@settings(deadline=None, derandomize=True, max_examples=60)
+@for_all(OF_ANY)
+def test_finite_inputs_have_finite_losses_and_gradients(tokens: list[tuple[float, float, float]]) -> None:
+    """However far the policies are; and no gradient pushes a token against its advantage."""
+    now, old, advantages = torch.tensor(tokens).t()
+    given = inputs() | {"log_probs": now, "old_log_probs": old, "advantages": advantages}
+    for name in POLICY_LOSSES:
+        leaf = now.clone().requires_grad_()
+        loss = LOSSES[name](given | {"log_probs": leaf}, LOCAL)
+        loss.sum().backward()
+        assert loss.isfinite().all(), name
+        assert leaf.grad.isfinite().all(), name
+        if name not in OF_SEQUENCES and name != "cfpo":
+            assert (leaf.grad * advantages <= 0).all(), name
 
 
 def test_infinite_log_probs_give_no_nan() -> None:
