@@ -52,7 +52,7 @@ def add_args(parser: ArgumentParser) -> ArgumentParser:
     group.add_argument("--prompts-per-step", type=int, default=8, help="Prompt groups per step, with all rollouts.")
     group.add_argument("--policy-loss", choices=POLICY_LOSSES, default="ppo", help="Its formula: docs/losses.md.")
     group.add_argument("--clip-low", type=float, help="Clip range below 1; default: the loss's, PPO 0.2.")
-    group.add_argument("--clip-high", type=float, help="Clip range above 1; default: the loss's, PPO 0.28.")
+    group.add_argument("--clip-high", type=float, help="Clip range above 1; default: the loss's, PPO 0.2.")
     group.add_argument("--no-advantage-std", action="store_true", help="Do not divide advantages by the group's std.")
     group.add_argument(
         "--log-probs",
@@ -238,12 +238,8 @@ def is_last_stage(model: Any) -> bool:
 
 
 def clip_range(args: Any) -> dict[str, Any]:
-    """The clip range of the flags; PPO's default is that of DAPO."""
-    low, high = (0.2, 0.28) if args.policy_loss == "ppo" else (None, None)
-    return {
-        "clip_low": low if args.clip_low is None else args.clip_low,
-        "clip_high": high if args.clip_high is None else args.clip_high,
-    }
+    """The clip range of the flags; None stands for the loss's own."""
+    return {"clip_low": args.clip_low, "clip_high": args.clip_high}
 
 
 def on_device(pack: Pack) -> Any:

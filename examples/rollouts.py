@@ -146,6 +146,7 @@ def with_advantages(rollouts: Sequence[Rollout], *, normalize_by_std: bool = Tru
         torch.tensor([rollout.reward for rollout in by_rollout.values()], dtype=torch.float64),
         [rollout.prompt_id for rollout in by_rollout.values()],
         normalize_by_std=normalize_by_std,
+        dp_group=None,  # every rank reads all rollouts
     )
     of_rollout = dict(zip(by_rollout, advantages.tolist(), strict=True))
     return [replace(rollout, advantage=of_rollout[rollout.rollout_id]) for rollout in rollouts]

@@ -52,9 +52,9 @@ def main() -> int:
         "of these by sample id; a .jsonl file with a list per line. The exit status is 2 if samples or tokens could "
         "not be compared.",
     )
-    gap.add_argument("theirs", metavar="ROLLOUT", type=Path, help="dump of the sampler")
+    gap.add_argument("rollout", metavar="ROLLOUT", type=Path, help="dump of the sampler")
     gap.add_argument(
-        "ours", metavar="TRAIN", type=Path, help="dump of the trainer; its loss masks are used if it has any"
+        "train", metavar="TRAIN", type=Path, help="dump of the trainer; its loss masks are used if it has any"
     )
     status = 0
     try:
@@ -79,8 +79,8 @@ def main() -> int:
 def _run(options: Namespace) -> tuple[str, int]:
     """Text and exit status of a command other than ``audit``."""
     if options.command == "log-probs":
-        compared = compare_dumps(options.theirs, options.ours)
-        return f"ours: {options.ours}, theirs: {options.theirs}\n{compared}", 2 if compared.left_out else 0
+        compared = compare_dumps(options.rollout, options.train)
+        return f"train: {options.train}, rollout: {options.rollout}\n{compared}", 2 if compared.left_out else 0
     if options.command == "modes":
         return format_modes(), 0
     if options.name is None:

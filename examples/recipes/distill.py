@@ -25,6 +25,7 @@ def forward_step(data_iterator: Any, model: Any) -> Any:
     pack = microbatch.data
     columns = (microbatch.local(pack[name])[None].cuda() for name in COLUMNS)  # of this context-parallel rank
     tokens, positions, labels, old, advantages, ids, teacher = columns
+    given = torch.cat([torch.zeros_like(labels, dtype=torch.bool)[..., None], teacher > -torch.inf], dim=-1)
     output = model(
         tokens,
         positions,
@@ -32,13 +33,14 @@ def forward_step(data_iterator: Any, model: Any) -> Any:
         labels=torch.cat([labels[..., None], ids], dim=-1),
         packed_seq_params=pack["packed"],
         output_processor=OutputHead(chunk_tokens=1024),
-        output_processor_context=Tokens(microbatch.tokens.mask),
+        output_processor_context=Tokens(microbatch.tokens.mask, rest_without=given),
     )
 
     def loss_func(output: tuple[Tensor, None]) -> Any:
         log_probs, _ = output
         policy = ppo_clip_loss(log_probs[..., 0], old, advantages, microbatch).per_token_loss
-        kl = divergence_at_ids(log_probs[..., 1:], teacher, microbatch, kind="reverse_kl")
+        ids_and_rest = {"log_probs": log_probs[..., 1:-1], "log_rest": log_probs[..., -1]}
+        kl = divergence_at_ids(**ids_and_rest, teacher_log_probs=teacher, local=microbatch, kind="reverse_kl")
         return microbatch.loss({"pg": policy, "kl": Term(kl, coef=0.7, mask="taught")})
 
     return output, loss_func

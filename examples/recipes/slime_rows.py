@@ -17,7 +17,7 @@ def rewards(args: Any, samples: list[Any]) -> tuple[list[float], list[float]]:
     prompts, sessions = [one.group_index for one in samples], [one.rollout_id for one in samples]
     masks = [[0] * one.response_length if one.remove_sample else one.loss_mask or [1] * one.response_length
              for one in samples]  # fmt: skip
-    folded = group_relative_advantages(raw, prompts, rollout_ids=sessions)
+    folded = group_relative_advantages(raw, prompts, rollout_ids=sessions, dp_group=None)
     number = {session: i for i, session in enumerate(dict.fromkeys(sessions))}
     steps = [number[session] // args.global_batch_size for session in sessions]
     for step in set(steps):  # slime's optimizer steps, of so many sessions each

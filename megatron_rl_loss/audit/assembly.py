@@ -143,6 +143,6 @@ def log_prob_gap(parts: Sequence[Part]) -> LogProbGap | None:
         for start, mask in zip(samples.starts.tolist(), masks, strict=True):
             here = slice(start, start + len(mask))
             if given[here].all():
-                ours, theirs = torch.from_numpy(values[:, here])
-                found.append((ours, theirs, mask))
+                train, rollout = torch.from_numpy(values[:, here])
+                found.append((train, rollout, mask))
     return compare_log_probs(*zip(*found, strict=True)) if found else None

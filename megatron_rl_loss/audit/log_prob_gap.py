@@ -26,14 +26,14 @@ class LogProbGap:
     `patterns` and `suggestions`, by name; texts on samples and tokens that were `left_out`.
     """
 
-    def __init__(self, ids: Ids, ours: Rows, theirs: Rows, masks: Rows) -> None:
-        self.ids, self.lengths = ids, [len(row) for row in ours]
-        gap, trained = _flat(theirs) - _flat(ours), _flat(masks) != 0
+    def __init__(self, ids: Ids, train: Rows, rollout: Rows, masks: Rows) -> None:
+        self.ids, self.lengths = ids, [len(row) for row in train]
+        gap, trained = _flat(rollout) - _flat(train), _flat(masks) != 0
         self.gaps, self.finite = gap.split(self.lengths), gap.isfinite()
         # Of all entries, end to end:
-        self.gap, self.ours, self.theirs = (one.where(self.finite, 0) for one in (gap, _flat(ours), _flat(theirs)))
+        self.gap, self.train, self.rollout = (one.where(self.finite, 0) for one in (gap, _flat(train), _flat(rollout)))
         self.active = trained & self.finite
-        self.rounding = torch.maximum(self.ours.abs(), self.theirs.abs()).clamp(min=1) / 2**8
+        self.rounding = torch.maximum(self.train.abs(), self.rollout.abs()).clamp(min=1) / 2**8
         self.beyond = self.gap.abs() > self.rounding
         self.num_tokens = torch.tensor([int(on.sum()) for on in self.active.split(self.lengths)])
         self.patterns, self.suggestions = dict[str, str](), dict[str, str]()
@@ -62,7 +62,7 @@ class LogProbGap:
     def _numbers(self) -> list[str]:
         rows = [gap.abs()[on] for gap, on in zip(self.gaps, self.active.split(self.lengths), strict=True)]
         gap, log_ratio = _flat(rows), -self.gap[self.active]
-        head = f"log-probs of {len(gap)} tokens in {len(rows)} samples; gap: theirs - ours"
+        head = f"log-probs of {len(gap)} tokens in {len(rows)} samples; gap: rollout - train"
         if not len(gap):
             return [head]
         quantiles = gap.sort().values[(len(gap) - 1) * torch.tensor([50, 90, 99, 100]) // 100]
@@ -76,34 +76,35 @@ class LogProbGap:
             "|gap|: 50 % {:.3g}, 90 % {:.3g}, 99 % {:.3g}, largest {:.3g}".format(*quantiles),
             "mean |gap|: first third of samples {:.3g}, middle {:.3g}, last {:.3g}".format(*thirds),
             f"mean |gap|, worst: {', '.join(worst)}",
-            f"ratio exp(ours - theirs): mean {ratio:.3g}, effective sample size / tokens {size / len(gap):.3g}",
+            f"ratio exp(train - rollout): mean {ratio:.3g}, effective sample size / tokens {size / len(gap):.3g}",
         ]
 
 
 def compare_log_probs(
-    ours: Rows, theirs: Rows, loss_masks: Rows = (), *, total_lengths: Ids = (), top: Rows = (), ids: Ids = ()
+    train: Rows, rollout: Rows, loss_masks: Rows = (), *, total_lengths: Ids = (), top: Rows = (), ids: Ids = ()
 ) -> LogProbGap:
     """Compare log-probs token by token and try the known patterns.
 
     Args:
-        ours, theirs: [num_samples] of float [length], tensors or lists; entries of the same tokens in the same order.
+        train, rollout: [num_samples] of float [length], tensors or lists; entries of the same tokens in the same order.
         loss_masks: the same shapes; 0 for a token that is not trained. Without masks all tokens count.
         total_lengths: of samples, prompt included, if entries are of responses alone.
         ids: of samples, for the report.
         top: our log-probs of the k most likely tokens, or of the vocabulary, [length, k] each; to fit a temperature.
     """
-    ours, theirs, loss_masks, top = ([*map(torch.as_tensor, rows)] for rows in (ours, theirs, loss_masks, top))
-    lengths, ids = [row.numel() for row in ours], list(ids) or range(len(ours))
+    train, rollout, loss_masks, top = ([*map(torch.as_tensor, rows)] for rows in (train, rollout, loss_masks, top))
+    lengths, ids = [row.numel() for row in train], list(ids) or range(len(train))
     totals = list(total_lengths) or lengths
-    if {len(ids), len(totals)} != {len(ours)}:
+    if {len(ids), len(totals)} != {len(train)}:
         raise ValueError(
-            f"{len(ids)} ids and {len(totals)} total_lengths for {len(ours)} samples: every sample needs one of each. "
+            f"{len(ids)} ids and {len(totals)} total_lengths for {len(train)} samples: every sample needs one of each. "
             "Give all, or leave the argument out."
         )
     masks = loss_masks if len(loss_masks) else [torch.ones(length) for length in lengths]
-    for name, rows in {"ours": ours, "theirs": theirs, "loss_masks": masks, "top": top if len(top) else masks}.items():
-        if len(rows) != len(ours):
-            raise ValueError(f"{len(rows)} samples of {name}, {len(ours)} of ours: {_SAME}.")
+    sides = {"train": train, "rollout": rollout, "loss_masks": masks, "top": top if len(top) else masks}
+    for name, rows in sides.items():
+        if len(rows) != len(train):
+            raise ValueError(f"{len(rows)} samples of {name}, {len(train)} of train: {_SAME}.")
         for one, row in zip(ids, rows, strict=True):
             if row.dim() != 1 + (rows is top):
                 raise ValueError(f"sample {one}: {name} of shape {[*row.shape]}: {_SAME}, as a 1-D tensor.")
@@ -114,21 +115,21 @@ def compare_log_probs(
             order = " Both sides have the same lengths in another order: give both by sample id." * (
                 sorted(lengths) == sorted(own)
             )
-            counts = f"{len(off)} of {len(ours)} samples, first {one}: ours {length}, {name} {other}"
+            counts = f"{len(off)} of {len(train)} samples, first {one}: train {length}, {name} {other}"
             raise ValueError(f"lengths differ in {counts}: {_SAME}.{order}")
-    gap = LogProbGap(ids, ours, theirs, masks)
+    gap = LogProbGap(ids, train, rollout, masks)
     on = gap.active
     if gap.beyond[on].any():
         for name, text, source in _moves(gap, torch.tensor(totals)):
             among = (source >= 0) & on[source] & (gap.finite if name.startswith("padded") else on)
-            gap.consider(name, text, gap.theirs - gap.ours[source], among)
+            gap.consider(name, text, gap.rollout - gap.train[source], among)
         if len(top):
             _fit_temperature(gap, top)
         else:
             _suggest_temperature(gap)
         return gap
-    sides = {"ours": gap.ours[on], "theirs": gap.theirs[on]}
-    rounded = [name for name, side in sides.items() if side.bfloat16().double().equal(side)]
+    active = {"train": gap.train[on], "rollout": gap.rollout[on]}
+    rounded = [name for name, side in active.items() if side.bfloat16().double().equal(side)]
     if len(rounded) == 1 and (gap.gap.abs() > gap.rounding / 2**10)[on].sum() >= FEWEST:
         gap.patterns["bf16_rounding"] = f"{rounded[0]} are rounded to bfloat16"
     if gap.beyond.any():
@@ -141,7 +142,7 @@ def _flat(values: Rows) -> Tensor:
 
 
 def _moves(gap: LogProbGap, totals: Tensor) -> Iterator[tuple[str, str, Tensor]]:
-    """Names, texts, and the entry of ours at each entry of theirs, [num_entries]; -1 for unknown."""
+    """Names, texts, and the entry of train at each entry of rollout, [num_entries]; -1 for unknown."""
     lengths, entry, on = torch.tensor(gap.lengths), torch.arange(len(gap.gap)), gap.active
     starts, sample = lengths.cumsum(0) - lengths, torch.arange(len(lengths)).repeat_interleave(lengths)
     position, length, total = entry - starts[sample], lengths[sample], totals[sample]
@@ -155,13 +156,13 @@ def _moves(gap: LogProbGap, totals: Tensor) -> Iterator[tuple[str, str, Tensor]]
     }
     for name, by in shifts.items():
         inside = (position >= by) & (position - by < length)
-        yield name, f"theirs equal ours {name.replace('_', ' ')}", (entry - by).where(inside, -1)
+        yield name, f"rollout equals train {name.replace('_', ' ')}", (entry - by).where(inside, -1)
     logit = (total - length + position - (total > length).long()).clamp(min=0)  # a response's is one place before
     for cp_size in (2, 4, 8):
         chunk = logit // -(-total // (2 * cp_size))
         rank = torch.minimum(chunk, 2 * cp_size - 1 - chunk)
         order = (sample * cp_size + rank).argsort(stable=True)
-        for sides, source in (("theirs equal ours", order), ("ours equal theirs", order.argsort())):
+        for sides, source in (("rollout equals train", order), ("train equals rollout", order.argsort())):
             yield "cp_order", f"{sides} in zigzag chunks of {cp_size} context-parallel ranks, ordered by rank", source
 
     def sorted_samples(side: Tensor) -> Tensor:
@@ -170,17 +171,17 @@ def _moves(gap: LogProbGap, totals: Tensor) -> Iterator[tuple[str, str, Tensor]]
         return by_sum[lengths[by_sum].argsort(stable=True)]
 
     if gap.beyond.sum() >= 4 * len(lengths):  # fewer would be found by chance
-        twin = sorted_samples(gap.ours)[sorted_samples(gap.theirs).argsort()][sample]
+        twin = sorted_samples(gap.train)[sorted_samples(gap.rollout).argsort()][sample]
         source = (starts[twin] + position).where(length >= FEWEST, -1)
-        yield "sample_order", "theirs equal ours with the samples in another order", source
+        yield "sample_order", "rollout equals train with the samples in another order", source
 
 
 def _fit_temperature(gap: LogProbGap, top: Rows) -> None:
-    """Fit beta = 1 / temperature by ``theirs = beta * ours - logsumexp(beta * top)``, [num_entries]."""
+    """Fit beta = 1 / temperature by ``rollout = beta * train - logsumexp(beta * top)``, [num_entries]."""
     z = torch.cat([rows.detach().cpu() for rows in top])
 
     def left(beta: float, at: Any) -> Tensor:
-        return gap.theirs[at] - beta * gap.ours[at] + (beta * z[at].double()).logsumexp(-1)
+        return gap.rollout[at] - beta * gap.train[at] + (beta * z[at].double()).logsumexp(-1)
 
     on = gap.active.nonzero().flatten()
     few = on[:: len(on) // 64 + 1]  # all are checked with what fits these
@@ -189,7 +190,7 @@ def _fit_temperature(gap: LogProbGap, top: Rows) -> None:
         tried = [beta + k * step for k in range(-20, 21)]
         errors = torch.stack([left(one, few) for one in tried]).abs().mean(-1)
         beta, step = tried[int(errors.argmin())], step / 16
-    text = f"theirs equal ours at temperature {1 / beta:.4g}"
+    text = f"rollout equals train at temperature {1 / beta:.4g}"
     gap.consider("temperature", text, left(beta, slice(None)), gap.active)
 
 
@@ -198,33 +199,33 @@ def _suggest_temperature(gap: LogProbGap) -> None:
 
     The log-odds of likely tokens must stretch beyond the noise of either side, while unlikely tokens stay.
     """
-    ours, theirs, move = gap.ours[gap.active], gap.theirs[gap.active], gap.gap[gap.active]
-    likely, unlikely = (ours + theirs > -4) & (torch.maximum(ours, theirs) < -1e-4), move[ours + theirs < -4]
-    odds = [side[likely] - (-side[likely].expm1()).log() for side in (ours, theirs)]
+    train, rollout, move = gap.train[gap.active], gap.rollout[gap.active], gap.gap[gap.active]
+    likely, unlikely = (train + rollout > -4) & (torch.maximum(train, rollout) < -1e-4), move[train + rollout < -4]
+    odds = [side[likely] - (-side[likely].expm1()).log() for side in (train, rollout)]
     x, y = (side - side.mean() for side in odds)
     slope = y.norm() / x.norm()
     grows = [side @ (y - x) / (side * (y - x)).norm() for side in (x, y)]
     stretches = min(grows) > 4 or max(grows) < -4
-    rest = theirs[likely] - torch.nn.functional.logsigmoid(odds[1].mean() + slope * x)
+    rest = rollout[likely] - torch.nn.functional.logsigmoid(odds[1].mean() + slope * x)
     along = unlikely.mean() * (slope - 1).sign() / unlikely.square().mean().sqrt()
     enough = likely.sum() >= 50 and len(unlikely) >= 10
     if enough and stretches and rest.norm() < 0.85 * move[likely].norm() and along < 0.2:
-        near = f"a temperature near {1 / slope:.2g} times ours, judged by the log-probs alone"
-        gap.suggestions["temperature"] = f"theirs are at {near}; fit it with `top`"
+        near = f"a temperature near {1 / slope:.2g} times that of train, judged by the log-probs alone"
+        gap.suggestions["temperature"] = f"rollout is at {near}; fit it with `top`"
 
 
-def compare_dumps(theirs: Path, ours: Path) -> LogProbGap:
-    """Compare two files, joined by sample id, with the masks of `ours`, else of `theirs`."""
-    left, right = _read(theirs), _read(ours)
+def compare_dumps(rollout: Path, train: Path) -> LogProbGap:
+    """Compare two files, joined by sample id, with the masks of `train`, else of `rollout`."""
+    left, right = _read(rollout), _read(train)
     if not (ids := [one for one in right if one in left]):
         raise ValueError(
-            f"{theirs} has samples {[*left][:3]}, {ours} {[*right][:3]}: they share none. Dump the same step twice."
+            f"{rollout} has samples {[*left][:3]}, {train} {[*right][:3]}: they share none. Dump the same step twice."
         )
     rows, others = ([side[one][0] for one in ids] for side in (right, left))
     masks = [torch.tensor(right[one][1] or left[one][1] or [1] * len(row)) for one, row in zip(ids, rows, strict=True)]
     gap = compare_log_probs(rows, others, masks, total_lengths=[right[one][2] for one in ids], ids=ids)
     if alone := sorted({*left} ^ {*right}):
-        counts = f"{len(left) - len(ids)} samples of {theirs} alone, {len(right) - len(ids)} of {ours} alone"
+        counts = f"{len(left) - len(ids)} samples of {rollout} alone, {len(right) - len(ids)} of {train} alone"
         gap.left_out.append(f"left out: {counts}, first {alone[0]}")
     return gap
 

@@ -48,6 +48,7 @@ def log_probs_from_hidden(
     entropy: bool = False,
     token_mask: TokenMask | None = None,
     chunk_tokens: int = CHUNK_TOKENS,
+    rest_without: Tensor | None = None,
     main_gradient: WeightGradient | None = None,
     kernel: str | None = None,
 ) -> LogProbs:
@@ -61,6 +62,7 @@ def log_probs_from_hidden(
         temperature, keep, vocab_size, entropy: as in `log_probs_from_logits`.
         token_mask: as there; the output layer does not run on tokens with 0 either.
         chunk_tokens: tokens whose logits are held at a time; they, in float32, are the peak of memory.
+        rest_without: as in `log_probs_from_logits`.
         main_gradient: takes the weight's gradient. Without it, autograd gets that gradient, summed in float32.
         kernel: "liger" for Liger-Kernel's in this function's place, with chunks of its own: on a GPU, for one id per
             token, without bias, kept ids, vocab_size and main_gradient.
@@ -68,7 +70,7 @@ def log_probs_from_hidden(
     Differentiable towards hidden, weight and bias. Raises ValueError and TypeError as `log_probs_from_logits`, and for
     hidden states, weight and labels that do not fit each other.
     """
-    settings = Settings(temperature, keep, vocab_size, entropy, token_mask, chunk_tokens)
+    settings = Settings(temperature, keep, vocab_size, entropy, token_mask, chunk_tokens, rest_without)
     read, leaves = _read(hidden, weight, bias, labels, settings, tensor_parallel)
     if kernel is not None:
         return run_from_hidden(kernel, read, leaves, tensor_parallel, main_gradient is not None)
@@ -97,6 +99,7 @@ def divergence_from_hidden(
     entropy: bool = False,
     token_mask: TokenMask | None = None,
     chunk_tokens: int = CHUNK_TOKENS,
+    rest_without: Tensor | None = None,
     main_gradient: WeightGradient | None = None,
 ) -> Divergence:
     """Each token's divergence of student from teacher over the whole vocabulary, never with more than a chunk's logits.
@@ -113,7 +116,7 @@ def divergence_from_hidden(
     Raises ValueError and TypeError as `log_probs_from_hidden`, and ValueError for a teacher of other tokens or another
     shard.
     """
-    settings = Settings(temperature, keep, vocab_size, entropy, token_mask, chunk_tokens)
+    settings = Settings(temperature, keep, vocab_size, entropy, token_mask, chunk_tokens, rest_without)
     read, leaves = _read(hidden, weight, bias, labels, settings, tensor_parallel)
     comparison = _compare(read, teacher, hidden, weight, tensor_parallel)
     found, divergence = make_log_probs(read, leaves, tensor_parallel, main_gradient, comparison)
@@ -136,6 +139,7 @@ def loss_from_hidden(
     entropy: bool = False,
     token_mask: TokenMask | None = None,
     chunk_tokens: int = CHUNK_TOKENS,
+    rest_without: Tensor | None = None,
     main_gradient: WeightGradient | None = None,
     teacher: Teacher | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -177,7 +181,7 @@ def loss_from_hidden(
     inputs = {name: one.reshape(-1, *one.shape[len(shape) :]) for name, one in inputs.items()}
     _check_per_token(inputs, shape.numel(), several=True)
     token_mask = (weights != 0).view(shape) if token_mask is None else token_mask
-    settings = Settings(temperature, keep, vocab_size, entropy, token_mask, chunk_tokens)
+    settings = Settings(temperature, keep, vocab_size, entropy, token_mask, chunk_tokens, rest_without)
     read, leaves = _read(hidden, weight, bias, labels, settings, tensor_parallel)
     comparison = None if teacher is None else _compare(read, teacher, hidden, weight, tensor_parallel)
     wanted = [torch.is_grad_enabled() and one is not None and one.requires_grad for one in leaves]

@@ -29,6 +29,7 @@ def log_probs_from_logits(
     entropy: bool = False,
     token_mask: TokenMask | None = None,
     chunk_tokens: int | None = None,
+    rest_without: Tensor | None = None,
     gradient_in_place: bool = False,
     kernel: LogProbKernel | None = None,
 ) -> LogProbs:
@@ -51,6 +52,8 @@ def log_probs_from_logits(
         token_mask: [...], bool or numbers; at 0 a token is passed over: its log-prob, entropy and gradient are 0, and
             its label may be anything. Pass it on the host: the host reads it, and waits for one on a device.
         chunk_tokens: tokens to work on at a time; default: by the size of the vocabulary.
+        rest_without: bool, in the shape of labels [..., K]. With it log-probs are [..., K + 1]: the last is the log of
+            the probability of all ids but the marked ones, exact where it is small, for `divergence_at_ids`.
         gradient_in_place: the gradient overwrites the logits. Autograd then refuses a second backward, and any later
             use of the logits that needs them.
         kernel: makes the log-probs of plain logits, of one id per token, in this function's place: one of `kernels`,
@@ -64,7 +67,7 @@ def log_probs_from_logits(
     check_float("logits", logits, "Pass the output layer's result")
     check_rows("logits", logits)
     rows = logits.reshape(-1, logits.shape[-1])
-    settings = Settings(temperature, keep, vocab_size, entropy, token_mask, chunk_tokens)
+    settings = Settings(temperature, keep, vocab_size, entropy, token_mask, chunk_tokens, rest_without)
     read = Reading(labels, logits.shape[:-1], rows.shape[1], tp_group, settings, rows.device)
     if chunk_tokens is not None:
         check_int("chunk_tokens", chunk_tokens, at_least=1, remedy="Leave it out for a default")

@@ -4,6 +4,7 @@ With z = logits / temperature and q = softmax(z) over the vocabulary of all tens
 
     log_prob = z[label] - logsumexp(z)        d log_prob / d z[j] = [j = label] - q[j]      for each label of a token
     entropy  = - sum_j q[j] log q[j]          d entropy / d z[j]  = - q[j] (log q[j] + entropy)
+    log_rest = log sum_{j in rest} q[j]       d log_rest / d z[j] = [j in rest] q[j] / rest - q[j]
 
 No [tokens, vocabulary] tensor is made or kept beside the logits and their gradient. Forward reads a block of tokens
 once, each rank against its own maximum; the ranks then take one maximum and one sum of a few numbers per token.
@@ -69,6 +70,7 @@ class Settings(NamedTuple):
     entropy: bool
     token_mask: TokenMask | None
     chunk_tokens: int | None
+    rest_without: Tensor | None = None
 
 
 class Reading:
@@ -92,7 +94,8 @@ class Reading:
         settings: Settings,
         device: torch.device,
     ) -> None:
-        temperature, keep, vocab_size, self.entropy, token_mask, chunk_tokens = self.settings = settings
+        self.settings = settings
+        temperature, keep, vocab_size, self.entropy, token_mask, chunk_tokens, rest_without = settings
         check_within("temperature", temperature, "(0, inf)", "Greedy sampling has no ratio of policies")
         self.shape = torch.Size(shape)
         if labels is None:
@@ -114,6 +117,10 @@ class Reading:
         if self._host_rows is not None:
             self.rows = on_device(self._host_rows, labels.device)
             self.labels = self.labels[self.rows]
+        self._without = None
+        if rest_without is not None:
+            _check_rest(rest_without, labels, self.shape)
+            self._without = self.select(rest_without.to(labels.device, torch.bool))
         if self.labels.numel():
             require(
                 ((self.labels >= 0) & (self.labels < size)).all(),
@@ -133,6 +140,7 @@ class Reading:
     def at(self, temperature: float | None) -> "Reading":
         """The same tokens without entropy, at another temperature if one is given."""
         other = copy.copy(self)
+        other._without = None
         other.scale, other.entropy = self.scale if temperature is None else 1 / temperature, False
         return other
 
@@ -162,13 +170,15 @@ class Reading:
     def statistics(self, logits: Tensor, part: slice) -> Tensor:
         """[chunk, 3 + K] of this rank's columns: top, the largest logit; sum z exp z; sum exp z; z of each label.
 
-        z = scale * (logits - top). The second is 0 unless entropy is asked for, the last are arbitrary where another
-        rank has the label. Where no id counts here, top is -inf and the sums 0.
+        z = scale * (logits - top). The second is 0 unless entropy is asked for, the labels' are arbitrary where another
+        rank has the label. Where no id counts here, top is -inf and the sums 0. With a rest one more column has the
+        sum of exp z over it.
         """
-        column = self._columns(part)[0]
+        column, in_rest = self._columns(part)[0], self._in_rest(part)
         exact = torch.promote_types(logits.dtype, torch.float32)
-        statistics = logits.new_zeros(len(column), 3 + column.shape[1], dtype=exact)
-        (top, weighted, total), label = statistics[:, :3].unbind(1), statistics[:, 3:]
+        columns = 3 + column.shape[1] + (in_rest is not None)
+        statistics = logits.new_zeros(len(column), columns, dtype=exact)
+        (top, weighted, total), label = statistics[:, :3].unbind(1), statistics[:, 3 : 3 + column.shape[1]]
         top.fill_(-math.inf)
         for rows, x, z, q in self._blocks(logits, part, top.dtype):
             top[rows] = x.amax(-1)
@@ -178,10 +188,15 @@ class Reading:
             total[rows] = torch.exp2(z, out=q).sum(-1)
             if self.entropy:
                 weighted[rows] = z.mul_(q).sum(-1) * _LN_2
+            if in_rest is not None:  # summed itself: the difference of two sums near 1 would have few digits
+                statistics[rows, -1] = q.scatter_reduce_(1, column[rows], in_rest[rows].to(q), "amin").sum(-1)
         return statistics
 
     def combine(self, statistics: Tensor, part: slice = slice(None)) -> tuple[Tensor, Tensor]:
-        """Log-probs like the labels, and the norm [3, tokens]: top, sum exp z of the whole vocabulary, and entropy."""
+        """Log-probs like the labels, with a rest another column; and the norm [3, tokens], with a rest [4, tokens].
+
+        The norm: top, sum exp z of the whole vocabulary, entropy, and sum exp z of the rest.
+        """
         (top, weighted, total), label = statistics[:, :3].unbind(1), statistics[:, 3:]
         labels = self.labels[part]
         if self.tp_group is not None and top.numel():
@@ -189,13 +204,19 @@ class Reading:
             dist.all_reduce(top, op=dist.ReduceOp.MAX, group=self.tp_group)
             shift = (own - top) * self.scale
             factor, small = shift.exp(), shift.clamp(min=_NEVER)  # 0 and finite where nothing counts
-            label = torch.where(self._columns(part)[1], label + shift[:, None], 0)
+            here = self._columns(part)[1]
+            of_labels = torch.where(here, label[:, : here.shape[1]] + shift[:, None], 0)
+            label = torch.cat([of_labels, label[:, here.shape[1] :] * factor[:, None]], 1)
             sums = torch.cat([((weighted + total * small) * factor)[None], (total * factor)[None], label.t()])
             dist.all_reduce(sums if self.entropy else sums[1:], group=self.tp_group)
             (weighted, total), label = sums[:2], sums[2:].t()
         log_total = total.log()
-        log_probs = (label - log_total[:, None]).contiguous().view(labels.shape)
-        return log_probs, torch.stack([top, total, log_total - weighted / total])
+        norm = [top, total, log_total - weighted / total]
+        if self._without is not None:
+            label, others = label[:, :-1], torch.maximum(label[:, -1], total * torch.finfo(total.dtype).tiny)
+            log_probs = torch.cat([label - log_total[:, None], (others / total).log()[:, None]], 1)
+            return log_probs, torch.stack([*norm, others])
+        return (label - log_total[:, None]).contiguous().view(labels.shape), torch.stack(norm)
 
     def probabilities(self, logits: Tensor, norm: Tensor, part: slice) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """Rows at a time: log2 of each id's probability, -inf for none, and the probability; both are scratch."""
@@ -215,21 +236,25 @@ class Reading:
     ) -> None:
         """Write ``scale (sum_k g_k [j = label_k] - q (sum_k g_k + h (log q + entropy)))`` into `into`.
 
-        g, like the chunk's labels, and h, [chunk], are the gradients of log-probs and entropy, None for 0; `norm` is
-        the chunk's. `into` may be the logits. `more` is added, a block's part at a time.
+        g, like the chunk's log-probs, and h, [chunk], are the gradients of log-probs and entropy, None for 0; `norm` is
+        the chunk's. `into` may be the logits. `more` is added, a block's part at a time. Of a rest with gradient r,
+        ``scale r ([j in rest] exp z_j / sum exp z of the rest - q)`` is written too.
         """
-        top, total, entropy = norm
-        column, here = self._columns(part)
+        (top, total, entropy), (column, here), in_rest = norm[:3], self._columns(part), self._in_rest(part)
         into[:, self._held :] = 0
         idle = g is None and h is None
-        g = top.new_zeros(column.shape) if g is None else g.view(column.shape)
-        factor, of_all = -self.scale / total, g.sum(1)
+        g = top.new_zeros(column.shape) if g is None else g if g.dim() == 2 else g[:, None]
+        factor, of_all, tilt = -self.scale / total, g.sum(1), None
+        if in_rest is not None and g.shape[1] > column.shape[1]:
+            g, tilt = g[:, :-1], (self.scale * g[:, -1] / norm[3])[:, None]
         level = (factor * (of_all if h is None else of_all + h * (entropy - total.log())))[:, None]
         slope = None if h is None else (factor * h * _LN_2)[:, None]
         at_label = g * here * self.scale
         for rows, x, z, q in self._blocks(logits, part, norm.dtype, into):
             added = None if more is None else next(more)  # reads logits, so before they are overwritten
             self._centre(x, top[rows], z)
+            if tilt is not None:
+                torch.exp2(z, out=q)
             if idle:
                 z.zero_()
             elif slope is None:
@@ -237,6 +262,8 @@ class Reading:
             else:
                 torch.exp2(z, out=q)
                 z.mul_(slope[rows]).add_(level[rows]).mul_(q)
+            if tilt is not None and in_rest is not None:
+                z.add_(q.scatter_reduce_(1, column[rows], in_rest[rows].to(q), "amin").mul_(tilt[rows]))
             z.scatter_add_(1, column[rows], at_label[rows])
             if added is not None:
                 z.add_(added)
@@ -278,6 +305,14 @@ class Reading:
         here = (column >= 0) & (column < self._held)
         return column.clamp(0, max(self._held - 1, 0)), here
 
+    def _in_rest(self, part: slice) -> Tensor | None:
+        """False where a label's column is here and not in the rest, [n, K]; None without a rest.
+
+        Probabilities relative to the largest are at most 1, so the smaller of both is 0 at the marked labels, and the
+        probability at others: also where an arbitrary column is that of another label.
+        """
+        return None if self._without is None else ~(self._columns(part)[1] & self._without[part])
+
     def _kept(self, x: Tensor, z: Tensor, part: slice, rows: slice, column: Tensor, here: Tensor) -> Tensor:
         """The logits, in `z` with -inf where an id is not kept."""
         if self._keep is None:
@@ -305,6 +340,16 @@ def _check_labels(labels: Tensor, shape: torch.Size) -> None:
         )
     if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
         raise TypeError(f"labels of {labels.dtype}: they must be integers, ids of the vocabulary. Pass token ids.")
+
+
+def _check_rest(rest_without: object, labels: Tensor, shape: torch.Size) -> None:
+    """Raise ValueError unless the ids that a rest leaves out are marked among K labels per token."""
+    given = tuple(rest_without.shape) if isinstance(rest_without, Tensor) else type(rest_without).__name__
+    if given != tuple(labels.shape) or labels.dim() == len(shape):
+        raise ValueError(
+            f"rest_without of {given} for labels of shape {tuple(labels.shape)}: it must be a tensor in the shape of "
+            "labels [..., K], true for the ids that are not in the rest. Pass teacher_log_probs > -inf."
+        )
 
 
 def _rows_of(token_mask: TokenMask | None, shape: torch.Size) -> npt.NDArray[np.intp] | None:

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Sequence
+from types import EllipsisType
 
 import numpy as np
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from megatron_rl_loss.errors import check_within
 from megatron_rl_loss.losses.place import Place, tokens_of
 from megatron_rl_loss.losses.scans import segment_scan
-from megatron_rl_loss.step.collectives import Group, gather_parts, rank_in
+from megatron_rl_loss.step.collectives import Group, gather_parts, rank_in, stated_dp_group
 from megatron_rl_loss.step.ids import Ids, Keys, as_ids, kind_of_ids
 from megatron_rl_loss.step.masks import Array, Floats, on_device, to_array
 from megatron_rl_loss.step.values import check_values
@@ -26,7 +27,7 @@ def group_relative_advantages(
     rollout_ids: Ids | None = None,
     normalize_by_std: bool = True,
     epsilon: float = 1e-6,
-    dp_group: Group | None = None,
+    dp_group: Group | EllipsisType | None = ...,
 ) -> Tensor:
     """One advantage per sample: its reward less the mean of its prompt group, divided by the group's std if asked.
 
@@ -42,10 +43,12 @@ def group_relative_advantages(
         prompt_ids: one id (int or str) per sample.
         rollout_ids: one id per sample where several samples are parts of one rollout. The rollout then counts once in
             its group, and its samples share its advantage.
-        dp_group: the data-parallel group, where a prompt's samples lie on several of its ranks; all call it together.
+        dp_group: the data-parallel group, where a prompt's samples may lie on several of its ranks; all call it
+            together. None where this rank has all samples of its prompts. A job of several ranks must say which.
 
     Returns float32 [num_samples], on the rewards' device. Raises ValueError for rewards that are not 1-D and finite, do
-    not match the ids, or differ within a rollout, and for an epsilon that is not above 0.
+    not match the ids, or differ within a rollout, for an epsilon that is not above 0, and for no `dp_group` in a job of
+    several ranks.
     Source: GRPO, arXiv:2402.03300 section 4.1.2; without std, Dr. GRPO, arXiv:2503.20783 section 3.
     """
     if normalize_by_std:
@@ -62,7 +65,7 @@ def gdpo_advantages(
     weights: Sequence[float] | None = None,
     rollout_ids: Ids | None = None,
     epsilon: float = 1e-6,
-    dp_group: Group | None = None,
+    dp_group: Group | EllipsisType | None = ...,
 ) -> Tensor:
     """One advantage per sample of several rewards: each normalised in its prompt group, then added, then scaled.
 
@@ -94,7 +97,11 @@ def gdpo_advantages(
 
 @torch.inference_mode(False)
 def rloo_advantages(
-    rewards: Rewards, prompt_ids: Ids, *, rollout_ids: Ids | None = None, dp_group: Group | None = None
+    rewards: Rewards,
+    prompt_ids: Ids,
+    *,
+    rollout_ids: Ids | None = None,
+    dp_group: Group | EllipsisType | None = ...,
 ) -> Tensor:
     """``A_i = r_i - mean of the other rewards of its prompt group``, the leave-one-out baseline; 0 in a group of one.
 
@@ -118,8 +125,15 @@ class _Groups:
     """
 
     def __init__(
-        self, rewards: Sequence[Rewards], prompt_ids: Ids, rollout_ids: Ids | None, dp_group: Group | None
+        self,
+        rewards: Sequence[Rewards],
+        prompt_ids: Ids,
+        rollout_ids: Ids | None,
+        stated_group: Group | EllipsisType | None,
     ) -> None:
+        rule = "a prompt's samples may lie on several ranks, and their mean is over all of these"
+        dp_group = stated_dp_group(stated_group, "advantages", rule)
+
         def prepare() -> tuple[Floats, Keys, Keys, list[str]]:
             mine = [to_array(one).astype(np.float64) for one in rewards]
             shapes = {one.shape for one in mine}

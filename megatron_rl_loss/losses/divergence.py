@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl_loss.errors import check_choice, check_float, check_within, require
-from megatron_rl_loss.losses.ratio import Masked, check_shape, masked_places
+from megatron_rl_loss.losses.ratio import Masked, check_shape, check_trained, masked_places
 
 Kind = Literal["forward_kl", "reverse_kl", "jsd"]
 Tail = Literal["bucket", "drop", "renormalise"]
@@ -23,6 +23,8 @@ def divergence_at_ids(
     kind: Kind,
     beta: float | None = None,
     tail: Tail = "bucket",
+    log_rest: Tensor | None = None,
+    teacher_log_rest: Tensor | None = None,
     teacher_temperature: float = 1.0,
 ) -> Tensor:
     """Divergence of student p from teacher q, one value per token, from their log-probs at the same K ids.
@@ -40,7 +42,9 @@ def divergence_at_ids(
     `tail` chooses the categories of the sum:
 
     - ``bucket``: the K ids and one category for all others, of probability ``1 - sum_i p_i``. The divergence of K + 1
-      categories, never negative, and never above that of the whole vocabulary.
+      categories, never negative, and never above that of the whole vocabulary. From float32 log-probs digits of the
+      others are lost below a probability of 1e-4, and below 1e-5 value and gradient of their term are noise: pass
+      `log_rest`.
     - ``drop``: the K ids alone, unscaled. The sum is no divergence: it may be negative, and is not least where p = q.
     - ``renormalise``: the K ids, p and q each divided by their sum. The mass on other ids has no effect.
 
@@ -50,18 +54,24 @@ def divergence_at_ids(
             in no sum, and `bucket` counts them among the others. A token without any has divergence and gradient 0.
         local: the `Microbatch`, this rank's tokens of it, or the mask of the tokens, [...].
         beta: of ``jsd``, in (0, 1); 0.5 by default.
+        log_rest: of ``bucket``: the log of the student's probability of all ids that the teacher did not give [...],
+            made where the logits are, as ``rest_without=teacher_log_probs > -inf`` of `log_probs_from_hidden` does;
+            differentiable.
+        teacher_log_rest: the teacher's, detached here.
         teacher_temperature: divides the teacher's log-probs, with ``renormalise`` alone: elsewhere their sum at another
             temperature would be needed, which K log-probs do not tell. The student's belongs to its log-probs.
 
     Returns float32 [...] (float64 of float64), computed in float64. A probability of others below half the inputs'
     epsilon (6e-8 in float32), which rounding hides, is taken as that. Raises ValueError for shapes that differ, K = 0,
-    probabilities that sum to more than 1.05 (repeated ids, or logits), unknown names and unusable settings; TypeError
-    for log-probs that are no float tensors.
+    probabilities that sum to more than 1.05 (repeated ids, or logits), or with a rest not to 1, a teacher that requires
+    grad while the student does not, unknown names and unusable settings; TypeError for log-probs that are no float
+    tensors.
     Source: GKD, arXiv:2306.13649 eq. 1 and section 2; reverse KL of the student's samples, MiniLLM, arXiv:2306.08543.
     """
     for name, one in (("log_probs", log_probs), ("teacher_log_probs", teacher_log_probs)):
         check_float(name, one, "Pass log-probs, not ids; of a LogProbs its .log_probs")
     check_shape("teacher_log_probs", teacher_log_probs, log_probs)
+    check_trained("log_probs", log_probs, teacher_log_probs=teacher_log_probs, teacher_log_rest=teacher_log_rest)
     share = check_kind(kind, beta)
     check_choice("tail", tail, get_args(Tail))
     if log_probs.dim() == 0 or log_probs.shape[-1] == 0:
@@ -72,13 +82,27 @@ def divergence_at_ids(
             f"teacher_temperature={teacher_temperature!r} with tail={tail!r}: K log-probs do not tell the mass of "
             "other ids at another temperature. Let the teacher divide its logits by it, or pass tail='renormalise'."
         )
+    for name, rest in (("log_rest", log_rest), ("teacher_log_rest", teacher_log_rest)):
+        if rest is not None:
+            check_float(name, rest, "Pass the log of a probability")
+            check_shape(name, rest, log_probs[..., 0])
+            if tail != "bucket":
+                raise ValueError(
+                    f"{name} with tail={tail!r}: other ids are in no sum of it. Leave it out, or pass tail='bucket'."
+                )
     exact = torch.promote_types(log_probs.dtype, torch.float32)
     resolution = torch.finfo(torch.promote_types(exact, teacher_log_probs.dtype)).eps / 2
     absent = (teacher_log_probs == -torch.inf) | masked_places(local, log_probs[..., 0])[..., None]
     p, q = (one.double().masked_fill(absent, _NOTHING) for one in (log_probs, teacher_log_probs.detach()))
-    for name, one in (("log_probs", p), ("teacher_log_probs", q)):
-        _check_sum(name, one.detach())
-    p, q = (_categories(one, tail, resolution) for one in (p, q / teacher_temperature))
+    rests = [
+        one if one is None else one.double().masked_fill(absent.all(-1), 0)[..., None]
+        for one in (log_rest, None if teacher_log_rest is None else teacher_log_rest.detach())
+    ]
+    for name, one, rest in (("log_probs", p, rests[0]), ("teacher_log_probs", q, rests[1])):
+        _check_sum(name, one.detach(), None if rest is None else rest.detach())
+    p, q = (
+        _categories(one, rest, tail, resolution) for one, rest in zip((p, q / teacher_temperature), rests, strict=True)
+    )
     if kind == "forward_kl":
         return _kl(q, p).to(exact)
     if kind == "reverse_kl":
@@ -97,9 +121,18 @@ def check_kind(kind: str, beta: float | None) -> float:
     return (0.5 if beta is None else beta) if kind == "jsd" else 0.0
 
 
-def _check_sum(name: str, log_probs: Tensor) -> None:
+def _check_sum(name: str, log_probs: Tensor, log_rest: Tensor | None) -> None:
     if log_probs.numel() and not torch.compiler.is_compiling():
-        largest = log_probs.exp().sum(-1).amax()
+        sums = log_probs.exp().sum(-1)
+        if log_rest is not None:
+            furthest = (sums + log_rest[..., 0].exp() - 1).abs().amax()
+            require(
+                ~(furthest > 0.05),  # NaN passes
+                lambda: f"{name} whose probabilities and rest sum to 1 only within {furthest:.3g}",
+                "the rest is the log of the probability of all ids that the teacher did not give. Pass "
+                "rest_without=teacher_log_probs > -inf where log-probs are made.",
+            )
+        largest = sums.amax()
         require(
             ~(largest > 1.05),  # NaN passes
             lambda: f"{name} with probabilities of a token's ids that sum to {largest:.4g}",
@@ -107,11 +140,13 @@ def _check_sum(name: str, log_probs: Tensor) -> None:
         )
 
 
-def _categories(log_probs: Tensor, tail: Tail, resolution: float) -> Tensor:
+def _categories(log_probs: Tensor, log_rest: Tensor | None, tail: Tail, resolution: float) -> Tensor:
     """Log-probs of the categories that are compared."""
     if tail == "drop":
         return log_probs
-    if tail == "bucket":
+    if log_rest is not None:
+        log_probs = torch.cat([log_probs, log_rest], dim=-1)
+    elif tail == "bucket":
         rest = 1 - log_probs.exp().sum(-1, keepdim=True)
         rest = rest + (rest.detach().clamp(min=resolution) - rest.detach())  # the gradient is that of the sum
         log_probs = torch.cat([log_probs, rest.log()], dim=-1)

@@ -8,6 +8,7 @@ must be known before the step is trained on: `surviving_masks` makes them from d
 the policy in training.
 """
 
+import logging
 import math
 from collections.abc import Sequence
 from typing import Literal, get_args
@@ -19,6 +20,8 @@ from megatron_rl_loss.errors import check_choice, check_one_each, check_within
 from megatron_rl_loss.losses.ratio import at_least_float32, check_shape
 from megatron_rl_loss.step.masks import Mask
 
+logger = logging.getLogger(__name__)
+
 Outside = Literal["cap", "drop"]
 Level = Literal["token", "sequence", "geometric"]
 
@@ -28,16 +31,40 @@ def importance_weights(log_ratio: Tensor, *, high: float, low: float = 0.0, outs
     """``r = exp(log_ratio)`` within [low, high], detached; outside, the bound (``cap``) or 0 (``drop``).
 
     For log-ratios of tokens ``cap`` is TIS and ``drop`` IcePop or MIS. Their `segment_sum` gives weights of sequences,
-    their `segment_mean` geometric weights. `log_ratio` has any shape; subtract log-probs in float32 at least.
+    their `segment_mean` geometric weights. `log_ratio` has any shape; subtract log-probs in float32 at least. On the
+    host, values that look like ratios are warned of: all above 0, and near 1 on average.
 
     Raises ValueError for bounds that are not ``0 <= low < high < inf``, and an unknown `outside`.
     Source: TIS: Ionides 2008; for RL post-training, Yao et al. 2025. Sequence TIS and MIS: Liu, Li et al. 2025, "When
     Speed Kills Stability". IcePop: Ling Team 2025, arXiv:2510.18855.
     """
-    check_within("high", high, "(0, inf)", "2.0 is usual; 5.0 for IcePop")
-    check_within("low", low, f"[0, {float(high)})", "0 is usual; 0.5 for IcePop")
+    _check_bounds(low, high)
     check_choice("outside", outside, get_args(Outside))
     log_ratio = at_least_float32(log_ratio.detach())
+    _warn_of_ratios(log_ratio)
+    return _within(log_ratio, low, high, outside)
+
+
+def _check_bounds(low: float, high: float) -> None:
+    check_within("high", high, "(0, inf)", "2.0 is usual; 5.0 for IcePop")
+    check_within("low", low, f"[0, {float(high)})", "0 is usual; 0.5 for IcePop")
+
+
+def _warn_of_ratios(log_ratios: Tensor) -> None:
+    """Log values that are no log-ratios; of a device they are not read.
+
+    By Jensen's inequality the mean log-ratio of tokens that the other policy drew is below 0, if they are many.
+    """
+    if log_ratios.is_cpu and log_ratios.numel() > 1 and not torch.compiler.is_compiling():
+        least, mean = log_ratios.amin(), log_ratios.mean()
+        if least > 0 and 0.8 < mean < 1.25:
+            logger.warning(
+                f"log-ratios of {float(least):.3g} at least, and {float(mean):.3g} on average: these look like ratios, "
+                "and their exp would be near e everywhere. Pass old_log_probs - rollout_log_probs, without exp."
+            )
+
+
+def _within(log_ratio: Tensor, low: float, high: float, outside: Outside) -> Tensor:
     lowest, highest = math.log(low) if low > 0 else -math.inf, math.log(high)
     weights = log_ratio.clamp(lowest, highest).exp()
     return weights if outside == "cap" else weights.masked_fill((log_ratio < lowest) | (log_ratio > highest), 0)
@@ -82,7 +109,8 @@ def surviving_masks(
     """
     check_choice("level of rejection", level, get_args(Level))
     check_one_each("log-ratios", len(log_ratios), "loss masks", len(loss_masks))
-    survivors = []
+    _check_bounds(low, high)
+    survivors, active = list[Tensor](), list[Tensor]()
     for i, pair in enumerate(zip(loss_masks, log_ratios, strict=True)):
         mask, log_ratio = (one if isinstance(one, Tensor) else torch.as_tensor(one, device="cpu") for one in pair)
         check_shape(f"the log-ratios of sample {i}", log_ratio, mask)
@@ -93,9 +121,13 @@ def surviving_masks(
                 "importance weights of 0, which leaves them in the counts."
             )
         judged = log_ratio.double()
+        if judged.is_cpu and mask.is_cpu:
+            active.append(judged[mask != 0])
         if level != "token":
             judged = (judged * mask).masked_fill(mask == 0, 0).sum()
             judged = judged if level == "sequence" else judged / mask.double().sum().clamp(min=1e-30)
-        kept = importance_weights(judged, low=low, high=high, outside="drop") > 0
+        kept = _within(judged, low, high, "drop") > 0
         survivors.append(mask.masked_fill(~kept, 0))
+    if active:
+        _warn_of_ratios(torch.cat(active))
     return survivors

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -69,7 +70,7 @@ class RatioBounds:
 
     def surrogate(self, given: "Given", log_ratio: Tensor) -> PolicyLoss:
         """``w * max(-A r, -A clip(r))`` of that log-ratio."""
-        bounded, clipped = self.clip(given.kept(log_ratio), given.advantages)
+        bounded, clipped = self.clip(given.before_exp(log_ratio), given.advantages)
         return given.policy_loss(-given.advantages * bounded.exp(), clipped)
 
 
@@ -98,6 +99,7 @@ class Given:
             raise ValueError("advantages that require grad: advantages are constants of the policy loss. Detach them.")
         if weights is not None:
             check_shape("importance_weights", weights, log_probs, broadcasts=True)
+        check_trained("log_probs", log_probs, old_log_probs=old_log_probs, importance_weights=weights)
         factors = [] if weights is None else [weights.detach()]
         log_probs, old, advantages, *factors = masked(local, log_probs, old_log_probs.detach(), advantages, *factors)
         _check_log_probs("log_probs", log_probs.detach())
@@ -108,8 +110,12 @@ class Given:
         return cls(log_probs, old, log_ratio, advantages, factors[0] if factors else None)
 
     def kept(self, values: Tensor) -> Tensor:
-        """The values, and 0 at tokens of weight 0: before an exp that may overflow."""
+        """The values, and 0 at tokens of weight 0."""
         return values if self.weights is None else values.masked_fill(self.weights == 0, 0)
+
+    def before_exp(self, log_ratio: Tensor, power: int = 1) -> Tensor:
+        """`kept` log-ratios, `bounded`: all that are finite have a finite exp."""
+        return bounded(self.kept(log_ratio), power)
 
     def policy_loss(self, loss: Tensor, clipped: Tensor | None = None) -> PolicyLoss:
         """The loss times the importance weights; `clipped` of a loss that has no clip is False everywhere."""
@@ -117,6 +123,39 @@ class Given:
         if self.weights is not None:
             loss, clipped = self.kept(loss * self.weights), clipped & (self.weights != 0)
         return PolicyLoss(loss, clipped.to(loss.dtype), -self.log_ratio.detach())
+
+
+class _Bounded(torch.autograd.Function):
+    """A clamp from above that leaves infinity, and passes the gradient on."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, most: float) -> Tensor:
+        return torch.where(values == math.inf, values, values.clamp(max=most))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+def bounded(exponents: Tensor, power: int = 1) -> Tensor:
+    """The exponents, at most so large that ``exp`` of them to the power is finite: 80 for float32, over the power.
+
+    The slope of a loss beyond is that at the bound: a clamp would leave the tokens that are furthest off without any.
+    An infinite exponent stays: an input's infinity is not hidden.
+    """
+    most = (math.log(torch.finfo(exponents.dtype).max) - 8) / power  # e^8 for factors
+    limited: Tensor = _Bounded.apply(exponents, most)  # type: ignore[no-untyped-call]
+    return limited
+
+
+def check_trained(name: str, trained: Tensor, **constants: Tensor | None) -> None:
+    """Raise ValueError where a constant of a loss has a graph and what the loss trains has none: they are swapped."""
+    for other, one in constants.items():
+        if one is not None and one.requires_grad and not trained.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                f"{name} without a graph, and {other} with one: the loss trains {name} and takes {other} as a "
+                f"constant, so nothing would be trained. Check the order of the arguments; {name} come first."
+            )
 
 
 def masked(local: Masked, *values: Tensor) -> list[Tensor]:

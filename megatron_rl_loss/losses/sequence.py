@@ -97,7 +97,7 @@ def gmpo_loss(
     bounds = RatioBounds(low=-clip_low, dual=math.inf, high=clip_high)
     bounded, clipped = bounds.clip(given.log_ratio, given.advantages)
     mean = to_tokens(segment_mean(bounded, local, cp_group, per=per), local, per=per).view(log_probs.shape)
-    return given.policy_loss(-given.advantages * given.kept(mean).exp(), clipped)
+    return given.policy_loss(-given.advantages * given.before_exp(mean).exp(), clipped)
 
 
 @reports_output

@@ -2,17 +2,27 @@
 
 Each is elementwise over tokens of any shape, and not reduced: reducers sum. Half precision is raised to float32 first.
 Inputs at masked tokens are set to 0, even NaN and inf. A token of importance weight 0 has loss and gradient 0, even
-with an infinite ratio. No function waits for a device.
+with an infinite ratio. Finite inputs have finite losses and gradients: from a log-ratio of about 80 on (40 where it is
+squared; 700 and 350 in float64) a ratio is that of the bound. No function waits for a device.
 """
 
 import math
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from megatron_rl_loss.errors import check_choice, check_within
-from megatron_rl_loss.losses.ratio import Given, Masked, PolicyLoss, RatioBounds, check_shape, masked
+from megatron_rl_loss.errors import check_choice, check_within, first_order
+from megatron_rl_loss.losses.ratio import (
+    Given,
+    Masked,
+    PolicyLoss,
+    RatioBounds,
+    bounded,
+    check_shape,
+    check_trained,
+    masked,
+)
 from megatron_rl_loss.step.observed import reports_output
 
 KlEstimator = Literal["k1", "k2", "k3"]
@@ -49,7 +59,8 @@ def ppo_clip_loss(
         importance_weights: the factor w, detached here; None for 1.
 
     Raises ValueError for log-probs of different shapes; factors that do not broadcast to them; values above 0.1, which
-    are no log-probs (a device stops at them later); advantages that require grad; ``clip_low`` outside (0, 1];
+    are no log-probs (a device stops at them later); advantages that require grad, or other constants that do while the
+    log-probs do not; ``clip_low`` outside (0, 1];
     ``clip_high`` <= 0, or from 1 to 2, which looks like a bound of the ratio; ``dual_clip`` <= 1.
     Source: PPO, arXiv:1707.06347 eq. 7; separate bounds, DAPO, arXiv:2503.14476 eq. 10; dual clip, arXiv:1912.09729
     eq. 5.
@@ -144,8 +155,9 @@ def cfpo_loss(
     given = Given.of(log_probs, old_log_probs, advantages, importance_weights, local)
     check_within("epsilon", epsilon, "(0, 1]", "0.2 is usual")
     a = given.advantages
-    change = torch.expm1(given.kept(given.log_ratio).masked_fill(a == 0, 0))
-    return given.policy_loss(a.abs() * change.square() / (2 * epsilon) - a * (1 + change))
+    change = torch.expm1(given.before_exp(given.log_ratio, power=2).masked_fill(a == 0, 0))
+    # One product for both terms of r: an infinite one less another would be NaN.
+    return given.policy_loss(a.abs() * change * (change / (2 * epsilon) - a.sign()) - a)
 
 
 @reports_output
@@ -181,13 +193,14 @@ def dppo_loss(
         threshold = 0.3 if both_directions else 0.15 if divergence == "tv" else 0.05
     interval = "(0, 1)" if divergence == "tv" else "(0, inf)"
     check_within("threshold", threshold, interval, "0.15 for tv, 0.05 for kl are usual")
+    a = given.advantages
     with torch.no_grad():
         now, before = given.log_probs.double(), given.old_log_probs.double()
         difference = now.exp() - before.exp()
         distance = difference.abs() if divergence == "tv" else _binary_kl(before, now)
-        pushed = given.advantages != 0 if both_directions else given.advantages * difference > 0
+        pushed = a != 0 if both_directions else a * difference > 0
         left_out = pushed & (distance > threshold)
-    loss = -given.advantages * given.kept(given.log_ratio).masked_fill(left_out | (given.advantages == 0), 0).exp()
+    loss = -a * given.before_exp(given.log_ratio).masked_fill(left_out | (a == 0), 0).exp()
     return given.policy_loss(loss.masked_fill(left_out, 0), left_out)
 
 
@@ -205,11 +218,12 @@ def value_loss(
     """A critic's loss, one value per token: ``max((v - R)^2, (clip(v, old - clip, old + clip) - R)^2) / 2``.
 
     Without `clip` only the first square. Differentiable in `values`; `local` as in `ppo_clip_loss`. Raises ValueError
-    for shapes that differ, for a clip without old values or old values without a clip, and for a clip that is not
-    finite and above 0.
+    for shapes that differ, for returns or old values that require grad while the values do not, for a clip without old
+    values or old values without a clip, and for a clip that is not finite and above 0.
     Source: OpenAI's PPO2 (Baselines), as in most PPO critics.
     """
     check_shape("returns", returns, values)
+    check_trained("values", values, returns=returns, old_values=old_values)
     if (clip is None) != (old_values is None):
         raise ValueError(
             f"clip={clip!r} with {'no' if old_values is None else 'some'} old_values: values are clipped around "
@@ -249,7 +263,11 @@ def kl_estimate(
             gradient counts: that of ``r k3`` is ``r d grad log_probs``, the KL's own. None for the estimator alone,
             whose gradient is not the KL's even where r is 1, but for k2.
 
-    Raises ValueError for an unknown estimator, shapes that differ, and k2 with old log-probs.
+    k3 and estimates times r have gradients by these formulas, exact to float32 however far the reference is; gradients
+    of these gradients raise ValueError.
+
+    Raises ValueError for an unknown estimator, shapes that differ, k2 with old log-probs, and reference or old
+    log-probs that require grad while the log-probs do not.
     Source: Schulman, "Approximating KL divergence" (2020); k3 in GRPO, arXiv:2402.03300 eq. 4; times r, DeepSeek-V3.2,
     arXiv:2512.02556 eq. 7.
     """
@@ -263,7 +281,53 @@ def kl_estimate(
                 "k2 with old_log_probs: k2 times the ratio has not the KL's gradient. Take k3, or drop old_log_probs."
             )
         others.append(old_log_probs.detach())
+    check_trained("log_probs", log_probs, ref_log_probs=ref_log_probs, old_log_probs=old_log_probs)
     log_probs, reference, *old = masked(local, log_probs, *others)
-    d = log_probs - reference
-    kl = {"k1": lambda: d, "k2": lambda: d.square() / 2, "k3": lambda: torch.expm1(-d) + d}[estimator]()
-    return (log_probs - old[0]).exp() * kl if old else kl
+    if estimator != "k3" and not old:
+        d = log_probs - reference
+        return d if estimator == "k1" else d.square() / 2
+    with torch.no_grad():
+        value, slope = _k3(log_probs, reference) if not old else _times_ratio(estimator, log_probs, reference, old[0])
+    estimate: Tensor = _WithSlope.apply(log_probs, value, slope)  # type: ignore[no-untyped-call]
+    return estimate
+
+
+def _k3(now: Tensor, reference: Tensor) -> tuple[Tensor, Tensor]:
+    """k3 and its slope ``1 - exp(-d)``; finite where the log-probs are."""
+    d = _difference(now, reference)
+    change = torch.expm1(bounded(-d))
+    return change + d.clamp(min=torch.finfo(d.dtype).min), -change
+
+
+def _times_ratio(estimator: KlEstimator, now: Tensor, reference: Tensor, old: Tensor) -> tuple[Tensor, Tensor]:
+    """r k1 and its slope ``r + r d``; r k3 and its slope ``r d``.
+
+    Of r k3 autograd would add slopes of the size ``r exp(-d)`` that cancel: in float32 nothing is left from d = -20 on.
+    """
+    d, ratio = _difference(now, reference), bounded(_difference(now, old)).exp()
+    step = (ratio * d).masked_fill((d == 0) | (d == -math.inf), 0)  # where the policy's probability is 0, so is r d
+    if estimator == "k1":
+        return step, ratio + step
+    # Far from the reference r (exp(-d) - 1 + d), term by term: r may be 0 where exp(-d) overflows.
+    far = bounded(_difference(reference, old)).exp() - ratio + step
+    value = torch.where(d.abs() < 1, ratio * (torch.expm1(-d) + d), far)
+    return torch.where(ratio == math.inf, ratio, value), step
+
+
+def _difference(a: Tensor, b: Tensor) -> Tensor:
+    return (a - b).masked_fill(a == b, 0)  # of equal infinities, too
+
+
+class _WithSlope(torch.autograd.Function):
+    """Values that are known already, and their slopes by the first argument."""
+
+    @staticmethod
+    def forward(ctx: Any, trained: Tensor, values: Tensor, slopes: Tensor) -> Tensor:
+        ctx.save_for_backward(slopes)
+        return values.clone()
+
+    @staticmethod
+    @first_order("kl_estimate")
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (slopes,) = ctx.saved_tensors
+        return gradient * slopes, None, None

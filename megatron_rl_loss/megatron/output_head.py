@@ -43,11 +43,13 @@ class Tokens:
         teacher: makes the model return (log_probs, entropy, divergence). The teacher's hidden states are
             [b, s, teacher width], such as ``microbatch.local(column)``, or this rank's part of s under sequence
             parallelism.
+        rest_without: bool [b, s, K], of labels [b, s, K], as in `log_probs_from_logits`.
     """
 
     mask: Tensor | Array | None = None
     keep: Keep | None = None
     teacher: Teacher | None = None
+    rest_without: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ class Folded:
     Attributes:
         microbatch: aggregates the losses as its step asks.
         per_token_loss, inputs: as in `loss_from_hidden`; inputs are [b, s] or [b, s, ...].
-        mask, keep, teacher: as in `Tokens`; the default mask is the loss mask.
+        mask, keep, teacher, rest_without: as in `Tokens`; the default mask is the loss mask.
     """
 
     microbatch: Microbatch
@@ -69,6 +71,7 @@ class Folded:
     mask: Tensor | Array | None = None
     keep: Keep | None = None
     teacher: Teacher | None = None
+    rest_without: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,6 +149,7 @@ class OutputHead:
             "entropy": self.entropy,
             "token_mask": None if mask is None else mask.reshape(batch).T,
             "chunk_tokens": self.chunk_tokens,
+            "rest_without": None if context.rest_without is None else context.rest_without.transpose(0, 1),
             "main_gradient": FusedMainGradient(weight) if fused else None,
         }
         labels = labels.transpose(0, 1)

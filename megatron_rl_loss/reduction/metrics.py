@@ -1,5 +1,8 @@
 """Metrics of a step: averaged over samples, tokens, prompts or any key, and reduced once, after its last micro-batch.
 
+A mean is over the units that have a token of nonzero weight, whatever the loss counts: a fully masked rollout has no
+value, and as 0 it would pull the mean of the others down.
+
 A micro-batch notes its values (`Note`). `reduce_notes` reduces the notes of all micro-batches and ranks to the step's
 values. Names travel along, so a rank or micro-batch without a metric adds nothing to that metric.
 """
@@ -13,10 +16,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl_loss.errors import check_choice
-from megatron_rl_loss.modes.table import Mode, find_mode, unit_mean
+from megatron_rl_loss.modes.names import Aggregation, resolve
+from megatron_rl_loss.modes.table import find_mode, unit_mean
 from megatron_rl_loss.reduction.sums import WeightedSum
 from megatron_rl_loss.step.collectives import Group, all_reduce, device_of, gather_objects, raise_together
 from megatron_rl_loss.step.ids import hashed
+from megatron_rl_loss.step.totals import StepTotals
+from megatron_rl_loss.step.units import UnitCounting
 
 Kind = Literal["mean", "min", "max", "variance", "ess"]
 
@@ -36,8 +42,9 @@ class Metric:
 
     Attributes:
         values: one for each token this rank holds, in the layout's order; NaN where masked is ignored.
-        over: ``samples``, ``tokens`` or ``prompts`` for a mean over these; ``none`` for the plain sum of m * values;
-            the name of ids for the mean over their units of token means, each unit's tokens pooled; or a mode's name.
+        over: ``samples``, ``tokens`` or ``prompts`` for a mean over those of them that have an active token; ``none``
+            for the plain sum of m * values; the name of ids for the mean over their active units of token means, each
+            unit's tokens pooled; or a mode's name (``sample_mean``), which counts units as the policy loss does.
         kind: ``mean`` (with ``none`` the sum); ``min`` and ``max`` of the tokens of nonzero weight; ``variance``,
             E[v^2] - E[v]^2 of sums in float32, so to about 1e-6 of E[v^2];
             ``ess``, the effective sample size as a share, E[v]^2 / E[v^2].
@@ -71,9 +78,15 @@ class Metric:
         return Note(self.kind, torch.cat([active, values.new_full((1,), -torch.inf)]).amax()[None], self.mask)
 
 
-def mode_over(over: str) -> str | Mode:
-    """The mode of a metric that is a mean over it."""
-    return MODE_OF.get(over) or find_mode(over) or unit_mean(over)
+def aggregation_over(over: str, of_loss: UnitCounting, totals: StepTotals) -> Aggregation:
+    """The aggregation of a metric that is a mean over it.
+
+    In a step without a fully masked unit it counts as the loss does: the weights are then the same, and shared.
+    """
+    alike = all(one.counted("all") == one.counted("active") for one in totals.units.values())
+    name, mode = MODE_OF.get(over), find_mode(over)
+    by_loss = alike or (name is None and mode is not None) or name in ("token_mean", "token_sum")
+    return resolve(name or mode or unit_mean(over), units=of_loss if by_loss else "active")
 
 
 class Note(NamedTuple):

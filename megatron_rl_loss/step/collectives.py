@@ -80,14 +80,18 @@ def world_rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
-def stated_dp_group(dp_group: Group | EllipsisType | None, what: str) -> Group | None:
+def stated_dp_group(
+    dp_group: Group | EllipsisType | None,
+    what: str,
+    why: str = "counts must be summed over the ranks that hold other samples",
+) -> Group | None:
     """The data-parallel group that the user named, or None; ValueError for neither in a job of several ranks."""
     if not isinstance(dp_group, EllipsisType):
         return dp_group
     if world_size() > 1:
         raise ValueError(
-            f"{what} in a job of {world_size()} ranks without a dp_group: counts must be summed over the ranks that "
-            "hold other samples. Pass dp_group=..., or dp_group=None if this rank alone holds the whole step."
+            f"{what} in a job of {world_size()} ranks without a dp_group: {why}. Pass dp_group=..., or dp_group=None "
+            "if this rank alone holds the whole step."
         )
     return None
 

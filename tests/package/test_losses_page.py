@@ -67,7 +67,7 @@ def test_code_runs() -> None:
     exec(metrics, names | values)
     (given, _), (_, asked) = handed
     assert {(one.over, one.kind) for one in asked.values() if isinstance(one, Metric)} == {
-        ("tokens", "mean"), ("samples", "max"), ("tokens", "variance"), ("tokens", "ess"),
+        ("tokens", "mean"), ("sample_mean", "mean"), ("samples", "max"), ("tokens", "variance"), ("tokens", "ess"),
         ("turn", "mean"),
     }  # fmt: skip
     assert given["kl"].mode == given["nll"].mode == "token_mean"

@@ -216,11 +216,11 @@ def step_of(shape: GptShape, mode: str, units: str) -> Step:
         grad_norm=norm,
         metrics={
             "pg_loss": loss.item(),
-            **{name: float(oracle.step_loss("sample_mean", samples(v), None, units)) for name, v in means.items()},
+            **{name: float(oracle.step_loss("sample_mean", samples(v), None, "active")) for name, v in means.items()},
         },
         scales={
             "pg_loss": oracle.step_scale(mode, samples([one.detach() for one in losses]), divisor, units),
-            **{name: oracle.step_scale("sample_mean", samples(v), None, units) for name, v in means.items()},
+            **{name: oracle.step_scale("sample_mean", samples(v), None, "active") for name, v in means.items()},
         },
         weights=after,
         first_weights={name: weight.detach() for name, weight in forward.weights.items()},

@@ -54,9 +54,15 @@ def batch_of(tokens: int, vocabulary: int, hidden: int, dtype: torch.dtype = tor
 
 
 def log_probs_and_entropy(
-    logits: Tensor, labels: Tensor, temperature: float = 1.0, keep: Tensor | None = None, vocab_size: int | None = None
+    logits: Tensor,
+    labels: Tensor,
+    temperature: float = 1.0,
+    keep: Tensor | None = None,
+    vocab_size: int | None = None,
+    rest_without: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Oracle for logits [tokens, vocabulary] and labels [tokens] or [tokens, K], float64; over the ids that count."""
+    size = labels.shape if rest_without is None else (len(labels), labels.shape[1] + 1)
     log_probs, entropies = [], []
     for t, of_token in enumerate(labels.view(len(labels), -1).tolist()):
         ids = list(range(vocab_size or logits.shape[1]))
@@ -65,8 +71,12 @@ def log_probs_and_entropy(
         row = logits[t, ids] / temperature
         log_q = row - row.max().detach() - (row - row.max().detach()).exp().sum().log()
         log_probs.append(log_q[[ids.index(label) for label in of_token]])
+        if rest_without is not None:
+            marked = labels[t][rest_without[t]].tolist()
+            rest = [log_q[k] for k, j in enumerate(ids) if j not in marked]
+            log_probs[-1] = torch.cat([log_probs[-1], torch.stack(rest).exp().sum().log()[None]])
         entropies.append(-(log_q.exp() * log_q).sum())
-    return torch.stack(log_probs).view(labels.shape), torch.stack(entropies)
+    return torch.stack(log_probs).view(size), torch.stack(entropies)
 
 
 def divergence(
@@ -118,6 +128,9 @@ CASES: dict[str, dict[str, Any]] = {
     "five ids, kept ids": {"ids": 5, "keep": True},
     "five ids, padded vocabulary": {"ids": 5, "vocab_size": 17, "mask": True},
     "one id of a list": {"ids": 1},
+    "a rest": {"ids": 5, "rest": True, "bias": True, "temperature": 0.6},
+    "a rest, kept ids": {"ids": 5, "rest": True, "keep": True},
+    "a rest, padded to several ranks": {"ids": 3, "rest": True, "vocab_size": 5, "mask": True},
     "forward KL": {"teacher": {"kind": "forward_kl"}, "bias": True, "temperature": 0.6},
     "reverse KL, kept ids": {"teacher": {"kind": "reverse_kl", "temperature": 1.7}, "keep": True},
     "JSD, padded vocabulary": {"teacher": {"kind": "jsd", "beta": 0.3}, "vocab_size": 17, "mask": True},
@@ -133,6 +146,8 @@ def given(name: str, dtype: torch.dtype = torch.float32) -> tuple[Batch, Tensor,
     mask = torch.full_like(batch.mask, case["mask"]) if "mask" in case else batch.mask
     options = {key: case[key] for key in ("temperature", "vocab_size") if key in case}
     labels = batch.ids[:, : case["ids"]] if "ids" in case else batch.labels
+    if "rest" in case:  # of one, two or no ids: the others are fillers, or name one of these again
+        options["rest_without"] = (batch.ids[:, : case["ids"]] % 3 == 0) & (torch.arange(case["ids"]) % 2 == 0)
     return batch, labels % case.get("vocab_size", VOCABULARY), mask, options
 
 

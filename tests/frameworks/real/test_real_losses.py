@@ -1,7 +1,8 @@
 """Losses and advantages of papers by the code of those who train with them, by ours, and by float64.
 
 TRL's `_compute_loss` (TRL_PATH), prime-rl's `ipo_loss_fn` (PRIME_RL_PATH), slime's KL (SLIME_PATH), GDPO in verl,
-NeMo-RL and ms-swift (VERL_PATH, NEMO_RL_PATH, MS_SWIFT_PATH). CFPO is in none of them: verl #5252 is open.
+NeMo-RL and ms-swift, verl's GMPO, GSPO and k3 (VERL_PATH, NEMO_RL_PATH, MS_SWIFT_PATH). CFPO is in none of them: verl
+#5252 is open.
 verl whitens GDPO's sums over tokens, the others over samples: the same here, where responses have one token.
 """
 
@@ -19,7 +20,15 @@ from ranks import run_ranks
 from table_step import relative_error
 from torch import Tensor
 
-from megatron_rl_loss import Samples, gdpo_advantages, importance_weights, kl_estimate, policy_loss
+from megatron_rl_loss import (
+    Samples,
+    gdpo_advantages,
+    importance_weights,
+    kl_estimate,
+    policy_loss,
+    segment_mean,
+    to_tokens,
+)
 
 LENGTHS, BETA = [5, 1, 9, 7], 0.04
 #: Theirs sum and divide in float32.
@@ -77,6 +86,28 @@ def of_prime_rl(module: Any, x: Tensor, v: dict[str, Tensor]) -> Tensor:
     return sum(module.ipo_loss_fn(one, config).loss for one in inputs) / v["mask"].sum()
 
 
+def of_verl_loss(module: Any, x: Tensor, v: dict[str, Tensor], *, loss: str, **weights: float) -> Tensor:
+    """A row at a time: its mean over the row, times the row's tokens, is the step's sum."""
+    module.ActorConfig = Settings
+    config = Settings(clip_ratio=0.2, clip_ratio_low=0.1, clip_ratio_high=0.15, global_batch_info={})
+    of_rows = []
+    for i, mask in enumerate(v["mask"]):
+        row = [one[None] for one in (v["old_log_probs"][i], x[i], v["token_advantages"][i], mask)]
+        of_rows.append(
+            getattr(module, loss)(*row, config=config, rollout_is_weights=capped(v, **weights)[i : i + 1])[0]
+        )
+    return (torch.stack(of_rows) * v["mask"].sum(1)).sum() / v["mask"].sum()
+
+
+def of_verl_k3(module: Any, x: Tensor, v: dict[str, Tensor]) -> Tensor:
+    return (module.kl_penalty(x, v["rollout_log_probs"], "low_var_kl") * v["mask"]).sum() / v["mask"].sum()
+
+
+def capped(v: dict[str, Tensor], high: float) -> Tensor:
+    """Weights of tokens of the policy that drew them."""
+    return importance_weights(stated.mismatch(v).float(), high=high)
+
+
 def of_slime(module: Any, x: Tensor, v: dict[str, Tensor]) -> Tensor:
     kl = module.compute_approx_kl(x, v["rollout_log_probs"], "k3", importance_ratio=(x - v["old_log_probs"]).exp())
     return (kl * v["mask"]).sum() / v["mask"].sum()
@@ -111,6 +142,32 @@ def stated_from_rollouts(v: dict[str, Tensor], m: Tensor) -> Tensor:
     return stated.vespo(v | {"old_log_probs": v["old_log_probs"] - stated.mismatch(v).exp().clamp(max=1.3).log()}, m)
 
 
+def gmpo_with_rollout_weights(v: dict[str, Tensor]) -> Tensor:
+    """No token's weight is capped: the geometric mean of a sequence's weights is exp of its mean log-ratio."""
+    local = Samples(list(v["mask"])).local(0, 1)
+    of_sequence = to_tokens(segment_mean(stated.mismatch(v).flatten(), local), local)
+    weights = importance_weights(of_sequence, high=9.0)
+    return ours("gmpo", v, clip_low=0.1, clip_high=0.15, importance_weights=weights)
+
+
+def stated_gmpo(v: dict[str, Tensor], m: Tensor) -> Tensor:
+    c, a = stated.log_ratio(v), v["token_advantages"]
+    c = torch.where(a < 0, c.clamp(min=-0.1), c.clamp(max=0.15))
+    weight = ((stated.mismatch(v) * m).sum() / m.sum()).exp().detach()
+    return -a * ((c * m).sum() / m.sum()).exp() * weight
+
+
+def gspo_with_rollout_weights(v: dict[str, Tensor]) -> Tensor:
+    weights = capped(v, high=1.3).flatten()
+    return ours("gspo_token", v, clip_low=0.1, clip_high=0.15, importance_weights=weights)
+
+
+def stated_gspo(v: dict[str, Tensor], m: Tensor) -> Tensor:
+    s = ((stated.log_ratio(v) * m).sum() / m.sum()).exp().detach() * (v["log_probs"] - v["log_probs"].detach()).exp()
+    a = v["token_advantages"]
+    return torch.maximum(-a * s, -a * s.clamp(0.9, 1.15)) * stated.mismatch(v).exp().clamp(max=1.3).detach()
+
+
 def with_kl(v: dict[str, Tensor], m: Tensor) -> Tensor:
     return stated.ppo(v, m, high=0.2, dual=None) + BETA * stated.weighted_k3(v, m)
 
@@ -129,6 +186,19 @@ CASES: dict[str, tuple[Framework, str, str, Callable[..., Tensor], Any, Any]] = 
     "`ipo_loss_fn`": (
         PRIME_RL, "/src", "prime_rl.trainer.rl.loss", of_prime_rl, ipo,
         lambda v, m: stated.ipo(v, m, threshold=0.1) + BETA * stated.log_ratio(v).square(),
+    ),
+    "`geo_mean` with rollout weights": (
+        VERL, "", "verl.trainer.ppo.core_algos",
+        partial(of_verl_loss, loss="compute_policy_loss_geo_mean", high=9.0), gmpo_with_rollout_weights, stated_gmpo,
+    ),
+    "`gspo` with rollout weights": (
+        VERL, "", "verl.trainer.ppo.core_algos", partial(of_verl_loss, loss="compute_policy_loss_gspo", high=1.3),
+        gspo_with_rollout_weights, stated_gspo,
+    ),
+    "`low_var_kl` within its clamps": (
+        VERL, "", "verl.trainer.ppo.core_algos", of_verl_k3,
+        lambda v: kl_estimate(v["log_probs"], v["rollout_log_probs"], v["mask"]),
+        lambda v, m: (d := v["log_probs"] - v["rollout_log_probs"]) + torch.expm1(-d),
     ),
     "`use_unbiased_kl`": (SLIME, "", "slime.utils.ppo_utils", of_slime, weighted_k3, stated.weighted_k3),
 }  # fmt: skip

@@ -58,11 +58,11 @@ def test_the_table_shows_the_numbers() -> None:
     ratios = [torch.tensor(value).exp().item() for value in (0.5, -0.25, 0.0, 1.0)]
     share = sum(ratios) ** 2 / sum(one**2 for one in ratios) / 4
     assert str(gap).splitlines() == [
-        "log-probs of 4 tokens in 3 samples; gap: theirs - ours",
+        "log-probs of 4 tokens in 3 samples; gap: rollout - train",
         "  |gap|: 50 % 0.25, 90 % 0.5, 99 % 0.5, largest 1",
         "  mean |gap|: first third of samples 0.75, middle 0.25, last 0",
         "  mean |gap|, worst: sample c: 1, sample a: 0.25",
-        f"  ratio exp(ours - theirs): mean {sum(ratios) / 4:.3g}, effective sample size / tokens {share:.3g}",
+        f"  ratio exp(train - rollout): mean {sum(ratios) / 4:.3g}, effective sample size / tokens {share:.3g}",
         "  no known pattern brings the gap within rounding",
     ]
     assert "all gaps are within rounding" in str(compare_log_probs(ours, ours))
@@ -176,9 +176,13 @@ def test_random_gaps_have_no_name() -> None:
 ROW = torch.zeros(3)
 REFUSALS = refusals(
     compare_log_probs,
-    (((ROW,), (ROW, ROW)), "2 samples of theirs, 1 of ours", (([0.0, 1.0],), ([0.0, 1.0],))),
-    ({"ours": (ROW,), "theirs": (ROW,), "ids": "ab"}, "2 ids and 1 total_lengths for 1 samples", ((ROW,), (ROW,))),
-    (((ROW,), (ROW,), (ROW[:2],)), "1 of 1 samples, first 0: ours 3, loss_masks 2.*Cut both", ((ROW,), (ROW,), (ROW,))),
+    (((ROW,), (ROW, ROW)), "2 samples of rollout, 1 of train", (([0.0, 1.0],), ([0.0, 1.0],))),
+    ({"train": (ROW,), "rollout": (ROW,), "ids": "ab"}, "2 ids and 1 total_lengths for 1 samples", ((ROW,), (ROW,))),
+    (
+        ((ROW,), (ROW,), (ROW[:2],)),
+        "1 of 1 samples, first 0: train 3, loss_masks 2.*Cut both",
+        ((ROW,), (ROW,), (ROW,)),
+    ),
 )
 test_refusals = refusal_tests(REFUSALS)
 
@@ -217,11 +221,11 @@ def test_slime_dumps_are_joined_by_sample_index(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
     tokens = int(sum(mask.sum() for mask in step.masks))
-    assert lines[0] == f"ours: {train}, theirs: {rollout}"
-    assert lines[1] == f"log-probs of {tokens} tokens in 7 samples; gap: theirs - ours"
+    assert lines[0] == f"train: {train}, rollout: {rollout}"
+    assert lines[1] == f"log-probs of {tokens} tokens in 7 samples; gap: rollout - train"
     means = {k: (b - a).abs()[on != 0].mean() for k, a, b, on in zip(ORDER, step.ours, later, step.masks, strict=True)}
     assert f"worst: sample {max(means, key=lambda k: means[k])}: " in done.stdout
-    assert "explained: theirs equal ours one token later" in lines[-1]
+    assert "explained: rollout equals train one token later" in lines[-1]
     assert len(lines) <= 15
 
 
@@ -235,9 +239,9 @@ DUMPS: dict[str, tuple[str, Any, Any, int, str]] = {
     "ids": ("a.pt", dict(zip(ORDER, STEP.ours, strict=True)), dict(zip(ORDER, LISTS, strict=True)), 0, "all gaps are"),
     "one side": ("a.pt", {7: [0.0], 8: [1.0]}, {8: [1.0]}, 2, "1 samples of .*a.pt alone, 0 of .*b.pt alone, first 7"),
     "no id": ("a.pt", {7: [0.0]}, {8: [1.0]}, 2, r"a.pt has samples \['7'\], .*b.pt \['8'\]: they share none"),
-    "lengths": ("a.pt", [[0.0]], [[0.0, 1.0]], 2, "differ in 1 of 1 samples, first 0: ours 2, theirs 1: .*Cut both"),
+    "lengths": ("a.pt", [[0.0]], [[0.0, 1.0]], 2, "differ in 1 of 1 samples, first 0: train 2, rollout 1: .*Cut both"),
     "order": ("a.pt", LISTS[::-1], LISTS, 2, "the same lengths in another order: give both by sample id"),
-    "2-D": ("a.pt", torch.zeros(2, 1, 3), torch.zeros(2, 3), 2, r"sample 0: theirs of shape \[1, 3\].*1-D tensor"),
+    "2-D": ("a.pt", torch.zeros(2, 1, 3), torch.zeros(2, 3), 2, r"sample 0: rollout of shape \[1, 3\].*1-D tensor"),
     "NaN": ("a.pt", [row / row.ne(row[2]) for row in STEP.ours], STEP.ours, 2, "left out: 7 tokens with NaN or inf"),
     "no samples": ("a.jsonl", b"", STEP.ours, 2, "a.jsonl: no log-probs .*EOFError"),
     "text": ("a.pt", b"log-probs", STEP.ours, 2, "a.pt: no log-probs .*UnpicklingError"),

@@ -188,6 +188,7 @@ def test_vocabulary_and_tokens_over_several_ranks(ranks: int) -> None:
             check(part | whole, expected_of(name, torch.float32, WANTED[wanted]), torch.float32)
         if way == "logits":  # one maximum and one sum, whatever the chunks
             tokens, numbers = int(given(name)[2].sum()), CASES[name].get("ids", 1) + (2 if WANTED[wanted][1] else 1)
+            numbers += CASES[name].get("rest", False)
             assert all(rank[at][1] == [4 * tokens, 4 * numbers * tokens][: 2 * bool(tokens)] for rank in by_rank)
 
 
@@ -471,6 +472,8 @@ def metric(name: str, of: Any = lambda lp: lp) -> dict[str, Any]:
     return {"loss": lambda lp, _: (lp, {name: of(lp)})}
 
 
+TWO = torch.tensor([[0, 1]] * 3)
+REST = {"labels": TWO, "rest_without": TWO > 0}
 KEEP, ROWS = LOGITS == 0, H[:, None]
 REFUSALS = {
     **refusals(
@@ -486,6 +489,9 @@ REFUSALS = {
         ({"labels": LABELS[:, None][:, :0]}, r"labels of shape \(3, 0\).*K >= 1", {"labels": LABELS[:, None]}),
         ({"labels": LABELS[:, None, None]}, r"labels of shape \(3, 1, 1\).*\(3, K\)", {"labels": LABELS[:, None]}),
         ({"labels": torch.tensor([[0, 8]] * 3)}, "a label 8 in a vocabulary of 8", {}),
+        ({"labels": TWO, "rest_without": TWO[0] > 0}, r"rest_without of \(2,\) for labels of shape \(3, 2\)", REST),
+        ({"labels": TWO, "rest_without": [True]}, "rest_without of list", REST),
+        ({"rest_without": LABELS > 0}, r"for labels of shape \(3,\): it must be .* labels \[..., K\]", REST),
         ({"token_mask": torch.ones(3, 1)}, r"a token mask of shape \(3, 1\)", {"token_mask": np.ones(3)}),
         ({"keep": KEEP.float()}, "a keep-mask of torch.float32", {"keep": KEEP}),
         ({"keep": KEEP[:, :4]}, r"shape \(3, 4\): it must be bool, \(3, 8\)", {"keep": KEEP[0]}),

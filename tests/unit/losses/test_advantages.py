@@ -137,6 +137,9 @@ def on_rank() -> dict[str, Any]:
         found["unlike"] = outcome_of(lambda: function(torch.tensor(rewards), prompts, **how))  # noqa: B023
         several = [torch.tensor(rewards), torch.arange(3.0) * (rank + 1)]
         found["gdpo"] = gdpo_advantages(several, prompts, weights=(1, 3), dp_group=dist.group.WORLD).tolist()
+        found["unstated"] = outcome_of(lambda: function(torch.tensor(rewards), prompts))  # noqa: B023
+        found["gdpo, unstated"] = outcome_of(lambda: gdpo_advantages(several, prompts))  # noqa: B023
+        found["alone"] = function(torch.tensor(rewards), prompts, dp_group=None).tolist()
         found["fewer"] = outcome_of(lambda: gdpo_advantages(several[rank:], prompts, dp_group=dist.group.WORLD))  # noqa: B023
         ids = ["1", "1", "2"] if rank else [1, 1, 2]
         found["of two kinds"] = outcome_of(lambda: function(torch.tensor(rewards), ids, dp_group=dist.group.WORLD))  # noqa: B023
@@ -151,6 +154,11 @@ def test_over_ranks() -> None:
     second = [(float(i % 3 * (i // 3 + 1)), prompt, i) for i, (_, prompt, _) in enumerate(BATCH)]
     expected = stated_together([alone, second], (1, 3))
     assert by_rank[0]["gdpo"] + by_rank[1]["gdpo"] == pytest.approx(expected, rel=oracle.EXACT, abs=1e-7)
+    for rank in by_rank:
+        for name in ("unstated", "gdpo, unstated"):
+            assert rank[name].startswith("ValueError: advantages in a job of 2 ranks without a dp_group: a prompt's")
+    halves = [*stated(alone[:3], "leave one out"), *stated(alone[3:], "leave one out")]
+    assert by_rank[0]["alone"] + by_rank[1]["alone"] == pytest.approx(halves, rel=oracle.EXACT)
     assert all(rank["fewer"].startswith("ValueError: 1 rewards on one rank and 2 on another") for rank in by_rank)
     assert all("rank 1: ValueError: 2 prompt_ids for 3" in rank["refused"] for rank in by_rank)
     assert all("ids of other kinds on other ranks" in rank["unlike"] for rank in by_rank)
@@ -178,6 +186,26 @@ def test_importance_weights(low: float, outside: Any, expected: list[float]) -> 
     assert not weights.requires_grad
     half = torch.tensor([-15.5, 2.0]).bfloat16()
     assert torch.equal(importance_weights(half, high=9.0), importance_weights(half.float(), high=9.0))
+
+
+def test_ratios_in_the_place_of_log_ratios_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    """exp of them is near e, and a cap of 2 would bind everywhere; rejection would judge all alike."""
+    near = torch.tensor([0.1, -0.2, 0.05, -0.01])
+    log_ratios = near, near.abs(), near + 5, -near.exp(), near.exp() * 0.5, near.exp() * 1.6, torch.ones(1), near[:0]
+    for sound in log_ratios:
+        importance_weights(sound, high=2.0)
+        surviving_masks([torch.ones(len(sound))], [sound], high=2.0)
+    surviving_masks([[1, 0], [1, 1]], [[1.0, 1.0], [1.1, -0.1]], high=2.0)  # masked, or of some samples alone
+    assert not caplog.records
+    importance_weights(near.exp(), high=2.0)
+    surviving_masks([[1, 0], [1, 1]], [[1.0, -9.0], [1.1, 0.9]], high=2.0)
+    for record in caplog.records:
+        assert "these look like ratios" in record.message
+        assert "Pass old_log_probs - rollout_log_probs" in record.message
+    assert [record.message.split(" at least")[0] for record in caplog.records] == [
+        "log-ratios of 0.819", "log-ratios of 0.9"
+    ]  # fmt: skip
+    importance_weights(near.exp().to("meta"), high=2.0)  # of a device nothing is read
 
 
 def test_keep_sequences() -> None:

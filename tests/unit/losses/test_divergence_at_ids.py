@@ -9,7 +9,7 @@ import torch
 from divergence_oracle import divergence
 from torch import Tensor
 
-from megatron_rl_loss import Samples, Term, divergence_at_ids, plan_step
+from megatron_rl_loss import Samples, Term, divergence_at_ids, log_probs_from_logits, plan_step
 from megatron_rl_loss.losses.divergence import Kind, Tail
 
 INF, NAN = math.inf, math.nan
@@ -137,6 +137,62 @@ def test_a_tail_that_rounding_hides(kind: Any) -> None:
     assert leaf.grad[0, 0] > 1e-6 if kind != "jsd" else leaf.grad[0, 0] > 0
 
 
+def with_a_rest_of(exponent: float, missing: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Logits of student and teacher, exact in float32, whose first K ids have all but 10^exponent; labels and marks."""
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(2, TOKENS, VOCABULARY, generator=generator)
+    logits[..., K:] += math.log(10) * exponent - math.log(VOCABULARY - K)
+    labels = torch.arange(K).expand(TOKENS, K)
+    return *logits.unbind(), labels, (labels < K - missing)
+
+
+@pytest.mark.parametrize("exponent", [-1.0, -3.0, -5.0, -7.0, -9.0])
+@pytest.mark.parametrize("missing", [0, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rest_that_is_made_of_the_logits(kind: Any, exponent: float, missing: int) -> None:
+    """Value and gradient of the term of other ids, to a sum and a few roundings; of K log-probs alone it is noise."""
+    student, teacher, labels, given = with_a_rest_of(exponent, missing)
+    leaves = student.clone().requires_grad_(), student.double().requires_grad_()
+    found = []
+    for logits in (leaves[0], teacher):
+        log_probs, _ = log_probs_from_logits(logits, labels, rest_without=given)
+        found.append((log_probs[..., :K], log_probs[..., K]))
+    (p, p_rest), (q, q_rest) = found
+    q = q.masked_fill(~given, -INF)
+    value = at_ids(p, q, kind=kind, log_rest=p_rest, teacher_log_rest=q_rest)
+    bits = K - missing
+    p_exact, q_exact = (one.double().softmax(-1) for one in (leaves[1], teacher))
+    p_exact, q_exact = (
+        torch.cat([one[:, :bits], one[:, bits:].sum(-1, keepdim=True)], -1) for one in (p_exact, q_exact)
+    )
+    right = divergence(p_exact, q_exact, kind)
+    torch.testing.assert_close(value.double(), right, rtol=2e-6, atol=1e-12)
+    # Of the ids that the teacher did not give: a gradient of the size of their probability.
+    for one, of_logits in ((value, leaves[0]), (right, leaves[1])):
+        one.sum().backward(inputs=[of_logits])
+    mine, exact = leaves[0].grad[:, K:].double(), leaves[1].grad[:, K:]
+    assert ((mine - exact).norm() / exact.norm()) < 1e-5
+    if exponent < -6 and kind == "forward_kl" and not missing:  # negative control
+        leaf = student.clone().requires_grad_()
+        alone = log_probs_from_logits(leaf, labels)[0]
+        at_ids(alone, q, kind=kind).sum().backward()
+        assert ((leaf.grad[:, K:].double() - exact).norm() / exact.norm()) > 1e-3
+
+
+def test_a_rest_where_the_teacher_gave_nothing() -> None:
+    """Tokens without ids, and masked ones: 0, whatever stands there."""
+    student, teacher, rest = FINE[:, :2].clone(), FINE[:, :2].clone(), torch.full((2,), -0.3)
+    teacher[1] = -INF
+    student[0], rest[1] = NAN, NAN
+    leaf = rest.requires_grad_()
+    value = divergence_at_ids(
+        student, teacher, torch.tensor([0.0, 1]), kind="jsd", log_rest=leaf, teacher_log_rest=leaf.detach()
+    )
+    value.sum().backward()
+    assert value.tolist() == [0, 0]
+    assert leaf.grad.tolist() == [0, 0]
+
+
 @EVERY
 def test_an_impossible_id_of_the_student(kind: Any, tail: Any) -> None:
     """A log-prob of -inf, outside of kept ids: 0 log 0 is 0, and a forward KL is infinite, as it is."""
@@ -185,6 +241,7 @@ def test_a_mixture_is_two_terms_each_with_its_mode_and_mask() -> None:
 
 LOCAL = torch.ones(2)
 FINE = torch.full((2, 3), -2.0)
+REST = torch.full((2,), -9.0)  # that of FINE is -0.52
 WRONG: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
     ("teacher_log_probs of shape", (FINE, FINE[:, :2]), {}),
     ("a mask of shape", (FINE[:1], FINE[:1]), {}),
@@ -196,6 +253,11 @@ WRONG: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
     ("only jsd takes beta", (FINE, FINE), {"beta": 0.5}),
     ("it must be a number in", (FINE, FINE), {"teacher_temperature": 0, "tail": "renormalise"}),
     ("do not tell the mass of other ids", (FINE, FINE), {"teacher_temperature": 2.0}),
+    ("log_rest with tail='drop'", (FINE, FINE), {"tail": "drop", "log_rest": REST}),
+    ("log_rest with tail='renormalise'", (FINE, FINE), {"tail": "renormalise", "teacher_log_rest": REST}),
+    ("log_rest of shape", (FINE, FINE), {"log_rest": FINE}),
+    ("^log_probs whose probabilities and rest sum to 1 only within 0.594", (FINE, FINE), {"log_rest": REST}),
+    ("^teacher_log_probs whose .* Pass rest_without=", (FINE, FINE), {"teacher_log_rest": REST + 2}),
     ("^log_probs with probabilities .+ sum to 3:", (0 * FINE, FINE), {}),
     ("^teacher_log_probs with probabilities .+ Give each id once", (FINE, FINE + 1.5), {}),
 ]

@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given as for_all
+from hypothesis import settings
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -59,6 +62,114 @@ def test_the_gradient_of_k3_times_the_ratio_is_that_of_the_kl() -> None:
         found = gradient(lambda now: kl_estimate(now, *tokens, estimator=estimator, old_log_probs=old))  # noqa: B023
         assert torch.allclose(found, right, atol=1e-15)
     assert not torch.allclose(gradient(lambda now: kl_estimate(now, *tokens)), right, atol=1e-3)
+
+
+#: The reference above the policy by up to 80, or below it; another policy drew the tokens.
+GAPS = [(d, gap) for d in (-80.0, -40, -25, -20, -18, -14, -6, -1.1, -0.9, -1e-3, 0, 0.9, 9) for gap in (0, 0.3, -0.7)]
+EXACT = {  # value and gradient by r and d
+    ("k1", True): (lambda r, d: r * d, lambda r, d: r * (1 + d)),
+    ("k3", False): (lambda r, d: torch.expm1(-d) + d, lambda r, d: -torch.expm1(-d)),
+    ("k3", True): (lambda r, d: r * (torch.expm1(-d) + d), lambda r, d: r * d),
+}
+
+
+@pytest.mark.parametrize(("estimator", "times_ratio"), EXACT)
+def test_estimates_far_from_the_reference(estimator: Any, times_ratio: bool) -> None:
+    """To some roundings of a float32 exp and its argument; autograd's halves of r k3 cancel from d = -18 on."""
+    d, gap = torch.tensor(GAPS).t()
+    now = -0.5 + d.clamp(max=0)
+    reference, old = now - d, now - gap  # exact as float64 takes them
+    leaf = now.clone().requires_grad_()
+    found = kl_estimate(
+        leaf, reference, torch.ones(len(d)), estimator=estimator, old_log_probs=old if times_ratio else None
+    )
+    found.sum().backward()
+    d, ratio = now.double() - reference.double(), (now.double() - old.double()).exp()
+    value, slope = (formula(ratio, d) for formula in EXACT[estimator, times_ratio])
+    for one, right, cancels in ((found.detach(), value, 1e-7), (leaf.grad, slope, 1e-6 if estimator == "k1" else 0)):
+        torch.testing.assert_close(one.double(), right, rtol=1e-5 if right is value else 5e-7, atol=cancels)
+
+
+OF_TOKEN = st.floats(-200, 0, width=32)
+
+
+@settings(deadline=None, derandomize=True, max_examples=200)
+@for_all(OF_TOKEN, OF_TOKEN, st.floats(-60, 60, width=32))
+def test_estimates_of_any_log_probs(now: float, reference: float, gap: float) -> None:
+    """Against float64 of the same float32 inputs: an exp errs by the rounding of its argument, a sum by its terms'."""
+    old = torch.tensor([min(now - gap, 0.0)]).clamp(min=-60 + max(now, reference))  # exps below e^60
+    given = torch.tensor([now]), torch.tensor([reference])
+    x, y = (one.double() - old.double() for one in given)
+    d, unit = given[0].double() - given[1].double(), torch.finfo(torch.float32).eps
+    for (estimator, times_ratio), (of_value, of_slope) in EXACT.items():
+        if not times_ratio and d < -60:
+            continue
+        leaf = given[0].clone().requires_grad_()
+        value = kl_estimate(
+            leaf, given[1], torch.ones(1), estimator=estimator, old_log_probs=old if times_ratio else None
+        )
+        (slope,) = torch.autograd.grad(value, leaf)
+        ratio = x.exp() if times_ratio else torch.ones_like(x)
+        terms = ratio * (1 + d.abs()) + ((y.exp() if times_ratio else (-d).exp()) if estimator == "k3" else 0)
+        bound = unit * (x.abs() + y.abs() + d.abs() + 4)
+        assert ((value.detach().double() - of_value(ratio, d)).abs() <= bound * terms + 1e-37).all()
+        right = of_slope(ratio, d)
+        size = ratio if estimator == "k1" else 0  # r + r d may cancel, r d does not
+        assert ((slope.double() - right).abs() <= bound * (right.abs() + size) + 1e-37).all()
+
+
+OF_ANY = st.lists(
+    st.tuples(st.floats(-1e4, 0, width=32), st.floats(-1e4, 0, width=32), st.floats(-8, 8, width=32)),
+    min_size=8,
+    max_size=8,
+)
+
+
+@settings(deadline=None, derandomize=True, max_examples=60)
+@for_all(OF_ANY)
+def test_finite_inputs_have_finite_losses_and_gradients(tokens: list[tuple[float, float, float]]) -> None:
+    """However far the policies are; and no gradient pushes a token against its advantage."""
+    now, old, advantages = torch.tensor(tokens).t()
+    given = inputs() | {"log_probs": now, "old_log_probs": old, "advantages": advantages}
+    for name in POLICY_LOSSES:
+        leaf = now.clone().requires_grad_()
+        loss = LOSSES[name](given | {"log_probs": leaf}, LOCAL)
+        loss.sum().backward()
+        assert loss.isfinite().all(), name
+        assert leaf.grad.isfinite().all(), name
+        if name not in OF_SEQUENCES and name != "cfpo":
+            assert (leaf.grad * advantages <= 0).all(), name
+
+
+def test_infinite_log_probs_give_no_nan() -> None:
+    """The policy cannot give a token: r d is 0 there, as its limit, and so is the gradient."""
+    mask, never = torch.ones(1), torch.tensor([-INF])
+    found = {}
+    for old in (None, torch.tensor([-1.0])):
+        leaf = never.clone().requires_grad_()
+        kl_estimate(leaf, torch.tensor([-3.0]), mask, old_log_probs=old).backward()
+        value = kl_estimate(never, torch.tensor([-3.0]), mask, old_log_probs=old)
+        found[old is None] = value.item(), leaf.grad.item()
+    assert found[True] == (INF, -INF)
+    assert found[False] == (pytest.approx(torch.tensor(-2.0).exp().item()), 0)
+    for now, reference, old in itertools.product((-INF, -1.0), repeat=3):
+        leaf = torch.tensor([now], requires_grad=True)
+        for estimator in ("k1", "k3"):
+            value = kl_estimate(
+                leaf, torch.tensor([reference]), mask, estimator=estimator, old_log_probs=torch.tensor([old])
+            )
+            (slope,) = torch.autograd.grad(value, leaf)
+            assert not torch.cat([value.detach(), slope]).isnan().any(), (estimator, now, reference, old)
+
+
+def test_a_gradient_of_the_gradient_of_k3_is_refused() -> None:
+    leaf = torch.tensor([-1.0], requires_grad=True)
+    value = kl_estimate(leaf, torch.tensor([-3.0]), torch.ones(1), old_log_probs=torch.tensor([-1.0]))
+    with pytest.raises(ValueError, match="create_graph=True through kl_estimate"):
+        torch.autograd.grad(value, leaf, create_graph=True)
+    value.backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        value.backward()
 
 
 NEAR = (("tv", 0.1), ("kl", 0.59))  # the KL of p = 1 and q = exp(-0.6) is 0.6
@@ -182,24 +293,80 @@ def test_half_precision_is_float32_of_the_same_inputs(name: str, local: Any) -> 
 HELD, ROW = Samples([[1, 1, 0], [1, 1]]).local(0, 1), torch.ones(1, 5)
 
 
+#: Losses whose gradient is 0, to the last bit or nearly, where A > 0 and the ratio is beyond every bound.
+BOUNDED = {"ppo", "dppo_tv", "dppo_kl", "ipo", "gspo", "gspo_token", "luspo", "gmpo", "vespo", "sapo"}
+
+
 @pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_ratios_that_overflow(name: str, dtype: torch.dtype) -> None:
-    """exp overflows beyond 11 in float16, beyond 88 in the others. Advantages broadcast; results have one shape."""
-    for far in (12.0, 90.0, 900.0):
+    """exp overflows beyond 11 in float16, beyond 88 (709 in float64) in the others; its square at half of that.
+
+    Advantages broadcast; results have one shape. Where A < 0 a token far above the old policy is pushed down.
+    """
+    for far, sign in itertools.product((12.0, 44.5, 90.0, 900.0, 3e4), (1, -1)):
         leaf = torch.zeros(1, 5, dtype=dtype, requires_grad=True)
-        given = {"log_probs": leaf, "old_log_probs": torch.full((1, 5), -far, dtype=dtype)}
-        factors = {"advantages": torch.ones(1, 1, dtype=dtype), "importance_weights": torch.ones(5, dtype=dtype)}
+        below = torch.full((1, 5), -far, dtype=dtype)
+        given = {"log_probs": leaf, "old_log_probs": below}
+        factors = {"advantages": sign * torch.ones(1, 1, dtype=dtype), "importance_weights": torch.ones(5, dtype=dtype)}
+        if name in ("kl times the ratio", "value"):  # for the first it is the reference
+            factors["advantages"] = -torch.ones(1, 5, dtype=dtype)
         local = HELD if name in OF_SEQUENCES else ROW
-        if name in ("kl times the ratio", "value"):
-            factors["advantages"] = torch.ones(1, 5, dtype=dtype)
         loss = LOSSES[name](given | factors, local)
-        assert (loss.shape, loss.dtype) == ((1, 5), torch.float32)
+        assert (loss.shape, loss.dtype) == ((1, 5), torch.promote_types(dtype, torch.float32))
         loss.sum().backward()
-        if name not in ("kl", "kl times the ratio", "value", "cfpo"):  # these grow with the ratio
-            assert loss.isfinite().all()
-            assert leaf.grad.isfinite().all()
-            assert name in ("cispo", "sapo", "divergence") or not leaf.grad.any()
+        assert loss.isfinite().all()
+        assert sign < 0 or name not in BOUNDED or float(leaf.grad.abs().max()) < 1e-30
+        if dtype == torch.float16:  # which cannot hold the gradients
+            continue
+        assert leaf.grad.isfinite().all()
+        if sign < 0 and name in ("ppo", "dppo_tv", "gspo", "gmpo", "cfpo"):
+            assert (leaf.grad[0, [0, 1, 3, 4]] > 1).all()
+        if name == "kl":  # the policy far below its reference is pulled up
+            pulled = below.clone().requires_grad_()
+            value = kl_estimate(pulled, torch.zeros_like(below), ROW)
+            value.sum().backward()
+            assert value.isfinite().all()
+            assert pulled.grad.isfinite().all()
+            assert (pulled.grad < -1e4).all()
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_an_infinite_ratio_comes_through(name: str) -> None:
+    """It is an input's, and is no number of a loss: nobody may train on it unseen. Clips and gates are bounded."""
+    given = inputs()
+    given["advantages"] = -given["advantages"].abs() if name != "kl times the ratio" else given["advantages"]
+    given["old_log_probs"][1] = -INF
+    loss = LOSSES[name](given, LOCAL)
+    assert name in ("cispo", "sapo", "vespo", "ipo", "divergence") or not loss.isfinite().all()
+
+
+SWAPPED: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    **{name: lambda first, later, name=name: policy_loss(name, first, later, -ONES, LOCAL) for name in POLICY_LOSSES},  # type: ignore[misc]
+    "importance weights": lambda first, later: policy_loss(
+        "ppo", first, first.detach(), -ONES, LOCAL, importance_weights=later
+    ),
+    "k3": lambda first, later: kl_estimate(first, later, LOCAL),
+    "k1": lambda first, later: kl_estimate(first, later, LOCAL, estimator="k1"),
+    "old": lambda first, later: kl_estimate(first, first.detach(), LOCAL, old_log_probs=later),
+    "value": lambda first, later: value_loss(first, later, LOCAL),
+    "old values": lambda first, later: value_loss(first, first.detach(), LOCAL, old_values=later, clip=0.2),
+    "divergence": lambda first, later: divergence_at_ids(first[:, None], later[:, None], LOCAL, kind="jsd"),
+}
+ONES = torch.ones(8)
+
+
+@pytest.mark.parametrize("name", SWAPPED)
+def test_swapped_arguments_are_refused(name: str) -> None:
+    """A constant with a graph, and none behind what is trained. In evaluation, without gradients, nothing is said."""
+    trained, constant = (-ONES).requires_grad_(), -2 * ONES
+    with pytest.raises(ValueError, match=r"(log_probs|values) without a graph, and \w+ with one"):
+        SWAPPED[name](constant, trained)
+    SWAPPED[name](trained, constant)
+    SWAPPED[name](trained, trained * 1)  # a constant that is not detached is detached here
+    SWAPPED[name](constant, constant)
+    with torch.no_grad():
+        SWAPPED[name](constant, trained)
 
 
 NODES = {"gspo": LOSSES["gspo"], "gmpo": LOSSES["gmpo"]}

@@ -215,6 +215,66 @@ def test_weights_that_the_losses_cannot_hold_are_not_lost(dtype: torch.dtype) ->
     torch.testing.assert_close(losses.grad.double(), expected, rtol=oracle.EXACT + torch.finfo(dtype).eps / 2, atol=0)
 
 
+def test_float16_losses_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Weights of 1 / 3e7 are rounded to 6e-8: gradients then add up to 1.79. A loss scale of 2^11 holds them."""
+    sums._say_float16.cache_clear()
+    weight = 1 / 3e7
+    reducer = with_weights(torch.tensor([weight, weight, 0]))
+    for dtype, by, needs_grad in (
+        (torch.float32, reducer, True), (torch.bfloat16, reducer, True), (torch.float16, reducer, False),
+        (torch.float16, with_weights(torch.tensor([0.25, 2.0**-14, 0])), True),
+        (torch.float16, with_weights(torch.zeros(3)), True),
+    ):  # fmt: skip
+        by(torch.ones(3, dtype=dtype, requires_grad=needs_grad))
+    with torch.no_grad():
+        reducer(torch.ones(3, dtype=torch.float16, requires_grad=True))
+    assert not caplog.records
+    losses = torch.ones(3, dtype=torch.float16, requires_grad=True)
+    reducer(losses).backward()
+    reducer(losses)
+    (record,) = caplog.records
+    assert "2^11 times too small" in record.message
+    assert losses.grad[0].item() / weight == pytest.approx(1.79, abs=0.005)
+    scaled = torch.ones(3, dtype=torch.float16, requires_grad=True)
+    (reducer(scaled) * 2**11).backward()
+    assert scaled.grad[0].item() / 2**11 / weight == pytest.approx(1, abs=2.0**-11)
+
+
+@pytest.mark.parametrize("value", [INF, -INF, NAN])
+@pytest.mark.parametrize("first", [True, False])
+def test_a_term_of_coefficient_0_is_reported_and_trains_nothing(value: float, first: bool) -> None:
+    """Whatever its values and slopes: 0 times infinity would be NaN."""
+    weights, x = torch.tensor([0.5, 0.25, 0.0]), torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
+    trained, reported = with_weights(weights), with_weights(weights)
+    terms = [Summand(x * 2, trained, 3.0, "pg"), Summand(x * value, reported, 0, "kl")]
+    share, (*own,), _ = sums.sum_terms(terms[:: 1 if first else -1])
+    share.backward()
+    assert float(share.detach()) == 3 * (1 + 1)
+    assert x.grad.tolist() == [3.0, 1.5, 0.0]
+    found = dict(zip([one.term for one in terms[:: 1 if first else -1]], map(float, own), strict=True))
+    assert found == pytest.approx({"pg": 2.0, "kl": value}, nan_ok=True)
+
+
+def test_a_loss_of_coefficients_0_is_0_and_has_a_graph() -> None:
+    x = torch.tensor([1.0, 2.0], requires_grad=True)
+    share, own, _ = sums.sum_terms([Summand(x, with_weights(torch.ones(2)), 0, "kl")])
+    share.backward()
+    assert (float(share.detach()), float(own[0]), x.grad.tolist()) == (0, 3, [0, 0])
+
+
+def test_a_term_without_a_graph_beside_trained_ones_is_refused() -> None:
+    """It would train nothing. To be reported it has coefficient 0; alone, or without gradients, it is an evaluation."""
+    reducer, x = with_weights(torch.ones(2)), torch.ones(2, requires_grad=True)
+    pg, kl = Summand(x, reducer, 1.0, "pg"), Summand(x.detach(), reducer, -0.1, "kl")
+    for terms in ([pg, kl], [kl, pg]):
+        with pytest.raises(ValueError, match=r"the term 'kl' with coef=-0.1 and values without a graph: .* coef=0\."):
+            sums.sum_terms(terms)
+        with torch.no_grad():
+            assert float(sums.sum_terms(terms)[0]) == pytest.approx(1.8)
+    assert float(sums.sum_terms([pg, kl._replace(coef=0)])[0].detach()) == 2
+    assert float(sums.sum_terms([kl])[0]) == pytest.approx(-0.2)
+
+
 def test_four_million_tokens_keep_their_precision() -> None:
     """torch adds 16 terms at a time over several levels: some 100 roundings on a term's way to the sum, of 2^-24 each.
 
