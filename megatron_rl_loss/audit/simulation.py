@@ -204,7 +204,8 @@ def measure(loss_fn: Any, call: LossCall, step: DrawnStep, poisoned: bool = Fals
         rank = torch.tensor([row.dp_rank == d for row in step.rows])
         here = [i for i, row in enumerate(step.rows) if (row.dp_rank, row.microbatch) == (d, k)]
         local = _samples([step.rows[i] for i in here], call, C).local(c, C)
-        x = local.of(local.samples.in_buffer([losses.split(lengths)[i] for i in here])).clone().requires_grad_()
+        whole = local.samples.in_buffer([losses.split(lengths)[i] for i in here]).reshape(-1)
+        x = local.of(whole).clone().requires_grad_()
         at, layout = torch.tensor(local.sample_index), cast(Any, local.samples.layout)
         held = 1 if call.cp_cut == "gathered" else C
         view = partial(_view, call.rows, [size // held for size in np.diff(layout.bounds)])

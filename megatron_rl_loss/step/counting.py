@@ -203,11 +203,13 @@ def _columns(counted: Sequence[Samples], masks: Sequence[str], sums: Sequence[Su
     parts = [np.zeros((1 + (1 + len(masks)) * (len(_OF_MASK) + len(sums)), 0))]
     for samples in counted:
         at = samples.parts[key].sample if key in samples.parts else slice(None)
+        entries = np.array(samples.mask_lengths, np.float64)
         columns = list[Floats]()
         for name in (None, *masks):
             of_mask = samples.with_mask(name)
-            tokens, active, entries = of_mask.counts_by(key)
-            columns += [tokens, active, entries, (tokens > 0).astype(np.float64)]
+            tokens = of_mask.mask_sums_by(key)
+            # active tokens and entries are of whole samples: they are read of the step alone
+            columns += [tokens, of_mask.active_tokens[at], entries[at], (tokens > 0).astype(np.float64)]
             columns += [one.values(of_mask)[at] for one in sums]
         parts.append(np.stack([np.ones(len(columns[0])), *columns]))
     return np.concatenate(parts, 1).T
