@@ -198,8 +198,9 @@ class Samples:
     def in_buffer(self, values: Sequence[Any] | Tensor) -> Any:
         """One row or number per sample -> the layout's buffer [total_tokens], 0 in padding.
 
-        With `ZigzagBSHD` the buffer is [batch, sequence], as losses are before the cut. A row is as long as the sample's mask; a number, such as an advantage, stands at each entry of the mask. Tensors
-        stay differentiable and on their device; others give a float64 array.
+        With `ZigzagBSHD` the buffer is [batch, sequence], as uncut losses are. A row is as long as the sample's mask; a
+        number, such as an advantage, stands at each entry of the mask. Tensors stay differentiable and on their device;
+        others give a float64 array.
         """
         check_one_each("rows", len(values), "loss masks", len(self))
         rows = [to_row(value, length) for value, length in zip(values, self.mask_lengths, strict=True)]
@@ -208,8 +209,9 @@ class Samples:
                 f"rows of {lengths[:8]} values for loss masks of {self.mask_lengths[:8]}: a row must be as long as its "
                 "sample's mask. Pass one value per mask entry."
             )
-        is_empty = isinstance(values, Tensor) and not rows
-        flat = values.new_zeros(self.total_tokens) if is_empty else place_rows(rows, self._places, self.total_tokens)  # type: ignore[union-attr]
+        flat = place_rows(rows, self._places, self.total_tokens)
+        if isinstance(values, Tensor) and not rows:
+            flat = values.new_zeros(self.total_tokens)
         return flat if self.layout is None else flat.reshape(self.layout.rows(len(flat)))
 
     def with_kept_tokens(self, name: str, kept: Array) -> "Samples":

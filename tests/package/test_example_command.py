@@ -111,6 +111,15 @@ def test_equal_files_stay_as_they_are(tmp_path: Path, monkeypatch: pytest.Monkey
     assert len(written) == 1
 
 
+def test_a_link_to_nothing_is_not_written_through(tmp_path: Path) -> None:
+    elsewhere, folder = tmp_path / "elsewhere.py", tmp_path / "copies"
+    folder.mkdir()
+    (folder / "plain_ddp.py").symlink_to(elsewhere)
+    with pytest.raises(ValueError, match=r"these files differ: .*plain_ddp.py"):
+        copy_example("plain_ddp", folder)
+    assert not elsewhere.exists()
+
+
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("no folder")
     for folder in (tmp_path / "file", tmp_path / "file" / "below"):

@@ -115,7 +115,7 @@ def test_a_mode_is_given_everything() -> None:
     for ask, text in (
         (
             lambda: step.tokens("session"),
-            r"samples without ids\['session'\] \(they have rollout, prompt, task\).*ids={",
+            r"without ids\['session'\] \(they have rollout, prompt, task\).*ids={",
         ),
         (lambda: step.label("x"), "the samples have no label 'x' .they have weight"),
     ):

@@ -258,7 +258,7 @@ test_refusals = refusal_tests(
             ({"ids": {"turn": [[-1]]}}, "a token with a nonzero mask and a negative .*Mask the token, or",
              {"ids": {"turn": [[0]]}}),
             ({"ids": {"turn": [[""]]}}, "a token with a nonzero mask and a negative", {"ids": {"turn": [["a"]]}}),
-            ({"ids": {"turn": [[1], [2]]}}, r"2 ids\['turn'\] for 1 loss masks", {"ids": {"turn": torch.tensor([[1]])}}),
+            ({"ids": {"turn": [[1], [2]]}}, r"2 ids\['turn'\] for 1 loss", {"ids": {"turn": torch.tensor([[1]])}}),
             *(
                 ({kind: wrong}, "a negative or empty id for sample 0: such an id names no unit", {kind: right})
                 for kind in ("rollout_ids", "prompt_ids") for wrong, right in (([-1], [0]), ([""], ["-1"]))
@@ -267,7 +267,7 @@ test_refusals = refusal_tests(
                 ({"ids": {"session": [wrong]}}, r"ids\['session'\] with a negative or empty id.*must be in a session",
                  {"ids": {"session": [right]}}) for wrong, right in ((-1, 0), ("", "a"))
             ),
-            ({"tokens": torch.arange(2)}, r"tokens of shape \(2,\) for a buffer of 1 positions", {"tokens": torch.arange(1)}),
+            ({"tokens": TWO}, r"tokens of shape \(2,\) for a buffer of 1 positions", {"tokens": torch.arange(1)}),
             ({"tokens": [[1, 2]]}, r"tokens of shape \(1, 2\) for", {"tokens": [[1]]}),
             ({"ids": {"step": [1]}}, "ids named 'step'", {"ids": {"steps": [1]}}),
             ({"ids": {"sample": [1]}}, "ids named 'sample': .*Rename them", {"ids": {"samples": [1]}}),
