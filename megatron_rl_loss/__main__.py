@@ -10,6 +10,7 @@ import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
+from megatron_rl_loss import __version__
 from megatron_rl_loss.audit.launch import add_audit_options, add_script, print_text, run_audit
 from megatron_rl_loss.audit.log_prob_gap import compare_dumps
 from megatron_rl_loss.errors import check_choice, did_you_mean
@@ -31,6 +32,7 @@ COMPANIONS = {
 def main() -> int:
     """Run the command of ``sys.argv`` and return its exit status."""
     parser = ArgumentParser(prog="python -m megatron_rl_loss", description="Policy-gradient loss aggregation.")
+    parser.add_argument("--version", action="version", version=f"megatron_rl_loss {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser(
         "modes", help="print the modes, their formulas, their flags and other frameworks' names for them"
@@ -117,7 +119,7 @@ def copy_example(name: str, into: Path) -> list[Path]:
     sources = [path for pattern in (file, *COMPANIONS.get(file, ())) for path in sorted(EXAMPLES.glob(pattern))]
     copies = {source: into / source.relative_to(EXAMPLES).as_posix().removeprefix("recipes/") for source in sources}
     try:
-        missing = {source: copy for source, copy in copies.items() if not copy.exists()}
+        missing = {source: copy for source, copy in copies.items() if not os.path.lexists(copy)}
         others = [str(copy) for source, copy in copies.items() if source not in missing and not _equal(source, copy)]
         if not others:
             for folder in {copy.parent for copy in missing.values()}:

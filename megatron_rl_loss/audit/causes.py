@@ -6,7 +6,7 @@ expression, within rounding, at every token of every given step. Constants are p
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -179,10 +179,14 @@ class Cause:
         return self.price < _UNNAMED
 
     def __str__(self) -> str:
+        return self.describe(HINTS | OF_MEGATRON)
+
+    def describe(self, hints: Mapping[tuple[bool | None, str], str]) -> str:
+        """The cause in words, with the frequent reason of its constant."""
         if not self.named:
             row = f"{self.row}, and one further factor" if self.row else "one factor for all tokens"
             return f"{row}, {self.factor:.6g}, which is no product of the step's sizes and counts"
-        hint = HINTS.get((bool(self.row), self.constant)) or HINTS.get((None, self.constant), "")
+        hint = hints.get((bool(self.row), self.constant)) or hints.get((None, self.constant), "")
         constant = f", x {self.factor:.6g} = {self.constant}" if self.constant else ""
         return (self.row or "every token alike") + constant + f": {hint}" * bool(hint)
 
@@ -190,22 +194,31 @@ class Cause:
 #: Frequent reasons of a constant: with the asked weights (False), with another row (True), or with either (None).
 HINTS: dict[tuple[bool | None, str], str] = {
     (False, "DP"): "gradients of ranks are summed, or their mean was undone already",
-    (False, "CP"): "Megatron multiplies a 2-tuple by CP already, and a summed (per-token) gradient needs no factor",
+    (False, "CP"): "the loss is multiplied by CP once too often, or CP ranks' gradients are summed, not averaged",
     (False, "1/CP"): "gradients of CP ranks are summed and then averaged, or CP ranks that hold all tokens were added",
-    (True, "CP"): "a 2-tuple is multiplied by CP, and under per-token loss no num_tokens divides it",
-    (True, "1/CP"): "a 3-tuple is not multiplied by CP, or gradients of CP ranks are averaged",
+    (True, "1/CP"): "gradients of CP ranks are averaged",
     (None, "1/DP"): "DDP's mean over its ranks was not undone",
     (False, "1/DP²"): "a denominator is multiplied by DP, and should be divided by DP",
     (False, "K"): "micro-batches are summed, and should be averaged",
-    (None, "1/K"): "nothing undoes the schedule's division by micro-batches, or the loss was divided once more",
+    (None, "1/K"): "nothing undoes the trainer's division by micro-batches, or the loss was divided once more",
     (False, "1/T"): "divided by the number of tokens twice",
-    (True, "CP/K"): "a 2-tuple under per-token loss returns no token count, so nothing divides by one",
     (True, "K"): "the parts' means are summed, not averaged",
     (True, "DP·K"): "the parts' means are summed, not averaged",
     (False, "N"): "never divided by the number of units",
     (False, "N/rows"): "rows were counted, not rollouts",
     (False, "N/N_active"): "fully masked units were left out",
     (False, "N_active/N"): "fully masked units were counted",
+}
+#: Reasons in a loss function of Megatron's schedule.
+OF_MEGATRON: dict[tuple[bool | None, str], str] = {
+    (
+        False,
+        "CP",
+    ): "you multiply by CP, and Megatron multiplies a 2-tuple by CP again, or sums gradients (per token)",
+    (True, "CP"): "a 2-tuple is multiplied by CP, and under per-token loss no num_tokens divides it",
+    (True, "1/CP"): "a 3-tuple is not multiplied by CP, or gradients of CP ranks are averaged",
+    (None, "1/K"): "nothing undoes the schedule's division by micro-batches, or the loss was divided once more",
+    (True, "CP/K"): "a 2-tuple under per-token loss returns no token count, so nothing divides by one",
 }
 #: Prices: of a row other than the asked one, of a miscount or of units that have tokens, of a count, of a ratio of two
 #: counts, of a constant without a name.

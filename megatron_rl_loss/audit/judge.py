@@ -87,8 +87,13 @@ def judge(measured: MeasuredStep, expected: Aggregation | str | None = None) -> 
         return replace(verdict, notes=(*notes, _scope(measured)))
     kept, causes = _explained(measured, wanted, asked, tolerance)
     misplaced, rest_is_asked = tuple(kept.misplaced), causes == ()
-    places = places_of(measured, wanted)
-    return replace(verdict, misplaced=misplaced, causes=causes or (), rest_is_asked=rest_is_asked, places=places)
+    common = float(np.median(ratio)) if finite else 1.0
+    if not 0 < common < math.inf or 0.5 <= common <= 2:  # bars show up to twice what was asked
+        common = 1.0
+    places = places_of(_scaled(measured, 1 / common), wanted)
+    return replace(
+        verdict, misplaced=misplaced, causes=causes or (), rest_is_asked=rest_is_asked, places=places, common=common
+    )
 
 
 def _explained(

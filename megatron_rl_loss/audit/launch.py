@@ -11,15 +11,15 @@ import runpy
 import sys
 import traceback
 from argparse import REMAINDER, ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NoReturn, get_args
 
 import torch.distributed as dist
 
 from megatron_rl_loss.audit.judge import judge
-from megatron_rl_loss.modes.names import resolve
+from megatron_rl_loss.modes.names import Aggregation, resolve
 from megatron_rl_loss.proof.schedules import run_schedules_by
 from megatron_rl_loss.step.collectives import attempt
 from megatron_rl_loss.step.units import UnitCounting
@@ -166,11 +166,38 @@ def _failed(error: Exception, out: Path | None) -> tuple[str, int]:
     return f"NO VERDICT: {why}", 2
 
 
+def mode_of_flags(words: Sequence[str]) -> Aggregation | None:
+    """The policy loss's mode by ``--loss-aggregation`` and its companions in a command line; None without them.
+
+    For scripts without `LossAggregation`. Raises ValueError for flags that are unusable.
+    """
+    from megatron_rl_loss.megatron.flags import (
+        add_loss_aggregation_args,
+        any_flag_given,
+        validate_loss_aggregation_args,
+    )
+
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+
+    def refuse(message: str) -> NoReturn:
+        raise ValueError(f"{' '.join(words)}: {message}. Write the flags as using.md says.")
+
+    parser.error = refuse  # type: ignore[method-assign]
+    flags, _ = add_loss_aggregation_args(parser).parse_known_args(words)
+    return validate_loss_aggregation_args(flags).modes.policy if any_flag_given(flags) else None
+
+
 def report(options: Namespace, audit: Any) -> tuple[str, int]:
     """The verdicts on all terms and the exit status; ``--json`` gets them too. Empty on all ranks but the first."""
     if not audit.steps:
         return "", 0
     expected = {name: audit.expected_of(name) for name in audit.steps}
+    by_flags = mode_of_flags(sys.argv[1:])
+    expected |= {
+        name: by_flags
+        for name, step in audit.steps.items()
+        if expected[name] is None and not step.facts.get("expected")
+    }
     if options.expect is not None:
         of_policy = resolve(options.expect, divisor=options.divisor, units=options.units)
         expected |= {name: of_policy for name, step in audit.steps.items() if step is audit.measured}

@@ -3,7 +3,7 @@
 import contextlib
 import inspect
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -14,13 +14,23 @@ import torch
 from torch import Tensor
 
 from megatron_rl_loss.audit import simulation
+from megatron_rl_loss.audit.causes import HINTS, OF_MEGATRON
 from megatron_rl_loss.audit.judge import deviation_of, expected_weights, explain
 from megatron_rl_loss.audit.misplaced import take_off
-from megatron_rl_loss.audit.simulation import CALLS, CallFailed, DrawnRow, DrawnStep, Kind, LossCall
-from megatron_rl_loss.errors import check_choice, check_int
+from megatron_rl_loss.audit.simulation import (
+    CALLS,
+    CallFailed,
+    Described,
+    DrawnRow,
+    DrawnStep,
+    Kind,
+    LossCall,
+    OfRow,
+)
+from megatron_rl_loss.errors import check_callable, check_choice, check_int, check_mapping
 from megatron_rl_loss.modes.names import Aggregation, resolve
 from megatron_rl_loss.modes.table import ModeFunction
-from megatron_rl_loss.modes.weights import weigh
+from megatron_rl_loss.modes.weights import rehearse, weigh
 from megatron_rl_loss.step.samples import LocalTokens
 from megatron_rl_loss.step.totals import StepTotals
 from megatron_rl_loss.step.units import UnitCounting
@@ -156,6 +166,8 @@ def check_loss(
     units: UnitCounting | None = None,
     draws: int = 20,
     seed: int = 0,
+    ids: Mapping[str, OfRow] | None = None,
+    labels: Mapping[str, OfRow] | None = None,
 ) -> LossReport:
     """Check that a loss function gives every token the weight of a mode, in every cut of the step by its trainer.
 
@@ -174,10 +186,13 @@ def check_loss(
         mode, divisor, units: the intended aggregation, as in `make_pg_loss_reducer`; None checks invariance alone.
         call: the trainer's call of the function and its later divisions: a `LossCall`, or a name in `CALLS`.
         draws: number of random steps for each way of cutting.
+        ids, labels: that a mode of your own reads, by name: a function of a `DrawnRow` (its `mask`, `rollout` and
+            `prompt`), such as ``ids={"task": lambda row: row.prompt // 2}``. Rows have ``session`` and ``turn`` ids.
 
     Raises:
-        TypeError, ValueError: a function that cannot be called this way, or that fails on a plain step of two full rows
-            (with its own error as the cause); an unknown mode or call; a wrong divisor.
+        TypeError, ValueError: a mode that lacks an id or a label; a function that cannot be called this way, or that
+            fails on a plain step of two full rows (with its own error as the cause); an unknown mode or call; a wrong
+            divisor.
     """
     if not isinstance(call, LossCall):
         check_choice("call", call, CALLS)
@@ -190,9 +205,16 @@ def check_loss(
             "checked without a mode, and divisor and units belong to one. Name a mode."
         )
     expected = None if mode is None else resolve(mode, divisor=divisor, units=units)
+    for what, given in (("ids", ids), ("labels", labels)):
+        check_mapping(what, given or {}, 'Pass functions of a row: {"task": lambda row: row.prompt // 2}')
+        for key, of_row in (given or {}).items():
+            check_callable(f"{what}[{key!r}]", of_row, "it must be a function of a row", "Pass lambda row: row.prompt")
+    described = Described(ids or {}, labels or {})
+    if expected is not None:
+        _check_keys(expected, described)
     if loss_fn is None and expected is not None:
-        return _check_mode(expected, draws, seed)
-    run = partial(simulation.measure, loss_fn, call)
+        return _check_mode(expected, draws, seed, described)
+    run = partial(simulation.measure, loss_fn, call, described=described)
     plain: Any = loss_fn.func if isinstance(loss_fn, partial) else loss_fn
     name = getattr(plain, "__name__", None) or type(plain).__name__
     try:
@@ -201,8 +223,8 @@ def check_loss(
         remedy = "Describe its call in LossCall(rows=..., takes=..., names=...), or wrap the function."
         if "returns a tuple" in failure.args[1]:
             remedy = (
-                "Megatron scales a tuple such as (loss, num_tokens, report), and no LossCall describes that: measure "
-                "the launch (python -m megatron_rl_loss audit), or check the part that makes the loss, as one number."
+                'Megatron scales a tuple such as (loss, num_tokens, report): pass call="megatron", or "megatron per '
+                'token" with calculate_per_token_loss.'
             )
         raise ValueError(
             f"{name} with a step of two full rows: {failure.args[1]}; it must return one number with a gradient, given "
@@ -223,14 +245,28 @@ def check_loss(
         if expected is not None and {one.kind for one in findings} == {"weights"}:
             steps = [run(_draw(call, "KDC", f"{seed}/causes/{i}", telling=True)) for i in range(8)]
             found = explain(steps, expected, tolerance=TOLERANCE)
-            causes = tuple(str(cause).replace(f"x {cause.factor:.6g} = ", "x ") for cause in found)
+            hints = HINTS if call.returns == "loss" else HINTS | OF_MEGATRON
+            causes = tuple(cause.describe(hints).replace(f"x {cause.factor:.6g} = ", "x ") for cause in found)
         holed = DrawnStep((DrawnRow((1, 0, 1)), DrawnRow((1, 1), 1, 1)))
         if not np.isfinite(run(holed, poisoned=True).weights).all():
             notes.append("a NaN at a masked token spoils the loss; select by the mask (torch.where) before multiplying")
     return LossReport(name, expected, call.describe(), draws, seed, tuple(findings), causes, tuple(notes))
 
 
-def _check_mode(expected: Aggregation, draws: int, seed: int) -> LossReport:
+def _check_keys(expected: Aggregation, described: Described) -> None:
+    """Raise ValueError for a mode that reads ids or labels which drawn rows do not have."""
+    samples = simulation.samples_of([DrawnRow((1, 1, 1)), DrawnRow((1, 1), 1, 1)], LossCall(), 1, described)
+    try:
+        rehearse(expected, samples)
+    except ValueError as error:
+        rule = f"{error}".partition(". Pass Samples(")[0]
+        raise ValueError(
+            f"{rule}. Drawn rows have rollout, prompt, session and turn ids: give check_loss the others as functions "
+            'of a row, ids={"task": lambda row: row.prompt // 2}, or labels={...}.'
+        ) from error
+
+
+def _check_mode(expected: Aggregation, draws: int, seed: int, described: Described) -> LossReport:
     """Check a mode as a loss function in every layout."""
 
     def loss(losses: Tensor, mask: Tensor, local: LocalTokens, totals: StepTotals) -> Tensor:
@@ -242,7 +278,8 @@ def _check_mode(expected: Aggregation, draws: int, seed: int) -> LossReport:
     for layout in get_args(get_type_hints(LossCall)["cp_cut"]):
         split = layout in ("contiguous", "responses")  # rollouts over several rows
         call = LossCall(rows="packed", dp="sum", cp="sum", cp_cut=layout, split_rollouts=split)
-        for found in check_loss(loss, call=call, draws=draws, seed=seed).findings:
+        report = check_loss(loss, call=call, draws=draws, seed=seed, ids=described.ids, labels=described.labels)
+        for found in report.findings:
             cut = f"{found.cut}, {layout}" if CUTS.get(found.cut) == "C" else found.cut
             findings.setdefault(cut, replace(found, cut=cut))
     assumed = "its own weights, in every layout"

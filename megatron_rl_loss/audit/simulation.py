@@ -70,6 +70,10 @@ class LossCall:
         even_microbatches: all micro-batches have the same number of rows.
         masked_samples: some rows are fully masked; if False, every row has an active token.
         split_rollouts: a rollout may have several rows (turns, branches).
+        returns: one number; or with ``megatron`` what a ``loss_func`` of Megatron's schedule does: (loss, num_tokens,
+            report), whose loss is divided by num_tokens, or (loss, report), multiplied by the CP size. With ``megatron
+            per token``, `calculate_per_token_loss`, gradients are divided by the sum of all num_tokens instead. Use it
+            with ``dp="sum"`` and ``cp="sum"`` then, and with ``mean`` for ``megatron``.
     """
 
     takes: Literal["losses", "log_probs"] = "losses"
@@ -82,6 +86,7 @@ class LossCall:
     even_microbatches: Literal[True, False] = False
     masked_samples: Literal[True, False] = True
     split_rollouts: Literal[True, False] = False
+    returns: Literal["loss", "megatron", "megatron per token"] = "loss"
 
     def __post_init__(self) -> None:
         check_mapping("LossCall.names", self.names, 'Write names={"num_items_in_batch": "step_tokens"}, for example')
@@ -104,12 +109,16 @@ class LossCall:
         cp = f", {self.cp_cut} CP ranks {done[self.cp]}" if self.cp else ""
         parts = f"{rows}, micro-batches {done[self.microbatches]}, DP ranks {done[self.dp]}{cp}"
         before = "log-probs, " if self.takes == "log_probs" else ""
-        return before + parts + (", rollouts over several rows" if self.split_rollouts else "")
+        through = {"loss": "", "megatron": "Megatron's schedule, ", "megatron per token": "Megatron, per-token loss, "}
+        return before + through[self.returns] + parts + ", rollouts over several rows" * self.split_rollouts
 
 
-#: The calls of trainers by name, from their public sources (TRL 1.10.0.dev0, verl 0.10.0.dev).
+#: The calls of trainers by name, from their public sources (TRL 1.10.0.dev0, verl 0.10.0.dev, Megatron-Core 0.19).
 CALLS: dict[str, LossCall] = {
     "pytorch": LossCall(),
+    # `forward_step_calc_loss`, DDP's mean over DP and CP ranks; with per-token loss `finalize_model_grads`.
+    "megatron": LossCall(returns="megatron", microbatches="mean", cp="mean"),
+    "megatron per token": LossCall(returns="megatron per token", dp="sum", cp="sum"),
     # With a `compute_loss_func` and `average_tokens_across_devices` the Trainer multiplies by DDP's number of ranks.
     "transformers": LossCall(names={"num_items_in_batch": "step_tokens"}, dp="sum", even_microbatches=True),
     # GRPOTrainer's loss function divides by accumulation steps itself. Its `num_items_in_batch` is that of a generation
@@ -159,8 +168,22 @@ class DrawnStep(NamedTuple):
     seed: int = 0  # of the losses and advantages, whatever the cut
 
 
-def _samples(rows: Sequence[DrawnRow], call: LossCall, cp_size: int) -> Samples:
-    """`Samples` of these rows, padded for the call and the cut, with labels for modes of the user's."""
+#: A drawn row -> its id, a row of ids, or its label.
+OfRow = Callable[[DrawnRow], Any]
+
+
+class Described(NamedTuple):
+    """What the user's own modes read of the rows: further ids and labels, by name."""
+
+    ids: Mapping[str, OfRow] = {}
+    labels: Mapping[str, OfRow] = {}
+
+
+_AS_DRAWN = Described()
+
+
+def samples_of(rows: Sequence[DrawnRow], call: LossCall, cp_size: int, described: Described = _AS_DRAWN) -> Samples:
+    """`Samples` of these rows, padded for the call and the cut, with ids and labels for modes of the user's."""
     masks, rollouts, prompts, *_ = zip(*rows, strict=True)
     lengths, multiple = list(map(len, masks)), 2 * cp_size if cp_size > 1 else 1
     sizes = [-(-length // multiple) * multiple for length in lengths]
@@ -176,11 +199,14 @@ def _samples(rows: Sequence[DrawnRow], call: LossCall, cp_size: int) -> Samples:
         layout = layouts.ZigzagBSHD(len(lengths), bounds[1], total_lengths=lengths)
     labels = {"weight": [0.5 + sum(mask) % 3 for mask in masks], "turns": [np.arange(size) // 3 for size in lengths]}
     turns = [100 * rollout + np.arange(size) // 3 for rollout, size in zip(rollouts, lengths, strict=True)]
-    ids = {"session": prompts, "turn": turns}
+    ids = {"session": prompts, "turn": turns} | {name: [*map(of, rows)] for name, of in described.ids.items()}
+    labels |= {name: [*map(of, rows)] for name, of in described.labels.items()}
     return Samples(masks, layout=layout, rollout_ids=rollouts, prompt_ids=prompts, ids=ids, labels=labels)
 
 
-def measure(loss_fn: Any, call: LossCall, step: DrawnStep, poisoned: bool = False) -> MeasuredStep:
+def measure(
+    loss_fn: Any, call: LossCall, step: DrawnStep, poisoned: bool = False, described: Described = _AS_DRAWN
+) -> MeasuredStep:
     """The weight of every token of a step, as this trainer's optimizer would get it; NaN for a loss that is not finite.
 
     Poisoned losses are NaN where the mask is 0. Raises CallFailed for a call that raises or returns no number with a
@@ -198,13 +224,16 @@ def measure(loss_fn: Any, call: LossCall, step: DrawnStep, poisoned: bool = Fals
     tokens, (rollouts, prompts) = torch.tensor(list(map(sum, masks))), map(torch.tensor, ids)
     of_rollouts, of_prompts = (torch.stack([tokens[of == one].sum() for one in of]) for of in (rollouts, prompts))
     sums = getattr(loss_fn, "sums", ())  # that a mode declares
-    totals = count_step([_samples(step.rows, call, C)], StepGroups(), sums=sums) if "totals" in asks.values() else None
-    parts = list[Part]()
+    totals = None
+    if "totals" in asks.values():
+        totals = count_step([samples_of(step.rows, call, C, described)], StepGroups(), sums=sums)
+    parts, num_tokens = list[Part](), list[float]()
     for d, k, c in product(range(D), range(K), range(C)):
         rank = torch.tensor([row.dp_rank == d for row in step.rows])
         here = [i for i, row in enumerate(step.rows) if (row.dp_rank, row.microbatch) == (d, k)]
-        local = _samples([step.rows[i] for i in here], call, C).local(c, C)
-        x = local.of(local.samples.in_buffer([losses.split(lengths)[i] for i in here])).clone().requires_grad_()
+        local = samples_of([step.rows[i] for i in here], call, C, described).local(c, C)
+        whole = local.samples.in_buffer([losses.split(lengths)[i] for i in here]).reshape(-1)
+        x = local.of(whole).clone().requires_grad_()
         at, layout = torch.tensor(local.sample_index), cast(Any, local.samples.layout)
         held = 1 if call.cp_cut == "gathered" else C
         view = partial(_view, call.rows, [size // held for size in np.diff(layout.bounds)])
@@ -221,11 +250,13 @@ def measure(loss_fn: Any, call: LossCall, step: DrawnStep, poisoned: bool = Fals
         }  # fmt: skip
         given = {name: have[what] for name, what in asks.items()}
         called = partial(loss_fn, view(x * 1), view(torch.tensor(local.mask)), **given)
+        if call.returns != "loss":
+            called = partial(_scheduled, called, C, num_tokens, call.returns == "megatron per token")
         gradient = _derivative(called, x, f" (micro-batch {k}, DP rank {d}, CP rank {c})")
         weights = (-gradient / advantages[here][at] if call.takes == "log_probs" else gradient).double().numpy()
         parts.append(Part(**place, samples=SampleArrays.of(local), positions=local.positions, gradients=weights))
     averaged = ((K, call.microbatches), (D, call.dp), (C, call.cp))
-    factor = math.prod(1 / size for size, done in averaged if done == "mean")
+    factor = math.prod(1 / size for size, done in averaged if done == "mean") / max(sum(num_tokens), 1)
     return measured_step(parts, factor, Split(num_microbatches=K, dp_size=D, cp_size=C))
 
 
@@ -234,6 +265,19 @@ def _view(rows: str, sizes: list[int], flat: Tensor) -> Any:
     if rows == "padded":
         return flat.view(len(sizes), -1)
     return list(flat.split(sizes)) if rows == "lists" else flat
+
+
+def _scheduled(call: Callable[[], Any], cp_size: int, num_tokens: list[float], per_token: bool) -> Any:
+    """The loss as Megatron's schedule scales what a loss function returns; without its mean over micro-batches."""
+    returned = call()
+    if not isinstance(returned, tuple) or len(returned) not in (2, 3):
+        given = f"{len(returned)} values" if isinstance(returned, tuple) else f"a {type(returned).__name__}"
+        raise ValueError(f"{given} for Megatron's schedule, not (loss, num_tokens, report) or (loss, report)")
+    if len(returned) == 2:
+        return returned[0] * cp_size
+    count = float(returned[1])
+    num_tokens.append(count * per_token)
+    return returned[0] if per_token else returned[0] / max(count, 1)
 
 
 def _derivative(call: Callable[[], Any], values: Tensor, where: str) -> Tensor:

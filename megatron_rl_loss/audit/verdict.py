@@ -41,7 +41,8 @@ class Verdict:
     misplaced: tuple[Misplaced, ...] = ()  # weight in the wrong places; the causes are about the rest
     causes: tuple[Cause, ...] = ()  # causes that fit within rounding, the simplest first
     rest_is_asked: bool = False  # True if weight in the wrong places is the only fault
-    places: tuple[Place, ...] = ()
+    places: tuple[Place, ...] = ()  # with the common factor divided out
+    common: float = 1.0  # the factor that most tokens share, where it is far from 1
     notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
@@ -109,7 +110,8 @@ class Verdict:
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(map(str.ljust, row, widths)) for row in rows]
         left = len(self.places) - len(chosen)
-        head = "measured / asked" + " by CP rank" * by_cp + f", {left} more in the JSON" * (left > 0)
+        factor = f" / {self.common:.3g}" * (self.common != 1)
+        head = f"measured / asked{factor}" + " by CP rank" * by_cp + f", {left} more in the JSON" * (left > 0)
         legend = "▄ as asked, █ twice or more, - nothing, ~ negative, ! masked but trained"
         return [f"{head} ({legend}):", *(f"  {line}".rstrip() for line in lines)]
 

@@ -81,7 +81,7 @@ class Sequences:
             of_place, totals = tokens.samples.cp_group, None
         else:
             of_place, totals = local.cp_group, local.totals
-        units, sums = _units_of(tokens.samples, per, totals), tokens.samples.counts_by(per)[0]
+        units, sums = _units_of(tokens.samples, per, totals), tokens.samples.mask_sums_by(per)
         return cls(
             tokens,
             [row.reshape(-1).double() for row in given],
@@ -124,7 +124,7 @@ def _units_of(samples: Samples, per: str, totals: StepTotals | None) -> Keys | N
     keys, units = np.unique(parts.keys, return_inverse=True)
     counted = Units().tokens if totals is None else totals.units.get(per, Units()).tokens
     if isinstance(counted, ByKey):
-        here, whole = np.bincount(units, samples.counts_by(per)[0], len(keys)), counted.of(f"{per}_ids", keys)
+        here, whole = np.bincount(units, samples.mask_sums_by(per), len(keys)), counted.of(f"{per}_ids", keys)
         missing = whole * (1 - 1e-9) - here  # sums of fractional masks may differ in the last bit
         if (missing > 0).any():
             i = int(missing.argmax())

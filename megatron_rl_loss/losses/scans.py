@@ -69,7 +69,7 @@ def segment_scan(
     discounted = ~masked
     if steps == "all":  # padding is no step
         samples = given.tokens.samples
-        entries = samples.in_buffer([np.ones(length) for length in samples.mask_lengths])
+        entries = samples.in_buffer([np.ones(length) for length in samples.mask_lengths]).reshape(-1)
         discounted = on_device(given.tokens.of(entries), given.mask.device) != 0
     discounts = torch.ones_like(given.mask).masked_fill(discounted, gamma)
     own = (torch.stack(given.rows) * given.mask).masked_fill(masked, 0)

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, get_args
 
 from megatron_rl_loss.errors import check_choice, did_you_mean, is_number
 from megatron_rl_loss.modes.table import Mode, ModeFunction, available_modes, find_mode
-from megatron_rl_loss.step.masks import LARGEST, SMALLEST
 from megatron_rl_loss.step.units import UnitCounting
 
 #: Stands for a name that is itself a number: the divisor.
@@ -162,8 +161,10 @@ class Aggregation:
             raise ValueError(f"{given}: this mode takes none. Drop the divisor, or choose constant or token_sum.")
         elif not is_number(self.divisor):
             raise TypeError(f"{given}: a divisor must be a number. Pass a number of tokens.")
-        elif not SMALLEST < self.divisor < LARGEST:
+        elif not 1e-30 < self.divisor < 1e30:
             raise ValueError(f"{given}: a divisor must be between 1e-30 and 1e30. Pass a number of tokens.")
+        else:
+            object.__setattr__(self, "divisor", float(self.divisor))  # a Fraction has no format
 
     def __str__(self) -> str:
         """The mode, its divisor if it has one, and its unit counting where that is not the usual one."""

@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from megatron_rl_loss.errors import check_callable, check_choice, check_mapping
-from megatron_rl_loss.step.ids import Parts
+from megatron_rl_loss.step.ids import Parts, argument_of
 from megatron_rl_loss.step.masks import SMALLEST, Floats
 from megatron_rl_loss.step.samples import Samples
 from megatron_rl_loss.step.totals import StepTotals
@@ -141,11 +141,11 @@ class ModeInputs:
     def _check(self, key: str) -> None:
         self.asked.add(key)
         if not self._is_sample(key) and key not in self.batch.parts and key != "step":
-            argument = "prompt_ids=[...]" if key == "prompt" else f'ids={{"{key}": [...]}}'
+            remedy = "prompt_ids=[...]" if key == "prompt" else f'ids={{"{key}": [...]}}'
             raise ValueError(
-                f"loss aggregation {self._mode.name!r} and samples without {key}_ids (they have "
+                f"loss aggregation {self._mode.name!r} and samples without {argument_of(key)} (they have "
                 f"{', '.join(self.batch.parts) or 'none'}): the mode averages by these ids. Pass Samples(..., "
-                f"{argument})."
+                f"{remedy})."
             )
 
     def _at_samples(
@@ -159,7 +159,7 @@ class ModeInputs:
             found = own[parts.sample]
         else:
             known: ByKey = self._known(count(self.totals.units.get(key, _NONE)), f"{what} by {key}")
-            found = known.of(f"{key}_ids", parts.keys, parts.sample)
+            found = known.of(argument_of(key), parts.keys, parts.sample)
         found = np.maximum(found, least)
         if parts.of_entry is None:
             return found

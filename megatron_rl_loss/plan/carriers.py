@@ -133,6 +133,7 @@ def find_carrier(form: Form, per_token: bool, dynamic_cp: bool) -> Carrier:
                 f"form={form!r} {has} per-token loss: Megatron's scaling is then another than this form cancels. Turn "
                 f"calculate_per_token_loss {turn}, or choose one of {known}."
             )
+        known = ", ".join(map(repr, dict.fromkeys(row.form for row in CARRIERS)))
         raise ValueError(f"form={form!r}: there is no such form. Choose one of {known}.")
     if dynamic_cp and not forms[form].dynamic_cp:
         has = "with" if per_token else "without"

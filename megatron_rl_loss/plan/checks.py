@@ -1,13 +1,12 @@
 """Validation of a step before its first micro-batch: errors and warnings."""
 
 import logging
-import warnings
 from collections.abc import Sequence, Set
 from typing import Literal
 
 from megatron_rl_loss.errors import BadBatchError, check_int
 from megatron_rl_loss.modes.loss_modes import LossModes
-from megatron_rl_loss.step.collectives import StepGroups, size_of, world_rank
+from megatron_rl_loss.step.collectives import StepGroups, size_of, warn_on_one_rank, world_rank
 from megatron_rl_loss.step.samples import Samples, read_masks
 from megatron_rl_loss.step.totals import StepTotals
 from megatron_rl_loss.step.units import ByKey, Units
@@ -69,16 +68,14 @@ def check_ids(totals: StepTotals, asked: Set[str]) -> None:
     for key in sorted(asked - {"step", "sample", "rollout"}) if rollouts > 1 and world_rank() == 0 else ():
         units = totals.units.get(key, Units())
         if isinstance(units.samples, ByKey) and units.samples.largest == samples:
-            warnings.warn(
+            warn_on_one_rank(
                 f"one {key} has tokens of all {samples} samples of the step: {key} ids that start again in each "
-                f"sample, micro-batch or rank collide. Make {key} ids unique in the whole step.",
-                stacklevel=5,
+                f"sample, micro-batch or rank collide. Make {key} ids unique in the whole step."
             )
         elif key == "prompt" and units.all == rollouts:
-            warnings.warn(
+            warn_on_one_rank(
                 "every prompt group of the step has one rollout: a mean over prompts is then a mean over rollouts. "
-                "Check the prompt ids: all responses to a prompt must share its id.",
-                stacklevel=5,
+                "Check the prompt ids: all responses to a prompt must share its id."
             )
 
 

@@ -1,10 +1,24 @@
 """Validation of a loss function's return value: a loss that its micro-batch did not make would train silently."""
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import FrameType
 from typing import NamedTuple
 from weakref import ReferenceType, ref
 
 from torch import Tensor
+
+
+def check_caller(form: str) -> None:
+    """Raise ValueError for a form of a loss alone that is returned to Megatron's schedule."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "megatron.core.pipeline_parallel.schedules":
+            raise ValueError(
+                f"form={form!r} in a loss function of Megatron's schedule: the form is a loss alone, for loops without "
+                "the schedule, which takes (loss, num_tokens, report). Leave form out, or pass form='2-tuple'."
+            )
+        frame = frame.f_back
 
 
 class Receipt(NamedTuple):

@@ -1,5 +1,8 @@
 """Collectives on the host: sums over process groups, rows of all ranks, errors carried to every rank."""
 
+import logging
+import sys
+import warnings
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from types import EllipsisType
@@ -12,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl_loss.errors import BadBatchError
+
+logger = logging.getLogger(__name__)
 
 Group = dist.ProcessGroup
 Result = TypeVar("Result")
@@ -161,6 +166,20 @@ def attempt(prepare: Callable[[], Result]) -> Result | Exception:
 def failure_of(outcome: object) -> Exception | None:
     """The error, if what `attempt` returned is one."""
     return outcome if isinstance(outcome, Exception) else None
+
+
+def warn_on_one_rank(text: str) -> None:
+    """Warn; where Python's filters make errors of warnings, log: an error here would leave other ranks waiting.
+
+    The warning is attributed to the first caller outside this package.
+    """
+    try:
+        frame, level = sys._getframe(1), 2
+        while frame.f_back and frame.f_globals.get("__name__", "").startswith("megatron_rl_loss."):
+            frame, level = frame.f_back, level + 1
+        warnings.warn(text, stacklevel=level)
+    except UserWarning:
+        logger.warning(text)
 
 
 def raise_together(failed: bool, failure: Exception | None, groups: Sequence[Group]) -> None:

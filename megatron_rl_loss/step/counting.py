@@ -4,7 +4,6 @@ A rank's header has its number of rows, a flag for failure, and digests of its d
 each key that the rank holds. Every rank then makes the same sums of the same rows, to the bit.
 """
 
-import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from megatron_rl_loss.step.collectives import (
     ranks_of,
     several,
     size_of,
+    warn_on_one_rank,
     world_rank,
 )
 from megatron_rl_loss.step.ids import Keys, hashed, join_kinds, types_per_token, without_types
@@ -134,7 +134,7 @@ def gather_counts(
         counts[0].step_active_tokens = int(agreed["active_tokens"])
     counts[0].dynamic_cp = bool(agreed["dynamic_cp"])
     if world_rank() == 0 and (text := _twins(of_ranks, identity=1)) is not None:
-        warnings.warn(text, stacklevel=4)
+        warn_on_one_rank(text)
     return counts
 
 
@@ -205,11 +205,13 @@ def _columns(counted: Sequence[Samples], masks: Sequence[str], sums: Sequence[Su
     parts = [np.zeros((1 + (1 + len(masks)) * (len(_OF_MASK) + len(sums)), 0))]
     for samples in counted:
         at = samples.parts[key].sample if key in samples.parts else slice(None)
+        entries = np.array(samples.mask_lengths, np.float64)
         columns = list[Floats]()
         for name in (None, *masks):
             of_mask = samples.with_mask(name)
-            tokens, active, entries = of_mask.counts_by(key)
-            columns += [tokens, active, entries, (tokens > 0).astype(np.float64)]
+            tokens = of_mask.mask_sums_by(key)
+            # active tokens and entries are of whole samples: they are read of the step alone
+            columns += [tokens, of_mask.active_tokens[at], entries[at], (tokens > 0).astype(np.float64)]
             columns += [one.values(of_mask)[at] for one in sums]
         parts.append(np.stack([np.ones(len(columns[0])), *columns]))
     return np.concatenate(parts, 1).T

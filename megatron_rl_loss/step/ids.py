@@ -31,16 +31,28 @@ class Parts(NamedTuple):
     sample: Keys
     of_entry: Keys | None = None
 
-    def sums(self, of_entries: Sequence[npt.NDArray[Any]]) -> npt.NDArray[np.float64]:
-        """The sum over each part of each array of values of mask entries, float64 [len(of_entries), num_parts]."""
+    def sums(self, of_entries: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+        """The sum over each part of values of mask entries, float64 [num_parts]."""
         assert self.of_entry is not None
-        return np.stack([np.bincount(self.of_entry + 1, one, len(self.keys) + 1)[1:] for one in of_entries])
+        return np.bincount(self.of_entry + 1, of_entries, len(self.keys) + 1)[1:]
 
 
-def parts_of(name: str, ids: Ids | Sequence[Ids], lengths: Sequence[int]) -> Parts:
+def argument_of(key: str) -> str:
+    """What a user writes for ids of that name."""
+    return f"{key}_ids" if key in ("rollout", "prompt") else f"ids[{key!r}]"
+
+
+def parts_of(key: str, ids: Ids | Sequence[Ids], lengths: Sequence[int]) -> Parts:
     """The parts by ids per sample, or per token of masks of these lengths: a negative id or "" is no unit."""
-    if name in ("rollout_ids", "prompt_ids") or not is_per_token(ids):
-        return Parts(as_ids(name, ids, len(lengths)), np.arange(len(lengths)))  # type: ignore[arg-type]
+    name = argument_of(key)
+    if key in ("rollout", "prompt") or not is_per_token(ids):
+        keys = as_ids(name, ids, len(lengths))  # type: ignore[arg-type]
+        for i in np.flatnonzero(~_is_unit(keys))[:1]:
+            raise ValueError(
+                f"{name} with a negative or empty id for sample {i}: such an id names no unit, and each sample must be "
+                f"in a {key}. Give the sample an id of its own; pass signed hashes as strings."
+            )
+        return Parts(keys, np.arange(len(lengths)))
     check_one_each(name, len(ids), "loss masks", len(lengths))
     rows = [_plain(row) for row in ids]
     if (given := [len(row) if _is_row(row) else 1 for row in rows]) != list(lengths):
@@ -49,7 +61,7 @@ def parts_of(name: str, ids: Ids | Sequence[Ids], lengths: Sequence[int]) -> Par
             "sample's mask. Pass one id per entry, -1 where a token is in no unit."
         )
     keys = as_ids(name, [one for row in rows for one in row], sum(lengths))
-    named = np.flatnonzero((keys >= 0) & (keys != hashed("")))
+    named = np.flatnonzero(_is_unit(keys))
     unique, number = np.unique(keys[named], return_inverse=True)
     sample = np.arange(len(lengths)).repeat(lengths)
     _, first, part = np.unique(sample[named] * len(unique) + number, return_index=True, return_inverse=True)
@@ -57,6 +69,10 @@ def parts_of(name: str, ids: Ids | Sequence[Ids], lengths: Sequence[int]) -> Par
     of_entry[named] = order.argsort()[part]
     firsts = named[first[order]]
     return Parts(keys[firsts], sample[firsts], of_entry)
+
+
+def _is_unit(keys: Keys) -> npt.NDArray[np.bool_]:
+    return (keys >= 0) & (keys != hashed(""))
 
 
 def check_units(parts: Mapping[str, Parts], entries: npt.NDArray[Any]) -> None:

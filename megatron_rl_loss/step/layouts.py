@@ -75,6 +75,10 @@ class Layout(ABC):
         """Shapes that a rank's ``per_token_loss`` may have, all row-major."""
         return [(num_local_tokens,), (1, num_local_tokens)]
 
+    def rows(self, num_tokens: int) -> tuple[int, ...]:
+        """The shape of that many tokens, of all ranks or of one, where the layout has rows of one length."""
+        return (num_tokens,)
+
     def describe(self) -> str:
         """The facts in which replicas must agree."""
         plain = {name: value for name, value in vars(self).items() if isinstance(value, int | str | list)}
@@ -188,7 +192,10 @@ class ZigzagBSHD(Slots):
         super().__init__([row * seq_length for row in range(batch_size + 1)], total_lengths, filler_slots)
 
     def loss_shapes(self, num_local_tokens: int, cp_size: int) -> list[tuple[int, ...]]:
-        return [(num_local_tokens,), (len(self.sizes), self.sizes[0] // cp_size)]
+        return [(num_local_tokens,), self.rows(num_local_tokens)]
+
+    def rows(self, num_tokens: int) -> tuple[int, ...]:
+        return len(self.sizes), num_tokens // len(self.sizes)
 
 
 class Contiguous(Slots):

@@ -18,8 +18,8 @@ Floats = npt.NDArray[np.float64]
 #: One per sample: a 1-D tensor on any device, a 1-D array, or a list of numbers.
 Mask = Tensor | Array | Sequence[float]
 
-#: Beyond these the float32 weight of a token could vanish or be infinite.
-SMALLEST, LARGEST = 1e-30, 1e30
+#: Beyond these the float32 weight of a token could vanish, or a step's sum of masks be no count (`check_count`).
+SMALLEST, LARGEST = 1e-30, 1e9
 _ROUNDED = 1 + 1e-6
 _COMPLEX = {torch.complex32, torch.complex64, torch.complex128}
 
@@ -101,7 +101,7 @@ def check_entries(joined: Array, masks: Sequence[Tensor]) -> bool:
             sound = (values == 0) | ((values >= SMALLEST) & (values <= largest * _ROUNDED))
             raise ValueError(
                 f"the loss mask of sample {i} holds {float(values[~sound][0])}: token weights must be finite and >= 0 "
-                "(0, or from 1e-30 to 1e+30), and those of integer masks 0 or 1. Pass 0 for tokens that do not count, "
+                "(0, or from 1e-30 to 1e+9), and those of integer masks 0 or 1. Pass 0 for tokens that do not count, "
                 "1 or a float weight for those that do."
             )
     return holds_flags
@@ -111,7 +111,7 @@ def _is_sound(mask: Array, largest: float) -> bool:
     """True if every entry is a usable weight, which NaN is not."""
     if not mask.size:
         return True
-    # float16 has no 1e30, float32 one that is rounded up
+    # float16 has no 1e9
     in_range = mask.min() >= 0 and float(mask.max()) <= largest * _ROUNDED
     return bool(in_range) and (largest == 1 or not ((mask < SMALLEST) & (mask != 0)).any())
 

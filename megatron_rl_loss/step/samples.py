@@ -5,6 +5,7 @@ needed: `read_masks` copies those of many micro-batches in one transfer, before 
 """
 
 import copy
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from hashlib import blake2b
@@ -51,7 +52,8 @@ class Samples:
         prompt_ids: one id per sample, equal for the responses to one prompt.
         ids: further ids by name (``{"session": [...]}``), for modes, metrics and losses by units of that name. Rows
             (``{"turn": [[0, 0, 1], [-1, 2]]}``) give each mask entry an id; a negative id or "" is of no unit.
-        tokens: input ids, or other data that replicas must share, uncut: ranks compare them along with the masks.
+        tokens: input ids, uncut, one for each position of the layout's buffer; where the layout is of responses alone,
+            of whole samples or of responses. Ranks compare them along with the masks.
         labels: further inputs of your own modes, by name: one entry per sample.
         term_masks: further masks by name, as `loss_masks`, for terms of the loss that have their own.
         cp_group: the context-parallel group of this micro-batch, where groups change between micro-batches: all of
@@ -104,13 +106,23 @@ class Samples:
             raise ValueError("rollout_ids or prompt_ids, and ids= of that name: each must be given once. Drop one.")
         if reserved := {"step", "sample"} & given.keys():
             raise ValueError(f"ids named {min(reserved)!r}: the step and each sample are units already. Rename them.")
-        self.parts = {name: parts_of(f"{name}_ids", values, self.mask_lengths) for name, values in given.items()}
+        self.parts = {name: parts_of(name, values, self.mask_lengths) for name, values in given.items()}
         self.ids = {name: one.keys for name, one in self.parts.items() if one.of_entry is None}
         self.kinds_of_ids = tuple(sorted((name, kind_of_ids(values)) for name, values in given.items()))
         for name, entries in self.labels.items():
             check_one_each(f"labels {name!r}", len(entries), "loss masks", len(self))
+        if tokens is not None:
+            self._check_tokens(np.shape(tokens) if isinstance(tokens, list | tuple) else tuple(tokens.shape))
         self._take(masks)
         self.by_mask = {name: self._with(name, *check_masks(further)) for name, further in (term_masks or {}).items()}
+
+    def _check_tokens(self, shape: tuple[int, ...]) -> None:
+        whole = None if self.layout is None or self.layout.response_lengths is None else self.layout.total_lengths
+        if math.prod(shape) not in (self.total_tokens, sum(whole or [self.total_tokens])):
+            raise ValueError(
+                f"tokens of shape {shape} for a buffer of {self.total_tokens} positions: there must be one token for "
+                "each. Pass the micro-batch's input ids, padded and ordered as the layout says, not cut for a CP rank."
+            )
 
     def _with(self, name: str, masks: list[Tensor], lengths: list[int]) -> "Samples":
         """These samples by other masks."""
@@ -176,19 +188,19 @@ class Samples:
         """Number of tokens of nonzero weight in each sample, float64 [num_samples]."""
         return self._read()._active_tokens
 
-    def counts_by(self, key: str) -> Floats:
-        """Mask sum, number of active tokens and of entries of each part by that key, float64 [3, num_parts]."""
+    def mask_sums_by(self, key: str) -> Floats:
+        """The mask sum of each part by that key, float64 [num_parts]."""
         parts = self.parts.get(key)
         if parts is None or parts.of_entry is None:
-            return np.stack([self.mask_sums, self.active_tokens, self.mask_lengths])
-        entries = np.concatenate([np.zeros(0), *self.loss_masks])
-        return parts.sums([entries, entries != 0, np.ones(len(entries))])
+            return self.mask_sums
+        return parts.sums(np.concatenate([np.zeros(0), *self.loss_masks]))
 
     def in_buffer(self, values: Sequence[Any] | Tensor) -> Any:
         """One row or number per sample -> the layout's buffer [total_tokens], 0 in padding.
 
-        A row is as long as the sample's mask; a number, such as an advantage, stands at each entry of the mask. Tensors
-        stay differentiable and on their device; others give a float64 array.
+        With `ZigzagBSHD` the buffer is [batch, sequence], as uncut losses are. A row is as long as the sample's mask; a
+        number, such as an advantage, stands at each entry of the mask. Tensors stay differentiable and on their device;
+        others give a float64 array.
         """
         check_one_each("rows", len(values), "loss masks", len(self))
         rows = [to_row(value, length) for value, length in zip(values, self.mask_lengths, strict=True)]
@@ -197,9 +209,10 @@ class Samples:
                 f"rows of {lengths[:8]} values for loss masks of {self.mask_lengths[:8]}: a row must be as long as its "
                 "sample's mask. Pass one value per mask entry."
             )
+        flat = place_rows(rows, self._places, self.total_tokens)
         if isinstance(values, Tensor) and not rows:
-            return values.new_zeros(self.total_tokens)
-        return place_rows(rows, self._places, self.total_tokens)
+            flat = values.new_zeros(self.total_tokens)
+        return flat if self.layout is None else flat.reshape(self.layout.rows(len(flat)))
 
     def with_kept_tokens(self, name: str, kept: Array) -> "Samples":
         """These samples with a further mask: the loss mask where ``kept``, bools [total_tokens], is true, else 0."""
@@ -309,10 +322,23 @@ class LocalTokens:
         return 1 if layout is None or layout.gather_sums_gradients else self.copies
 
     def of(self, buffer: Any) -> Any:
-        """This rank's part, [num_local_tokens, ...], of a tensor or array of all tokens, [total_tokens, ...].
+        """This rank's part of a tensor or array with a value, or a vector, for each token of the micro-batch.
 
-        Raises ValueError for another number of tokens.
+        Args:
+            buffer: [total_tokens, ...], or with the tokens in two dimensions, [1, total_tokens, ...] or
+                [batch, sequence, ...], in the order of the layout's buffer.
+
+        Returns:
+            [num_local_tokens, ...], or [1, num_local_tokens, ...] or [batch, local sequence, ...], as given.
+
+        Raises:
+            ValueError: another number of tokens.
         """
+        total_tokens = self.samples.total_tokens
+        if buffer.ndim >= 2 and len(buffer) != total_tokens and math.prod(buffer.shape[:2]) == total_tokens:
+            rows = len(buffer)
+            if (rows, len(self) // rows) in [(1, len(self)), *self.loss_shapes]:  # other cuts would mix rows
+                return self.of(buffer.reshape(-1, *buffer.shape[2:])).reshape(rows, -1, *buffer.shape[2:])
         if not buffer.ndim or len(buffer) != self.samples.total_tokens:
             raise ValueError(
                 f"a tensor of shape {tuple(buffer.shape)}: it must have a value for each of the micro-batch's "

@@ -91,7 +91,7 @@ class StepTotals:
         for name, units in self.units.items():
             if name in samples.parts:
                 keys, at = np.unique(samples.parts[name].keys, return_inverse=True)
-                sums = np.bincount(at, samples.counts_by(name)[0], len(keys))
+                sums = np.bincount(at, samples.mask_sums_by(name), len(keys))
                 if isinstance(units.tokens, ByKey) and len(keys):
                     whole = units.tokens.of(f"{name} id", keys)
                     worst = int((sums - whole * _SLACK).argmax())

@@ -17,6 +17,7 @@ from refusals import Refusal, refusal_tests
 from repository import EXAMPLES, ROOT
 
 from megatron_rl_loss import __main__ as command
+from megatron_rl_loss import __version__
 from megatron_rl_loss.__main__ import copy_example, example_names, find_example, format_examples, main
 
 
@@ -109,6 +110,22 @@ def test_equal_files_stay_as_they_are(tmp_path: Path, monkeypatch: pytest.Monkey
     assert written == [tmp_path / "packed_attention.py"]
     copy_example("on_cpu", EXAMPLES)
     assert len(written) == 1
+
+
+def test_a_link_to_nothing_is_not_written_through(tmp_path: Path) -> None:
+    elsewhere, folder = tmp_path / "elsewhere.py", tmp_path / "copies"
+    folder.mkdir()
+    (folder / "plain_ddp.py").symlink_to(elsewhere)
+    with pytest.raises(ValueError, match=r"these files differ: .*plain_ddp.py"):
+        copy_example("plain_ddp", folder)
+    assert not elsewhere.exists()
+
+
+def test_the_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["megatron_rl_loss", "--version"])
+    with pytest.raises(SystemExit, match="0"):
+        main()
+    assert capsys.readouterr().out == f"megatron_rl_loss {__version__}\n"
 
 
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,7 +57,7 @@ def drawn_step(seed: int, dp_size: int = 1, num_microbatches: int = 3) -> Step:
     """
     rng = random.Random(seed)
     split, dtype = rng.random() < 0.5, rng.choice([None, *MASK_DTYPES])
-    ids: Any = rng.choice([int, str, lambda i: -i - 2**60])
+    ids: Any = rng.choice([int, str, lambda i: 2**61 - 1 - i])
     step, rollout = list[Sample](), 0
     for prompt in range(rng.randint(1, 5)):
         for _ in range(rng.randint(1, 4)):

@@ -39,6 +39,7 @@ def test_whole_numbers(value: Any, whole: bool) -> None:
         ("token-mean", "Did you mean token_mean? Choose one of token_mean, sample-mean"),
         ("SAMPLE_MEAN", "Did you mean sample-mean? Choose one of token_mean, sample-mean"),
         ("xyz", "Choose one of token_mean, sample-mean"),
+        ("mean", "Choose one of token_mean, sample-mean"),  # it may be either
     ],
 )
 def test_a_close_name_is_proposed(given: str, said: str) -> None:

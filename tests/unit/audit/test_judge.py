@@ -449,6 +449,19 @@ def test_bars_show_measured_over_asked(weights: list[float], bars: list[str]) ->
     assert [row.split()[-1] for row in rows] == bars
 
 
+def test_a_common_factor_is_divided_out_of_the_table() -> None:
+    """256 times what was asked, and one token in the wrong place: the others are no "twice or more"."""
+    step = ragged(3)
+    weights = right_weights(step, "token_mean") * 256
+    weights[np.flatnonzero(weights)[0]] = 0
+    verdict = judged(step, weights)
+    assert verdict.common == pytest.approx(256)
+    assert "measured / asked / 256" in str(verdict)
+    assert {*"".join(place.bar for place in verdict.places)} == {"-", "▄", "|"}
+    weights[weights != 0] = right_weights(step, "token_mean")[weights != 0] * 1.5
+    assert judged(step, weights).common == 1
+
+
 def test_long_bars_are_drawn_together_and_their_mean_stays() -> None:
     verdict = judged(ragged(3, D=1, C=2, K=2, samples=(6,), masked=0.0, longest=200), lambda t: exact(t) * t.C)
     assert {*"".join(place.bar for place in verdict.places)} == {"█", "|"}

@@ -26,6 +26,8 @@ from megatron_rl_loss import ModeInputs, check_loss
 from megatron_rl_loss.audit import simulation
 from megatron_rl_loss.audit.loss_check import PADDED, TOGETHER
 from megatron_rl_loss.audit.simulation import CALLS, GIVEN, DrawnRow, DrawnStep, LossCall, measure
+from megatron_rl_loss.modes.names import resolve
+from megatron_rl_loss.modes.weights import weigh
 
 pytestmark = pytest.mark.slow  # hundreds of random steps
 
@@ -365,7 +367,22 @@ def check(loss_fn: Any = share, mode: Any = "token_mean", **options: Any) -> Any
     return check_loss(loss_fn, mode, **{"call": ADDED, "draws": 1, **options})
 
 
+def by_task(step: Any) -> Any:
+    return 1 / (step.tokens("sample") * step.samples("task") * step.units("task"))
+
+
+def by_label(step: Any) -> Any:
+    return 1.0 + np.array(step.label("kind"))
+
+
+def task_of(row: Any) -> int:
+    return int(row.prompt // 2)
+
+
 PLAIN: dict[str, Any] = {}
+MEGATRON = {"loss_fn": lambda x, mask: (total(x, mask), {}), "mode": None, "call": "megatron"}
+WITH_TASKS = {"loss_fn": None, "mode": by_task, "ids": {"task": task_of}}
+WITH_KINDS = {"loss_fn": None, "mode": by_label, "labels": {"kind": task_of}}
 TYPO, LOG_PROBS = replace(ADDED, names={"step_token": "step_tokens"}), replace(ADDED, takes="log_probs")
 LISTS = {"loss_fn": published.total_of_lists, "mode": "token_sum", "call": LossCall(rows="lists", dp="sum")}
 REFUSALS = {
@@ -377,9 +394,16 @@ REFUSALS = {
         ({"seed": -1}, "seed is -1", {"seed": 1}),
         ({"mode": "constant"}, "divisor", {"mode": "constant", "divisor": 8.0}),
         ((lambda losses, mask: losses * mask,), "returns torch.float32 of shape \\(2, 3\\), not one number", PLAIN),
-        ((lambda x, mask: (total(x, mask), {}),), "returns a tuple, not one number.*audit.*, or check the part", PLAIN),
+        ((lambda x, mask: (total(x, mask), {}),), "returns a tuple, not one number.*pass call=.megatron", PLAIN),
         ((lambda x, mask: total(x, mask).detach(),), "has no graph", PLAIN),
         ({"call": LossCall(rows="lists")}, "raises TypeError", LISTS),
+        (
+            {"loss_fn": total, "mode": "token_sum", "call": "megatron"},
+            r"a Tensor for Megatron's schedule, not \(loss, num_tokens",
+            MEGATRON,
+        ),
+        ((None, by_task), r"without ids\['task'\].*rows have .* and turn ids: give check_loss .*ids={", WITH_TASKS),
+        ((None, by_label), r"no label 'kind'.*give check_loss .*labels={", WITH_KINDS),
         ({"call": object()}, "call <object .*Choose one of pytorch, ", PLAIN),
         ((None, None), "loss_fn None, .*Name a mode", (None, "token_sum")),
         (
@@ -404,6 +428,67 @@ REFUSALS = {
 }
 
 test_refusals = refusal_tests(REFUSALS)
+
+
+def stock(losses: Tensor, mask: Tensor) -> Any:
+    return (losses * mask).sum(), mask.sum(), {}
+
+
+def pair(losses: Tensor, mask: Tensor, step_tokens: Tensor, num_microbatches: int, dp_size: int) -> Any:
+    return (losses * mask).sum() / step_tokens * num_microbatches * dp_size, {}
+
+
+def pair_times_cp(losses: Tensor, mask: Tensor, cp_size: int, **counts: Any) -> Any:
+    return pair(losses, mask, **counts)[0] * cp_size, {}
+
+
+pair_times_cp.__signature__ = inspect.signature(  # type: ignore[attr-defined]
+    lambda losses, mask, cp_size, step_tokens, num_microbatches, dp_size: None
+)
+AGAIN = "you multiply by CP, and Megatron multiplies a 2-tuple by CP again"
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "call", "cause"),
+    [
+        (stock, "megatron", "divided by the tokens of the CP rank's piece of the micro-batch"),
+        (stock, "megatron per token", ""),
+        (pair, "megatron", ""),
+        (pair_times_cp, "megatron", AGAIN),
+    ],
+)
+def test_loss_functions_of_megatrons_schedule(loss_fn: Any, call: str, cause: str) -> None:
+    report = check_loss(loss_fn, "token_mean", call=call, draws=4)
+    assert report.sound == (not cause)
+    assert not cause or cause in report.causes[0]
+
+
+def test_a_tuple_is_spoken_of_where_there_is_one() -> None:
+    """Without Megatron a factor of CP is the function's own, or a sum that should be a mean."""
+    call = LossCall(cp="sum")
+
+    def times_cp(losses: Tensor, mask: Tensor, step_tokens: Tensor, dp_size: int, cp_size: int) -> Tensor:
+        return share(losses, mask, step_tokens) * dp_size * cp_size
+
+    (cause, *_) = check_loss(times_cp, "token_mean", call=call, draws=4).causes
+    assert "multiplied by CP once too often" in cause
+    assert "tuple" not in cause
+
+
+def test_modes_over_ones_own_ids_and_labels() -> None:
+    """A mode that counts by the micro-batch would not be invariant: it is found by its ids, too."""
+    known = dict(zip(("ids", "labels"), ({"task": task_of}, {"kind": lambda row: row.prompt % 2}), strict=True))
+    for mode in (by_task, by_label):
+        assert check_loss(mode=mode, draws=2, **known).sound  # type: ignore[arg-type]
+    of_place = check_loss(mode=by_task, draws=4, ids={"task": lambda row: row.microbatch})
+    assert not of_place.invariant
+
+    def by_tasks(losses: Tensor, mask: Tensor, local: Any, totals: Any, dp_size: int) -> Tensor:
+        weights = weigh(resolve(by_task), local, totals).view(losses.shape)
+        return (losses * weights).sum() * dp_size
+
+    assert check_loss(by_tasks, by_task, draws=2, ids={"task": task_of}).sound
+    assert not check_loss(by_tasks, "prompt_mean", draws=2, ids={"task": task_of}).sound
 
 
 def test_the_functions_own_error_is_the_cause() -> None:

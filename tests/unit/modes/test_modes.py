@@ -113,7 +113,10 @@ def test_a_mode_is_given_everything() -> None:
     assert [step.units(key) for key in (*keys, "sample", "step")] == [2, 1, 1, 2, 1]
     assert (step.tokens("step"), step.asked) == (2, {*keys, "sample", "step"})
     for ask, text in (
-        (lambda: step.tokens("session"), r"samples without session_ids \(they have rollout, prompt, task\).*ids={"),
+        (
+            lambda: step.tokens("session"),
+            r"without ids\['session'\] \(they have rollout, prompt, task\).*ids={",
+        ),
         (lambda: step.label("x"), "the samples have no label 'x' .they have weight"),
     ):
         with pytest.raises(ValueError, match=text):

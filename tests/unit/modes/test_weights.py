@@ -360,7 +360,7 @@ test_refusals = refusal_tests(
             on_mask,
             ((1e-30, 1e17), "float32 rounds to 0: .*not be trained", (1e-20, 1e17)),
             ((1e-30, 1e10), "float32 rounds to 0", (1e-20, 1e10)),  # to fewer bits
-            ((1e30, 1e-20), "NaN or Inf", (1e10, 1e-20)),
+            ((1e9, 2e-30), "NaN or Inf", (1e9, 1e-20)),
         ),
     }
 )  # fmt: skip

@@ -73,6 +73,7 @@ test_refusals = refusal_tests(
         ),
         **refusals(
             carried,
+            (("avg",), "form='avg': there is no such form.*'nemo_rl'", ("mean",)),
             (("tuple",), "form='tuple': there is no such form. Choose one of '3-tuple'", ("3-tuple",)),
             (("2-tuple", True), "form='2-tuple' with per-token loss", ("2-tuple",)),
             (("mean", True), "form='mean' with per-token loss.*Turn calculate_per_token_loss off", ("mean",)),

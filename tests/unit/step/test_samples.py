@@ -41,7 +41,7 @@ UNUSUAL: dict[str, list[Any]] = {
     "minus zero": [torch.tensor([-0.0, 1.0])],
     "a parameter": [torch.nn.Parameter(torch.tensor([1.0, 0, 1]))],
     "a negated view": [torch.complex(torch.zeros(3), torch.tensor([-1.0, 0, -1])).conj().imag, torch.tensor([1.0])],
-    "the smallest and the largest": [torch.tensor([1e-30, 1e30, 0], dtype=torch.float64), torch.tensor([1e-30, 1e30])],
+    "the smallest and the largest": [torch.tensor([1e-30, 1e9, 0], dtype=torch.float64), torch.tensor([1e-30, 1e9])],
     "some empty": [torch.tensor([]), torch.tensor([1.0, 0]), torch.tensor([]), torch.tensor([1.0]), torch.tensor([])],
 }
 UNSOUND = {
@@ -50,9 +50,10 @@ UNSOUND = {
     "integers beyond 1": torch.tensor([1, 2]),
     "bytes beyond 1": torch.tensor([1, 255], dtype=torch.uint8),
     "too small": torch.tensor([1, 0.9e-30]),
-    "too large": torch.tensor([1, 1.1e30]),
+    "too large": torch.tensor([1, 1.1e9]),
     "too small for float32": torch.tensor([1, 0.9e-30], dtype=torch.float64),
-    "too large for float32": torch.tensor([1, 1.1e30], dtype=torch.float64),
+    "too large for a count": torch.tensor([1, 1e29], dtype=torch.float64),
+    "a read-only int beyond 1": np.broadcast_to(np.int64(2), 3),
     "NaN": torch.tensor([1.0, NAN]).half(),
     "infinite": torch.tensor([1.0, INF], dtype=torch.float64),
     "a list": [1, 2],
@@ -251,13 +252,23 @@ test_refusals = refusal_tests(
                 ({f"{kind}_ids": [1], "ids": {kind: [2]}}, "and ids= of that name: each must", {f"{kind}_ids": [1]})
                 for kind in ("rollout", "prompt")
             ),
-            ({"ids": {"session": []}}, "0 session_ids for 1", {"ids": {"session": [1]}}),
-            ({"ids": {"turn": [[1, 2]]}}, r"turn_ids with rows of \[2\] entries for loss masks of \[1\]",
+            ({"ids": {"session": []}}, r"0 ids\['session'\] for 1", {"ids": {"session": [1]}}),
+            ({"ids": {"turn": [[1, 2]]}}, r"ids\['turn'\] with rows of \[2\] entries for loss masks of \[1\]",
              {"ids": {"turn": [[1]]}}),
             ({"ids": {"turn": [[-1]]}}, "a token with a nonzero mask and a negative .*Mask the token, or",
              {"ids": {"turn": [[0]]}}),
             ({"ids": {"turn": [[""]]}}, "a token with a nonzero mask and a negative", {"ids": {"turn": [["a"]]}}),
-            ({"ids": {"turn": [[1], [2]]}}, "2 turn_ids for 1 loss masks", {"ids": {"turn": torch.tensor([[1]])}}),
+            ({"ids": {"turn": [[1], [2]]}}, r"2 ids\['turn'\] for 1 loss", {"ids": {"turn": torch.tensor([[1]])}}),
+            *(
+                ({kind: wrong}, "a negative or empty id for sample 0: such an id names no unit", {kind: right})
+                for kind in ("rollout_ids", "prompt_ids") for wrong, right in (([-1], [0]), ([""], ["-1"]))
+            ),
+            *(
+                ({"ids": {"session": [wrong]}}, r"ids\['session'\] with a negative or empty id.*must be in a session",
+                 {"ids": {"session": [right]}}) for wrong, right in ((-1, 0), ("", "a"))
+            ),
+            ({"tokens": TWO}, r"tokens of shape \(2,\) for a buffer of 1 positions", {"tokens": torch.arange(1)}),
+            ({"tokens": [[1, 2]]}, r"tokens of shape \(1, 2\) for", {"tokens": [[1]]}),
             ({"ids": {"step": [1]}}, "ids named 'step'", {"ids": {"steps": [1]}}),
             ({"ids": {"sample": [1]}}, "ids named 'sample': .*Rename them", {"ids": {"samples": [1]}}),
             ({"prompt_ids": [2**61]}, "beyond 61 bits", {"prompt_ids": [2**61 - 1]}),
