@@ -16,7 +16,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 #: A page, and the modules whose docstrings are its sections. A name stands in the closest section above its module.
-PAGES = {room: [room] for room in ("step", "modes", "reduction", "losses", "logprobs", "megatron", "errors")}
+PAGES = {room: [room] for room in ("step", "modes", "reduction", "losses", "logprobs", "megatron", "proof", "errors")}
 PAGES |= {"plan": ["plan", "planning"], "audit": ["audit", "audit.megatron"], "frameworks": ["frameworks"]}
 PAGES["frameworks"] += sorted(f"frameworks.{file.stem}" for file in ROOT.glob("megatron_rl_loss/frameworks/[a-z]*.py"))
 #: The names that are importable from `megatron_rl_loss`, by the module that defines them.
@@ -27,7 +27,7 @@ for _module, _name in re.findall(r"^from megatron_rl_loss\.(\S+) import (\w+) as
 #: Others, importable from their module: classes that users are handed, and what pages name.
 OTHERS = {
     "step.samples": ["LocalTokens"],
-    "modes.names": ["resolve"],
+    "modes.aggregation": ["resolve"],
     "reduction.sums": ["WeightedSum"],
     "losses.ratio": ["PolicyLoss"],
     "losses.token": ["cispo_loss", "sapo_loss", "cfpo_loss", "dppo_loss"],

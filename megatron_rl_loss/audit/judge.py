@@ -14,7 +14,7 @@ from megatron_rl_loss.audit.causes import Cause, Counts, Ratios, fitting
 from megatron_rl_loss.audit.misplaced import Kept, Misplaced, take_off, without_copies
 from megatron_rl_loss.audit.tokens import Floats, MeasuredStep, StepTokens, extremes
 from megatron_rl_loss.audit.verdict import Verdict, places_of
-from megatron_rl_loss.modes.names import Aggregation, resolve
+from megatron_rl_loss.modes.aggregation import Aggregation, resolve
 from megatron_rl_loss.modes.weights import weigh
 from megatron_rl_loss.step.collectives import StepGroups
 from megatron_rl_loss.step.samples import Samples

@@ -19,7 +19,7 @@ from typing import Any, NoReturn, get_args
 import torch.distributed as dist
 
 from megatron_rl_loss.audit.judge import judge
-from megatron_rl_loss.modes.names import Aggregation, resolve
+from megatron_rl_loss.modes.aggregation import Aggregation, resolve
 from megatron_rl_loss.proof.schedules import run_schedules_by
 from megatron_rl_loss.step.collectives import attempt
 from megatron_rl_loss.step.units import UnitCounting

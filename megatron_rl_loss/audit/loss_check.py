@@ -28,7 +28,7 @@ from megatron_rl_loss.audit.simulation import (
     OfRow,
 )
 from megatron_rl_loss.errors import check_callable, check_choice, check_int, check_mapping
-from megatron_rl_loss.modes.names import Aggregation, resolve
+from megatron_rl_loss.modes.aggregation import Aggregation, resolve
 from megatron_rl_loss.modes.table import ModeFunction
 from megatron_rl_loss.modes.weights import rehearse, weigh
 from megatron_rl_loss.step.samples import LocalTokens

@@ -22,7 +22,7 @@ from torch.nn.functional import pad
 
 from megatron_rl_loss.frameworks.columns import check_even
 from megatron_rl_loss.frameworks.replacing import Function, Replaced, prove
-from megatron_rl_loss.modes.names import Aggregation, resolve
+from megatron_rl_loss.modes.aggregation import Aggregation, resolve
 from megatron_rl_loss.modes.table import Mode, ModeFunction
 from megatron_rl_loss.modes.weights import weights_column
 from megatron_rl_loss.reduction.taps import is_observed, tap_slopes

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from megatron_rl_loss.modes.names import Aggregation
+from megatron_rl_loss.modes.aggregation import Aggregation
 from megatron_rl_loss.step.collectives import world_rank
 
 _MARK = "_replaced_by_megatron_rl_loss"

@@ -23,8 +23,8 @@ import numpy as np
 from torch import Tensor
 
 from megatron_rl_loss.frameworks.replacing import Function, Replaced, announce, prove
+from megatron_rl_loss.modes.aggregation import Aggregation, resolve
 from megatron_rl_loss.modes.function_paths import load_function
-from megatron_rl_loss.modes.names import Aggregation, resolve
 from megatron_rl_loss.modes.weights import unit_weights
 from megatron_rl_loss.reduction.sums import Reducer, WeightedSum
 from megatron_rl_loss.reduction.taps import is_observed, tap

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron_rl_loss.errors import require
 from megatron_rl_loss.frameworks.replacing import Function, Replaced, announce, installed
-from megatron_rl_loss.modes.names import resolve
+from megatron_rl_loss.modes.aggregation import resolve
 from megatron_rl_loss.reduction.taps import observed_taps, tap
 from megatron_rl_loss.step.layouts import Gathered
 from megatron_rl_loss.step.samples import Samples

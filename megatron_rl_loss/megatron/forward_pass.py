@@ -18,8 +18,6 @@ from megatron_rl_loss.plan.plan import Plan
 
 #: (micro-batch, model) -> the model's output: (log_probs, ...) with an `OutputHead`, log-probs, or hidden states.
 CallModel = Callable[[Microbatch, Any], Any]
-#: The step's micro-batches for each model chunk; None for a chunk that reads no data.
-StepChunks = list[list[Microbatch] | None]
 
 
 class ForwardPass:
@@ -32,7 +30,12 @@ class ForwardPass:
     """
 
     def __init__(
-        self, schedule: Callable[..., Any], model: Any, chunks: StepChunks, plan: Plan, **options: Any
+        self,
+        schedule: Callable[..., Any],
+        model: Any,
+        chunks: list[list[Microbatch] | None],
+        plan: Plan,
+        **options: Any,
     ) -> None:
         self.model, self.plan = model, plan
         self._schedule, self._chunks = schedule, chunks

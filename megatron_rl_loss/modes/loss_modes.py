@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from megatron_rl_loss.errors import check_mapping
-from megatron_rl_loss.modes.names import Aggregation, resolve
+from megatron_rl_loss.modes.aggregation import Aggregation, resolve
 from megatron_rl_loss.modes.table import Mode, ModeFunction
 from megatron_rl_loss.modes.weights import rehearse
 from megatron_rl_loss.step.samples import Samples

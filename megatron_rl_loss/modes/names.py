@@ -1,15 +1,13 @@
-"""`resolve`: an `Aggregation` from our names, other frameworks' (``verl:seq-mean-token-mean``) or functions.
+"""Other frameworks' names for the modes (``verl:seq-mean-token-mean``), and `of_peer`, which reads one.
 
 `NAMES` is the one table of others' names: a setting's *documented* formula over the whole optimizer step.
 docs/names.md says which version was read, and where its code does something else.
 """
 
-import functools
-from dataclasses import dataclass
-from typing import Any, NamedTuple, get_args
+from typing import NamedTuple
 
-from megatron_rl_loss.errors import check_choice, did_you_mean, is_number
-from megatron_rl_loss.modes.table import Mode, ModeFunction, available_modes, find_mode
+from megatron_rl_loss.errors import did_you_mean
+from megatron_rl_loss.modes.table import available_modes, find_mode
 from megatron_rl_loss.step.units import UnitCounting
 
 #: Stands for a name that is itself a number: the divisor.
@@ -133,88 +131,6 @@ OWN_CODE = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Aggregation:
-    """A mode, a divisor and a unit counting; validated when it is made.
-
-    Attributes:
-        mode: how token losses become a step loss.
-        divisor: D of a mode that takes one, else None.
-        units: count all units, or only those with an active token.
-    """
-
-    mode: Mode
-    divisor: float | None = None
-    units: UnitCounting = "all"
-
-    def __post_init__(self) -> None:
-        check_choice("unit counting", self.units, get_args(UnitCounting))
-        given = f"divisor {self.divisor!r} with loss aggregation {self.mode.name!r}"
-        if self.divisor is None:
-            if self.mode.divisor == "required":
-                raise ValueError(
-                    f"loss aggregation {self.mode.name!r} without a divisor: the mode divides by a constant. "
-                    "Give a number of tokens, e.g. the generation budget: --loss-aggregation-divisor 40960, in code "
-                    "divisor=40960."
-                )
-        elif self.mode.divisor == "refused":
-            raise ValueError(f"{given}: this mode takes none. Drop the divisor, or choose constant or token_sum.")
-        elif not is_number(self.divisor):
-            raise TypeError(f"{given}: a divisor must be a number. Pass a number of tokens.")
-        elif not 1e-30 < self.divisor < 1e30:
-            raise ValueError(f"{given}: a divisor must be between 1e-30 and 1e30. Pass a number of tokens.")
-        else:
-            object.__setattr__(self, "divisor", float(self.divisor))  # a Fraction has no format
-
-    def __str__(self) -> str:
-        """The mode, its divisor if it has one, and its unit counting where that is not the usual one."""
-        divisor = "" if self.divisor is None else f" with divisor {self.divisor:g}"
-        return f"{self.mode.name}{divisor}" + f", unit counting {self.units}" * (self.units != "all")
-
-    def describe(self) -> str:
-        """All settings in a line: for the log, and for ranks to compare."""
-        divisor = "" if self.divisor is None else f", divisor {self.divisor:.15g}"
-        return f"loss aggregation: {self.mode.name}{divisor}, unit counting {self.units}"
-
-
-def resolve(
-    asked: str | Mode | ModeFunction, *, divisor: float | None = None, units: UnitCounting | None = None
-) -> Aggregation:
-    """The aggregation of a mode, its name, another framework's ``framework:name``, or a function of `ModeInputs`.
-
-    >>> resolve("verl:seq-mean-token-sum-norm", divisor=4096).mode.name
-    'constant'
-
-    Args:
-        divisor, units: None for what the user left out.
-
-    Raises:
-        ValueError: an unknown name; a name whose loss depends on the cut of the step; a divisor that is missing,
-            unusable, without effect, or another than the name's. The message lists the names or the nearest mode.
-        TypeError: an object that is neither a name nor a function; a divisor that is no number.
-    """
-    if isinstance(asked, str) and ":" in asked:
-        return _of_peer(asked, divisor, units)
-    mode = find_mode(asked) if isinstance(asked, str) else asked
-    if mode is None:
-        raise ValueError(f"loss aggregation {asked!r}: there is no such mode. {_hint(str(asked))}.")
-    if not isinstance(mode, Mode):
-        if not callable(mode):
-            raise TypeError(
-                f"loss aggregation {asked!r} ({type(asked).__name__}): it must be a mode, its name or a function of "
-                "ModeInputs. Pass one of them."
-            )
-        mode = Mode(name=_name_of(mode), function=mode)
-    return Aggregation(mode=mode, divisor=divisor, units=units or "all")
-
-
-def _name_of(function: Any) -> str:
-    """Module and name of a function, or of the class of a callable object: the same on every rank."""
-    function = function.func if isinstance(function, functools.partial) else function
-    named = function if hasattr(function, "__qualname__") else type(function)
-    return f"{named.__module__}.{named.__qualname__}"
-
-
 #: Losses of papers that people ask for as a mode, and the mode of each.
 _OF_PAPERS = {
     "grpo": "sample_mean",
@@ -238,7 +154,12 @@ def _hint(asked: str) -> str:
     return did_you_mean(asked, available_modes()) + ", or import the module of a mode of your own first"
 
 
-def _of_peer(asked: str, divisor: float | None, units: UnitCounting | None) -> Aggregation:
+def of_peer(
+    asked: str, divisor: float | None, units: UnitCounting | None
+) -> tuple[str, float | None, UnitCounting | None]:
+    """Our mode, divisor and unit counting of a name that is none of ours; errors as of `resolve`."""
+    if ":" not in asked:
+        raise ValueError(f"loss aggregation {asked!r}: there is no such mode. {_hint(asked)}.")
     peer = find_name(asked)
     if peer.refused:
         raise ValueError(f"loss aggregation {asked!r}: it is {peer.refused}. Choose {peer.mode!r}, the nearest exact.")
@@ -258,7 +179,7 @@ def _of_peer(asked: str, divisor: float | None, units: UnitCounting | None) -> A
             f"unit counting {units!r} with loss aggregation {asked!r}: {peer.framework} counts {peer.units} units. "
             f"Leave the counting out, or choose {peer.mode!r} with units={units!r}."
         )
-    return resolve(peer.mode, divisor=divisor if isinstance(own, str) else own, units=peer.units or units)
+    return peer.mode, divisor if isinstance(own, str) else own, peer.units or units
 
 
 def find_name(alias: str) -> PeerName:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl_loss.errors import check_one_each
-from megatron_rl_loss.modes.names import resolve
+from megatron_rl_loss.modes.aggregation import resolve
 from megatron_rl_loss.modes.table import Mode, ModeFunction
 from megatron_rl_loss.modes.weights import checked_weights
 from megatron_rl_loss.step.masks import Mask

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl_loss.errors import check_choice
-from megatron_rl_loss.modes.names import Aggregation, resolve
+from megatron_rl_loss.modes.aggregation import Aggregation, resolve
 from megatron_rl_loss.modes.table import find_mode, unit_mean
 from megatron_rl_loss.reduction.sums import WeightedSum
 from megatron_rl_loss.step.collectives import Group, all_reduce, device_of, gather_objects, raise_together

@@ -26,7 +26,7 @@ from torch import Tensor
 from megatron_rl_loss.__main__ import copy_example
 from megatron_rl_loss.frameworks import slime
 from megatron_rl_loss.modes import table as modes
-from megatron_rl_loss.modes.names import resolve
+from megatron_rl_loss.modes.aggregation import resolve
 
 RECIPES = EXAMPLES / "recipes"
 SAMPLES = step_samples(seed=11)

@@ -22,7 +22,7 @@ from tiny_gpt import Case, Layout
 from megatron_rl_loss import Samples
 from megatron_rl_loss.audit.judge import judge
 from megatron_rl_loss.audit.megatron.reports import Report, assembled
-from megatron_rl_loss.modes.names import resolve
+from megatron_rl_loss.modes.aggregation import resolve
 from megatron_rl_loss.proof.anchor import Factor
 from megatron_rl_loss.reduction.taps import TappedLosses
 

@@ -13,7 +13,7 @@ from repository import EXAMPLES, ROOT
 import megatron_rl_loss
 from megatron_rl_loss import Metric, Samples, add_loss_aggregation_args, plan_step
 from megatron_rl_loss.losses.by_name import POLICY_LOSSES, check_goes_with
-from megatron_rl_loss.modes.names import resolve
+from megatron_rl_loss.modes.aggregation import resolve
 
 PAGE = (ROOT / "docs/losses.md").read_text()
 ROWS = [line for line in PAGE.splitlines() if line.startswith("| ") and "---" not in line]

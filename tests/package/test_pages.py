@@ -28,7 +28,7 @@ from megatron_rl_loss.audit.judge import TOLERANCES
 from megatron_rl_loss.frameworks import replacing
 from megatron_rl_loss.modes import names as mode_names
 from megatron_rl_loss.modes import table as modes
-from megatron_rl_loss.modes.names import resolve
+from megatron_rl_loss.modes.aggregation import resolve
 from megatron_rl_loss.modes.table import available_modes
 from megatron_rl_loss.plan.plan import Plan
 

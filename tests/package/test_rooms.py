@@ -48,8 +48,8 @@ def room_of(module: str) -> str:
 
 def is_allowed(module: str, imported: str, *, late: bool) -> bool:
     own, other = room_of(module), room_of(imported)
-    if not other:  # `refuse_names`, for a room's own names
-        return module in FOLDERS
+    if not other:  # `refuse_names`, for a room's own names; the version
+        return module in FOLDERS or own == "__main__"
     if (own, other) in LATE:
         return late
     return other in NARROW.get(own, ORDER[: ORDER.index(own) + 1])

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_rl_loss import Samples, StepTotals
 from megatron_rl_loss.errors import place_in_cp
-from megatron_rl_loss.modes.names import resolve
+from megatron_rl_loss.modes.aggregation import resolve
 from megatron_rl_loss.modes.weights import checked_weights
 
 MASK_DTYPES = (torch.bool, torch.uint8, torch.int32, torch.int64, torch.float64, torch.float16, torch.bfloat16)

@@ -23,7 +23,7 @@ from megatron_rl_loss import Mode, ModeInputs, Samples, Sum
 from megatron_rl_loss.audit.judge import explain, judge
 from megatron_rl_loss.audit.tokens import MeasuredStep, StepTokens
 from megatron_rl_loss.audit.verdict import Verdict
-from megatron_rl_loss.modes.names import resolve
+from megatron_rl_loss.modes.aggregation import resolve
 
 DIVISORS = {"constant": 64.0, "token_sum": 32.0}
 

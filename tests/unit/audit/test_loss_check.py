@@ -26,7 +26,7 @@ from megatron_rl_loss import ModeInputs, check_loss
 from megatron_rl_loss.audit import simulation
 from megatron_rl_loss.audit.loss_check import PADDED, TOGETHER
 from megatron_rl_loss.audit.simulation import CALLS, GIVEN, DrawnRow, DrawnStep, LossCall, measure
-from megatron_rl_loss.modes.names import resolve
+from megatron_rl_loss.modes.aggregation import resolve
 from megatron_rl_loss.modes.weights import weigh
 
 pytestmark = pytest.mark.slow  # hundreds of random steps

@@ -11,7 +11,7 @@ from refusals import refusal_tests, refusals
 from megatron_rl_loss import Samples, kl_estimate, policy_loss, value_loss
 from megatron_rl_loss.losses.by_name import POLICY_LOSSES, check_goes_with
 from megatron_rl_loss.losses.token import dppo_loss
-from megatron_rl_loss.modes.names import resolve
+from megatron_rl_loss.modes.aggregation import resolve
 
 MODES = ("sample_mean", "prompt_mean", "token_mean", "constant", "token_sum")
 HELD = Samples([[1, 1, 0], [1, 1]]).local(0, 1)

@@ -17,15 +17,14 @@ from torch import Tensor
 
 from megatron_rl_loss import Samples, StepTotals, make_pg_loss_reducer
 from megatron_rl_loss.losses.by_name import check_goes_with
+from megatron_rl_loss.modes.aggregation import Aggregation, resolve
 from megatron_rl_loss.modes.names import (
     FRAMEWORKS,
     LOSSES,
     NAMES,
     NUMBER,
     OWN_CODE,
-    Aggregation,
     format_modes,
-    resolve,
 )
 from megatron_rl_loss.modes.table import available_modes
 

@@ -25,8 +25,8 @@ from megatron_rl_loss import (
     register_pg_loss_reducer,
 )
 from megatron_rl_loss.modes import table
+from megatron_rl_loss.modes.aggregation import resolve
 from megatron_rl_loss.modes.loss_modes import LossModes
-from megatron_rl_loss.modes.names import resolve
 from megatron_rl_loss.modes.table import available_modes
 
 MASK = [torch.tensor([1.0, 0, 0.5]), torch.tensor([1.0, 1])]

@@ -1,0 +1,92 @@
+"""`resolve`: an `Aggregation` from our names, other frameworks' (``verl:seq-mean-token-mean``) or functions."""
+
+import functools
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from megatron_rl_loss.errors import check_choice, is_number
+from megatron_rl_loss.modes.table import Mode, ModeFunction, find_mode
+from megatron_rl_loss.step.units import UnitCounting
+
+
+@dataclass(frozen=True, kw_only=True)
+class Aggregation:
+    """A mode, a divisor and a unit counting; validated when it is made.
+
+    Attributes:
+        mode: how token losses become a step loss.
+        divisor: D of a mode that takes one, else None.
+        units: count all units, or only those with an active token.
+    """
+
+    mode: Mode
+    divisor: float | None = None
+    units: UnitCounting = "all"
+
+    def __post_init__(self) -> None:
+        check_choice("unit counting", self.units, get_args(UnitCounting))
+        given = f"divisor {self.divisor!r} with loss aggregation {self.mode.name!r}"
+        if self.divisor is None:
+            if self.mode.divisor == "required":
+                raise ValueError(
+                    f"loss aggregation {self.mode.name!r} without a divisor: the mode divides by a constant. "
+                    "Give a number of tokens, e.g. the generation budget: --loss-aggregation-divisor 40960, in code "
+                    "divisor=40960."
+                )
+        elif self.mode.divisor == "refused":
+            raise ValueError(f"{given}: this mode takes none. Drop the divisor, or choose constant or token_sum.")
+        elif not is_number(self.divisor):
+            raise TypeError(f"{given}: a divisor must be a number. Pass a number of tokens.")
+        elif not 1e-30 < self.divisor < 1e30:
+            raise ValueError(f"{given}: a divisor must be between 1e-30 and 1e30. Pass a number of tokens.")
+        else:
+            object.__setattr__(self, "divisor", float(self.divisor))  # a Fraction has no format
+
+    def __str__(self) -> str:
+        """The mode, its divisor if it has one, and its unit counting where that is not the usual one."""
+        divisor = "" if self.divisor is None else f" with divisor {self.divisor:g}"
+        return f"{self.mode.name}{divisor}" + f", unit counting {self.units}" * (self.units != "all")
+
+    def describe(self) -> str:
+        """All settings in a line: for the log, and for ranks to compare."""
+        divisor = "" if self.divisor is None else f", divisor {self.divisor:.15g}"
+        return f"loss aggregation: {self.mode.name}{divisor}, unit counting {self.units}"
+
+
+def resolve(
+    asked: str | Mode | ModeFunction, *, divisor: float | None = None, units: UnitCounting | None = None
+) -> Aggregation:
+    """The aggregation of a mode, its name, another framework's ``framework:name``, or a function of `ModeInputs`.
+
+    >>> resolve("verl:seq-mean-token-sum-norm", divisor=4096).mode.name
+    'constant'
+
+    Args:
+        divisor, units: None for what the user left out.
+
+    Raises:
+        ValueError: an unknown name; a name whose loss depends on the cut of the step; a divisor that is missing,
+            unusable, without effect, or another than the name's. The message lists the names or the nearest mode.
+        TypeError: an object that is neither a name nor a function; a divisor that is no number.
+    """
+    if isinstance(asked, str) and find_mode(asked) is None:
+        from megatron_rl_loss.modes.names import of_peer  # a long table, which a launch by our own names does not need
+
+        name, divisor, units = of_peer(asked, divisor, units)
+        return resolve(name, divisor=divisor, units=units)
+    mode = find_mode(asked) if isinstance(asked, str) else asked
+    if not isinstance(mode, Mode):
+        if not callable(mode):
+            raise TypeError(
+                f"loss aggregation {asked!r} ({type(asked).__name__}): it must be a mode, its name or a function of "
+                "ModeInputs. Pass one of them."
+            )
+        mode = Mode(name=_name_of(mode), function=mode)
+    return Aggregation(mode=mode, divisor=divisor, units=units or "all")
+
+
+def _name_of(function: Any) -> str:
+    """Module and name of a function, or of the class of a callable object: the same on every rank."""
+    function = function.func if isinstance(function, functools.partial) else function
+    named = function if hasattr(function, "__qualname__") else type(function)
+    return f"{named.__module__}.{named.__qualname__}"
