@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from megatron_rl_loss.errors import check_choice, check_int
-from megatron_rl_loss.modes.function_paths import load_function
 from megatron_rl_loss.modes.loss_modes import LossModes
 from megatron_rl_loss.modes.table import Mode, ModeFunction, available_modes, token_mean
 from megatron_rl_loss.plan.checks import EmptyStep
@@ -163,6 +162,8 @@ def validate_loss_aggregation_args(args: Namespace) -> AggregationSettings:
             raise ValueError(
                 f"{flag} {path} with --loss-aggregation {mode}: a launch has one mode. Drop one of the two flags."
             )
+        from megatron_rl_loss.modes.function_paths import load_function
+
         rule, remedy = "it must be a function of ModeInputs", "Name a function that returns weights"
         mode = load_function(path, flag, rule, remedy, Mode)
     settings = AggregationSettings.resolve(
