@@ -23,7 +23,7 @@ from bigram_step import (
 )
 from checkouts import AREAL, Settings, checkout, load
 from gloo_gather import all_gather
-from plants import Plant, assert_stops
+from plants import Plant, assert_stops, planted
 from ranks import run_ranks
 from replacements import aggregated
 from table_step import run_schedule, start
@@ -132,6 +132,12 @@ def test_corrections_are_no_faults() -> None:
     run_ranks(1, train, checkout(AREAL), 1, [{"mode": "sample_mean", "settings": {}, "config": one} for one in cases])
 
 
+def test_the_order_of_the_losss_arguments_does_not_matter(tmp_path: Any) -> None:
+    root = planted(AREAL, tmp_path, {_ENGINE: _EXCHANGED, _ACTOR: _GIVEN})
+    (found,) = run_ranks(1, train, root, 1, [{"mode": "sample_mean", "settings": {}}])[0]
+    assert found["errors"]["gradient"] < TOLERANCE
+
+
 def test_theirs_is_the_token_mean_and_no_other(record_property: Any) -> None:
     of_tokens, of_prompts = ({"mode": mode, "settings": MODES[mode]} for mode in ("token_mean", "prompt_mean"))
     ((same, _),) = compare(record_property, train, AREAL, [of_tokens | {"setting": "token mean"}])
@@ -145,6 +151,7 @@ _FUNCTIONAL, _CP = "areal/utils/functional/functional.py", "areal/engine/megatro
 _SCALED = "        loss_scale = local_weight / total_loss_weight"
 _AGAIN = "loss_fn(logprobs, entropy, inputs, vocab_min_logits=vocab_min_logits, vocab_max_logits=vocab_max_logits)"
 _GIVEN = ("logprobs: torch.Tensor,\n    entropy: torch.Tensor,", "entropy: torch.Tensor,\n    logprobs: torch.Tensor,")
+_EXCHANGED = ("logprobs,\n                entropy,\n", "entropy,\n                logprobs,\n")
 PLANTS = [
     Plant("scaling doubled", {_ENGINE: ("return loss * loss_scale", "return 2 * loss * loss_scale")}),
     Plant("loss function called twice", {_ENGINE: (_SCALED, f"        loss = loss + {_AGAIN}\n{_SCALED}")}),
@@ -156,7 +163,8 @@ PLANTS = [
     ),
     Plant(
         "arguments of the loss exchanged",
-        {_ENGINE: ("logprobs,\n                entropy,\n", "entropy,\n                logprobs,\n"), _ACTOR: _GIVEN},
+        {_ENGINE: _EXCHANGED},
+        "first training step does something else|element 0 of tensors does not require grad",
     ),
     Plant("mask shifted", {_ACTOR: ('input_data["loss_mask"].bool()', 'input_data["loss_mask"].bool().roll(1)')}),
     Plant("tokens counted, not active ones", {_FUNCTIONAL: ("loss_mask.count_nonzero() or 1", "loss_mask.numel()")}),

@@ -134,8 +134,10 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
 
     from megatron_rl_loss.frameworks import columns, ms_swift
 
+    factors_of_ours = columns.token_mean_factors
+
     def weighed(times: float, *given: Any, **more: Any) -> Any:
-        factors, tokens = columns.token_mean_factors(*given, **more)
+        factors, tokens = factors_of_ours(*given, **more)
         return [times * one for one in factors], tokens
 
     def as_it_is(value: Any) -> Any:
@@ -189,7 +191,7 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
         with undone():
             proof = None
             if not case.get("stock"):
-                ms_swift.token_mean_factors = functools.partial(weighed, case.get("times", 1.0))
+                columns.token_mean_factors = functools.partial(weighed, case.get("times", 1.0))
                 os.environ["MEGATRON_RL_LOSS_PROOF"] = case.get("proof", "error")
                 proof = ms_swift.aggregate(case["mode"], **settings).proof
                 settings, trainer.loss_type = settings | {"kl": "token_mean"}, "dapo"

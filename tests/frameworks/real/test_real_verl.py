@@ -574,8 +574,10 @@ def test_the_first_step_of_actor_and_critic_is_proved(per_token: bool, monkeypat
         assert rank == 0 or not any(text for text, _ in with_proof)
     for mode, (actor, _), (critic, _) in zip(modes, proved[0][::2], proved[0][1::2], strict=True):
         words = MODES[mode][0] + r"( with divisor \d+)?"
-        assert re.search(f": {words} on verl's loss, {words} on entropy, {words} on kl, proved on ", actor), actor
-        assert re.search(f": {words} on verl's loss, proved on ", critic), critic
+        assert re.search(
+            f": {words} on verl's loss, {words} on entropy, {words} on kl, aggregation proved on ", actor
+        ), actor
+        assert re.search(f": {words} on verl's loss, aggregation proved on ", critic), critic
 
 
 ENGINE, ALGORITHMS = "verl/workers/engine/megatron/transformer_impl.py", "verl/trainer/ppo/core_algos.py"
@@ -588,8 +590,8 @@ PLANTS = {
     "CP ranks scaled 1.5 and 0.5": (ENGINE, BATCHES, f"(1.5 - mpu.get_context_parallel_rank()) * {BATCHES}", OTHER),
     "agg_loss without the ranks": (ALGORITHMS, "/ batch_num_tokens * dp_size", "/ batch_num_tokens", OTHER),
     "counts of a micro-batch": (TERMS, '= data["batch_num_tokens"]', '= data["response_mask"].bool().sum()', OTHER),
-    "entropy doubled": (TERMS, "-= entropy_coeff", "-= 2 * entropy_coeff", "On entropy: NOT SOUND"),
-    "KL not linear": (TERMS, "kl_loss * config", "kl_loss ** 2 * config", "On kl: NOT SOUND"),
+    "entropy doubled": (TERMS, "-= entropy_coeff", "-= 2 * entropy_coeff", "On entropy, asked"),
+    "KL not linear": (TERMS, "kl_loss * config", "kl_loss ** 2 * config", "On kl, asked"),
     "value loss doubled": (ALGORITHMS, "vf_loss = 0.5 * agg_loss(", "vf_loss = agg_loss(", OTHER),
     "ppo_loss renamed": (TERMS, "def ppo_loss(", "def loss_of_ppo(", "this package expects ppo_loss"),
     "argument of agg_loss renamed": (ALGORITHMS, "loss_mat: torch.Tensor", "losses: torch.Tensor", REFUSED),
