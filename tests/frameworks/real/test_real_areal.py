@@ -13,6 +13,7 @@ import torch
 from bigram_step import (
     CLIP_HIGH,
     CLIP_LOW,
+    MASKED_ROWS,
     PROMPTS,
     TOLERANCE,
     assert_exact,
@@ -87,7 +88,10 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
 
         model, actor = bigram_model(), Actor()
         sizes = {"pipeline_parallel_size": 1, "context_parallel_size": cp, "tensor_parallel_size": 1}
-        optimizer = {"get_loss_scale": lambda: torch.ones(()), "step": lambda: (True, 0.0, None)}
+        optimizer = {
+            "get_loss_scale": lambda case=case: torch.tensor(case.get("scale", 1.0)),
+            "step": lambda: (True, 0.0, None),
+        }
         config = Settings(
             mb_spec=MicroBatchSpec(n_mbs=case.get("n_mbs", 3)), temperature=1.0, ppo_n_minibatches=1, eps_clip=CLIP_LOW,
             eps_clip_higher=CLIP_HIGH, mask_no_eos_with_zero=False, prox_logp_method="recompute",
@@ -104,6 +108,7 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
         with aggregated(Actor, case):
             run_schedule(other, iter([groups[0]["input_ids"]]), bigram_model(), 1)  # as a critic's trainer would
             actor.ppo_update([dict(one) for one in groups])
+        model.module.losses.main_grad /= scale  # as the optimizer would
         errors = errors_of(model, case, kl=None, of_samples=bool(case.get("config")))
         stats = {name: str(values) for name, values in trackers.DEFAULT_TRACKER.stats.items()}
         trackers.DEFAULT_TRACKER.stats.clear()
@@ -123,6 +128,21 @@ def test_the_proof_changes_nothing() -> None:
     assert with_proof == without
     assert with_proof["errors"]["gradient"] < TOLERANCE
     assert "ppo_actor/update/actor_loss" in with_proof["stats"]
+
+
+def test_a_loss_scale_that_megatron_does_not_know_is_no_fault() -> None:
+    """AReaL multiplies losses by it itself."""
+    case = {"mode": "prompt_mean", "settings": {}, "scale": 256.0}
+    for (found,) in run_ranks(4, train, checkout(AREAL), 2, [case]):
+        assert found["errors"]["gradient"] < TOLERANCE
+
+
+def test_a_rank_without_a_token_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    masked = [row for row, prompt in enumerate(PROMPTS) if prompt % 2]  # all of the second rank
+    monkeypatch.setenv(MASKED_ROWS, " ".join(map(str, masked)))
+    cases = [{"mode": mode, "settings": {}} for mode in ("prompt_mean", "sample_mean")]
+    for found in run_ranks(4, train, checkout(AREAL), 2, cases):
+        assert max(one["errors"]["gradient"] for one in found) < TOLERANCE
 
 
 def test_corrections_are_no_faults() -> None:

@@ -29,6 +29,7 @@ from bigram_step import (
     CLIP_HIGH,
     CLIP_LOW,
     LENGTH,
+    MASKED_ROWS,
     PROMPTS,
     ROWS,
     TOLERANCE,
@@ -409,6 +410,13 @@ PLANTS = [
 @pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.fault)
 def test_a_fault_stops(record_property: Any, tmp_path: Path, plant: Plant) -> None:
     assert_stops(record_property, SKYRL, train, plant, tmp_path)
+
+
+def test_a_rank_without_a_token_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(MASKED_ROWS, " ".join(map(str, range(1, ROWS, 2))))
+    cases = [{"mode": mode, "settings": {}} for mode in ("prompt_mean", "sample_mean")]
+    for found in run_ranks(4, train, checkout(SKYRL), 2, cases):
+        assert max(one["errors"]["gradient"] for one in found) < TOLERANCE
 
 
 def test_gradients_finalised_by_another_name_are_not_proved(record_property: Any, tmp_path: Path) -> None:
