@@ -231,8 +231,8 @@ def check_loss(
             f"{call.takes}, the mask and the parameters that help(LossCall) lists. {remedy}"
         ) from failure.__cause__
     parameters = list(inspect.signature(run.args[0]).parameters.values())[2:]
-    given = {*simulation.asked_for(loss_fn, call), *getattr(loss_fn, "keywords", ())}
-    left = [one.name for one in parameters if one.default is not one.empty and one.name not in given]
+    filled = {*simulation.asked_for(loss_fn, call), *getattr(loss_fn, "keywords", ())}
+    left = [one.name for one in parameters if one.default is not one.empty and one.name not in filled]
     notes = [f"parameter {parameter} was left at its default" for parameter in left]
     look = partial(_findings, run, call, expected, draws, seed)
     findings, causes = look(UNCUT), tuple[str, ...]()

@@ -1,7 +1,7 @@
 """Helpers of adapters that weigh advantages: a step's weights, prompt ids, checks."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, MutableMapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -12,6 +12,9 @@ from megatron_rl_loss.plan.plan import Plan, make_plan
 from megatron_rl_loss.step.collectives import Group, StepGroups, attempt, check_together, several
 from megatron_rl_loss.step.samples import Samples
 
+Batch = MutableMapping[str, Any]
+#: Columns of a batch: a number for each row's prompt; what the advantages were multiplied by; and what they were.
+GROUPS, FACTORS, PLAIN = (f"_megatron_rl_loss_{name}" for name in ("groups", "factors", "advantages"))
 MEDIA = "prompts with images or other media: prompts are identified by their tokens, and media tokens are placeholders"
 
 
@@ -48,6 +51,52 @@ def token_mean_factors(
     if even:
         check_together(check, several(dp_group))
     return factors, count
+
+
+class StepRow(NamedTuple):
+    """Functions by which `weigh_advantages` asks an engine; `given` is the argument of that name.
+
+    Attributes:
+        wrong: conditions that break the token mean, each with words for the error and a remedy.
+        batches: this rank's, of a step.
+        masks: a row for each sample of a batch.
+        prompts: an id for each sample of a batch, or the reason why prompts are unknown.
+    """
+
+    name: str
+    wrong: Callable[[Any], Sequence[tuple[bool, str, str]]]
+    batches: Callable[[Any], Sequence[Any]]
+    masks: Callable[[Any, Any], Sequence[Tensor]]
+    prompts: Callable[[Any, Any], Sequence[Any] | str]
+
+
+def weigh_advantages(
+    engine: Any, modes: LossModes, given: Any, *, dp_group: Group | None, **settings: Any
+) -> tuple[list[Any], list[dict[str, Tensor]], float]:
+    """Batches of a step of an engine that trains on a token mean, columns with weighed advantages for each, and T.
+
+    `engine` has the columns `wrong`, `batches`, `masks`, `prompts` of a row; `settings` as in `token_mean_factors`.
+    """
+    batches: list[Any] = []
+
+    def describe() -> list[Samples]:
+        for is_wrong, what, remedy in engine.wrong(given):
+            if is_wrong:
+                raise ValueError(
+                    f"{what} with a loss aggregation: {engine.name} must train on the mean over the step's tokens. "
+                    f"{remedy}."
+                )
+        batches.extend(engine.batches(given))
+        masks = [list(engine.masks(given, batch)) for batch in batches]
+        return samples_of(modes, masks, [engine.prompts(given, batch) for batch in batches])
+
+    factors, tokens = token_mean_factors(modes, describe, dp_group=dp_group, **settings)
+    columns = []
+    for batch, of_batch in zip(batches, factors, strict=True):
+        plain = batch["advantages"] if hasattr(batch, "keys") else batch.advantages
+        column = of_batch.to(plain.device).view(len(plain), -1)
+        columns.append({"advantages": plain * column, FACTORS: column, PLAIN: plain})
+    return batches, columns, tokens
 
 
 def samples_of(

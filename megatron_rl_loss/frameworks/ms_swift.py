@@ -22,11 +22,14 @@ from typing import Any
 
 import torch
 
-from megatron_rl_loss.frameworks.columns import MEDIA, samples_of, token_mean_factors
-from megatron_rl_loss.frameworks.replacing import Function, Replaced, prove
+from megatron_rl_loss.frameworks.columns import FACTORS, MEDIA, PLAIN, StepRow, weigh_advantages
+from megatron_rl_loss.frameworks.log_prob_gradients import tap_output
+from megatron_rl_loss.frameworks.places import swapped
+from megatron_rl_loss.frameworks.policy_tap import LossPaths, WeighedMicrobatch, tap_policy
+from megatron_rl_loss.frameworks.proving import prove
+from megatron_rl_loss.frameworks.replacing import Function, Replaced
 from megatron_rl_loss.modes.loss_modes import LossModes
 from megatron_rl_loss.modes.table import Mode, ModeFunction
-from megatron_rl_loss.reduction.taps import is_observed, tap_output, tap_slopes
 from megatron_rl_loss.step.layouts import Gathered
 from megatron_rl_loss.step.samples import Samples
 
@@ -107,28 +110,30 @@ def _tap_logits(stock: Any, given: dict[str, Any]) -> Any:
     return stock()
 
 
+_LOSS = LossPaths(
+    "output_tensor", "data.grpo_batch.advantages",
+    {
+        "data.grpo_batch.old_per_token_logps": "old", "data.grpo_batch.rollout_per_token_logps?": "old",
+        "data.per_token_entropy?": "none",  # the loss without the filters that drop tokens by ratio or entropy
+        "self._flush_log_completions?": "none",
+    },
+    silent=["self._metrics?"],
+    old=["data.grpo_batch.old_per_token_logps", "data.grpo_batch.rollout_per_token_logps?"],  # cispo and delta clamp
+)  # fmt: skip
+
+
 def _tapped(stock: Any, given: dict[str, Any]) -> Any:
-    """ms-swift's loss, whose weights `tap_slopes` measures."""
-    result, data, log_probs = stock(), given["data"], given["output_tensor"]
-    batch = data["grpo_batch"]
-    if is_observed() and hasattr(batch, "factors"):
-        silent = _silent(given["self"])
+    """ms-swift's loss, measured."""
+    batch = given["data"]["grpo_batch"]
 
-        def loss_of(leaf: Any, advantages: Any) -> Any:
-            """The loss without the filters that drop tokens by ratio or entropy."""
-            trial, old = copy.copy(batch), leaf.detach()
-            rollout = None if batch.rollout_per_token_logps is None else old
-            vars(trial).update(advantages=advantages, old_per_token_logps=old, rollout_per_token_logps=rollout)
-            changed = {**data, "grpo_batch": trial, "per_token_entropy": None}
-            given.update(self=silent, output_tensor=leaf, data=changed)
-            return stock()[0]
-
-        masks, width = list(_mask(batch, given["self"])), log_probs.shape[1]
+    def measured() -> WeighedMicrobatch:
+        masks, width = list(_mask(batch, given["self"])), given["output_tensor"].shape[1]
         prompts = {} if isinstance(batch.prompts, str) else {"prompt_ids": batch.prompts}
         layout = Gathered(range(0, len(masks) * width + 1, width))
         samples = Samples(masks, layout=layout, labels={"microbatch": [batch.number] * len(masks)}, **prompts)
-        tap_slopes(result[0], loss_of, log_probs, batch.factors.to(log_probs.device), samples=samples)
-    return result
+        return WeighedMicrobatch(samples, batch.factors, batch.plain)
+
+    return tap_policy(_LOSS, stock, given, measured) if hasattr(batch, "factors") else stock()
 
 
 def _mask(batch: Any, trainer: Any) -> Any:
@@ -137,25 +142,15 @@ def _mask(batch: Any, trainer: Any) -> Any:
     return (batch.completion_mask & ~dropped[:, None]).float()
 
 
-def _silent(trainer: Any) -> Any:
-    """A copy of the trainer whose loss function can be tried: metrics and logs stay as they are."""
-    silent = copy.copy(trainer)
-    silent._metrics, silent._flush_log_completions = copy.deepcopy(trainer._metrics), lambda: None
-    return silent
-
-
 def _weigh(batches: Sequence[Any], trainer: Any, modes: LossModes) -> None:
     from megatron.core import mpu
 
-    def describe() -> list[Samples]:
-        if trainer.loss_type not in ("dapo", "cispo"):
-            raise ValueError(
-                f"--loss_type {trainer.loss_type} with a loss aggregation: the loss must be a sum divided by a token "
-                "count. Use --loss_type dapo (the clipped loss of grpo, bnpo and dr_grpo) or cispo."
-            )
-        return samples_of(modes, [list(_mask(one, trainer)) for one in batches], [one.prompts for one in batches])
-
-    factors, tokens = token_mean_factors(modes, describe, dp_group=mpu.get_data_parallel_group())
+    remedy = "Use --loss_type dapo (the clipped loss of grpo, bnpo and dr_grpo) or cispo"
+    wrong = [(trainer.loss_type not in ("dapo", "cispo"), f"--loss_type {trainer.loss_type}", remedy)]
+    row = StepRow(
+        "ms-swift", lambda _: wrong, list, lambda _, batch: list(_mask(batch, trainer)), lambda _, batch: batch.prompts
+    )
+    _, columns, tokens = weigh_advantages(row, modes, batches, dp_group=mpu.get_data_parallel_group())
     ranks = mpu.get_data_parallel_world_size()
     count = tokens * _scale(trainer, batches[0], ranks) / len(batches)
     if 0 < count < ranks:
@@ -163,9 +158,9 @@ def _weigh(batches: Sequence[Any], trainer: Any, modes: LossModes) -> None:
             f"{tokens:g} tokens in a step of {len(batches)} micro-batches on {ranks} ranks: Megatron-SWIFT divides "
             "each micro-batch by at least one token per rank. Use fewer ranks or micro-batches."
         )
-    for number, (batch, of_batch) in enumerate(zip(batches, factors, strict=True)):
-        of_tokens = of_batch.to(batch.advantages.device).view_as(batch.completion_mask)
-        batch.advantages, batch.factors, batch.number = batch.advantages * of_tokens, of_tokens, number
+    for number, (batch, ours) in enumerate(zip(batches, columns, strict=True)):
+        batch.advantages, batch.factors, batch.plain = (ours[name] for name in ("advantages", FACTORS, PLAIN))
+        batch.number = number
         batch.num_items_in_batch = batch.advantages.new_tensor(count)
 
 
@@ -178,6 +173,6 @@ def _scale(trainer: Any, batch: Any, ranks: int) -> float:
         old_per_token_logps=4 * one, ref_per_token_logps=None, rollout_per_token_logps=None,
         num_items_in_batch=torch.tensor(float(ranks)),
     )  # fmt: skip
-    with torch.no_grad():
-        loss, _ = _silent(trainer).loss_func(one, data={"grpo_batch": trial})
+    with torch.no_grad(), swapped({"self": trainer}, {"self._flush_log_completions?": None}, ["self._metrics?"]):
+        loss, _ = trainer.loss_func(one, data={"grpo_batch": trial})
     return -float(loss) / math.exp(-3)  # of a log-prob of 1 where the old one was 4: nothing is clipped

@@ -21,28 +21,53 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megatron_rl_loss.frameworks.columns import check_even
-from megatron_rl_loss.frameworks.replacing import Function, Replaced, prove
+from megatron_rl_loss.frameworks.places import wrapped
+from megatron_rl_loss.frameworks.policy_tap import LossPaths, WeighedMicrobatch, tap_policy
+from megatron_rl_loss.frameworks.proving import prove
+from megatron_rl_loss.frameworks.replacing import Function, Replaced, once
 from megatron_rl_loss.modes.aggregation import Aggregation, resolve
 from megatron_rl_loss.modes.table import Mode, ModeFunction
 from megatron_rl_loss.modes.weights import weights_column
-from megatron_rl_loss.reduction.taps import is_observed, tap_slopes
 from megatron_rl_loss.step.ids import as_ids
 from megatron_rl_loss.step.layouts import Gathered
 from megatron_rl_loss.step.samples import Samples
 
 __all__ = ["AggregatedPGLossFn", "aggregate"]
 _ROWS, _PROMPTS = "loss_row_numbers", "loss_prompt_ids"  # columns
-_PROOFS: dict[str, Any] = {}  # of a worker, by `AggregatedPGLossFn._number`: a loss is unpickled for each step
+
+
+def _old(leaf: Tensor, advantages: Tensor) -> Tensor:
+    return pad(leaf.detach(), (1, 0))
+
+
+_AT_RATIO_1: dict[str, Any] = {
+    "data.prev_logprobs": _old, "data.generation_logprobs": _old, "data.reference_policy_logprobs?": _old,
+    "data.curr_logprobs_unfiltered?": lambda leaf, _: leaf,
+}  # fmt: skip
+_POLICY = LossPaths("next_token_logprobs", "data.advantages", _AT_RATIO_1)
+#: With log-probs 0.1 below and above the reference policy's, slopes of k1, k2 and k3 differ by 0.2; no clamp is as low.
+_KL = LossPaths(
+    "next_token_logprobs", "data.reference_policy_logprobs",
+    {name: value for name, value in _AT_RATIO_1.items() if "reference" not in name},
+    size=0.1, advantage=lambda leaf, signs: _old(leaf, signs) + signs,
+)  # fmt: skip
 
 
 def aggregate(
-    policy: Any, loss_fn: Any, mode: str | Mode | ModeFunction, *, kl: str | None = None, **settings: Any
+    policy: Any,
+    loss_fn: Any,
+    mode: str | Mode | ModeFunction,
+    *,
+    kl: str | None = None,
+    group_size: int | None = None,
+    **settings: Any,
 ) -> "AggregatedPGLossFn":
     """The loss in that mode; ``policy.train`` of this driver then adds columns of weights to every batch.
 
     Args:
         policy, loss_fn: what `grpo_train` is called with, a `ClippedPGLossFn`.
         mode: of the policy loss, and of the KL penalty unless `kl` names another.
+        group_size: ``num_generations_per_prompt``, which the proof compares.
         settings: `divisor` and `units` of the policy loss, as in `weights_column`.
 
     Raises ValueError and TypeError for unusable settings, ``positive_example_nll_weight``, and a driver that has an
@@ -59,7 +84,7 @@ def aggregate(
         )
     if loss_fn.reference_policy_kl_penalty != 0:
         modes["kl"] = of_kl
-    loss, prompts = AggregatedPGLossFn(loss_fn, modes), list[str]()
+    loss, prompts = AggregatedPGLossFn(loss_fn, modes, group_size), list[str]()
 
     def keep_prompts(stock: Any, given: dict[str, Any]) -> Any:
         prompts[:] = map(str, given["prompt_ids"].tolist())
@@ -88,21 +113,23 @@ def aggregate(
 class AggregatedPGLossFn:
     """A `ClippedPGLossFn` whose terms are weighted by columns of the batch; other attributes are that loss's."""
 
-    def __init__(self, loss_fn: Any, modes: dict[str, Aggregation]) -> None:
-        self._loss_fn, self._modes = loss_fn, modes
+    def __init__(self, loss_fn: Any, modes: dict[str, Aggregation], group_size: int | None = None) -> None:
+        self._loss_fn, self._modes, self._group_size = loss_fn, modes, group_size
         self._policy, self._number = copy.copy(loss_fn), uuid4().hex
         self._policy.reference_policy_kl_penalty = 0
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Unpickle in a worker, whose first step is then proved."""
         self.__dict__.update(state)
-        if self._number not in _PROOFS:
-            beside = "NeMo-RL aggregates MoE, MTP and draft losses"
-            never = "NeMo-RL did not call aggregate(...)'s loss. Pass that loss to grpo_train of NeMo-RL 7ea279ab."
-            proof = prove("NeMo-RL", self._modes["policy"], beside=beside, never=never)
-            if proof is not None:
-                proof.terms = ["pg", "kl"][: len(self._modes)]
-            _PROOFS[self._number] = proof
+        once(self._number, self._prove)  # a loss is unpickled for each step
+
+    def _prove(self) -> Any:
+        beside = "NeMo-RL aggregates MoE, MTP and draft losses"
+        never = "NeMo-RL did not call aggregate(...)'s loss. Pass that loss to grpo_train of NeMo-RL 7ea279ab."
+        proof = prove("NeMo-RL", self._modes["policy"], beside=beside, never=never)
+        if proof is not None:
+            proof.terms, proof.group_size = ["pg", "kl"][: len(self._modes)], self._group_size
+        return proof
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # pickle looks these up before there is a loss
@@ -145,51 +172,30 @@ class AggregatedPGLossFn:
         column = data[_column("policy")]
         factors = (column[:, None] if column.dim() == 1 else column).expand_as(data["advantages"])
         of_policy = {**data, "advantages": data["advantages"] * factors}
-        total, _ = self._policy(next_token_logprobs, of_policy, **counts)
-        of_kl: dict[str, Any] = {}
+        masks = (data["token_mask"][:, 1:] * data["sample_mask"][:, None]).float()
+        prompts = data.get(_PROMPTS)
+        layout = Gathered(range(0, masks.numel() + 1, masks.shape[1]))
+        is_unknown = getattr(self, "use_fused_linear_logprobs", False)  # the gradients by logits
+        is_unknown |= "curr_logprobs_unfiltered" in data and "kl" in self._modes
+
+        def measured(factors: Tensor, plain: Tensor | None, **facts: Any) -> WeighedMicrobatch:
+            samples = Samples(list(masks), layout=layout, prompt_ids=prompts, labels={"row": data[_ROWS]})
+            return WeighedMicrobatch(samples, factors, plain, temperature=None if is_unknown else 1.0, **facts)
+
+        def tap(row: LossPaths, loss: Any, *facts: Any, **more: Any) -> Any:
+            return wrapped(loss, lambda stock, given: tap_policy(row, stock, given, lambda: measured(*facts, **more)))
+
+        total, _ = tap(_POLICY, self._policy, factors, data["advantages"])(next_token_logprobs, of_policy, **counts)
         if "kl" in self._modes:
             column = data[_column("kl")]
             ones = torch.ones_like(data["sample_mask"])
-            masks = {"sample_mask": column} if column.dim() == 1 else {"token_mask": column, "sample_mask": ones}
-            of_kl = {**data, **masks, "advantages": torch.zeros_like(data["advantages"])}
-            share, of_part = self._loss_fn(next_token_logprobs, of_kl, **counts)
+            weighed = {"sample_mask": column} if column.dim() == 1 else {"token_mask": column, "sample_mask": ones}
+            of_kl = {**data, **weighed, "advantages": torch.zeros_like(data["advantages"])}
+            facts = {"name": "kl", "coef": self.reference_policy_kl_penalty, "aggregation": self._modes["kl"]}
+            kl = tap(_KL, self._loss_fn, torch.ones_like(factors), None, **facts)
+            share, of_part = kl(next_token_logprobs, of_kl, **counts)
             total, metrics["kl_penalty"] = total + share, of_part["kl_penalty"]
-        if is_observed():
-            self._tap(total, next_token_logprobs, factors, of_policy, of_kl, counts)
         return total, metrics | {"loss": total.item()}
-
-    def _tap(
-        self, total: Tensor, log_probs: Tensor, factors: Tensor, of_policy: Any, of_kl: Any, counts: dict[str, Tensor]
-    ) -> None:
-        """Measure both terms by `tap_slopes`.
-
-        KL: with log-probs 1 below and 1 above the reference policy's, slopes of k1, k2 and k3 differ by 2.
-        """
-        masks = (of_policy["token_mask"][:, 1:] * of_policy["sample_mask"][:, None]).float()
-        prompts, layout = of_policy.get(_PROMPTS), Gathered(range(0, masks.numel() + 1, masks.shape[1]))
-        samples = Samples(list(masks), layout=layout, prompt_ids=prompts, labels={"row": of_policy[_ROWS]})
-        is_filtered = "curr_logprobs_unfiltered" in of_policy
-
-        def at_ratio_1(leaf: Tensor) -> dict[str, Tensor]:
-            old = pad(leaf.detach(), (1, 0))
-            unfiltered = {"curr_logprobs_unfiltered": leaf} if is_filtered else {}
-            return {"prev_logprobs": old, "generation_logprobs": old, "reference_policy_logprobs": old, **unfiltered}
-
-        def policy(leaf: Tensor, advantages: Tensor) -> Tensor:
-            loss: Tensor = self._policy(leaf, {**of_policy, **at_ratio_1(leaf), "advantages": advantages}, **counts)[0]
-            return loss
-
-        def kl(leaf: Tensor, signs: Tensor) -> Tensor:
-            reference = {"reference_policy_logprobs": pad(leaf.detach(), (1, 0)) + signs}
-            loss: Tensor = self._loss_fn(leaf, {**of_kl, **at_ratio_1(leaf), **reference}, **counts)[0]
-            return loss
-
-        is_fused = getattr(self._loss_fn, "use_fused_linear_logprobs", False)
-        temperature = None if is_fused or (is_filtered and of_kl) else 1.0
-        tap_slopes(total, policy, log_probs, factors, samples=samples, temperature=temperature)
-        if of_kl:
-            declared = {"coef": self._loss_fn.reference_policy_kl_penalty, "aggregation": self._modes["kl"]}
-            tap_slopes(total, kl, log_probs, torch.ones_like(factors), samples=samples, name="kl", **declared)
 
 
 def _column(term: str) -> str:

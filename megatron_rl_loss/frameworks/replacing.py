@@ -7,11 +7,12 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from megatron_rl_loss.modes.aggregation import Aggregation
 from megatron_rl_loss.step.collectives import world_rank
 
 _MARK = "_replaced_by_megatron_rl_loss"
-_ACTIVE: list[object] = []
+#: What this process did to engines: `Replaced` and announced lines by themselves, proofs by the number of their loss.
+#: A registry of the process, since engines call what we put into their modules, and unpickle losses at every step.
+_REGISTRY: dict[object, object] = {}
 
 
 class Function(NamedTuple):
@@ -36,19 +37,39 @@ class Replaced:
 
     Attributes:
         proof: the proof of the first training step; `undo` ends it.
+        later: functions that `add` replaces when a run needs them, by name.
         now: what the engine computes, for those of its functions that are called meanwhile; None between steps.
 
     Raises ValueError for a function that is missing, lacks a parameter, or is replaced already, in a base class too.
     """
 
     def __init__(self, engine: str, versions: str, functions: Sequence[Function]) -> None:
+        self.engine, self.versions = engine, versions
+        self.proof: Any = None
+        self.now: Any = None
+        self.later: dict[str, list[Function]] = {}
+        self._all: list[tuple[Function, Any, Any, Any]] = []
+        self._put(functions)
+        announce(self)
+
+    def __str__(self) -> str:
+        places = {f"{module.__name__}.{name}" for *_, ours in self._all for module, name in holders(ours)}
+        return f"{self.engine}: replaced {', '.join(sorted(places | {str(one) for one, *_ in self._all}))}"
+
+    def add(self, names: Sequence[str]) -> None:
+        """Replace functions of `later` too, those of these names, once."""
+        for name in names:
+            self._put(self.later.pop(name, []))
+
+    def _put(self, functions: Sequence[Function]) -> None:
+        """All functions, or none."""
         for one in functions:
             stock = getattr(one.owner, one.name, None)
             found = () if stock is None else tuple(inspect.signature(stock).parameters)
             if stock is None or not set(one.parameters) <= set(found):
                 raise ValueError(
-                    f"{engine} with {'no ' if stock is None else ''}{one}({', '.join(found)}): this package expects "
-                    f"{one.name}({', '.join(one.parameters)}). Use {engine} {versions}."
+                    f"{self.engine} with {'no ' if stock is None else ''}{one}({', '.join(found)}): this package "
+                    f"expects {one.name}({', '.join(one.parameters)}). Use {self.engine} {self.versions}."
                 )
             bases = getattr(one.owner, "__mro__", type(one.owner).__mro__)
             if any(hasattr(vars(each).get(one.name), _MARK) for each in (one.owner, *bases)):
@@ -56,19 +77,12 @@ class Replaced:
                     f"{one}, which has a loss aggregation already: a second one would apply weights twice. Aggregate "
                     "once, for a class or for its subclass."
                 )
-        self.engine = engine
-        self.proof: Any = None
-        self.now: Any = None
         stocks = [(one, getattr(one.owner, one.name), vars(one.owner).get(one.name)) for one in functions]
-        self._all = [(one, stock, raw, _wrapped(one, stock)) for one, stock, raw in stocks]
-        for one, _, _, ours in self._all:
+        new = [(one, stock, raw, _wrapped(one, stock)) for one, stock, raw in stocks]
+        for one, _, _, ours in new:
             setattr(one.owner, one.name, ours)
+        self._all += new
         self.put_everywhere()
-        announce(self)
-
-    def __str__(self) -> str:
-        places = {f"{module.__name__}.{name}" for *_, ours in self._all for module, name in holders(ours)}
-        return f"{self.engine}: replaced {', '.join(sorted(places | {str(one) for one, *_ in self._all}))}"
 
     def put_everywhere(self) -> None:
         """Replace the functions in modules that were loaded later, too."""
@@ -86,7 +100,7 @@ class Replaced:
                 setattr(module, name, stock)
         if self.proof is not None:
             self.proof.is_over = True
-        _ACTIVE.remove(self)
+        del _REGISTRY[self]
 
 
 def holders(function: Any) -> list[tuple[Any, str]]:
@@ -97,30 +111,27 @@ def holders(function: Any) -> list[tuple[Any, str]]:
 
 def announce(line: object, is_first: bool | None = None) -> None:
     """Add the line to `active`, and print it on one rank, by default the first."""
-    if line not in _ACTIVE:
-        _ACTIVE.append(line)
-        if (world_rank() or int(os.environ.get("RANK", "0"))) == 0 if is_first is None else is_first:
-            print(f"megatron_rl_loss in {line}", flush=True)
+    is_new = line not in _REGISTRY
+    once(line, lambda: line)
+    if is_new and ((world_rank() or int(os.environ.get("RANK", "0"))) == 0 if is_first is None else is_first):
+        print(f"megatron_rl_loss in {line}", flush=True)
 
 
-def prove(engine: str, asked: Aggregation, **words: Any) -> Any:
-    """The `FirstStep`, with its `words`, of this process's next training step; None without Megatron."""
-    if "megatron.core.pipeline_parallel" not in sys.modules:
-        announce(f"{engine}: NOT PROVED: Megatron-Core is not loaded")
-        return None
-    from megatron_rl_loss.proof.first_step import prove_engine
-
-    return prove_engine(asked, f"{engine}'s policy loss", **words)
+def once(key: object, make: Callable[[], object]) -> Any:
+    """The thing of this key; made when this process asks for it first."""
+    if key not in _REGISTRY:
+        _REGISTRY[key] = make()
+    return _REGISTRY[key]
 
 
 def installed(engine: str) -> Any:
     """The `Replaced` of that engine in this process, or None."""
-    return next((one for one in _ACTIVE if isinstance(one, Replaced) and one.engine == engine), None)
+    return next((one for one in _REGISTRY if isinstance(one, Replaced) and one.engine == engine), None)
 
 
 def active() -> list[str]:
     """A line for each adapter that is active in this process."""
-    return [str(one) for one in _ACTIVE]
+    return [str(one) for one in _REGISTRY.values() if isinstance(one, str | Replaced)]
 
 
 def _wrapped(one: Function, stock: Any) -> Any:

@@ -25,11 +25,15 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megatron_rl_loss.frameworks.columns import MEDIA, plan_of, prompts_of, samples_of
-from megatron_rl_loss.frameworks.replacing import Function, Replaced, installed, prove
+from megatron_rl_loss.frameworks.log_prob_gradients import tap_output
+from megatron_rl_loss.frameworks.places import wrapped
+from megatron_rl_loss.frameworks.policy_tap import LossPaths, WeighedMicrobatch, tap_policy, tap_sum
+from megatron_rl_loss.frameworks.proving import prove
+from megatron_rl_loss.frameworks.replacing import Function, Replaced, installed
 from megatron_rl_loss.modes.loss_modes import LossModes
 from megatron_rl_loss.modes.table import Mode, ModeFunction
 from megatron_rl_loss.modes.weights import weigh
-from megatron_rl_loss.reduction.taps import is_observed, tap, tap_output, tap_slopes, tap_sum
+from megatron_rl_loss.reduction.taps import is_observed, observed_taps, tap
 from megatron_rl_loss.step.layouts import Gathered
 from megatron_rl_loss.step.samples import Samples
 from megatron_rl_loss.step.units import UnitCounting
@@ -38,6 +42,9 @@ __all__ = ["AggregatedPolicyLoss"]
 _MODULE = "skyrl.backends.skyrl_train.workers.megatron.megatron_model_wrapper"
 _VERSIONS = "a9564572 or 0.4.0"
 _PROMPT_IDS = 2**53  # that many fit into float64
+
+
+_LOSS = LossPaths("log_probs", "advantages", {"old_log_probs": "old", "rollout_logprobs?": "old"})
 
 
 class _Microbatch(NamedTuple):
@@ -77,6 +84,7 @@ class AggregatedPolicyLoss:
     Args:
         loss: its name in SkyRL's registry, such as ``regular``.
         mode, divisor, units: of the policy loss, as in `make_pg_loss_reducer`.
+        group_size: ``generator.n_samples_per_prompt``, which the proof compares.
         kl, entropy, mtp: the modes of these terms; default: that of the policy loss.
 
     Raises:
@@ -89,11 +97,13 @@ class AggregatedPolicyLoss:
     def __init__(
         self, loss: str, mode: str | Mode | ModeFunction, *, divisor: float | None = None,
         units: UnitCounting | None = None, kl: str | None = None, entropy: str | None = None, mtp: str | None = None,
+        group_size: int | None = None,
     ) -> None:  # fmt: skip
         from skyrl.backends.skyrl_train.utils import ppo_utils
 
         terms = {"kl": kl, "entropy": entropy, "mtp": mtp}
         self._modes = LossModes.resolve(mode, divisor=divisor, units=units, terms=terms)
+        self._group_size = group_size
         self._name, self._loss = loss, ppo_utils.PolicyLossRegistry.get(loss)
         ones, mask = torch.ones(2, 3), torch.tensor([[1.0, 1, 0], [1, 1, 1]])
         shares = ppo_utils.apply_loss_reduction_to_advantages_minibatch(ones, mask, "token_mean", 1, 3)
@@ -124,17 +134,15 @@ class AggregatedPolicyLoss:
         now = _Microbatch(self._modes, planes, ids[:, 0], coefs, [])
         installed("SkyRL").now = now
 
-        def loss_of(leaf: Tensor, advantages: Tensor) -> Tensor:
-            old = leaf.detach()
-            rollout = {"rollout_logprobs": None if inputs.get("rollout_logprobs") is None else old}
-            loss: Tensor = self._loss(leaf, old, advantages, config=config, **{**inputs, **rollout})[0]
-            return loss
+        def tapped(stock: Any, given: dict[str, Any]) -> Any:
+            def describe() -> WeighedMicrobatch:
+                samples = now.samples(inputs["loss_mask"])
+                return WeighedMicrobatch(samples, factors, plain, temperature=self._temperature)
 
-        result = self._loss(log_probs, old, theirs[:, -width:].float() * factors, config=config, **inputs)
-        if is_observed():
-            samples = now.samples(inputs["loss_mask"])
-            tap_slopes(result[0], loss_of, log_probs, factors, samples=samples, temperature=self._temperature)
-        return result
+            return tap_policy(_LOSS, stock, given, describe)
+
+        plain = theirs[:, -width:].float()
+        return wrapped(self._loss, tapped)(log_probs, old, plain * factors, config=config, **inputs)
 
     def weigh(self, wrapper: Any, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The micro-batches of a mini-batch, with weighed advantages and a plane of weights for each other term."""
@@ -173,7 +181,8 @@ class AggregatedPolicyLoss:
         self._mtp_coef = wrapper.cfg.policy.megatron_config.mtp_loss_weight / max(1, len(depths))
         has_kl = algorithm.use_kl_loss and algorithm.kl_loss_coef
         has_entropy = algorithm.use_entropy_loss and algorithm.entropy_loss_coef
-        proof.asked = self._modes.policy
+        installed("SkyRL").add(["entropy", "kl"] * bool(has_kl or has_entropy) + ["mtp"] * bool(depths))
+        proof.asked, proof.group_size = self._modes.policy, self._group_size
         proof.terms = ["pg", *["kl"] * bool(has_kl), *["entropy"] * bool(has_entropy), *depths]
 
     def _describe(self, wrapper: Any, batch: dict[str, Any], depths: list[str]) -> Samples:
@@ -223,13 +232,18 @@ def _install(modes: LossModes) -> None:
     drafts = ["mask", "global_normalization_factor"]
     functions = [
         Function(module.MegatronModelWrapper, "forward_backward_mini_batch", ["micro_batches", "loss_fn"], _mini_batch),
-        Function(module, "masked_mean", ["tensor", "mask", "dim"], _in_microbatch(_mean)),
         *(Function(module, name, ["vocab_parallel_logits"], _log_probs) for name in log_probs),
-        *(Function(module, name, ["loss_mask"], _in_microbatch(_entropy)) for name in entropies),
-        Function(module, "shift_mask_for_mtp", ["mask", "mtp_layer_number", "cu_seqlens"], _in_microbatch(_shift)),
-        *(Function(module, name, drafts, _in_microbatch(_draft)) for name in ("draft_soft_ce", "draft_soft_ce_topk")),
     ]
+    of_terms = {
+        "kl": [Function(module, "masked_mean", ["tensor", "mask", "dim"], _in_microbatch(_mean))],
+        "entropy": [Function(module, name, ["loss_mask"], _in_microbatch(_entropy)) for name in entropies],
+        "mtp": [
+            Function(module, "shift_mask_for_mtp", ["mask", "mtp_layer_number", "cu_seqlens"], _in_microbatch(_shift)),
+            *(Function(module, one, drafts, _in_microbatch(_draft)) for one in ("draft_soft_ce", "draft_soft_ce_topk")),
+        ],
+    }
     replaced = Replaced("SkyRL", _VERSIONS, functions)
+    replaced.later = of_terms
     replaced.proof = prove(
         "SkyRL",
         modes.policy,
@@ -270,8 +284,10 @@ def _mean(stock: Any, given: dict[str, Any], now: _Microbatch) -> Any:
     weights = now.planes[term == "entropy"][:, -values.shape[1] :]
     if term == "kl":  # SkyRL has multiplied it by the mask
         values = values / mask.where(mask != 0, 1)
-    if is_observed():
-        tap(values, term, samples=now.samples(mask), at_log_probs=term == "kl", **now.facts(term))
+    if taps := observed_taps():
+        tap(values, term, samples=now.samples(mask), **now.facts(term))
+        if (tapped := taps.find(values)) is not None:
+            tapped.at_log_probs = term == "kl"
     return (values * weights).sum() if term == "entropy" else (values * weights).sum(given["dim"]) * len(values)
 
 

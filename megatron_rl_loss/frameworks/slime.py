@@ -22,7 +22,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from megatron_rl_loss.frameworks.replacing import Function, Replaced, announce, prove
+from megatron_rl_loss.frameworks.proving import prove
+from megatron_rl_loss.frameworks.replacing import Function, Replaced, announce
 from megatron_rl_loss.modes.aggregation import Aggregation, resolve
 from megatron_rl_loss.modes.function_paths import load_function
 from megatron_rl_loss.modes.weights import unit_weights

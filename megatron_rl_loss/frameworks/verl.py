@@ -12,6 +12,7 @@ import importlib
 import math
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -19,13 +20,15 @@ import torch
 from torch import Tensor
 
 from megatron_rl_loss.errors import require
+from megatron_rl_loss.frameworks.policy_tap import LossPaths
+from megatron_rl_loss.frameworks.proving import prove
 from megatron_rl_loss.frameworks.replacing import Function, Replaced, announce, installed
 from megatron_rl_loss.modes.aggregation import resolve
 from megatron_rl_loss.reduction.taps import observed_taps, tap
 from megatron_rl_loss.step.layouts import Gathered
 from megatron_rl_loss.step.samples import Samples
 
-__all__ = ["install"]
+__all__ = ["PPO_LOSS", "install", "response_mask_of", "response_samples"]
 
 _TRAINERS = (
     "verl.trainer.ppo.ray_trainer",
@@ -33,18 +36,39 @@ _TRAINERS = (
     "verl.experimental.separation.ray_trainer",
 )
 _VERSIONS = "0.9.1, or 1dda039b (2026-08-22)"
+#: The arguments of `ppo_loss`, for a recipe that proves its own weights.
+PPO_LOSS = LossPaths(
+    "verl.workers.utils.losses:no_padding_2_padding",
+    "data.advantages",
+    {"data.old_log_probs": "old", "data.rollout_is_weights?": "ones"},
+)
 _CUT = {
     "geo_mean": "averages the sequences of each micro-batch separately",
     "clip_cov": "selects tokens within each micro-batch",
     "kl_cov": "selects tokens within each micro-batch",
 }
-#: Terms that verl's running loss has still to aggregate, with their coefficients; then one for a call too many.
-_Terms = list[tuple[str, float]]
+_Terms = list[tuple[str, float]]  # with their coefficients
 _OF_A_LOSS_OF_YOURS = ("pg", math.nan)
-_runs_on_megatron = False
 
 
-def install() -> Replaced:
+@dataclass
+class _Running:
+    """verl's loss function that is running, if one is.
+
+    Attributes:
+        terms: those that it has still to aggregate; then one for a call too many.
+        mask: the response mask of its batch, not as the function changed it since.
+        taps: losses are measured.
+        on_megatron: a step of verl's Megatron engine came.
+    """
+
+    terms: _Terms = field(default_factory=list)
+    mask: Tensor | None = None
+    taps: bool = True
+    on_megatron: bool = False
+
+
+def install(*, proves: bool = True) -> Replaced:
     """Guard verl's `agg_loss` in every loaded module that imported it, by whatever name.
 
     Trainers keep verl's function, for a metric of a whole batch. Modules loaded later import the guard; a second call
@@ -52,41 +76,43 @@ def install() -> Replaced:
     Megatron. Policy losses that depend on how the step is cut raise in use, and so do losses with a term that does not
     call `agg_loss`.
 
+    Args:
+        proves: prove the first step of each model by verl's own mode; False for a recipe that proves another mode.
+
     Raises ValueError for a verl whose functions have other parameters, ImportError without verl.
     """
-    replaced: Replaced = installed("verl") or _replace()
+    replaced: Replaced = installed("verl") or _replace(_Running(taps=proves))
     replaced.put_everywhere()
     return replaced
 
 
-def _replace() -> Replaced:
+def _replace(running: _Running) -> Replaced:
     from verl.trainer.ppo import core_algos
 
     losses = importlib.import_module("verl.workers.utils.losses")
     needed = ["loss_mat", "loss_mask", "loss_agg_mode", "batch_num_tokens", "global_batch_size", "loss_scale_factor"]
-    coming: _Terms = []
     functions = [
-        Function(core_algos, "agg_loss", needed, partial(_agg_loss, coming), lambda module: module not in _TRAINERS),
-        Function(core_algos, "get_policy_loss_fn", ("name",), partial(_uncut, coming), bool),
-        Function(losses, "ppo_loss", ("config", "model_output"), partial(_checked, coming, _terms_of_ppo), bool),
-        Function(losses, "value_loss", (), partial(_checked, coming, lambda given: [("pg", 0.5)]), bool),
+        Function(core_algos, "agg_loss", needed, partial(_agg_loss, running), lambda module: module not in _TRAINERS),
+        Function(core_algos, "get_policy_loss_fn", ("name",), partial(_uncut, running), bool),
+        Function(
+            losses, "ppo_loss", ("config", "model_output", "data"), partial(_checked, running, _terms_of_ppo), bool
+        ),
+        Function(losses, "value_loss", ("data",), partial(_checked, running, lambda given: [("pg", 0.5)]), bool),
     ]
     try:
         from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead as Engine
     except ImportError:  # no Megatron: its engine cannot run here
         return Replaced("verl", _VERSIONS, functions)
-    from megatron_rl_loss.proof.first_step import prove_engine
-
-    name = "postprocess_micro_batch_func"
-    functions.append(Function(Engine, name, ("self", "data", "loss_function"), _with_every_token))
+    name, every_token = "postprocess_micro_batch_func", partial(_with_every_token, running)
+    functions.append(Function(Engine, name, ("self", "data", "loss_function"), every_token))
     replaced = Replaced("verl", _VERSIONS, functions)
-    replaced.proof = prove_engine(None, "verl's loss", each_model=True)
+    replaced.proof = prove("verl", None, "loss", each_model=True) if running.taps else None
     return replaced
 
 
-def _agg_loss(coming: _Terms, stock: Callable[[], Any], given: dict[str, Any]) -> Any:
+def _agg_loss(running: _Running, stock: Callable[[], Any], given: dict[str, Any]) -> Any:
     """verl's share of the step loss; 0 for a step whose count is 0."""
-    term, coef = coming.pop(0) if coming else _OF_A_LOSS_OF_YOURS
+    term, coef = running.terms.pop(0) if running.terms else _OF_A_LOSS_OF_YOURS
     losses, mask, mode = given["loss_mat"], given["loss_mask"], given["loss_agg_mode"]
     of_norm = mode == "seq-mean-token-sum-norm"
     if of_norm and given.get("loss_scale_factor") is None:
@@ -98,10 +124,16 @@ def _agg_loss(coming: _Terms, stock: Callable[[], Any], given: dict[str, Any]) -
         given["batch_num_tokens"] = _count("batch_num_tokens", given, mask.sum())
     elif mode != "token-sum":
         given["global_batch_size"] = _count("global_batch_size", given, (mask != 0).any(-1).sum())
-    if observed_taps() is not None:
+    if running.taps and (taps := observed_taps()):
         aggregation = resolve(f"verl:{mode}", divisor=given["loss_scale_factor"] if of_norm else None)
-        losses = tap(losses, term, samples=_samples_of(mask), coef=coef, aggregation=aggregation)
-    elif losses.requires_grad and not _runs_on_megatron:
+        of_batch = mask if running.mask is None else running.mask
+        losses = tap(losses, term, samples=response_samples(of_batch), coef=coef, aggregation=aggregation)
+        if (tapped := taps.find(losses)) is not None:
+            tapped.count = float(given["global_batch_size"]) if mode.startswith("seq-mean") else None
+            differ = (mask != 0).int() - (of_batch != 0).int() if mask.shape == of_batch.shape else mask.new_ones(())
+            if differ.min() < 0 and differ.max() == 0:
+                tapped.doubt = "the loss function leaves out tokens of the batch's response_mask."
+    elif running.taps and losses.requires_grad and not running.on_megatron:
         announce("verl: NOT PROVED: only steps of verl's Megatron engine are measured")
     given["loss_mat"] = losses.masked_fill(mask == 0, 0).to(torch.promote_types(losses.dtype, torch.float32))
     return stock()
@@ -123,25 +155,31 @@ def _count(name: str, given: dict[str, Any], here: Tensor) -> float | Tensor:
     return torch.where(value == 0, 1, value) if isinstance(value, Tensor) else value or 1
 
 
-def _samples_of(mask: Tensor) -> Samples:
+def response_mask_of(data: Any) -> Tensor:
+    """The mask of responses, bool [rows, tokens], of a micro-batch as verl's engine passes it to a loss function."""
+    mask: Tensor = data["response_mask"]
+    return (torch.nested.to_padded_tensor(mask, 0) if mask.is_nested else mask) != 0
+
+
+def response_samples(mask: Tensor, **ids: Any) -> Samples:
     """Rows of responses: each context-parallel rank has whole rows, and its gather's backward returns its slice."""
     cp_size = 1
     if (state := sys.modules.get("megatron.core.parallel_state")) and state.model_parallel_is_initialized():
         cp_size = state.get_context_parallel_world_size()
     edges = [row * mask.shape[1] for row in range(len(mask) + 1)]
-    return Samples(list(mask), layout=Gathered(edges, backward="slice") if cp_size > 1 else None)
+    return Samples(list(mask), layout=Gathered(edges, backward="slice") if cp_size > 1 else None, **ids)
 
 
 def _checked(
-    coming: _Terms, terms_of: Callable[[dict[str, Any]], _Terms], stock: Callable[[], Any], given: dict[str, Any]
+    running: _Running, terms_of: Callable[[dict[str, Any]], _Terms], stock: Callable[[], Any], given: dict[str, Any]
 ) -> Any:
     """verl's loss; raises if the loss calls `agg_loss` fewer times than it has terms."""
     terms = terms_of(given)
-    coming[:] = [*terms, _OF_A_LOSS_OF_YOURS]
+    running.terms, running.mask = [*terms, _OF_A_LOSS_OF_YOURS], response_mask_of(given["data"])
     try:
-        returned, left = stock(), len(coming)
+        returned, left = stock(), len(running.terms)
     finally:
-        coming.clear()
+        running.terms, running.mask = [], None
     if left > 1:
         raise ValueError(
             f"a loss of {len(terms)} terms and {len(terms) + 1 - left} calls of agg_loss: each term must call "
@@ -160,24 +198,23 @@ def _terms_of_ppo(given: dict[str, Any]) -> _Terms:
     return [("pg", 1.0), *entropy, *[("kl", config.kl_loss_coef)] * bool(config.use_kl_loss)]
 
 
-def _uncut(coming: _Terms, stock: Callable[[], Any], given: dict[str, Any]) -> Any:
+def _uncut(running: _Running, stock: Callable[[], Any], given: dict[str, Any]) -> Any:
     if given["name"] in _CUT:
         raise ValueError(
             f"the policy loss {given['name']}: it {_CUT[given['name']]}, so it depends on how the step is cut. Choose "
             "another policy_loss.loss_mode (gspo also averages over sequences), or drop model.external_lib."
         )
-    if given["name"] == "bypass_mode" and coming:  # it may reject tokens that verl has counted
-        coming[0] = _OF_A_LOSS_OF_YOURS
+    if given["name"] == "bypass_mode" and running.terms:  # it may reject tokens that verl has counted
+        running.terms[0] = _OF_A_LOSS_OF_YOURS
     return stock()
 
 
-def _with_every_token(stock: Callable[[], Any], given: dict[str, Any]) -> Any:
+def _with_every_token(running: _Running, stock: Callable[[], Any], given: dict[str, Any]) -> Any:
     """The engine's return value; with per-token loss the counts of CP ranks add up to the micro-batch's tokens.
 
     verl rounds the count down on each CP rank, and Megatron divides by the sum.
     """
-    global _runs_on_megatron
-    _runs_on_megatron = True
+    running.on_megatron = True
     loss, *tokens, output = stock()
     engine = given["self"]
     if not tokens or engine.engine_config.dynamic_context_parallel:

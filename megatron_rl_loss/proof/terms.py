@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from megatron_rl_loss.proof.measurement import Measurement
 from megatron_rl_loss.proof.outcomes import Weights
 from megatron_rl_loss.proof.own_tokens import Compared, OwnTokens, StepState
+from megatron_rl_loss.proof.promises import misgrouped, other_count
 from megatron_rl_loss.step.totals import StepTotals
 from megatron_rl_loss.step.units import ByKey
 
@@ -31,12 +32,12 @@ class OfTerms:
     deviation: float = -1.0
     totals: StepTotals | None = None
 
-    def add(self, aim: str, compared: Compared, tolerance: float, uncertain: str) -> None:
-        """Add a term's weights; `uncertain` is why a difference is no evidence."""
+    def add(self, aim: str, compared: Compared, tolerance: float, doubt: str) -> None:
+        """Add a term's weights; `doubt` is why a difference is no evidence."""
         self.totals = self.totals or compared.totals
         self.deviation = max(self.deviation, compared.deviation)
         if not compared.deviation <= tolerance:
-            (self.unknown if uncertain else self.faults).append(f"{aim}: {compared}. {uncertain}".rstrip())
+            (self.unknown if doubt else self.faults).append(f"{aim}: {compared}. {doubt}".rstrip())
         elif compared.before.division:
             self.faults.append(f"{aim}: {compared.before}")
         elif compared.totals.step_active_tokens:
@@ -59,6 +60,8 @@ def compare_terms(
     *,
     policy: str = "the policy loss",
     required: Sequence[str] = (),
+    group_size: int | None = None,
+    is_group_size_sure: bool = False,
 ) -> OfTerms:
     """Compare each term; all ranks of the last stage call it, others have nothing to compare.
 
@@ -66,6 +69,7 @@ def compare_terms(
         state, own: of `state_of`.
         policy: words for the policy loss.
         required: names of terms that each micro-batch must have exactly once; otherwise a fault.
+        group_size, is_group_size_sure: as of `FirstStep`.
     """
     of_terms = OfTerms(faults=[*state.faults])
     if own is None or state.factor_state == "unknown" or state.gradient != "finite" or not state.terms:
@@ -92,7 +96,11 @@ def compare_terms(
             of_terms.uncovered.append(f"{loss} ({why})")
             continue
         compared = own.compare(name, asked, state.factor.value / measured.loss_scale, declared.coef or 1.0)
-        of_terms.add(f"{asked} on {loss}", compared, state.tolerance, declared.uncertain)
+        ids = misgrouped(compared.totals, group_size, asked, is_sure=is_group_size_sure)
+        of_terms.faults += ids.faults
+        of_terms.unknown += ids.doubts
+        doubt = declared.doubt or other_count(declared.count, compared)
+        of_terms.add(f"{asked} on {loss}", compared, state.tolerance, doubt)
     return of_terms
 
 

@@ -13,7 +13,7 @@ from megatron_rl_loss.frameworks.replacing import Function, Replaced, active
 
 @pytest.fixture(autouse=True)
 def nothing_active(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replacing, "_ACTIVE", [])
+    monkeypatch.setattr(replacing, "_REGISTRY", {})
 
 
 def doubled(stock: Callable[[], float], given: dict[str, Any]) -> float:

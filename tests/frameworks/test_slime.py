@@ -374,7 +374,7 @@ def test_the_first_call_says_what_is_active(
     args: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Once, on one of the ranks that have a loss, which need not be the first of all."""
-    monkeypatch.setattr(replacing, "_ACTIVE", [])
+    monkeypatch.setattr(replacing, "_REGISTRY", {})
     constant = load_function("megatron_rl_loss.frameworks.slime.constant_8")
     token_mean = load_function("megatron_rl_loss.frameworks.slime.token_mean")
     for _ in range(2):
@@ -388,7 +388,7 @@ def test_the_first_call_says_what_is_active(
     assert capsys.readouterr().out == "".join(f"megatron_rl_loss in {line}\n" for line in lines)
     from megatron.core import parallel_state
 
-    monkeypatch.setattr(replacing, "_ACTIVE", [])
+    monkeypatch.setattr(replacing, "_REGISTRY", {})
     monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_rank", lambda: 1)
     constant([5, 4], [3, 2], MASKS, False)
     assert (replacing.active(), capsys.readouterr().out) == (lines[:1], "")

@@ -44,7 +44,7 @@ def verls_own(
 
 def call(mode: str = "token-mean", losses: Tensor = LOSSES, mask: Tensor = MASK, **changes: Any) -> Tensor:
     given = {"loss_mat": losses, "loss_mask": mask, "loss_agg_mode": mode, **WHOLE, **changes}
-    share: Tensor = verl._agg_loss([], lambda: verls_own(**given), given)
+    share: Tensor = verl._agg_loss(verl._Running(), lambda: verls_own(**given), given)
     return share
 
 
@@ -119,10 +119,10 @@ def core_algos(monkeypatch: pytest.MonkeyPatch) -> Any:
     modules[3].agg_loss = modules[4]._aggregate = modules[5].agg_loss = own
     modules[2].core_algos = modules[3]
     modules[3].get_policy_loss_fn = lambda name: f"verl's {name}"
-    modules[4].ppo_loss = lambda config, model_output: config.loss(modules[4]._aggregate)
-    modules[4].value_loss = lambda config, model_output: config.loss(modules[4]._aggregate)
+    modules[4].ppo_loss = lambda config, model_output, data: config.loss(modules[4]._aggregate)
+    modules[4].value_loss = lambda config, model_output, data: config.loss(modules[4]._aggregate)
     monkeypatch.delitem(sys.modules, "megatron_rl_loss.frameworks.verl_install", raising=False)
-    monkeypatch.setattr(replacing, "_ACTIVE", [])
+    monkeypatch.setattr(replacing, "_REGISTRY", {})
     return modules[3]
 
 
@@ -168,15 +168,15 @@ def test_what_the_installer_refuses(core_algos: Any) -> None:
     for entropy, kl in itertools.product((None, LOSSES), (False, True)):
         terms = 1 + (entropy is not None) + kl
         config, output = SimpleNamespace(loss=of_terms(terms), use_kl_loss=kl, **COEFS), {"entropy": entropy}
-        assert float(losses.ppo_loss(config, output)) == pytest.approx(7 / 12 * terms)
+        assert float(losses.ppo_loss(config, output, BATCH)) == pytest.approx(7 / 12 * terms)
         config.loss = of_terms(terms - 1)
         with pytest.raises(ValueError, match=f"a loss of {terms} terms and {terms - 1} calls of agg_loss"):
-            losses.ppo_loss(config, output)
+            losses.ppo_loss(config, output, BATCH)
     with pytest.raises(ValueError, match="a loss of 1 terms and 0 calls of agg_loss"):
-        losses.value_loss(SimpleNamespace(loss=of_terms(0)), {})
+        losses.value_loss(SimpleNamespace(loss=of_terms(0)), {}, BATCH)
 
 
-COEFS = {"entropy_coeff": 0.1, "kl_loss_coef": 0.2}
+COEFS, BATCH = {"entropy_coeff": 0.1, "kl_loss_coef": 0.2}, {"response_mask": MASK}
 
 
 @dataclass
@@ -202,13 +202,13 @@ def test_context_parallel_ranks_share_out_every_token(size: int, monkeypatch: py
         for rank in range(size):
             monkeypatch.setattr(parallel_state, "get_context_parallel_rank", lambda rank=rank: rank)
             given = {"self": EngineOfVerl(), "data": torch.zeros(tokens)}
-            loss, share, output = verl._with_every_token(lambda returned=returned: returned, given)
+            loss, share, output = verl._with_every_token(verl._Running(), lambda returned=returned: returned, given)
             assert (loss, share.dtype, output) == ("loss", torch.int32, "output")
             shares.append(int(share))
             given["self"] = EngineOfVerl(dynamic=True)
-            assert verl._with_every_token(lambda returned=returned: returned, given) == returned
+            assert verl._with_every_token(verl._Running(), lambda returned=returned: returned, given) == returned
         assert sum(shares) == tokens
     given["self"] = EngineOfVerl()
     with pytest.raises(ValueError, match=rf"count of 7 tokens on a CP rank of {size}, of a micro-batch of 8: "):
-        verl._with_every_token(lambda: ("loss", torch.tensor(7), "output"), given)
-    assert verl._with_every_token(lambda: ("loss", "output"), given) == ("loss", "output")
+        verl._with_every_token(verl._Running(), lambda: ("loss", torch.tensor(7), "output"), given)
+    assert verl._with_every_token(verl._Running(), lambda: ("loss", "output"), given) == ("loss", "output")

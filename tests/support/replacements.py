@@ -12,17 +12,20 @@ from megatron_rl_loss.frameworks import columns, replacing, token_mean
 @contextmanager
 def undone() -> Iterator[None]:
     """Undo at the end whatever was replaced within."""
-    before = list(replacing._ACTIVE)
+    before = list(replacing._REGISTRY)
     try:
         yield
     finally:
-        for one in [one for one in replacing._ACTIVE if one not in before]:
+        for one in [one for one in replacing._REGISTRY if one not in before]:
             if isinstance(one, replacing.Replaced):
                 one.undo()
 
 
+_FACTORS_OF_OURS = columns.token_mean_factors
+
+
 def _factors(column: float, *args: Any, **options: Any) -> Any:
-    factors, tokens = columns.token_mean_factors(*args, **options)
+    factors, tokens = _FACTORS_OF_OURS(*args, **options)
     return [column * one for one in factors], tokens
 
 
@@ -38,6 +41,6 @@ def aggregated(owner: Any, case: dict[str, Any]) -> Iterator[None]:
             settings = {name: value for name, value in case["settings"].items() if name != "kl"}
             os.environ["MEGATRON_RL_LOSS_PROOF"] = case.get("level", "error")
             proof = token_mean.aggregate(owner, case["mode"], **settings).proof
-            token_mean.token_mean_factors = partial(_factors, case.get("column", 1.0))
+            columns.token_mean_factors = partial(_factors, case.get("column", 1.0))
         yield
         assert case.get("stock") or proof.outcome == case.get("outcome", "proved")

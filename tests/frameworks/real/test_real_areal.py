@@ -13,6 +13,7 @@ import torch
 from bigram_step import (
     CLIP_HIGH,
     CLIP_LOW,
+    MASKED_ROWS,
     PROMPTS,
     TOLERANCE,
     assert_exact,
@@ -23,7 +24,7 @@ from bigram_step import (
 )
 from checkouts import AREAL, Settings, checkout, load
 from gloo_gather import all_gather
-from plants import Plant, assert_stops
+from plants import Plant, assert_stops, planted
 from ranks import run_ranks
 from replacements import aggregated
 from table_step import run_schedule, start
@@ -87,7 +88,10 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
 
         model, actor = bigram_model(), Actor()
         sizes = {"pipeline_parallel_size": 1, "context_parallel_size": cp, "tensor_parallel_size": 1}
-        optimizer = {"get_loss_scale": lambda: torch.ones(()), "step": lambda: (True, 0.0, None)}
+        optimizer = {
+            "get_loss_scale": lambda case=case: torch.tensor(case.get("scale", 1.0)),
+            "step": lambda: (True, 0.0, None),
+        }
         config = Settings(
             mb_spec=MicroBatchSpec(n_mbs=case.get("n_mbs", 3)), temperature=1.0, ppo_n_minibatches=1, eps_clip=CLIP_LOW,
             eps_clip_higher=CLIP_HIGH, mask_no_eos_with_zero=False, prox_logp_method="recompute",
@@ -104,6 +108,7 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
         with aggregated(Actor, case):
             run_schedule(other, iter([groups[0]["input_ids"]]), bigram_model(), 1)  # as a critic's trainer would
             actor.ppo_update([dict(one) for one in groups])
+        model.module.losses.main_grad /= scale  # as the optimizer would
         errors = errors_of(model, case, kl=None, of_samples=bool(case.get("config")))
         stats = {name: str(values) for name, values in trackers.DEFAULT_TRACKER.stats.items()}
         trackers.DEFAULT_TRACKER.stats.clear()
@@ -125,11 +130,32 @@ def test_the_proof_changes_nothing() -> None:
     assert "ppo_actor/update/actor_loss" in with_proof["stats"]
 
 
+def test_a_loss_scale_that_megatron_does_not_know_is_no_fault() -> None:
+    """AReaL multiplies losses by it itself."""
+    case = {"mode": "prompt_mean", "settings": {}, "scale": 256.0}
+    for (found,) in run_ranks(4, train, checkout(AREAL), 2, [case]):
+        assert found["errors"]["gradient"] < TOLERANCE
+
+
+def test_a_rank_without_a_token_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    masked = [row for row, prompt in enumerate(PROMPTS) if prompt % 2]  # all of the second rank
+    monkeypatch.setenv(MASKED_ROWS, " ".join(map(str, masked)))
+    cases = [{"mode": mode, "settings": {}} for mode in ("prompt_mean", "sample_mean")]
+    for found in run_ranks(4, train, checkout(AREAL), 2, cases):
+        assert max(one["errors"]["gradient"] for one in found) < TOLERANCE
+
+
 def test_corrections_are_no_faults() -> None:
     """Tokens that are rejected, gates, another old policy: at a ratio of 1 all tokens have the weights of the mode."""
     rejects = Settings(level="token", metric="ratio", action="mask", upper=1.01, lower=0.99, agg="mean")
     cases = [{"rejection_sampling": rejects}, {"use_sapo_loss": True, "sapo_tau_pos": 1.0, "sapo_tau_neg": 1.05}]
     run_ranks(1, train, checkout(AREAL), 1, [{"mode": "sample_mean", "settings": {}, "config": one} for one in cases])
+
+
+def test_the_order_of_the_losss_arguments_does_not_matter(tmp_path: Any) -> None:
+    root = planted(AREAL, tmp_path, {_ENGINE: _EXCHANGED, _ACTOR: _GIVEN})
+    (found,) = run_ranks(1, train, root, 1, [{"mode": "sample_mean", "settings": {}}])[0]
+    assert found["errors"]["gradient"] < TOLERANCE
 
 
 def test_theirs_is_the_token_mean_and_no_other(record_property: Any) -> None:
@@ -145,6 +171,7 @@ _FUNCTIONAL, _CP = "areal/utils/functional/functional.py", "areal/engine/megatro
 _SCALED = "        loss_scale = local_weight / total_loss_weight"
 _AGAIN = "loss_fn(logprobs, entropy, inputs, vocab_min_logits=vocab_min_logits, vocab_max_logits=vocab_max_logits)"
 _GIVEN = ("logprobs: torch.Tensor,\n    entropy: torch.Tensor,", "entropy: torch.Tensor,\n    logprobs: torch.Tensor,")
+_EXCHANGED = ("logprobs,\n                entropy,\n", "entropy,\n                logprobs,\n")
 PLANTS = [
     Plant("scaling doubled", {_ENGINE: ("return loss * loss_scale", "return 2 * loss * loss_scale")}),
     Plant("loss function called twice", {_ENGINE: (_SCALED, f"        loss = loss + {_AGAIN}\n{_SCALED}")}),
@@ -156,7 +183,8 @@ PLANTS = [
     ),
     Plant(
         "arguments of the loss exchanged",
-        {_ENGINE: ("logprobs,\n                entropy,\n", "entropy,\n                logprobs,\n"), _ACTOR: _GIVEN},
+        {_ENGINE: _EXCHANGED},
+        "first training step does something else|element 0 of tensors does not require grad",
     ),
     Plant("mask shifted", {_ACTOR: ('input_data["loss_mask"].bool()', 'input_data["loss_mask"].bool().roll(1)')}),
     Plant("tokens counted, not active ones", {_FUNCTIONAL: ("loss_mask.count_nonzero() or 1", "loss_mask.numel()")}),

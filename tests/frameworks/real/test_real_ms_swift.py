@@ -34,9 +34,10 @@ from bigram_step import (
     k3,
     make_batch,
 )
-from checkouts import MS_SWIFT, Settings, load
+from checkouts import MS_SWIFT, Settings, checkout, load
 from oracle import zigzag
 from plants import Plant, assert_stops
+from ranks import run_ranks
 from replacements import undone
 from table_step import start
 from torch import Tensor
@@ -134,8 +135,10 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
 
     from megatron_rl_loss.frameworks import columns, ms_swift
 
+    factors_of_ours = columns.token_mean_factors
+
     def weighed(times: float, *given: Any, **more: Any) -> Any:
-        factors, tokens = columns.token_mean_factors(*given, **more)
+        factors, tokens = factors_of_ours(*given, **more)
         return [times * one for one in factors], tokens
 
     def as_it_is(value: Any) -> Any:
@@ -171,6 +174,7 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
             padding_free=True, context_parallel_size=cp, pipeline_model_parallel_size=1, overlong_filter=True,
             num_microbatches=3, seq_length=64, micro_batch_size=ROWS // dp // 3, global_batch_size=1,
             task_type="causal_lm", report_to=(), cp_partition_mode="zigzag", router_replay_mode="disabled",
+            delta=case.get("delta"),
         )  # fmt: skip
         shared = {
             "args": args, "wrapped_models": [model], "opt_param_scheduler": Settings(step=lambda increment: None),
@@ -180,7 +184,8 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
         vars(trainer).update(
             **dict.fromkeys(off.split()) | shared,
             loss_type=loss_type, beta=BETA, temperature=1.0, epsilon_low=CLIP_LOW,
-            epsilon_high=CLIP_HIGH, importance_sampling_level="token", disable_rollout_importance_sampling=True,
+            epsilon_high=case.get("epsilon_high", CLIP_HIGH), importance_sampling_level="token",
+            disable_rollout_importance_sampling=True,
             steps_per_generation=1, num_generations=4, top_entropy_quantile=1.0,
             _metrics={"train": defaultdict(list)}, _step=0,
             unwrapped_models=[model.module], max_completion_length=20, template=template,
@@ -189,10 +194,10 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
         with undone():
             proof = None
             if not case.get("stock"):
-                ms_swift.token_mean_factors = functools.partial(weighed, case.get("times", 1.0))
+                columns.token_mean_factors = functools.partial(weighed, case.get("times", 1.0))
                 os.environ["MEGATRON_RL_LOSS_PROOF"] = case.get("proof", "error")
                 proof = ms_swift.aggregate(case["mode"], **settings).proof
-                settings, trainer.loss_type = settings | {"kl": "token_mean"}, "dapo"
+                settings, trainer.loss_type = settings | {"kl": "token_mean"}, case.get("loss", "dapo")
             if case.get("ray"):
                 reports = step_of_worker(driver, workers, losses, trainer, shared, cp, case)
             else:
@@ -202,7 +207,7 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
                     return samples
 
                 reports = step_of_trainer(trainers, trainer, generated(expand, case)[dp_rank::dp], cp, case)
-        assert proof is None or proof.outcome == ("" if "proof" in case else "proved")
+        assert proof is None or proof.outcome == ("" if "proof" in case else case.get("outcome", "proved"))
         mean = sum(float(report["loss"]) for report in reports) / len(reports)
         errors = errors_of(model, case | {"settings": settings}, mean, kl=k3)
         found.append({"errors": errors, "bits": bits_of(model)})
@@ -291,6 +296,17 @@ def test_theirs_of_equal_micro_batches(record_property: Any) -> None:
     pairs = compare(record_property, train, MS_SWIFT, cases)
     exact = [own["errors"]["gradient"] < 2e-6 for own, _ in pairs]
     assert exact in ([True] * 4 + [False], [True] * 2 + [False] * 3)  # 4.6.0, older
+
+
+def test_clamped_ratios_are_no_faults() -> None:
+    """CISPO's default clamps ratios of 1 already; what is clamped at e^-3 is not proved."""
+    cases: list[dict[str, Any]] = [
+        {"loss": "cispo", "epsilon_high": 0.2},
+        {"delta": 1.1},
+        {"delta": 0.5},
+        {"loss": "cispo", "epsilon_high": 0.03, "outcome": "unknown"},
+    ]
+    run_ranks(4, train, checkout(MS_SWIFT), 2, [{"mode": "prompt_mean", "settings": {}} | case for case in cases])
 
 
 def test_the_proof_changes_nothing() -> None:

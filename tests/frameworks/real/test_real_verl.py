@@ -352,11 +352,11 @@ def test_every_mode_in_its_megatron_engine(per_token: bool, install: bool, recor
         record_errors(record_property, VERL, setting, **{"ours" if install else "own": worst})
 
 
-def first_steps(root: str, per_token: bool, modes: list[str]) -> list[tuple[str, list[float]]]:
+def first_steps(root: str, per_token: bool, modes: list[str], told: int = 0) -> list[tuple[str, list[float]]]:
     """On a rank: what is printed in two steps of an actor in each mode, and in two of a critic; and the gradients.
 
     With verl's gather of CP ranks, its losses and its Megatron engine. Of the CP ranks' table one entry is a token's
-    log-prob, and its value; the entropy is a half of it.
+    log-prob, and its value; the entropy is a half of it. verl was told of mini-batches larger by `told` rows.
     """
     state = start(cp=CP)
     _, losses, config_module, import_utils, util = load_verl(root, "models.mcore.util")
@@ -364,7 +364,7 @@ def first_steps(root: str, per_token: bool, modes: list[str]) -> list[tuple[str,
     import_utils.import_external_libs(INSTALL)
     cp_rank, chosen = state.get_context_parallel_rank(), dealt(STEP, state.get_data_parallel_rank(), DP, 3)
     counts = {"dp_size": DP, "batch_num_tokens": sum(int((one.mask != 0).sum()) for one in STEP)}
-    counts |= {"global_batch_size": len(STEP), "num_micro_batch": len(chosen)}
+    counts |= {"global_batch_size": len(STEP) + told, "num_micro_batch": len(chosen)}
     counts |= {"routed_num_tokens": sum(1 + len(one.mask) for one in STEP)}
 
     def forward_step(iterator: Any, model: Any, loss: Any) -> Any:
@@ -574,13 +574,23 @@ def test_the_first_step_of_actor_and_critic_is_proved(per_token: bool, monkeypat
         assert rank == 0 or not any(text for text, _ in with_proof)
     for mode, (actor, _), (critic, _) in zip(modes, proved[0][::2], proved[0][1::2], strict=True):
         words = MODES[mode][0] + r"( with divisor \d+)?"
-        assert re.search(f": {words} on verl's loss, {words} on entropy, {words} on kl, proved on ", actor), actor
-        assert re.search(f": {words} on verl's loss, proved on ", critic), critic
+        assert re.search(
+            f": {words} on verl's loss, {words} on entropy, {words} on kl, aggregation proved on ", actor
+        ), actor
+        assert re.search(f": {words} on verl's loss, aggregation proved on ", critic), critic
+
+
+def test_a_mini_batch_smaller_than_verl_was_told_is_not_proved() -> None:
+    (actor, _), (critic, _) = run_ranks(DP * CP, first_steps, checkout(VERL), False, ["seq-mean-token-sum"], 4)[0]
+    for text in (actor, critic):
+        assert f"divides by {len(STEP) + 4} samples, and the step has {len(STEP)}, so that tokens weigh" in text
+        assert "NOT PROVED" in text
 
 
 ENGINE, ALGORITHMS = "verl/workers/engine/megatron/transformer_impl.py", "verl/trainer/ppo/core_algos.py"
 TERMS, OTHER = "verl/workers/utils/losses.py", "the first training step does something else"
 REFUSED, BATCHES = "this package expects agg_loss", 'data["num_micro_batch"]'
+MASK = '["response_mask"].to(bool)\n    # compute'
 #: A file, what stands there, what comes in its place, and what a rank then says; the second with per-token loss.
 PLANTS = {
     "scaling doubled": (ENGINE, BATCHES, f"2 * {BATCHES}", OTHER),
@@ -588,9 +598,15 @@ PLANTS = {
     "CP ranks scaled 1.5 and 0.5": (ENGINE, BATCHES, f"(1.5 - mpu.get_context_parallel_rank()) * {BATCHES}", OTHER),
     "agg_loss without the ranks": (ALGORITHMS, "/ batch_num_tokens * dp_size", "/ batch_num_tokens", OTHER),
     "counts of a micro-batch": (TERMS, '= data["batch_num_tokens"]', '= data["response_mask"].bool().sum()', OTHER),
-    "entropy doubled": (TERMS, "-= entropy_coeff", "-= 2 * entropy_coeff", "On entropy: NOT SOUND"),
-    "KL not linear": (TERMS, "kl_loss * config", "kl_loss ** 2 * config", "On kl: NOT SOUND"),
+    "entropy doubled": (TERMS, "-= entropy_coeff", "-= 2 * entropy_coeff", "On entropy, asked"),
+    "KL not linear": (TERMS, "kl_loss * config", "kl_loss ** 2 * config", "On kl, asked"),
     "value loss doubled": (ALGORITHMS, "vf_loss = 0.5 * agg_loss(", "vf_loss = agg_loss(", OTHER),
+    "mask shifted in ppo_loss": (
+        TERMS,
+        '["response_mask"].to(bool)\n    # compute',
+        '["response_mask"].to(bool).roll(1, 1)\n    #',
+        OTHER,
+    ),
     "ppo_loss renamed": (TERMS, "def ppo_loss(", "def loss_of_ppo(", "this package expects ppo_loss"),
     "argument of agg_loss renamed": (ALGORITHMS, "loss_mat: torch.Tensor", "losses: torch.Tensor", REFUSED),
 }

@@ -1,0 +1,60 @@
+"""What an engine was told about a step, or says about it, against what came: group sizes, counts of samples."""
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from megatron_rl_loss.modes.aggregation import Aggregation
+from megatron_rl_loss.modes.weights import rehearse
+from megatron_rl_loss.proof.own_tokens import Compared
+from megatron_rl_loss.step.samples import Samples
+from megatron_rl_loss.step.totals import StepTotals
+
+
+class Misgrouped(NamedTuple):
+    """Findings on prompt ids: `faults` cannot be right; of `doubts` a sound step may be the reason."""
+
+    faults: list[str]
+    doubts: list[str]
+
+
+def misgrouped(totals: StepTotals, promised: Any, asked: Aggregation, *, is_sure: bool) -> Misgrouped:
+    """Groups that the promised number of samples of each prompt cannot explain, for a mode by prompt.
+
+    Filters only make groups smaller. A shuffled mini-batch may have one sample of each prompt. Unless the number is
+    sure, it may be meant for something else, or a prompt may have come several times.
+    """
+    found = Misgrouped([], [])
+    if not isinstance(promised, int) or "prompt" not in totals.units:
+        return found
+    if "prompt" not in rehearse(asked, Samples([np.ones(1)], prompt_ids=["0"])):
+        return found
+    units: Any = totals.units["prompt"].samples
+    sizes = units.values
+    if sizes.max(initial=0) > promised:
+        says = f"A prompt has {sizes.max():g} samples where {promised} are generated: "
+        if is_sure:
+            found.faults.append(f"{says}prompts share an id.")
+        else:
+            found.doubts.append(f"{says}prompts share an id, or a prompt came several times.")
+    if sizes.max(initial=0) == 1 < promised and len(sizes) > 1:
+        found.doubts.append(
+            f"Each of {len(sizes)} prompts has one sample where {promised} are generated: ids differ within a group, "
+            "or the mini-batch was shuffled."
+        )
+    return found
+
+
+def other_count(count: float | None, compared: Compared) -> str:
+    """The reason if weights differ by just the samples that an engine divides by and those that came; else empty."""
+    came = compared.totals.units["sample"].all if "sample" in compared.totals.units else 0
+    if not came or count is None:
+        return ""
+    factor = came / count
+    if count == came or not all(math.isclose(end, factor, rel_tol=1e-5) for end in (compared.low, compared.high)):
+        return ""
+    return (
+        f"the engine divides by {count:g} samples, and the step has {came}, so that tokens weigh {factor:.4g} times "
+        "what was asked. Make mini-batches of one size."
+    )
