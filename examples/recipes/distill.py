@@ -39,8 +39,8 @@ def forward_step(data_iterator: Any, model: Any) -> Any:
     def loss_func(output: tuple[Tensor, None]) -> Any:
         log_probs, _ = output
         policy = ppo_clip_loss(log_probs[..., 0], old, advantages, microbatch).per_token_loss
-        ids_and_rest = {"log_probs": log_probs[..., 1:-1], "log_rest": log_probs[..., -1]}
-        kl = divergence_at_ids(**ids_and_rest, teacher_log_probs=teacher, local=microbatch, kind="reverse_kl")
+        student, log_rest = log_probs[..., 1:-1], log_probs[..., -1]
+        kl = divergence_at_ids(student, teacher, microbatch, kind="reverse_kl", log_rest=log_rest)
         return microbatch.loss({"pg": policy, "kl": Term(kl, coef=0.7, mask="taught")})
 
     return output, loss_func
