@@ -124,6 +124,7 @@ def packed_errors(launch: Launch, planted: bool = False) -> list[tuple[str, int,
     tp_group, pp_group = state.get_tensor_model_parallel_group(), state.get_pipeline_model_parallel_group()
     size = dp * launch.cp
     reads = tp_group.rank() == 0 and (has("default_dynamic_cp") or pp_group.rank() in (0, launch.pp - 1))
+    proof = "off" if planted else "error"  # which counts anew, and so stops the plant
     if planted:
         plans.count_step = lambda samples, groups, **options: count_step(samples, StepGroups(), **options)
 
@@ -150,7 +151,7 @@ def packed_errors(launch: Launch, planted: bool = False) -> list[tuple[str, int,
         named = {"mode": mode, "units": units, "divisor": DIVISOR if mode == "constant" else None}
         wrap = None
         if launch.loop == "adapter":
-            settings = AggregationSettings.resolve(with_per_token_loss=launch.per_token, **named)
+            settings = AggregationSettings.resolve(with_per_token_loss=launch.per_token, proof=proof, **named)
             wrap = LossAggregation(settings, samples_of).wrap_schedule
         for step in (range(len(STEP)), [0, 2, 3, 7, 8, 12]):
             mine = list(step)[dp_rank::dp]
