@@ -71,7 +71,7 @@ def train(peer: str, root: str, cp: int, cases: list[dict[str, Any]]) -> list[li
         weights: list[Any] = [None] * len(steps)
         if "recipe" in one:
             steps, weights, one["rewards"] = by_the_recipe(one["recipe"], one["right"], args, steps, state)
-        replacing._ACTIVE.clear()
+        replacing._REGISTRY.clear()
         if args.custom_megatron_init_path is not None:  # as their `init` does
             load_function(args.custom_megatron_init_path)(args)
         step_arguments = setup.prepare(args, one | {"steps": steps}, state.get_data_parallel_rank())
@@ -98,7 +98,7 @@ def train(peer: str, root: str, cp: int, cases: list[dict[str, Any]]) -> list[li
         says = [line for line in replacing.active() if line.startswith(f"{peer}: policy loss by {one['mode']}")]
         assert len(says) == (args.custom_pg_loss_reducer_function_path is not None), replacing.active()
         if says:  # without counts, the hook is loaded inside the first step
-            (replaced,) = (line for line in replacing._ACTIVE if isinstance(line, replacing.Replaced))
+            (replaced,) = (line for line in replacing._REGISTRY if isinstance(line, replacing.Replaced))
             proof, is_counted = replaced.proof, args.custom_megatron_init_path is not None
             assert (proof and proof.outcome) == ("proved" if is_counted or len(steps) > 1 else None)
             replaced.undo()
