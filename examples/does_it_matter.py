@@ -4,9 +4,9 @@
 
 The task is designed to show it. Are the ones among six bits odd or even? The policy guesses at once ("=1", right half
 of the time), or writes the running parities first ("#101100=0", right nearly always). A right answer ends the episode;
-after a wrong one nothing can be won any more, and --after-wrong says how long the policy goes on. The arms of a seed
-share start, problems and random numbers. `token_mean` is asked. "default" is Megatron's loss without
---calculate-per-token-loss: by hand, or with --through-megatron by Megatron's own schedule, which needs megatron-core.
+after a wrong one nothing can be won any more: see --after-wrong. Arms of a seed share start, problems, random numbers.
+`token_mean` is asked. "default" is Megatron's loss without --calculate-per-token-loss: its weights by formula or, with
+--through-megatron, its own schedule, which needs megatron-core.
 """
 
 import argparse
@@ -15,19 +15,19 @@ import json
 import random
 import time
 from collections.abc import Iterator, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from tiny_gpt import GPT
+from matter.policy import GPT
+from matter.report import HEADER, late, plot, row
 from torch import Generator, Tensor, nn
 
 from megatron_rl_loss import Samples, plan_step, weights_column
 
-BITS, LIMIT, VOCABULARY, GROUP, STEPS = 6, 24, 8, 8, 40
-PROMPT = BITS + 1
+BITS, PROMPT, LIMIT, VOCABULARY, GROUP, STEPS = 6, 7, 24, 8, 8, 40
 ANSWER, WORK, GO_ON, STOP, ASK = 2, 3, 4, 5, 6  # tokens; 0 and 1 are bits
 AFTER_WRONG = {"limit": "it goes on to 24 tokens", "end": "the episode ends", "free": "it may stop; never works it out"}
 
@@ -45,6 +45,7 @@ def demonstration(bits: Tensor, answer: int, after_wrong: str, rng: random.Rando
     return (row + [GO_ON] * (more - 1) + [STOP] * (more > 0))[:LIMIT]
 
 
+@lru_cache(maxsize=1)
 def warm_start(seed: int, after_wrong: str, steps: int = 250) -> GPT:
     torch.manual_seed(seed)
     rng, model = random.Random(f"warm {seed}"), GPT(VOCABULARY, PROMPT + LIMIT)
@@ -74,8 +75,7 @@ def sample(model: GPT, prompts: Tensor, answers: Tensor, after_wrong: str, gener
     tokens, uniforms = torch.empty(len(prompts), LIMIT).long(), torch.rand(len(prompts), LIMIT, generator=generator)
     mask, reward = torch.zeros_like(uniforms), torch.zeros(len(prompts))
     alive, lost = torch.ones_like(answers).bool(), torch.zeros_like(answers).bool()
-    cache: dict[int, list[Tensor]] = {}
-    fed = prompts
+    fed, cache = prompts, dict[int, list[Tensor]]()
     for t in range(LIMIT):
         cumulated = model(fed, cache, PROMPT + t - 1 if t else 0)[:, -1].softmax(-1).cumsum(-1)
         token = (cumulated <= uniforms[:, t, None]).sum(-1).clamp(max=VOCABULARY - 1)
@@ -177,66 +177,44 @@ def train(model: GPT, seed: int, after_wrong: str, backward: Any, make_optimizer
     return log
 
 
-def late(run: dict[str, Any], name: str = "reward") -> float:
-    """Mean of steps 30 to 40."""
-    return sum(seen[name] for seen in run["log"][-3:]) / 3
-
-
-def table(runs: list[dict[str, Any]], names: list[str], name: str = "reward") -> str:
-    """Mean and range over seeds, and paired differences from the first arm."""
-    lines = []
-    for arm in names:
-        of_seed, exact = ({run["seed"]: late(run, name) for run in runs if run["arm"] == x} for x in (arm, names[0]))
-        differences = [value - exact[seed] for seed, value in of_seed.items() if seed in exact]
-        shown = [f"{sum(x) / len(x):+.3f}, {min(x):+.2f} to {max(x):+.2f}" for x in (list(of_seed.values()), differences) if x]
-        lines.append(f"| {arm} | {' | '.join(shown)} | {len(of_seed)} |")
-    return "\n".join(lines)
-
-
-def plot(runs: list[dict[str, Any]], path: Path) -> None:
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(1, 3, figsize=(13, 4.4), layout="constrained")
-    titles = {"reward": "reward", "works": "share that works it out", "wrong": "tokens of a wrong response"}
-    for axis, (name, title) in zip(axes, titles.items(), strict=True):
-        task = "free" if name == "wrong" else "limit"
-        for arm, color, line in zip(ARMS, ["#0072b2", "#d55e00", "#cc79a7", "#009e73"], ["-", "-", "--", ":"], strict=True):
-            logs = [run["log"] for run in runs if (run["arm"], run["after_wrong"]) == (arm.name, task)]
-            if logs:
-                values, steps = torch.tensor([[seen[name] for seen in log] for log in logs]), [s["step"] for s in logs[0]]
-                axis.plot(steps, values.mean(0), line, color=color, lw=2.5, label=arm.name)
-                axis.fill_between(steps, values.amin(0), values.amax(0), color=color, alpha=0.15, lw=0)
-        axis.set(title=title, xlabel="step of GRPO", ylim=(0, 25 if name == "wrong" else 1.02))
-        axis.grid(alpha=0.3)
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
-    figure.savefig(path, dpi=110)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--seeds", type=int, nargs="*", default=[])
+    parser.add_argument("--seeds", type=int, nargs="*", default=[], help="none: show what the file has")
     parser.add_argument("--output", type=Path, required=True, help="JSON lines; runs that it has are not repeated")
-    parser.add_argument("--after-wrong", choices=AFTER_WRONG, default="limit")
-    parser.add_argument("--arms", type=int, nargs="+", default=range(4))
-    parser.add_argument("--through-megatron", action="store_true")
-    parser.add_argument("--plot", type=Path)
+    parser.add_argument("--after-wrong", choices=AFTER_WRONG, default="limit", help=str(AFTER_WRONG))
+    parser.add_argument("--through-megatron", action="store_true", help="two arms only; minutes a seed")
+    parser.add_argument("--plot", type=Path, help="picture of all runs of the file; needs matplotlib")
     args = parser.parse_args()
+    if args.plot and args.plot.suffix not in (".png", ".pdf", ".svg"):
+        parser.error(f"--plot {args.plot}: no picture has that ending. Write .png, .pdf or .svg.")
     torch.set_num_threads(1)
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.touch()
-    runs = [json.loads(line) for line in args.output.read_text().splitlines()]
-    left = [(seed, arm) for seed in args.seeds for arm in [ARMS[i] for i in args.arms]]
+    try:
+        args.output.open("a").close()
+        lines = [json.loads(line) for line in args.output.read_text().splitlines()]
+        runs = [run for run in lines if run["in_megatron"] == args.through_megatron]
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        parser.error(f"--output {args.output}: {error!r}. Name a file that this script wrote, or a new one.")
+    setting: dict[str, Any] = {"after_wrong": args.after_wrong, "in_megatron": args.through_megatron}
+    arms = ARMS if setting == {"after_wrong": "limit", "in_megatron": False} else ARMS[:2]
+    keys = [(arm, setting | {"arm": arm.name, "seed": seed}) for seed in dict.fromkeys(args.seeds) for arm in arms]
+    missing = [(arm, key) for arm, key in keys if not any(run | key == run for run in runs)]
     begun = time.monotonic()
-    for number, (seed, arm) in enumerate(left, 1):
-        key = {"after_wrong": args.after_wrong, "arm": arm.name, "seed": seed, "in_megatron": args.through_megatron}
-        if any(run | key == run for run in runs):
-            continue
-        if arm is ARMS[args.arms[0]]: start = warm_start(seed, args.after_wrong)
-        log = train(copy.deepcopy(start), seed, args.after_wrong, partial(backward_in_megatron if args.through_megatron else backward, arm))
-        runs.append(key | {"log": log})
+    for done, (arm, key) in enumerate(missing, 1):
+        seed = key["seed"]
+        start = copy.deepcopy(warm_start(seed, args.after_wrong))
+        learn = partial(backward_in_megatron if args.through_megatron else backward, arm)
+        runs.append(key | {"log": train(start, seed, args.after_wrong, learn)})
         with args.output.open("a") as file:
             file.write(json.dumps(runs[-1]) + "\n")
-        print(seed, arm.name, log[0]["reward"], late(runs[-1]), time.process_time(), flush=True)
+        left = (time.monotonic() - begun) / done * (len(missing) - done)
+        rewards = f"reward {runs[-1]['log'][0]['reward']:.2f} -> {late(runs[-1], 'reward'):.2f}"
+        print(f"seed {seed}, {arm.name}: {rewards}; {left:.0f} s left", flush=True)
+    shown = [run for run in runs if run | setting == run]
+    if not shown:
+        parser.error(f"--output {args.output} has no runs of {setting}, and --seeds names none. Pass --seeds 0 1 2.")
+    print(HEADER, *(row(shown, arm.name, EXACT.name) for arm in arms), sep="\n")
+    if args.plot:
+        plot(runs, [arm.name for arm in ARMS], args.plot)
 
 
 if __name__ == "__main__":

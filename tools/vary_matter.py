@@ -1,24 +1,43 @@
-"""Repeat examples/does_it_matter.py with other errors of weights, other optimizers and other loss terms: which matter?
+"""Repeat examples/does_it_matter.py with other weights, optimizers and loss terms: which of them matter?
 
-    OMP_NUM_THREADS=1 python tools/vary_matter.py --seeds 0 1 2 3 4 --output docs/matter/variations.jsonl  # minutes a seed
-    python tools/vary_matter.py --output docs/matter/variations.jsonl --only "SGD"  # the table alone, of some
+    OMP_NUM_THREADS=1 python tools/vary_matter.py --seeds 0 1 2 3 4 --exact docs/matter/runs.jsonl \
+        --output docs/matter/variations.jsonl  # two minutes a seed; without --seeds: the table alone
 
 Each variation is compared with an exact run of the same seed. Runs that the output file has are not repeated.
 """
 
 import argparse
 import copy
+import json
 import re
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import does_it_matter
 import torch
-from does_it_matter import ADAM, EXACT, GROUP, LIMIT, ONE_ROW, PROMPT, Arm, Batch, cut, token_losses, weights_of
-from tiny_gpt import GPT
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+
+from does_it_matter import (
+    ADAM,
+    EXACT,
+    GROUP,
+    LIMIT,
+    ONE_ROW,
+    PROMPT,
+    Arm,
+    Batch,
+    cut,
+    token_losses,
+    train,
+    warm_start,
+    weights_of,
+)
+from matter.policy import GPT
+from matter.report import HEADER, late, row
 from torch import Generator, Tensor, nn
 
 from megatron_rl_loss import weights_column
@@ -31,7 +50,7 @@ Backward = Callable[..., None]  # backward(model, batch, generator, start=...)
 class Variation(NamedTuple):
     name: str
     backward: Backward
-    against: str = "exact"
+    against: str = EXACT.name
     optimizer: Any = ADAM
 
 
@@ -68,11 +87,11 @@ def packed(size: int) -> Weights:
     def weights(batch: Batch, generator: Generator) -> Tensor:
         lengths = batch.mask.sum(1).long() + PADDED_PROMPT
         bins: list[list[int]] = []
-        for row in lengths.argsort(descending=True, stable=True).tolist():
-            fitting = [rows for rows in bins if int(lengths[[*rows, row]].sum()) <= size]
+        for at in lengths.argsort(descending=True, stable=True).tolist():
+            fitting = [rows for rows in bins if int(lengths[[*rows, at]].sum()) <= size]
             if not fitting:
                 bins.append([])
-            (fitting or bins)[0 if fitting else -1].append(row)
+            (fitting or bins)[0 if fitting else -1].append(at)
         return weights_of(ONE_ROW, batch.mask, [torch.tensor(rows) for rows in bins])
 
     return weights
@@ -167,42 +186,42 @@ VARIATIONS = [
     Variation("default, 1 row, advantages without std", partial(backward, weights=without_std(default(1))),
               "exact, advantages without std"),
     *(Variation(f"exact, KL term{name}", partial(backward, kl=0.04, policy=policy),
-                "exact" if policy == 1 else "exact, KL term")
+                EXACT.name if policy == 1 else "exact, KL term")
       for name, policy in (("", 1.0), (", policy x 1/8", 1 / 8), (", policy x 1/64", 1 / 64))),
     *(Variation(f"exact, entropy term{name}", partial(backward, entropy=0.01, policy=policy),
-                "exact" if policy == 1 else "exact, entropy term")
+                EXACT.name if policy == 1 else "exact, entropy term")
       for name, policy in (("", 1.0), (", policy x 1/8", 1 / 8), (", policy x 1/64", 1 / 64))),
     *(Variation(f"exact, value term{name}", partial(backward, value=value),
-                "exact" if value == 1 else "exact, value term")
+                EXACT.name if value == 1 else "exact, value term")
       for name, value in (("", 1.0), (" x 8", 8.0), (" x 32", 32.0))),
 ]  # fmt: skip
 
 
 def main() -> None:
-    import json, time
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--seeds", type=int, nargs="*", default=[])
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--only", default="")
+    parser.add_argument("--seeds", type=int, nargs="*", default=[], help="none: the table alone")
+    parser.add_argument("--exact", type=Path, required=True, help="output of does_it_matter.py, with the same seeds")
+    parser.add_argument("--output", type=Path, required=True, help="JSON lines; runs that it has are not repeated")
+    parser.add_argument("--only", default="", help="regular expression of the variations to run")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    args.output.touch()
+    args.output.open("a").close()
+    runs = [json.loads(line) for line in args.output.read_text().splitlines()]
     for seed in args.seeds:
-        start = does_it_matter.warm_start(seed, "limit")
-        torch.manual_seed(seed)
-        start.value = nn.Linear(32, 1)
         for variation in VARIATIONS:
-            if not re.search(args.only, variation.name):
-                continue
-            key = {"arm": variation.name, "after_wrong": "limit", "seed": seed, "in_megatron": False}
-            runs = [json.loads(line) for line in args.output.read_text().splitlines()]
-            if any(run | key == run for run in runs):
-                continue
-            begun = time.process_time()
-            log = does_it_matter.train(copy.deepcopy(start), seed, "limit", partial(variation.backward, start=start), variation.optimizer)
-            with args.output.open("a") as file:
-                file.write(json.dumps(key | {"log": log}) + "\n")
-            print(seed, variation.name, does_it_matter.late(key | {"log": log}), time.process_time() - begun, flush=True)
+            key = {"arm": variation.name, "seed": seed}
+            if re.search(args.only, variation.name) and not any(run | key == run for run in runs):
+                start = copy.deepcopy(warm_start(seed, "limit"))
+                torch.manual_seed(seed)
+                start.value = nn.Linear(start.head.in_features, 1)  # used by the value term alone
+                learn = partial(variation.backward, start=start)
+                runs.append(key | {"log": train(copy.deepcopy(start), seed, "limit", learn, variation.optimizer)})
+                with args.output.open("a") as file:
+                    file.write(json.dumps(runs[-1]) + "\n")
+                print(f"seed {seed}, {variation.name}: {late(runs[-1], 'reward'):.2f}", flush=True)
+    exact = [json.loads(line) for line in args.exact.read_text().splitlines()]
+    exact = [run for run in exact if run["after_wrong"] == "limit" and not run["in_megatron"]]
+    print(HEADER, *(row(exact + runs, x.name, x.against) for x in VARIATIONS), sep="\n")
 
 
 if __name__ == "__main__":

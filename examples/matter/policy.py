@@ -1,4 +1,4 @@
-"""A GPT in plain PyTorch with a cache of keys and values: the policy of `does_it_matter.py`."""
+"""A small GPT in plain PyTorch, with a cache of keys and values for sampling."""
 
 import torch
 import torch.nn.functional as F
