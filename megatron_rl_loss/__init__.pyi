@@ -27,8 +27,8 @@ from megatron_rl_loss.losses.segments import to_tokens as to_tokens
 from megatron_rl_loss.losses.token import ppo_clip_loss as ppo_clip_loss
 from megatron_rl_loss.losses.value_and_kl import kl_estimate as kl_estimate
 from megatron_rl_loss.losses.value_and_kl import value_loss as value_loss
+from megatron_rl_loss.megatron.first_rank import from_first_tp_rank as from_first_tp_rank
 from megatron_rl_loss.megatron.flags import add_loss_aggregation_args as add_loss_aggregation_args
-from megatron_rl_loss.megatron.groups import from_first_tp_rank as from_first_tp_rank
 from megatron_rl_loss.megatron.iterator import next_microbatch as next_microbatch
 from megatron_rl_loss.megatron.launch import LossAggregation as LossAggregation
 from megatron_rl_loss.megatron.output_head import Folded as Folded

@@ -39,8 +39,8 @@ def forward_step(data_iterator: Any, model: Any) -> Any:
     def loss_func(output: tuple[Tensor, None]) -> Any:
         log_probs, _ = output
         policy = ppo_clip_loss(log_probs[..., 0], old, advantages, microbatch).per_token_loss
-        of_ids, rest = log_probs[..., 1:-1], log_probs[..., -1]
-        kl = divergence_at_ids(of_ids, teacher, microbatch, kind="reverse_kl", log_rest=rest)
+        student, log_rest = log_probs[..., 1:-1], log_probs[..., -1]
+        kl = divergence_at_ids(student, teacher, microbatch, kind="reverse_kl", log_rest=log_rest)
         return microbatch.loss({"pg": policy, "kl": Term(kl, coef=0.7, mask="taught")})
 
     return output, loss_func

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl_loss.errors import check_choice, check_within, first_order
-from megatron_rl_loss.losses.place import Place, Sequences, Values
+from megatron_rl_loss.losses.place import Place
+from megatron_rl_loss.losses.sequences import Sequences, Values
 from megatron_rl_loss.step.collectives import Group
 from megatron_rl_loss.step.masks import on_device
 

@@ -5,7 +5,6 @@ from typing import Any
 
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron_rl_loss.megatron.groups import from_first_tp_rank, join_batches
 from megatron_rl_loss.megatron.iterator import MicrobatchIterator
 from megatron_rl_loss.step.samples import Samples
 
@@ -31,12 +30,14 @@ def look_ahead(
         the last chunk that reads data, None on a pipeline stage that reads none.
     """
 
-    def whole_batches() -> list[dict[str, Any]]:
-        chunks = [_fetch(iterator, num_microbatches) for iterator in iterators if iterator is not None]
-        return join_batches([[{}] * num_microbatches, *chunks])
-
     fetched: list[list[Any] | None]
     if scheduled:
+        from megatron_rl_loss.megatron.first_rank import from_first_tp_rank, join_batches
+
+        def whole_batches() -> list[dict[str, Any]]:
+            chunks = [_fetch(iterator, num_microbatches) for iterator in iterators if iterator is not None]
+            return join_batches([[{}] * num_microbatches, *chunks])
+
         whole = from_first_tp_rank(whole_batches, groups.tp, groups.pp)
         fetched = [[dict(batch) for batch in whole] if any(whole) else None for _ in iterators]
     else:

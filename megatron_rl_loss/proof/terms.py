@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from megatron_rl_loss.proof.measurement import Measurement
 from megatron_rl_loss.proof.outcomes import Weights
 from megatron_rl_loss.proof.own_tokens import Compared, OwnTokens, StepState
-from megatron_rl_loss.proof.promises import misgrouped, other_count
 from megatron_rl_loss.step.totals import StepTotals
 from megatron_rl_loss.step.units import ByKey
 
@@ -96,10 +95,14 @@ def compare_terms(
             of_terms.uncovered.append(f"{loss} ({why})")
             continue
         compared = own.compare(name, asked, state.factor.value / measured.loss_scale, declared.coef or 1.0)
-        ids = misgrouped(compared.totals, group_size, asked, is_sure=is_group_size_sure)
-        of_terms.faults += ids.faults
-        of_terms.unknown += ids.doubts
-        doubt = declared.doubt or other_count(declared.count, compared)
+        doubt = declared.doubt
+        if group_size is not None or declared.count is not None:  # an engine said so
+            from megatron_rl_loss.proof.promises import misgrouped, other_count
+
+            ids = misgrouped(compared.totals, group_size, asked, is_sure=is_group_size_sure)
+            of_terms.faults += ids.faults
+            of_terms.unknown += ids.doubts
+            doubt = doubt or other_count(declared.count, compared)
         of_terms.add(f"{asked} on {loss}", compared, state.tolerance, doubt)
     return of_terms
 

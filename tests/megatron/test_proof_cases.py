@@ -317,8 +317,8 @@ def out_of_memory_and_given_up() -> list[Step]:
     return [attempted(functools.partial(run, number)) for number in range(3)]
 
 
-def returned_as_a_sum() -> list[Step]:
-    """``form="sum"`` of a plan without a model, in Megatron's schedule."""
+def returned_in_verls_form() -> list[Step]:
+    """``form="verl"``, whose factor verl's own code completes, in Megatron's schedule."""
     from megatron.core import parallel_state as mpu
 
     from megatron_rl_loss import plan_step
@@ -332,7 +332,7 @@ def returned_as_a_sum() -> list[Step]:
         groups = {"dp_group": mpu.get_data_parallel_group(), "cp_group": mpu.get_context_parallel_group()}
         plan = plan_step([batch.samples for batch in batches], "prompt_mean", **groups)
 
-        class Sums:
+        class ForVerl:
             def __init__(self, microbatch: Any) -> None:
                 self.microbatch = microbatch
 
@@ -340,9 +340,9 @@ def returned_as_a_sum() -> list[Step]:
                 return self.microbatch(losses)
 
             def carry(self, share: Tensor, report: Any, form: str) -> Any:
-                return self.microbatch.carry(share, form="sum"), torch.tensor(1, dtype=torch.int32), report
+                return self.microbatch.carry(share, report, form="verl")
 
-        planned_steps.step(model, [Sums(microbatch) for microbatch in plan], batches, cp_rank, "3-tuple")
+        planned_steps.step(model, [ForVerl(microbatch) for microbatch in plan], batches, cp_rank, "3-tuple")
         return math.nan
 
     return [attempted(run)]
@@ -410,9 +410,9 @@ LOOPS: dict[str, tuple[Callable[[], list[Step]], list[str]]] = {
         ["RuntimeError: CUDA out of memory", rf"{PROVED} 37 tokens", r"3 micro-batches, of which \[0\] were not"],
     ),
     "a form for another trainer": (
-        returned_as_a_sum,
-        [r"(?s)tokens weigh 0.08333 times what was asked \(0.08333 = 1/\(DP\*CP\*micro-batches\)\).*"
-         "Micro-batches returned form='sum', which is for another trainer"],
+        returned_in_verls_form,
+        [r"(?s)tokens weigh 0.3333 times what was asked \(0.3333 = 1/micro-batches\).*"
+         "Micro-batches returned form='verl', which is for another trainer"],
     ),
 }  # fmt: skip
 

@@ -243,3 +243,32 @@ test_refusals = refusal_tests(
         ({"units": "active"}, "the term 'kl' with units or a divisor and no mode", {}),
     )
 )  # fmt: skip
+
+
+def test_functions_of_one_name_are_told_apart() -> None:
+    """Two ranks compare modes by text: names of lambdas, partials and captured values alike say too little."""
+
+    def scaled(step: Any, factor: float = 1.0) -> Any:
+        return factor / step.tokens("step")
+
+    def captured(factor: Any) -> Any:
+        return lambda step: factor / step.tokens("step")
+
+    def settings(mode: Any) -> str:
+        return LossModes.resolve(mode).describe()
+
+    def of_sum(count: Any) -> Mode:
+        return Mode(name="mine", function=scaled, sums={"n": Sum(of=count)})
+
+    arrays = [np.array([1.0, 2.0]), torch.tensor([1.0, 3.0])]
+    functions = [
+        *(functools.partial(scaled, factor=factor) for factor in (0.5, 1 / 3)),
+        *(lambda step: 0.5, lambda step: 0.25),
+        *(captured(factor) for factor in (2, 3, (2, {"a": 3}), *arrays, len, {1, 2})),
+        *(of_sum(count) for count in (lambda samples: samples.mask_sums, lambda samples: samples.active_tokens)),
+    ]
+    texts = [settings(function) for function in functions]
+    assert len(set(texts)) == len(texts)
+    assert texts == [settings(function) for function in functions]  # the same at every call
+    assert settings(captured((2, {"a": 3}))) == settings(captured((2, {"a": 3})))
+    assert "function" not in settings("token_mean")

@@ -1,0 +1,51 @@
+"""Batches that the first tensor-parallel rank alone has, sent to the others."""
+
+import functools
+import operator
+import pickle
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from megatron_rl_loss.errors import BadBatchError
+from megatron_rl_loss.step.collectives import Group, attempt, gather_parts, several
+
+Made = TypeVar("Made")
+
+
+def from_first_tp_rank(make: Callable[[], Made], tp_group: Group, pp_group: Group | None = None) -> Made:
+    """Call `make` on the first tensor-parallel rank and return its result, tensors on the host, on all of them.
+
+    For the batches of a packing scheduler, whose iterator is None on the other ranks. All ranks call it inside the
+    function that `plan_step` gets as ``samples``, so an error of `make` is raised on every rank of the step. With
+    `pp_group`, `make` returns a list of dicts. Each pipeline stage may have keys of its own (tokens on the first stage,
+    labels and loss mask on the last), and all stages get all keys.
+
+    Raises the errors of `make`, and those of pickle for a result that cannot be sent.
+    """
+    if not several(tp_group, pp_group):
+        return make()
+
+    def sent() -> bytes:
+        parts = gather_parts(lambda: pickle.dumps(tree_map_only(Tensor, Tensor.cpu, make())), pp_group)
+        return parts[0] if pp_group is None else pickle.dumps(join_batches(map(pickle.loads, parts)))
+
+    is_first = tp_group.rank() == 0
+    mine = attempt(sent) if is_first else None
+    told: list[Any] = [f"{type(mine).__name__}: {mine}" if isinstance(mine, Exception) else mine]
+    if several(tp_group):
+        dist.broadcast_object_list(told, src=dist.get_global_rank(tp_group, 0), group=tp_group)
+    if isinstance(mine, Exception):
+        raise mine
+    if isinstance(told[0], str):
+        raise BadBatchError(f"the first tensor-parallel rank could not make its batches: {told[0]}")
+    made: Made = pickle.loads(told[0])
+    return made
+
+
+def join_batches(parts: Iterable[Any]) -> list[Any]:
+    """Merge lists of dicts, one dict for each micro-batch, into one list of dicts with the keys of all lists."""
+    return [functools.reduce(operator.or_, batches) for batches in zip(*parts, strict=True)]
