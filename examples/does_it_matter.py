@@ -13,6 +13,7 @@ import argparse
 import copy
 import json
 import random
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from functools import lru_cache, partial
@@ -137,18 +138,25 @@ def backward_in_megatron(arm: Arm, model: Any, batch: Batch, generator: Generato
     from megatron.core.transformer import TransformerConfig
 
     if not torch.distributed.is_initialized():
-        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        store = f"file://{tempfile.mkdtemp()}/store"
+        torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
         parallel_state.initialize_model_parallel()
     model.config = TransformerConfig(num_layers=2, hidden_size=32, num_attention_heads=4)
     model.set_input_tensor, model.model_type = lambda received: None, None  # which a Megatron model has
     microbatches = cut(arm, batch.mask, generator)
     masks = [batch.mask[rows] for rows in microbatches]
-    plan: Any = plan_step([Samples(list(mask)) for mask in masks], "token_mean", model=model) if arm.exact else masks
+    samples = [Samples(list(batch.mask[rows]), tokens=batch.tokens[rows]) for rows in microbatches]
+    plan: Any = plan_step(samples, "token_mean", model=model) if arm.exact else masks
 
     def forward_step(step: Iterator[Any], model: Any) -> Any:
         rows, mask, microbatch = next(step)
-        exact, default = lambda x: microbatch.loss(x.flatten()), lambda x: ((x * mask).sum(), mask.sum().int(), {})
-        return token_losses(model, batch, rows), exact if arm.exact else default
+
+        def loss_func(losses: Tensor) -> Any:
+            if arm.exact:
+                return microbatch.loss(losses.flatten())
+            return (losses * mask).sum(), mask.sum().int(), {}
+
+        return token_losses(model, batch, rows), loss_func
 
     step = iter(list(zip(microbatches, masks, plan, strict=True)))
     sizes = {"num_microbatches": len(masks), "seq_length": LIMIT, "micro_batch_size": 1}
@@ -158,10 +166,10 @@ def backward_in_megatron(arm: Arm, model: Any, batch: Batch, generator: Generato
 ADAM = partial(torch.optim.AdamW, lr=1e-3, betas=(0.9, 0.99), weight_decay=0.0)
 
 
-def train(model: GPT, seed: int, after_wrong: str, backward: Any, make_optimizer: Any = ADAM) -> list[dict[str, float]]:
+def train(model: GPT, seed: int, after_wrong: str, backward: Any, make_optimizer: Any = ADAM) -> list[dict[str, Any]]:
     """Run GRPO on 16 prompts a step; `backward(model, batch, generator)`. Returns what 256 new samples show."""
     rng, (drawn, dealt, new) = random.Random(seed), (torch.Generator().manual_seed(3 * seed + i) for i in range(3))
-    optimizer, log = make_optimizer(model.parameters()), []
+    optimizer, log = make_optimizer(model.parameters()), list[dict[str, Any]]()
     warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, 0.2, total_iters=4)
     for step in range(STEPS + 1):
         if step % 5 == 0:

@@ -171,8 +171,8 @@ VARIATIONS = [
     *(Variation(f"default, {rows} rows shuffled", partial(backward, weights=default(rows))) for rows in (2, 32)),
     Variation("default, means of 8 DP ranks", partial(backward, weights=default(16, shuffled=False))),
     Variation("default, CP 2 zigzag, 4 rows shuffled", partial(backward, weights=zigzag)),
-    *(Variation(f"default, bins of {size} tokens with prompts of {PADDED_PROMPT}", partial(backward, weights=packed(size)))
-      for size in (512, 1024)),
+    *(Variation(f"default, bins of {size} tokens with prompts of {PADDED_PROMPT}",
+                partial(backward, weights=packed(size))) for size in (512, 1024)),
     Variation("prompts without a signal left out of the denominator", partial(backward, weights=only_signal)),
     Variation("whole loss x 1/8", partial(backward, policy=1 / 8)),
     Variation("whole loss x 16, gradient clipped at 1", partial(backward, policy=16.0, max_norm=1.0)),

@@ -25,9 +25,10 @@ class GPT(nn.Module):
         """Logits [rows, tokens, vocabulary] of tokens at positions from `at` on; the cache has those before."""
         x = self.tokens(tokens) + self.positions.weight[at : at + tokens.size(1)]
         for i, (qkv, out, mlp) in enumerate(zip(self.qkv, self.out, self.mlp, strict=True)):
-            q, *kv = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in qkv(x).chunk(3, -1))
+            q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in qkv(x).chunk(3, -1))
             if cache is not None:
-                kv = cache[i] = [torch.cat(pair, 2) for pair in zip(cache[i], kv, strict=True)] if at else kv
-            x = x + out(F.scaled_dot_product_attention(q, *kv, is_causal=at == 0).transpose(1, 2).flatten(-2))
+                k, v = (torch.cat(pair, 2) for pair in zip(cache[i], (k, v), strict=True)) if at else (k, v)
+                cache[i] = [k, v]
+            x = x + out(F.scaled_dot_product_attention(q, k, v, is_causal=at == 0).transpose(1, 2).flatten(-2))
             x = x + mlp(x)
         return self.head(self.norm(x))

@@ -1,4 +1,4 @@
-"""The sequences that a rank's tokens belong to: which samples are one sequence, and the CP group that holds the rest."""
+"""The sequences that a rank's tokens belong to: which samples are one, and the CP group that holds the rest."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

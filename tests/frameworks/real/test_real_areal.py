@@ -108,7 +108,7 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
         with aggregated(Actor, case):
             run_schedule(other, iter([groups[0]["input_ids"]]), bigram_model(), 1)  # as a critic's trainer would
             actor.ppo_update([dict(one) for one in groups])
-        model.module.losses.main_grad /= scale  # as the optimizer would
+        model.module.losses.main_grad /= case.get("scale", 1.0)  # as the optimizer would
         errors = errors_of(model, case, kl=None, of_samples=bool(case.get("config")))
         stats = {name: str(values) for name, values in trackers.DEFAULT_TRACKER.stats.items()}
         trackers.DEFAULT_TRACKER.stats.clear()
