@@ -24,6 +24,7 @@ _LAUNCH = ("pretrain_grpo.py", "pretrain_of_version.py", "rollouts.py", "arithme
 COMPANIONS = {
     **dict.fromkeys(["audit_own_loop.py", "on_cpu.py"], _ON_CPU),
     **dict.fromkeys(["launch_grpo.sh", "launch_grpo.slurm", "pretrain_grpo.py"], _LAUNCH),
+    "does_it_matter.py": ("matter/*.py", "megatron_on_cpu.py"),
     "online_grpo.py": ("online/*.py", "rollouts.py", *_ON_CPU),
     "recipes/own_loop.py": ("megatron_on_cpu.py",),
 }

@@ -27,7 +27,7 @@ online() {
   fi
 }
 
-echo "A GPT of 0.1 M parameters learns to add: 80 steps of GRPO, where tools/compare_modes.sh takes 200."
+echo "A GPT of 0.1 M parameters learns to add: 80 steps of GRPO."
 online learns 1 --steps 80 --eval-interval 20 --tensorboard --save-start "$run/start" "$@"
 "$PYTHON" tools/plot_online.py --runs "$run/learns" --json "$run/learns.json" --png "$run/learns.png"
 echo "picture: $run/learns.png; every step: $run/learns/steps.jsonl; TensorBoard: tensorboard --logdir $run/learns"

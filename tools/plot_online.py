@@ -1,6 +1,6 @@
 """Plot runs of examples/online_grpo.py: held-out numbers against steps, a line and its spread over seeds per mode.
 
-    python tools/plot_online.py --runs runs/modes/*/* --json docs/online/modes-cpu.json --png docs/online/modes-cpu.png
+    python tools/plot_online.py --runs runs/student runs/alone --json docs/online/teacher-cpu.json --table
     python tools/plot_online.py --json docs/online/*.json --table
 
 With --runs the numbers are collected from the runs' folders and written to the JSON; without, they are read from it.

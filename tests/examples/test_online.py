@@ -277,10 +277,10 @@ def test_other_modes_would_be_seen(begun: tuple[Path, list[str]]) -> None:
 
 
 def test_held_out_reward_rises(tmp_path: Path, record_property: Any) -> None:
-    """After 40 steps, three warm starts and five modes rose by 0.15 to 0.33 (docs/online/modes-cpu.json).
+    """A run of 40 steps learns more than chance would show.
 
     The standard error of a reward over n prompts is sqrt(r (1 - r) / n), of a difference of two at most sqrt(0.5 / n):
-    0.031 here. 0.09 is two of those below the least of the fifteen, and three above what learning nothing would show.
+    0.031 here. 0.09 is three of those above what learning nothing would show.
     """
     flags = ["--steps", "40", "--eval-interval", "40", "--eval-prompts", "512"]
     run_ranks(1, run_online, [*flags, "--output", str(tmp_path)])

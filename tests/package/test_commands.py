@@ -67,9 +67,9 @@ ROWS = [
     # what the online example and the audit show
     Row(r"(torchrun .* |python )examples/online_grpo\.py .*",
         by="examples/test_online.py", named="online_grpo.main(flags)"),
-    Row(r"([A-Z]+=(\S+|\".*\") )*tools/compare_modes\.sh.*",
-        by="examples/test_online_tools.py", named="compare_modes.sh"),
-    Row(r"python tools/plot_online\.py .*", by="examples/test_online_tools.py", named="plot_online.table"),
+    Row(r"python tools/plot_online\.py .*", by="examples/test_online_tools.py", named="plot_online"),
+    Row(r"(OMP_NUM_THREADS=1 )?python (examples/does_it_matter|tools/vary_matter)\.py .*",
+        by="examples/test_does_it_matter.py", named="does_it_matter.py"),
     Row(r"tools/audit_picture\.py", by="unit/audit/test_picture.py", named="audit_picture.main()"),
     Row(r"python tools/count_museum\.py", needs="half an hour"),
     # measurements

@@ -1,0 +1,1 @@
+"""Parts of `does_it_matter.py`: the policy, a small GPT, and the report of its runs."""

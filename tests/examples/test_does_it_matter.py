@@ -1,0 +1,90 @@
+"""examples/does_it_matter.py: the cut of micro-batches decides the run, by formulas and through Megatron."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import does_it_matter as example
+import pytest
+import torch
+from matter.report import late
+from ranks import run_ranks
+from repository import EXAMPLES, ROOT
+
+PAGE = (ROOT / "docs/matter.md").read_text()
+
+
+def run(*words: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, str(EXAMPLES / "does_it_matter.py"), *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=600)
+
+
+@pytest.mark.slow
+def test_the_cut_decides_and_where_wrong_answers_end_at_once_it_does_not(tmp_path: Path) -> None:
+    output = str(tmp_path / "runs.jsonl")
+    for words in (["--seeds", "0", "1"], ["--seeds", "0", "1", "--after-wrong", "end"]):
+        assert run("--output", output, *words).returncode == 0
+    runs = [json.loads(line) for line in Path(output).read_text().splitlines()]
+    rewards = {(one["after_wrong"], one["arm"], one["seed"]): late(one, "reward") for one in runs}
+    for seed in (0, 1):
+        exact, one_row = (rewards["limit", arm.name, seed] for arm in (example.EXACT, example.ONE_ROW))
+        assert exact is not None
+        assert one_row is not None
+        assert exact > 0.8
+        assert one_row < 0.65
+        ends = [rewards["end", arm.name, seed] for arm in (example.EXACT, example.ONE_ROW)]
+        assert min(reward or 0 for reward in ends) > 0.8  # the control: lengths carry no reward
+
+
+def errors_of_arms() -> list[float]:
+    """On a rank: the formula's gradient against that of Megatron's `forward_step_calc_loss` and schedule, by arm."""
+    model, generator, errors = example.warm_start(0, "limit", 5), torch.Generator().manual_seed(0), []
+    prompts, answers = (
+        rows.repeat_interleave(example.GROUP, 0) for rows in example.problems(2, example.random.Random(0))
+    )
+    batch = example.sample(model, prompts, answers, "limit", generator)
+    batch = batch._replace(reward=(torch.arange(len(answers)) % 3 == 0).float())
+    for arm in (example.EXACT, example.ONE_ROW):
+        gradients = []
+        for backward in (example.backward, example.backward_in_megatron):
+            model.zero_grad()
+            backward(arm, model, batch, torch.Generator().manual_seed(1))
+            gradients.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]))
+        errors.append(float((gradients[0] - gradients[1]).abs().max() / gradients[0].abs().max()))
+    return errors
+
+
+def test_megatrons_own_schedule_makes_the_same_gradient() -> None:
+    """Sums of some 300 float32 terms of both signs: 1e-5 of the largest entry."""
+    ((exact, default),) = run_ranks(1, errors_of_arms)
+    assert max(exact, default) < 1e-5
+
+
+def test_the_pages_tables_are_those_that_are_printed() -> None:
+    for words in ([], ["--after-wrong", "free"], ["--through-megatron"]):
+        printed = run("--output", str(ROOT / "docs/matter/runs.jsonl"), *words)
+        assert printed.returncode == 0, printed.stderr
+        for line in printed.stdout.splitlines()[2:]:
+            assert line in PAGE, line
+    command = [sys.executable, str(ROOT / "tools/vary_matter.py"), "--exact", str(ROOT / "docs/matter/runs.jsonl")]
+    command += ["--output", str(ROOT / "docs/matter/variations.jsonl")]
+    printed = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    for line in printed.stdout.splitlines()[2:]:
+        name, reward, difference, *_ = (column.strip() for column in line.strip("| ").split("|"))
+        assert f"| {name} | {reward} | {difference} |" in PAGE, line
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--output", "no/such/folder/runs.jsonl"], "Name a file that this script wrote, or a new one"),
+        (["--output", "{tmp}/runs.jsonl"], "names none. Pass --seeds 0 1 2"),
+        (["--output", "{tmp}/runs.jsonl", "--plot", "{tmp}/x.doc"], "no picture has that ending"),
+        (["--output", "{tmp}/runs.jsonl", "--after-wrong", "stop"], "invalid choice"),
+    ],
+)
+def test_wrong_uses(words: list[str], says: str, tmp_path: Path) -> None:
+    ended = run(*(word.replace("{tmp}", str(tmp_path)) for word in words))
+    assert ended.returncode == 2
+    assert says in ended.stderr
