@@ -234,7 +234,9 @@ def test_a_loop_of_ones_own_runs_as_it_is_launched(tmp_path: Path) -> None:
     """The copied file, with its companion; an update lowers the loss, and the first step is proved."""
     copy_example("own_loop", tmp_path)
     done = launched("own_loop.py", tmp_path)
-    assert re.search(r"prompt_mean on the policy loss, aggregation proved on \d+ tokens of 6 samples, 3 prompts of 2\b", done)
+    assert re.search(
+        r"prompt_mean on the policy loss, aggregation proved on \d+ tokens of 6 samples, 3 prompts of 2\b", done
+    )
     losses = [float(value) for value in re.findall(r"tensor\((-?\d\.\d+)", done)]
     assert len(losses) == 6
     assert sorted(losses, reverse=True)[::2] == sorted(set(losses), reverse=True)  # three steps, alike on both ranks
