@@ -33,7 +33,7 @@ Change = Callable[[list[Record], int, int], Any]  # (good records, DP rank, CP r
 
 
 def put(dp_rank: int | None = 1, cp_rank: int | None = None, number: int = 1, **fields: Any) -> Change:
-    """Other `fields` in a micro-batch of that DP (and CP) rank; None for all. Another layout has no tokens to compare."""
+    """Other `fields` in a micro-batch of that DP (and CP) rank; None for all. Another layout comes without tokens."""
     if "layout" in fields:
         fields = {"tokens": None} | fields
 
