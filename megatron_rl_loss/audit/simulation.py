@@ -70,10 +70,10 @@ class LossCall:
         even_microbatches: all micro-batches have the same number of rows.
         masked_samples: some rows are fully masked; if False, every row has an active token.
         split_rollouts: a rollout may have several rows (turns, branches).
-        returns: one number; or with ``megatron`` what a ``loss_func`` of Megatron's schedule does: (loss, num_tokens,
-            report), whose loss is divided by num_tokens, or (loss, report), multiplied by the CP size. With ``megatron
-            per token``, `calculate_per_token_loss`, gradients are divided by the sum of all num_tokens instead. Use it
-            with ``dp="sum"`` and ``cp="sum"`` then, and with ``mean`` for ``megatron``.
+        returns: one number; or what a ``loss_func`` of Megatron's schedule returns. With ``megatron`` the loss of
+            (loss, num_tokens, report) is divided by num_tokens, and that of (loss, report) multiplied by the CP size;
+            micro-batches and ranks are averaged. With ``megatron_per_token``, `calculate_per_token_loss`, gradients are
+            summed, and divided by the sum of all num_tokens.
     """
 
     takes: Literal["losses", "log_probs"] = "losses"
