@@ -21,20 +21,21 @@ def overlapping() -> tuple[dict[str, Any], bool]:
 
     start()
     own, found = schedules.forward_step_calc_loss, dict[str, Any]()
-    both_begun, first_left = threading.Barrier(2), threading.Event()
+    first_begun, second_begun, first_left = (threading.Event() for _ in range(3))
     models = {mode: table_model(TABLE) for mode in MODES}
 
     def train(mode: str) -> None:
+        if mode == MODES[1]:
+            first_begun.wait(20)
         begun = list[bool]()
         batches = [Batch(STEP, chosen, 1, **OF_SAMPLES) for chosen in dealt(STEP, 0, 1, 3)]
 
         def forward_step(iterator: Any, model: Any) -> Any:
             microbatch = next(iterator)
-            if not begun:
+            if not begun:  # the second step begins within the first, and ends after it
                 begun.append(True)
-                both_begun.wait(20)  # both steps are in Megatron's schedule now
-                if mode == MODES[1]:
-                    first_left.wait(20)
+                (first_begun if mode == MODES[0] else second_begun).set()
+                (second_begun if mode == MODES[0] else first_left).wait(20)
             return model(microbatch.data.local_numbers(0, 1)), microbatch.loss
 
         aggregation = LossAggregation(AggregationSettings.resolve(mode), lambda batch: batch.samples)
