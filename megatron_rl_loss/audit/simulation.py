@@ -70,10 +70,10 @@ class LossCall:
         even_microbatches: all micro-batches have the same number of rows.
         masked_samples: some rows are fully masked; if False, every row has an active token.
         split_rollouts: a rollout may have several rows (turns, branches).
-        returns: one number; or with ``megatron`` what a ``loss_func`` of Megatron's schedule does: (loss, num_tokens,
-            report), whose loss is divided by num_tokens, or (loss, report), multiplied by the CP size. With ``megatron
-            per token``, `calculate_per_token_loss`, gradients are divided by the sum of all num_tokens instead. Use it
-            with ``dp="sum"`` and ``cp="sum"`` then, and with ``mean`` for ``megatron``.
+        returns: one number; or what a ``loss_func`` of Megatron's schedule returns. With ``megatron`` the loss of
+            (loss, num_tokens, report) is divided by num_tokens, and that of (loss, report) multiplied by the CP size;
+            micro-batches and ranks are averaged. With ``megatron_per_token``, `calculate_per_token_loss`, gradients are
+            summed, and divided by the sum of all num_tokens.
     """
 
     takes: Literal["losses", "log_probs"] = "losses"
@@ -86,7 +86,7 @@ class LossCall:
     even_microbatches: Literal[True, False] = False
     masked_samples: Literal[True, False] = True
     split_rollouts: Literal[True, False] = False
-    returns: Literal["loss", "megatron", "megatron per token"] = "loss"
+    returns: Literal["loss", "megatron", "megatron_per_token"] = "loss"
 
     def __post_init__(self) -> None:
         check_mapping("LossCall.names", self.names, 'Write names={"num_items_in_batch": "step_tokens"}, for example')
@@ -109,7 +109,7 @@ class LossCall:
         cp = f", {self.cp_cut} CP ranks {done[self.cp]}" if self.cp else ""
         parts = f"{rows}, micro-batches {done[self.microbatches]}, DP ranks {done[self.dp]}{cp}"
         before = "log-probs, " if self.takes == "log_probs" else ""
-        through = {"loss": "", "megatron": "Megatron's schedule, ", "megatron per token": "Megatron, per-token loss, "}
+        through = {"loss": "", "megatron": "Megatron's schedule, ", "megatron_per_token": "Megatron, per-token loss, "}
         return before + through[self.returns] + parts + ", rollouts over several rows" * self.split_rollouts
 
 
@@ -118,7 +118,7 @@ CALLS: dict[str, LossCall] = {
     "pytorch": LossCall(),
     # `forward_step_calc_loss`, DDP's mean over DP and CP ranks; with per-token loss `finalize_model_grads`.
     "megatron": LossCall(returns="megatron", microbatches="mean", cp="mean"),
-    "megatron per token": LossCall(returns="megatron per token", dp="sum", cp="sum"),
+    "megatron_per_token": LossCall(returns="megatron_per_token", dp="sum", cp="sum"),
     # With a `compute_loss_func` and `average_tokens_across_devices` the Trainer multiplies by DDP's number of ranks.
     "transformers": LossCall(names={"num_items_in_batch": "step_tokens"}, dp="sum", even_microbatches=True),
     # GRPOTrainer's loss function divides by accumulation steps itself. Its `num_items_in_batch` is that of a generation
@@ -251,7 +251,7 @@ def measure(
         given = {name: have[what] for name, what in asks.items()}
         called = partial(loss_fn, view(x * 1), view(torch.tensor(local.mask)), **given)
         if call.returns != "loss":
-            called = partial(_scheduled, called, C, num_tokens, call.returns == "megatron per token")
+            called = partial(_scheduled, called, C, num_tokens, call.returns == "megatron_per_token")
         gradient = _derivative(called, x, f" (micro-batch {k}, DP rank {d}, CP rank {c})")
         weights = (-gradient / advantages[here][at] if call.takes == "log_probs" else gradient).double().numpy()
         parts.append(Part(**place, samples=SampleArrays.of(local), positions=local.positions, gradients=weights))

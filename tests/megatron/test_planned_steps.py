@@ -15,7 +15,7 @@ from planned_steps import CP, DP, FORMS, STEP, TABLE, batches_of, gradient_of, s
 from ranks import run_ranks
 from refusals import outcome_of
 from step_samples import DIVISOR, dealt
-from table_step import Batch, relative_error, start, table_model
+from table_step import Batch, relative_error, run_schedule, start, table_model
 from torch import Tensor
 
 from megatron_rl_loss import Samples, ZigzagTHD, plan_step
@@ -105,6 +105,13 @@ def misused() -> dict[str, str]:
         plan.finish()
         planned()
 
+    def in_the_schedule(form: Any) -> None:
+        def forward_step(iterator: Any, model: Any) -> Any:
+            batch, microbatch = next(iterator)
+            return model(batch.local_numbers(cp_rank, CP)), lambda losses: microbatch.loss(losses, form=form)
+
+        run_schedule(forward_step, zip(batches, planned(), strict=True), model, len(batches), lambda schedule: schedule)
+
     def crossed() -> None:
         plan = planned()
         plan[0].carry(plan[1](model(batches[1].local_numbers(cp_rank, CP))))
@@ -120,6 +127,8 @@ def misused() -> dict[str, str]:
     found["planned again"] = outcome_of(planned)
     found["restarted"] = outcome_of(restarted)
     found["crossed"] = outcome_of(crossed)
+    for form in ("sum", "mean"):
+        found[form] = outcome_of(lambda form=form: in_the_schedule(form))
     return found
 
 
@@ -132,6 +141,8 @@ def test_a_plan_is_trained_on_once_and_as_a_whole() -> None:
             assert found[name].startswith("BadBatchError: Step aborted on all ranks"), (name, found[name])
             assert "ranks 0, 1: ValueError: a plan of 3 micro-batches, of which [1, 2] were not" in found[name]
         assert "a share that was put together without this micro-batch's reducers" in found["crossed"]
+        for form in ("sum", "mean"):
+            assert f"form='{form}' in a loss function of Megatron's schedule" in found[form]
 
 
 BAD_LISTS: dict[str, tuple[Any, str]] = {

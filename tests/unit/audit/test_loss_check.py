@@ -452,7 +452,7 @@ AGAIN = "you multiply by CP, and Megatron multiplies a 2-tuple by CP again"
     ("loss_fn", "call", "cause"),
     [
         (stock, "megatron", "divided by the tokens of the CP rank's piece of the micro-batch"),
-        (stock, "megatron per token", ""),
+        (stock, "megatron_per_token", ""),
         (pair, "megatron", ""),
         (pair_times_cp, "megatron", AGAIN),
     ],
