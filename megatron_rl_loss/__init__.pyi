@@ -5,6 +5,9 @@ from megatron_rl_loss.audit.log_prob_gap import compare_log_probs as compare_log
 from megatron_rl_loss.audit.loss_check import check_loss as check_loss
 from megatron_rl_loss.audit.megatron.audit import Audit as Audit
 from megatron_rl_loss.errors import BadBatchError as BadBatchError
+from megatron_rl_loss.frameworks.policy_tap import LossPaths as LossPaths
+from megatron_rl_loss.frameworks.policy_tap import WeighedMicrobatch as WeighedMicrobatch
+from megatron_rl_loss.frameworks.proving import prove_policy_loss as prove_policy_loss
 from megatron_rl_loss.logprobs.hidden import divergence_from_hidden as divergence_from_hidden
 from megatron_rl_loss.logprobs.hidden import log_probs_from_hidden as log_probs_from_hidden
 from megatron_rl_loss.logprobs.hidden import loss_from_hidden as loss_from_hidden

@@ -27,6 +27,7 @@ COMPANIONS = {
     "does_it_matter.py": ("matter/*.py", "megatron_on_cpu.py"),
     "online_grpo.py": ("online/*.py", "rollouts.py", *_ON_CPU),
     "recipes/own_loop.py": ("megatron_on_cpu.py",),
+    "recipes/verl_rows_proof.py": ("recipes/verl_rows.py",),
 }
 
 

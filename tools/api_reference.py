@@ -70,7 +70,7 @@ def value_of(module: str, name: str) -> Any:
 def names_in(section: str) -> list[tuple[str, str]]:
     """Modules and the names that they add to a section, public ones first; for an engine's module, its ``__all__``."""
     if section.startswith("frameworks."):
-        return [(section, name) for name in value_of(section, "__all__") or ()]
+        return [(section, name) for name in value_of(section, "__all__") or PUBLIC.get(section, ())]
     sections = sorted((one for modules in PAGES.values() for one in modules), key=len)
     listed = [(module, name) for names_of in (PUBLIC, OTHERS) for module, names in names_of.items() for name in names]
     return [one for one in listed if [s for s in sections if f"{one[0]}.".startswith(f"{s}.")][-1] == section]

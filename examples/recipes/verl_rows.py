@@ -2,6 +2,7 @@
 
 VERL_USE_EXTERNAL_MODULES=verl_rows, in the environment of the driver and of Ray's workers, and
 trainer.v1.trainer_mode=rows actor_rollout_ref.actor.policy_loss.loss_mode=rows
+actor_rollout_ref.model.external_lib=verl_rows_proof, which proves the first step
 """
 
 from typing import Any
@@ -39,6 +40,10 @@ class Trainer(PPOTrainerSync):  # type: ignore[misc]
             prompts, sessions = ([batch.keys[i].rsplit("_", parts)[0] for i in step] for parts in (2, 1))
             ids: Any = {"prompt_ids": prompts, "ids": {"session": sessions}, "units": "active"}  # verl adds empty rows
             weights |= zip(step, weights_column(MODE, [masks[i] for i in step], **ids), strict=True)
-        column = torch.nested.as_nested_tensor([weights[i] for i in range(len(masks))], layout=torch.jagged)
-        fields = TensorDict({"rollout_is_weights": column}, batch_size=len(masks))
+        names = [key.rsplit("_", 1 if MODE == "session_mean" else 2)[0] for key in batch.keys]
+        units = {name: number for number, name in enumerate(sorted(set(names)))}  # for `verl_rows_proof`
+        columns = {"rollout_is_weights": [weights[i] for i in range(len(masks))]}
+        columns["unit_numbers"] = [torch.full_like(mask, units[one]) for one, mask in zip(names, masks, strict=True)]
+        nested = {name: torch.nested.as_nested_tensor(rows, layout=torch.jagged) for name, rows in columns.items()}
+        fields = TensorDict(nested, batch_size=len(masks))
         return super()._update_actor(tq.kv_batch_put(**stored, fields=fields), metrics)

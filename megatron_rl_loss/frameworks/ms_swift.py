@@ -170,9 +170,9 @@ def _scale(trainer: Any, batch: Any, ranks: int) -> float:
     one = batch.advantages.new_ones(1, 1)
     vars(trial).update(
         completion_mask=one.bool(), truncated_mask=one[0] == 0, seq_lengths=one[0].long(), advantages=one,
-        old_per_token_logps=4 * one, ref_per_token_logps=None, rollout_per_token_logps=None,
+        old_per_token_logps=11 * one, ref_per_token_logps=None, rollout_per_token_logps=None,
         num_items_in_batch=torch.tensor(float(ranks)),
     )  # fmt: skip
     with torch.no_grad(), swapped({"self": trainer}, {"self._flush_log_completions?": None}, ["self._metrics?"]):
         loss, _ = trainer.loss_func(one, data={"grpo_batch": trial})
-    return -float(loss) / math.exp(-3)  # of a log-prob of 1 where the old one was 4: nothing is clipped
+    return -float(loss) / math.exp(-10)  # of a log-prob of 1 where the old one was 11: nothing is clipped

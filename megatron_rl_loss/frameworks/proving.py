@@ -104,7 +104,8 @@ def prove_policy_loss(
     def call(stock: Callable[[], Any], given: dict[str, Any]) -> Any:
         return tap_policy(row, stock, given, lambda: measured(given))
 
-    replaced = Replaced(engine, "of the version that the row was written for", [Function(owner, name, (), call, bool)])
+    function = Function(owner, name, (), call, bool, kind="a proof")
+    replaced = Replaced(f"proof of {engine}", "of the version that the row was written for", [function])
     replaced.proof = prove(engine, asked, beside="other terms are not measured", never=f"{name} was not called.")
     if replaced.proof is not None:
         replaced.proof.group_size, replaced.proof.is_group_size_sure = group_size, True

@@ -19,7 +19,8 @@ class Function(NamedTuple):
     """A function of a module, class or object; `call(stock, given)` takes its place.
 
     `given` are the arguments of a call by name; `stock()` calls the engine's function with the values in `given`.
-    `also_in` selects, by name, further modules among those that imported the function; `bool` selects all.
+    `also_in` selects, by name, further modules among those that imported the function; `bool` selects all. A function
+    has one replacement of a `kind`.
     """
 
     owner: Any
@@ -27,6 +28,7 @@ class Function(NamedTuple):
     parameters: Sequence[str]
     call: Callable[[Callable[[], Any], dict[str, Any]], Any]
     also_in: Callable[[str], bool] = lambda module: False
+    kind: str = "a loss aggregation"
 
     def __str__(self) -> str:
         return f"{getattr(self.owner, '__name__', type(self.owner).__name__)}.{self.name}"
@@ -72,10 +74,10 @@ class Replaced:
                     f"expects {one.name}({', '.join(one.parameters)}). Use {self.engine} {self.versions}."
                 )
             bases = getattr(one.owner, "__mro__", type(one.owner).__mro__)
-            if any(hasattr(vars(each).get(one.name), _MARK) for each in (one.owner, *bases)):
+            if any(one.kind in getattr(vars(each).get(one.name), _MARK, ()) for each in (one.owner, *bases)):
                 raise ValueError(
-                    f"{one}, which has a loss aggregation already: a second one would apply weights twice. Aggregate "
-                    "once, for a class or for its subclass."
+                    f"{one}, which has {one.kind} already: a second one would apply or measure weights twice. Do "
+                    "it once, for a class or for its subclass."
                 )
         stocks = [(one, getattr(one.owner, one.name), vars(one.owner).get(one.name)) for one in functions]
         new = [(one, stock, raw, _wrapped(one, stock)) for one, stock, raw in stocks]
@@ -142,5 +144,5 @@ def _wrapped(one: Function, stock: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
         return one.call(lambda: stock(*bound.args, **bound.kwargs), bound.arguments)
 
-    setattr(ours, _MARK, True)
+    setattr(ours, _MARK, {one.kind, *getattr(stock, _MARK, ())})
     return ours

@@ -8,6 +8,7 @@ import numpy as np
 from megatron_rl_loss.modes.aggregation import Aggregation
 from megatron_rl_loss.modes.weights import rehearse
 from megatron_rl_loss.proof.own_tokens import Compared
+from megatron_rl_loss.step.collectives import attempt
 from megatron_rl_loss.step.samples import Samples
 from megatron_rl_loss.step.totals import StepTotals
 
@@ -28,7 +29,8 @@ def misgrouped(totals: StepTotals, promised: Any, asked: Aggregation, *, is_sure
     found = Misgrouped([], [])
     if not isinstance(promised, int) or "prompt" not in totals.units:
         return found
-    if "prompt" not in rehearse(asked, Samples([np.ones(1)], prompt_ids=["0"])):
+    keys = attempt(lambda: rehearse(asked, Samples([np.ones(1)], prompt_ids=["0"])))  # others need further ids
+    if isinstance(keys, Exception) or "prompt" not in keys:
         return found
     units: Any = totals.units["prompt"].samples
     sizes = units.values

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from megatron_rl_loss.proof.measurement import Measurement
 from megatron_rl_loss.proof.outcomes import Weights
@@ -80,6 +80,8 @@ def compare_terms(
     first = "pg" if "pg" in state.terms else next(iter(state.terms))
     for name in sorted(state.terms, key=lambda name: name != first):
         (declared, *others), loss = sorted(state.terms[name], key=repr), policy if name == "pg" else name
+        doubt = next((one.doubt for one in (declared, *others) if one.doubt), "")  # micro-batches may differ by it
+        others = [one for one in others if replace(one, doubt="") != replace(declared, doubt="")]
         asked, why = own.aggregation(name) or measured.expected, ""
         if name != first and not declared.mode:
             why = "no mode of its own"
@@ -95,7 +97,6 @@ def compare_terms(
             of_terms.uncovered.append(f"{loss} ({why})")
             continue
         compared = own.compare(name, asked, state.factor.value / measured.loss_scale, declared.coef or 1.0)
-        doubt = declared.doubt
         if group_size is not None or declared.count is not None:  # an engine said so
             from megatron_rl_loss.proof.promises import misgrouped, other_count
 

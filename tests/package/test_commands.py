@@ -52,6 +52,7 @@ ROWS = [
     Row(r"PYTHONPATH=\$MEGATRON_LM torchrun .*", by="frameworks/real/test_real_train_rl.py", named="MEGATRON_LM"),
     Row(r"([A-Z_]+_PATH=\S+ )+(python -m pytest|tools/test\.sh) tests/frameworks/real\S*",
         needs="checkouts of those frameworks"),
+    Row(r"python tools/check_engines\.py .*", by="package/test_check_engines.py", named="check_engines.main"),
     Row(r"pip install megatron-bridge.*|python -c 'from megatron\.bridge .*", needs="a GPU and a model"),
     # what checks this repository; all of it is what runs this test
     Row(r"tools/test\.sh( tests/\S+| -m 'not slow')?", needs="to be what runs this test"),

@@ -13,7 +13,6 @@ import inspect
 import io
 import random
 import re
-import runpy
 import sys
 from functools import partial
 from pathlib import Path
@@ -32,6 +31,8 @@ from repository import EXAMPLES
 from step_samples import dealt
 from table_step import Batch, relative_error, run_schedule, start, table_model
 from torch import Tensor
+
+from megatron_rl_loss.frameworks import replacing
 
 #: exp() of a float32 difference of log-probs.
 TOLERANCE = 2e-6
@@ -470,8 +471,11 @@ def expected_of_rows(mode: str, rows: dict[str, list[Any]], step: list[int], tab
     return gradient
 
 
-def by_the_recipe(root: str, per_token: bool) -> dict[str, list[float]]:
-    """On a rank: the errors of both steps' gradients in each mode, and their distance to the other mode's."""
+def by_the_recipe(root: str, per_token: bool, forgotten: bool = False) -> dict[str, list[float]]:
+    """On a rank: the errors of both steps' gradients in each mode, and their distance to the other mode's.
+
+    The first step of each mode is proved; `forgotten`: the driver's weights were not sent.
+    """
     state = start(cp=CP)
     load(WITH_TRAINER, root)
     sys.modules["verl"].DataProto = object  # type: ignore[attr-defined]
@@ -479,11 +483,10 @@ def by_the_recipe(root: str, per_token: bool) -> dict[str, list[float]]:
         importlib.import_module(f"verl.{name}")
         for name in ("workers.utils.losses", "workers.config", "utils.import_utils", "models.mcore.util")
     )
-    if per_token:
-        import_utils.import_external_libs(INSTALL)
-    recipe = runpy.run_path(str(EXAMPLES / "recipes" / "verl_rows.py"))
-    assert importlib.import_module("verl.trainer.ppo.v1").get_trainer_cls("rows") is recipe["Trainer"]
-    names = recipe["Trainer"]._update_actor.__globals__
+    sys.path.append(str(EXAMPLES / "recipes"))
+    recipe = importlib.import_module("verl_rows")
+    assert importlib.import_module("verl.trainer.ppo.v1").get_trainer_cls("rows") is recipe.Trainer
+    names = vars(recipe)
     rows, stored = keyed_rows(), dict[str, Any]()
 
     def jagged(values: list[Tensor]) -> Tensor:
@@ -495,7 +498,7 @@ def by_the_recipe(root: str, per_token: bool) -> dict[str, list[float]]:
 
     names["tq"].kv_batch_get = lambda select_fields, **_: {"response_mask": jagged(rows["mask"])}
     names["tq"].kv_batch_put, names["TensorDict"] = put, lambda fields, batch_size: fields
-    trainer, sent = object.__new__(recipe["Trainer"]), []
+    trainer, sent = object.__new__(recipe.Trainer), []
     actor = Config(ppo_mini_batch_size=4, shuffle=False, entropy_coeff=0.0, ppo_epochs=1)
     trainer.config = Config(
         actor_rollout_ref=Config(actor=actor, rollout=Config(n=2, temperature=1.0)), algorithm=Config()
@@ -517,9 +520,12 @@ def by_the_recipe(root: str, per_token: bool) -> dict[str, list[float]]:
     share, ranks = actor.ppo_mini_batch_size * 2 // DP, range(DP)
     for mode in ("session_mean", "prompt_mean"):
         names["MODE"] = mode
+        import_utils.import_external_libs("verl_rows_proof")
+        proof = sys.modules.pop("verl_rows_proof").PROOF  # type: ignore[attr-defined]
         trainer._update_actor(put(KEYS, "train", {}), {})
         assert sent[-1].extra_info["mini_batch_size"] == share * DP
-        column = stored["rollout_is_weights"].unbind()
+        column, units = stored["rollout_is_weights"].unbind(), stored["unit_numbers"].unbind()
+        column = [torch.ones_like(one) for one in column] if forgotten else column
         for number in range(2):
             dealt_to = [list(range(len(KEYS)))[rank * 8 + number * share :][:share] for rank in ranks]  # verl's chunks
             step = [i for of_rank in dealt_to for i in of_rank]
@@ -530,7 +536,12 @@ def by_the_recipe(root: str, per_token: bool) -> dict[str, list[float]]:
             mine = dealt_to[state.get_data_parallel_rank()]
 
             def forward_step(
-                iterator: Any, model: Any, counts: Any = counts, routed: int = routed, column: Any = column
+                iterator: Any,
+                model: Any,
+                counts: Any = counts,
+                routed: int = routed,
+                column: Any = column,
+                units: Any = units,
             ) -> Any:
                 chosen = next(iterator)
                 batch = Batch(whole, chosen, CP)
@@ -546,7 +557,8 @@ def by_the_recipe(root: str, per_token: bool) -> dict[str, list[float]]:
                         response_mask=jagged([rows["mask"][i] for i in chosen]),
                         old_log_probs=jagged([rows["old"][i] for i in chosen]),
                         advantages=jagged([rows["advantages"][i] for i in chosen]),
-                        rollout_is_weights=jagged([column[i] for i in chosen]), **counts,
+                        rollout_is_weights=jagged([column[i] for i in chosen]),
+                        unit_numbers=jagged([units[i] for i in chosen]), **counts,
                     )  # fmt: skip
                     returned = losses.ppo_loss(config, {"log_probs": log_probs}, data)
                     return scale(returned, sum(totals[i] for i in chosen), routed, len(MICROBATCHES))
@@ -558,6 +570,8 @@ def by_the_recipe(root: str, per_token: bool) -> dict[str, list[float]]:
             for name, other in ("error", mode), ("distance", {"session_mean": "prompt_mean"}.get(mode, "session_mean")):
                 right = expected_of_rows(other, rows, step, table, first)
                 found[name].append(relative_error(model.module.losses.main_grad.cpu(), right))
+        assert proof.outcome == "proved"
+        replacing.installed("proof of verl").undo()
     return found
 
 
@@ -621,7 +635,17 @@ def test_a_fault_stops_the_first_step(name: str, tmp_path: Path, record_property
 
 @pytest.mark.parametrize("per_token", [False, True])
 def test_rows_of_sessions_by_the_recipe(per_token: bool, record_property: Any) -> None:
-    """`session_mean` and `prompt_mean` by verl's registries; with per-token loss beside its guarded engine."""
+    """`session_mean` and `prompt_mean` by verl's registries, proved."""
     for found in run_ranks(DP * CP, by_the_recipe, checkout(VERL), per_token):
         assert max(found["error"]) < TOLERANCE < 1e-2 < min(found["distance"])
         record_errors(record_property, VERL, "rows of sessions, by weights", ours=max(found["error"]))
+
+
+def test_weights_that_the_recipe_forgot_stop_the_first_step(record_property: Any) -> None:
+    launch = DP * CP, by_the_recipe, checkout(VERL), False, True
+    assert_stopped(record_property, VERL, "the recipe's weights not sent", OTHER, *launch)
+
+
+def test_a_mask_shifted_in_the_loss_stops_the_recipe(tmp_path: Path, record_property: Any) -> None:
+    root = planted(VERL, tmp_path, {TERMS: (MASK, MASK.replace("(bool)", "(bool).roll(1, 1)"))})
+    assert_stopped(record_property, VERL, "mask shifted, by the recipe", OTHER, DP * CP, by_the_recipe, root, False)

@@ -1,0 +1,28 @@
+"""verl: the proof that the first step trains on the weights of `verl_rows`, and exact counts under context parallelism.
+
+actor_rollout_ref.model.external_lib=verl_rows_proof
+"""
+
+from typing import Any
+
+import torch
+from verl.workers.utils import losses
+from verl_rows import MODE
+
+from megatron_rl_loss import LossPaths, WeighedMicrobatch, prove_policy_loss
+from megatron_rl_loss.frameworks.verl import install, response_mask_of, response_samples
+
+ROWS = LossPaths(f"{losses.__name__}:no_padding_2_padding", "data.advantages", {"data.old_log_probs": "old"})
+
+
+def describe(given: dict[str, Any]) -> WeighedMicrobatch:
+    """The micro-batch of a call of `ppo_loss`: this recipe's weights are a column beside the advantages."""
+    data, mask = given["data"], response_mask_of(given["data"])
+    numbers, plain = (torch.nested.to_padded_tensor(data[name], 0) for name in ("unit_numbers", "advantages"))
+    ids: Any = {"ids": {"session": numbers[:, 0]}} if MODE == "session_mean" else {"prompt_ids": numbers[:, 0]}
+    samples = response_samples(mask.float(), **ids)
+    return WeighedMicrobatch(samples, torch.ones(mask.shape), plain, is_followed=False)
+
+
+install(proves=False)
+PROOF = prove_policy_loss(losses, "ppo_loss", ROWS, MODE, describe, engine="verl", units="active").proof

@@ -1,0 +1,52 @@
+"""Group sizes and counts that an engine names, against those that came."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_rl_loss import StepTotals
+from megatron_rl_loss.modes.aggregation import resolve
+from megatron_rl_loss.proof.promises import misgrouped, other_count
+
+MASKS = [[1, 1], [1], [1, 0, 1], [0, 1]]
+SHARED, APART = "prompts share an id", "ids differ within a group, or the mini-batch was shuffled"
+
+
+@pytest.mark.parametrize(
+    ("ids", "promised", "mode", "says"),
+    [
+        ("aabb", 2, "prompt_mean", ""),
+        ("aaab", 2, "prompt_mean", SHARED),  # unequal
+        ("aaaa", 2, "prompt_mean", SHARED),  # merged
+        ("abcd", 2, "prompt_mean", APART),  # split
+        ("aabc", 2, "prompt_mean", ""),  # as a filter leaves them
+        ("abcd", 1, "prompt_mean", ""),
+        ("aaaa", 2, "sample_mean", ""),
+        ("aaaa", None, "prompt_mean", ""),
+        ("aaaa", 2, "session_mean", ""),
+    ],
+)
+@pytest.mark.parametrize("is_sure", [True, False])
+def test_groups(ids: str, promised: int | None, mode: str, says: str, is_sure: bool) -> None:
+    totals = StepTotals.from_loss_masks(MASKS, prompt_ids=list(ids), ids={"session": list(ids)})
+    found = misgrouped(totals, promised, resolve(mode), is_sure=is_sure)
+    assert any(says in one for one in [*found.faults, *found.doubts]) == (says != "")
+    assert len(found.faults) == (says == SHARED and is_sure), "only a number that is sure is evidence"
+
+
+@pytest.mark.parametrize(
+    ("count", "low", "high", "is_reason"),
+    [
+        (8.0, 0.5, 0.5, True),
+        (8.0, 0.4, 0.4, False),
+        (8.0, 0.5, 0.6, False),
+        (4.0, 1.0, 1.0, False),
+        (None, 0.5, 0.5, False),
+    ],
+)
+def test_the_samples_by_which_an_engine_divides(count: float | None, low: float, high: float, is_reason: bool) -> None:
+    compared: Any = SimpleNamespace(totals=StepTotals.from_loss_masks(MASKS), low=low, high=high)
+    compared.totals.units["sample"] = SimpleNamespace(all=4)
+    says = other_count(count, compared)
+    assert says.startswith("the engine divides by 8 samples, and the step has 4") == is_reason == (says != "")
