@@ -5,15 +5,13 @@
 The task is designed to show it. Are the ones among six bits odd or even? The policy guesses at once ("=1", right half
 of the time), or writes the running parities first ("#101100=0", right nearly always). A right answer ends the episode;
 after a wrong one nothing can be won any more: see --after-wrong. Arms of a seed share start, problems, random numbers.
-`token_mean` is asked. "default" is Megatron's loss without --calculate-per-token-loss: its weights by formula or, with
---through-megatron, its own schedule, which needs megatron-core.
+"default" weighs as Megatron without --calculate-per-token-loss; with --through-megatron its own schedule runs.
 """
 
 import argparse
 import copy
 import json
 import random
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from functools import lru_cache, partial
@@ -23,14 +21,14 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from matter.policy import GPT
-from matter.report import HEADER, late, plot, row
+from matter.report import late, plot, read, table
 from torch import Generator, Tensor, nn
 
 from megatron_rl_loss import Samples, plan_step, weights_column
 
 BITS, PROMPT, LIMIT, VOCABULARY, GROUP, STEPS = 6, 7, 24, 8, 8, 40
 ANSWER, WORK, GO_ON, STOP, ASK = 2, 3, 4, 5, 6  # tokens; 0 and 1 are bits
-AFTER_WRONG = {"limit": "it goes on to 24 tokens", "end": "the episode ends", "free": "it may stop; never works it out"}
+AFTER_WRONG = {"limit": "goes on to 24 tokens", "free": "may stop; never works it out", "end": "ends too"}
 
 
 def problems(count: int, rng: random.Random) -> tuple[Tensor, Tensor]:
@@ -138,8 +136,8 @@ def backward_in_megatron(arm: Arm, model: Any, batch: Batch, generator: Generato
     from megatron.core.transformer import TransformerConfig
 
     if not torch.distributed.is_initialized():
-        store = f"file://{tempfile.mkdtemp()}/store"
-        torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+        alone: Any = torch.distributed.HashStore()  # type: ignore[attr-defined]
+        torch.distributed.init_process_group("gloo", store=alone, rank=0, world_size=1)
         parallel_state.initialize_model_parallel()
     model.config = TransformerConfig(num_layers=2, hidden_size=32, num_attention_heads=4)
     model.set_input_tensor, model.model_type = lambda received: None, None  # which a Megatron model has
@@ -152,9 +150,7 @@ def backward_in_megatron(arm: Arm, model: Any, batch: Batch, generator: Generato
         rows, mask, microbatch = next(step)
 
         def loss_func(losses: Tensor) -> Any:
-            if arm.exact:
-                return microbatch.loss(losses.flatten())
-            return (losses * mask).sum(), mask.sum().int(), {}
+            return microbatch.loss(losses.flatten()) if arm.exact else ((losses * mask).sum(), mask.sum().int(), {})
 
         return token_losses(model, batch, rows), loss_func
 
@@ -197,30 +193,25 @@ def main() -> None:
         parser.error(f"--plot {args.plot}: no picture has that ending. Write .png, .pdf or .svg.")
     torch.set_num_threads(1)
     try:
-        args.output.open("a").close()
-        lines = [json.loads(line) for line in args.output.read_text().splitlines()]
-        runs = [run for run in lines if run["in_megatron"] == args.through_megatron]
+        runs = read(args.output)
     except (OSError, ValueError, LookupError, TypeError) as error:
         parser.error(f"--output {args.output}: {error!r}. Name a file that this script wrote, or a new one.")
     setting: dict[str, Any] = {"after_wrong": args.after_wrong, "in_megatron": args.through_megatron}
     arms = ARMS if setting == {"after_wrong": "limit", "in_megatron": False} else ARMS[:2]
     keys = [(arm, setting | {"arm": arm.name, "seed": seed}) for seed in dict.fromkeys(args.seeds) for arm in arms]
-    missing = [(arm, key) for arm, key in keys if not any(run | key == run for run in runs)]
-    begun = time.monotonic()
+    missing, begun = [(arm, key) for arm, key in keys if not any(run | key == run for run in runs)], time.monotonic()
     for done, (arm, key) in enumerate(missing, 1):
-        seed = key["seed"]
-        start = copy.deepcopy(warm_start(seed, args.after_wrong))
+        start = copy.deepcopy(warm_start(key["seed"], args.after_wrong))
         learn = partial(backward_in_megatron if args.through_megatron else backward, arm)
-        runs.append(key | {"log": train(start, seed, args.after_wrong, learn)})
+        runs.append(key | {"log": train(start, key["seed"], args.after_wrong, learn)})
         with args.output.open("a") as file:
             file.write(json.dumps(runs[-1]) + "\n")
         left = (time.monotonic() - begun) / done * (len(missing) - done)
         rewards = f"reward {runs[-1]['log'][0]['reward']:.2f} -> {late(runs[-1], 'reward'):.2f}"
-        print(f"seed {seed}, {arm.name}: {rewards}; {left:.0f} s left", flush=True)
-    shown = [run for run in runs if run | setting == run]
-    if not shown:
-        parser.error(f"--output {args.output} has no runs of {setting}, and --seeds names none. Pass --seeds 0 1 2.")
-    print(HEADER, *(row(shown, arm.name, EXACT.name) for arm in arms), sep="\n")
+        print(f"seed {key['seed']}, {arm.name}: {rewards}; {left:.0f} s left", flush=True)
+    if not runs:
+        parser.error(f"--output {args.output} has no runs, and --seeds names none. Pass --seeds 0 1 2.")
+    print(table(runs, AFTER_WRONG, EXACT.name))
     if args.plot:
         plot(runs, [arm.name for arm in ARMS], args.plot)
 

@@ -37,7 +37,7 @@ from does_it_matter import (
     weights_of,
 )
 from matter.policy import GPT
-from matter.report import HEADER, late, row
+from matter.report import columns, late, read
 from torch import Generator, Tensor, nn
 
 from megatron_rl_loss import weights_column
@@ -205,11 +205,10 @@ def main() -> None:
     parser.add_argument("--only", default="", help="regular expression of the variations to run")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    args.output.open("a").close()
-    runs = [json.loads(line) for line in args.output.read_text().splitlines()]
+    runs = read(args.output)
     for seed in args.seeds:
         for variation in VARIATIONS:
-            key = {"arm": variation.name, "seed": seed}
+            key = {"after_wrong": "limit", "in_megatron": False, "arm": variation.name, "seed": seed}
             if re.search(args.only, variation.name) and not any(run | key == run for run in runs):
                 start = copy.deepcopy(warm_start(seed, "limit"))
                 torch.manual_seed(seed)
@@ -219,9 +218,11 @@ def main() -> None:
                 with args.output.open("a") as file:
                     file.write(json.dumps(runs[-1]) + "\n")
                 print(f"seed {seed}, {variation.name}: {late(runs[-1], 'reward'):.2f}", flush=True)
-    exact = [json.loads(line) for line in args.exact.read_text().splitlines()]
-    exact = [run for run in exact if run["after_wrong"] == "limit" and not run["in_megatron"]]
-    print(HEADER, *(row(exact + runs, x.name, x.against) for x in VARIATIONS), sep="\n")
+    exact = [run for run in read(args.exact) if run["after_wrong"] == "limit" and not run["in_megatron"]]
+    print("| variation | reward | difference |\n| --- | --- | --- |")
+    rows = [[x.name, *columns(exact + runs, x.name, x.against)[:2]] for x in VARIATIONS]
+    for row in sorted(rows, key=lambda row: -float(row[2].partition(",")[0] or 0)):
+        print("|", " | ".join(row), "|")
 
 
 if __name__ == "__main__":

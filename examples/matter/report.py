@@ -1,13 +1,20 @@
 """The table and the picture of runs: reward, share that works it out, length of wrong responses."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 Run = dict[str, Any]  # arm, seed, after_wrong, in_megatron, and a log of evaluations
 #: Okabe and Ito's colours, which the colour-blind tell apart; dashes, too, tell the arms apart.
 STYLES = [("#0072b2", "-"), ("#d55e00", "-"), ("#cc79a7", "--"), ("#009e73", ":")]
-HEADER = "| arm | reward | difference | share that works it out | tokens of a wrong response | seeds |\n|" + "---|" * 6
+
+
+def read(path: Path) -> list[Run]:
+    """The runs of a file of JSON lines, which is made where there is none."""
+    path.open("a").close()
+    runs = [json.loads(line) for line in path.read_text().splitlines()]
+    return [{name: run[name] for name in ("after_wrong", "in_megatron", "arm", "seed", "log")} for run in runs]
 
 
 def late(run: Run, name: str) -> float | None:
@@ -16,14 +23,27 @@ def late(run: Run, name: str) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def row(runs: Sequence[Run], arm: str, against: str) -> str:
-    """A row of the table: means and ranges over seeds, and the paired difference of rewards from another arm."""
+def columns(runs: Sequence[Run], arm: str, against: str) -> list[str]:
+    """Reward, its paired difference from another arm, the share that works it out, and lengths of wrong responses."""
     ours, theirs = ({run["seed"]: run for run in runs if run["arm"] == name} for name in (arm, against))
     reward, works, wrong = ([late(run, name) for run in ours.values()] for name in ("reward", "works", "wrong"))
     pairs = [(late(ours[seed], "reward"), late(theirs[seed], "reward")) for seed in ours if seed in theirs]
     less = [a - b for a, b in pairs if a is not None and b is not None] if arm != against else []
-    columns = [spread(reward), spread(less, "+.2f"), spread(works), spread(wrong, ".1f")]
-    return " | ".join([f"| {arm}", *columns, f"{len(ours)} |"])
+    return [spread(reward), spread(less, "+.2f"), spread(works), spread(wrong, ".1f"), str(len(ours))]
+
+
+def table(runs: Sequence[Run], after_wrong: Mapping[str, str], against: str) -> str:
+    """Means and ranges over seeds of every arm in every setting."""
+    header = "after a wrong answer | arm | reward | difference | works it out | tokens of a wrong response | seeds"
+    lines = [header, " | ".join(["---"] * 7)]
+    for in_megatron in (False, True):
+        for setting, text in after_wrong.items():
+            key = {"after_wrong": setting, "in_megatron": in_megatron}
+            ran = [run for run in runs if run | key == run]
+            text += ", in Megatron's schedule" * in_megatron
+            arms = dict.fromkeys(run["arm"] for run in ran)
+            lines += [" | ".join([text, arm, *columns(ran, arm, against)]) for arm in arms]
+    return "\n".join(f"| {line} |" for line in lines)
 
 
 def spread(values: Sequence[float | None], digits: str = ".2f") -> str:
@@ -46,7 +66,9 @@ def plot(runs: Sequence[Run], arms: Sequence[str], path: Path) -> None:
     figure, axes = pyplot.subplots(1, 3, figsize=(12, 4.2), layout="constrained")
     for axis, title, (name, task, top) in zip(axes, titles, panels, strict=True):
         for arm, (color, dashes) in zip(arms, STYLES, strict=True):
-            logs = [run["log"] for run in runs if (run["arm"], run["after_wrong"]) == (arm, task)]
+            logs = [
+                run["log"] for run in runs if (run["arm"], run["after_wrong"], run["in_megatron"]) == (arm, task, False)
+            ]
             if not logs:
                 continue
             steps = [seen["step"] for seen in logs[0]]

@@ -62,19 +62,13 @@ def test_megatrons_own_schedule_makes_the_same_gradient() -> None:
 
 
 def test_the_pages_tables_are_those_that_are_printed() -> None:
-    for words in ([], ["--after-wrong", "free"], ["--after-wrong", "end"], ["--through-megatron"]):
-        printed = run("--output", str(ROOT / "docs/matter/runs.jsonl"), *words)
+    runs, variations = (str(ROOT / f"docs/matter/{name}.jsonl") for name in ("runs", "variations"))
+    vary = [sys.executable, str(ROOT / "tools/vary_matter.py"), "--exact", runs, "--output", variations]
+    for printed in (run("--output", runs), subprocess.run(vary, capture_output=True, text=True, timeout=300)):
         assert printed.returncode == 0, printed.stderr
-        for line in printed.stdout.splitlines()[2:]:
+        assert len(printed.stdout.splitlines()) > 10
+        for line in printed.stdout.splitlines():
             assert line in PAGE, line
-    command = [sys.executable, str(ROOT / "tools/vary_matter.py"), "--exact", str(ROOT / "docs/matter/runs.jsonl")]
-    command += ["--output", str(ROOT / "docs/matter/variations.jsonl")]
-    printed = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert printed.returncode == 0, printed.stderr
-    assert len(printed.stdout.splitlines()) > 20
-    for line in printed.stdout.splitlines()[2:]:
-        name, reward, difference, *_ = (column.strip() for column in line.strip("| ").split("|"))
-        assert f"| {name} | {reward} | {difference} |" in PAGE, line
 
 
 @pytest.mark.parametrize(
