@@ -2,10 +2,11 @@
 
 import functools
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, get_args
 
 from megatron_rl_loss.errors import check_choice, is_number
-from megatron_rl_loss.modes.table import Mode, ModeFunction, find_mode
+from megatron_rl_loss.modes.table import Mode, ModeFunction, ModeInputs, find_mode
 from megatron_rl_loss.step.units import UnitCounting
 
 
@@ -48,9 +49,21 @@ class Aggregation:
         return f"{self.mode.name}{divisor}" + f", unit counting {self.units}" * (self.units != "all")
 
     def describe(self) -> str:
-        """All settings in a line: for the log, and for ranks to compare."""
+        """All settings in a line, for the log."""
         divisor = "" if self.divisor is None else f", divisor {self.divisor:.15g}"
         return f"loss aggregation: {self.mode.name}{divisor}, unit counting {self.units}"
+
+    @cached_property
+    def compared(self) -> str:
+        """The settings that micro-batches and ranks must have alike.
+
+        A function of the user's is in them with a digest, since its name does not say what it does.
+        """
+        if getattr(self.mode.function, "__module__", None) == ModeInputs.__module__:
+            return self.describe()
+        from megatron_rl_loss.modes.fingerprint import fingerprint
+
+        return f"{self.describe()} (function {fingerprint(self.mode)})"
 
 
 def resolve(

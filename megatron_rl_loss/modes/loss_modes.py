@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from megatron_rl_loss.errors import check_mapping
 from megatron_rl_loss.modes.aggregation import Aggregation, resolve
-from megatron_rl_loss.modes.table import Mode, ModeFunction, ModeInputs
+from megatron_rl_loss.modes.table import Mode, ModeFunction
 from megatron_rl_loss.modes.weights import rehearse
 from megatron_rl_loss.step.samples import Samples
 from megatron_rl_loss.step.units import Sum, UnitCounting
@@ -66,8 +66,8 @@ class LossModes:
 
     def describe(self) -> str:
         """All settings that ranks must have alike, in a line."""
-        terms = [f"term {name}: {_compared(aggregation)}" for name, aggregation in sorted(self.terms.items())]
-        return "; ".join([_compared(self.policy), *terms])
+        terms = [f"term {name}: {aggregation.compared}" for name, aggregation in sorted(self.terms.items())]
+        return "; ".join([self.policy.compared, *terms])
 
     @property
     def sums(self) -> list[Sum]:
@@ -82,13 +82,3 @@ class LossModes:
             for name in (None, *masks):
                 asked |= rehearse(aggregation, samples.with_mask(name))
         return asked
-
-
-def _compared(aggregation: Aggregation) -> str:
-    """The aggregation as text; a function of the user's with a digest, since its name does not say what it does."""
-    mode = aggregation.mode
-    if getattr(mode.function, "__module__", None) == ModeInputs.__module__:
-        return aggregation.describe()
-    from megatron_rl_loss.modes.fingerprint import fingerprint
-
-    return f"{aggregation.describe()} (function {fingerprint(mode)})"

@@ -55,7 +55,7 @@ def parts_of(key: str, ids: Ids | Sequence[Ids], lengths: Sequence[int]) -> Part
         return Parts(keys, np.arange(len(lengths)))
     check_one_each(name, len(ids), "loss masks", len(lengths))
     rows = [_plain(row) for row in ids]
-    if (given := [len(row) if _is_row(row) else 1 for row in rows]) != list(lengths):
+    if (given := [len(row) if _is_row(row) else None for row in rows]) != list(lengths):
         raise ValueError(
             f"{name} with rows of {given[:8]} entries for loss masks of {lengths[:8]}: each row must be as long as its "
             "sample's mask. Pass one id per entry, -1 where a token is in no unit."

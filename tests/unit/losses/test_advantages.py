@@ -192,6 +192,7 @@ def test_ratios_in_the_place_of_log_ratios_are_warned_of(caplog: pytest.LogCaptu
     """exp of them is near e, and a cap of 2 would bind everywhere; rejection would judge all alike."""
     near = torch.tensor([0.1, -0.2, 0.05, -0.01])
     log_ratios = near, near.abs(), near + 5, -near.exp(), near.exp() * 0.5, near.exp() * 1.6, torch.ones(1), near[:0]
+    log_ratios += torch.tensor([0.0, 1.9, 1.1]), torch.tensor([-0.1, 1.9, 1.1])  # no ratio is 0 or below
     for sound in log_ratios:
         importance_weights(sound, high=2.0)
         surviving_masks([torch.ones(len(sound))], [sound], high=2.0)

@@ -193,6 +193,17 @@ def test_a_rest_where_the_teacher_gave_nothing() -> None:
     assert leaf.grad.tolist() == [0, 0]
 
 
+def test_the_teachers_rest_is_a_constant() -> None:
+    """Beside a student without a graph, where it would train nothing, its graph is refused."""
+    student, teacher = (torch.tensor([[p, 0.25]]).log() for p in (0.5, 0.25))
+    rest, teacher_rest = (torch.tensor([p]).log().requires_grad_() for p in (0.25, 0.5))
+    rests = {"log_rest": rest, "teacher_log_rest": teacher_rest}
+    at_ids(student.requires_grad_(), teacher, kind="forward_kl", **rests).sum().backward()
+    assert (rest.grad is None, teacher_rest.grad is None) == (False, True)
+    with pytest.raises(ValueError, match="log_probs without a graph, and teacher_log_rest with one"):
+        at_ids(student.detach(), teacher, kind="forward_kl", **rests)
+
+
 @EVERY
 def test_an_impossible_id_of_the_student(kind: Any, tail: Any) -> None:
     """A log-prob of -inf, outside of kept ids: 0 log 0 is 0, and a forward KL is infinite, as it is."""

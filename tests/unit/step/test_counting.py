@@ -177,6 +177,8 @@ CASES: dict[str, Case] = {
     "turns of two types on a rank": Case("dp4", lambda r: samples(ids=turns(0, 1)) + samples(
                                          ids=turns("a", "b") if r == 3 else turns(2, -1)),
                                          ("rank 3: ValueError: micro-batches with ids of .*int per token",)),
+    "turns of 0, and strings": Case("dp4", lambda r: samples(ids=turns(0, 0)) + samples(ids=turns("a", "b")) * (r == 3),
+                                    ("rank 3: ValueError: micro-batches with ids of .*int per token",)),
     "no turn in one micro-batch": Case("dp4", lambda r: samples([[0] * 8] * 2, ids=turns(-1, -1)) + samples(
                                        ids=turns(f"a{r}", "b"))),
     "two prompts on one rank": Case("dp4", lambda r: samples(rollout_ids=[r, r], prompt_ids=["a", "ba"[r > 0]]),

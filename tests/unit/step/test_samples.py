@@ -304,6 +304,11 @@ test_refusals = refusal_tests(
             error=TypeError,
         ),
         **refusals(
+            partial(Samples, [[1], [1]]),
+            ({"ids": {"turn": [[1], 2]}}, r"with rows of \[1, None\] entries for loss masks of \[1, 1\]",
+             {"ids": {"turn": [[1], [2]]}}),
+        ),
+        **refusals(
             partial(Samples, [TWO] * 2),
             ({"prompt_ids": [0, "0"]}, "holds 0 and '0': these are two ids", {"prompt_ids": [0, "1"]}),
         ),
