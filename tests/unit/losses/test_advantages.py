@@ -26,6 +26,7 @@ from megatron_rl_loss import (
     keep_sequences,
     rloo_advantages,
     surviving_masks,
+    weights_column,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:all rewards are equal", "ignore:every prompt group has one sample")
@@ -137,6 +138,10 @@ def on_rank() -> dict[str, Any]:
         found["unlike"] = outcome_of(lambda: function(torch.tensor(rewards), prompts, **how))  # noqa: B023
         several = [torch.tensor(rewards), torch.arange(3.0) * (rank + 1)]
         found["gdpo"] = gdpo_advantages(several, prompts, weights=(1, 3), dp_group=dist.group.WORLD).tolist()
+        masks = [[1.0]] * (1 + rank)
+        found["weights"] = [float(one) for one in weights_column("token_mean", masks, dp_group=dist.group.WORLD)]
+        found["weights alone"] = [float(one) for one in weights_column("token_mean", masks, dp_group=None)]
+        found["weights, unstated"] = outcome_of(lambda: weights_column("token_mean", masks))  # noqa: B023
         found["unstated"] = outcome_of(lambda: function(torch.tensor(rewards), prompts))  # noqa: B023
         found["gdpo, unstated"] = outcome_of(lambda: gdpo_advantages(several, prompts))  # noqa: B023
         found["alone"] = function(torch.tensor(rewards), prompts, dp_group=None).tolist()
@@ -154,7 +159,10 @@ def test_over_ranks() -> None:
     second = [(float(i % 3 * (i // 3 + 1)), prompt, i) for i, (_, prompt, _) in enumerate(BATCH)]
     expected = stated_together([alone, second], (1, 3))
     assert by_rank[0]["gdpo"] + by_rank[1]["gdpo"] == pytest.approx(expected, rel=oracle.EXACT, abs=1e-7)
+    assert [rank["weights"] for rank in by_rank] == [[pytest.approx(1 / 3)], [pytest.approx(1 / 3)] * 2]
+    assert [rank["weights alone"] for rank in by_rank] == [[1.0], [0.5, 0.5]]
     for rank in by_rank:
+        assert rank["weights, unstated"].startswith("ValueError: weights in a job of 2 ranks without a dp_group")
         for name in ("unstated", "gdpo, unstated"):
             assert rank[name].startswith("ValueError: advantages in a job of 2 ranks without a dp_group: a prompt's")
     halves = [*stated(alone[:3], "leave one out"), *stated(alone[3:], "leave one out")]

@@ -52,7 +52,7 @@ test_refusals = refusal_tests(
         **refusals(
             plan([TWO]).finish,
             (({"pg_loss": X},), "reports is one report", ([{"pg_loss": X}],)),
-            (([(X, {"pg_loss": X})],), r"reports of \['tuple'\]: they must be the dicts", ([{"pg_loss": X}],)),
+            (([(X, {"pg_loss": X})],), "reports of tuples: they must be the dicts", ([{"pg_loss": X}],)),
             error=TypeError,
         ),
         **refusals(
