@@ -223,8 +223,8 @@ def check_loss(
         remedy = "Describe its call in LossCall(rows=..., takes=..., names=...), or wrap the function."
         if "returns a tuple" in failure.args[1]:
             remedy = (
-                'Megatron scales a tuple such as (loss, num_tokens, report): pass call="megatron", or "megatron per '
-                'token" with calculate_per_token_loss.'
+                'Megatron scales a tuple such as (loss, num_tokens, report): pass call="megatron", or '
+                '"megatron_per_token" with calculate_per_token_loss.'
             )
         raise ValueError(
             f"{name} with a step of two full rows: {failure.args[1]}; it must return one number with a gradient, given "

@@ -289,7 +289,7 @@ def _derivative(call: Callable[[], Any], values: Tensor, where: str) -> Tensor:
         raise CallFailed("raises", f"it raises {type(error).__name__}: {said}{where}") from error
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
         what = f"{loss.dtype} of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-        raise CallFailed("no loss", f"it returns {what}, not one number{where}")
+        raise CallFailed("no loss", f"it returns {what}, not a tensor with one number{where}")
     if not loss.requires_grad:
         raise CallFailed("no graph", f"its result has no graph, so nothing is trained{where}")
     (gradient,) = torch.autograd.grad(loss, values, allow_unused=True)

@@ -147,7 +147,8 @@ class AggregatedPGLossFn:
             masks = (data["token_mask"][rows, 1:].float() * data["sample_mask"][rows, None]).cpu()
             ids = None if prompts is None else prompts[rows]
             for name, one in self._modes.items():
-                of_rows = weights_column(one.mode, list(masks), divisor=one.divisor, units=one.units, prompt_ids=ids)
+                settings: dict[str, Any] = {"divisor": one.divisor, "units": one.units, "dp_group": None}
+                of_rows = weights_column(one.mode, list(masks), prompt_ids=ids, **settings)
                 weights = torch.stack(of_rows)
                 if self.loss_type.value == "token_level":
                     column = pad(weights * masks.sum(), (1, 0))

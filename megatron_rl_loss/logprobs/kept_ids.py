@@ -58,6 +58,8 @@ def check_keep(keep: Keep | None, shape: torch.Size, columns: int) -> Keep | Non
         return keep
     if keep is None:
         return None
+    if not isinstance(keep, Tensor):
+        raise TypeError(f"keep is a {type(keep).__name__}: it must be a mask of bools or KeptIds. Pass either.")
     if keep.dtype != torch.bool or tuple(keep.shape) not in ((*shape, columns), (columns,)):
         raise ValueError(
             f"a keep-mask of {keep.dtype}, shape {tuple(keep.shape)}: it must be bool, {(*shape, columns)} or "

@@ -25,7 +25,7 @@ from torch import Tensor
 from megatron_rl_loss.errors import check_within, is_int, require
 from megatron_rl_loss.logprobs.kept_ids import Keep, KeptIds, check_keep
 from megatron_rl_loss.step.collectives import Group, rank_in, size_of
-from megatron_rl_loss.step.masks import Array, on_device
+from megatron_rl_loss.step.masks import Array, on_device, to_array
 
 #: Bool or numbers, one per token. On the host best: one on a device is read, and the host waits for it.
 TokenMask = Tensor | Array | Sequence[Any]
@@ -356,7 +356,13 @@ def _rows_of(token_mask: TokenMask | None, shape: torch.Size) -> npt.NDArray[np.
     """Places of the tokens that are read; None for all of them."""
     if token_mask is None:
         return None
-    mask = (token_mask != 0).numpy(force=True) if isinstance(token_mask, Tensor) else np.asarray(token_mask) != 0
+    given = to_array(token_mask)
+    if given.dtype.kind not in "biuf" or not (given >= 0).all():
+        raise ValueError(
+            f"a token mask with {given.min() if given.dtype.kind in 'iuf' else given.dtype}: it must hold bools, or "
+            "numbers >= 0. Pass the loss mask, neither labels nor an attention mask that is added to scores."
+        )
+    mask = given != 0
     if mask.shape != shape:
         raise ValueError(
             f"a token mask of shape {mask.shape}: it must have one entry per token, {tuple(shape)}. Cut it for this "

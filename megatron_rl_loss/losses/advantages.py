@@ -1,5 +1,6 @@
 """Advantages: of samples within their prompt groups, and of tokens by a critic."""
 
+import math
 import warnings
 from collections.abc import Sequence
 from types import EllipsisType
@@ -8,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_rl_loss.errors import check_within
+from megatron_rl_loss.errors import check_within, is_number
 from megatron_rl_loss.losses.place import Place, tokens_of
 from megatron_rl_loss.losses.scans import segment_scan
 from megatron_rl_loss.step.collectives import Group, gather_parts, rank_in, stated_dp_group
@@ -86,9 +87,9 @@ def gdpo_advantages(
     check_within("epsilon", epsilon, "(0, inf)", "1e-6 is usual")
     groups = _Groups(rewards, prompt_ids, rollout_ids, dp_group)
     weights = [1.0] * len(rewards) if weights is None else weights
-    if len(weights) != len(rewards):
+    if len(weights) != len(rewards) or not all(is_number(one) and math.isfinite(one) for one in weights):
         raise ValueError(
-            f"{len(weights)} weights for {len(rewards)} rewards: each must have a weight. Pass both in order."
+            f"weights {weights} for {len(rewards)} rewards: each must have a finite number. Pass both in order."
         )
     together = np.tensordot(weights, groups.by_std(epsilon), 1)
     variance = (groups.counts * together**2).sum() / max(groups.counts.sum() - 1, 1)
@@ -131,19 +132,27 @@ class _Groups:
         rollout_ids: Ids | None,
         stated_group: Group | EllipsisType | None,
     ) -> None:
+        if isinstance(rewards, Tensor | np.ndarray):
+            raise TypeError(
+                f"rewards of shape {tuple(rewards.shape)}: they must be a list, one of [num_samples] per reward. Pass "
+                "list(rewards), or list(rewards.T) of [num_samples, num_rewards]."
+            )
         rule = "a prompt's samples may lie on several ranks, and their mean is over all of these"
         dp_group = stated_dp_group(stated_group, "advantages", rule)
 
         def prepare() -> tuple[Floats, Keys, Keys, list[str]]:
-            mine = [to_array(one).astype(np.float64) for one in rewards]
+            arrays = [to_array(one) for one in rewards]
+            for kind in {one.dtype.kind for one in arrays} - set("biuf"):
+                raise TypeError(f"rewards of dtype {kind!r}: they must be real numbers. Pass a tensor, array or list.")
+            mine = [one.astype(np.float64) for one in arrays]
             shapes = {one.shape for one in mine}
             if len(shapes) != 1 or any(one.ndim != 1 or not np.isfinite(one).all() for one in mine):
                 raise ValueError(
                     f"rewards of shape {' and '.join(map(str, sorted(shapes))) or 'none'}: they must be 1-D and "
                     "finite. Pass one finite reward per sample."
                 )
-            prompts = as_ids("prompt_ids", prompt_ids, len(mine[0]))
-            rollouts = prompts if rollout_ids is None else as_ids("rollout_ids", rollout_ids, len(mine[0]))
+            prompts = as_ids("prompt_ids", prompt_ids, len(mine[0]), "rewards")
+            rollouts = prompts if rollout_ids is None else as_ids("rollout_ids", rollout_ids, len(mine[0]), "rewards")
             kinds = [kind_of_ids(ids) for ids in (prompt_ids, rollout_ids) if ids is not None]
             return np.stack(mine), prompts, rollouts, kinds
 

@@ -16,7 +16,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from megatron_rl_loss.errors import check_choice, check_one_each, check_within
+from megatron_rl_loss.errors import check_choice, check_float, check_one_each, check_within, require
 from megatron_rl_loss.losses.ratio import at_least_float32, check_shape
 from megatron_rl_loss.step.masks import Mask
 
@@ -40,6 +40,7 @@ def importance_weights(log_ratio: Tensor, *, high: float, low: float = 0.0, outs
     """
     _check_bounds(low, high)
     check_choice("outside", outside, get_args(Outside))
+    check_float("log_ratio", log_ratio, "Pass old_log_probs - rollout_log_probs")
     log_ratio = at_least_float32(log_ratio.detach())
     _warn_of_ratios(log_ratio)
     return _within(log_ratio, low, high, outside)
@@ -76,6 +77,7 @@ def keep_sequences(mean_kl: Tensor, *, max_kl: float, advantages: Tensor | None 
 
     ``mean_kl`` is a `segment_mean`, of samples or, by `to_tokens`, at tokens. Off-policy sequence masking takes that
     of ``old_log_probs - log_probs``. With `advantages`, which broadcast to it, sequences of A >= 0 are always kept.
+    NaN stays NaN, and so is the loss that it multiplies.
 
     Raises ValueError for a `max_kl` that is not finite and above 0, and advantages that do not broadcast.
     Source: off-policy sequence masking, DeepSeek-V3.2, arXiv:2512.02556; whole sequences for all signs, as trust region
@@ -86,7 +88,7 @@ def keep_sequences(mean_kl: Tensor, *, max_kl: float, advantages: Tensor | None 
     if advantages is not None:
         check_shape("advantages", advantages, mean_kl, broadcasts=True)
         rejected = rejected & (advantages < 0)
-    return (~rejected).to(mean_kl.dtype)
+    return (~rejected).to(mean_kl.dtype).masked_fill(mean_kl.isnan(), math.nan)
 
 
 def surviving_masks(
@@ -105,7 +107,8 @@ def surviving_masks(
             of the mean; both reject whole samples.
 
     Raises ValueError for log-ratios that require grad (those of the policy in training are not known before the step's
-    first forward: give them weights of 0, or use `Plan.keep`), lengths that differ, and as `importance_weights`.
+    first forward: give them weights of 0, or use `Plan.keep`), NaN at active tokens, lengths that differ, and as
+    `importance_weights`.
     """
     check_choice("level of rejection", level, get_args(Level))
     check_one_each("log-ratios", len(log_ratios), "loss masks", len(loss_masks))
@@ -120,6 +123,11 @@ def surviving_masks(
                 "pass, which makes these log-probs. Use old_log_probs - rollout_log_probs, or give rejected tokens "
                 "importance weights of 0, which leaves them in the counts."
             )
+        require(
+            ~(log_ratio.isnan() & (mask != 0).to(log_ratio.device)).any(),
+            lambda i=i: f"log-ratios of sample {i} with NaN at an active token",  # type: ignore[misc]
+            "no bound can judge them, so the token would be dropped. Mask the token, or mend its log-probs.",
+        )
         judged = log_ratio.double()
         if judged.is_cpu and mask.is_cpu:
             active.append(judged[mask != 0])

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_rl_loss.errors import check_float, check_within, require
 from megatron_rl_loss.losses.place import Place, tokens_of
-from megatron_rl_loss.step.masks import Array, on_device
+from megatron_rl_loss.step.masks import Array, on_device, to_array
 from megatron_rl_loss.step.values import check_values
 
 #: The tokens of a loss, or their mask in the shape of its values.
@@ -46,8 +46,14 @@ class RatioBounds:
     @classmethod
     def around_1(cls, clip_low: float, clip_high: float | None, dual_clip: float | None = None) -> "RatioBounds":
         """From widths, checked."""
-        clip_high = clip_low if clip_high is None else clip_high
         check_within("clip_low", clip_low, "(0, 1]", "0.2 is usual")
+        if clip_high is None and 0.5 <= clip_low < 1:
+            raise ValueError(
+                f"clip_low is {clip_low!r}, without a clip_high: widths from 1, so the ratio would be clipped at "
+                f"{1 - clip_low:.3g} and {1 + clip_low:.3g}. Pass {1 - clip_low:.3g} for a bound of {clip_low:.3g}, or "
+                "clip_high= too."
+            )
+        clip_high = clip_low if clip_high is None else clip_high
         check_within("clip_high", clip_high, "(0, inf)", "0.2 or 0.28 is usual")
         if 1 < clip_high < 2:
             raise ValueError(
@@ -102,8 +108,13 @@ class Given:
         check_trained("log_probs", log_probs, old_log_probs=old_log_probs, importance_weights=weights)
         factors = [] if weights is None else [weights.detach()]
         log_probs, old, advantages, *factors = masked(local, log_probs, old_log_probs.detach(), advantages, *factors)
-        _check_log_probs("log_probs", log_probs.detach())
-        _check_log_probs("old_log_probs", old)
+        check_log_probs(log_probs=log_probs.detach(), old_log_probs=old)
+        if factors and not torch.compiler.is_compiling() and factors[0].numel():
+            require(
+                ~(factors[0].amin() < 0),  # NaN passes
+                lambda: f"importance_weights with values down to {factors[0].amin():.3g}",
+                "weights are ratios, 0 at least. Pass importance_weights(log_ratio, ...), not the log-ratio.",
+            )
         log_ratio = log_probs - old
         if factors:  # else 0 * inf of a rejected token would be NaN
             log_ratio = log_ratio.masked_fill((factors[0] == 0) & ~log_ratio.isfinite(), 0)
@@ -170,6 +181,14 @@ def masked_places(local: Masked, trained: Tensor) -> Tensor:
         given = torch.from_numpy(local) if isinstance(local, np.ndarray) else local
         check_float("a loss's input", trained, "Pass one float per token")
         check_shape("a mask", given, trained)
+        if not torch.compiler.is_compiling() and given.numel():
+            least = to_array(given).min() if given.is_cpu else given.amin()
+            require(
+                bool(least >= 0) if given.is_cpu else least >= 0,  # False of NaN
+                lambda: f"a mask with {least:.3g}",
+                "a mask has 1, or a weight above 0, where a token counts, and 0 elsewhere. Pass the loss mask, neither "
+                "labels nor an attention mask that is added to scores.",
+            )
         return (given == 0).to(trained.device, non_blocking=given.is_cpu)
     tokens = tokens_of(local)
     check_values("a loss's input", trained, tokens)
@@ -191,20 +210,26 @@ def check_shape(name: str, factor: Tensor, values: Tensor, *, broadcasts: bool =
             )
     fits = factor.shape == values.shape
     if broadcasts and factor.dim() <= values.dim():
-        fits = all(n in (1, m) for n, m in zip(factor.shape[::-1], values.shape[::-1], strict=False))
+        shape = (*[1] * (values.dim() - factor.dim()), *factor.shape)
+        fits = all(n in (1, m) for n, m in zip(shape, values.shape, strict=True))
+        # Of [tokens] or [1, tokens] beside [batch, tokens] every row would get the same values.
+        own = [n for n, m in zip(shape, values.shape, strict=True) if m > 1]
+        fits = fits and own == sorted(own, key=lambda n: n == 1)
     if not fits:
         raise ValueError(
             f"{name} of shape {tuple(factor.shape)} for values of shape {tuple(values.shape)}: both must have one "
-            f"shape{', or the first broadcast to the second' * broadcasts}. Cut both for the same rank, in the same "
-            "order; samples.in_buffer gives each token its sample's value."
+            f"shape{', or the first have one value for each row, or one for all' * broadcasts}. Cut both for the same "
+            "rank, in the same order; samples.in_buffer gives each token its sample's value."
         )
 
 
-def _check_log_probs(name: str, values: Tensor) -> None:
-    if values.numel() and not torch.compiler.is_compiling():
-        require(
-            ~(values.amax() > _HIGHEST_LOG_PROB),  # NaN passes
-            lambda: f"{name} with values up to {values.amax():.3g}",
-            "log-probs are at most 0. Megatron's loss is minus the log-prob: pass -loss, and check the order of the "
-            "arguments: advantages come third.",
-        )
+def check_log_probs(**inputs: Tensor) -> None:
+    """Raise ValueError for values that are no log-probs, masked tokens aside; NaN passes."""
+    for name, values in inputs.items():
+        if values.numel() and not torch.compiler.is_compiling():
+            require(
+                ~(values.amax() > _HIGHEST_LOG_PROB),
+                lambda name=name, values=values: f"{name} with values up to {values.amax():.3g}",  # type: ignore[misc]
+                "log-probs are at most 0. Megatron's loss is minus the log-prob: pass -loss, log-probs for "
+                "probabilities, and check the order of the arguments.",
+            )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl_loss.errors import check_choice, check_within, first_order
-from megatron_rl_loss.losses.ratio import Masked, bounded, check_shape, check_trained, masked
+from megatron_rl_loss.losses.ratio import Masked, bounded, check_log_probs, check_shape, check_trained, masked
 from megatron_rl_loss.step.observed import reports_output
 
 KlEstimator = Literal["k1", "k2", "k3"]
@@ -71,8 +71,8 @@ def kl_estimate(
     k3 and estimates times r have gradients by these formulas, exact to float32 however far the reference is; gradients
     of these gradients raise ValueError.
 
-    Raises ValueError for an unknown estimator, shapes that differ, k2 with old log-probs, and reference or old
-    log-probs that require grad while the log-probs do not.
+    Raises ValueError for an unknown estimator, shapes that differ, k2 with old log-probs, reference or old log-probs
+    that require grad while the log-probs do not, and values above 0.1, which are no log-probs.
     Source: Schulman, "Approximating KL divergence" (2020); k3 in GRPO, arXiv:2402.03300 eq. 4; times r, DeepSeek-V3.2,
     arXiv:2512.02556 eq. 7.
     """
@@ -88,6 +88,7 @@ def kl_estimate(
         others.append(old_log_probs.detach())
     check_trained("log_probs", log_probs, ref_log_probs=ref_log_probs, old_log_probs=old_log_probs)
     log_probs, reference, *old = masked(local, log_probs, *others)
+    check_log_probs(log_probs=log_probs.detach(), ref_log_probs=reference, **({"old_log_probs": old[0]} if old else {}))
     if estimator != "k3" and not old:
         d = log_probs - reference
         return d if estimator == "k1" else d.square() / 2

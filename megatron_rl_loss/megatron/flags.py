@@ -158,7 +158,7 @@ def validate_loss_aggregation_args(args: Namespace) -> AggregationSettings:
     mode: str | Mode | ModeFunction | None = args.loss_aggregation
     path, flag = args.custom_pg_loss_reducer_function_path, "--custom-pg-loss-reducer-function-path"
     if path is not None:
-        if mode not in (None, "sample_mean"):
+        if mode is not None:
             raise ValueError(
                 f"{flag} {path} with --loss-aggregation {mode}: a launch has one mode. Drop one of the two flags."
             )
@@ -167,7 +167,7 @@ def validate_loss_aggregation_args(args: Namespace) -> AggregationSettings:
         rule, remedy = "it must be a function of ModeInputs", "Name a function that returns weights"
         mode = load_function(path, flag, rule, remedy, Mode)
     settings = AggregationSettings.resolve(
-        mode or ("token_mean" if per_token else "sample_mean"),
+        ("token_mean" if per_token else "sample_mean") if mode is None else mode,
         args.loss_aggregation_divisor,
         args.loss_aggregation_units,
         empty_step=args.loss_aggregation_empty_step,

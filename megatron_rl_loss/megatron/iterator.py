@@ -36,6 +36,11 @@ def next_microbatch(data_iterator: Iterator[Any]) -> Microbatch:
 
     Raises TypeError for any other iterator: the schedule was not wrapped, so the step was not counted.
     """
+    if not hasattr(data_iterator, "__next__"):
+        raise TypeError(
+            f"data_iterator is a {type(data_iterator).__name__}: it must be the iterator that the schedule passes to "
+            "forward_step. Pass that on."
+        )
     microbatch = next(data_iterator)
     if not isinstance(microbatch, Microbatch):
         raise TypeError(

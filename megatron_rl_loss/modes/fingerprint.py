@@ -18,7 +18,7 @@ def fingerprint(mode: Mode) -> str:
     """Eight hexadecimal digits of the mode's function and of the functions of its declared sums.
 
     They depend on the code, its constants, defaults, captured values and bound arguments: numbers, text, arrays,
-    containers and functions of these. Of other objects the type counts alone, and global names by name.
+    containers, functions and objects that are called. Of other objects the type counts alone, global names by name.
     """
     parts = [
         _text_of(mode.function),
@@ -51,7 +51,11 @@ def _parts_of(value: Any) -> list[Any]:
         return [value.func, value.args, value.keywords]
     if isinstance(value, CodeType):
         return [value.co_code, value.co_consts, value.co_names]
+    if hasattr(value, "__func__"):
+        owner = value.__self__
+        return [value.__func__, owner if isinstance(owner, type) else getattr(owner, "__dict__", owner)]
     if hasattr(value, "__code__"):
         cells = [cell.cell_contents for cell in value.__closure__ or ()]
         return [value.__qualname__, value.__code__, value.__defaults__, value.__kwdefaults__, cells]
-    return [value.__func__, value.__self__] if hasattr(value, "__func__") else []
+    # A mode may be an object that is called: its numbers and texts are a function's captured values.
+    return [vars(value)] if callable(value) and not isinstance(value, type) and hasattr(value, "__dict__") else []

@@ -62,7 +62,12 @@ class LossModes:
         try:
             return resolve(mode, divisor=divisor, units=units or (None if is_peer else self.policy.units))
         except ValueError as error:
-            raise ValueError(f"the term {name!r}: {error}") from error
+            rule = f"{error}"
+            if divisor is None and "without a divisor" in rule:  # the flag and plan_step's argument are the policy's
+                rule = (
+                    rule.partition(". Give")[0] + f". Pass Term(values, {mode!r}, divisor=...), or take another mode."
+                )
+            raise ValueError(f"the term {name!r}: {rule}") from error
 
     def describe(self) -> str:
         """All settings that ranks must have alike, in a line."""

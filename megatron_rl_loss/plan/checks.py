@@ -4,6 +4,8 @@ import logging
 from collections.abc import Sequence, Set
 from typing import Literal
 
+import numpy as np
+
 from megatron_rl_loss.errors import BadBatchError, check_int
 from megatron_rl_loss.modes.loss_modes import LossModes
 from megatron_rl_loss.step.collectives import StepGroups, size_of, warn_on_one_rank, world_rank
@@ -62,9 +64,17 @@ def check_samples(
     return samples
 
 
-def check_ids(totals: StepTotals, asked: Set[str]) -> None:
+def check_ids(totals: StepTotals, asked: Set[str], filled: Sequence[Samples]) -> None:
     """Warn where ids that a mode uses collide, and where every prompt group has one rollout."""
     rollouts, samples = (totals.units.get(key, Units()).all or 0 for key in ("rollout", "sample"))
+    for key in sorted(asked & {"rollout", "session"}) if len(filled) > 1 and world_rank() == 0 else ():
+        of_microbatches = [set(one.ids.get(key, np.arange(0)).tolist()) for one in filled]
+        if of_microbatches[0] and all(one == of_microbatches[0] for one in of_microbatches):
+            warn_on_one_rank(
+                f"all {len(filled)} micro-batches have the same {key} ids, so the step has {len(of_microbatches[0])} "
+                f"{key}s on this rank: ids that start again in each micro-batch collide. Make {key} ids unique in the "
+                "whole step."
+            )
     for key in sorted(asked - {"step", "sample", "rollout"}) if rollouts > 1 and world_rank() == 0 else ():
         units = totals.units.get(key, Units())
         if isinstance(units.samples, ByKey) and units.samples.largest == samples:
@@ -77,6 +87,13 @@ def check_ids(totals: StepTotals, asked: Set[str]) -> None:
                 "every prompt group of the step has one rollout: a mean over prompts is then a mean over rollouts. "
                 "Check the prompt ids: all responses to a prompt must share its id."
             )
+    of_prompts = totals.units.get("prompt", Units()).all
+    if of_prompts == rollouts < samples and "rollout" in asked and world_rank() == 0:
+        warn_on_one_rank(
+            f"each of the {rollouts} rollouts of the step is a whole prompt group, of {samples} samples in all: a mean "
+            "over rollouts is then a mean over prompts. Check the rollout ids: responses to a prompt are rollouts of "
+            "their own."
+        )
 
 
 def check_active_tokens(totals: StepTotals, *, per_token_loss: bool, empty_step: EmptyStep) -> None:

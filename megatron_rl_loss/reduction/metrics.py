@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl_loss.errors import check_choice
+from megatron_rl_loss.errors import check_choice, did_you_mean
 from megatron_rl_loss.modes.aggregation import Aggregation, resolve
-from megatron_rl_loss.modes.table import find_mode, unit_mean
+from megatron_rl_loss.modes.table import available_modes, find_mode, unit_mean
 from megatron_rl_loss.reduction.sums import WeightedSum
 from megatron_rl_loss.step.collectives import Group, all_reduce, device_of, gather_objects, raise_together
 from megatron_rl_loss.step.ids import hashed
@@ -85,6 +85,13 @@ def aggregation_over(over: str, of_loss: UnitCounting, totals: StepTotals) -> Ag
     """
     alike = all(one.counted("all") == one.counted("active") for one in totals.units.values())
     name, mode = MODE_OF.get(over), find_mode(over)
+    if name is None and mode is None and over not in totals.units:
+        known = dict.fromkeys([*MODE_OF, *available_modes(), *totals.units])
+        raise ValueError(
+            f"a metric over {over!r}: there are no such units or ids in the step. {did_you_mean(over, list(known))}."
+        )
+    if mode is not None and mode.divisor == "required":
+        raise ValueError(f"a metric over {over!r}: a metric has no divisor. Pass 'none' for the plain sum.")
     by_loss = alike or (name is None and mode is not None) or name in ("token_mean", "token_sum")
     return resolve(name or mode or unit_mean(over), units=of_loss if by_loss else "active")
 

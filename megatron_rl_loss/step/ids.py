@@ -1,6 +1,6 @@
 """Ids of rollouts, prompts and other groups of samples: ints, or strings that every rank hashes alike."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
@@ -100,7 +100,7 @@ def _is_row(one: Any) -> bool:
     return getattr(one, "ndim", 0) == 1 or (isinstance(one, Sequence) and not isinstance(one, str | bytes))
 
 
-def as_ids(name: str, ids: Ids, num_samples: int) -> Keys:
+def as_ids(name: str, ids: Ids, num_samples: int, beside: str = "loss masks") -> Keys:
     """One id per sample, int64 [num_samples]; strings by a 61-bit BLAKE2b hash, which is the same on every rank.
 
     Raises:
@@ -108,10 +108,10 @@ def as_ids(name: str, ids: Ids, num_samples: int) -> Keys:
         ValueError: a wrong number of ids; an int beyond 61 bits; an int and its own string, which would be two ids.
     """
     is_scalar = isinstance(ids, Tensor | np.ndarray) and not ids.ndim
-    if is_scalar or isinstance(ids, str | bytes | set | dict) or not isinstance(ids, Iterable):
+    if is_scalar or isinstance(ids, str | bytes | set | dict) or not isinstance(ids, Collection):  # read twice
         raise TypeError(f"{name} is {ids!r}: there must be one id per sample. Pass a list of ints or strings.")
     values: list[Any] = list(_plain(ids))
-    check_one_each(name, len(values), "loss masks", num_samples)
+    check_one_each(name, len(values), beside, num_samples)
     if set(map(type, values)) - {int}:
         texts = {value for value in values if isinstance(value, str)}
         for value in values:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from megatron_rl_loss.errors import check_cp, check_mapping, check_one_each, find_named
+from megatron_rl_loss.errors import check_cp, check_mapping, check_one_each, check_sized, find_named
 from megatron_rl_loss.step.collectives import Group, rank_in, size_of
 from megatron_rl_loss.step.ids import Ids, IdsByName, Keys, check_units, kind_of_ids, parts_of
 from megatron_rl_loss.step.layouts import Layout, Pieces, as_ints, check_cut, check_pieces, is_user_defined
@@ -110,13 +110,18 @@ class Samples:
         self.ids = {name: one.keys for name, one in self.parts.items() if one.of_entry is None}
         self.kinds_of_ids = tuple(sorted((name, kind_of_ids(values)) for name, values in given.items()))
         for name, entries in self.labels.items():
+            check_sized(f"labels {name!r}", entries)
             check_one_each(f"labels {name!r}", len(entries), "loss masks", len(self))
         if tokens is not None:
-            self._check_tokens(np.shape(tokens) if isinstance(tokens, list | tuple) else tuple(tokens.shape))
+            self._check_tokens(tokens)
         self._take(masks)
         self.by_mask = {name: self._with(name, *check_masks(further)) for name, further in (term_masks or {}).items()}
 
-    def _check_tokens(self, shape: tuple[int, ...]) -> None:
+    def _check_tokens(self, tokens: Any) -> None:
+        try:
+            shape = tuple(tokens.shape) if isinstance(tokens, Tensor) else np.asarray(tokens).shape
+        except ValueError:  # ragged
+            raise TypeError("tokens in rows of other lengths: they must lie in one buffer. Join or pad them.") from None
         whole = None if self.layout is None or self.layout.response_lengths is None else self.layout.total_lengths
         if math.prod(shape) not in (self.total_tokens, sum(whole or [self.total_tokens])):
             raise ValueError(
@@ -202,11 +207,15 @@ class Samples:
         number, such as an advantage, stands at each entry of the mask. Tensors stay differentiable and on their device;
         others give a float64 array.
         """
+        check_sized("values", values)
         check_one_each("rows", len(values), "loss masks", len(self))
         rows = [to_row(value, length) for value, length in zip(values, self.mask_lengths, strict=True)]
-        if (lengths := list(map(len, rows))) != self.mask_lengths:
+        if (shapes := [tuple(row.shape) if hasattr(row, "shape") else np.shape(row) for row in rows]) != [
+            (length,) for length in self.mask_lengths
+        ]:
+            lengths = [shape[0] if len(shape) == 1 else shape for shape in shapes[:8]]
             raise ValueError(
-                f"rows of {lengths[:8]} values for loss masks of {self.mask_lengths[:8]}: a row must be as long as its "
+                f"rows of {lengths} values for loss masks of {self.mask_lengths[:8]}: a row must be as long as its "
                 "sample's mask. Pass one value per mask entry."
             )
         flat = place_rows(rows, self._places, self.total_tokens)
@@ -335,6 +344,10 @@ class LocalTokens:
             ValueError: another number of tokens.
         """
         total_tokens = self.samples.total_tokens
+        if not hasattr(buffer, "ndim"):
+            raise TypeError(
+                f"a {type(buffer).__name__} to cut: it must be a tensor or an array. Pass torch.tensor(...)."
+            )
         if buffer.ndim >= 2 and len(buffer) != total_tokens and math.prod(buffer.shape[:2]) == total_tokens:
             rows = len(buffer)
             if (rows, len(self) // rows) in [(1, len(self)), *self.loss_shapes]:  # other cuts would mix rows

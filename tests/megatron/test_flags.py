@@ -97,7 +97,7 @@ def test_settings(flags: str, expected: dict[str, Any]) -> None:
 def test_a_path_loads(name: str) -> None:
     """Both spellings load; a functools.partial has no __qualname__ to be described by; a registered mode is one."""
     path = ["--custom-pg-loss-reducer-function-path", f"{MODULE}{name}"]
-    settings = validated(*path, "--loss-aggregation", "sample_mean", "--loss-aggregation-divisor", "8")
+    settings = validated(*path, "--loss-aggregation-divisor", "8")
     masks = [torch.tensor([1.0, 0.0, 0.5])]
     reducer = make_pg_loss_reducer(settings.modes.policy.mode, masks, totals=StepTotals(), divisor=8)
     assert float(reducer(torch.tensor([2.0, float("nan"), 4.0]))) == 4

@@ -16,12 +16,13 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from missing import skip_without
 from ranks import run_ranks
-from refusals import outcome_of
+from refusals import outcome_of, refusal_tests, refusals
 from step_samples import dealt, step_samples
 from table_step import Batch, aggregation, begun, one_step, run_schedule, start, table_model
 
 from megatron_rl_loss import LossAggregation, Samples, from_first_tp_rank, next_microbatch, plan_step
 from megatron_rl_loss.megatron.flags import AggregationSettings
+from megatron_rl_loss.megatron.iterator import MicrobatchIterator
 
 SAMPLES = step_samples(seed=1)
 EVERYTHING = list(range(len(SAMPLES)))
@@ -348,3 +349,29 @@ def test_a_step_without_active_tokens_and_batches_that_are_let_go() -> None:
     """Empty steps that are errors are in test_bad_input.py."""
     nothing = (0, {"pg_loss": 0, "twice": 0})
     assert run_ranks(2, empty_steps) == [[nothing, nothing, [True, True, True, False]]] * 2
+
+
+# ---- wrong arguments
+
+SETTINGS = AggregationSettings.resolve("token_mean")
+
+test_refusals = refusal_tests(
+    refusals(
+        lambda settings=SETTINGS, samples_of=len, **options: LossAggregation(settings, samples_of, **options),
+        (("token_mean",), r"settings is a str: .* Call LossAggregation.from_args\(args, samples_of\)", (SETTINGS,)),
+        ({"samples_of": [1]}, "samples_of is a list: it must be a function of a batch", {}),
+        ({"term_masks": "correct"}, r"term_masks is 'correct': .* Pass \['correct'\]", {"term_masks": ["correct"]}),
+        ({"terms": ["kl"]}, "terms is a list: it must be a dict", {"terms": {"kl": "token_mean"}}),
+        ({"before_step": 3}, "before_step is a int: it must be a function of a ForwardPass", {"before_step": len}),
+        error=TypeError,
+    )
+    | refusals(
+        next_microbatch,
+        (
+            ([1],),
+            "data_iterator is a list: it must be the iterator",
+            (MicrobatchIterator([plan_step([Samples([[1]])], "token_mean", dp_group=None)[0]]),),
+        ),
+        error=TypeError,
+    )
+)

@@ -492,6 +492,12 @@ REFUSALS = {
         ({"labels": TWO, "rest_without": TWO[0] > 0}, r"rest_without of \(2,\) for labels of shape \(3, 2\)", REST),
         ({"labels": TWO, "rest_without": [True]}, "rest_without of list", REST),
         ({"rest_without": LABELS > 0}, r"for labels of shape \(3,\): it must be .* labels \[..., K\]", REST),
+        (
+            {"token_mask": [0.0, -torch.inf, 0.0]},
+            "a token mask with -inf: .*neither labels nor",
+            {"token_mask": [1, 0, 1]},
+        ),
+        ({"token_mask": [1.0, torch.nan, 0.0]}, "a token mask with nan", {"token_mask": [True, False, True]}),
         ({"token_mask": torch.ones(3, 1)}, r"a token mask of shape \(3, 1\)", {"token_mask": np.ones(3)}),
         ({"keep": KEEP.float()}, "a keep-mask of torch.float32", {"keep": KEEP}),
         ({"keep": KEEP[:, :4]}, r"shape \(3, 4\): it must be bool, \(3, 8\)", {"keep": KEEP[0]}),

@@ -26,6 +26,7 @@ from megatron_rl_loss import (
     keep_sequences,
     rloo_advantages,
     surviving_masks,
+    weights_column,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:all rewards are equal", "ignore:every prompt group has one sample")
@@ -137,6 +138,10 @@ def on_rank() -> dict[str, Any]:
         found["unlike"] = outcome_of(lambda: function(torch.tensor(rewards), prompts, **how))  # noqa: B023
         several = [torch.tensor(rewards), torch.arange(3.0) * (rank + 1)]
         found["gdpo"] = gdpo_advantages(several, prompts, weights=(1, 3), dp_group=dist.group.WORLD).tolist()
+        masks = [[1.0]] * (1 + rank)
+        found["weights"] = [float(one) for one in weights_column("token_mean", masks, dp_group=dist.group.WORLD)]
+        found["weights alone"] = [float(one) for one in weights_column("token_mean", masks, dp_group=None)]
+        found["weights, unstated"] = outcome_of(lambda: weights_column("token_mean", masks))  # noqa: B023
         found["unstated"] = outcome_of(lambda: function(torch.tensor(rewards), prompts))  # noqa: B023
         found["gdpo, unstated"] = outcome_of(lambda: gdpo_advantages(several, prompts))  # noqa: B023
         found["alone"] = function(torch.tensor(rewards), prompts, dp_group=None).tolist()
@@ -154,7 +159,10 @@ def test_over_ranks() -> None:
     second = [(float(i % 3 * (i // 3 + 1)), prompt, i) for i, (_, prompt, _) in enumerate(BATCH)]
     expected = stated_together([alone, second], (1, 3))
     assert by_rank[0]["gdpo"] + by_rank[1]["gdpo"] == pytest.approx(expected, rel=oracle.EXACT, abs=1e-7)
+    assert [rank["weights"] for rank in by_rank] == [[pytest.approx(1 / 3)], [pytest.approx(1 / 3)] * 2]
+    assert [rank["weights alone"] for rank in by_rank] == [[1.0], [0.5, 0.5]]
     for rank in by_rank:
+        assert rank["weights, unstated"].startswith("ValueError: weights in a job of 2 ranks without a dp_group")
         for name in ("unstated", "gdpo, unstated"):
             assert rank[name].startswith("ValueError: advantages in a job of 2 ranks without a dp_group: a prompt's")
     halves = [*stated(alone[:3], "leave one out"), *stated(alone[3:], "leave one out")]
@@ -274,8 +282,24 @@ REFUSALS = {
         (((),), "rewards of shape none: they must be 1-D and finite", ()),
         ((((1.0, 2.0), (1.0,)),), r"rewards of shape \(1,\) and \(2,\): they", ()),
         (([1.0, 2.0],), r"rewards of shape \(\): they must", ([[1.0, 2.0]],)),
-        ({"weights": [1.0]}, "1 weights for 2 rewards", {"weights": [1.0, 0.0]}),
+        ({"weights": [1.0]}, r"weights \[1.0\] for 2 rewards", {"weights": [1.0, 0.0]}),
+        ({"weights": [1.0, NAN]}, "each must have a finite number", {"weights": [1.0, -1.0]}),
         ({"epsilon": 0.0}, r"epsilon is 0.0: it must be a number in \(0, inf\)", {"epsilon": 1e-8}),
+    ),
+    **refusals(
+        lambda rewards: gdpo_advantages(rewards, [0, 0]),  # a square one could be either way round
+        ((torch.eye(2),), r"rewards of shape \(2, 2\): they must be a list.* list\(rewards.T\)", (list(torch.eye(2)),)),
+        ((({"a": 1}, {"b": 2}),), "rewards of dtype 'O': they must be real numbers", ([[1, 2]],)),
+        error=TypeError,
+    ),
+    **refusals(
+        lambda prompt_ids: advantages_from([1.0, 0.0], prompt_ids),
+        (([0],), "1 prompt_ids for 2 rewards", ([0, 0],)),
+    ),
+    **refusals(
+        lambda log_ratio: importance_weights(log_ratio, high=2.0),
+        (([0.0, 0.1],), "log_ratio is a list: it must be a float tensor", (TWO,)),
+        error=TypeError,
     ),
     **refusals(advantages_from, (([1.0], [0.5]), "prompt_ids holds 0.5", ([1.0], ["0.5"])), error=TypeError),
     **refusals(
@@ -299,8 +323,15 @@ REFUSALS = {
         ((WITH_GRAPH,), "log-ratios of sample 0 that require grad: survivors must be known before", ()),
         ((torch.zeros(3),), r"the log-ratios of sample 0 of shape \(3,\) for values of shape \(2,\)", ([0.0, 0.0],)),
         ((TWO, TWO), "2 log-ratios for 1 loss masks", ()),
+        ((torch.tensor([0.0, NAN]),), "log-ratios of sample 0 with NaN at an active token: no bound", ()),
         ({"level": "prompt"}, "no such level of rejection. Choose one of token, sequence, geom", {"level": "sequence"}),
     ),
 }
 
 test_refusals = refusal_tests(REFUSALS)
+
+
+def test_an_unknown_divergence_is_neither_kept_nor_dropped_in_silence() -> None:
+    """NaN keeps the loss from being a number; where a masked token has one, its log-ratio is ignored."""
+    assert keep_sequences(torch.tensor([NAN, 0.1, 0.0]), max_kl=0.05).isnan().tolist() == [True, False, False]
+    assert surviving_masks([torch.tensor([1, 0])], [torch.tensor([0.0, NAN])], high=2.0)[0].tolist() == [1, 0]

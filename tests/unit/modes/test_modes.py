@@ -233,7 +233,7 @@ test_refusals = refusal_tests(
         term,
         (
             ("constant",),
-            "the term 'kl': .*without a divisor.* in code divisor=40960",
+            "the term 'kl': .*without a divisor.* Pass Term\\(values, 'constant', divisor=",
             ("token_sum",),
         ),
         (("nope",), "the term 'kl': loss aggregation 'nope': there is no such mode", ("sample_mean",)),
@@ -264,6 +264,8 @@ def test_functions_of_one_name_are_told_apart() -> None:
     functions = [
         *(functools.partial(scaled, factor=factor) for factor in (0.5, 1 / 3)),
         *(lambda step: 0.5, lambda step: 0.25),
+        *(Scaled(by) for by in (0.5, 0.25)),
+        *(Scaled(by).of for by in (0.5, 0.25)),
         *(captured(factor) for factor in (2, 3, (2, {"a": 3}), *arrays, len, {1, 2})),
         *(of_sum(count) for count in (lambda samples: samples.mask_sums, lambda samples: samples.active_tokens)),
     ]

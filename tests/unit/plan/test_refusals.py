@@ -45,11 +45,14 @@ test_refusals = refusal_tests(
             lambda **options: plan([TWO], **options),
             ({"terms": ["kl"]}, "terms is a list: it must be a dict", {"terms": {"kl": "sample_mean"}}),
             ({"term_masks": "kl"}, r"term_masks is 'kl'.*Pass \['kl'\]", {"term_masks": []}),
+            ({"term_masks": {"kl"}}, "term_masks is a set: it must be a list of names", {"term_masks": ()}),
+            ({"term_masks": iter(["kl"])}, "term_masks is a list_iterator", {"term_masks": ()}),
             error=TypeError,
         ),
         **refusals(
             plan([TWO]).finish,
             (({"pg_loss": X},), "reports is one report", ([{"pg_loss": X}],)),
+            (([(X, {"pg_loss": X})],), "reports of tuples: they must be the dicts", ([{"pg_loss": X}],)),
             error=TypeError,
         ),
         **refusals(
@@ -102,6 +105,8 @@ test_refusals = refusal_tests(
             ((lambda x: pair(x, Term(x, mask="wrong")),), r"'kl': the samples have no mask 'wrong' \(", (pair,)),
             ((lambda x: x, Metric(X[:3])), r"the metric 'kl' of shape \(3,\)", (lambda x: x, Metric(X))),
             ((lambda x: x, Metric(X[:3], kind="max")), r"the metric 'kl' of shape \(3,\)", (lambda x: x, X)),
+            ((lambda x: x, Metric(X, "token")), "over 'token': .*one of samples, tokens", (lambda x: x, Metric(X))),
+            ((lambda x: x, Metric(X, "constant")), "a metric has no divisor. Pass 'none'", (lambda x: x, Metric(X))),
             ((lambda x: x, Metric(X, "prompts")), "'kl': .*samples without prompt_ids", (lambda x: x, Metric(X))),
         ),
         **refusals(

@@ -246,6 +246,28 @@ test_refusals = refusal_tests(
         ),
         **refusals(
             of_one,
+            ({"prompt_ids": iter("a")}, "prompt_ids is <.* one id per sample", {"prompt_ids": ["a"]}),
+            ({"labels": {"a": iter([1])}}, "labels 'a' is a list_iterator: there must be one", {"labels": {"a": [1]}}),
+            ({"tokens": [[1, 2], [3]]}, "tokens in rows of other lengths", {"tokens": [[1]]}),
+            error=TypeError,
+        ),
+        **refusals(
+            lambda values: Samples([[1, 1]]).in_buffer(values),
+            ((iter([1.0]),), "values is a list_iterator: there must be one entry per sample", ([1.0],)),
+            ((torch.tensor(1.0),), "values is a Tensor: there must be one entry per sample", (torch.tensor([1.0]),)),
+            error=TypeError,
+        ),
+        **refusals(
+            lambda values: Samples([[1, 1]]).in_buffer(values),
+            ((torch.ones(1, 2, 3),), r"rows of \[\(2, 3\)\] values for loss masks of \[2\]", (torch.ones(1, 2),)),
+        ),
+        **refusals(
+            lambda buffer: Samples([[1, 1]]).local(0, 1).of(buffer),
+            (([1.0, 2.0],), "a list to cut: it must be a tensor or an array", (torch.ones(2),)),
+            error=TypeError,
+        ),
+        **refusals(
+            of_one,
             ({"rollout_ids": []}, "0 rollout_ids for 1 loss masks", {"rollout_ids": [0]}),
             ({"prompt_ids": [0, 1]}, "2 prompt_ids for 1 loss masks", {"prompt_ids": [0]}),
             *(
