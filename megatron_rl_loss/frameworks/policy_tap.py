@@ -147,7 +147,10 @@ def tap_policy(
     measured = describe()
     factors = measured.factors_of(value_at(*places(row.advantages, given)[0])).to(seen[0].device)
     leaf = seen[0].detach().requires_grad_()
-    if row.old:
+    is_clamped = False
+    if not seen[0].requires_grad:  # exchanged with old log-probs: no gradient goes to these
+        weights = torch.zeros_like(leaf)
+    elif row.old:
         weights = weights_of(row.size, 3.0)
         is_clamped = not _agree(weights, weights_of(row.size, 4.0))
     else:
@@ -158,7 +161,7 @@ def tap_policy(
     )
     if tapped is not None and is_clamped:
         tapped.doubt = "the engine clamps what a trial of its loss changes, so that its slopes are not its weights."
-    if tapped is not None and measured.is_followed:
+    if tapped is not None and measured.is_followed and seen[0].requires_grad:
         tapped.at_log_probs = True
         layout = measured.samples.layout
         replicated = layout is not None and layout.is_whole
