@@ -99,7 +99,8 @@ def tap_policy(
     where what does not depend on the advantage (KL, entropy) cancels. Where an engine clamps ratios near 1, r is e^-3,
     at which no advantage above 0 is clipped, and -f is 0. Other trials tell if the engine clamps what was changed: with
     smaller advantages slopes are then others, and proportional; at e^-4 they are others. Weights that are not those
-    that were asked are then no evidence.
+    that were asked are then no evidence. Where r is e^-3, advantages below 0 are tried too, also at e^0.01, at which
+    PPO does not clip them; if neither gives the same weights, theirs count.
 
     Args:
         stock, given: the loss function with the values in `given`, and its arguments by name. It returns the loss, a
@@ -153,6 +154,10 @@ def tap_policy(
     elif row.old:
         weights = weights_of(row.size, 3.0)
         is_clamped = not _agree(weights, weights_of(row.size, 4.0))
+        negative = [weights_of(-row.size, lower) for lower in (3.0, -0.01)]
+        if not any(_agree(weights, others) for others in negative):
+            positive, weights = weights, negative[-1]
+            is_clamped |= bool(weights.abs().max() <= 2.0**-6 * positive.abs().max())
     else:
         weights, smaller = weights_of(row.size, 0.0), weights_of(row.size / _SMALLER, 0.0)
         is_clamped = not _agree(weights, smaller) and _agree(smaller, weights_of(row.size / _SMALLER**2, 0.0))

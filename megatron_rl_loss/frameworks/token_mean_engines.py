@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_rl_loss.frameworks.columns import FACTORS, GROUPS, MEDIA, PLAIN, Batch, prompts_of
+from megatron_rl_loss.frameworks.columns import FACTORS, GROUPS, IDS, MASKS, MEDIA, PLAIN, Batch, prompts_of
 from megatron_rl_loss.frameworks.places import Call, places, swapped, wrapped
 from megatron_rl_loss.frameworks.policy_tap import LossPaths, WeighedMicrobatch
 from megatron_rl_loss.reduction.taps import is_observed
@@ -31,6 +31,7 @@ class TokenMeanEngine(NamedTuple):
         batches: this rank's, of a call of the step method.
         masks: of a batch, a row each; of a micro-batch, the tensors in which the loss function sees its rows.
         prompts: an id for each row of a batch, or the reason why prompts are unknown.
+        prompt_tokens: text for the prompt's tokens of each row, in an engine that is handed ids beside them.
         group: the data-parallel group.
         loss, batch: the row of the loss function; the path of the micro-batch, in its arguments or beside them.
         put: puts a call in place of the loss function, during a call of the step method.
@@ -65,15 +66,20 @@ class TokenMeanEngine(NamedTuple):
     further: Sequence[tuple[str, Sequence[str], Callable[[Callable[[], Any], dict[str, Any]], Any]]] = ()
     runs: str = ""
     mends: bool = False
+    prompt_tokens: Callable[[Batch], Sequence[str]] | None = None
 
     def measured(self, step: Given, loss: Mapping[str, Any]) -> WeighedMicrobatch:
-        """The micro-batch of a call of the loss function; changes to its advantages count as weights."""
+        """The micro-batch of a call of the loss function, with masks and ids as they were before the step.
+
+        Changes to its advantages count as weights.
+        """
         (container, name), *_ = places(self.batch, loss)
         batch = container[name] if hasattr(container, "keys") else getattr(container, name)
         factors, plain = (batch[one].to(batch["advantages"].device) for one in (FACTORS, PLAIN))
-        masks, prompts = list(self.masks(step, batch)), self.prompts(step, batch)
-        ids = None if isinstance(prompts, str) else [*map(str, prompts)]
-        samples = Samples(masks, layout=Gathered([0, *accumulate(map(len, masks))]), prompt_ids=ids)
+        lengths = [len(row) for row in self.masks(step, batch)]
+        edges = [0, *accumulate(lengths)]
+        ids = batch[IDS].reshape(-1)[edges[:-1]] if IDS in batch.keys() else None  # noqa: SIM118  of a TensorDict
+        samples = Samples(batch[MASKS].reshape(-1).split(lengths), layout=Gathered(edges), prompt_ids=ids)
         return WeighedMicrobatch(samples, factors, plain, **self.facts(step, batch))
 
 
@@ -259,6 +265,7 @@ ENGINES = {
         batches=lambda given: [given["batch"].batch],
         masks=_roll_masks,
         prompts=_roll_prompts,
+        prompt_tokens=lambda batch: prompts_of(batch["input_ids"], batch["prompt_mask"]),
         group=_megatron_group,
         loss=LossPaths(
             "self.strategy.op_compute_log_probs", "data.batch.advantages",

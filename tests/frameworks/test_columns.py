@@ -208,7 +208,10 @@ def step(trainers: Any, has_ids: bool = True) -> list[dict[str, Any]]:
     samples = []
     for i, (mask, prompt) in enumerate(zip(MASKS, PROMPTS, strict=True)):
         media = dict.fromkeys(("images", "videos", "audios"), ())
-        samples.append(SimpleNamespace(messages=[prompt], mask=mask, truncated=i == 3, prompt_id="", **media))
+        encoded = {"input_ids": [1] * len(mask), "labels": [-100] * len(mask)}
+        samples.append(
+            SimpleNamespace(messages=[prompt], mask=mask, truncated=i == 3, prompt_id="", encoded=encoded, **media)
+        )
     if has_ids:
         trainers.MegatronGRPOTrainer()._preprocess_inputs(samples)
     return [{"grpo_batch": trainers.collate_to_grpo_micro_batch(part)[1]} for part in (samples[:2], samples[2:])]

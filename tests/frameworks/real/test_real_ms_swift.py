@@ -219,6 +219,10 @@ def step_of_trainer(trainers: Any, trainer: Any, samples: list[Any], cp: int, ca
     microbatches, sizes, forward_step = [], list[int](), trainer.forward_step
     for first, last in case.get("cuts", CUTS):
         part = samples[first * len(samples) // 6 : last * len(samples) // 6]
+        for sample, other in zip(part, [*part[1:], part[0]] if case.get("shifted") else part, strict=True):
+            sample.id_of_row = other.prompt_id
+        for sample in part:
+            sample.prompt_id = sample.id_of_row
         data, of_batch = trainers.collate_to_grpo_micro_batch(part, trainer.template, device=torch.device("cpu"))
         fill(of_batch, part, cp, case)
         microbatches.append(data | {"grpo_batch": of_batch})
@@ -307,6 +311,12 @@ def test_clamped_ratios_are_no_faults() -> None:
         {"loss": "cispo", "epsilon_high": 0.03, "outcome": "unknown"},
     ]
     run_ranks(4, train, checkout(MS_SWIFT), 2, [{"mode": "prompt_mean", "settings": {}} | case for case in cases])
+
+
+def test_ids_at_other_rows_are_not_proved() -> None:
+    case = {"mode": "prompt_mean", "settings": {}, "shifted": True, "outcome": "unknown"}
+    with pytest.raises(AssertionError, match="gradient"):  # which is off
+        assert_exact(lambda *_: None, train, MS_SWIFT, [case], worlds=[(2, 1)])
 
 
 def test_the_proof_changes_nothing() -> None:
