@@ -2,8 +2,8 @@
 
     python tools/check_engines.py ~/slime ~/verl ~/SkyRL
 
-Files are parsed, not imported. Run it weekly on the newest commits: a line for each file, function or parameter that
-is missing, and exit status 1.
+Files are parsed, not imported. It prints a line for each file, function or parameter that is missing, and ends with
+exit status 1. CONTRIBUTING.md has a weekly job.
 """
 
 import ast
@@ -12,17 +12,22 @@ from pathlib import Path
 
 #: By engine and file: the functions with the parameters that are needed; for a name that is only imported, None.
 Functions = dict[str, list[str] | None]
-_MEGATRON_UTILS = {"train_one_step": ["args", "data_iterator", "num_microbatches"]}
+_STEP = ["args", "data_iterator", "num_microbatches"]
 _SKYRL, _SWIFT = "skyrl/backends/skyrl_train", "swift/megatron/trainers"
 _ESTIMATORS = "nemo_rl/algorithms/advantage_estimator.py"
 ENGINES: dict[str, dict[str, Functions]] = {
     "slime": {
-        "slime/backends/megatron_utils/model.py": {**_MEGATRON_UTILS, "loss_function": None},
+        "slime/backends/megatron_utils/model.py": {
+            "train_one_step": [*_STEP, "step_global_batch_size"], "loss_function": None,
+        },
         "slime/backends/megatron_utils/loss.py": {"loss_function": ["args", "batch"]},
     },
     "miles": {
-        "miles/backends/megatron_utils/model.py": {**_MEGATRON_UTILS, "loss_function": None},
+        "miles/backends/megatron_utils/model.py": {
+            "train_one_step": [*_STEP, "num_rollouts"], "loss_function": None,
+        },
         "miles/backends/training_utils/loss.py": {"loss_function": ["args", "batch"]},
+        "miles/utils/multi_lora.py": {"is_multi_lora_enabled": ["args"]},
     },
     "verl": {
         "verl/trainer/ppo/core_algos.py": {
@@ -74,13 +79,23 @@ ENGINES: dict[str, dict[str, Functions]] = {
         "areal/trainer/ppo/actor.py": {"grpo_loss_fn": ["logprobs", "entropy", "input_data"]},
     },
     "ROLL": {
-        "roll/distributed/strategy/megatron_strategy.py": {"MegatronTrainStrategy.train_step": ["batch", "loss_func"]},
+        "roll/distributed/strategy/megatron_strategy.py": {
+            "MegatronTrainStrategy.train_step": ["batch", "loss_func"],
+            "MegatronInferStrategy.op_compute_log_probs": [], "MegatronInferStrategy.op_compute_entropy": [],
+        },
+        "roll/pipeline/rlvr/actor_worker.py": {"ActorWorker.loss_func": ["data"]},
+        "roll/pipeline/base_worker.py": {"ActorWorker.get_old_log_probs_with_cache": []},
     },
     "RLinf": {
         "rlinf/workers/megatron_worker.py": {
             "MegatronWorker.training_step": ["batch"], "MegatronWorker.run_forward_backward": ["batch"],
         },
-        "rlinf/workers/actor/megatron_actor_worker.py": {"MegatronActor.get_forward_step_func": []},
+        "rlinf/workers/actor/megatron_actor_worker.py": {
+            "MegatronActor.get_forward_step_func": [], "policy_loss": None,
+        },
+        "rlinf/algorithms/losses.py": {
+            "compute_ppo_actor_loss": ["logprobs", "old_logprobs", "advantages", "fast_path_zero_loss_mask"],
+        },
     },
     "ms-swift": {
         f"{_SWIFT}/grpo_trainer.py": {
@@ -95,6 +110,15 @@ ENGINES: dict[str, dict[str, Functions]] = {
         f"{_SWIFT}/base.py": {"BaseMegatronTrainer.train_step": ["train_data_iterator"]},
         "swift/rlhf_trainers/utils.py": {"collate_to_grpo_micro_batch": ["samples"]},
         "swift/ray/megatron/grpo_trainer.py": {"GRPOTrainer.expand_for_generation": ["prompt_batch"]},
+    },
+    "Megatron-LM": {
+        "train_rl.py": {
+            "forward_step": ["data_iterator"],
+            "loss_func": [
+                "loss_mask", "kl_term", "ratios", "entropy_term", "truncated_from_above", "truncated_from_below",
+                "output_tensor",
+            ],
+        },
     },
     "Megatron-Bridge": {
         "megatron/bridge/training/train.py": {"get_forward_backward_func": None},

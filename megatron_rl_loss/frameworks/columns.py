@@ -4,17 +4,22 @@ from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from megatron_rl_loss.modes.loss_modes import LossModes
 from megatron_rl_loss.plan.checks import check_samples
 from megatron_rl_loss.plan.plan import Plan, make_plan
 from megatron_rl_loss.step.collectives import Group, StepGroups, attempt, check_together, several
+from megatron_rl_loss.step.ids import as_ids
 from megatron_rl_loss.step.samples import Samples
 
 Batch = MutableMapping[str, Any]
-#: Columns of a batch: a number for each row's prompt; what the advantages were multiplied by; and what they were.
-GROUPS, FACTORS, PLAIN = (f"_megatron_rl_loss_{name}" for name in ("groups", "factors", "advantages"))
+#: Columns of a batch: a number for each row's prompt; what the advantages were multiplied by; and what they were; the
+#: prompt ids and masks by which that was.
+GROUPS, FACTORS, PLAIN, IDS, MASKS = (
+    f"_megatron_rl_loss_{name}" for name in ("groups", "factors", "advantages", "prompt_ids", "masks")
+)
 MEDIA = "prompts with images or other media: prompts are identified by their tokens, and media tokens are placeholders"
 
 
@@ -78,6 +83,8 @@ def weigh_advantages(
     `engine` has the columns `wrong`, `batches`, `masks`, `prompts` of a row; `settings` as in `token_mean_factors`.
     """
     batches: list[Any] = []
+    masks: list[list[Tensor]] = []
+    prompts: list[Sequence[Any] | str] = []
 
     def describe() -> list[Samples]:
         for is_wrong, what, remedy in engine.wrong(given):
@@ -87,15 +94,20 @@ def weigh_advantages(
                     f"{remedy}."
                 )
         batches.extend(engine.batches(given))
-        masks = [list(engine.masks(given, batch)) for batch in batches]
-        return samples_of(modes, masks, [engine.prompts(given, batch) for batch in batches])
+        masks.extend(list(engine.masks(given, batch)) for batch in batches)
+        prompts.extend(engine.prompts(given, batch) for batch in batches)
+        return samples_of(modes, masks, prompts)
 
     factors, tokens = token_mean_factors(modes, describe, dp_group=dp_group, **settings)
     columns = []
-    for batch, of_batch in zip(batches, factors, strict=True):
+    for batch, of_batch, rows, ids in zip(batches, factors, masks, prompts, strict=True):
         plain = batch["advantages"] if hasattr(batch, "keys") else batch.advantages
         column = of_batch.to(plain.device).view(len(plain), -1)
-        columns.append({"advantages": plain * column, FACTORS: column, PLAIN: plain})
+        of_masks = torch.stack(rows).to(plain.device)
+        columns.append({"advantages": plain * column, FACTORS: column, PLAIN: plain, MASKS: of_masks})
+        if not isinstance(ids, str):
+            numbers = torch.from_numpy(as_ids("prompt_ids", [*map(str, ids)], len(ids)))
+            columns[-1][IDS] = numbers.to(plain.device)[:, None].expand(column.shape).clone()
     return batches, columns, tokens
 
 

@@ -22,10 +22,11 @@ from typing import Any
 
 import torch
 
-from megatron_rl_loss.frameworks.columns import FACTORS, MEDIA, PLAIN, StepRow, weigh_advantages
+from megatron_rl_loss.frameworks.columns import FACTORS, MASKS, MEDIA, PLAIN, StepRow, weigh_advantages
 from megatron_rl_loss.frameworks.log_prob_gradients import tap_output
 from megatron_rl_loss.frameworks.places import swapped
 from megatron_rl_loss.frameworks.policy_tap import LossPaths, WeighedMicrobatch, tap_policy
+from megatron_rl_loss.frameworks.prompt_tokens import is_by_prompt, misplaced_ids
 from megatron_rl_loss.frameworks.proving import prove
 from megatron_rl_loss.frameworks.replacing import Function, Replaced
 from megatron_rl_loss.modes.loss_modes import LossModes
@@ -66,12 +67,17 @@ def aggregate(mode: str | Mode | ModeFunction, **settings: Any) -> Replaced:
         has_media = any(getattr(one, name) for one in samples for name in ("images", "videos", "audios"))
         unknown = "" if all(one.prompt_id for one in samples) else "samples without prompt_id, which identifies prompts"
         batch.prompts = MEDIA if has_media else unknown or [one.prompt_id for one in samples]
+        batch.prompt_tokens = [_prompt_tokens(one) for one in samples]
         return inputs, batch
 
     def weigh(batches: Sequence[Any], trainer: Any) -> None:
-        _weigh([one["grpo_batch"] for one in batches], trainer, modes)
-        if replaced.proof is not None:
-            replaced.proof.group_size = trainer.num_generations
+        of_step, proof = [one["grpo_batch"] for one in batches], replaced.proof
+        _weigh(of_step, trainer, modes)
+        if proof is None or proof.is_over:
+            return
+        proof.group_size = trainer.num_generations
+        if is_by_prompt(modes) and (why := _misplaced(of_step)):
+            proof.give_up(why)
 
     def step(stock: Any, given: dict[str, Any]) -> Any:
         weigh(given["encoded_batches"], given["self"])
@@ -105,6 +111,20 @@ def aggregate(mode: str | Mode | ModeFunction, **settings: Any) -> Replaced:
     return replaced
 
 
+def _prompt_tokens(sample: Any) -> str:
+    """The tokens of a sample before the first one to train on."""
+    ids, labels = sample.encoded["input_ids"], sample.encoded["labels"]
+    return str(ids[: next((i for i, label in enumerate(labels) if label != -100), len(ids))])
+
+
+def _misplaced(batches: Sequence[Any]) -> str:
+    """As `misplaced_ids`."""
+    from megatron.core import mpu
+
+    ids, prompts = ([one for batch in batches for one in vars(batch)[name]] for name in ("prompts", "prompt_tokens"))
+    return misplaced_ids(ids, prompts, mpu.get_data_parallel_group())
+
+
 def _tap_logits(stock: Any, given: dict[str, Any]) -> Any:
     given["logits"] = tap_output(given["logits"])
     return stock()
@@ -115,7 +135,7 @@ _LOSS = LossPaths(
     {
         "data.grpo_batch.old_per_token_logps": "old", "data.grpo_batch.rollout_per_token_logps?": "old",
         "data.per_token_entropy?": "none",  # the loss without the filters that drop tokens by ratio or entropy
-        "self._flush_log_completions?": "none",
+        "data.grpo_batch.ref_per_token_logps?": "none", "self._flush_log_completions?": "none",
     },
     silent=["self._metrics?"],
     old=["data.grpo_batch.old_per_token_logps", "data.grpo_batch.rollout_per_token_logps?"],  # cispo and delta clamp
@@ -127,7 +147,7 @@ def _tapped(stock: Any, given: dict[str, Any]) -> Any:
     batch = given["data"]["grpo_batch"]
 
     def measured() -> WeighedMicrobatch:
-        masks, width = list(_mask(batch, given["self"])), given["output_tensor"].shape[1]
+        masks, width = list(batch.masks), given["output_tensor"].shape[1]
         prompts = {} if isinstance(batch.prompts, str) else {"prompt_ids": batch.prompts}
         layout = Gathered(range(0, len(masks) * width + 1, width))
         samples = Samples(masks, layout=layout, labels={"microbatch": [batch.number] * len(masks)}, **prompts)
@@ -160,7 +180,7 @@ def _weigh(batches: Sequence[Any], trainer: Any, modes: LossModes) -> None:
         )
     for number, (batch, ours) in enumerate(zip(batches, columns, strict=True)):
         batch.advantages, batch.factors, batch.plain = (ours[name] for name in ("advantages", FACTORS, PLAIN))
-        batch.number = number
+        batch.number, batch.masks = number, ours[MASKS]
         batch.num_items_in_batch = batch.advantages.new_tensor(count)
 
 

@@ -99,7 +99,8 @@ def tap_policy(
     where what does not depend on the advantage (KL, entropy) cancels. Where an engine clamps ratios near 1, r is e^-3,
     at which no advantage above 0 is clipped, and -f is 0. Other trials tell if the engine clamps what was changed: with
     smaller advantages slopes are then others, and proportional; at e^-4 they are others. Weights that are not those
-    that were asked are then no evidence.
+    that were asked are then no evidence. Where r is e^-3, advantages below 0 are tried too, also at e^0.01, at which
+    PPO does not clip them; if neither gives the same weights, theirs count.
 
     Args:
         stock, given: the loss function with the values in `given`, and its arguments by name. It returns the loss, a
@@ -147,9 +148,16 @@ def tap_policy(
     measured = describe()
     factors = measured.factors_of(value_at(*places(row.advantages, given)[0])).to(seen[0].device)
     leaf = seen[0].detach().requires_grad_()
-    if row.old:
+    is_clamped = False
+    if not seen[0].requires_grad:  # exchanged with old log-probs: no gradient goes to these
+        weights = torch.zeros_like(leaf)
+    elif row.old:
         weights = weights_of(row.size, 3.0)
         is_clamped = not _agree(weights, weights_of(row.size, 4.0))
+        negative = [weights_of(-row.size, lower) for lower in (3.0, -0.01)]
+        if not any(_agree(weights, others) for others in negative):
+            positive, weights = weights, negative[-1]
+            is_clamped |= bool(weights.abs().max() <= 2.0**-6 * positive.abs().max())
     else:
         weights, smaller = weights_of(row.size, 0.0), weights_of(row.size / _SMALLER, 0.0)
         is_clamped = not _agree(weights, smaller) and _agree(smaller, weights_of(row.size / _SMALLER**2, 0.0))
@@ -158,7 +166,7 @@ def tap_policy(
     )
     if tapped is not None and is_clamped:
         tapped.doubt = "the engine clamps what a trial of its loss changes, so that its slopes are not its weights."
-    if tapped is not None and measured.is_followed:
+    if tapped is not None and measured.is_followed and seen[0].requires_grad:
         tapped.at_log_probs = True
         layout = measured.samples.layout
         replicated = layout is not None and layout.is_whole

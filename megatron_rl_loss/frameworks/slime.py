@@ -22,8 +22,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
+from megatron_rl_loss.frameworks.places import swapped
 from megatron_rl_loss.frameworks.proving import prove
-from megatron_rl_loss.frameworks.replacing import Function, Replaced, announce
+from megatron_rl_loss.frameworks.replacing import Function, Replaced, announce, installed, once
 from megatron_rl_loss.modes.aggregation import Aggregation, resolve
 from megatron_rl_loss.modes.function_paths import load_function
 from megatron_rl_loss.modes.weights import unit_weights
@@ -63,13 +64,23 @@ class StepCounts(NamedTuple):
     padded_length: int | None = None
 
 
-_this_step: StepCounts | None = None
-_this_loss: tuple[Namespace, list[Tensor]] | None = None  # its args and whole masks; from the first one in a step on
+@dataclass
+class Now:
+    """The `now` of slime's `Replaced` in a step: its counts, if kept; args and whole masks, from its first loss on."""
+
+    counts: StepCounts | None = None
+    loss: tuple[Namespace, list[Tensor]] | None = None
 
 
 def _engine() -> str:
     """The name of this process's engine."""
     return "miles" if "miles" in sys.modules else "slime"
+
+
+def _now() -> Now:
+    """What is known of the step that the engine is in."""
+    replaced = installed(_engine())
+    return replaced.now if replaced is not None and replaced.now is not None else Now()
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,7 +118,8 @@ class Hook:
                 f"calculate_per_token_loss is a {type(calculate_per_token_loss).__name__}: the fourth argument must be "
                 "a bool. Pass args.calculate_per_token_loss."
             )
-        counts = _this_step
+        now = _now()
+        counts = now.counts
         self._check_flag(calculate_per_token_loss, counts)
         row = None if counts is None else counts.padded_length
         cp_rank, cp_size, is_first = _place(row is not None)
@@ -117,7 +129,7 @@ class Hook:
         local = samples.local(cp_rank, cp_size)
         divisor = self.aggregation.divisor
         if self.mode == "token_mean":
-            divisor = _token_divisor(samples, counts, calculate_per_token_loss)
+            divisor = _token_divisor(samples, now, calculate_per_token_loss)
         elif self.mode == "sample_mean" and counts is not None and counts.num_samples != counts.num_rollouts:
             raise ValueError(
                 f"a step of {counts.num_samples} samples and {counts.num_rollouts} rollouts: a hook's four arguments "
@@ -127,13 +139,13 @@ class Hook:
         weights = unit_weights(local, None if divisor is None else [divisor] * len(samples))
         engine, theirs = _engine(), "token" if calculate_per_token_loss else "sample"
         announce(f"{engine}: policy loss by {self}; KL and entropy keep {engine}'s own {theirs} mean", is_first)
-        if counts is None and not _replace.cache_info().currsize:
+        if counts is None and installed(engine) is None:
             _prove_next_step(engine, is_first)
         reducer = WeightedSum(weights, local, self.aggregation)
         if not is_observed():
             return reducer
-        if _this_loss is not None and not _rejects(_this_loss[0]):
-            samples = Samples(_this_loss[1], layout=layout)  # whatever masks the hook was given
+        if now.loss is not None and not _rejects(now.loss[0]):
+            samples = Samples(now.loss[1], layout=layout)  # whatever masks the hook was given
         return lambda losses: reducer(tap(losses, samples=samples))
 
     def _check_flag(self, per_token: bool, counts: StepCounts | None) -> None:
@@ -156,9 +168,9 @@ class Hook:
             )
 
 
-def _token_divisor(samples: Samples, counts: StepCounts | None, per_token: bool) -> float:
+def _token_divisor(samples: Samples, now: Now, per_token: bool) -> float:
     """The divisor of masks that makes a token mean, for an engine that divides by tokens or by rollouts."""
-    if counts is None:
+    if now.counts is None:
         for i in np.flatnonzero(samples.mask_sums < 1)[:1]:
             raise ValueError(
                 f"sample {i} has {samples.mask_sums[i]:g} mask tokens: the engine may count 1 there, and a hook sees "
@@ -167,8 +179,8 @@ def _token_divisor(samples: Samples, counts: StepCounts | None, per_token: bool)
             )
         return 1.0
     if not per_token:
-        return counts.step_tokens / max(counts.num_rollouts, 1)
-    if _this_loss is None:
+        return now.counts.step_tokens / max(now.counts.num_rollouts, 1)
+    if now.loss is None:
         raise ValueError(
             f"a hook called outside of {_engine()}'s loss_function: count_steps replaced that function, and another "
             f"caller may divide by another token count. Use {_engine()} {_ENGINES[_engine()][0]}."
@@ -256,7 +268,7 @@ def count_steps(args: Namespace) -> None:
     _check_countable(args)
     if "MEGATRON_RL_LOSS_AUDIT" in os.environ:
         importlib.import_module("megatron_rl_loss.audit.attach")
-    _replace(_engine(), True)
+    _replace(_engine(), keeps_counts=True)
 
 
 def _check_countable(args: Namespace) -> None:
@@ -277,16 +289,18 @@ def _check_countable(args: Namespace) -> None:
         )
 
 
-@cache
-def _replace(engine: str, keeps_counts: bool) -> Replaced:
-    """Replace the engine's step and loss. With `keeps_counts` hooks use the counts too, else the proof alone."""
+def _replace(engine: str, *, keeps_counts: bool) -> None:
+    """Replace the engine's step and loss, once. With `keeps_counts` hooks use the counts too, else the proof alone."""
+    once((engine, keeps_counts), lambda: _replaced(engine, keeps_counts))
+
+
+def _replaced(engine: str, keeps_counts: bool) -> Replaced:
     versions, num_rollouts = _ENGINES[engine]
     model = importlib.import_module(f"{engine}.backends.megatron_utils.model")
     needed = ("data_iterator", "num_microbatches", num_rollouts)
 
     def counted(stock: Callable[[], Any], given: dict[str, Any]) -> Any:
-        global _this_step, _this_loss
-        _this_loss, args = None, given["args"]
+        args = given["args"]
         if keeps_counts:
             _check_countable(args)
         elif replaced.proof is not None and replaced.proof.is_over:
@@ -295,11 +309,8 @@ def _replace(engine: str, keeps_counts: bool) -> Replaced:
         counts = _counts(iterators[0], num_microbatches, rollouts)
         if args.loss_type == "policy_loss":  # a critic has another
             _prove(replaced, engine, args, counts)
-        _this_step = counts if keeps_counts else None
-        try:
+        with swapped(vars(replaced), {"now": Now(counts if keeps_counts else None)}):
             return stock()
-        finally:
-            _this_step = None
 
     step = Function(model, "train_one_step", ("args", *needed), counted)
     loss = Function(model, "loss_function", ("args", "batch"), _with_mask_tokens)
@@ -322,7 +333,7 @@ def _prove_next_step(engine: str, is_first: bool) -> None:
         elif refusal := attempt(lambda: _check_countable(get_args())):
             says = f"NOT PROVED: {str(refusal).partition('. ')[0]}"  # without the remedy, which is for `count_steps`
         else:
-            _replace(engine, False)
+            _replace(engine, keeps_counts=False)
     announce(f"{engine}: {says}", is_first)
 
 
@@ -355,10 +366,10 @@ def _rejects(args: Namespace) -> bool:
 
 def _with_mask_tokens(stock: Callable[[], Any], given: dict[str, Any]) -> Any:
     """The engine's scaled loss; Megatron and the engine's report then divide by the micro-batch's mask tokens."""
-    global _this_loss
-    _this_loss = args, masks = given["args"], given["batch"]["loss_masks"]  # for a recomputed loss too
+    now = _now()
+    now.loss = args, masks = given["args"], given["batch"]["loss_masks"]  # for a recomputed loss too
     loss, tokens, log = stock()
-    if args.calculate_per_token_loss and _this_step is not None:
+    if args.calculate_per_token_loss and now.counts is not None:
         tokens = sum((mask.sum() for mask in masks), start=tokens * 0)
         log["values"][0] = tokens
     return loss, tokens, log

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_rl_loss.frameworks.columns import FACTORS, GROUPS, MEDIA, PLAIN, Batch, prompts_of
+from megatron_rl_loss.frameworks.columns import FACTORS, GROUPS, IDS, MASKS, MEDIA, PLAIN, Batch, prompts_of
 from megatron_rl_loss.frameworks.places import Call, places, swapped, wrapped
 from megatron_rl_loss.frameworks.policy_tap import LossPaths, WeighedMicrobatch
 from megatron_rl_loss.reduction.taps import is_observed
@@ -31,9 +31,11 @@ class TokenMeanEngine(NamedTuple):
         batches: this rank's, of a call of the step method.
         masks: of a batch, a row each; of a micro-batch, the tensors in which the loss function sees its rows.
         prompts: an id for each row of a batch, or the reason why prompts are unknown.
+        prompt_tokens: text for the prompt's tokens of each row, in an engine that is handed ids beside them.
         group: the data-parallel group.
         loss, batch: the row of the loss function; the path of the micro-batch, in its arguments or beside them.
         put: puts a call in place of the loss function, during a call of the step method.
+        mends: `put` mends the engine too, and is needed in every step.
         facts: of a call: coefficient of the loss and temperature of the logits.
         of_samples: the remedy for a loss that averages within each sample, else empty.
         unproved: the reason why a call cannot be proved, else empty.
@@ -63,15 +65,21 @@ class TokenMeanEngine(NamedTuple):
     tokens: Callable[[Given], float] | None = None
     further: Sequence[tuple[str, Sequence[str], Callable[[Callable[[], Any], dict[str, Any]], Any]]] = ()
     runs: str = ""
+    mends: bool = False
+    prompt_tokens: Callable[[Batch], Sequence[str]] | None = None
 
     def measured(self, step: Given, loss: Mapping[str, Any]) -> WeighedMicrobatch:
-        """The micro-batch of a call of the loss function; changes to its advantages count as weights."""
+        """The micro-batch of a call of the loss function, with masks and ids as they were before the step.
+
+        Changes to its advantages count as weights.
+        """
         (container, name), *_ = places(self.batch, loss)
         batch = container[name] if hasattr(container, "keys") else getattr(container, name)
         factors, plain = (batch[one].to(batch["advantages"].device) for one in (FACTORS, PLAIN))
-        masks, prompts = list(self.masks(step, batch)), self.prompts(step, batch)
-        ids = None if isinstance(prompts, str) else [*map(str, prompts)]
-        samples = Samples(masks, layout=Gathered([0, *accumulate(map(len, masks))]), prompt_ids=ids)
+        lengths = [len(row) for row in self.masks(step, batch)]
+        edges = [0, *accumulate(lengths)]
+        ids = batch[IDS].reshape(-1)[edges[:-1]] if IDS in batch.keys() else None  # noqa: SIM118  of a TensorDict
+        samples = Samples(batch[MASKS].reshape(-1).split(lengths), layout=Gathered(edges), prompt_ids=ids)
         return WeighedMicrobatch(samples, factors, plain, **self.facts(step, batch))
 
 
@@ -163,20 +171,28 @@ def _rlinf_prompts(given: Given, batch: Batch) -> Sequence[Any] | str:
 
 @contextmanager
 def _put_rlinf(given: Given, call: Call) -> Iterator[None]:
-    """In place of `policy_loss`, which the loss function of the worker's forward step calls, with the micro-batch."""
+    """In place of `policy_loss`, which the loss function of the worker's forward step calls, with the micro-batch.
+
+    RLinf skips the loss of a micro-batch whose first row is fully masked, and logs other metrics for it, for which
+    ranks then wait for each other. Without that fast path masked rows alone are left out.
+    """
     worker = given["self"]
     theirs = worker.get_forward_step_func()
+
+    def whole(stock: Callable[[], Any], of_loss: dict[str, Any]) -> Any:
+        of_loss["fast_path_zero_loss_mask"] = False
+        return call(stock, of_loss)
 
     def forward_step(iterator: Iterator[Batch], model: Any) -> tuple[Any, Any]:
         batch = next(iterator)
         output, loss_func = theirs(iter([batch]), model)
 
-        def observed(output: Any) -> Any:
-            ours = wrapped(theirs.__globals__["policy_loss"], call, batch=batch)
+        def of_whole(output: Any) -> Any:
+            ours = wrapped(theirs.__globals__["policy_loss"], whole, batch=batch)
             with swapped(theirs.__globals__, {"policy_loss": ours}):
                 return loss_func(output)
 
-        return output, observed if is_observed() else loss_func
+        return output, of_whole
 
     with swapped({"worker": worker}, {"worker.get_forward_step_func": lambda: forward_step}):
         yield
@@ -185,12 +201,10 @@ def _put_rlinf(given: Given, call: Call) -> Iterator[None]:
 def _rlinf_wrong(given: Given) -> Sequence[tuple[bool, str, str]]:
     config, batch = given["self"].cfg.algorithm, given["batch"]
     is_pipeline = not isinstance(batch, Mapping)
-    has_empty = not is_pipeline and not batch["response_mask"].any(-1).all()
     return (
         (config.loss_agg_func != "token-mean", f"loss_agg_func={config.loss_agg_func}", "Set loss_agg_func=token-mean"),
         (not config.use_valid_token_scale, "use_valid_token_scale=False", "Set use_valid_token_scale=True"),
         (is_pipeline, "the pipeline mode (tokens unknown before a step)", "Choose another placement"),
-        (has_empty, "a row without a token to train on (RLinf may skip its micro-batch)", "Drop such rows"),
     )
 
 
@@ -251,6 +265,7 @@ ENGINES = {
         batches=lambda given: [given["batch"].batch],
         masks=_roll_masks,
         prompts=_roll_prompts,
+        prompt_tokens=lambda batch: prompts_of(batch["input_ids"], batch["prompt_mask"]),
         group=_megatron_group,
         loss=LossPaths(
             "self.strategy.op_compute_log_probs", "data.batch.advantages",
@@ -279,6 +294,7 @@ ENGINES = {
         loss=LossPaths("logprobs", "advantages", {"old_logprobs": "old"}),
         batch="batch",
         put=_put_rlinf,
+        mends=True,
         facts=lambda given, batch: {"temperature": None},  # the model's output is a dict, no logits
         runs="run_forward_backward",
         tokens=lambda given: float(given["self"].global_valid_token),  # of all the n_minibatches steps of a batch

@@ -136,7 +136,7 @@ def test_areal_where_it_could_not_be_exact() -> None:
         aggregate(actor_class, mode)
         with pytest.raises(ValueError, match=text):
             actor_class().ppo_update(groups())
-        with pytest.raises(ValueError, match="a second one would apply weights twice"):
+        with pytest.raises(ValueError, match="a second one would apply or measure weights twice"):
             aggregate(type("Further", (actor_class,), {}), mode)
     actor_class = actors()
     aggregate(actor_class, "prompt_mean")
@@ -208,7 +208,10 @@ def step(trainers: Any, has_ids: bool = True) -> list[dict[str, Any]]:
     samples = []
     for i, (mask, prompt) in enumerate(zip(MASKS, PROMPTS, strict=True)):
         media = dict.fromkeys(("images", "videos", "audios"), ())
-        samples.append(SimpleNamespace(messages=[prompt], mask=mask, truncated=i == 3, prompt_id="", **media))
+        encoded = {"input_ids": [1] * len(mask), "labels": [-100] * len(mask)}
+        samples.append(
+            SimpleNamespace(messages=[prompt], mask=mask, truncated=i == 3, prompt_id="", encoded=encoded, **media)
+        )
     if has_ids:
         trainers.MegatronGRPOTrainer()._preprocess_inputs(samples)
     return [{"grpo_batch": trainers.collate_to_grpo_micro_batch(part)[1]} for part in (samples[:2], samples[2:])]
@@ -237,7 +240,7 @@ def test_ms_swift_where_it_could_not_be_exact(trainers: Any) -> None:
     microbatches[0]["grpo_batch"].completion_mask[0, 2] = True
     with pytest.raises(ValueError, match="1 tokens in a step of 2 micro-batches on 1 ranks"):
         trainer._on_train_step_batch(microbatches)
-    with pytest.raises(ValueError, match="a second one would apply weights twice"):
+    with pytest.raises(ValueError, match="a second one would apply or measure weights twice"):
         ms_swift.aggregate("token_mean")
     trainer.loss_type = "grpo"
     with pytest.raises(ValueError, match="--loss_type grpo with a loss aggregation"):
@@ -308,7 +311,7 @@ def test_losses_of_samples_get_one_weight_each(driver: Any) -> None:
     loss = nemo_rl.aggregate(driver, Loss("sequence_level"), "token_mean")
     column = driver.train(batch(), loss_fn=loss)["loss_weights_of_policy"]
     torch.testing.assert_close(column, 3 * torch.tensor([1.0, 2, 2, 0]) / 5)
-    with pytest.raises(ValueError, match="a second one would apply weights twice"):
+    with pytest.raises(ValueError, match="a second one would apply or measure weights twice"):
         nemo_rl.aggregate(driver, loss, "token_mean")
     replaced = replacing.installed("NeMo-RL")
     assert replaced is not None

@@ -89,6 +89,27 @@ def test_advantages_that_changed_before_the_loss_count_as_weights() -> None:
     assert torch.allclose(tapped.gradient, right.flatten(), rtol=1e-6)
 
 
+@pytest.mark.parametrize("row", [LOSS, LOW])
+def test_log_probs_exchanged_with_old_ones_weigh_nothing(row: LossPaths) -> None:
+    """No gradient reaches what stands where the log-probs should."""
+
+    def exchanged(current: Tensor, batch: Any) -> Tensor:
+        def loss(log_probs: Tensor, batch: Any) -> Tensor:
+            return ppo(log_probs, batch) + 0 * current.sum()
+
+        describe = lambda: WeighedMicrobatch(Samples(list(MASK)), FACTORS, PLAIN)  # noqa: E731
+        return wrapped(loss, lambda stock, given: tap_policy(row, stock, given, describe))(batch.old, batch)
+
+    table, taps = torch.zeros(2, 4, requires_grad=True), Taps()
+    with observe(taps):
+        taps.begin_microbatch()
+        exchanged(table, SimpleNamespace(advantages=PLAIN * FACTORS, old=PLAIN, rollout=None, seen=[])).backward()
+    (found,) = taps.losses["pg"].values()
+    assert isinstance(found, TappedLosses)
+    assert found.gradient is not None
+    assert not found.gradient.any()
+
+
 @pytest.mark.parametrize(
     ("loss", "row", "is_right", "is_doubted"),
     [

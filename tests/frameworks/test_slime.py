@@ -143,11 +143,12 @@ def at_place(cp_rank: int, cp_size: int) -> Iterator[None]:
 @contextmanager
 def in_step(counts: StepCounts | None, in_loss_function: bool = True) -> Iterator[None]:
     """A step of which `count_steps` made these counts."""
-    slime._this_step, slime._this_loss = counts, (SimpleNamespace(), []) if in_loss_function else None
+    now = slime.Now(counts, (SimpleNamespace(), []) if in_loss_function else None)
+    slime._now, before = lambda: now, slime._now
     try:
         yield
     finally:
-        slime._this_step, slime._this_loss = None, None
+        slime._now = before
 
 
 def error_of(case: Case, dp: int, cp: int, hook_of: HookOfRank | None = None, **wrong: Any) -> float:

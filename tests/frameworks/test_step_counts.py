@@ -13,7 +13,7 @@ import pytest
 import torch
 from ranks import RankError, run_ranks
 
-from megatron_rl_loss.frameworks import slime
+from megatron_rl_loss.frameworks import replacing, slime
 from megatron_rl_loss.frameworks.slime import StepCounts, count_steps
 
 MASKS = [torch.tensor(mask, dtype=torch.int32) for mask in ([1, 0, 1], [0, 0], [1], [1, 1, 1, 1], [0], [1, 1])]
@@ -33,13 +33,13 @@ def step_of_miles(args: Any, step_id: int, data_iterator: Any, num_microbatches:
     """A stand-in for miles's `train_one_step`: returns the counts that hooks know while it runs, or raises."""
     if step_id == 13:
         raise RuntimeError("the step failed")
-    return slime._this_step
+    return slime._now().counts
 
 
 def step_of_slime(
     args: Any, step_id: int, data_iterator: Any, num_microbatches: int, step_global_batch_size: int
 ) -> Any:
-    return slime._this_step
+    return slime._now().counts
 
 
 def loss_function(args: Any, batch: dict[str, Any], logits: Any) -> Any:
@@ -50,7 +50,7 @@ def loss_function(args: Any, batch: dict[str, Any], logits: Any) -> Any:
 
 def install(engine: str = "miles", *, step: Any = None, meshes: Any = ()) -> Any:
     """Modules of the engine's names; returns that of `train_one_step`."""
-    slime._replace.cache_clear()
+    replacing._REGISTRY.clear()
     size = SimpleNamespace(rank=0, size=1)
     state = SimpleNamespace(indep_dp=SimpleNamespace(size=1), cp=size, meshes=dict.fromkeys(meshes))
     step = step or (step_of_miles if engine == "miles" else step_of_slime)
@@ -95,8 +95,8 @@ def counts_in(engine: str, cp: int, bad_rank: int | None) -> list[Any]:
     for iterator, offset, count in ((by_indices, 0, 1), (by_indices, 1, 1), (by_slices, 0, 2), (by_slices, 2, 1)):
         iterator.offset = offset
         found.append(model.train_one_step(args, 0, [iterator], count, 7))
-        found.append(slime._this_step)
-    assert slime._replace(engine, True).proof is None  # of a critic
+        found.append(slime._now().counts)
+    assert replacing.installed(engine).proof is None  # of a critic
     return found
 
 
@@ -133,7 +133,7 @@ def test_a_step_divides_by_mask_tokens_while_it_is_counted(args: Any, monkeypatc
     assert model.train_one_step(args, 0, [None], 1, 1) == (counts, 7.0, 2, [2, 7])
     with pytest.raises(RuntimeError, match="the step failed"):
         model.train_one_step(args, 13, [None], 1, 1)
-    assert slime._this_step is None
+    assert slime._now().counts is None
     assert model.loss_function(args, {"loss_masks": MASKS[:2]}, None)[1] == 3
     args.calculate_per_token_loss = False
     assert model.train_one_step(args, 0, [None], 1, 1)[2:] == (3, [3, 7])

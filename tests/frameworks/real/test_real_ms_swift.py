@@ -183,7 +183,7 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
         }  # fmt: skip
         vars(trainer).update(
             **dict.fromkeys(off.split()) | shared,
-            loss_type=loss_type, beta=BETA, temperature=1.0, epsilon_low=CLIP_LOW,
+            loss_type=loss_type, beta=case.get("beta", BETA), temperature=1.0, epsilon_low=CLIP_LOW,
             epsilon_high=case.get("epsilon_high", CLIP_HIGH), importance_sampling_level="token",
             disable_rollout_importance_sampling=True,
             steps_per_generation=1, num_generations=4, top_entropy_quantile=1.0,
@@ -219,6 +219,10 @@ def step_of_trainer(trainers: Any, trainer: Any, samples: list[Any], cp: int, ca
     microbatches, sizes, forward_step = [], list[int](), trainer.forward_step
     for first, last in case.get("cuts", CUTS):
         part = samples[first * len(samples) // 6 : last * len(samples) // 6]
+        for sample, other in zip(part, [*part[1:], part[0]] if case.get("shifted") else part, strict=True):
+            sample.id_of_row = other.prompt_id
+        for sample in part:
+            sample.prompt_id = sample.id_of_row
         data, of_batch = trainers.collate_to_grpo_micro_batch(part, trainer.template, device=torch.device("cpu"))
         fill(of_batch, part, cp, case)
         microbatches.append(data | {"grpo_batch": of_batch})
@@ -304,9 +308,16 @@ def test_clamped_ratios_are_no_faults() -> None:
         {"loss": "cispo", "epsilon_high": 0.2},
         {"delta": 1.1},
         {"delta": 0.5},
+        {"beta": 5.0},  # whose slopes are larger than those of the policy loss
         {"loss": "cispo", "epsilon_high": 0.03, "outcome": "unknown"},
     ]
     run_ranks(4, train, checkout(MS_SWIFT), 2, [{"mode": "prompt_mean", "settings": {}} | case for case in cases])
+
+
+def test_ids_at_other_rows_are_not_proved() -> None:
+    case = {"mode": "prompt_mean", "settings": {}, "shifted": True, "outcome": "unknown"}
+    with pytest.raises(AssertionError, match="gradient"):  # which is off
+        assert_exact(lambda *_: None, train, MS_SWIFT, [case], worlds=[(2, 1)])
 
 
 def test_the_proof_changes_nothing() -> None:
@@ -332,6 +343,17 @@ PLANTS = [
     Plant(
         "loss computed twice",
         {GRPO: (LOSS_FUNC, "lambda x: (sum(self.loss_func(x, data)[0] for _ in '12'), {})")},
+        case={"mode": "token_sum", "settings": {"divisor": 25.0}},
+    ),
+    Plant("advantages without their sign", {GRPO: ("= grpo_batch.advantages  #", "= grpo_batch.advantages.abs()  #")}),
+    Plant(
+        "mask changed before the loss",
+        {
+            GRPO: (
+                "data = self._prepare_batch(data)",
+                "data = self._prepare_batch(data); grpo_batch.completion_mask[:, -4:] = False",
+            )
+        },
         case={"mode": "token_sum", "settings": {"divisor": 25.0}},
     ),
     Plant("mask moved", {GRPO: ("= grpo_batch.completion_mask  #", "= grpo_batch.completion_mask.roll(1, 1)  #")}),

@@ -33,9 +33,16 @@ pytestmark = pytest.mark.slow
 
 
 def without_empty_rows() -> dict[str, Tensor]:
-    """The rows, each with a token to train on."""
+    """The rows, each with a token to train on: RLinf alone drops others in the micro-batch of a masked row."""
     batch = make_batch()
     return batch | {"sample_mask": torch.ones_like(batch["sample_mask"])}
+
+
+def with_many_empty_rows() -> dict[str, Tensor]:
+    """Rows of which some are fully masked: the first of a micro-batch and whole micro-batches, on one rank alone."""
+    batch = make_batch()
+    batch["sample_mask"][[0, 4, 6, 8, 10]] = 0
+    return batch
 
 
 def rows_of_rank(dp_rank: int, dp: int, results: Any) -> Any:
@@ -66,7 +73,7 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
     results.Worker = SimpleNamespace(torch_device_type="cpu")
     found = []
     for case in cases:
-        bigram_step.make_batch = make_batch if case.get("empty") else without_empty_rows
+        bigram_step.make_batch = without_empty_rows if case.get("full") else case.get("rows", make_batch)
         model = bigram_model()
         model.module.pre_process = model.module.post_process = True
         algorithm = Settings(
@@ -94,26 +101,20 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
 
 def test_every_mode_is_exact(record_property: Any) -> None:
     cases = [{"mode": mode, "settings": settings} for mode, settings in MODES.items()]
+    cases += [one | {"rows": with_many_empty_rows} for one in cases]
     assert_exact(record_property, train, RLINF, cases, worlds=[(1, 1), (2, 1)])
 
 
 def test_theirs_is_the_token_mean(record_property: Any) -> None:
-    case = {"mode": "token_mean", "settings": {}, "setting": "token mean, `use_valid_token_scale`"}
+    case = {"mode": "token_mean", "settings": {}, "setting": "token mean, `use_valid_token_scale`", "full": True}
     ((same, _),) = compare(record_property, train, RLINF, [case], (2, 1))
     assert same["microbatches"] > 1
     assert same["errors"]["gradient"] < TOLERANCE
 
 
-@pytest.mark.parametrize(
-    ("changed", "error"),
-    [
-        ({"scale": False}, "use_valid_token_scale=False with a loss aggregation"),
-        ({"empty": True}, "a row without a token to train on.*Drop such rows"),
-    ],
-)
-def test_refused_on_all_ranks(changed: dict[str, Any], error: str) -> None:
-    with pytest.raises(RankError, match=error) as caught:
-        run_ranks(2, train, checkout(RLINF), 1, [{"mode": "token_mean", "settings": {}} | changed])
+def test_another_scaling_is_refused_on_all_ranks() -> None:
+    with pytest.raises(RankError, match="use_valid_token_scale=False with a loss aggregation") as caught:
+        run_ranks(2, train, checkout(RLINF), 1, [{"mode": "token_mean", "settings": {}, "scale": False}])
     assert set(caught.value.errors) == {0, 1}
 
 
@@ -135,6 +136,25 @@ PLANTS = [
             )
         },
         "Actor.training_step called no policy loss, or was not called. Use RLinf a3816b59",
+    ),
+    Plant(
+        "log-probs exchanged with old ones",
+        {
+            _ACTOR: (
+                "logprobs=curr_logprobs,\n                    old_logprobs=old_logprobs,",
+                "logprobs=old_logprobs,\n                    old_logprobs=curr_logprobs,",
+            )
+        },
+        "tokens weigh 0 times what was asked",
+    ),
+    Plant(
+        "a masked row skips its micro-batch",
+        {
+            _ACTOR: (
+                'mask = batch["response_mask"][:, -response_len:]\n\n                loss',
+                'mask = batch["response_mask"][:, -response_len:]; mask = mask * mask[0].any()\n\n                loss',
+            )
+        },
     ),
     Plant("mask shifted", {_ACTOR: ("loss_mask=mask,", "loss_mask=mask.roll(1),")}),
     Plant(

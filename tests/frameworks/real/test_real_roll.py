@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from bigram_step import (
@@ -19,6 +20,7 @@ from bigram_step import (
     CLIP_LOW,
     CUTS,
     LENGTH,
+    TOLERANCE,
     assert_exact,
     bigram_model,
     compare,
@@ -141,6 +143,10 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
             use_sequence_packing=bool(case.get("packed")), enable_router_replay=False, is_multimodal=False,
         )  # fmt: skip
         data = rows_of_rank(state.get_data_parallel_rank(), state.get_data_parallel_world_size(), protocol, functionals)
+        if "ids" in case:
+            numbers = make_batch()["prompts"].roll(case["ids"]).tolist()
+            of_rank = numbers[state.get_data_parallel_rank() :: state.get_data_parallel_world_size()]
+            data.non_tensor_batch["traj_group_id"] = np.array([f"group {one}" for one in of_rank], dtype=object)
         model.zero_grad_buffer()
         with aggregated(type(strategy), case):
             strategy.train_step(batch=data, loss_func=worker.loss_func)
@@ -161,6 +167,15 @@ def test_packed_rows_are_proved(record_property: Any) -> None:
     """ROLL then calls its loss function for each row."""
     case = {"mode": "prompt_mean", "settings": MODES["prompt_mean"], "packed": True}
     assert_exact(record_property, train, ROLL, [case], worlds=[(2, 1)])
+
+
+def test_ids_at_other_rows_are_not_proved() -> None:
+    """ROLL's own ids of groups, then moved by a row."""
+    settings = {"mode": "prompt_mean", "settings": MODES["prompt_mean"]}
+    cases = [settings | {"ids": 0}, settings | {"ids": 1, "outcome": "unknown"}]
+    for results in run_ranks(2, train, checkout(ROLL), 1, cases):
+        right, moved = (found["errors"]["gradient"] for found in results)
+        assert right < TOLERANCE < 1e-2 < moved
 
 
 def test_coefficients_and_the_engine_for_rollouts_are_no_faults() -> None:

@@ -102,8 +102,6 @@ def train(peer: str, root: str, cp: int, cases: list[dict[str, Any]]) -> list[li
             proof, is_counted = replaced.proof, args.custom_megatron_init_path is not None
             assert (proof and proof.outcome) == ("proved" if is_counted or len(steps) > 1 else None)
             replaced.undo()
-            slime._replace.cache_clear()
-            slime._this_loss = None
         found.append(errors)
     return found
 
