@@ -4,7 +4,7 @@ import difflib
 import os
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
 from megatron_rl_loss.errors import check_choice, check_int
@@ -26,7 +26,9 @@ CHANGING_CP = ("hybrid_context_parallel", "dynamic_context_parallel")
 
 @dataclass(frozen=True, kw_only=True)
 class AggregationSettings:
-    """Validated settings of the flags; `resolve` makes them.
+    """Validated settings of a launch; `resolve` makes them.
+
+    Each field but `modes` has a flag of its name; its metadata are the arguments of argparse.
 
     Attributes:
         modes: modes of the policy loss and of terms without a mode of their own; names of other frameworks are
@@ -35,13 +37,50 @@ class AggregationSettings:
         with_per_token_loss: allow any mode on a model whose config calculates per-token loss.
         audit_interval: number of steps from one measured step to the next; None to measure none.
         proof: reaction to wrong weights in the first training step: ``error``, ``warn``, or ``off`` for no measurement.
+            The default is the environment's ``MEGATRON_RL_LOSS_PROOF``, else ``error``.
     """
 
     modes: LossModes
-    empty_step: EmptyStep = "warn"
-    with_per_token_loss: bool = False
-    audit_interval: int | None = None
-    proof: ProofLevel = "error"
+    empty_step: EmptyStep = field(
+        default="warn",
+        metadata={
+            "choices": get_args(EmptyStep),
+            "help": "Reaction to a step without an active token: warn and train on with zero gradients (the default), "
+            "or raise an error on all ranks.",
+        },
+    )
+    with_per_token_loss: bool = field(
+        default=False,
+        metadata={
+            "action": "store_true",
+            "help": "Allow a mode other than token_mean with --calculate-per-token-loss, which some models force.",
+        },
+    )
+    audit_interval: int | None = field(
+        default=None,
+        metadata={
+            "metavar": "STEPS",
+            "type": int,
+            "help": "Measure the weight of each token in every STEPS-th step, the first included, and log the largest "
+            "relative error as loss_aggregation_deviation. Default: never.",
+        },
+    )
+    proof: ProofLevel = field(
+        default=None,  # type: ignore[arg-type]  # then the environment's
+        metadata={
+            "choices": get_args(ProofLevel),
+            "help": "The first training step is measured. If a token has a wrong weight, abort all ranks before the "
+            "optimizer step (error) or print a report (warn); off measures nothing. Default: MEGATRON_RL_LOSS_PROOF, "
+            "or error.",
+        },
+    )
+
+    def __post_init__(self) -> None:
+        check_choice("empty step handling", self.empty_step, get_args(EmptyStep))
+        if self.audit_interval is not None:
+            remedy = "Give a number such as 100, or drop the flag to audit no step"
+            check_int("--loss-aggregation-audit-interval", self.audit_interval, 1, remedy)
+        object.__setattr__(self, "proof", proof_level(self.proof))
 
     @classmethod
     def resolve(
@@ -50,27 +89,18 @@ class AggregationSettings:
         divisor: float | None = None,
         units: UnitCounting | None = None,
         *,
-        empty_step: EmptyStep = "warn",
-        with_per_token_loss: bool = False,
-        audit_interval: int | None = None,
-        proof: ProofLevel | None = None,
         terms: Mapping[str, str | None] | None = None,
+        **settings: Any,
     ) -> "AggregationSettings":
-        """Validate a mode, its name (also another framework's) or its function. Raises as `make_pg_loss_reducer`.
+        """Validate a mode, its name (also another framework's) or its function; `settings` are the other fields.
 
-        The default of `proof` is the environment's ``MEGATRON_RL_LOSS_PROOF``, else ``error``.
+        Raises as `make_pg_loss_reducer`, and ValueError or TypeError for settings that are unknown or unusable.
         """
-        check_choice("empty step handling", empty_step, get_args(EmptyStep))
-        if audit_interval is not None:
-            remedy = "Give a number such as 100, or drop the flag to audit no step"
-            check_int("--loss-aggregation-audit-interval", audit_interval, 1, remedy)
-        return cls(
-            modes=LossModes.resolve(mode, divisor=divisor, units=units, terms=terms),
-            empty_step=empty_step,
-            with_per_token_loss=with_per_token_loss,
-            audit_interval=audit_interval,
-            proof=proof_level(proof),
-        )
+        return cls(modes=LossModes.resolve(mode, divisor=divisor, units=units, terms=terms), **settings)
+
+
+#: By the name of its flag in a Namespace, each field that has one.
+_FIELDS = {f"loss_aggregation_{row.name}": row for row in fields(AggregationSettings) if row.metadata}
 
 
 def proof_level(given: str | None = None) -> ProofLevel:
@@ -78,6 +108,10 @@ def proof_level(given: str | None = None) -> ProofLevel:
     level: Any = given or os.environ.get(PROOF_VARIABLE) or "error"
     check_choice("proof level" if given else f"{PROOF_VARIABLE} level", level, get_args(ProofLevel))
     return level
+
+
+def _flag_of(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def add_loss_aggregation_args(parser: ArgumentParser) -> ArgumentParser:
@@ -103,31 +137,8 @@ def add_loss_aggregation_args(parser: ArgumentParser) -> ArgumentParser:
         help="Rollouts or prompt groups that a mean counts: all (the default), or active: those with a token whose "
         "loss mask is not 0.",
     )
-    group.add_argument(
-        "--loss-aggregation-empty-step",
-        choices=get_args(EmptyStep),
-        default="warn",
-        help="Reaction to a step without an active token: warn and train on with zero gradients (the default), or "
-        "raise an error on all ranks.",
-    )
-    group.add_argument(
-        "--loss-aggregation-with-per-token-loss",
-        action="store_true",
-        help="Allow a mode other than token_mean with --calculate-per-token-loss, which some models force.",
-    )
-    group.add_argument(
-        "--loss-aggregation-audit-interval",
-        metavar="STEPS",
-        type=int,
-        help="Measure the weight of each token in every STEPS-th step, the first included, and log the largest "
-        "relative error as loss_aggregation_deviation. Default: never.",
-    )
-    group.add_argument(
-        "--loss-aggregation-proof",
-        choices=get_args(ProofLevel),
-        help="The first training step is measured. If a token has a wrong weight, abort all ranks before the optimizer "
-        "step (error) or print a report (warn); off measures nothing. Default: MEGATRON_RL_LOSS_PROOF, or error.",
-    )
+    for name, row in _FIELDS.items():
+        group.add_argument(_flag_of(name), default=row.default, **row.metadata)
     group.add_argument(
         "--custom-pg-loss-reducer-function-path",
         metavar="PATH",
@@ -170,11 +181,8 @@ def validate_loss_aggregation_args(args: Namespace) -> AggregationSettings:
         ("token_mean" if per_token else "sample_mean") if mode is None else mode,
         args.loss_aggregation_divisor,
         args.loss_aggregation_units,
-        empty_step=args.loss_aggregation_empty_step,
-        with_per_token_loss=args.loss_aggregation_with_per_token_loss,
-        audit_interval=args.loss_aggregation_audit_interval,
-        proof=args.loss_aggregation_proof,
         terms={name: getattr(args, f"{name}_loss_aggregation") for name in _TERMS},
+        **{row.name: getattr(args, name) for name, row in _FIELDS.items()},
     )
     check_per_token(settings, per_token)
     return settings
@@ -241,7 +249,7 @@ def check_command_line(args: Namespace, argv: Sequence[str]) -> None:
 
     Megatron's ``ignore_unknown_args=True`` ignores them, so the run would use another mode.
     """
-    flags = [f"--{name.replace('_', '-')}" for name in _DEFAULTS]
+    flags = [_flag_of(name) for name in _DEFAULTS]
     for option in (word.split("=", 1)[0] for word in argv if word.startswith("--")):
         if option in flags or hasattr(args, option.removeprefix("--").replace("-", "_")):
             continue

@@ -1,8 +1,8 @@
 """Checks before a launch's first step: Megatron's scaling of losses, and the model's config.
 
 A change of Megatron's scaling would be silent: every gradient would be wrong by a constant. The probe sends a known
-scalar through the installed `forward_step_calc_loss`, reads DDP's scaling factor, and compares both with the row of
-`carriers` in use.
+scalar through the installed `forward_step_calc_loss`, reads DDP's scaling factor, and compares both with the forms of
+Megatron's schedule in `plan/carriers.py`.
 """
 
 import copy
@@ -19,7 +19,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron_rl_loss.errors import ContractError
 from megatron_rl_loss.megatron.flags import check_megatron_settings
 from megatron_rl_loss.megatron.versions import cp_arguments
-from megatron_rl_loss.plan.carriers import Count, carriers_of, product
+from megatron_rl_loss.plan.carriers import FORMS, Count, Form, product
 from megatron_rl_loss.step.collectives import Group, device_of
 
 _LOSS = 3.0
@@ -88,19 +88,21 @@ def check_contract(config: Any, chunks: Sequence[Any], groups: ProcessGroupColle
         "dp_size": groups.dp.size(),
         "cp_size": groups.cp.size(),
     }
-    rows = [row for row in carriers_of(bool(config.calculate_per_token_loss)) if row.form in ("3-tuple", "2-tuple")]
-    for carrier in rows:
-        factor = _schedule_factor(config, groups.cp, with_count=carrier.form == "3-tuple")
-        _compare(f"schedule (forward_step_calc_loss, {carrier.form})", factor, product(carrier.schedule, counts))
+    per_token = bool(config.calculate_per_token_loss)
+    forms = [form for form in FORMS.values() if form.caller == "schedule" and per_token in form.carriers]
+    carriers = [form.carriers[per_token] for form in forms]
+    for form, carrier in zip(forms, carriers, strict=True):
+        factor = _schedule_factor(config, groups.cp, form)
+        _compare(f"schedule (forward_step_calc_loss, {form.name})", factor, product(carrier.schedule, counts))
     for chunk in chunks:
         for buffer in chunk.buffers if isinstance(chunk, DistributedDataParallel) else []:
             averaged = groups.dp_cp.size() if chunk.ddp_config.average_in_collective else 1
             factor = buffer.gradient_scaling_factor / averaged
-            _compare("DDP (gradient_scaling_factor)", factor, product(rows[0].ddp, counts))
+            _compare("DDP (gradient_scaling_factor)", factor, product(carriers[0].ddp, counts))
 
 
-def _schedule_factor(config: Any, cp_group: Group, *, with_count: bool) -> float:
-    """The factor by which the installed schedule multiplies the loss of a 3-tuple or 2-tuple."""
+def _schedule_factor(config: Any, cp_group: Group, form: Form) -> float:
+    """The factor by which the installed schedule multiplies a loss that is returned in that form."""
     # A copy without timers and auxiliary losses: their scales are global and the probe must not set them.
     quiet = copy.copy(config)
     for name in ("timers", "num_moe_experts", "mtp_num_layers", "experimental_attention_variant"):
@@ -111,7 +113,7 @@ def _schedule_factor(config: Any, cp_group: Group, *, with_count: bool) -> float
         loss, num_tokens = schedules.forward_step_calc_loss(
             model=None,
             output_tensor=torch.tensor(_LOSS, device=device),
-            loss_func=lambda loss: (loss, count, {}) if with_count else (loss, {}),
+            loss_func=lambda loss: form.assemble({"loss": loss, "report": {}, **dict.fromkeys(form.counts, count)}),
             config=quiet,
             vp_stage=None,
             collect_non_loss_data=False,
@@ -124,7 +126,7 @@ def _schedule_factor(config: Any, cp_group: Group, *, with_count: bool) -> float
         raise _broken("forward_step_calc_loss", f"it could not be probed ({type(error).__name__}: {error})") from error
     if int(count) != _NUM_TOKENS:
         raise _broken("forward_step_calc_loss", "it changes the token count in place, which micro-batches share")
-    if with_count and (num_tokens.is_floating_point() or int(num_tokens) != _NUM_TOKENS):
+    if "num_tokens" in form.parts and (num_tokens.is_floating_point() or int(num_tokens) != _NUM_TOKENS):
         made = f"it turns a token count of {_NUM_TOKENS} into {num_tokens.item()!r} ({num_tokens.dtype})"
         raise _broken("forward_step_calc_loss", f"{made} and must leave it as it is")
     return float(loss) / _LOSS

@@ -1,148 +1,224 @@
-"""Carriers: forms of a share that cancel a trainer's own scaling, a row of one table each.
+"""Forms of a return value, a row each: what a loss function returns so that a trainer's own scaling cancels.
 
 A trainer scales a returned loss in up to four places. Megatron has three: the schedule
 (`core/pipeline_parallel/schedules.py`, `forward_step_calc_loss`), DDP
 (`core/distributed/distributed_data_parallel.py`) and `core/distributed/finalize_model_grads.py`. An engine with a loss
-function of its own around yours multiplies before them. A row has the powers of counts that a share is multiplied by
-before it is returned, and those that each place multiplies by. The powers of each count add up to 0, so the gradient
-is that of the sum of all shares. Megatron's probe (`megatron/probe.py`) checks the rows in force against the
-installed Megatron; `tests/frameworks/real` runs the engines' rows through their code.
+function of its own around yours multiplies before them. A carrier has the powers of counts that a share is multiplied
+by before it is returned, and those that each place multiplies by. The powers of each count add up to 0, so the gradient
+is that of the sum of all shares. Megatron's probe (`megatron/probe.py`) checks the forms of its schedule against the
+installed Megatron; `tests/frameworks/real` runs the engines' forms through their code.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
+
+from torch import Tensor
+
+from megatron_rl_loss.step.samples import LocalTokens
 
 Count = Literal["num_microbatches", "dp_size", "cp_size", "step_active_tokens", "rollouts"]
 Powers = Mapping[Count, int]
-#: A pair, (loss, report), for Megatron's schedule or for an engine.
+#: Who calls a loss function: Megatron's schedule, an engine's own loss function around it, or a loop of neither.
+Caller = Literal["schedule", "engine", "loop"]
+#: A part that is a count: this rank's tokens, and its rank in the context-parallel group -> the count.
+CountOf = Callable[[LocalTokens, int], int]
+#: Forms whose results type checkers know: a pair, (loss, report), and the loss alone. Others are checked when called.
 PairForm = Literal["2-tuple", "slime", "verl", "nemo_rl"]
-#: What is returned: (loss, num_tokens, report), a pair, or the loss alone, where gradients are summed over ranks, or
-#: where they are averaged.
-Form = Literal["3-tuple", "sum", "mean"] | PairForm
+LossForm = Literal["sum", "mean"]
+
+
+def active_tokens(tokens: LocalTokens, cp_rank: int) -> int:
+    """The active tokens of this rank; where all CP ranks hold all tokens, the first of them counts them."""
+    return 0 if tokens.copies > 1 and cp_rank > 0 else tokens.num_active
 
 
 @dataclass(frozen=True, kw_only=True)
 class Carrier:
-    """One way to return a share.
+    """The scaling that a form cancels.
 
     Attributes:
-        form: the form of the return value.
-        per_token: the value of `calculate_per_token_loss` that this row is for; None where it makes no difference.
         returned: the loss is the share times these powers of counts.
-        num_tokens: the token count of a 3-tuple: one, or the active tokens of this rank and micro-batch.
         engine, schedule, ddp, finalize: the powers of counts by which each place multiplies the loss or its gradient.
+        counts: by part, the counts that are returned beside the loss; a part that is missing here is 1.
         dynamic_cp: True if it holds where the context-parallel group changes between micro-batches.
     """
 
-    form: Form
-    per_token: bool | None
     returned: Powers = field(default_factory=dict)
-    num_tokens: Literal["one", "active tokens"] = "one"
     engine: Powers = field(default_factory=dict)
     schedule: Powers = field(default_factory=dict)
     ddp: Powers = field(default_factory=dict)
     finalize: Powers = field(default_factory=dict)
+    counts: Mapping[str, CountOf] = field(default_factory=dict)
     dynamic_cp: bool = False
 
 
-#: The schedule divides a loss by its token count, 1, and by the number of micro-batches; DDP averages over its ranks.
-TRIPLE = Carrier(
-    form="3-tuple",
-    per_token=False,
-    returned={"num_microbatches": 1, "dp_size": 1, "cp_size": 1},
-    schedule={"num_microbatches": -1},
-    ddp={"dp_size": -1, "cp_size": -1},
-)
-#: At the end of the step gradients are divided by the sum of all token counts. These are the real ones, so auxiliary
-#: losses, which Megatron divides by them too, keep their scale.
-TRIPLE_PER_TOKEN = Carrier(
-    form="3-tuple",
-    per_token=True,
-    returned={"step_active_tokens": 1},
-    num_tokens="active tokens",
-    finalize={"step_active_tokens": -1},
-    dynamic_cp=True,
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """What a loss function returns, to whom, and where the gradient is exact.
+
+    Attributes:
+        name: what users pass as ``form=``.
+        parts: of the return value in their order: ``loss``, ``report``, and any others are counts. A single part is
+            returned without a tuple.
+        caller: who calls the loss function.
+        carriers: by the value of Megatron's `calculate_per_token_loss` for which the form is exact.
+        is_default: the form of a loss function that names none.
+    """
+
+    name: str
+    parts: tuple[str, ...]
+    caller: Caller
+    carriers: Mapping[bool, Carrier]
+    is_default: bool = False
+
+    @property
+    def counts(self) -> list[str]:
+        """The parts that are counts."""
+        return [part for part in self.parts if part not in ("loss", "report")]
+
+    def assemble(self, values: Mapping[str, Any]) -> Any:
+        """The return value, from its parts by name."""
+        parts = tuple(values[part] for part in self.parts)
+        return parts if len(parts) > 1 else parts[0]
+
+    def read(self, returned: object) -> dict[str, Any] | None:
+        """The parts of a return value by name; None for a value that does not have the shape of this form."""
+        if len(self.parts) == 1:
+            return {self.parts[0]: returned} if isinstance(returned, Tensor) else None
+        if not isinstance(returned, tuple) or len(returned) != len(self.parts):
+            return None
+        return dict(zip(self.parts, returned, strict=True))
+
+
+#: Without per-token loss the schedule divides a loss by its token count, 1, and by the number of micro-batches; DDP
+#: averages over its ranks. With it gradients are divided, at the end of the step, by the sum of all token counts. These
+#: are the real ones, so auxiliary losses, which Megatron divides by them too, keep their scale.
+TRIPLE = Form(
+    name="3-tuple",
+    parts=("loss", "num_tokens", "report"),
+    caller="schedule",
+    is_default=True,
+    carriers={
+        False: Carrier(
+            returned={"num_microbatches": 1, "dp_size": 1, "cp_size": 1},
+            schedule={"num_microbatches": -1},
+            ddp={"dp_size": -1, "cp_size": -1},
+        ),
+        True: Carrier(
+            returned={"step_active_tokens": 1},
+            counts={"num_tokens": active_tokens},
+            finalize={"step_active_tokens": -1},
+            dynamic_cp=True,
+        ),
+    },
 )
 #: The schedule multiplies the loss of a pair by the CP size, and divides it by the number of micro-batches.
-PAIR = Carrier(
-    form="2-tuple",
-    per_token=False,
-    returned={"num_microbatches": 1, "dp_size": 1},
-    schedule={"num_microbatches": -1, "cp_size": 1},
-    ddp={"dp_size": -1, "cp_size": -1},
+PAIR = Form(
+    name="2-tuple",
+    parts=("loss", "report"),
+    caller="schedule",
+    carriers={
+        False: Carrier(
+            returned={"num_microbatches": 1, "dp_size": 1},
+            schedule={"num_microbatches": -1, "cp_size": 1},
+            ddp={"dp_size": -1, "cp_size": -1},
+        )
+    },
 )
 #: For a trainer that adds up the gradients of ranks and micro-batches and divides by nothing.
-SUM = Carrier(form="sum", per_token=None, dynamic_cp=True)
+SUM = Form(
+    name="sum",
+    parts=("loss",),
+    caller="loop",
+    carriers=dict.fromkeys((False, True), Carrier(dynamic_cp=True)),
+)
 #: For a trainer that averages gradients over the DP and CP ranks and adds up micro-batches: torch's DDP and FSDP, or
 #: Megatron's DDP in a loop without its schedule.
-MEAN = Carrier(
-    form="mean",
-    per_token=False,
-    returned={"dp_size": 1, "cp_size": 1},
-    ddp={"dp_size": -1, "cp_size": -1},
+MEAN = Form(
+    name="mean",
+    parts=("loss",),
+    caller="loop",
+    carriers={False: Carrier(returned={"dp_size": 1, "cp_size": 1}, ddp={"dp_size": -1, "cp_size": -1})},
 )
 #: slime 624b824a, backends/megatron_utils/loss.py, and miles 31f1ca96, backends/training_utils/loss.py:
-#: `loss_function`. They divide by the global batch size, which counts rollouts. Without a row for per-token loss: there
-#: they divide by tokens of which each fully masked sample has one.
-SLIME = Carrier(
-    form="slime",
-    per_token=False,
-    returned={"rollouts": 1},
-    engine={"num_microbatches": 1, "rollouts": -1, "dp_size": 1, "cp_size": 1},
-    schedule={"num_microbatches": -1},
-    ddp={"dp_size": -1, "cp_size": -1},
+#: `loss_function`. They divide by the global batch size, which counts rollouts. Not for per-token loss: there they
+#: divide by tokens of which each fully masked sample has one.
+SLIME = Form(
+    name="slime",
+    parts=("loss", "report"),
+    caller="engine",
+    carriers={
+        False: Carrier(
+            returned={"rollouts": 1},
+            engine={"num_microbatches": 1, "rollouts": -1, "dp_size": 1, "cp_size": 1},
+            schedule={"num_microbatches": -1},
+            ddp={"dp_size": -1, "cp_size": -1},
+        )
+    },
 )
-#: verl 1dda039b and 0.9.1, workers/engine/megatron/transformer_impl.py, `postprocess_micro_batch_func`.
-VERL = Carrier(
-    form="verl",
-    per_token=False,
-    returned={"dp_size": 1},
-    engine={"num_microbatches": 1},
-    schedule={"num_microbatches": -1, "cp_size": 1},
-    ddp={"dp_size": -1, "cp_size": -1},
+#: verl 1dda039b and 0.9.1, workers/engine/megatron/transformer_impl.py, `postprocess_micro_batch_func`. With per-token
+#: loss the step's tokens cancel: verl multiplies by them, Megatron divides. In dynamic CP dp_size is 1.
+VERL = Form(
+    name="verl",
+    parts=("loss", "report"),
+    caller="engine",
+    carriers={
+        False: Carrier(
+            returned={"dp_size": 1},
+            engine={"num_microbatches": 1},
+            schedule={"num_microbatches": -1, "cp_size": 1},
+            ddp={"dp_size": -1, "cp_size": -1},
+        ),
+        True: Carrier(returned={"dp_size": 1}, engine={"dp_size": -1}, dynamic_cp=True),
+    },
 )
-#: The same function. The step's tokens cancel: verl multiplies by them, Megatron divides. In dynamic CP dp_size is 1.
-VERL_PER_TOKEN = Carrier(form="verl", per_token=True, returned={"dp_size": 1}, engine={"dp_size": -1}, dynamic_cp=True)
 #: NeMo-RL 7ea279ab, models/megatron/train.py, `LossPostProcessor`: a pair with per-token loss, whose count of tokens is
 #: 0, so that Megatron divides by nothing.
-NEMO_RL = Carrier(
-    form="nemo_rl",
-    per_token=True,
-    returned={"cp_size": 1},
-    engine={"num_microbatches": 1, "cp_size": -2},
-    schedule={"num_microbatches": -1, "cp_size": 1},
+NEMO_RL = Form(
+    name="nemo_rl",
+    parts=("loss", "report"),
+    caller="engine",
+    carriers={
+        True: Carrier(
+            returned={"cp_size": 1},
+            engine={"num_microbatches": 1, "cp_size": -2},
+            schedule={"num_microbatches": -1, "cp_size": 1},
+        )
+    },
 )
-CARRIERS = (TRIPLE, TRIPLE_PER_TOKEN, PAIR, SUM, MEAN, SLIME, VERL, VERL_PER_TOKEN, NEMO_RL)
+FORMS = {form.name: form for form in (TRIPLE, PAIR, SUM, MEAN, SLIME, VERL, NEMO_RL)}
+(DEFAULT,) = (form for form in FORMS.values() if form.is_default)
 
 
-def carriers_of(per_token: bool) -> list[Carrier]:
-    """The rows for a model whose config has this `calculate_per_token_loss`."""
-    return [row for row in CARRIERS if row.per_token in (None, per_token)]
+def find_form(name: str) -> Form:
+    """The form of that name; ValueError for an unknown one."""
+    if name not in FORMS:
+        known = ", ".join(map(repr, FORMS))
+        raise ValueError(f"form={name!r}: there is no such form. Choose one of {known}.")
+    return FORMS[name]
 
 
 def find_carrier(form: Form, per_token: bool, dynamic_cp: bool) -> Carrier:
-    """The row of a form; ValueError for an unknown form, or one that is not exact with these settings."""
-    forms = {row.form: row for row in carriers_of(per_token)}
-    if form not in forms:
-        known = ", ".join(map(repr, forms))
-        if any(row.form == form for row in CARRIERS):
-            has, turn = ("with", "off") if per_token else ("without", "on")
-            raise ValueError(
-                f"form={form!r} {has} per-token loss: Megatron's scaling is then another than this form cancels. Turn "
-                f"calculate_per_token_loss {turn}, or choose one of {known}."
-            )
-        known = ", ".join(map(repr, dict.fromkeys(row.form for row in CARRIERS)))
-        raise ValueError(f"form={form!r}: there is no such form. Choose one of {known}.")
-    if dynamic_cp and not forms[form].dynamic_cp:
-        has = "with" if per_token else "without"
+    """The scaling that a form cancels with these settings; ValueError where it is not exact with them."""
+    has = "with" if per_token else "without"
+    carrier = form.carriers.get(per_token)
+    if carrier is None:
+        known = ", ".join(repr(other.name) for other in FORMS.values() if per_token in other.carriers)
         raise ValueError(
-            f"form={form!r} {has} per-token loss, in a step whose cp_groups change between micro-batches: this form "
-            "scales by group sizes and numbers of micro-batches, which then differ between ranks. Plan with per-token "
-            "loss, and return '3-tuple', 'sum' or 'verl'."
+            f"form={form.name!r} {has} per-token loss: Megatron's scaling is then another than this form cancels. Turn "
+            f"calculate_per_token_loss {'off' if per_token else 'on'}, or choose one of {known}."
         )
-    return forms[form]
+    if dynamic_cp and not carrier.dynamic_cp:
+        with_per_token = {name: other.carriers[True] for name, other in FORMS.items() if True in other.carriers}
+        exact = [repr(name) for name, other in with_per_token.items() if other.dynamic_cp]
+        raise ValueError(
+            f"form={form.name!r} {has} per-token loss, in a step whose cp_groups change between micro-batches: this "
+            "form scales by group sizes and numbers of micro-batches, which then differ between ranks. Plan with "
+            f"per-token loss, and return one of {', '.join(exact)}."
+        )
+    return carrier
 
 
 def product(powers: Powers, counts: Mapping[Count, float | None]) -> float:

@@ -1,36 +1,44 @@
 """Validation of a loss function's return value: a loss that its micro-batch did not make would train silently."""
 
-import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from types import FrameType
-from typing import NamedTuple
+import inspect
+import traceback
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 from weakref import ReferenceType, ref
 
 from torch import Tensor
 
+from megatron_rl_loss.plan.carriers import DEFAULT, FORMS, Form
 
-def check_caller(form: str) -> None:
-    """Raise ValueError for a form of a loss alone that is returned to Megatron's schedule."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_globals.get("__name__") == "megatron.core.pipeline_parallel.schedules":
-            raise ValueError(
-                f"form={form!r} in a loss function of Megatron's schedule: the form is a loss alone, for loops without "
-                "the schedule, which takes (loss, num_tokens, report). Leave form out, or pass form='2-tuple'."
-            )
-        frame = frame.f_back
+_SCHEDULES = "megatron.core.pipeline_parallel.schedules"
+
+
+def check_caller(form: Form) -> None:
+    """Raise ValueError for a form for loops without Megatron's schedule that is returned to the schedule.
+
+    Only the stack shows it: a plan of a model serves in both, and Megatron keeps no sign of a schedule that runs.
+    """
+    if form.caller == "loop" and any(
+        frame.f_globals.get("__name__") == _SCHEDULES for frame, _ in traceback.walk_stack(inspect.currentframe())
+    ):
+        raise ValueError(
+            f"form={form.name!r} in a loss function of Megatron's schedule: the form is for loops without the "
+            f"schedule, which takes ({', '.join(DEFAULT.parts)}). Leave form out."
+        )
 
 
 class Receipt(NamedTuple):
-    """The tensors that `Microbatch.carry` returned last, their numbers of changes in place, and the noted names."""
+    """What `Microbatch.carry` returned last: form, tensors, their numbers of changes in place, and noted names."""
 
-    tensors: tuple["ReferenceType[Tensor]", ...]  # not the loss itself, which would keep its graph
-    versions: tuple[int, ...]
+    form: Form
+    tensors: dict[str, "ReferenceType[Tensor]"]  # by part; not the loss itself, which would keep its graph
+    versions: dict[str, int]
     noted: frozenset[str]  # names of the values that `Plan.finish` will fill into the report
 
     @classmethod
-    def of(cls, *tensors: Tensor, noted: Iterable[str] = ()) -> "Receipt":
-        return cls(tuple(map(ref, tensors)), tuple(map(_version, tensors)), frozenset(noted))
+    def of(cls, form: Form, tensors: Mapping[str, Tensor], noted: Iterable[str] = ()) -> "Receipt":
+        references = {part: ref(tensor) for part, tensor in tensors.items()}
+        return cls(form, references, {part: _version(tensor) for part, tensor in tensors.items()}, frozenset(noted))
 
 
 def _version(tensor: Tensor) -> int:
@@ -44,29 +52,31 @@ def check_returned(returned: object, receipt: Receipt | None, *, trains: bool = 
     would train on another aggregation, because Megatron scales every loss alike. A report of shares would be logged as
     means over the micro-batches of one rank.
     """
-    length = 3 if receipt is None else len(receipt.tensors) + 1
+    form = DEFAULT if receipt is None else receipt.form
+    parts = form.read(returned)
     if isinstance(returned, Tensor) and receipt is not None:
+        alone = " or ".join(f"form={row.name!r}" for row in FORMS.values() if row.parts == ("loss",))
         raise ValueError(
-            "loss_func returned a loss alone, the result of form='sum' or form='mean': Megatron's schedule takes "
-            "(loss, num_tokens, report). Return microbatch.loss(per_token_loss, metrics), without a form."
+            f"loss_func returned a loss alone, the result of {alone}: Megatron's schedule takes "
+            f"({', '.join(DEFAULT.parts)}). Return microbatch.loss(per_token_loss, metrics), without a form."
         )
-    if not isinstance(returned, tuple) or len(returned) != length:
+    if parts is None:
         shown = f"{len(returned)} values" if isinstance(returned, tuple) else f"a {type(returned).__name__}"
         raise ValueError(
             f"loss_func returned {shown}: it must return all that this micro-batch's loss() or carry() returned. "
             "Return microbatch.loss(per_token_loss, metrics) unchanged."
         )
-    for part, reason in _differences(returned[:-1], receipt):
+    for part, reason in _differences(parts, receipt):
         raise ValueError(
             f"loss_func returned a {part} that this micro-batch did not hand out: {reason}. Return the result of this "
             "micro-batch's loss(...) or carry(share, report) unchanged; put further terms into loss({...})."
         )
-    if trains and not returned[0].requires_grad:
+    if trains and not parts["loss"].requires_grad:
         raise ValueError(
             "loss_func made a loss without gradients in a training step: such a loss trains nothing. Leave "
             "torch.no_grad() out of the loss function."
         )
-    report = returned[-1] if isinstance(returned[-1], Mapping) else {}
+    report = parts["report"] if isinstance(parts.get("report"), Mapping) else {}
     own = [name for name, value in report.items() if isinstance(value, Tensor) and value.dim() == 0]
     if own and len(own) == len(report) and not (receipt and receipt.noted & report.keys()):
         raise ValueError(
@@ -75,15 +85,14 @@ def check_returned(returned: object, receipt: Receipt | None, *, trains: bool = 
         )
 
 
-def _differences(returned: Sequence[object], receipt: Receipt | None) -> Iterator[tuple[str, str]]:
+def _differences(parts: Mapping[str, Any], receipt: Receipt | None) -> Iterator[tuple[str, str]]:
     """The part that differs, and the likely reason."""
     if receipt is None:
         yield "loss", "neither its loss() nor its carry() was called"
         return
-    parts = zip(("loss", "token count"), returned, receipt.tensors, receipt.versions, strict=False)
-    for part, value, reference, version in parts:
-        carried = reference()
-        if value is carried and carried is not None and _version(carried) != version:
+    for part, reference in receipt.tensors.items():
+        value, carried = parts[part], reference()
+        if value is carried and carried is not None and _version(carried) != receipt.versions[part]:
             yield part, "it was changed in place"
         elif value is not carried and isinstance(value, Tensor):
             yield part, "it is another aggregation, has a factor or a term on top, or is an earlier micro-batch's loss"

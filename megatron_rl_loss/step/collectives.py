@@ -5,6 +5,7 @@ import sys
 import warnings
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import EllipsisType
 from typing import Any, TypeVar
 
@@ -17,6 +18,7 @@ from torch import Tensor
 from megatron_rl_loss.errors import BadBatchError
 
 logger = logging.getLogger(__name__)
+_PACKAGE = str(Path(__file__).parents[1])
 
 Group = dist.ProcessGroup
 Result = TypeVar("Result")
@@ -171,13 +173,13 @@ def failure_of(outcome: object) -> Exception | None:
 def warn_on_one_rank(text: str) -> None:
     """Warn; where Python's filters make errors of warnings, log: an error here would leave other ranks waiting.
 
-    The warning is attributed to the first caller outside this package.
+    From Python 3.12 on the warning is attributed to the first caller outside this package.
     """
     try:
-        frame, level = sys._getframe(1), 2
-        while frame.f_back and frame.f_globals.get("__name__", "").startswith("megatron_rl_loss."):
-            frame, level = frame.f_back, level + 1
-        warnings.warn(text, stacklevel=level)
+        if sys.version_info >= (3, 12):
+            warnings.warn(text, skip_file_prefixes=(_PACKAGE,))
+        else:
+            warnings.warn(text, stacklevel=2)
     except UserWarning:
         logger.warning(text)
 

@@ -23,7 +23,8 @@ from torch import Tensor
 from megatron_rl_loss.errors import check_choice, check_cp, check_int, check_one_each, is_int
 
 IntList = Sequence[int] | Tensor | npt.NDArray[Any]
-Pieces = list[tuple[int, int]]
+#: [begin, end) of each piece, or (begin, end, step): a token of every `step`, as `range` and `slice` take them.
+Pieces = list[tuple[int, ...]]
 Cut = Literal["zigzag", "contiguous", "buffer", "whole"]
 _SAME_MICROBATCH = "Pass those of this micro-batch"
 
@@ -65,10 +66,10 @@ class Layout(ABC):
         """First position of each sample's mask, ints [num_samples]; ValueError for masks that do not fit."""
 
     @abstractmethod
-    def pieces(self, cp_rank: int, cp_size: int) -> Sequence[tuple[int, int]]:
+    def pieces(self, cp_rank: int, cp_size: int) -> Sequence[tuple[int, ...]]:
         """[begin, end) of each piece that the rank holds, in the order of the buffer and of its losses; may be empty.
 
-        Raises ValueError for a slot that cannot be cut for ``cp_size`` ranks.
+        A third number is a step, as in `range`. Raises ValueError for a slot that cannot be cut for ``cp_size`` ranks.
         """
 
     def loss_shapes(self, num_local_tokens: int, cp_size: int) -> list[tuple[int, ...]]:
@@ -304,16 +305,17 @@ def is_user_defined(layout: Layout) -> bool:
     return type(layout).__module__ != __name__
 
 
-def check_pieces(layout: Layout, what: str, pieces: Sequence[tuple[int, int]]) -> None:
+def check_pieces(layout: Layout, what: str, pieces: Sequence[tuple[int, ...]]) -> None:
     """Validate pieces of a user's layout: ints, in order, without overlap, within the buffer."""
-    is_list = isinstance(pieces, Sequence) and all(isinstance(one, Sequence) and len(one) == 2 for one in pieces)
+    is_list = isinstance(pieces, Sequence) and all(isinstance(one, Sequence) and len(one) in (2, 3) for one in pieces)
     if not is_list or not all(map(is_int, [layout.total_tokens, *chain(*pieces)])):
         raise TypeError(
             f"{type(layout).__name__} puts {what} at {pieces!r}: pieces must be a list of two ints each, [begin, end), "
-            "and total_tokens an int. Return ints from the layout."
+            "or three with a step, and total_tokens an int. Return ints from the layout."
         )
-    ends, begins = [0, *(end for _, end in pieces)], [*(begin for begin, _ in pieces), layout.total_tokens]
-    if any(end > begin for end, begin in zip(ends, begins, strict=True)) or any(end < begin for begin, end in pieces):
+    ends, begins = [0, *(piece[1] for piece in pieces)], [*(piece[0] for piece in pieces), layout.total_tokens]
+    is_ordered = all(end <= begin for end, begin in zip(ends, begins, strict=True))
+    if not is_ordered or any(end < begin or min(step, default=1) < 1 for begin, end, *step in pieces):
         raise ValueError(
             f"{type(layout).__name__} puts {what} at {list(pieces[:8])}: pieces must be in order, apart, and within "
             f"the {layout.total_tokens} tokens of its buffer. Fix its mask_starts, pieces or total_tokens."
@@ -325,8 +327,8 @@ def check_cut(layout: Layout, masks: Sequence[tuple[int, int]], cp_size: int) ->
     holders, expected = np.zeros(layout.total_tokens, np.int64), cp_size if layout.is_whole else 1
     for rank in range(cp_size):
         check_pieces(layout, f"what CP rank {rank} of {cp_size} holds", pieces := layout.pieces(rank, cp_size))
-        for begin, end in pieces:
-            holders[begin:end] += 1
+        for piece in pieces:
+            holders[slice(*piece)] += 1
     for begin, end in masks:
         for position in (begin + np.flatnonzero(holders[begin:end] != expected)[:1]).tolist():
             raise ValueError(

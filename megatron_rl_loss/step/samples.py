@@ -146,7 +146,7 @@ class Samples:
         return len(self.mask_lengths)
 
     @property
-    def _places(self) -> Pieces:
+    def _places(self) -> list[tuple[int, int]]:
         return [(start, start + n) for start, n in zip(self.mask_starts, self.mask_lengths, strict=True)]
 
     def _take(self, masks: list[Tensor]) -> None:
@@ -299,12 +299,12 @@ class LocalTokens:
     Attributes:
         samples: of the micro-batch.
         cp_size: ranks that the micro-batch is cut for.
-        pieces: [begin, end) in the layout's buffer; some may be empty.
+        pieces: [begin, end), or (begin, end, step), in the layout's buffer; some may be empty.
     """
 
     def __init__(self, samples: Samples, cp_size: int, pieces: Pieces) -> None:
         self.samples, self.cp_size, self.pieces = samples, cp_size, pieces
-        self._length = sum(end - begin for begin, end in pieces)
+        self._length = sum([len(range(*piece)) for piece in pieces])
 
     def __len__(self) -> int:
         return self._length
@@ -359,7 +359,7 @@ class LocalTokens:
             )
         if self.pieces == [(0, len(buffer))]:
             return buffer
-        parts = [buffer[begin:end] for begin, end in self.pieces]
+        parts = [buffer[slice(*piece)] for piece in self.pieces]
         return torch.cat([buffer[:0], *parts]) if isinstance(buffer, Tensor) else np.concatenate([buffer[:0], *parts])
 
     @cached_property
@@ -373,28 +373,39 @@ class LocalTokens:
         return self.of(np.arange(self.samples.total_tokens))
 
     @cached_property
-    def runs(self) -> list[tuple[int, int, int]]:
-        """First position, number of tokens and sample of each run: tokens of one piece that go with one sample.
+    def _parts(self) -> list[tuple[int, int, int, int]]:
+        """First position, number of tokens, step and sample of each part of a piece that goes with one sample.
 
         In the order of the tokens, none empty. Padding goes with the sample before it, or the first one.
         """
         bounds = [*self.samples.mask_starts[1:], self.samples.total_tokens]
-        i, runs = 0, []
-        for begin, end in self.pieces:
+        i, parts = 0, []
+        for piece in self.pieces:
+            begin, end, step = piece if len(piece) == 3 else (*piece, 1)
             while begin < end and i < len(self.samples):
                 until = min(end, bounds[i])
                 if until > begin:
-                    runs.append((begin, until - begin, i))
-                    begin = until
+                    number = -((begin - until) // step)  # rounded up
+                    parts.append((begin, number, step, i))
+                    begin += number * step
                 i += begin < end
+        return parts
+
+    @cached_property
+    def runs(self) -> list[tuple[int, int, int]]:
+        """First position, number of tokens and sample of each run of tokens that lie side by side in the buffer."""
+        runs = []
+        for begin, number, step, i in self._parts:
+            tokens = range(begin, begin + number * step, step)
+            runs += [(begin, number, i)] if step == 1 else [(position, 1, i) for position in tokens]
         return runs
 
     @cached_property
     def counts(self) -> npt.NDArray[np.int64]:
         """The number of these tokens that each sample has, in order, int64 [num_samples]."""
         counts = [0] * len(self.samples)
-        for _, length, i in self.runs:
-            counts[i] += length
+        for _, number, _, i in self._parts:
+            counts[i] += number
         return np.array(counts, np.int64)
 
     def by_part(self, key: str) -> tuple[Keys, Keys | None]:

@@ -31,6 +31,7 @@ from megatron_rl_loss import (
     plan_step,
     segment_scan,
 )
+from megatron_rl_loss.plan.carriers import FORMS
 from megatron_rl_loss.plan.plan import Plan
 from megatron_rl_loss.step.collectives import StepGroups
 
@@ -146,9 +147,9 @@ def test_nothing_is_read_back_from_a_device(mode: str, per_token_loss: bool) -> 
     assert num_tokens.dtype == torch.int32
     microbatch.log_probs["then"] = losses.detach()
     assert microbatch.gap("then", losses).device.type == "meta"
-    for form in ("verl", "nemo_rl") if per_token_loss else ("2-tuple", "slime", "mean", "sum"):
+    for form in (form for form in FORMS.values() if per_token_loss in form.carriers):
         microbatch._facts.restart()
-        microbatch.carry(microbatch(losses), form=form)  # type: ignore[call-overload]
+        microbatch.carry(microbatch(losses), form=form.name)
     for read in (lambda: float(loss.detach()), lambda: loss.detach().cpu(), lambda: bool(loss.detach() > 0)):
         with pytest.raises((RuntimeError, NotImplementedError)):  # negative control
             read()
@@ -204,8 +205,8 @@ def test_weights_and_reports_of_inference_mode_serve_in_training() -> None:
     plan = plan_step([Samples([[1, 1]])], "token_mean", dp_group=None)
     values = torch.ones(2)
     with torch.inference_mode():
-        for form in ("3-tuple", "2-tuple", "sum"):
-            plan[0].loss(values, {"m": values}, form=form)  # type: ignore[call-overload]
+        for form in (form for form in FORMS.values() if False in form.carriers):
+            plan[0].loss(values, {"m": values}, form=form.name)
         assert float(plan.finish()["pg_loss"]) == 1
     losses = torch.ones(2, requires_grad=True)
     plan[0].loss(losses, {"m": losses})[0].backward()

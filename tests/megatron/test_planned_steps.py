@@ -11,7 +11,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from planned_steps import CP, DP, FORMS, STEP, TABLE, batches_of, gradient_of, start_ranks, step
+from planned_steps import CP, DP, FORM_SETTINGS, STEP, TABLE, batches_of, gradient_of, start_ranks, step
 from ranks import run_ranks
 from refusals import outcome_of
 from step_samples import DIVISOR, dealt
@@ -19,7 +19,9 @@ from table_step import Batch, relative_error, run_schedule, start, table_model
 from torch import Tensor
 
 from megatron_rl_loss import Samples, ZigzagTHD, plan_step
+from megatron_rl_loss.plan.carriers import FORMS
 
+IN_A_LOOP = [form.name for form in FORMS.values() if form.caller == "loop"]
 Found = dict[tuple[str, str, bool], tuple[Tensor, float]]
 
 
@@ -30,7 +32,7 @@ def gradients() -> Found:
     cp_rank, dp_rank = start_ranks()
     found: Found = {}
     for mode in (*oracle.MODES, *oracle.BY_IDS):
-        for number, (form, per_token) in enumerate(FORMS):
+        for number, (form, per_token) in enumerate(FORM_SETTINGS):
             model = table_model(TABLE, per_token=per_token)
             batches = batches_of(dp_rank)
             if number % 2:  # the schedule allows other numbers on other DP ranks, without pipeline stages
@@ -46,7 +48,7 @@ def gradients() -> Found:
 
 def test_every_form_trains_on_the_step_loss() -> None:
     for found in run_ranks(DP * CP, gradients):
-        assert len(found) == (len(oracle.MODES) + len(oracle.BY_IDS)) * len(FORMS)
+        assert len(found) == (len(oracle.MODES) + len(oracle.BY_IDS)) * len(FORM_SETTINGS)
         for (mode, form, per_token), (gradient, total) in found.items():
             assert relative_error(gradient, gradient_of(mode)) < oracle.EXACT, (mode, form, per_token)
             assert gradient[-1] == 0
@@ -127,7 +129,7 @@ def misused() -> dict[str, str]:
     found["planned again"] = outcome_of(planned)
     found["restarted"] = outcome_of(restarted)
     found["crossed"] = outcome_of(crossed)
-    for form in ("sum", "mean"):
+    for form in IN_A_LOOP:
         found[form] = outcome_of(lambda form=form: in_the_schedule(form))
     return found
 
@@ -141,7 +143,7 @@ def test_a_plan_is_trained_on_once_and_as_a_whole() -> None:
             assert found[name].startswith("BadBatchError: Step aborted on all ranks"), (name, found[name])
             assert "ranks 0, 1: ValueError: a plan of 3 micro-batches, of which [1, 2] were not" in found[name]
         assert "a share that was put together without this micro-batch's reducers" in found["crossed"]
-        for form in ("sum", "mean"):
+        for form in IN_A_LOOP:
             assert f"form='{form}' in a loss function of Megatron's schedule" in found[form]
 
 

@@ -51,7 +51,7 @@ def test_it_knows_what_adapters_replace() -> None:
     known = {
         name.rpartition(".")[2] for engine in check_engines.ENGINES.values() for of in engine.values() for name in of
     }
-    assert len(replaced) > 10
+    assert replaced
     assert replaced <= known
     assert {name for name in known if not re.search(rf"\b{name}\b", code)} <= {"__call__", "compute_ppo_actor_loss", "grpo_loss_fn"}
 

@@ -51,4 +51,4 @@ def test_unit_tests_need_no_megatron() -> None:
         assert not [name for name in modules if re.match(r"megatron(\.|$)|megatron_rl_loss\.megatron\b", name)], path
         assert not modules & OF_MEGATRON, path
         waiting += [SUPPORT[name] for name in modules & set(SUPPORT) if SUPPORT[name] not in seen]
-    assert len(seen) > 20
+    assert {path.stem for path in seen} & SUPPORT.keys()

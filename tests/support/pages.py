@@ -33,6 +33,17 @@ def code_of(page: str, language: str = "python") -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
 
 
+def code_under(page: str, heading: str) -> str:
+    """The only Python block under a heading of a page, up to the next heading."""
+    text = (ROOT / "docs" / page).read_text()
+    fences = r"^```.*?^```|(^#+ [^\n]*)$"  # a comment in a block is no heading
+    titles = [found for found in re.finditer(fences, text, flags=re.MULTILINE | re.DOTALL) if found[1]]
+    ends = [*(title.start() for title in titles[1:]), len(text)]
+    bodies = {title[1].lstrip("# "): text[title.end() : end] for title, end in zip(titles, ends, strict=True)}
+    (block,) = re.findall(r"^```python\n(.*?)^```", bodies[heading], flags=re.MULTILINE | re.DOTALL)
+    return block
+
+
 def anchors_of(text: str) -> set[str]:
     """Anchors of a page's headings, as GitHub and mkdocs make them."""
     headings = re.findall(r"^#+ (.*)$", FENCED.sub("", text), flags=re.MULTILINE)

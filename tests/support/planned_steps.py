@@ -14,6 +14,7 @@ from table_step import Batch, relative_error, start, table_model
 from torch import Tensor
 
 from megatron_rl_loss import Samples, ZigzagTHD
+from megatron_rl_loss.plan.carriers import FORMS
 
 STEP = step_samples(8)
 TABLE = [float(loss) for one in STEP for loss in one.losses] + [0.0]
@@ -35,8 +36,14 @@ def batches_of(dp_rank: int) -> list[Batch]:
     return batches
 
 
-#: What a loss function returns, and whether with per-token loss.
-FORMS = [("3-tuple", False), ("3-tuple", True), ("2-tuple", False), ("mean", False), ("sum", True)]
+#: What a loss function returns, and whether with per-token loss: without it Megatron's DDP averages, else it sums.
+FORM_SETTINGS = [
+    (form.name, per_token)
+    for form in FORMS.values()
+    if form.caller != "engine"
+    for per_token, carrier in form.carriers.items()
+    if per_token != bool(carrier.ddp)
+]
 
 
 def start_ranks() -> tuple[int, int]:
@@ -69,7 +76,7 @@ def step(
         output: Tensor = model(batch.local_numbers(cp_rank, CP).cuda())
         return output
 
-    if form in ("sum", "mean"):
+    if FORMS[form].caller == "loop":
         shares = []
         for batch, microbatch in zip(batches, plan, strict=True):
             share = microbatch(losses(batch))

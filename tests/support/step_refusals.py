@@ -295,7 +295,7 @@ LOSS_ROWS = [
              "a loss without gradients in a training step", "Leave torch.no_grad() out"),
     loss_row("called, and something else returned", HANDED_OUT, called_and_ignored, NOT_ITS_LOSS, "Return the result"),
     loss_row("another count", HANDED_OUT, changing(lambda loss, count, report: (loss, count.clone(), report)),
-             "a token count that this micro-batch did not hand out", "Return the result",
+             "a num_tokens that this micro-batch did not hand out", "Return the result",
              changing(lambda loss, count, report: (loss, count, {**report, "lr": torch.ones(())}))),
     loss_row("an earlier micro-batch's", HANDED_OUT, earlier_ones, NOT_ITS_LOSS, "Return the result"),
     loss_row("a share of no reducer", HANDED_OUT, lambda m, losses, n: m.carry((losses * 0.1).sum(), {}),

@@ -206,7 +206,9 @@ TABLE: dict[str, tuple[Loss, Formula]] = {
 EVERYWHERE = [(place.__name__, cp_size) for place, cp_size in CASES]
 #: What each exchange does in every layout; what is made of them in three layouts of different CP sizes.
 WHERE = {
-    name: set(EVERYWHERE) if n < 5 or "planted" in name else {EVERYWHERE[(5 * n + 7 * k) % 24] for k in range(3)}
+    name: set(EVERYWHERE)
+    if n < 5 or "planted" in name
+    else {EVERYWHERE[(5 * n + 7 * k) % len(EVERYWHERE)] for k in range(3)}
     for n, name in enumerate(TABLE)
 }
 

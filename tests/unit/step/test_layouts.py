@@ -18,7 +18,7 @@ TE = [[0, 1, 6, 7, 8, 9, 14, 15], [2, 3, 4, 5, 10, 11, 12, 13]]  # Transformer E
 
 
 def positions(layout: Layout, cp_rank: Any, cp_size: Any) -> list[int]:
-    return [at for begin, end in layout.pieces(cp_rank, cp_size) for at in range(begin, end)]
+    return [at for piece in layout.pieces(cp_rank, cp_size) for at in range(*piece)]
 
 
 @pytest.mark.parametrize(
@@ -82,6 +82,19 @@ def test_a_users_layout(starts: Any) -> None:
     assert local.mask.tolist() == [1, 1, 1, 1, 1, 0]
     assert local.sample_index.tolist() == [0, 0, 1, 1, 1, 1]
     assert own([0, 4], [(0, 8)], [(0, 8)], whole=True).copies == 2
+
+
+def test_a_users_layout_by_strides() -> None:
+    """Tokens of a strided piece, their samples, and the runs that a scan goes along; a stride that repeats a token."""
+    for rank in range(2):
+        local = Samples([[1, 0, 1]] * 2, layout=Own([0, 4], [(0, 4, 2), (4, 8, 2)], [(1, 8, 2)])).local(rank, 2)
+        assert local.positions.tolist() == [rank, 2 + rank, 4 + rank, 6 + rank]
+        assert local.mask.tolist() == [[1, 1, 1, 1], [0, 0, 0, 0]][rank]
+        assert local.counts.tolist() == [2, 2]
+        assert local.runs == [(position, 1, k // 2) for k, position in enumerate(local.positions)]
+    for pieces, text in (([(0, 8, 2)], "position 2 to 2 of 2"), ([(0, 8, 0)], "must be in order, apart")):
+        with pytest.raises(ValueError, match=text):
+            own([0, 4], pieces, [(1, 8)])
 
 
 # --- refusals, each beside its nearest legal neighbour
@@ -187,7 +200,7 @@ test_refusals = refusal_tests(
             (([0.0, 4.5],), f"mask_starts is .*{INTS}", ([0, 4],)),
             *(
                 (([0, 4], wrong), "pieces must be a list of two ints each", ([0, 4], [*map(list, HALVES[0])]))
-                for wrong in (None, [0, 8], [(0.0, 8.0)], [(0, 4, 8)], torch.tensor([[0, 8]]))
+                for wrong in (None, [0, 8], [(0.0, 8.0)], [(0, 4, 1, 8)], torch.tensor([[0, 8]]))
             ),
             error=TypeError,
         ),
