@@ -129,18 +129,20 @@ ENGINES: dict[str, dict[str, Functions]] = {
 
 def names_of(tree: ast.Module) -> dict[str, list[str] | None]:
     """The functions and methods of a file with their parameters; None for names that the file imports."""
-    found: dict[str, list[str] | None] = {}
+    names: dict[str, list[str] | None] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
-            found |= {alias.asname or alias.name: None for alias in node.names}
-    classes = [one for one in tree.body if isinstance(one, ast.ClassDef)]
-    for body, prefix in [(tree.body, ""), *((one.body, f"{one.name}.") for one in classes)]:
+            names |= {alias.asname or alias.name: None for alias in node.names}
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+    for body, prefix in [(tree.body, ""), *((node.body, f"{node.name}.") for node in classes)]:
         for node in body:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                held = node.args
-                parameters = [*held.posonlyargs, *held.args, *held.kwonlyargs, held.vararg, held.kwarg]
-                found[prefix + node.name] = [one.arg for one in parameters if one is not None]
-    return found
+                signature = node.args
+                parameters = [
+                    *signature.posonlyargs, *signature.args, *signature.kwonlyargs, signature.vararg, signature.kwarg
+                ]  # fmt: skip
+                names[prefix + node.name] = [parameter.arg for parameter in parameters if parameter is not None]
+    return names
 
 
 def missing_in(root: Path, files: dict[str, Functions]) -> list[str]:
@@ -150,11 +152,11 @@ def missing_in(root: Path, files: dict[str, Functions]) -> list[str]:
         if not (root / file).is_file():
             lines.append(f"no {file}")
             continue
-        found = names_of(ast.parse((root / file).read_text(encoding="utf-8")))
+        names = names_of(ast.parse((root / file).read_text(encoding="utf-8")))
         for name, parameters in functions.items():
-            if name not in found:
+            if name not in names:
                 lines.append(f"{file} has no {name}")
-            elif lacks := sorted({*(parameters or ())} - {*(found[name] or parameters or ())}):
+            elif lacks := sorted({*(parameters or ())} - {*(names[name] or parameters or ())}):
                 lines.append(f"{file}: {name} has no {', '.join(lacks)}")
     return lines
 

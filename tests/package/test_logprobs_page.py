@@ -12,7 +12,7 @@ import oracle
 import pytest
 import torch
 from divergence_oracle import divergence
-from pages import code_of
+from pages import code_under
 from repository import ROOT
 
 from megatron_rl_loss import Samples, plan_step

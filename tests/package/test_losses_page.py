@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from pages import code_of
+from pages import code_under
 from repository import EXAMPLES, ROOT
 
 import megatron_rl_loss

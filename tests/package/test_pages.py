@@ -18,7 +18,7 @@ import names_page
 import oracle
 import pytest
 import torch
-from pages import PAGES, broken_links, code_of
+from pages import PAGES, broken_links, code_of, code_under
 from replacements import undone
 from repository import EXAMPLES, ROOT
 

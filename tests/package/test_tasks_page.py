@@ -55,7 +55,7 @@ def test_words_that_people_search_for_are_there() -> None:
 def test_every_recipe_has_a_link_and_stands_alone(tmp_path: Path) -> None:
     named = ("tasks.md", "using.md", "losses.md", "logprobs.md", "frameworks.md")
     pages = "".join((ROOT / "docs" / name).read_text() for name in named)
-    for name, text in RECIPES.items():
+    for name in RECIPES:
         assert f"](../examples/recipes/{name})" in pages
         assert f"recipes/{name}" in example_names()
         needed = {"own_loop.py": ["megatron_on_cpu.py"], "verl_rows_proof.py": ["verl_rows.py"]}.get(name, [])
