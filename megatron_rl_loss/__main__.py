@@ -10,11 +10,20 @@ import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
+import torch
+
 from megatron_rl_loss import __version__
 from megatron_rl_loss.audit.launch import add_audit_options, add_script, print_text, run_audit
 from megatron_rl_loss.audit.log_prob_gap import compare_dumps
 from megatron_rl_loss.errors import check_choice, did_you_mean
+from megatron_rl_loss.modes.aggregation import resolve
 from megatron_rl_loss.modes.names import format_modes
+from megatron_rl_loss.modes.weights import weights_column
+from megatron_rl_loss.step.units import UnitCounting
+
+#: README's small step: losses and masks of four responses.
+LOSSES = [[1.0, 2.0, 3.0, 4.0], [5.0, 6.0], [-1.0, 0.5, 2.0, 7.0, 1.0, 3.0], [2.0]]
+MASKS = [[1, 1, 1, 1], [1, 1], [1, 1, 0, 1, 0, 0], [0]]
 
 _INSIDE = Path(__file__).parent / "examples"
 EXAMPLES = _INSIDE if _INSIDE.is_dir() else _INSIDE.parents[1] / "examples"
@@ -36,9 +45,12 @@ def main() -> int:
     parser = ArgumentParser(prog="python -m megatron_rl_loss", description="Policy-gradient loss aggregation.")
     parser.add_argument("--version", action="version", version=f"megatron_rl_loss {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser(
+    modes = commands.add_parser(
         "modes", help="print the modes, their formulas, their flags and other frameworks' names for them"
     )
+    modes.add_argument("mode", metavar="MODE", nargs="?", help="print the weights that this mode gives a small step")
+    modes.add_argument("--loss-aggregation-divisor", metavar="D", type=float, help="of constant or token_sum")
+    modes.add_argument("--loss-aggregation-units", metavar="COUNTING", help="all or active")
     example = commands.add_parser("example", help="list the examples, or copy one with the files that it needs")
     example.add_argument(
         "name", metavar="NAME", nargs="?", help="a file of the list; suffix and folder may be left out"
@@ -86,10 +98,31 @@ def _run(options: Namespace) -> tuple[str, int]:
         compared = compare_dumps(options.rollout, options.train)
         return f"train: {options.train}, rollout: {options.rollout}\n{compared}", 2 if compared.left_out else 0
     if options.command == "modes":
-        return format_modes(), 0
+        flags = (options.loss_aggregation_divisor, options.loss_aggregation_units)
+        if options.mode is None and flags != (None, None):
+            raise ValueError("flags without a mode: they are a mode's. Name one: modes constant, for example.")
+        return (format_modes() if options.mode is None else format_weights(options.mode, *flags)), 0
     if options.name is None:
         return format_examples(), 0
     return "\n".join(map(str, copy_example(options.name, options.to))), 0
+
+
+def format_weights(mode: str, divisor: float | None = None, units: UnitCounting | None = None) -> str:
+    """The weight of each token of README's small step as a table, and the loss; errors as of `weights_column`."""
+    aggregation = resolve(mode, divisor=divisor, units=units)
+    prompt_ids, session_ids = ["a", "a", "b", "b"], ["s", "s", "t", "t"]
+    turn_ids = [[1, 1, 2, 2], [3, 3], [4, 4, 5, 5, 5, 5], [6]]
+    columns = weights_column(
+        aggregation.mode, MASKS, divisor=divisor, units=units, prompt_ids=prompt_ids,
+        ids={"session": session_ids, "turn": turn_ids},
+    )  # fmt: skip
+    flags = f"unit counting {aggregation.units}" + (f", divisor {divisor:g}" if divisor is not None else "")
+    lines = [f"{mode}, {flags}: {aggregation.mode.formula}", "", "response  prompt  session  weights of its tokens"]
+    for number, (prompt, session, column) in enumerate(zip(prompt_ids, session_ids, columns, strict=True)):
+        lines.append(f"{number:<10}{prompt:<8}{session:<9}" + " ".join(f"{weight:.4f}" for weight in column.tolist()))
+    rows = zip(columns, LOSSES, strict=True)
+    value = sum(float(column.double() @ torch.tensor(losses, dtype=torch.float64)) for column, losses in rows)
+    return "\n".join([*lines, "", f"With the losses {' '.join(map(str, LOSSES))} the step's loss is {value:.6f}."])
 
 
 def example_names() -> list[str]:
