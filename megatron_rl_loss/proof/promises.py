@@ -1,16 +1,18 @@
 """What an engine was told about a step, or says about it, against what came: group sizes, counts of samples."""
 
 import math
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from megatron_rl_loss.modes.aggregation import Aggregation
 from megatron_rl_loss.modes.weights import rehearse
-from megatron_rl_loss.proof.own_tokens import Compared
 from megatron_rl_loss.step.collectives import attempt
 from megatron_rl_loss.step.samples import Samples
 from megatron_rl_loss.step.totals import StepTotals
+
+if TYPE_CHECKING:  # it imports Megatron, which nothing here needs
+    from megatron_rl_loss.proof.own_tokens import Compared
 
 
 class Misgrouped(NamedTuple):
@@ -48,7 +50,7 @@ def misgrouped(totals: StepTotals, promised: Any, asked: Aggregation, *, is_sure
     return found
 
 
-def other_count(count: float | None, compared: Compared) -> str:
+def other_count(count: float | None, compared: "Compared") -> str:
     """The reason if weights differ by just the samples that an engine divides by and those that came; else empty."""
     came = compared.totals.units["sample"].all if "sample" in compared.totals.units else 0
     if not came or count is None:
