@@ -9,12 +9,15 @@ import shutil
 import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
+from typing import Any, get_args
 
 from megatron_rl_loss import __version__
 from megatron_rl_loss.audit.launch import add_audit_options, add_script, print_text, run_audit
 from megatron_rl_loss.audit.log_prob_gap import compare_dumps
 from megatron_rl_loss.errors import check_choice, did_you_mean
 from megatron_rl_loss.modes.names import format_modes
+from megatron_rl_loss.modes.weights import weights_column
+from megatron_rl_loss.step.units import UnitCounting
 
 _INSIDE = Path(__file__).parent / "examples"
 EXAMPLES = _INSIDE if _INSIDE.is_dir() else _INSIDE.parents[1] / "examples"
@@ -29,6 +32,9 @@ COMPANIONS = {
     "recipes/own_loop.py": ("megatron_on_cpu.py",),
     "recipes/verl_rows_proof.py": ("recipes/verl_rows.py",),
 }
+#: README's small step of four samples; -1 is a token of no turn.
+_MASKS = [[1.0, 1, 1, 1], [1.0, 1], [1.0, 1, 0, 1, 0, 0], [0.0]]
+_PROMPTS, _SESSIONS, _TURNS = "aabb", "sstu", [[0, 0, 1, 1], [2, 2], [3, 3, -1, 4, -1, -1], [-1]]
 
 
 def main() -> int:
@@ -36,9 +42,12 @@ def main() -> int:
     parser = ArgumentParser(prog="python -m megatron_rl_loss", description="Policy-gradient loss aggregation.")
     parser.add_argument("--version", action="version", version=f"megatron_rl_loss {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser(
-        "modes", help="print the modes, their formulas, their flags and other frameworks' names for them"
+    modes = commands.add_parser(
+        "modes", help="print the modes, their formulas and other frameworks' names, or the weights of one mode"
     )
+    modes.add_argument("mode", metavar="MODE", nargs="?", help="print the token weights of a small step in this mode")
+    modes.add_argument("--loss-aggregation-divisor", metavar="TOKENS", type=float, help="L of constant, d of token_sum")
+    modes.add_argument("--loss-aggregation-units", choices=get_args(UnitCounting), help="units that a mean counts")
     example = commands.add_parser("example", help="list the examples, or copy one with the files that it needs")
     example.add_argument(
         "name", metavar="NAME", nargs="?", help="a file of the list; suffix and folder may be left out"
@@ -86,10 +95,27 @@ def _run(options: Namespace) -> tuple[str, int]:
         compared = compare_dumps(options.rollout, options.train)
         return f"train: {options.train}, rollout: {options.rollout}\n{compared}", 2 if compared.left_out else 0
     if options.command == "modes":
-        return format_modes(), 0
+        asked = options.mode, options.loss_aggregation_divisor, options.loss_aggregation_units
+        return format_modes() if options.mode is None else format_weights(*asked), 0
     if options.name is None:
         return format_examples(), 0
     return "\n".join(map(str, copy_example(options.name, options.to))), 0
+
+
+def format_weights(mode: str, divisor: float | None = None, units: UnitCounting | None = None) -> str:
+    """The weight of each token of README's small step, a row per sample. Errors as of `make_pg_loss_reducer`."""
+    ids = {"session": list(_SESSIONS), "turn": _TURNS}
+    asked: dict[str, Any] = {
+        "divisor": divisor,
+        "units": units,
+        "prompt_ids": list(_PROMPTS),
+        "ids": ids,
+        "dp_group": None,
+    }
+    rows = zip(_PROMPTS, _SESSIONS, weights_column(mode, _MASKS, **asked), strict=True)
+    lines = [f"{mode}: the step loss is the sum of weight x loss over all tokens", "prompt  session  token weights"]
+    lines += [f"{p:<8}{s:<9}" + " ".join(f"{weight:.6f}" for weight in row.tolist()) for p, s, row in rows]
+    return "\n".join(lines)
 
 
 def example_names() -> list[str]:

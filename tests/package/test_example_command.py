@@ -12,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import oracle
 import pytest
 from refusals import Refusal, refusal_tests
 from repository import EXAMPLES, ROOT
@@ -147,6 +148,8 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path, monkeypatch:
     [
         (["exampel"], "command 'exampel': there is no such command. Did you mean example?"),
         (["example", "own_mod"], "example 'own_mod': there is no such example. Did you mean own_mode?"),
+        (["modes", "prompt_men"], "loss aggregation 'prompt_men': there is no such mode. Did you mean prompt_mean?"),
+        (["modes", "constant"], "loss aggregation 'constant' without a divisor: the mode divides by a constant."),
         (["audit", "no_such.py"], "audit of 'no_such.py': there is no such file. Give the path of your script"),
         (["audit", "--step", "0", "script.py"], "argument --step: '0': a training step is an int >= 1"),
         (["log-probs", "a.pt", "b.pt"], "a.pt: there is no such file. Give the paths of two dumps"),
@@ -164,7 +167,35 @@ def test_wrong_names_end_with_one_line(
     assert f"error: {says}" in capsys.readouterr().err.splitlines()[-1]
 
 
-COMMANDS = (["modes"], ["example"], ["example", "own_mode"], ["--help"], ["audit", "--fail", "script.py"])
+@pytest.mark.parametrize("units", ["all", "active"])
+@pytest.mark.parametrize("mode", [*oracle.MODES, *oracle.BY_IDS])
+def test_the_weights_of_a_mode(
+    mode: str, units: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of README's small step, with six digits each."""
+    flags = ["--loss-aggregation-units", units]
+    flags += ["--loss-aggregation-divisor", "8"] if mode in ("constant", "token_sum") else []
+    monkeypatch.setattr(sys, "argv", ["megatron_rl_loss", "modes", mode, *flags])
+    main()
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[2:]]
+    masks, turns = [one.mask for one in oracle.WORKED], [[0, 0, 1, 1], [2, 2], [3, 3, "", 4, "", ""], [""]]
+    if mode in oracle.MODES:
+        asked = oracle.step_weights(mode, oracle.WORKED, 8.0 if "8" in flags else None, units)
+    else:
+        asked = oracle.weights_by_ids(mode, masks, ["s", "s", "t", "u"], turns, units)
+    assert [row[:2] for row in rows] == [["a", "s"], ["a", "s"], ["b", "t"], ["b", "u"]]
+    for row, weights in zip(rows, asked, strict=True):
+        assert [float(weight) for weight in row[2:]] == pytest.approx(weights, abs=0.6e-6)
+
+
+COMMANDS = (
+    ["modes"],
+    ["modes", "prompt_mean"],
+    ["example"],
+    ["example", "own_mode"],
+    ["--help"],
+    ["audit", "--fail", "script.py"],
+)
 
 
 def run(words: list[str], stdout: io.TextIOWrapper | None, monkeypatch: pytest.MonkeyPatch) -> int:
