@@ -9,6 +9,7 @@ import sys
 
 import oracle
 import pytest
+from pages import code_of
 from repository import EXAMPLES, ROOT
 
 SCRIPT = EXAMPLES / "quickstart.py"
@@ -48,3 +49,4 @@ def test_it_prints_one_gradient_for_every_cut_and_the_other_loss_prints_one_for_
         assert found[3:] == pytest.approx(gradient_of(means, responses, advantages), abs=PRINTED)
         others.add(tuple(found[3:]))
     assert len(rows) == len(others) == 3
+    assert code_of("../README.md", "console") == [done.stdout]
