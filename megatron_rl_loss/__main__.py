@@ -110,11 +110,11 @@ def _run(options: Namespace) -> tuple[str, int]:
 def format_weights(mode: str, divisor: float | None = None, units: UnitCounting | None = None) -> str:
     """The weight of each token of README's small step as a table, and the loss; errors as of `weights_column`."""
     aggregation = resolve(mode, divisor=divisor, units=units)
-    prompt_ids, session_ids = ["a", "a", "b", "b"], ["s", "s", "t", "t"]
-    turn_ids = [[1, 1, 2, 2], [3, 3], [4, 4, 5, 5, 5, 5], [6]]
+    prompt_ids, session_ids = ["a", "a", "b", "b"], ["s", "s", "t", "u"]
+    turn_ids = [[0, 0, 1, 1], [2, 2], [3, 3, -1, 4, -1, -1], [-1]]
     columns = weights_column(
         aggregation.mode, MASKS, divisor=divisor, units=units, prompt_ids=prompt_ids,
-        ids={"session": session_ids, "turn": turn_ids},
+        ids={"session": session_ids, "turn": turn_ids}, dp_group=None,
     )  # fmt: skip
     flags = f"unit counting {aggregation.units}" + (f", divisor {divisor:g}" if divisor is not None else "")
     lines = [f"{mode}, {flags}: {aggregation.mode.formula}", "", "response  prompt  session  weights of its tokens"]

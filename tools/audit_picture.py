@@ -36,8 +36,8 @@ _GAP_SAMPLE, _GAP_MICROBATCH = 1.0, 4.0  # tokens left empty
 def draw(panels: Sequence[tuple[str, MeasuredStep]], path: Path, *, expected: Aggregation) -> Any:
     """Draw measured steps one above the other into a PNG, or the format of the path's suffix.
 
-    A bar is a token that has, or should have, weight. Its height is the measured weight, its black line the asked one,
-    both in units of the mean asked weight. Tokens are in order: data-parallel rank, micro-batch, sample, position.
+    A bar is a token that has, or should have, weight. Its height is the measured weight, its line the expected one,
+    both in units of the mean expected weight. Tokens are in order: data-parallel rank, micro-batch, sample, position.
 
     Args:
         panels: titles and steps.
@@ -66,7 +66,7 @@ def draw(panels: Sequence[tuple[str, MeasuredStep]], path: Path, *, expected: Ag
     highest, masked, ranks = 1.0, False, set()
     for place, (title, step) in zip(places, panels, strict=True):
         verdict, asked = judge(step, expected), expected_weights(step.tokens, expected)
-        said = "every token weighs what was asked" if verdict.sound else verdict.headline.partition("; ")[2]
+        said = "every token weighs what it should" if verdict.sound else verdict.headline.partition("; ")[2]
         place.set_title(f"{title}\n", loc="left", fontsize=10.5, fontweight="bold")
         place.text(0, 1.02, said, transform=place.transAxes, fontsize=9.5, color="#333333", va="bottom")
         weights = np.nan_to_num(step.weights, posinf=0.0, neginf=0.0)
@@ -79,7 +79,7 @@ def draw(panels: Sequence[tuple[str, MeasuredStep]], path: Path, *, expected: Ag
         ranks |= set(step.tokens.cp_rank[entries].tolist())
     places[0].set_ylim(0, 1.12 * highest)
     places[-1].set_xlabel("the step's tokens, in order; a stroke below them is a sample", fontsize=9, labelpad=20)
-    handles: list[Any] = [Line2D([], [], color=_ASKED, linewidth=1.4, label="asked")]
+    handles: list[Any] = [Line2D([], [], color=_ASKED, linewidth=1.4, label="expected")]
     for rank in sorted(ranks):
         where = "" if len(ranks) == 1 else f", on CP rank {rank}"
         handles.append(Patch(color=_COLOURS[max(rank, 0) % len(_COLOURS)], label=f"measured{where}"))
@@ -116,7 +116,7 @@ def _draw_panel(place: Any, tokens: StepTokens, entries: Ints, weights: Floats, 
             place.axvline(left - _GAP_MICROBATCH / 2, color=_QUIET, linewidth=0.8, linestyle=":")
     place.set_xlim(-_GAP_MICROBATCH / 2, at.max(initial=0.0) + 1 + _GAP_MICROBATCH / 2)
     place.set_xticks([])
-    place.set_ylabel("weight / mean\nasked weight", fontsize=9)
+    place.set_ylabel("weight / mean\nexpected weight", fontsize=9)
     place.tick_params(labelsize=8.5)
     place.spines[["top", "right", "bottom"]].set_visible(False)
 

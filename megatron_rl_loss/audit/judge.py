@@ -88,7 +88,7 @@ def judge(measured: MeasuredStep, expected: Aggregation | str | None = None) -> 
     kept, causes = _explained(measured, wanted, asked, tolerance)
     misplaced, rest_is_asked = tuple(kept.misplaced), causes == ()
     common = float(np.median(ratio)) if finite else 1.0
-    if not 0 < common < math.inf or 0.5 <= common <= 2:  # bars show up to twice what was asked
+    if not 0 < common < math.inf or 0.5 <= common <= 2:  # bars show up to twice the expected weight
         common = 1.0
     places = places_of(_scaled(measured, 1 / common), wanted)
     return replace(
@@ -124,10 +124,10 @@ def _causes_by_trained_tokens(measured: MeasuredStep, asked: Aggregation, tolera
     wanted, entries = expected_weights(of_trained.tokens, asked), np.flatnonzero(mask)
     found = _causes([(of_trained, wanted, Kept(entries, measured.weights[entries], []))], asked, tolerance)
     if found == ():
-        found = (Cause("as asked", "", 1.0, 0.0),)
+        found = (Cause("as expected", "", 1.0, 0.0),)
     named = [cause for cause in found or () if cause.named]
     by = "counted over the tokens that are trained"
-    return tuple(replace(cause, row=f"{cause.row or 'as asked'}, {by}") for cause in named) or None
+    return tuple(replace(cause, row=f"{cause.row or 'as expected'}, {by}") for cause in named) or None
 
 
 @np.errstate(divide="ignore", invalid="ignore", over="ignore")

@@ -131,7 +131,7 @@ class LossReport:
         else:
             fails = any(finding.kind != "weights" for finding in self.findings)
             how = "fails, or is no aggregation of losses" if fails else "is not invariant"
-            lines = [f"NOT SOUND: {self.name} {how}" + f"; asked {mode}" * bool(mode)]
+            lines = [f"NOT SOUND: {self.name} {how}" + f"; expected {mode}" * bool(mode)]
         lines += [f"  {finding.cut}: {finding.says}" for finding in self.findings]
         lines += [f"  fits: {cause}" for cause in self.causes[:1]]
         for first in self.findings[:1]:

@@ -55,16 +55,16 @@ class Verdict:
         """The verdict in a sentence."""
         if self.unknown:
             return f"NO VERDICT: {self.unknown[0]}"
-        nearest = f"nearest mode {self.expected} (none was asked: --expect)"
-        asked, mode = ("it asks", nearest) if self.is_nearest else ("was asked", self.expected)
+        nearest = f"nearest mode {self.expected} (no mode is known: give --expect)"
+        mode = nearest if self.is_nearest else self.expected
         if self.sound:
-            says = f"each of {self.tokens} tokens weighs what {asked}, within {max(self.deviation, 2.0**-24):.1e}"
+            says = f"each of {self.tokens} tokens weighs what it should, within {max(self.deviation, 2.0**-24):.1e}"
             return f"SOUND: {mode}; {says}"
-        mode = mode if self.is_nearest else f"asked {mode}"
+        mode = mode if self.is_nearest else f"expected {mode}"
         if math.isnan(self.low):
             return f"NOT SOUND: {mode}; weights are not finite"
         apart = f"{self.low:.4g}" if self.is_factor else f"{self.low:.3g} to {self.high:.3g}"
-        weigh = f"active tokens weigh what {asked}" if apart == "1" else f"tokens weigh {apart} times what {asked}"
+        weigh = f"{'active tokens weigh' if apart == '1' else f'tokens weigh {apart} times'} what they should"
         says, wrong = f"NOT SOUND: {mode}; {weigh}", 100 * self.wrong_share
         return says if wrong < 0.05 else f"{says}, {wrong:.1f} % of all weight is on wrong tokens"
 
@@ -93,7 +93,7 @@ class Verdict:
         """The words for weights without a cause."""
         if [(one.name, one.tokens) for one in self.misplaced] == [("missing", self.tokens)]:
             return "No gradient reached the tapped losses: the loss that was trained does not depend on them."
-        return "All other weights are as asked." if self.rest_is_asked else "No known cause fits these weights."
+        return "All other weights are as expected." if self.rest_is_asked else "No known cause fits these weights."
 
     def _table(self, room: int) -> list[str]:
         """Lines for the micro-batches with the largest deviations, in order of the step."""
@@ -111,8 +111,8 @@ class Verdict:
         lines = ["  ".join(map(str.ljust, row, widths)) for row in rows]
         left = len(self.places) - len(chosen)
         factor = f" / {self.common:.3g}" * (self.common != 1)
-        head = f"measured / asked{factor}" + " by CP rank" * by_cp + f", {left} more in the JSON" * (left > 0)
-        legend = "▄ as asked, █ twice or more, - nothing, ~ negative, ! masked but trained"
+        head = f"measured / expected{factor}" + " by CP rank" * by_cp + f", {left} more in the JSON" * (left > 0)
+        legend = "▄ as expected, █ twice or more, - nothing, ~ negative, ! masked but trained"
         return [f"{head} ({legend}):", *(f"  {line}".rstrip() for line in lines)]
 
 

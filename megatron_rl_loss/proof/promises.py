@@ -60,5 +60,5 @@ def other_count(count: float | None, compared: "Compared") -> str:
         return ""
     return (
         f"the engine divides by {count:g} samples, and the step has {came}, so that tokens weigh {factor:.4g} times "
-        "what was asked. Make mini-batches of one size."
+        "what they should. Make mini-batches of one size."
     )

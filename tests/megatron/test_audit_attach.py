@@ -56,9 +56,9 @@ def in_ray(scaling: str, options: str | None, out: Path) -> Trained:
 
 
 LAUNCHES: dict[str, tuple[Any, str, str]] = {
-    "ranks": (in_ranks, "mean", "NOT SOUND: asked"),
+    "ranks": (in_ranks, "mean", "NOT SOUND: expected"),
     "later": (functools.partial(in_ranks, later=True), "per token", "SOUND:"),
-    "ray": (in_ray, "mean", "NOT SOUND: asked"),
+    "ray": (in_ray, "mean", "NOT SOUND: expected"),
 }
 
 

@@ -208,7 +208,7 @@ AGGREGATED: dict[str, tuple[Callable[..., Any], Callable[[Any], None] | None, li
     "a fault that the trainer catches": (
         as_asked,
         double_what_ddp_reduces,
-        [r"tokens weigh 2 times what was asked \(2 = DP\); furthest off: token \d+ of sample \d of "] * 3,
+        [r"tokens weigh 2 times what they should \(2 = DP\); furthest off: token \d+ of sample \d of "] * 3,
     ),
 }  # fmt: skip
 AGGREGATED["a loss function's own output"] = (
@@ -411,7 +411,7 @@ LOOPS: dict[str, tuple[Callable[[], list[Step]], list[str]]] = {
     ),
     "a form for another trainer": (
         returned_in_verls_form,
-        [r"(?s)tokens weigh 0.3333 times what was asked \(0.3333 = 1/micro-batches\).*"
+        [r"(?s)tokens weigh 0.3333 times what they should \(0.3333 = 1/micro-batches\).*"
          "Micro-batches returned form='verl', which is for another trainer"],
     ),
 }  # fmt: skip
@@ -554,7 +554,7 @@ DP_2, PP_2 = Layout(1, False, 1, 1, 1, 2), Layout(1, False, 2, 1, 1, 1)
 GPTS: dict[str, tuple[Layout, list[str]]] = {
     "folded": (DP_2, [rf"{PROVED} \d+ tokens.*; from the share on \(folded into the output head\)", "^$"]),
     "folded, own loop": (DP_2, [rf"{PROVED} \d+ tokens.*; from the share on \(folded into the output head\)", "^$"]),
-    "folded, doubled": (DP_2, [r"tokens weigh 2 times what was asked \(2 = DP\)"]),
+    "folded, doubled": (DP_2, [r"tokens weigh 2 times what they should \(2 = DP\)"]),
     "bf16 reduction, fp32 accumulation": (DP_2, [PROVED]),
     "bf16 reduction, 32 micro-batches": (DP_2, [f"NOT PROVED: The scaling of gradients|{PROVED}", "^$"]),
     "graphs replay": (DP_2, ["NOT PROVED: CUDA graphs replay a backward pass without its hooks", "^$"]),

@@ -30,13 +30,13 @@ class Row:
 
 ROWS = [
     # our own entry points
-    Row(r"python -m megatron_rl_loss (modes|example|example (pretrain_\w+|on_cpu|own_loop))", by="here"),
+    Row(r"python -m megatron_rl_loss (modes( prompt_mean)?|example|example (pretrain_\w+|on_cpu|own_loop))", by="here"),
+    Row(r"python examples/quickstart\.py", by="examples/test_quickstart.py", named='"quickstart.py"'),
     Row(r"(torchrun .* |python )-m megatron_rl_loss audit.*",
         by="megatron/test_audit_launch.py", named='"megatron_rl_loss", "audit"'),
     Row(r"python -m megatron_rl_loss log-probs( rollout\.pt train\.pt)?",
         by="unit/audit/test_log_prob_gap.py", named='"megatron_rl_loss", "log-probs"'),
     Row(r'export MEGATRON_RL_LOSS_AUDIT=".*"', by="megatron/test_audit_attach.py", named="MEGATRON_RL_LOSS_AUDIT"),
-    Row(r"python -m megatron_rl_loss modes (MODE|[a-z_]+)", by="package/test_modes_command.py", named='"modes", mode'),
     Row(r"python -m megatron_rl_loss example NAME", by="package/test_example_command.py", named='"pretrain_grpo"'),
     Row(r"torchrun --nproc-per-node 2 (plain_ddp|own_loop)\.py",
         by="examples/test_recipes.py", named='"--nproc-per-node", "2"'),

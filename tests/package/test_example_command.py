@@ -164,7 +164,14 @@ def test_wrong_names_end_with_one_line(
     assert f"error: {says}" in capsys.readouterr().err.splitlines()[-1]
 
 
-COMMANDS = (["modes"], ["example"], ["example", "own_mode"], ["--help"], ["audit", "--fail", "script.py"])
+COMMANDS = (
+    ["modes"],
+    ["modes", "prompt_mean"],
+    ["example"],
+    ["example", "own_mode"],
+    ["--help"],
+    ["audit", "--fail", "script.py"],
+)
 
 
 def run(words: list[str], stdout: io.TextIOWrapper | None, monkeypatch: pytest.MonkeyPatch) -> int:

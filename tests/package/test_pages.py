@@ -197,18 +197,22 @@ def test_the_diff_of_readme_ends_in_the_recipe() -> None:
     """Each line that the diff leaves or adds is in the script, in this order; what it takes away is not."""
     (diff,) = code_of("../README.md", "diff")
     script = RECIPES["pretrain_packed.py"].splitlines()
+    nodes = [node for node in ast.parse(RECIPES["pretrain_packed.py"]).body if isinstance(node, ast.ImportFrom)]
+    of_package = {alias.name for node in nodes if node.module == "megatron_rl_loss" for alias in node.names}
     at = 0
     for line in diff.splitlines():
         if line[0] == "-":
             assert line[1:] not in script
+        elif imported := re.match(r"\+from megatron_rl_loss import (.*)", line):
+            assert set(imported[1].split(", ")) <= of_package
         elif line.strip() != "...":
             code = line[1:].partition("(")[0] + "(" if line[1:].startswith("def ") else line[1:]  # without types
             at += next(n for n, one in enumerate(script[at:], start=1) if one.startswith(code))
 
 
-def test_the_other_code_of_readme_and_using_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_code_of_using_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(modes, "_MODES", {**modes._MODES})
-    few_lines = code_under("../README.md", "What changes in a Megatron script")
+    few_lines = code_under("using.md", "Without Megatron")
     own_mode = code_under("using.md", "Your own mode")
     names: dict[str, Any] = {}
     exec(few_lines, names)

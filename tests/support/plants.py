@@ -13,7 +13,7 @@ class Plant(NamedTuple):
 
     fault: str
     edits: dict[str, tuple[str, str]]
-    match: str = "was asked, and the first training step does something else"
+    match: str = "was expected, but the first training step does something else"
     case: dict[str, Any] = {}  # noqa: RUF012
     world: tuple[int, int] = (1, 1)
 

@@ -145,7 +145,7 @@ PLANTS = [
                 "logprobs=old_logprobs,\n                    old_logprobs=curr_logprobs,",
             )
         },
-        "tokens weigh 0 times what was asked",
+        "tokens weigh 0 times what they should",
     ),
     Plant(
         "a masked row skips its micro-batch",

@@ -225,7 +225,7 @@ def test_what_no_row_explains_stays_a_number() -> None:
     verdict = judged(ragged(seed), lambda t: exact(t) * 1.2344)
     assert "in your own code" not in str(verdict)
     assert not verdict.causes[0].named
-    assert "tokens weigh 1.234 times what was asked" in str(verdict)
+    assert "tokens weigh 1.234 times what they should" in str(verdict)
     assert "no product of the step's sizes and counts" in " ".join(str(verdict).split())
 
 
@@ -321,7 +321,7 @@ def test_where_nothing_is_asked_the_nearest_mode_is() -> None:
         verdict = judge(sound_step(ragged(3), mode))
         assert verdict.sound
         assert verdict.expected.startswith(mode)
-        assert f"nearest mode {verdict.expected} (none was asked: --expect); each of" in verdict.headline
+        assert f"nearest mode {verdict.expected} (no mode is known: give --expect); each of" in verdict.headline
     verdict = judge(measured(ragged(3, masked=0.0), own_mean))
     assert not verdict.sound
     assert "divided by the tokens of the micro-batch" in verdict.causes[0].row
@@ -450,13 +450,13 @@ def test_bars_show_measured_over_asked(weights: list[float], bars: list[str]) ->
 
 
 def test_a_common_factor_is_divided_out_of_the_table() -> None:
-    """256 times what was asked, and one token in the wrong place: the others are no "twice or more"."""
+    """256 times what they should, and one token in the wrong place: the others are no "twice or more"."""
     step = ragged(3)
     weights = right_weights(step, "token_mean") * 256
     weights[np.flatnonzero(weights)[0]] = 0
     verdict = judged(step, weights)
     assert verdict.common == pytest.approx(256)
-    assert "measured / asked / 256" in str(verdict)
+    assert "measured / expected / 256" in str(verdict)
     assert {*"".join(place.bar for place in verdict.places)} == {"-", "▄", "|"}
     weights[weights != 0] = right_weights(step, "token_mean")[weights != 0] * 1.5
     assert judged(step, weights).common == 1

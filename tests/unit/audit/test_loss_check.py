@@ -162,7 +162,7 @@ def test_an_exact_formula_passes_and_the_same_scaled_does_not(row: Any) -> None:
 def test_the_example_says_what_its_functions_are(capsys: pytest.CaptureFixture[str]) -> None:
     check_my_loss.main()
     heads = [line for line in capsys.readouterr().out.splitlines() if "SOUND" in line]
-    said = ["is not invariant; asked token_mean", *["is token_mean, however the step is cut"] * 2]
+    said = ["is not invariant; expected token_mean", *["is token_mean, however the step is cut"] * 2]
     assert [head.split(" ", 2 + head.startswith("NOT"))[-1] for head in heads] == [*said, said[0]]
 
 

@@ -23,7 +23,7 @@ def test_the_command_draws_both_steps(
     audit_picture.main()
     told = capsys.readouterr().out
     assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
-    assert told.index("NOT SOUND: asked token_mean") < told.index("\nSOUND: token_mean")
+    assert told.index("NOT SOUND: expected token_mean") < told.index("\nSOUND: token_mean")
 
 
 def test_bars_are_as_high_as_weights_and_lines_are_where_they_should_be(tmp_path: Path) -> None:
@@ -43,5 +43,5 @@ def test_bars_are_as_high_as_weights_and_lines_are_where_they_should_be(tmp_path
         lines = [segment for lines in place.collections for segment in lines.get_segments()]
         assert {round(float(y), 5) for line in lines for _, y in line} == {1.0}
         assert sum(float(line[1][0] - line[0][0]) for line in lines) == pytest.approx(active.sum())
-    assert "every token weighs what was asked" in [text.get_text() for text in figure.axes[1].texts]
+    assert "every token weighs what it should" in [text.get_text() for text in figure.axes[1].texts]
     assert any("on wrong tokens" in text.get_text() for text in figure.axes[0].texts)
