@@ -77,7 +77,7 @@ def log_probs_from_logits(
     if settled != (1, None, None, False, None, False, 1):
         raise ValueError(
             "a kernel with a temperature, kept ids, vocab_size, entropy, chunk_tokens, gradient_in_place or K labels: "
-            "other kernels make log-probs of plain logits alone. Leave the kernel out: plain torch does all of these."
+            "other kernels make log-probs of plain logits alone. Leave the kernel out: plain torch supports them all."
         )
     check_callable("kernel", kernel, "it must make log-probs of logits", "Pass one of logprobs.kernels")
     rows = rows if read.rows is None else rows[read.rows]

@@ -137,7 +137,7 @@ class _Groups:
                 f"rewards of shape {tuple(rewards.shape)}: they must be a list, one of [num_samples] per reward. Pass "
                 "list(rewards), or list(rewards.T) of [num_samples, num_rewards]."
             )
-        rule = "a prompt's samples may lie on several ranks, and their mean is over all of these"
+        rule = "a prompt's samples may lie on several ranks, and their mean is over all of these samples"
         dp_group = stated_dp_group(stated_group, "advantages", rule)
 
         def prepare() -> tuple[Floats, Keys, Keys, list[str]]:
