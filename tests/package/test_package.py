@@ -86,13 +86,9 @@ def test_badges_say_what_the_package_says() -> None:
         assert f">{text}</text>" in badges[name], name
 
 
-@pytest.mark.parametrize(
-    ("page", "lines"), [("README.md", 110), ("AGENTS.md", 60), ("CONTRIBUTING.md", 60), ("CHANGELOG.md", 40)]
-)
-def test_guides_stay_short_and_narrow(page: str, lines: int) -> None:
-    shown = (ROOT / page).read_text().splitlines()
-    assert len(shown) <= lines
-    assert [line for line in shown if len(line) > 130] == []
+@pytest.mark.parametrize("page", ["README.md", "AGENTS.md", "CONTRIBUTING.md", "CHANGELOG.md"])
+def test_guides_stay_narrow(page: str) -> None:
+    assert [line for line in (ROOT / page).read_text().splitlines() if len(line) > 130] == []
 
 
 def test_host_work_stays_on_the_host_whatever_the_default_device() -> None:
