@@ -113,7 +113,8 @@ def test_its_links_lead_somewhere_where_the_address_is_said(
     monkeypatch.setenv("REPOSITORY_URL", "https://host.example/us")
     code = "import setuptools.build_meta as backend, sys; backend.prepare_metadata_for_build_wheel(sys.argv[1])"
     run(sys.executable, "-c", code, tmp_path, cwd=sdist)
-    readme = next(tmp_path.glob("*.dist-info/METADATA")).read_text()
+    head, _, readme = next(tmp_path.glob("*.dist-info/METADATA")).read_text().partition("\n\n")
+    assert "Project-URL: Repository, https://host.example/us" in head
     assert "](https://host.example/us/raw/main/docs/matter.png)" in readme
     assert "[verl](https://host.example/us/blob/main/docs/frameworks.md#verl)" in readme
     assert "](docs/" not in readme
