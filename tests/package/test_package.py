@@ -87,7 +87,7 @@ def test_badges_say_what_the_package_says() -> None:
 
 
 @pytest.mark.parametrize(
-    ("page", "lines"), [("README.md", 110), ("AGENTS.md", 60), ("CONTRIBUTING.md", 60), ("CHANGELOG.md", 40)]
+    ("page", "lines"), [("README.md", 110), ("AGENTS.md", 60), ("CONTRIBUTING.md", 75), ("CHANGELOG.md", 40)]
 )
 def test_guides_stay_short_and_narrow(page: str, lines: int) -> None:
     shown = (ROOT / page).read_text().splitlines()
