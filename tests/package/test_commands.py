@@ -59,6 +59,7 @@ ROWS = [
     Row(r"tools/demo\.sh|tools/test_core\.sh", needs="a package index: the first two commands of a fresh clone"),
     Row(r"(PARTS=all )?tools/test_versions\.sh.*", needs="a package index, for other versions of Megatron"),
     Row(r"TEST_DEVICE=cuda tools/test\.sh.*", needs="GPUs"),
+    Row(r"tools/refresh_constraints\.sh", needs="a package index"),
     Row(r"tools/docs\.sh", needs="mkdocs; tools/test.sh runs it"),
     Row(r"tools/check_package\.sh|python -m build", needs="a package index; test_distribution.py builds without"),
     Row(r"python tools/tour\.py", by="examples/test_tour.py", named='"tour.py"'),
