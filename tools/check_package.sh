@@ -6,15 +6,11 @@
 # again; a Python that is not here is named and left out. What is tried: tools/check_install.py.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-source tools/find_python.sh
+source tools/venv.sh
 
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-for version in 3.12 3.13 3.11 3.10; do
-  builder=$(python_of "$version")
-  if [[ -n $builder ]]; then break; fi
-done
-[[ -n $builder ]] || { echo "No Python 3.10 to 3.13 with venv and ensurepip found." >&2; exit 1; }
+builder=$(find_python 3.12 3.13 3.11 3.10)
 "$builder" -m venv "$work/build"
 "$work/build/bin/python" -m pip install -qq build
 "$work/build/bin/python" -m build --outdir "$work/dist" . >"$work/build.log" 2>&1 || { cat "$work/build.log" >&2; exit 1; }
@@ -23,13 +19,12 @@ wheel=$(echo "$work"/dist/*.whl)
 
 for wanted in "${@:-3.10 3.11 3.12 3.13 3.12+megatron 3.12+megatron==0.16.1}"; do
   for one in $wanted; do
-    python=$(python_of "${one%+*}")
-    if [[ -z $python ]]; then echo "$one: no such Python here, left out"; continue; fi
+    python=$(find_python "${one%+*}" 2>/dev/null) || { echo "$one: no such Python here, left out"; continue; }
     "$python" -m venv "$work/venv"
     extra=() release=()
     if [[ $one == *+megatron* ]]; then extra=(megatron); fi
     if [[ $one == *==* ]]; then release=("megatron-core==${one#*==}"); fi
-    "$work/venv/bin/python" -m pip install -qq --no-cache-dir --no-compile "$wheel${extra:+[$extra]}" "${release[@]}"
+    "$work/venv/bin/python" -m pip install -qq --no-cache-dir --no-compile "$wheel${extra[0]:+[${extra[0]}]}" "${release[@]}"
     cp tools/check_install.py "$work"
     (cd "$work" && env -u PYTHONPATH venv/bin/python check_install.py "${extra[@]:+--with-megatron}" | sed "s/^/$one: /")
     rm -rf "$work/venv"

@@ -11,7 +11,7 @@ rm -rf "$run"
 mkdir -p "$run"
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS=1 CUDA_DEVICE_MAX_CONNECTIONS=1
 if [[ $("$PYTHON" -c 'import torch; print(torch.cuda.device_count())' 2>/dev/null) -lt 4 ]]; then
-  export CUDA_VISIBLE_DEVICES= GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo}
+  export CUDA_VISIBLE_DEVICES='' GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo}
   echo "Fewer than 4 GPUs here: all processes run on CPU and gloo."
 fi
 

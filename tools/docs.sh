@@ -5,24 +5,14 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-set_up() {
-  local base version wanted
-  source tools/find_python.sh
-  for version in 3.12 3.13 3.11 3.10; do
-    base=$(python_of "$version")
-    if [[ -n $base ]]; then break; fi
-  done
-  [[ -n $base ]] || { echo "No Python 3.10 to 3.13 with venv and ensurepip found; set DOCS_PYTHON." >&2; exit 1; }
-  wanted=$(cat constraints-docs.txt | cksum)
-  if [[ $(cat .venv-docs/ready 2>/dev/null) != "$wanted" ]]; then
-    echo "Setting up .venv-docs ..."
-    "$base" -m venv --clear .venv-docs
-    .venv-docs/bin/python -m pip --disable-pip-version-check install -qq --requirement constraints-docs.txt
-    echo "$wanted" > .venv-docs/ready
-  fi
+fill_venv() { install_into "$1" --requirement constraints-docs.txt; }
+
+if [[ -z ${DOCS_PYTHON:-} ]]; then
+  source tools/venv.sh
+  base=$(find_python 3.12 3.13 3.11 3.10)
+  make_venv .venv-docs "$(without_comments constraints-docs.txt | cksum)" "$base" fill_venv
   DOCS_PYTHON=$PWD/.venv-docs/bin/python
-}
-if [[ -z ${DOCS_PYTHON:-} ]]; then set_up; fi
+fi
 
 # Everything that a page links to, where the link looks for it.
 pages=build/pages

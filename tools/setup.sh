@@ -1,39 +1,52 @@
-# Sourced by demo.sh and test.sh: makes .venv with everything pinned in constraints.txt, and sets PYTHON to its python.
-# A Python 3.12 or 3.13 is found wherever it is; set PYTHON to choose one. Nothing is done when .venv is up to date.
+# shellcheck shell=bash
+# Sourced: sets PYTHON to the python of an active environment that has what the tests need, used as it is, or else of
+# .venv, which is made with everything pinned in constraints.txt. A Python 3.12 or 3.13 is found wherever it is; set
+# PYTHON to choose one. Nothing is done when .venv is up to date.
+source tools/venv.sh
 
-is_suitable() { # megatron-core 0.19 needs 3.12; its wheels end at 3.13
-  "$1" -c 'import sys, venv, ensurepip; sys.exit(not (3, 12) <= sys.version_info[:2] <= (3, 13))' >/dev/null 2>&1
-}
-
-find_python() {
-  local candidate
-  if [[ -n ${PYTHON:-} ]]; then
-    is_suitable "$PYTHON" && { echo "$PYTHON"; return; }
-    echo "PYTHON=$PYTHON is not a Python 3.12 or 3.13 with venv and ensurepip. Point it to one, or unset it." >&2
-    return 1
-  fi
-  for candidate in python3.12 python3.13 python3 python \
-      "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.1[23]*/bin/python "$HOME"/.local/share/uv/python/*/bin/python3 \
-      /usr/local/bin/python3.1[23] "${CONDA_PREFIX:-/nonexistent}/bin/python"; do
-    if command -v "$candidate" >/dev/null 2>&1 && is_suitable "$candidate"; then command -v "$candidate"; return; fi
-  done
-  echo "No Python 3.12 or 3.13 with venv and ensurepip found (python3 is $(python3 --version 2>&1 || echo missing))." >&2
-  echo "Install one (Debian: apt install python3.12 python3.12-venv; pyenv: pyenv install 3.12), or set PYTHON to it." >&2
+# megatron-core 0.19 needs 3.12; its wheels end at 3.13.
+chosen_python() {
+  if [[ -z ${PYTHON:-} ]]; then find_python 3.12 3.13; return; fi
+  if [[ $(version_of "$PYTHON") == 3.1[23] ]]; then echo "$PYTHON"; return; fi
+  echo "PYTHON=$PYTHON is not a Python 3.12 or 3.13 with venv and ensurepip. Point it to one, or unset it." >&2
   return 1
 }
 
-set_up_venv() {
-  local base wanted
-  wanted=$(cat constraints.txt setup.py tools/setup.sh | cksum)
-  if [[ -x .venv/bin/python && $(cat .venv/ready 2>/dev/null) == "$wanted" ]]; then return; fi
-  base=$(find_python)
-  echo "Setting up .venv with $("$base" --version): PyTorch and Megatron-Core, some GB, a few minutes ..."
-  "$base" -m venv --clear .venv
-  .venv/bin/python -m pip install -qq --constraint constraints.txt pip
-  .venv/bin/python -m pip install -qq --constraint constraints.txt --editable '.[megatron,demo,test]'
-  echo "$wanted" > .venv/ready
+# What decides the environment: pinned versions, and the dependencies that pyproject.toml declares.
+environment_stamp() {
+  { without_comments constraints.txt; "$1" - <<'END'; } | cksum
+import tomllib
+project = tomllib.load(open("pyproject.toml", "rb"))["project"]
+print(project["dependencies"], project["optional-dependencies"])
+END
 }
 
-set_up_venv
-PYTHON=$PWD/.venv/bin/python
+fill_venv() {
+  install_into "$1" --constraint constraints.txt pip
+  install_into "$1" --constraint constraints.txt --editable '.[megatron,demo,test]'
+}
+
+# Tests start processes elsewhere, which must import this working copy: another checkout's environment will not do.
+has_what_tests_need() {
+  (cd / && "$1" - "$OLDPWD" 2>/dev/null <<'END'
+import sys
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+for name in "megatron-core", "pytest-timeout", "pytest-xdist", "hypothesis":
+    version(name)
+sys.exit(not Path(find_spec("megatron_rl_loss").origin).is_relative_to(Path(sys.argv[1]).resolve()))
+END
+  )
+}
+
+active=${VIRTUAL_ENV:-${CONDA_PREFIX:-}}
+if [[ -n $active && ! $active -ef .venv ]] && has_what_tests_need "$active/bin/python"; then
+  PYTHON=$active/bin/python
+else
+  base=$(chosen_python)
+  stamp=$(environment_stamp "$base")
+  make_venv .venv "$stamp" "$base" fill_venv
+  PYTHON=$PWD/.venv/bin/python
+fi
 export PYTHON

@@ -5,41 +5,31 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-source tools/find_python.sh
+source tools/venv.sh
 
-another_python() { # than version $1
-  local version found
-  for version in 3.10 3.11 3.13 3.12; do
-    found=$([[ $version == "$1" ]] || python_of "$version")
-    if [[ -n $found ]]; then echo "$found"; return; fi
-  done
-}
+torch=$(grep '^torch==' constraints.txt)
 
-set_up() {
-  local wanted folder shared
-  wanted=$(cat constraints-core.txt tools/test_core.sh <(grep '^torch==' constraints.txt) <("$1" -VV) | cksum)
-  if [[ -x .venv-core/bin/python && $(cat .venv-core/ready 2>/dev/null) == "$wanted" ]]; then return; fi
-  echo "Setting up .venv-core: PyTorch, about 1 GB, a minute or two ..."
-  "$1" -m venv --clear .venv-core
-  local install=(.venv-core/bin/python -m pip --disable-pip-version-check install -qq --constraint constraints-core.txt)
+fill_venv() {
+  local install=(install_into "$1" --constraint constraints-core.txt) main=${PYTHON:-.venv/bin/python} shared
   "${install[@]}" numpy pytest pytest-timeout pytest-xdist hypothesis
   "${install[@]}" typing_extensions filelock fsspec jinja2 networkx sympy
   # Some GB of CUDA libraries, without which torch for CUDA does not load, are the same for every Python: take .venv's.
-  shared=$(.venv/bin/python -c 'import nvidia; print(*nvidia.__path__)' 2>/dev/null) || shared=
+  shared=$("$main" -c 'import nvidia; print(*nvidia.__path__)' 2>/dev/null) || shared=
   if [[ -n $shared ]]; then
-    folder=$(.venv-core/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-    ln -s "$shared" "$folder/nvidia"
+    ln -s "$shared" "$("$1/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/nvidia"
     install+=(--no-deps)
   fi
-  "${install[@]}" "$(grep '^torch==' constraints.txt)"
-  echo "$wanted" > .venv-core/ready
+  "${install[@]}" "$torch"
 }
 
-python=${CORE_PYTHON:-$(another_python "$(version_of .venv/bin/python)")}
+python=${CORE_PYTHON:-}
 if [[ -z $python ]]; then
-  echo "The core is not tested with another Python: none of 3.10 to 3.13 was found beside .venv's."
-  exit 0
+  mapfile -t others < <(printf '%s\n' 3.10 3.11 3.13 3.12 | grep -vxF "$(version_of "${PYTHON:-.venv/bin/python}")")
+  if ! python=$(find_python "${others[@]}" 2>/dev/null); then
+    echo "The core is not tested with another Python: none of ${others[*]} was found."
+    exit 0
+  fi
 fi
 echo "The core with $("$python" --version) ($python):"
-set_up "$python"
+make_venv .venv-core "$({ without_comments constraints-core.txt; echo "$torch"; "$python" -VV; } | cksum)" "$python" fill_venv
 exec .venv-core/bin/python -m pytest -q -n auto --dist loadfile --no-loadscope-reorder tests/unit "$@"

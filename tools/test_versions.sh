@@ -7,17 +7,18 @@
 #   PARTS=all tools/test_versions.sh 0.17.1        some minutes per version
 #
 # VERSION is a release, or a folder: a checkout of Megatron-LM; "checkout" is the one that MEGATRON_LM_PATH names. Each
-# has a venv of its own in .versions/, which shares all packages but Megatron with .venv.
+# has a venv of its own in .versions/, which shares all packages but Megatron with tools/setup.sh's.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source tools/setup.sh
 
-make_venv() { # NAME VERSION
-  local folder=.versions/$1 packages entry
+version_venv() { # NAME VERSION
+  local folder=.versions/$1 packages shared entry
   packages=$folder/lib/python$("$PYTHON" -c 'import sys; print("%d.%d" % sys.version_info[:2])')/site-packages
   [[ -e $folder/ready ]] && return
+  shared=$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
   "$PYTHON" -m venv --clear --without-pip "$folder"
-  for entry in "$PWD"/.venv/lib/python3*/site-packages/*; do
+  for entry in "$shared"/*; do
     [[ $(basename "$entry") == megatron* ]] || ln -s "$entry" "$packages/"
   done
   if [[ -d $2 ]]; then
@@ -44,7 +45,7 @@ for version in "$@"; do
   [[ $version != checkout ]] || version=${MEGATRON_LM_PATH:?must name a checkout of Megatron-LM}
   name=$version
   [[ ! -d $version ]] || name=$(basename "$(realpath "$version")")@$(git -C "$version" rev-parse --short=8 HEAD)
-  make_venv "$name" "$version"
+  version_venv "$name" "$version"
   table+=$'\n'"| $name |"
   for part in $PARTS; do
     read -ra tests <<< "${TESTS[$part]:?is no part}"

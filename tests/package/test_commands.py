@@ -56,10 +56,11 @@ ROWS = [
     Row(r"python tools/check_engines\.py .*", by="package/test_check_engines.py", named="check_engines.main"),
     Row(r"pip install megatron-bridge.*|python -c 'from megatron\.bridge .*", needs="a GPU and a model"),
     # what checks this repository; all of it is what runs this test
-    Row(r"tools/test\.sh( tests/\S+| -m 'not slow')?", needs="to be what runs this test"),
+    Row(r"tools/test\.sh( tests/\S+| -m 'not slow'| --lint-only)?", needs="to be what runs this test"),
     Row(r"tools/demo\.sh|tools/test_core\.sh", needs="a package index: the first two commands of a fresh clone"),
     Row(r"(PARTS=all )?tools/test_versions\.sh.*", needs="a package index, for other versions of Megatron"),
     Row(r"TEST_DEVICE=cuda tools/test\.sh.*", needs="GPUs"),
+    Row(r"tools/refresh_constraints\.sh", needs="a package index"),
     Row(r"tools/docs\.sh", needs="mkdocs; tools/test.sh runs it"),
     Row(r"tools/check_package\.sh|python -m build", needs="a package index; test_distribution.py builds without"),
     Row(r"python tools/tour\.py", by="examples/test_tour.py", named='"tour.py"'),

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 
 #: What a working copy may hold beside the files of the repository: .gitignore's, and its own folder.
 NOT_OURS = shutil.ignore_patterns(
-    *(".git", ".venv*", ".versions", "__pycache__", "*.egg-info", "build", "dist"),
+    *(".git", ".github", ".venv*", ".versions", "__pycache__", "*.egg-info", "build", "dist"),
     *(".*_cache", ".hypothesis", "runs", ".ci"),
 )
 BACKEND = "import sys, setuptools.build_meta as backend; print(getattr(backend, sys.argv[1])(sys.argv[2]))"
@@ -79,7 +79,8 @@ def test_the_sdist_is_the_repository_and_its_tests_run(sdist: Path) -> None:
     packed = {name for name in files_below(sdist) if ".egg-info/" not in name} - {"PKG-INFO", "setup.cfg"}
     if (ROOT / ".git").exists():
         listed = run("git", "ls-files", "--cached", "--others", "--exclude-standard", cwd=ROOT).stdout.split()
-        assert packed == {name for name in listed if (ROOT / name).exists()} - {".ci/run"}
+        of_hosting = (".ci/", ".github/", ".pre-commit-config.yaml")
+        assert packed == {name for name in listed if (ROOT / name).exists() and not name.startswith(of_hosting)}
     assert {"tests/support/oracle.py", "tools/test.sh", "docs/architecture.md", "constraints.txt"} <= packed
     tests = ["tests/unit/test_errors.py", "tests/package/test_structure.py"]
     done = run(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests, cwd=sdist)
@@ -113,7 +114,8 @@ def test_its_links_lead_somewhere_where_the_address_is_said(
     monkeypatch.setenv("REPOSITORY_URL", "https://host.example/us")
     code = "import setuptools.build_meta as backend, sys; backend.prepare_metadata_for_build_wheel(sys.argv[1])"
     run(sys.executable, "-c", code, tmp_path, cwd=sdist)
-    readme = next(tmp_path.glob("*.dist-info/METADATA")).read_text()
+    head, _, readme = next(tmp_path.glob("*.dist-info/METADATA")).read_text().partition("\n\n")
+    assert "Project-URL: Repository, https://host.example/us" in head
     assert "](https://host.example/us/raw/main/docs/matter.png)" in readme
     assert "[verl](https://host.example/us/blob/main/docs/frameworks.md#verl)" in readme
     assert "](docs/" not in readme
