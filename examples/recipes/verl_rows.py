@@ -38,7 +38,8 @@ class Trainer(PPOTrainerSync):  # type: ignore[misc]
         share = settings.actor.ppo_mini_batch_size * settings.rollout.n // dp_size  # a rank's rows in a step
         for step in torch.arange(len(masks)).view(dp_size, -1, share).transpose(0, 1).flatten(1).tolist():
             prompts, sessions = ([batch.keys[i].rsplit("_", parts)[0] for i in step] for parts in (2, 1))
-            ids: Any = {"prompt_ids": prompts, "ids": {"session": sessions}, "units": "active"}  # verl adds empty rows
+            # The driver holds the whole step; verl adds empty rows, hence active units.
+            ids: Any = {"prompt_ids": prompts, "ids": {"session": sessions}, "units": "active", "dp_group": None}
             weights |= zip(step, weights_column(MODE, [masks[i] for i in step], **ids), strict=True)
         names = [key.rsplit("_", 1 if MODE == "session_mean" else 2)[0] for key in batch.keys]
         units = {name: number for number, name in enumerate(sorted(set(names)))}  # for `verl_rows_proof`
