@@ -379,13 +379,13 @@ PLANTS = [
     Plant(
         "padding counted in KL, entropy and MTP",
         {WRAPPER: ("= num_microbatches / max(1, num_real_microbatches)", "= 1.0")},
-        "On (kl|entropy|mtp 0), expected",
+        "on (kl|entropy|mtp 0): tokens weigh",
         {"tokens": 24}, (2, 1),
     ),
     Plant(
         "MTP losses doubled",
         {WRAPPER: ("per_layer_losses).mean()", "per_layer_losses).mean() * 2")},
-        "On mtp 0, expected",
+        "on mtp 0: tokens weigh",
     ),
     Plant("another loss than was registered", {}, "SkyRL trained with another loss", {"unset": True}),
     Plant("mask moved", {WRAPPER: ('= data["loss_mask"]', '= data["loss_mask"].roll(1, 1)')}),

@@ -612,8 +612,8 @@ PLANTS = {
     "CP ranks scaled 1.5 and 0.5": (ENGINE, BATCHES, f"(1.5 - mpu.get_context_parallel_rank()) * {BATCHES}", OTHER),
     "agg_loss without the ranks": (ALGORITHMS, "/ batch_num_tokens * dp_size", "/ batch_num_tokens", OTHER),
     "counts of a micro-batch": (TERMS, '= data["batch_num_tokens"]', '= data["response_mask"].bool().sum()', OTHER),
-    "entropy doubled": (TERMS, "-= entropy_coeff", "-= 2 * entropy_coeff", "On entropy, expected"),
-    "KL not linear": (TERMS, "kl_loss * config", "kl_loss ** 2 * config", "On kl, expected"),
+    "entropy doubled": (TERMS, "-= entropy_coeff", "-= 2 * entropy_coeff", "on entropy: tokens weigh"),
+    "KL not linear": (TERMS, "kl_loss * config", "kl_loss ** 2 * config", "on kl: tokens weigh"),
     "value loss doubled": (ALGORITHMS, "vf_loss = 0.5 * agg_loss(", "vf_loss = agg_loss(", OTHER),
     "mask shifted in ppo_loss": (
         TERMS,
