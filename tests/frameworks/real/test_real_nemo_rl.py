@@ -214,7 +214,9 @@ PLANTS = [
     ),
     Plant("mask moved", {LOSSES: ('data["token_mask"][:, 1:]', 'data["token_mask"][:, 1:].roll(1, 1)')}),
     Plant("loss not linear in advantages", {LOSSES: ('["advantages"][:, 1:]', '["advantages"][:, 1:].sign()')}),
-    Plant("KL coefficient doubled", {LOSSES: ("kl = self.reference", "kl = 2 * self.reference")}, "on kl: tokens weigh"),
+    Plant(
+        "KL coefficient doubled", {LOSSES: ("kl = self.reference", "kl = 2 * self.reference")}, "on kl: tokens weigh"
+    ),
     Plant(
         "backward of the gather doubled",
         {
