@@ -91,12 +91,6 @@ def run_audit(options: Namespace) -> tuple[str, int]:
     return text, status if options.fail or failed else 0
 
 
-def print_text(text: str) -> None:
-    """Print a report; characters that standard output cannot encode, as in a locale of ASCII, become ``?``."""
-    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-    print(text.encode(encoding, errors="replace").decode(encoding), flush=True)
-
-
 def audit_once(options: Namespace, conclude: Conclude) -> None:
     """Measure one training step of this process, then call `conclude` on every rank.
 
