@@ -21,6 +21,7 @@ from megatron_rl_loss.audit.tokens import MeasuredStep, Split
 from megatron_rl_loss.errors import check_callable, check_choice, check_mapping
 from megatron_rl_loss.step import layouts
 from megatron_rl_loss.step.collectives import StepGroups
+from megatron_rl_loss.step.response_layout import ZigzagResponse
 from megatron_rl_loss.step.samples import Samples
 from megatron_rl_loss.step.totals import count_step
 
@@ -190,7 +191,7 @@ def samples_of(rows: Sequence[DrawnRow], call: LossCall, cp_size: int, described
     bounds = [0, *accumulate([max(sizes)] * len(sizes) if call.rows == "padded" else sizes)]
     layout: layouts.Layout = layouts.ZigzagTHD(bounds, total_lengths=lengths)
     if call.cp_cut == "responses":
-        layout = layouts.ZigzagResponse([length + 3 for length in lengths], lengths)
+        layout = ZigzagResponse([length + 3 for length in lengths], lengths)
     elif call.cp_cut == "contiguous":
         layout = layouts.Contiguous(bounds, total_lengths=lengths, per_slot=True)
     elif call.cp_cut == "gathered":
