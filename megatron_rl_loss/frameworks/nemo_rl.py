@@ -26,8 +26,8 @@ from megatron_rl_loss.frameworks.policy_tap import LossPaths, WeighedMicrobatch,
 from megatron_rl_loss.frameworks.proving import prove
 from megatron_rl_loss.frameworks.replacing import Function, Replaced, once
 from megatron_rl_loss.modes.aggregation import Aggregation, resolve
+from megatron_rl_loss.modes.column import weights_column
 from megatron_rl_loss.modes.table import Mode, ModeFunction
-from megatron_rl_loss.modes.weights import weights_column
 from megatron_rl_loss.step.ids import as_ids
 from megatron_rl_loss.step.layouts import Gathered
 from megatron_rl_loss.step.samples import Samples
