@@ -18,6 +18,7 @@ import json
 import math
 import sys
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -54,24 +55,26 @@ def aggregate(mode: str | Mode | ModeFunction, **settings: Any) -> Replaced:
 
     modes = LossModes.resolve(mode, **settings)
 
-    def with_ids(stock: Any, given: dict[str, Any]) -> Any:
+    def with_ids(stock: Any, arguments: dict[str, Any]) -> Any:
         """Before generation, the messages of a sample are its prompt."""
         samples = stock()
         for sample in samples:
             sample.prompt_id = sample.prompt_id or json.dumps(sample.messages, default=str)
         return samples
 
-    def collate(stock: Any, given: dict[str, Any]) -> Any:
+    def collate(stock: Any, arguments: dict[str, Any]) -> Any:
         inputs, batch = stock()
-        samples = given["samples"]
-        has_media = any(getattr(one, name) for one in samples for name in ("images", "videos", "audios"))
-        unknown = "" if all(one.prompt_id for one in samples) else "samples without prompt_id, which identifies prompts"
-        batch.prompts = MEDIA if has_media else unknown or [one.prompt_id for one in samples]
-        batch.prompt_tokens = [_prompt_tokens(one) for one in samples]
+        samples = arguments["samples"]
+        has_media = any(getattr(sample, name) for sample in samples for name in ("images", "videos", "audios"))
+        unknown = (
+            "" if all(sample.prompt_id for sample in samples) else "samples without prompt_id, which identifies prompts"
+        )
+        batch.prompts = MEDIA if has_media else unknown or [sample.prompt_id for sample in samples]
+        batch.prompt_tokens = [_prompt_tokens(sample) for sample in samples]
         return inputs, batch
 
     def weigh(batches: Sequence[Any], trainer: Any) -> None:
-        of_step, proof = [one["grpo_batch"] for one in batches], replaced.proof
+        of_step, proof = [batch["grpo_batch"] for batch in batches], replaced.proof
         _weigh(of_step, trainer, modes)
         if proof is None or proof.is_over:
             return
@@ -79,15 +82,15 @@ def aggregate(mode: str | Mode | ModeFunction, **settings: Any) -> Replaced:
         if is_by_prompt(modes) and (why := _misplaced(of_step)):
             proof.give_up(why)
 
-    def step(stock: Any, given: dict[str, Any]) -> Any:
-        weigh(given["encoded_batches"], given["self"])
+    def step(stock: Any, arguments: dict[str, Any]) -> Any:
+        weigh(arguments["encoded_batches"], arguments["self"])
         return stock()
 
-    def ray_step(stock: Any, given: dict[str, Any]) -> Any:
-        if not isinstance(given["self"], trainer):  # the one of a Ray worker, whose loss function has a trainer too
-            microbatches = list(given["train_data_iterator"])
-            given["train_data_iterator"] = iter(microbatches)
-            weigh(microbatches, given["self"].forward_step.__self__._dummy)
+    def ray_step(stock: Any, arguments: dict[str, Any]) -> Any:
+        if not isinstance(arguments["self"], trainer):  # the one of a Ray worker, whose loss function has a trainer too
+            microbatches = list(arguments["train_data_iterator"])
+            arguments["train_data_iterator"] = iter(microbatches)
+            weigh(microbatches, arguments["self"].forward_step.__self__._dummy)
         return stock()
 
     trainer = grpo_trainer.MegatronGRPOTrainer
@@ -121,12 +124,13 @@ def _misplaced(batches: Sequence[Any]) -> str:
     """As `misplaced_ids`."""
     from megatron.core import mpu
 
-    ids, prompts = ([one for batch in batches for one in vars(batch)[name]] for name in ("prompts", "prompt_tokens"))
+    columns = [(batch.prompts, batch.prompt_tokens) for batch in batches]
+    ids, prompts = ([*chain.from_iterable(column)] for column in zip(*columns, strict=True))
     return misplaced_ids(ids, prompts, mpu.get_data_parallel_group())
 
 
-def _tap_logits(stock: Any, given: dict[str, Any]) -> Any:
-    given["logits"] = tap_output(given["logits"])
+def _tap_logits(stock: Any, arguments: dict[str, Any]) -> Any:
+    arguments["logits"] = tap_output(arguments["logits"])
     return stock()
 
 
@@ -142,18 +146,18 @@ _LOSS = LossPaths(
 )  # fmt: skip
 
 
-def _tapped(stock: Any, given: dict[str, Any]) -> Any:
+def _tapped(stock: Any, arguments: dict[str, Any]) -> Any:
     """ms-swift's loss, measured."""
-    batch = given["data"]["grpo_batch"]
+    batch = arguments["data"]["grpo_batch"]
 
     def measured() -> WeighedMicrobatch:
-        masks, width = list(batch.masks), given["output_tensor"].shape[1]
+        masks, width = list(batch.masks), arguments["output_tensor"].shape[1]
         prompts = {} if isinstance(batch.prompts, str) else {"prompt_ids": batch.prompts}
         layout = Gathered(range(0, len(masks) * width + 1, width))
         samples = Samples(masks, layout=layout, labels={"microbatch": [batch.number] * len(masks)}, **prompts)
         return WeighedMicrobatch(samples, batch.factors, batch.plain)
 
-    return tap_policy(_LOSS, stock, given, measured) if hasattr(batch, "factors") else stock()
+    return tap_policy(_LOSS, stock, arguments, measured) if hasattr(batch, "factors") else stock()
 
 
 def _mask(batch: Any, trainer: Any) -> Any:
@@ -187,12 +191,12 @@ def _weigh(batches: Sequence[Any], trainer: Any, modes: LossModes) -> None:
 def _scale(trainer: Any, batch: Any, ranks: int) -> float:
     """The factor of ms-swift's loss function besides 1 / count, measured on one token of known loss with count 1."""
     trial = copy.copy(batch)
-    one = batch.advantages.new_ones(1, 1)
+    token = batch.advantages.new_ones(1, 1)
     vars(trial).update(
-        completion_mask=one.bool(), truncated_mask=one[0] == 0, seq_lengths=one[0].long(), advantages=one,
-        old_per_token_logps=11 * one, ref_per_token_logps=None, rollout_per_token_logps=None,
+        completion_mask=token.bool(), truncated_mask=token[0] == 0, seq_lengths=token[0].long(), advantages=token,
+        old_per_token_logps=11 * token, ref_per_token_logps=None, rollout_per_token_logps=None,
         num_items_in_batch=torch.tensor(float(ranks)),
     )  # fmt: skip
     with torch.no_grad(), swapped({"self": trainer}, {"self._flush_log_completions?": None}, ["self._metrics?"]):
-        loss, _ = trainer.loss_func(one, data={"grpo_batch": trial})
+        loss, _ = trainer.loss_func(token, data={"grpo_batch": trial})
     return -float(loss) / math.exp(-10)  # of a log-prob of 1 where the old one was 11: nothing is clipped
