@@ -79,7 +79,7 @@ def aggregate(mode: str | Mode | ModeFunction, **settings: Any) -> Replaced:
         if proof is None or proof.is_over:
             return
         proof.group_size = trainer.num_generations
-        if is_by_prompt(modes) and (why := _misplaced(of_step)):
+        if is_by_prompt(modes) and (why := _misplaced(of_step, trainer.num_generations)):
             proof.give_up(why)
 
     def step(stock: Any, arguments: dict[str, Any]) -> Any:
@@ -120,13 +120,13 @@ def _prompt_tokens(sample: Any) -> str:
     return str(ids[: next((i for i, label in enumerate(labels) if label != -100), len(ids))])
 
 
-def _misplaced(batches: Sequence[Any]) -> str:
+def _misplaced(batches: Sequence[Any], group_size: int | None) -> str:
     """As `misplaced_ids`."""
     from megatron.core import mpu
 
     columns = [(batch.prompts, batch.prompt_tokens) for batch in batches]
     ids, prompts = ([*chain.from_iterable(column)] for column in zip(*columns, strict=True))
-    return misplaced_ids(ids, prompts, mpu.get_data_parallel_group())
+    return misplaced_ids(ids, prompts, mpu.get_data_parallel_group(), group_size)
 
 
 def _tap_logits(stock: Any, arguments: dict[str, Any]) -> Any:
