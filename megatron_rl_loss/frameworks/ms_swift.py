@@ -8,8 +8,8 @@ With ``--loss_type dapo`` or ``cispo`` Megatron-SWIFT sums loss * mask over a mi
 tokens that each micro-batch carries. Before each optimizer step this adapter sets the count so that the loss is the
 mean over the step's tokens T, and multiplies each token's advantage by its weight in the mode * T. A KL penalty in the
 loss is then the token mean. The adapter measures if the loss function undoes Megatron's division by the number of
-micro-batches, as 4.6.0 does, and proves the first step. Prompts are identified by their messages, as in ms-swift
-without Megatron.
+micro-batches, as 4.6.0 does, refuses any other factor, and proves the first step. Prompts are identified by their
+messages, as in ms-swift without Megatron.
 Source: ms-swift 4.6.0, 3602360a, swift/megatron/trainers/grpo_trainer.py (loss_func), swift/ray/megatron.
 """
 
@@ -36,6 +36,7 @@ from megatron_rl_loss.step.layouts import Gathered
 from megatron_rl_loss.step.samples import Samples
 
 __all__ = ["aggregate"]
+_VERSIONS = "4.6.0 or 3602360a"
 
 
 def aggregate(mode: str | Mode | ModeFunction, **settings: Any) -> Replaced:
@@ -46,7 +47,7 @@ def aggregate(mode: str | Mode | ModeFunction, **settings: Any) -> Replaced:
 
     Raises:
         ValueError, TypeError: a trainer that has an aggregation; unusable settings; in a step, fewer tokens than
-            Megatron-SWIFT's divisor allows.
+            Megatron-SWIFT's divisor allows, or a loss function with an unknown factor.
         BadBatchError: on every rank, in a step: another ``--loss_type`` than dapo and cispo; a mode by prompt with
             images; a first step in which a token has a weight that the mode does not ask for.
     """
@@ -107,7 +108,7 @@ def aggregate(mode: str | Mode | ModeFunction, **settings: Any) -> Replaced:
 
         functions.append(Function(GRPOTrainer, "expand_for_generation", ["prompt_batch"], with_ids))
         functions.append(Function(MegatronRLHFTrainer, "train_step", ["train_data_iterator"], ray_step))
-    replaced = Replaced("ms-swift", "4.6.0 or 3602360a", functions)
+    replaced = Replaced("ms-swift", _VERSIONS, functions)
     beside = "a KL penalty is a token mean; ms-swift aggregates MoE and MTP losses"
     never = "No policy loss had our weights. Train with MegatronGRPOTrainer; with --use_ray, use ms-swift 3602360a."
     replaced.proof = prove("ms-swift", modes.policy, beside=beside, never=never)
@@ -175,11 +176,17 @@ def _weigh(batches: Sequence[Any], trainer: Any, modes: LossModes) -> None:
         "ms-swift", lambda _: wrong, list, lambda _, batch: list(_mask(batch, trainer)), lambda _, batch: batch.prompts
     )
     _, columns, tokens = weigh_advantages(row, modes, batches, dp_group=mpu.get_data_parallel_group())
-    ranks = mpu.get_data_parallel_world_size()
-    count = tokens * _scale(trainer, batches[0], ranks) / len(batches)
+    ranks, num_microbatches = mpu.get_data_parallel_world_size(), len(batches)
+    scale = _scale(trainer, batches[0], ranks)
+    if not any(math.isclose(scale, known, rel_tol=2.0**-6) for known in (1, num_microbatches)):
+        raise ValueError(
+            f"a loss function that multiplies the policy loss by {scale:.4g}: a KL penalty beside it keeps its weight "
+            f"if that is 1 or the number of micro-batches, {num_microbatches}. Use ms-swift {_VERSIONS}."
+        )
+    count = tokens * scale / num_microbatches
     if 0 < count < ranks:
         raise ValueError(
-            f"{tokens:g} tokens in a step of {len(batches)} micro-batches on {ranks} ranks: Megatron-SWIFT divides "
+            f"{tokens:g} tokens in a step of {num_microbatches} micro-batches on {ranks} ranks: Megatron-SWIFT divides "
             "each micro-batch by at least one token per rank. Use fewer ranks or micro-batches."
         )
     for number, (batch, ours) in enumerate(zip(batches, columns, strict=True)):

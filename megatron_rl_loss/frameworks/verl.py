@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from megatron_rl_loss.errors import require
-from megatron_rl_loss.frameworks.policy_tap import LossPaths
 from megatron_rl_loss.frameworks.proving import prove
 from megatron_rl_loss.frameworks.replacing import Function, Replaced, announce, installed
 from megatron_rl_loss.modes.aggregation import resolve
@@ -28,7 +27,7 @@ from megatron_rl_loss.reduction.taps import observed_taps, tap
 from megatron_rl_loss.step.layouts import Gathered
 from megatron_rl_loss.step.samples import Samples
 
-__all__ = ["PPO_LOSS", "install", "response_mask_of", "response_samples"]
+__all__ = ["install", "response_mask_of", "response_samples"]
 
 _TRAINERS = (
     "verl.trainer.ppo.ray_trainer",
@@ -36,16 +35,21 @@ _TRAINERS = (
     "verl.experimental.separation.ray_trainer",
 )
 _VERSIONS = "0.9.1, or 1dda039b (2026-08-22)"
-#: The arguments of `ppo_loss`, for a recipe that proves its own weights.
-PPO_LOSS = LossPaths(
-    "verl.workers.utils.losses:no_padding_2_padding",
-    "data.advantages",
-    {"data.old_log_probs": "old", "data.rollout_is_weights?": "ones"},
-)
 _CUT = {
     "geo_mean": "averages the sequences of each micro-batch separately",
     "clip_cov": "selects tokens within each micro-batch",
     "kl_cov": "selects tokens within each micro-batch",
+}
+_WHOLE_STEP = "Pass the count of the whole step, over all its micro-batches and DP ranks."
+_ALONE = f"verl would count this micro-batch alone, and the loss would depend on how the step is cut. {_WHOLE_STEP}"
+#: The arguments by which a mode divides, and what verl does without one. Other modes divide by samples alone.
+_DIVISORS = {"token-mean": ["batch_num_tokens"], "token-sum": []}
+_DIVISORS["seq-mean-token-sum-norm"] = ["global_batch_size", "loss_scale_factor"]
+_WITHOUT = {
+    "global_batch_size": _ALONE,
+    "batch_num_tokens": _ALONE,
+    "loss_scale_factor": "verl would divide by the padded length of this micro-batch. Set actor.loss_scale_factor, "
+    "e.g. to the maximal response length.",
 }
 _Terms = list[tuple[str, float]]  # with their coefficients
 _OF_A_LOSS_OF_YOURS = ("pg", math.nan)
@@ -114,19 +118,16 @@ def _agg_loss(running: _Running, stock: Callable[[], Any], arguments: dict[str, 
     """verl's share of the step loss; 0 for a step whose count is 0."""
     term, coef = running.terms.pop(0) if running.terms else _OF_A_LOSS_OF_YOURS
     losses, mask, mode = arguments["loss_mat"], arguments["loss_mask"], arguments["loss_agg_mode"]
-    of_norm = mode == "seq-mean-token-sum-norm"
-    if of_norm and arguments.get("loss_scale_factor") is None:
-        raise ValueError(
-            f"{mode} without loss_scale_factor: verl would divide by the padded length of this micro-batch. Set "
-            "actor.loss_scale_factor, e.g. to the maximal response length."
-        )
-    if mode == "token-mean":
-        arguments["batch_num_tokens"] = _count("batch_num_tokens", arguments, mask.sum())
-    elif mode != "token-sum":
-        arguments["global_batch_size"] = _count("global_batch_size", arguments, (mask != 0).any(-1).sum())
+    divisors = _DIVISORS.get(mode, ["global_batch_size"])
+    for name in divisors:
+        if arguments.get(name) is None:
+            raise ValueError(f"{mode} without {name}: {_WITHOUT[name]}")
+    for name in divisors[:1]:
+        here = mask.sum() if name == "batch_num_tokens" else (mask != 0).any(-1).sum()
+        arguments[name] = _of_step(name, arguments[name], here)
     if running.taps and (taps := observed_taps()):
-        aggregation = resolve(f"verl:{mode}", divisor=arguments["loss_scale_factor"] if of_norm else None)
         of_batch = mask if running.mask is None else running.mask
+        aggregation = resolve(f"verl:{mode}", divisor=arguments[divisors[1]] if divisors[1:] else None)
         losses = tap(losses, term, samples=response_samples(of_batch), coef=coef, aggregation=aggregation)
         if (tapped := taps.find(losses)) is not None:
             tapped.count = float(arguments["global_batch_size"]) if mode.startswith("seq-mean") else None
@@ -139,20 +140,14 @@ def _agg_loss(running: _Running, stock: Callable[[], Any], arguments: dict[str, 
     return stock()
 
 
-def _count(name: str, arguments: dict[str, Any], here: Tensor) -> float | Tensor:
+def _of_step(name: str, count: float | Tensor, here: Tensor) -> float | Tensor:
     """The count of the whole step, validated against this micro-batch's own; 1 instead of 0."""
-    value, remedy = arguments.get(name), "Pass the count of the whole step, over all its micro-batches and DP ranks."
-    if value is None:
-        raise ValueError(
-            f"{arguments['loss_agg_mode']} without {name}: verl would count this micro-batch alone, and the loss would "
-            f"depend on how the step is cut. {remedy}"
-        )
     require(
-        value * (1 + 1e-6) >= here,  # on a device without making it wait
-        lambda: f"{name} is {float(value):g} where this micro-batch alone has {float(here):g}",
-        f"{name} must be a count of the whole step. {remedy}",
+        count * (1 + 1e-6) >= here,  # on a device without making it wait
+        lambda: f"{name} is {float(count):g} where this micro-batch alone has {float(here):g}",
+        f"{name} must be a count of the whole step. {_WHOLE_STEP}",
     )
-    return torch.where(value == 0, 1, value) if isinstance(value, Tensor) else value or 1
+    return torch.where(count == 0, 1, count) if isinstance(count, Tensor) else count or 1
 
 
 def response_mask_of(data: Any) -> Tensor:

@@ -378,6 +378,11 @@ PLANTS = [
         },
         case={"mode": "token_sum", "settings": {"divisor": 25.0}},
     ),
+    Plant(
+        "advantages doubled in the loss",
+        {GRPO: ("= grpo_batch.advantages  #", "= 2 * grpo_batch.advantages  #")},
+        "multiplies the policy loss by 2: a KL penalty beside it keeps its weight if",
+    ),
     Plant("mask moved", {GRPO: ("= grpo_batch.completion_mask  #", "= grpo_batch.completion_mask.roll(1, 1)  #")}),
     Plant("loss not linear in advantages", {GRPO: ("= grpo_batch.advantages  #", "= grpo_batch.advantages.sign()  #")}),
     Plant(
