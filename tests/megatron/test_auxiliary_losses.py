@@ -149,7 +149,7 @@ def errors_of_wrong_adapters(model_name: str, layout: dict[str, int]) -> list[fl
         expected = stock(model, batches, counts=True)
         if wrong == "counts 2":
             # The policy loss would be as exact, if it were scaled by the sum of these in the place of the tokens.
-            StepFacts.constant = lambda facts, count, device: torch.full((), 2, dtype=torch.int32)  # type: ignore[method-assign]
+            setattr(StepFacts, "constant", lambda facts, value, device: torch.full((), 2, dtype=torch.int32))  # noqa: B010
         else:
             # Undoes Megatron's division by the loss scale, which auxiliary losses take part in.
             model.config.grad_scale_func = lambda loss: loss * 3 * dist.get_world_size()
@@ -188,7 +188,8 @@ def audited(model_name: str, layout: dict[str, int]) -> list[Any]:
     found = []
     for per_token in (False, True):
         model = build(model_name, per_token, **layout)
-        for step in (ours, tapped, *[functools.partial(tapped, count=2)] * per_token):
+        steps: list[Any] = [ours, tapped, *[functools.partial(tapped, count=2)] * per_token]
+        for step in steps:
             with Audit(model) as audit:
                 step(model, step_data(3, with_policy=True))
             found.append(audit.measured)
