@@ -22,7 +22,7 @@ from megatron_rl_loss.audit.megatron.reports import FromRank, assembled
 from megatron_rl_loss.audit.tokens import MeasuredStep, PlacedSamples
 from megatron_rl_loss.modes.aggregation import Aggregation, resolve
 from megatron_rl_loss.proof.anchor import Factor
-from megatron_rl_loss.proof.own_tokens import StepState
+from megatron_rl_loss.proof.step_state import StepState
 from megatron_rl_loss.reduction.taps import HookedShare, TappedLosses
 
 
