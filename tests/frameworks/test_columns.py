@@ -288,7 +288,8 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def batch() -> dict[str, Tensor]:
-    return {"token_mask": MASKS[1:].float(), "sample_mask": VALID.clone()}
+    prompts = torch.tensor(PROMPTS[1:])[:, None].expand(4, 5)
+    return {"token_mask": MASKS[1:].float(), "sample_mask": VALID.clone(), "input_ids": prompts}
 
 
 @pytest.mark.parametrize("steps", [1, 2])

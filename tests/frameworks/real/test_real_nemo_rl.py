@@ -102,7 +102,8 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
                 stock_loss, loss_fn = loss_fn, aggregate(policy, loss_fn, case["mode"], **case["settings"])
                 if case.get("twice"):
                     aggregate(policy, loss_fn, case["mode"], **case["settings"])
-                estimator.compute_advantage(batch["input_ids"][:, :3], torch.ones(ROWS), batch["token_mask"])
+                prompts = batch["input_ids"][:, :3].roll(case.get("ids", 0), 0)
+                estimator.compute_advantage(prompts, torch.ones(ROWS), batch["token_mask"])
                 if not case.get("by_another_name"):
                     batch = policy.train(batch, stock_loss if case.get("not_passed") else loss_fn, timer=None)
             loss_fn = pickle.loads(pickle.dumps(loss_fn))
@@ -173,6 +174,13 @@ def test_clamps_of_the_kl_penalty_are_no_faults() -> None:
     cases: list[dict[str, Any]] = [{"mode": "prompt_mean", "settings": {}, "cfg": one} for one in clamps]
     cases.append({"mode": "prompt_mean", "settings": {}, "cfg": {"kl_input_clamp_value": 0.05}, "outcome": "unknown"})
     run_ranks(4, train, checkout(NEMO_RL), 2, cases)
+
+
+def test_prompts_at_other_rows_are_not_proved() -> None:
+    """The prompts that NeMo-RL's advantages were computed by, moved by a row."""
+    case = {"mode": "prompt_mean", "settings": {}, "ids": 1, "outcome": "unknown"}
+    for (found,) in run_ranks(2, train, checkout(NEMO_RL), 1, [case]):
+        assert found["errors"]["gradient"] > 1e-2
 
 
 def test_a_rank_without_a_token_trains(monkeypatch: pytest.MonkeyPatch) -> None:
