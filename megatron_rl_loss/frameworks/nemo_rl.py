@@ -137,7 +137,7 @@ class AggregatedPGLossFn:
     def doubt(self, prompts: list[str], data: Any) -> None:
         """Send workers the reason why prompts may stand at other rows, by the tokens before the first trained one."""
         tokens = prompts_of(data["input_ids"], data["token_mask"].cumsum(-1) == 0)
-        self._doubt = misplaced_ids(prompts, tokens, None)
+        self._doubt = misplaced_ids(prompts, tokens, None, self._group_size)
 
     def _prove(self) -> Any:
         beside = "NeMo-RL aggregates MoE, MTP and draft losses"
