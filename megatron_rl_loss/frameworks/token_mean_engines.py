@@ -111,9 +111,9 @@ def _areal_prompts(step: StepArguments, batch: Batch) -> Sequence[Any] | str:
 
 
 def _areal_prompt_tokens(batch: Batch) -> list[str]:
-    """A row's tokens before the first one that is trained on; masks are those of the next token."""
+    """A row's tokens before the first one that is trained on, or all; masks are those of the next token."""
     rows = zip(_areal_rows(batch, "input_ids"), _areal_rows(batch, "loss_mask"), strict=True)
-    return [str(ids[: int(mask.bool().int().argmax()) + 1].tolist()) for ids, mask in rows]
+    return [str(ids[: int(mask.bool().int().argmax()) + 1 if mask.any() else None].tolist()) for ids, mask in rows]
 
 
 def _areal_facts(step: StepArguments, batch: Batch) -> dict[str, Any]:

@@ -76,7 +76,7 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
         "rlinf.data.schema.reasoning_results", "rlinf.algorithms.losses",
     )  # fmt: skip
     results.Worker = SimpleNamespace(torch_device_type="cpu")
-    found = []
+    of_cases = []
     for case in cases:
         bigram_step.make_batch = without_empty_rows if case.get("full") else case.get("rows", make_batch)
         model = bigram_model()
@@ -105,15 +105,15 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
         actor._setup_valid_token_scale(batch)
         with aggregated(type(actor), case):
             actor.training_step(batch)
-        found.append(
+        of_cases.append(
             {"errors": errors_of(model, case, kl=k3, corrected=is_corrected), "microbatches": actor.num_microbatches}
         )
-    return found
+    return of_cases
 
 
 def test_every_mode_is_exact(record_property: Any) -> None:
     cases = [{"mode": mode, "settings": settings} for mode, settings in MODES.items()]
-    cases += [one | {"rows": with_many_empty_rows} for one in cases]
+    cases += [case | {"rows": with_many_empty_rows} for case in cases]
     assert_exact(record_property, train, RLINF, cases, worlds=[(1, 1), (2, 1)])
 
 
