@@ -46,10 +46,12 @@ def errors_from_hidden(
     columns = slice(rank * VOCABULARY // size, (rank + 1) * VOCABULARY // size)
     part = slice(rank * 32 // size, (rank + 1) * 32 // size) if parallel.get("sequence_parallel") else slice(None)
     hidden, weight = batch.hidden[part], batch.weight[columns]
-    mine = [one.detach().to(device, dtype).requires_grad_() for one in (hidden, weight)]
-    more = {"kernel": kernel, "tensor_parallel": TensorParallel(group=group, **parallel)}
+    of_hidden, of_weight = mine = [one.detach().to(device, dtype).requires_grad_() for one in (hidden, weight)]
+    more: Any = {"kernel": kernel, "tensor_parallel": TensorParallel(group=group, **parallel)}
     labels = batch.labels.masked_fill(~batch.mask, -7).to(device)
-    ours = log_probs_from_hidden(*mine, labels, temperature=temperature, entropy=True, token_mask=batch.mask, **more)
+    ours: Any = log_probs_from_hidden(
+        of_hidden, of_weight, labels, temperature=temperature, entropy=True, token_mask=batch.mask, **more
+    )
     given = torch.autograd.grad(((ours.log_probs - 0.3 * ours.entropy) * slopes.to(device)).sum(), mine)
     expected = log_probs, entropy, gradients[0][part], gradients[1][columns]
     return tuple(relative(one.cpu(), other) for one, other in zip((*ours, *given), expected, strict=True))

@@ -112,7 +112,7 @@ def test_the_step_is_that_of_hugging_faces_model(tmp_path: Path) -> None:
 
 def of_entries() -> tuple[Tensor, Tensor, Tensor]:
     """Minus the log-prob, the old log-prob, in part beyond the clip, and the advantage of each entry of the table."""
-    from planned_steps import TABLE
+    from world import TABLE
 
     generator = torch.Generator().manual_seed(3)
     noise, advantages = torch.randn(2, len(TABLE), generator=generator)
@@ -122,7 +122,7 @@ def of_entries() -> tuple[Tensor, Tensor, Tensor]:
 
 def clipped_samples() -> tuple[list[oracle.Sample], Tensor]:
     """PPO's loss of the step's tokens, each row a rollout, and its derivative by each entry of the table; float64."""
-    from planned_steps import STEP
+    from world import STEP
 
     table, old, advantages = (values.double() for values in of_entries())
     table.requires_grad_()
@@ -136,8 +136,8 @@ def clipped_samples() -> tuple[list[oracle.Sample], Tensor]:
 
 def grpo_batches(dp_rank: int) -> list[dict[str, Any]]:
     """The recipe's micro-batches of rows; a token is its entry of the table, the last one is padding."""
-    from planned_steps import CP, DP, STEP, TABLE
     from step_samples import dealt
+    from world import CP, DP, STEP, TABLE
 
     lengths = [len(sample.mask) for sample in STEP]
     first, length = [sum(lengths[:i]) for i in range(len(STEP))], -(-max(lengths) // (2 * CP)) * 2 * CP
@@ -158,9 +158,9 @@ def grpo_batches(dp_rank: int) -> list[dict[str, Any]]:
 def steps_of_bridge(root: str, per_token: bool) -> dict[str, list[float]]:
     """On a rank: errors of the gradient and of the logged loss in `train_step`, of its loss and of ours by mode."""
     from checkouts import BRIDGE, Settings, load
-    from planned_steps import CP, DP, STEP, TABLE, batches_of
     from step_samples import DIVISOR
     from table_step import aggregation, relative_error, start, table_model
+    from world import CP, DP, STEP, TABLE, batches_of
 
     state = start(cp=CP)
     train, losses = load(BRIDGE, root, *(f"megatron.bridge.training.{name}" for name in ("train", "losses")))

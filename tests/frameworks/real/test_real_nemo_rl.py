@@ -36,12 +36,12 @@ from bigram_step import (
     make_batch,
 )
 from checkouts import NEMO_RL, checkout, load, record_errors
-from planned_steps import CP, DP, errors_in
 from plants import Plant, assert_stops
 from ranks import RankError, run_ranks
 from replacements import undone
 from table_step import start
 from torch import Tensor
+from world import CP, DP, errors_in
 
 SETTINGS = {"ratio_clip_min": CLIP_LOW, "ratio_clip_max": CLIP_HIGH, "reference_policy_kl_penalty": BETA}
 MODES: dict[str, dict[str, Any]] = {
