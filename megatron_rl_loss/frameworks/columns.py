@@ -124,6 +124,15 @@ def samples_of(
     return described
 
 
+def at_masked_tokens(masks: Tensor, factors: Tensor, plain: Tensor) -> tuple[Tensor, Tensor]:
+    """Factors and plain advantages for a trial: at masked tokens the trial has an advantage, so that masks are seen.
+
+    A loss function with these masks gives such a token the weight 0 all the same.
+    """
+    is_masked = masks.to(factors.device) == 0
+    return factors.masked_fill(is_masked, 1), plain.masked_fill(is_masked, 0)
+
+
 def prompts_of(token_ids: Tensor, prompt_mask: Tensor) -> list[str]:
     """Prompt ids: the id of a row is its tokens where the mask is not 0."""
     return [str(ids[mask != 0].tolist()) for ids, mask in zip(token_ids, prompt_mask, strict=True)]

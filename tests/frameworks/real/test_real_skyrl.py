@@ -403,6 +403,16 @@ PLANTS = [
         {WRAPPER: ("per_layer_losses).mean()", "per_layer_losses).mean() * 2")},
         "on mtp 0: tokens weigh",
     ),
+    Plant(
+        "entropy bonus left out",
+        {WRAPPER: ("(kl_loss_term - entropy_loss_term)", "kl_loss_term")},
+        "The entropy term has a coefficient, -0.02, and no gradient reaches it",
+    ),
+    Plant(
+        "last tokens masked in every function",
+        {WRAPPER: ('= data["loss_mask"]', '= data["loss_mask"] * (data["loss_mask"].flip(1).cumsum(1).flip(1) > 1)')},
+        case={"mode": "constant", "settings": {"divisor": 40.0}, "terms": []},
+    ),
     Plant("another loss than was registered", {}, "SkyRL trained with another loss", {"unset": True}),
     Plant("mask moved", {WRAPPER: ('= data["loss_mask"]', '= data["loss_mask"].roll(1, 1)')}),
     Plant(
