@@ -109,7 +109,7 @@ def main() -> None:
     off = proved()
     assert off is not None
     assert off < 1e-6, "the audit's weights differ from the step's"
-    times = {name: min(found) for name, found in take_turns(ways, options.seconds, 5, DEVICE).items()}
+    times = {name: min(turns) for name, turns in take_turns(ways, options.seconds, 5, DEVICE).items()}
     measured = Measurement(model)
     step(measured)
     shares = [share for of_term in measured.taps.losses.values() for share in of_term.values()]
