@@ -28,8 +28,10 @@ Found = dict[tuple[str, str, bool], tuple[Tensor, float]]
 def gradients() -> Found:
     """On a rank: of every mode in every form, the reduced gradient and the step loss from the reports."""
     import torch.distributed as dist
+    from megatron.core import parallel_state as mpu
 
     cp_rank, dp_rank = start_ranks()
+    groups = {"dp_group": mpu.get_data_parallel_group(), "cp_group": mpu.get_context_parallel_group()}
     found: Found = {}
     for mode in (*oracle.MODES, *oracle.BY_IDS):
         for number, (form, per_token) in enumerate(FORM_SETTINGS):
@@ -38,7 +40,10 @@ def gradients() -> Found:
             if number % 2:  # the schedule allows other numbers on other DP ranks, without pipeline stages
                 batches = batches[: 3 - dp_rank]
             divisor = DIVISOR if mode == "constant" else None
-            plan = plan_step([batch.samples for batch in batches], mode, divisor=divisor, model=model)
+            of_form: Any = {"model": model}
+            if form in IN_A_LOOP:
+                of_form = {**groups, "per_token_loss": per_token}
+            plan = plan_step([batch.samples for batch in batches], mode, divisor=divisor, **of_form)
             shares = step(model, plan, batches, cp_rank, form)
             total = torch.stack(shares).sum()
             dist.all_reduce(total)
@@ -144,7 +149,7 @@ def test_a_plan_is_trained_on_once_and_as_a_whole() -> None:
             assert "ranks 0, 1: ValueError: a plan of 3 micro-batches, of which [1, 2] were not" in found[name]
         assert "a share that was put together without this micro-batch's reducers" in found["crossed"]
         for form in IN_A_LOOP:
-            assert f"form='{form}' in a loss function of Megatron's schedule" in found[form]
+            assert f"form='{form}' in a plan of a Megatron model: such a plan is for Megatron's schedule" in found[form]
 
 
 BAD_LISTS: dict[str, tuple[Any, str]] = {

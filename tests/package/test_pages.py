@@ -144,7 +144,7 @@ def test_the_versions_of_megatron_are_those_of_the_printed_table() -> None:
     assert dict(re.findall(r"^\| ((?:main |dev )?[\da-f.]+) \| ([^|]*) \|", SUPPORT, flags=re.MULTILINE)) == found
     script = (ROOT / "tools/test_versions.sh").read_text()
     assert " ".join(head[1:]) in script
-    named = SUPPORT.partition("The parts: ")[2]
+    named = SUPPORT.partition("these parts: ")[2]
     assert all(re.search(rf"\b{part}\b", named) for part in head[1:])
 
 
