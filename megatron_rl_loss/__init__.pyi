@@ -11,6 +11,7 @@ from megatron_rl_loss.frameworks.proving import prove_policy_loss as prove_polic
 from megatron_rl_loss.logprobs.hidden import divergence_from_hidden as divergence_from_hidden
 from megatron_rl_loss.logprobs.hidden import log_probs_from_hidden as log_probs_from_hidden
 from megatron_rl_loss.logprobs.hidden import loss_from_hidden as loss_from_hidden
+from megatron_rl_loss.logprobs.layer import OutputLayer as OutputLayer
 from megatron_rl_loss.logprobs.layer import TensorParallel as TensorParallel
 from megatron_rl_loss.logprobs.logits import log_probs_from_logits as log_probs_from_logits
 from megatron_rl_loss.logprobs.teacher import Teacher as Teacher
