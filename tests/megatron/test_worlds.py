@@ -95,11 +95,11 @@ def test_a_step_is_the_oracles_and_its_line_says_so(
         worst = max(worst, error)
         if world.loop != "by hand":
             assert re.findall(r"proved on (\d+) tokens", steps[0][1].printed) == [str(active_tokens(world))], world
-            losses = [trained.loss for _, trained in steps if trained.loss is not None]
-            assert losses, world
-            if world.model == "table":
-                right, bound = table_loss(world.mode)
-                assert losses == pytest.approx([right] * len(losses), abs=bound), world
+        losses = [trained.loss for _, trained in steps if trained.loss is not None]
+        assert losses, world
+        if world.model == "table":
+            right, bound = table_loss(world.mode)
+            assert losses == pytest.approx([right] * len(losses), abs=bound), world
     record_property("worlds", len(worlds))
     record_property("world_error", worst)
 

@@ -87,11 +87,6 @@ def test_badges_say_what_the_package_says() -> None:
         assert f">{text}</text>" in badges[name], name
 
 
-@pytest.mark.parametrize("page", ["README.md", "AGENTS.md", "CONTRIBUTING.md", "CHANGELOG.md"])
-def test_guides_stay_narrow(page: str) -> None:
-    assert [line for line in (ROOT / page).read_text().splitlines() if len(line) > 130] == []
-
-
 def test_host_work_stays_on_the_host_whatever_the_default_device() -> None:
     """``torch.set_default_device("cuda")`` is such a default. The meta device stands in for it: it holds no numbers."""
     masks = [torch.tensor([1.0, 1, 0, 1]), torch.tensor([1.0, 0])]
