@@ -154,17 +154,19 @@ class OutputHead:
         }
         labels = labels.transpose(0, 1)
         if not isinstance(context, Folded):
-            found: tuple[Tensor | None, ...]
+            results: tuple[Tensor | None, ...]
             if teacher is None:
-                found = log_probs_from_hidden(hidden_states, weight, labels, kernel=self.kernel, **common)
+                results = log_probs_from_hidden(hidden_states, weight, labels, kernel=self.kernel, **common)
             else:
-                found = divergence_from_hidden(hidden_states, weight, labels, teacher=teacher, **common)
-            return tuple(None if one is None else one.transpose(0, 1) for one in found)
+                results = divergence_from_hidden(hidden_states, weight, labels, teacher=teacher, **common)
+            return tuple(None if result is None else result.transpose(0, 1) for result in results)
         weights = context.microbatch.pg_loss.weights_on(hidden_states.device).view(batch).t()
-        inputs = {name: one.reshape(*batch, *one.shape[2:]).transpose(0, 1) for name, one in context.inputs.items()}
-        given = labels, weights, context.per_token_loss, inputs
-        share, values = loss_from_hidden(hidden_states, weight, *given, teacher=teacher, **common)
-        values = {name: one.transpose(0, 1) for name, one in values.items()}
+        inputs = {
+            name: column.reshape(*batch, *column.shape[2:]).transpose(0, 1) for name, column in context.inputs.items()
+        }
+        of_tokens = labels, weights, context.per_token_loss, inputs
+        share, values = loss_from_hidden(hidden_states, weight, *of_tokens, teacher=teacher, **common)
+        values = {name: value.transpose(0, 1) for name, value in values.items()}
         return context.microbatch.folded(share, values.pop("losses")), values
 
 
@@ -194,8 +196,8 @@ def run_pre_hooks(output_layer: Any, hidden_states: Tensor, weight: Tensor) -> N
     """Run the layer's forward pre-hooks: with `--overlap-param-gather` one of them waits for the weight."""
     for key, hook in output_layer._forward_pre_hooks.items():
         takes_kwargs = key in output_layer._forward_pre_hooks_with_kwargs
-        given = ({"weight": weight},) if takes_kwargs else ()
-        if hook(output_layer, (hidden_states,), *given) is not None:
+        keywords = ({"weight": weight},) if takes_kwargs else ()
+        if hook(output_layer, (hidden_states,), *keywords) is not None:
             raise _other_layer("one with a hook that changes its input")
 
 
