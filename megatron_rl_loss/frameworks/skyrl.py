@@ -173,7 +173,7 @@ class AggregatedPolicyLoss:
                 local = microbatch.samples.with_mask(of_term).local(0, 1)
                 weights = weigh(modes.terms.get(term, modes.policy), local, plan.totals.with_mask(of_term))
                 outside = 0.0 if of_term is None else math.nan  # where a depth of MTP has no token
-                weights[torch.from_numpy(local.mask) == 0] = outside
+                weights[torch.from_numpy(local.mask == 0)] = outside
                 plane = mask.new_full(mask.shape, outside, dtype=torch.float32)
                 plane[_held(batch)] = weights.to(mask.device).view(-1, mask.shape[1])
                 planes.append(plane if term == "policy" else plane * shares)
