@@ -28,10 +28,12 @@ from megatron_rl_loss.frameworks.replacing import Function, Replaced, announce, 
 from megatron_rl_loss.modes.aggregation import Aggregation, resolve
 from megatron_rl_loss.modes.function_paths import load_function
 from megatron_rl_loss.modes.weights import unit_weights
-from megatron_rl_loss.reduction.sums import Reducer, WeightedSum
+from megatron_rl_loss.reduction.reducers import Reducer
+from megatron_rl_loss.reduction.sums import WeightedSum
 from megatron_rl_loss.reduction.taps import is_observed, tap
 from megatron_rl_loss.step.collectives import StepGroups, attempt, world_rank
-from megatron_rl_loss.step.layouts import IntList, ZigzagResponse
+from megatron_rl_loss.step.layouts import IntList
+from megatron_rl_loss.step.response_layout import ZigzagResponse
 from megatron_rl_loss.step.samples import Samples
 from megatron_rl_loss.step.totals import count_step
 

@@ -1,6 +1,7 @@
 """examples/does_it_matter.py: the cut of micro-batches decides the run, by formulas and through Megatron."""
 
 import json
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -40,9 +41,7 @@ def test_the_cut_decides_and_where_wrong_answers_end_at_once_it_does_not(tmp_pat
 def errors_of_arms() -> list[float]:
     """On a rank: the formula's gradient against that of Megatron's `forward_step_calc_loss` and schedule, by arm."""
     model, generator, errors = example.warm_start(0, "limit", 5), torch.Generator().manual_seed(0), []
-    prompts, answers = (
-        rows.repeat_interleave(example.GROUP, 0) for rows in example.problems(2, example.random.Random(0))
-    )
+    prompts, answers = (rows.repeat_interleave(example.GROUP, 0) for rows in example.problems(2, random.Random(0)))
     batch = example.sample(model, prompts, answers, "limit", generator)
     batch = batch._replace(reward=(torch.arange(len(answers)) % 3 == 0).float())
     for arm in (example.EXACT, example.ONE_ROW):

@@ -24,13 +24,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkouts import VERL, Settings, checkout, load, record_errors
-from planned_steps import CP, DP, STEP, TABLE, batches_of, errors_in
 from plants import assert_stopped, planted
 from ranks import run_ranks, start_process_group
 from repository import EXAMPLES
 from step_samples import dealt
 from table_step import Batch, relative_error, run_schedule, start, table_model
 from torch import Tensor
+from world import CP, DP, STEP, TABLE, batches_of, errors_in
 
 from megatron_rl_loss.frameworks import replacing
 
