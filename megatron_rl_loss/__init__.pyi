@@ -58,7 +58,6 @@ from megatron_rl_loss.step.layouts import ZigzagTHD as ZigzagTHD
 from megatron_rl_loss.step.samples import Samples as Samples
 from megatron_rl_loss.step.totals import StepTotals as StepTotals
 from megatron_rl_loss.step.units import Sum as Sum
-from megatron_rl_loss.step.units import Units as Units
 
 __version__: str
 

@@ -6,7 +6,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 
@@ -17,9 +17,9 @@ from megatron_rl_loss.audit.verdict import Verdict, places_of
 from megatron_rl_loss.modes.aggregation import Aggregation, resolve
 from megatron_rl_loss.modes.weights import weigh
 from megatron_rl_loss.step.collectives import StepGroups
+from megatron_rl_loss.step.counting import count_step
 from megatron_rl_loss.step.samples import Samples
-from megatron_rl_loss.step.totals import count_step
-from megatron_rl_loss.step.units import UnitCounting
+from megatron_rl_loss.step.units import COUNTINGS
 
 #: The largest relative difference of sound weights, by the type that gradients were rounded to. float32 allows for some
 #: ten products on either side and the residual of a measurement, half precision for a few roundings of a gradient.
@@ -176,7 +176,7 @@ def _scaled(measured: MeasuredStep, factor: float) -> MeasuredStep:
 def _nearest(measured: MeasuredStep) -> Aggregation:
     """The mode without a divisor that puts least weight on the wrong tokens."""
     names = ["token_mean", "sample_mean", *["prompt_mean"] * ("prompt" in measured.tokens.ids)]
-    choices = [resolve(name, units=units) for name in names for units in get_args(UnitCounting)]
+    choices = [resolve(name, units=units) for name in names for units, row in COUNTINGS.items() if not row.labels]
     if not _is_finite(measured):
         return choices[0]
 

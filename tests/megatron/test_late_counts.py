@@ -43,7 +43,7 @@ def trained(model: Any, dp_rank: int, cp: int, run: Any, *, halved: bool = False
         for batches in calls_of(dp_rank, cp):
             plan = plan_step([batch.samples for batch in batches], rollout_sum, model=model)
             run(model, plan, batches)
-            counts.append(plan.totals.units["rollout"].all / (2 if halved else 1))
+            counts.append(plan.totals.units["rollout"].number["all"] / (2 if halved else 1))
     return model.module.losses.main_grad.clone().cpu()  # type: ignore[no-any-return]
 
 
