@@ -3,11 +3,11 @@
 import functools
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, get_args
+from typing import Any
 
 from megatron_rl_loss.errors import check_choice, is_number
 from megatron_rl_loss.modes.table import Mode, ModeFunction, ModeInputs, find_mode
-from megatron_rl_loss.step.units import UnitCounting
+from megatron_rl_loss.step.units import COUNTINGS, UnitCounting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +25,7 @@ class Aggregation:
     units: UnitCounting = "all"
 
     def __post_init__(self) -> None:
-        check_choice("unit counting", self.units, get_args(UnitCounting))
+        check_choice("unit counting", self.units, COUNTINGS)
         given = f"divisor {self.divisor!r} with loss aggregation {self.mode.name!r}"
         if self.divisor is None:
             if self.mode.divisor == "required":

@@ -9,7 +9,6 @@ from megatron_rl_loss.proof.outcomes import Weights
 from megatron_rl_loss.proof.own_tokens import Compared, OwnTokens
 from megatron_rl_loss.proof.step_state import StepState
 from megatron_rl_loss.step.totals import StepTotals
-from megatron_rl_loss.step.units import ByKey
 
 
 @dataclass
@@ -114,12 +113,10 @@ def compare_terms(
 
 def sizes_in_words(totals: StepTotals, group_size: int | None) -> str:
     """The step in numbers, which people compare with their intentions."""
-    says = f"{totals.step_active_tokens:,} tokens of {totals.units['sample'].all:,} samples"
+    says = f"{totals.step_active_tokens:,} tokens of {totals.units['sample'].number['all']:,} samples"
     if "prompt" not in totals.units:
         return says
-    samples = totals.units["prompt"].samples
-    assert isinstance(samples, ByKey)
-    sizes = samples.values.astype(int)
+    sizes = totals.units["prompt"].counts["all"].astype(int)
     of_sizes = f"{sizes.min()}" if sizes.min() == sizes.max() else f"{sizes.min()} to {sizes.max()}"
     promised = f" (generated: {group_size} each)" if group_size and {*sizes.tolist()} != {group_size} else ""
     return f"{says}, {len(sizes):,} prompts of {of_sizes}{promised}"

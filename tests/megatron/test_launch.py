@@ -219,7 +219,7 @@ def stages() -> tuple[str, str]:
     other = outcome_of(lambda: begin(iter([Batch(SAMPLES, [6 * dp_rank, 6 * dp_rank + (2 if last else 3)], 1)])))
     chosen = dealt(SAMPLES, dp_rank, 2, 1)
     handed = begin(iter([Batch(SAMPLES, chosen[0], 1)]) if last else None)
-    return other, "nothing" if handed is None else f"{next(handed).totals.units['prompt'].all} prompts"
+    return other, "nothing" if handed is None else f"{next(handed).totals.units['prompt'].number['all']} prompts"
 
 
 def test_a_pipeline_stage_reads_the_same_data_or_none_unless_it_computes_the_loss() -> None:
