@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_rl_loss.proof.step_state import TOLERANCES
+from megatron_rl_loss.proof.outcomes import TOLERANCES
 from megatron_rl_loss.reduction.taps import HookedShare
 from megatron_rl_loss.step.masks import Floats
 from megatron_rl_loss.step.samples import LocalTokens

@@ -3,11 +3,13 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_rl_loss.proof.anchor import Factor
-from megatron_rl_loss.proof.outcomes import FactorState, Gradient, Losses
+import torch
 
-#: The largest relative difference of sound weights, by the type that gradients were rounded to.
-TOLERANCES = {"float32": 64 * 2.0**-24, "float16": 4 * 2.0**-11, "bfloat16": 4 * 2.0**-8}
+from megatron_rl_loss.proof.anchor import Factor
+from megatron_rl_loss.proof.outcomes import TOLERANCES, FactorState, Gradient, Losses
+from megatron_rl_loss.reduction.taps import HookedShare, Tapped
+from megatron_rl_loss.step.samples import LocalTokens
+
 #: Reasons of other ranks beyond these say nothing new; nor does the rest of a long one.
 _MOST_REASONS, _MOST_WORDS = 3, 600
 
@@ -81,34 +83,57 @@ class StepState:
         return [*dict.fromkeys(name for _, name in self.factors)]
 
     @property
-    def tolerance(self) -> float:
-        rounding = "bfloat16" if "bfloat16" in self.dtypes or not self.factor.uncertainty <= 2.0**-11 else "float16"
+    def rounding(self) -> str:
+        """The type whose rounding the weights have: that of the losses, or a coarser one if the factor is uncertain."""
+        if "bfloat16" in self.dtypes or not self.factor.uncertainty <= 2.0**-11:
+            return "bfloat16"
         is_exact = self.factor.uncertainty <= 2.0**-18 and self.dtypes <= {"float32", "float64"}
-        return TOLERANCES["float32" if is_exact else rounding]
+        return "float32" if is_exact else "float16"
+
+    @property
+    def tolerance(self) -> float:
+        return TOLERANCES[self.rounding]
+
+    def add(self, term: str, tapped: Tapped, tokens: LocalTokens) -> None:
+        """Add what a tap of this rank says, and what was seen of its losses."""
+        self.dtypes.add(str(tapped.dtype).removeprefix("torch."))
+        mode = "" if tapped.aggregation is None else tapped.aggregation.describe()
+        coef = None if tapped.coef is None else float(tapped.coef)
+        has_policys_mode = isinstance(tapped, HookedShare) and tapped.has_policys_mode
+        declared = Declared(mode, has_policys_mode, coef, tapped.doubt, tapped.count)
+        self.terms[term] = _few(self.terms.get(term, set()) | {declared})
+        slope = tapped.slope if isinstance(tapped, HookedShare) else tapped.gradient
+        self.reached |= {term} if tapped.is_reached else set()
+        if slope is not None and not bool(slope.isfinite().all()):
+            self.gradients.add("overflow")
+        if isinstance(tapped, HookedShare):
+            self.unseen |= {tapped.unseen} - {""}
+            self.off = max(self.off, 0.0 if tapped.off is None else float(tapped.off))
+        ids = tokens.samples.tokens
+        if tapped.tokens is not None and ids is not None:
+            cut = tokens.of(torch.as_tensor(ids, device=tapped.tokens.device).reshape(-1))
+            compared, differ = self.tokens
+            self.tokens = compared + len(tokens), differ + int((cut != tapped.tokens).sum())
+
+    def check_factor(self, place: tuple[int, str], factor: Factor, reference: Factor) -> None:
+        """Add a fault if a factor is not the other one, within the rounding of both."""
+        stage, name = place
+        if abs(factor.value / reference.value - 1) > factor.rounding + reference.rounding:
+            fault = (
+                f"Gradients are multiplied by {factor.value:.6g} at {name} (pipeline stage {stage}), "
+                f"{reference.value:.6g} at {reference.name}: no weight holds for all parameters."
+            )
+            self.faults += [fault] if fault not in self.faults else []
 
     def add_factor(self, stage: int, factor: Factor) -> None:
         """Add a factor. It is a fault if parameters of one name have several, on tensor-parallel ranks or in chunks."""
         known = self.factors.setdefault((stage, factor.name), factor)
-        if abs(factor.value / known.value - 1) > factor.rounding + known.rounding:
-            low, high = sorted((known.value, factor.value))
-            self.faults.append(
-                f"Gradients of {factor.name} (pipeline stage {stage}) are multiplied by {low:.6g} and by {high:.6g} "
-                "on several tensor-parallel ranks or model chunks: no weight holds for all parameters."
-            )
-
-    def declare(self, term: str, declared: Declared) -> None:
-        """Add what a tap or a share says of its term."""
-        self.terms[term] = _few(self.terms.get(term, set()) | {declared})
+        self.check_factor((stage, factor.name), factor, known)
 
     def check_factors(self) -> None:
         """Add the faults that numbers of all ranks show together."""
-        reference = self.factor
-        for (stage, name), factor in self.factors.items():
-            if abs(factor.value / reference.value - 1) > factor.rounding + reference.rounding:
-                apart = f"{factor.value:.6g} at {name} (pipeline stage {stage}), {reference.value:.6g} at"
-                self.faults.append(
-                    f"Gradients are multiplied by {apart} {reference.name}: no weight holds for all parameters."
-                )
+        for place, factor in self.factors.items():
+            self.check_factor(place, factor, self.factor)
         if self.off > TOLERANCES["bfloat16"]:
             self.faults.append(
                 f"A reducer's backward pass does not send its weights: the largest error is {self.off:.2g}."

@@ -16,11 +16,12 @@ from pathlib import Path
 
 import oracle
 import pytest
-from example_run import EXAMPLES, train
+from example_run import train
 from missing import skip_without
 from online.rows import split_over_samples
 from online_rollouts import some_rollouts
 from ranks import RankError, run_ranks
+from repository import EXAMPLES
 from rollouts import write_rollouts
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

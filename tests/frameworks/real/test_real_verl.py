@@ -24,13 +24,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkouts import VERL, Settings, checkout, load, record_errors
-from planned_steps import CP, DP, STEP, TABLE, batches_of, errors_in
 from plants import assert_stopped, planted
 from ranks import run_ranks, start_process_group
 from repository import EXAMPLES
 from step_samples import dealt
 from table_step import Batch, relative_error, run_schedule, start, table_model
 from torch import Tensor
+from world import CP, DP, STEP, TABLE, batches_of, errors_in
 
 from megatron_rl_loss.frameworks import replacing
 
@@ -613,6 +613,7 @@ PLANTS = {
     "agg_loss without the ranks": (ALGORITHMS, "/ batch_num_tokens * dp_size", "/ batch_num_tokens", OTHER),
     "counts of a micro-batch": (TERMS, '= data["batch_num_tokens"]', '= data["response_mask"].bool().sum()', OTHER),
     "entropy doubled": (TERMS, "-= entropy_coeff", "-= 2 * entropy_coeff", "on entropy: tokens weigh"),
+    "entropy left out": (TERMS, "policy_loss -= entropy_coeff * entropy_loss", "pass", "no gradient reaches it"),
     "KL not linear": (TERMS, "kl_loss * config", "kl_loss ** 2 * config", "on kl: tokens weigh"),
     "value loss doubled": (ALGORITHMS, "vf_loss = 0.5 * agg_loss(", "vf_loss = agg_loss(", OTHER),
     "mask shifted in ppo_loss": (
