@@ -46,15 +46,15 @@ from megatron_rl_loss.planning import plan_step as plan_step
 from megatron_rl_loss.proof.first_step import prove_first_step as prove_first_step
 from megatron_rl_loss.reduction.folding import fold_into_advantages as fold_into_advantages
 from megatron_rl_loss.reduction.metrics import Metric as Metric
+from megatron_rl_loss.reduction.reducers import make_pg_loss_reducer as make_pg_loss_reducer
 from megatron_rl_loss.reduction.sums import Term as Term
-from megatron_rl_loss.reduction.sums import make_pg_loss_reducer as make_pg_loss_reducer
 from megatron_rl_loss.reduction.taps import tap as tap
 from megatron_rl_loss.step.layouts import Contiguous as Contiguous
 from megatron_rl_loss.step.layouts import Gathered as Gathered
 from megatron_rl_loss.step.layouts import Layout as Layout
 from megatron_rl_loss.step.layouts import ZigzagBSHD as ZigzagBSHD
-from megatron_rl_loss.step.layouts import ZigzagResponse as ZigzagResponse
 from megatron_rl_loss.step.layouts import ZigzagTHD as ZigzagTHD
+from megatron_rl_loss.step.response_layout import ZigzagResponse as ZigzagResponse
 from megatron_rl_loss.step.samples import Samples as Samples
 from megatron_rl_loss.step.totals import StepTotals as StepTotals
 from megatron_rl_loss.step.units import Sum as Sum

@@ -13,12 +13,13 @@ from pathlib import Path
 import torch
 
 from megatron_rl_loss import __version__
-from megatron_rl_loss.audit.launch import add_audit_options, add_script, print_text, run_audit
+from megatron_rl_loss.audit.launch import add_audit_options, add_script, run_audit
 from megatron_rl_loss.audit.log_prob_gap import compare_dumps
 from megatron_rl_loss.errors import check_choice, did_you_mean
 from megatron_rl_loss.modes.aggregation import resolve
 from megatron_rl_loss.modes.names import format_modes
 from megatron_rl_loss.modes.weights import weights_column
+from megatron_rl_loss.printing import print_text
 from megatron_rl_loss.step.units import UnitCounting
 
 #: README's small step: losses and masks of four responses.

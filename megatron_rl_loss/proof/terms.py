@@ -6,7 +6,8 @@ from dataclasses import dataclass, field, replace
 
 from megatron_rl_loss.proof.measurement import Measurement
 from megatron_rl_loss.proof.outcomes import Weights
-from megatron_rl_loss.proof.own_tokens import Compared, OwnTokens, StepState
+from megatron_rl_loss.proof.own_tokens import Compared, OwnTokens
+from megatron_rl_loss.proof.step_state import StepState
 from megatron_rl_loss.step.totals import StepTotals
 from megatron_rl_loss.step.units import ByKey
 

@@ -21,9 +21,10 @@ from tiny_gpt import Case, Layout
 
 from megatron_rl_loss import Samples
 from megatron_rl_loss.audit.judge import judge
-from megatron_rl_loss.audit.megatron.reports import Report, assembled
+from megatron_rl_loss.audit.megatron.reports import FromRank, assembled
 from megatron_rl_loss.modes.aggregation import resolve
 from megatron_rl_loss.proof.anchor import Factor
+from megatron_rl_loss.proof.step_state import StepState
 from megatron_rl_loss.reduction.taps import TappedLosses
 
 pytestmark = pytest.mark.slow
@@ -207,22 +208,22 @@ def test_a_rank_that_never_taps_a_term_gives_its_tokens_no_weight() -> None:
     groups: Any = SimpleNamespace(dp=group, dp_cp=group, cp=one, tp=one, pp=one)
     config = SimpleNamespace(calculate_per_token_loss=False, num_moe_experts=None)
 
-    def report_of(rank: int, **coefs: float) -> Report:
-        report = Report(0, [Factor("norm", 1.0, 1e-7, 1e-8)], [], num_microbatches=1)
+    def sent_by(rank: int, **coefs: float) -> FromRank:
+        sent = FromRank(StepState(factors={(0, "norm"): Factor("norm", 1.0, 1e-7, 1e-8)}), num_microbatches=1)
         for term, coef in coefs.items():
             gradient = torch.full((2,), coef / 4)
             tapped = TappedLosses((2,), torch.float32, Samples([torch.ones(2)]), coef=coef, gradient=gradient)
-            report.add(term, tapped, Samples([torch.ones(2)]), 1, None, dp_rank=rank, cp_rank=0, microbatch=0)
-        return report
+            sent.add(term, tapped, Samples([torch.ones(2)]), 1, None, dp_rank=rank, cp_rank=0, microbatch=0)
+        return sent
 
-    def verdicts(*reports: Report) -> dict[str, Any]:
-        steps = assembled(reports, groups, config, 1.0, dynamic_cp=False)
+    def verdicts(*from_ranks: FromRank) -> dict[str, Any]:
+        steps = assembled(from_ranks, groups, config, 1.0, dynamic_cp=False)
         return {term: judge(step, "token_mean") for term, step in steps.items()}
 
-    sound = verdicts(report_of(0, pg=1.0, kl=0.5), report_of(1, pg=1.0, kl=0.5))
+    sound = verdicts(sent_by(0, pg=1.0, kl=0.5), sent_by(1, pg=1.0, kl=0.5))
     assert (sound["pg"].sound, sound["kl"].sound) == (True, True)
-    found = verdicts(report_of(0, pg=1.0, kl=0.5), report_of(1, pg=1.0))
+    found = verdicts(sent_by(0, pg=1.0, kl=0.5), sent_by(1, pg=1.0))
     assert found["pg"].sound
     assert "2 of 4 active tokens have no weight, all of DP 1" in str(found["kl"])
-    apart = verdicts(report_of(0, pg=1.0, kl=0.5), report_of(1, pg=1.0, kl=0.25))
+    apart = verdicts(sent_by(0, pg=1.0, kl=0.5), sent_by(1, pg=1.0, kl=0.25))
     assert "declare 'kl' differently" in apart["kl"].headline

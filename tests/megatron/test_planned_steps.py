@@ -108,7 +108,7 @@ def test_a_plan_is_trained_on_once_and_as_a_whole() -> None:
             assert "ranks 0, 1: ValueError: a plan of 3 micro-batches, of which [1, 2] were not" in found[name]
         assert "a share that was put together without this micro-batch's reducers" in found["crossed"]
         for form in IN_A_LOOP:
-            assert f"form='{form}' in a loss function of Megatron's schedule" in found[form]
+            assert f"form='{form}' in a plan of a Megatron model" in found[form]
 
 
 BAD_LISTS: dict[str, tuple[Any, str]] = {

@@ -24,13 +24,13 @@ from repository import EXAMPLES, ROOT
 
 import megatron_rl_loss
 from megatron_rl_loss import Microbatch, Samples, add_loss_aggregation_args
-from megatron_rl_loss.audit.judge import TOLERANCES
 from megatron_rl_loss.frameworks import replacing
 from megatron_rl_loss.modes import names as mode_names
 from megatron_rl_loss.modes import table as modes
 from megatron_rl_loss.modes.aggregation import resolve
 from megatron_rl_loss.modes.table import available_modes
 from megatron_rl_loss.plan.plan import Plan
+from megatron_rl_loss.proof.outcomes import TOLERANCES
 
 README, USING, NAMES, FRAMEWORKS, PERFORMANCE, SUPPORT = (
     (ROOT / "docs" / name).read_text()

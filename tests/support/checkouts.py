@@ -50,6 +50,12 @@ SLIME = Framework(
     passed_by=_packages("slime", "backends", "backends.megatron_utils", "utils"),
     stand_ins=("httpx", "tqdm", "wandb"),
 )
+VIME = Framework(
+    variable="VIME_PATH",
+    proof="vime/backends/megatron_utils/loss.py",
+    passed_by=_packages("vime", "backends", "backends.megatron_utils", "utils"),
+    stand_ins=("httpx", "ray", "tqdm", "transformers", "wandb"),
+)
 MILES = Framework(
     variable="MILES_PATH",
     proof="miles/backends/training_utils/loss.py",

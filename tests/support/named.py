@@ -32,7 +32,7 @@ class Named:
     @np.errstate(divide="ignore", invalid="ignore")
     def _fits(self, step: Step) -> Fits:
         found = measured(step, self.bug.weights)
-        wanted = expected_weights(found.tokens, self.asked)
+        wanted = expected_weights(found, self.asked)
         kept = take_off(found, wanted, 1e-5)
         if "copies" in self.bug.deviations:
             kept = without_copies(kept, found.tokens, wanted, CLOSE)

@@ -350,6 +350,13 @@ def test_a_call_that_names_another_loss_is_not_stopped() -> None:
     run_ranks(1, train, checkout(SKYRL), 1, cases)
 
 
+def test_larger_groups_than_are_generated_are_not_proved() -> None:
+    """A prompt of the batch has four rows."""
+    case = {"mode": "prompt_mean", "rows": ROWS}
+    cases = [case | {"settings": {"group_size": 4}}, case | {"settings": {"group_size": 3}, "outcome": "unknown"}]
+    run_ranks(2, train, checkout(SKYRL), 1, cases)
+
+
 WRAPPER = "skyrl/backends/skyrl_train/workers/megatron/megatron_model_wrapper.py"
 LOSSES, MODEL = (f"skyrl/backends/skyrl_train/{name}_utils.py" for name in ("utils/ppo", "distributed/megatron/model"))
 KL_MEAN = "masked_mean(kl_loss, loss_mask, dim=-1).mean()"

@@ -1,8 +1,8 @@
-"""slime's and miles's own training steps with our hooks, from checkouts: SLIME_PATH=~/slime MILES_PATH=~/miles.
+"""Training steps of slime, miles and vime with our hooks: SLIME_PATH=~/slime MILES_PATH=~/miles VIME_PATH=~/vime.
 
 Real: their data iterator, `get_batch`, `policy_loss_function`, `loss_function`, `train_one_step`, log-probs, reports,
-with Megatron's schedule, groups and DDP, on gloo; for rows of sessions slime's `Sample`, `build_dp_schedule` and
-`compute_advantages_and_returns` too. The model is a table of logits; the optimizer keeps gradients.
+with Megatron's schedule, groups and DDP, on gloo; for rows of sessions the `Sample`, `build_dp_schedule` and
+`compute_advantages_and_returns` of slime and vime too. The model is a table of logits; the optimizer keeps gradients.
 Replaced: Megatron's fused cross entropy, whose backward rounds to bfloat16, by its plain one.
 """
 
@@ -12,6 +12,7 @@ import inspect
 import json
 import random
 import runpy
+import sys
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +22,7 @@ import numpy as np
 import oracle
 import pytest
 import torch
-from checkouts import MILES, SLIME, checkout, load, record_errors
+from checkouts import MILES, SLIME, VIME, checkout, load, record_errors
 from logit_table import KeepsGradients, Step, errors_of, logit_model, make_step, reject
 from logit_table import rollout_data as data_of
 from plants import assert_stopped, planted
@@ -33,7 +34,7 @@ from megatron_rl_loss import Samples, ZigzagResponse, plan_step
 from megatron_rl_loss.frameworks import replacing, slime
 from megatron_rl_loss.modes.weights import unit_weights
 
-PEERS = {"slime": SLIME, "miles": MILES}
+PEERS = {"slime": SLIME, "miles": MILES, "vime": VIME}
 
 pytestmark = pytest.mark.slow
 each_peer = pytest.mark.parametrize("peer", PEERS)
@@ -51,11 +52,11 @@ def train(peer: str, root: str, cp: int, cases: list[dict[str, Any]]) -> list[li
             return get_schedule()(**options)
 
     state = start(cp=cp)
-    setup = (setup_slime if peer == "slime" else setup_miles)(root)
+    setup = setup_miles(root) if peer == "miles" else setup_slime(peer, root)
     model_module, measured = setup.model, []
     get_schedule, own_loss_function = model_module.get_forward_backward_func, model_module.loss_function
     load_function = importlib.import_module(f"{peer}.utils.misc").load_function
-    if peer == "slime":
+    if peer != "miles":
         model_module.get_forward_backward_func = lambda: audited
     found = []
     cases = list(map(with_steps, cases))
@@ -70,7 +71,7 @@ def train(peer: str, root: str, cp: int, cases: list[dict[str, Any]]) -> list[li
         slime.unit_weights = one.get("weights", unit_weights)
         weights: list[Any] = [None] * len(steps)
         if "recipe" in one:
-            steps, weights, one["rewards"] = by_the_recipe(one["recipe"], one["right"], args, steps, state)
+            steps, weights, one["rewards"] = by_the_recipe(peer, one["recipe"], one["right"], args, steps, state)
         replacing._REGISTRY.clear()
         if args.custom_megatron_init_path is not None:  # as their `init` does
             load_function(args.custom_megatron_init_path)(args)
@@ -106,12 +107,12 @@ def train(peer: str, root: str, cp: int, cases: list[dict[str, Any]]) -> list[li
     return found
 
 
-def by_the_recipe(mode: str, right: str, args: Any, steps: list[Step], state: Any) -> Any:
-    """Steps as slime schedules them, with GRPO's advantages; the weights of `right`; each row's reward of the recipe.
+def by_the_recipe(peer: str, mode: str, right: str, args: Any, steps: list[Step], state: Any) -> Any:
+    """Steps as the engine schedules them, with GRPO's advantages; the weights of `right`; each row's reward.
 
-    A session is one to three rows of other lengths, a prompt two sessions. slime's flag removes fully masked rows.
+    A session is one to three rows of other lengths, a prompt two sessions. The engine's flag removes fully masked rows.
     """
-    types, schedule = (importlib.import_module(f"slime.utils.{name}") for name in ("types", "dp_schedule"))
+    types, schedule = (importlib.import_module(f"{peer}.utils.{name}") for name in ("types", "dp_schedule"))
     recipe = runpy.run_path(str(EXAMPLES / "recipes" / "slime_rows.py"))
     recipe["rewards"].__globals__["MODE"] = mode
     numbers, rng = [session for session, size in enumerate([1, 3, 2, 1, 3, 2]) for _ in range(size)], random.Random(4)
@@ -189,11 +190,15 @@ def plan_losses(losses: Any, step: Step, one: dict[str, Any], state: Any) -> Non
     table.planned = lambda *given: table.of_step(*given)  # slime looks a function up once
 
 
-def setup_slime(root: str) -> Any:
-    names = (*(f"backends.megatron_utils.{n}" for n in ("model", "cp_utils", "data", "loss")), "utils.accelerator")
-    model, cp_utils, data_module, losses, accelerator = load(SLIME, root, *(f"slime.{n}" for n in names))
-    cpu = torch.device("cpu")
-    accelerator._ACCELERATOR = SimpleNamespace(device=lambda index: cpu, current_device=lambda: cpu)
+def setup_slime(peer: str, root: str) -> Any:
+    """slime, or vime, a fork of it."""
+    names = (f"{peer}.backends.megatron_utils.{name}" for name in ("model", "cp_utils", "data", "loss"))
+    model, cp_utils, data_module, losses = load(PEERS[peer], root, *names)
+    if peer == "slime":
+        cpu = torch.device("cpu")
+        sys.modules["slime.utils.accelerator"]._ACCELERATOR = SimpleNamespace(
+            device=lambda index: cpu, current_device=lambda: cpu
+        )
 
     def prepare(args: Any, one: dict[str, Any], dp_rank: int) -> Any:
         data = data_of(one["steps"], dp_rank, cp_utils.slice_log_prob_with_cp)
@@ -367,6 +372,7 @@ def test_refused(peer: str, refused: str) -> None:
 
 
 LOSS, MODEL = "slime/backends/megatron_utils/loss.py", "slime/backends/megatron_utils/model.py"
+OF_VIME = "vime/backends/megatron_utils/loss.py"
 OF_MILES, LOSSES = (f"miles/backends/training_utils/{name}" for name in ("loss.py", "loss_hub/losses.py"))
 ARGUMENTS, PER_STEP, LAST_MASKS = (
     "total_lengths, response_lengths",
@@ -417,6 +423,9 @@ PLANTS = {
     ("miles", "scaling doubled"): Plant((OF_MILES, "* num_microbatches", "* num_microbatches * 2")),
     ("miles", "option renamed"): Plant((LOSSES, f"if args.{READS}", "if args.custom_reducer"), "never called"),
     ("miles", "hook called twice"): Plant((LOSSES, *TWICE)),
+    ("vime", "scaling doubled"): Plant((OF_VIME, PER_STEP, "* num_microbatches * 2\n")),
+    ("vime", "option renamed"): Plant((OF_VIME, f'args, "{READS}"', 'args, "custom_reducer"'), "never called"),
+    ("vime", "hook called twice"): Plant((OF_VIME, *TWICE)),
 }
 
 
@@ -435,16 +444,17 @@ def test_a_fault_stops_the_first_step(peer: str, name: str, tmp_path: Path, reco
     assert_stopped(record_property, framework, name, plant.says, dp * cp, train, peer, root, cp, [one])
 
 
-def test_rows_of_sessions_by_the_recipe(record_property: Any) -> None:
-    """Two optimizer steps of one rollout. slime's own mean of a session pools the tokens of its rows."""
+@pytest.mark.parametrize("peer", ["slime", "vime"])
+def test_rows_of_sessions_by_the_recipe(peer: str, record_property: Any) -> None:
+    """Two optimizer steps of one rollout. The engine's own mean of a session pools the tokens of its rows."""
     packed = {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 16, "global_batch_size": 6, "kl_coef": 0}
     steps: list[MakeStep] = [partial(make_step, seed, 2) for seed in (1, 2)]
 
     def of(mode: str, right: str, hook: str | None = "constant_1") -> dict[str, Any]:
-        return case("slime", "constant", hook, steps, **packed) | {"divisor": 1.0, "recipe": mode, "right": right}
+        return case(peer, "constant", hook, steps, **packed) | {"divisor": 1.0, "recipe": mode, "right": right}
 
     modes = ["session_mean", "prompt_mean"]
     cases = [*(of(mode, mode) for mode in modes), of("session_mean", "prompt_mean"), of(modes[0], modes[0], None)]
-    for *found, other, own in errors("slime", 2, 2, *cases):
+    for *found, other, own in errors(peer, 2, 2, *cases):
         assert max(map(max, found)) < TOLERANCE < 1e-2 < min(max(other), max(own)), found
-        record_errors(record_property, SLIME, "rows of sessions, by weights", ours=max(map(max, found)))
+        record_errors(record_property, PEERS[peer], "rows of sessions, by weights", ours=max(map(max, found)))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_rl_loss import Contiguous, Gathered, Samples, ZigzagResponse, ZigzagTHD
-from megatron_rl_loss.audit.assembly import Part, SampleArrays, differ_over_cp, log_prob_gap, measured_step
+from megatron_rl_loss.audit.assembly import Part, differ_over_cp, log_prob_gap, measured_step, portable
 from megatron_rl_loss.audit.judge import judge
 from megatron_rl_loss.audit.tokens import MeasuredStep, Split
 
@@ -21,12 +21,9 @@ def parts_of(layout: Any, gradient: Any, cp_size: int = 2, masks: Any = MASKS, i
     samples = Samples(masks, layout=layout, **(ids or {}))
     for rank in range(cp_size):
         local = samples.local(rank, cp_size)
-        positions = local.positions
-        gradients = np.array([gradient(p, rank) for p in positions], np.float32)
+        gradients = np.array([gradient(p, rank) for p in local.positions], np.float32)
         place = {"dp_rank": 0, "microbatch": 0, "cp_rank": rank} | at
-        yield Part(
-            **place, samples=SampleArrays.of(local) if rank == 0 else None, positions=positions, gradients=gradients
-        )
+        yield Part.of(local, gradients, None if rank else portable(samples), **place)
 
 
 def step_of(layout: Any, gradient: Any, factor: float = 1.0) -> MeasuredStep:
