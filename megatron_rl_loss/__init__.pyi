@@ -11,6 +11,7 @@ from megatron_rl_loss.frameworks.proving import prove_policy_loss as prove_polic
 from megatron_rl_loss.logprobs.hidden import divergence_from_hidden as divergence_from_hidden
 from megatron_rl_loss.logprobs.hidden import log_probs_from_hidden as log_probs_from_hidden
 from megatron_rl_loss.logprobs.hidden import loss_from_hidden as loss_from_hidden
+from megatron_rl_loss.logprobs.layer import OutputLayer as OutputLayer
 from megatron_rl_loss.logprobs.layer import TensorParallel as TensorParallel
 from megatron_rl_loss.logprobs.logits import log_probs_from_logits as log_probs_from_logits
 from megatron_rl_loss.logprobs.teacher import Teacher as Teacher
@@ -37,10 +38,10 @@ from megatron_rl_loss.megatron.launch import LossAggregation as LossAggregation
 from megatron_rl_loss.megatron.output_head import Folded as Folded
 from megatron_rl_loss.megatron.output_head import OutputHead as OutputHead
 from megatron_rl_loss.megatron.output_head import Tokens as Tokens
+from megatron_rl_loss.modes.column import weights_column as weights_column
 from megatron_rl_loss.modes.table import Mode as Mode
 from megatron_rl_loss.modes.table import ModeInputs as ModeInputs
 from megatron_rl_loss.modes.table import register_pg_loss_reducer as register_pg_loss_reducer
-from megatron_rl_loss.modes.weights import weights_column as weights_column
 from megatron_rl_loss.plan.microbatch import Microbatch as Microbatch
 from megatron_rl_loss.planning import plan_step as plan_step
 from megatron_rl_loss.proof.first_step import prove_first_step as prove_first_step

@@ -94,6 +94,9 @@ def compare_terms(
             why = "coefficient 0"
         elif name not in state.reached and name != first:
             why = "no gradient"
+        if why == "no gradient" and declared.coef:
+            of_terms.faults.append(f"The {loss} term has a coefficient, {declared.coef:g}, and no gradient reaches it.")
+            continue
         if why or asked is None:
             of_terms.uncovered.append(f"{loss} ({why})")
             continue

@@ -109,6 +109,8 @@ class Samples:
         if reserved := {"step", "sample"} & given.keys():
             raise ValueError(f"ids named {min(reserved)!r}: the step and each sample are units already. Rename them.")
         self.parts = {name: parts_of(name, values, self.mask_lengths) for name, values in given.items()}
+        for parts in self.parts.values():
+            parts.keys.flags.writeable = False
         self.ids = {name: one.keys for name, one in self.parts.items() if one.of_entry is None}
         self.kinds_of_ids = tuple(sorted((name, kind_of_ids(values)) for name, values in given.items()))
         for name, entries in self.labels.items():
@@ -167,6 +169,8 @@ class Samples:
         self._mask_sums = sum_each(weights, self.mask_lengths)
         self._active_tokens = self._mask_sums if self.holds_flags else sum_each(weights != 0, self.mask_lengths)
         self._buffer, self._given = place(weights, self._places, self.total_tokens), []
+        for counted in (self._buffer, self._mask_sums, self._active_tokens):  # as ids: a change would not be counted
+            counted.flags.writeable = False
 
     def _read(self) -> "Samples":
         """These samples, with masks on the host."""

@@ -104,7 +104,7 @@ def leaves_gradients_to_a_caller_who_sums_them(chunk: Any, model: Any) -> list[b
     summed, plain = [], output_head.log_probs_from_hidden
 
     def look(*args: Any, **kwargs: Any) -> Any:
-        summed.append(kwargs["tensor_parallel"].sum_gradient)
+        summed.append(args[1].tensor_parallel.sum_gradient)
         return plain(*args, **kwargs)
 
     with changed(output_head, "log_probs_from_hidden", look):

@@ -129,6 +129,14 @@ def with_an_infinite_term_switched_off(microbatch: Any, losses: Tensor) -> Any:
     return microbatch.loss({"pg": losses, "kl": Term(losses * math.inf, "token_mean", coef=0.0)})
 
 
+def with_a_tapped_term_left_out(microbatch: Any, losses: Tensor) -> Any:
+    from megatron_rl_loss.modes.aggregation import resolve
+    from megatron_rl_loss.reduction.taps import tap
+
+    tap(2 * losses, "kl", samples=microbatch.samples, coef=0.1, aggregation=resolve("token_mean"))
+    return microbatch.loss(losses)
+
+
 def with_a_term_of_changing_coefficient(microbatch: Any, losses: Tensor) -> Any:
     from megatron_rl_loss import Term
 
@@ -184,6 +192,11 @@ AGGREGATED: dict[str, tuple[Callable[..., Any], Callable[[Any], None] | None, li
         with_a_term_that_trains_nothing,
         None,
         ["the term 'kl' with coef=0.1 and values without a graph: it would be added to the loss and train nothing"],
+    ),
+    "a tapped term left out of the loss": (
+        with_a_tapped_term_left_out,
+        None,
+        ["The kl term has a coefficient, 0.1, and no gradient reaches it"],
     ),
     "coefficient 0 of infinite values": (
         with_an_infinite_term_switched_off,

@@ -431,10 +431,14 @@ def test_the_recipe_for_bridge_wraps_the_schedule_of_its_loops(monkeypatch: pyte
 
 
 def test_the_cost_of_the_proof_is_the_files() -> None:
-    (said,) = re.findall(r"takes (\S+) ms, once, for ([\d,]+) tokens", PERFORMANCE)
+    page = " ".join(PERFORMANCE.split())
+    cost = r"takes (\S+) ms of CPU time, once, for ([\d,]+) tokens .*? peak (\S+) bytes"
+    ((ms, tokens, peak),) = re.findall(cost, page)
     printed = (ROOT / "docs/bench/audit-cpu.txt").read_text()
-    assert re.search(rf"^audit +\S+ +{said[0]}$", printed, flags=re.MULTILINE)
-    assert f"--tokens {said[1].replace(',', '')} " in printed
+    ((more, bytes_a_token, kept),) = re.findall(r"^proof +\S+ +(\S+) +(\S+) +(\S+)$", printed, flags=re.MULTILINE)
+    assert (ms, peak) == (more, bytes_a_token)
+    assert float(kept) < 0.05
+    assert f"tokens {tokens.replace(',', '')}, micro-batches" in printed
 
 
 @pytest.mark.parametrize("name", ["reducers", "segments", "totals"])

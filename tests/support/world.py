@@ -197,12 +197,11 @@ def by_plan(world: World, model: Model) -> tuple[list[Any], Any]:
     from megatron.core import parallel_state as mpu
 
     chunks = in_ddp(world, model)
-    of_step: dict[str, Any] = {"model": chunks}
-    if FORMS[world.form].caller == "loop":  # which is none of the model's: its groups are said
-        of_step = {"dp_group": mpu.get_data_parallel_group(), "cp_group": mpu.get_context_parallel_group()}
-        of_step["per_token_loss"] = world.per_token
-    samples = [batch.samples for batch in model.batches]
-    plan = plan_step(samples, world.mode, divisor=world.divisor, **of_step)
+    of_form: Any = {"model": chunks}
+    if FORMS[world.form].caller == "loop":
+        of_form = {"dp_group": mpu.get_data_parallel_group(), "cp_group": mpu.get_context_parallel_group()}
+        of_form["per_token_loss"] = world.per_token
+    plan = plan_step([batch.samples for batch in model.batches], world.mode, divisor=world.divisor, **of_form)
     run = functools.partial(run_chunks, world, chunks, wrap=prove_first_step)
     shares = train_plan(model, chunks[0], plan, world.form, run, as_returned)
     if not shares:

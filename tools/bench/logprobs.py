@@ -42,7 +42,13 @@ from timing import BACKENDS, Others, flags, keep_freed_memory, peers, publish, t
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from megatron_rl_loss import log_probs_from_hidden, log_probs_from_logits, loss_from_hidden, ppo_clip_loss
+from megatron_rl_loss import (
+    OutputLayer,
+    log_probs_from_hidden,
+    log_probs_from_logits,
+    loss_from_hidden,
+    ppo_clip_loss,
+)
 
 MB = 2**20
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -85,10 +91,10 @@ def megatron(logits: Tensor, labels: Tensor) -> tuple[Tensor, None]:
 
 
 def slimes(formulas: Any, chunk_tokens: int, logits: Tensor, labels: Tensor, entropy: bool) -> Any:
-    log_probs, found = formulas.calculate_log_probs_and_entropy(
+    log_probs, entropies = formulas.calculate_log_probs_and_entropy(
         logits.float(), labels, dist.group.WORLD, with_entropy=entropy, chunk_size=chunk_tokens
     )
-    return log_probs[:, 0], found
+    return log_probs[:, 0], entropies
 
 
 def from_logits(args: argparse.Namespace) -> dict[str, FromLogits]:
@@ -126,6 +132,7 @@ def hidden_passes(
     labels, advantages = labels_and_advantages(size, args.device)
     hidden = leaf(size.tokens, hidden_size, like=size, device=args.device)
     weight = leaf(size.vocabulary, hidden_size, like=size, device=args.device, scale=hidden_size**-0.5)
+    output_layer = OutputLayer(weight, chunk_tokens=args.chunk_tokens)
     weights = torch.full_like(advantages, 1 / size.tokens)
     inputs = {"old": torch.full_like(advantages, 1 / size.vocabulary).log(), "advantages": advantages}
 
@@ -135,19 +142,16 @@ def hidden_passes(
     def whole(way: FromLogits) -> Tensor:
         return reduced(*way(hidden @ weight.t(), labels))
 
-    def two_passes(**more: Any) -> Tensor:
-        return reduced(*log_probs_from_hidden(hidden, weight, labels, **more))
+    def two_passes(entropy: bool) -> Tensor:
+        return reduced(*log_probs_from_hidden(hidden, output_layer, labels, entropy=entropy))
 
-    def one_pass(**more: Any) -> Tensor:
-        return loss_from_hidden(hidden, weight, labels, weights, per_token, inputs, **more)[0]
+    def one_pass(entropy: bool) -> Tensor:
+        return loss_from_hidden(hidden, output_layer, labels, weights, per_token, inputs, entropy=entropy)[0]
 
     shares: dict[str, Callable[[], Tensor]] = {name: partial(whole, way) for name, way in ways.items()}
     for entropy, name in ENTROPY.items():
-        more = {"entropy": entropy, "chunk_tokens": args.chunk_tokens}
-        shares[f"ours, two passes{name}"], shares[f"ours, one pass{name}"] = (
-            partial(two_passes, **more),
-            partial(one_pass, **more),
-        )
+        shares[f"ours, two passes{name}"] = partial(two_passes, entropy)
+        shares[f"ours, one pass{name}"] = partial(one_pass, entropy)
     return {name: lambda share=share: torch.autograd.grad(share(), (hidden, weight)) for name, share in shares.items()}  # type: ignore[misc]
 
 
@@ -162,8 +166,8 @@ def logits_passes(size: Size, ways: dict[str, FromLogits], args: argparse.Namesp
     spoiled = logits.detach().clone().requires_grad_()
 
     def run(way: FromLogits, logits: Tensor) -> Sequence[Tensor]:
-        found = [one for one in way(logits, labels) if one is not None]
-        return torch.autograd.grad(found, logits, [advantages] * len(found))
+        values = [value for value in way(logits, labels) if value is not None]
+        return torch.autograd.grad(values, logits, [advantages] * len(values))
 
     def ours(logits: Tensor, labels: Tensor, **more: Any) -> tuple[Tensor, Tensor | None]:
         log_probs, entropy = log_probs_from_logits(logits, labels, **more)
@@ -185,17 +189,17 @@ def peak_extra(run: Pass, device: str) -> int:
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        given = run()
+        gradients = run()
         torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before - sum(one.nbytes for one in given)
+        return torch.cuda.max_memory_allocated() - before - sum(gradient.nbytes for gradient in gradients)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        given = run()
+        gradients = run()
     events = [event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"]
     held = most = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
         held += event.nbytes()
         most = max(most, held)
-    return most - sum(one.nbytes for one in given)
+    return most - sum(gradient.nbytes for gradient in gradients)
 
 
 def rows(table: str, size: Size, ways: dict[str, FromLogits], args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -205,17 +209,17 @@ def rows(table: str, size: Size, ways: dict[str, FromLogits], args: argparse.Nam
     passes = hidden_passes(size, HIDDEN[table], ways, args) if table in HIDDEN else logits_passes(size, ways, args)
     others, unit = Others(), "peak extra MB" if table == "memory" else "ms"
     if table == "memory":
-        found = {name: peak_extra(run, args.device) / MB for name, run in passes.items()}
+        figures = {name: peak_extra(run, args.device) / MB for name, run in passes.items()}
     else:
         turns = take_turns(passes, args.seconds, args.repeats, args.device, CLOCKS[args.clock])
-        found = {name: min(times) for name, times in turns.items()}
-    made = []
-    for name, one in found.items():
-        slime = found.get("slime, entropy" if name.endswith("entropy") else "slime")
-        row = asdict(size) | {"logits MB": size.logits / MB, "way": name, unit: one}
-        row |= {"to megatron": one / found["megatron"] if "megatron" in found else None}
-        made.append(row | {"to slime": slime and one / slime, "busy elsewhere": others.busy()})
-    return made
+        figures = {name: min(times) for name, times in turns.items()}
+    rows_of_size = []
+    for name, figure in figures.items():
+        slime = figures.get("slime, entropy" if name.endswith("entropy") else "slime")
+        row = asdict(size) | {"logits MB": size.logits / MB, "way": name, unit: figure}
+        row |= {"to megatron": figure / figures["megatron"] if "megatron" in figures else None}
+        rows_of_size.append(row | {"to slime": slime and figure / slime, "busy elsewhere": others.busy()})
+    return rows_of_size
 
 
 def main() -> None:

@@ -106,8 +106,8 @@ def test_the_step_is_that_of_hugging_faces_model(tmp_path: Path) -> None:
     loss.backward()  # type: ignore[no-untyped-call]
     bound = oracle.chain_error(2, 128)  # the longest sums: a row's logits, and tokens of the step
     assert report["pg_loss"] == pytest.approx(float(loss.detach()), rel=bound)
-    for found, expected in ((embedding, model.model.embed_tokens.weight.grad), (output, model.lm_head.weight.grad)):
-        assert float((found - expected).abs().max() / expected.abs().max()) < bound
+    for actual, expected in ((embedding, model.model.embed_tokens.weight.grad), (output, model.lm_head.weight.grad)):
+        assert float((actual - expected).abs().max() / expected.abs().max()) < bound
 
 
 def of_entries() -> tuple[Tensor, Tensor, Tensor]:
@@ -129,9 +129,9 @@ def clipped_samples() -> tuple[list[oracle.Sample], Tensor]:
     ratio = (-table - old).exp()
     losses = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
     (factor,) = torch.autograd.grad(losses.sum(), table)
-    parts = losses.detach()[:-1].split([len(one.mask) for one in STEP])
+    parts = losses.detach()[:-1].split([len(sample.mask) for sample in STEP])
     rows = zip(parts, STEP, strict=True)
-    return [oracle.Sample(part, one.mask, None, one.prompt_id) for part, one in rows], factor
+    return [oracle.Sample(part, sample.mask, None, sample.prompt_id) for part, sample in rows], factor
 
 
 def grpo_batches(dp_rank: int) -> list[dict[str, Any]]:
@@ -139,7 +139,7 @@ def grpo_batches(dp_rank: int) -> list[dict[str, Any]]:
     from step_samples import dealt
     from world import CP, DP, STEP, TABLE
 
-    lengths = [len(one.mask) for one in STEP]
+    lengths = [len(sample.mask) for sample in STEP]
     first, length = [sum(lengths[:i]) for i in range(len(STEP))], -(-max(lengths) // (2 * CP)) * 2 * CP
     _, old, advantages = of_entries()
     batches = []
@@ -172,7 +172,9 @@ def steps_of_bridge(root: str, per_token: bool) -> dict[str, list[float]]:
 
     cp_rank, batches = state.get_context_parallel_rank(), batches_of(state.get_data_parallel_rank())
     # It counts tokens in integers.
-    flags = [oracle.Sample(one.losses, (one.mask != 0).float(), one.rollout_id, one.prompt_id) for one in STEP]
+    flags = [
+        oracle.Sample(sample.losses, (sample.mask != 0).float(), sample.rollout_id, sample.prompt_id) for sample in STEP
+    ]
     train.get_num_microbatches = lambda: len(batches)
     cfg = Settings(
         train=Settings(empty_unused_memory_level=0, skip_sync_grad_norm_across_mp=True, micro_batch_size=1),
@@ -183,7 +185,7 @@ def steps_of_bridge(root: str, per_token: bool) -> dict[str, list[float]]:
     optimizer = Settings(zero_grad=lambda: None, step=lambda: (True, 0.0, 0))
 
     def stock(samples: list[oracle.Sample]) -> Any:
-        masks = torch.cat([*(one.mask for one in samples), torch.zeros(1)])
+        masks = torch.cat([*(sample.mask for sample in samples), torch.zeros(1)])
 
         def forward_step(iterator: Iterator[Any], model: Any) -> Any:
             numbers = next(iterator).local_numbers(cp_rank, CP)
@@ -214,7 +216,7 @@ def steps_of_bridge(root: str, per_token: bool) -> dict[str, list[float]]:
         in_value = abs(float(logged[name]) - value) / oracle.step_scale(mode, samples, divisor)
         return [relative_error(model.module.losses.main_grad.cpu(), expected), in_value]
 
-    found = {
+    errors_by_name = {
         name: errors("token_mean", stock(samples), samples)
         for name, samples in (("token mean", flags), ("token mean of fractional masks", STEP))
     }
@@ -222,7 +224,7 @@ def steps_of_bridge(root: str, per_token: bool) -> dict[str, list[float]]:
         divisor = DIVISOR if mode == "constant" else None
         own = aggregation(mode=mode, divisor=divisor, with_per_token_loss=per_token)
         with attached(own):
-            found[mode] = errors(mode, ours, STEP)
+            errors_by_name[mode] = errors(mode, ours, STEP)
         assert own._proof.outcome == "proved"
     clipped, factor = clipped_samples()
     packed = grpo_batches(state.get_data_parallel_rank())
@@ -230,9 +232,9 @@ def steps_of_bridge(root: str, per_token: bool) -> dict[str, list[float]]:
     for mode in ("sample_mean", "prompt_mean", "token_mean"):
         own = aggregation(bridge_grpo.samples_of, mode=mode, with_per_token_loss=per_token)
         with attached(own):
-            found[f"recipe, {mode}"] = errors(mode, bridge_grpo.forward_step, clipped, packed, factor)
+            errors_by_name[f"recipe, {mode}"] = errors(mode, bridge_grpo.forward_step, clipped, packed, factor)
         assert own._proof.outcome == "proved"
-    return found
+    return errors_by_name
 
 
 @pytest.mark.parametrize("per_token", [False, True])
@@ -243,7 +245,7 @@ def test_its_train_step_is_exact_in_every_mode(per_token: bool, record_property:
     results = run_ranks(4, steps_of_bridge, checkout(BRIDGE), per_token)
     ours = [name for name in results[0] if name in oracle.MODES or name.startswith("recipe, ")]
     assert len(ours) == len(oracle.MODES) + 3
-    assert max(max(found[name]) for found in results for name in ours) < 2e-6
+    assert max(max(of_rank[name]) for of_rank in results for name in ours) < 2e-6
     theirs = {name: error for name, (error, _) in results[0].items() if name not in ours}
     assert [error < 2e-6 for error in theirs.values()] == [per_token, False]
     assert all(error < 2e-6 or error > 1e-2 for error in theirs.values())

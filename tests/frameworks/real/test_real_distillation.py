@@ -25,7 +25,7 @@ from ranks import run_ranks
 from table_step import start
 from torch import Tensor
 
-from megatron_rl_loss import Teacher, divergence_at_ids, divergence_from_hidden, log_probs_from_logits
+from megatron_rl_loss import OutputLayer, Teacher, divergence_at_ids, divergence_from_hidden, log_probs_from_logits
 from megatron_rl_loss.losses.divergence import Kind, Tail
 
 TOKENS, VOCABULARY, K = 33, 64, 8
@@ -162,8 +162,8 @@ def ours(case: Case, logits: Tensor, teacher: Tensor, ids: Tensor, **settings: A
     """A value per token, of this rank's logits."""
     t = case.temperature
     if case.ids == VOCABULARY:  # the logits are hidden states of a layer that changes nothing
-        layer = torch.eye(VOCABULARY)
-        return divergence_from_hidden(logits, layer, teacher=Teacher(teacher, **settings), temperature=t).divergence
+        layer = OutputLayer(torch.eye(VOCABULARY), temperature=t)
+        return divergence_from_hidden(logits, layer, teacher=Teacher(teacher, **settings)).divergence
     at_ids, _ = log_probs_from_logits(logits, ids, tp_group=dist.group.WORLD, temperature=t)
     late = t if case.tail == "renormalise" else 1.0  # the teacher's temperature, when only log-probs are there
     given = (teacher * late / t).log_softmax(-1).gather(-1, ids)

@@ -383,6 +383,11 @@ PLANTS = [
         {GRPO: ("= grpo_batch.advantages  #", "= 2 * grpo_batch.advantages  #")},
         "multiplies the policy loss by 2: a KL penalty beside it keeps its weight if",
     ),
+    Plant(
+        "rows of the overlong filter trained",
+        {GRPO: ("completion_mask = completion_mask & (~truncated_mask_expanded)", "pass")},
+        case={"mode": "constant", "settings": {"divisor": 40.0}},
+    ),
     Plant("mask moved", {GRPO: ("= grpo_batch.completion_mask  #", "= grpo_batch.completion_mask.roll(1, 1)  #")}),
     Plant("loss not linear in advantages", {GRPO: ("= grpo_batch.advantages  #", "= grpo_batch.advantages.sign()  #")}),
     Plant(

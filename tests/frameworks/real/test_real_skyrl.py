@@ -85,9 +85,14 @@ def expected_draft(mode: str, settings: dict[str, Any]) -> tuple[float, Tensor]:
     return float(loss.detach()), gradient
 
 
-def data_of(rank_rows: slice, normalize: Any, convert: Any) -> dict[str, Tensor]:
-    """A rank's rows, as SkyRL lays them out; advantages as its trainer normalises them."""
+def data_of(rank_rows: slice, normalize: Any, convert: Any, split: bool = False) -> dict[str, Tensor]:
+    """A rank's rows, as SkyRL lays them out; advantages as its trainer normalises them.
+
+    `split`: the rows of a group have different prompts.
+    """
     batch = make_batch()
+    if split:
+        batch["input_ids"][:, 1] = torch.arange(ROWS) % VOCABULARY
     masks, lengths = batch["token_mask"] * batch["sample_mask"][:, None], batch["input_lengths"].tolist()
 
     def responses(values: Tensor) -> list[Any]:
@@ -203,7 +208,7 @@ def train(root: str, cp: int, cases: list[dict[str, Any]], copied: bool = False)
         if "recipe" in case:
             normalize = partial(by_trainer, root, case["recipe"], batches.TrainingInputBatch)
         convert = preprocess.convert_prompts_responses_to_batch_tensors
-        data = batches.TrainingInputBatch(data_of(rows, normalize, convert))
+        data = batches.TrainingInputBatch(data_of(rows, normalize, convert, case.get("split", False)))
         data.metadata = {"response_length": data["response_mask"].shape[1]}
         for by_name in case.get("by_name", [None]):
             for _ in range(case.get("calls", 1)):
@@ -350,10 +355,14 @@ def test_a_call_that_names_another_loss_is_not_stopped() -> None:
     run_ranks(1, train, checkout(SKYRL), 1, cases)
 
 
-def test_larger_groups_than_are_generated_are_not_proved() -> None:
-    """A prompt of the batch has four rows."""
-    case = {"mode": "prompt_mean", "rows": ROWS}
-    cases = [case | {"settings": {"group_size": 4}}, case | {"settings": {"group_size": 3}, "outcome": "unknown"}]
+def test_other_groups_than_are_generated_are_not_proved() -> None:
+    """A prompt of the batch has four rows; or each row has a prompt of its own."""
+    case: dict[str, Any] = {"mode": "prompt_mean", "rows": ROWS}
+    cases = [
+        case | {"settings": {"group_size": 4}},
+        case | {"settings": {"group_size": 3}, "outcome": "unknown"},
+        case | {"settings": {"group_size": 4}, "split": True, "outcome": "unknown"},
+    ]
     run_ranks(2, train, checkout(SKYRL), 1, cases)
 
 
@@ -393,6 +402,16 @@ PLANTS = [
         "MTP losses doubled",
         {WRAPPER: ("per_layer_losses).mean()", "per_layer_losses).mean() * 2")},
         "on mtp 0: tokens weigh",
+    ),
+    Plant(
+        "entropy bonus left out",
+        {WRAPPER: ("(kl_loss_term - entropy_loss_term)", "kl_loss_term")},
+        "The entropy term has a coefficient, -0.02, and no gradient reaches it",
+    ),
+    Plant(
+        "last tokens masked in every function",
+        {WRAPPER: ('= data["loss_mask"]', '= data["loss_mask"] * (data["loss_mask"].flip(1).cumsum(1).flip(1) > 1)')},
+        case={"mode": "constant", "settings": {"divisor": 40.0}, "terms": []},
     ),
     Plant("another loss than was registered", {}, "SkyRL trained with another loss", {"unset": True}),
     Plant("mask moved", {WRAPPER: ('= data["loss_mask"]', '= data["loss_mask"].roll(1, 1)')}),

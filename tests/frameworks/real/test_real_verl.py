@@ -613,6 +613,7 @@ PLANTS = {
     "agg_loss without the ranks": (ALGORITHMS, "/ batch_num_tokens * dp_size", "/ batch_num_tokens", OTHER),
     "counts of a micro-batch": (TERMS, '= data["batch_num_tokens"]', '= data["response_mask"].bool().sum()', OTHER),
     "entropy doubled": (TERMS, "-= entropy_coeff", "-= 2 * entropy_coeff", "on entropy: tokens weigh"),
+    "entropy left out": (TERMS, "policy_loss -= entropy_coeff * entropy_loss", "pass", "no gradient reaches it"),
     "KL not linear": (TERMS, "kl_loss * config", "kl_loss ** 2 * config", "on kl: tokens weigh"),
     "value loss doubled": (ALGORITHMS, "vf_loss = 0.5 * agg_loss(", "vf_loss = agg_loss(", OTHER),
     "mask shifted in ppo_loss": (

@@ -273,8 +273,8 @@ def test_everything_that_can_be_asked_for_is_given() -> None:
     """Every name in the table, and no other, in every shape of rows."""
     seen: dict[str, Any] = {}
 
-    def asks_for_all(losses: Any, mask: Any, **given: Any) -> Tensor:
-        seen.update(given)
+    def asks_for_all(losses: Any, mask: Any, **by_name: Any) -> Tensor:
+        seen.update(by_name)
         return sum(part.sum() for part in losses) if isinstance(losses, list) else losses.sum()
 
     parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in GIVEN]
@@ -332,7 +332,7 @@ DEPENDS: dict[str, tuple[Any, Any]] = {
 def test_what_a_mode_depends_on_is_found(mode: Any, cuts: Any) -> None:
     report = check_loss(mode=mode, draws=8)
     finding = report.findings[0]
-    assert {one.cut for one in report.findings} == set(cuts)
+    assert {shown.cut for shown in report.findings} == set(cuts)
     assert not report.invariant
     assert len(finding.step.rows) <= 3
     assert finding.weights != pytest.approx(finding.expected)

@@ -428,7 +428,7 @@ def test_no_copy_to_the_host_is_non_blocking() -> None:
     """The host would read such a copy before it has arrived. All call sites copy from the host."""
     for path in Path(losses.__file__).parent.glob("*.py"):
         for line in path.read_text().splitlines():
-            assert "non_blocking" not in line or "from_numpy(" in line or "non_blocking=given.is_cpu" in line, line
+            assert "non_blocking" not in line or "from_numpy(" in line or "non_blocking=mask.is_cpu" in line, line
 
 
 def test_what_is_made_in_inference_mode_is_trained_on() -> None:
