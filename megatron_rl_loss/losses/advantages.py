@@ -173,11 +173,13 @@ class _Groups:
                 "ids of other kinds on other ranks: each kind of id must be given on all ranks or none, as ints on all "
                 "or as strings on all. Pass the same ids on every rank."
             )
-        self._group = np.unique(prompts, return_inverse=True)[1]
+        _, first, self._group = np.unique(prompts, return_index=True, return_inverse=True)
         self.counts = np.ones(sum(sizes))
         if any(len(of_rank) > 1 for of_rank in kinds):
             self.counts = _share_of_rollout(exact, prompts, rollouts)
         self.size = self.sum(np.ones(sum(sizes)))
+        # From a reward of the group on: rewards that are equal are then exactly 0, which epsilon does not blow up.
+        exact = exact - exact[:, first][:, self._group]
         self.centred = exact - self.sum(exact) / self.size
         if sum(sizes) > 1 and not self.centred.any():
             alone = self.size.max() == 1
