@@ -74,9 +74,8 @@ def test_tensor_parallel_ranks_that_are_scaled_apart_have_no_weight() -> None:
 
 def share(off: float = 0.0, unseen: str = "") -> HookedShare:
     """A token mean over four tokens, by a reducer of ours."""
-    return HookedShare(
-        lambda: FOUR / 4, 1.0, Samples([FOUR]), unseen=unseen, slope=torch.tensor(1.0), off=torch.tensor(off)
-    )
+    reducer: Any = SimpleNamespace(weights=FOUR / 4, aggregation=resolve("token_mean"), mask=None, plan=None)
+    return HookedShare(reducer, 1.0, Samples([FOUR]), unseen=unseen, slope=torch.tensor(1.0), off=torch.tensor(off))
 
 
 def test_a_reducer_that_sends_other_gradients_than_its_weights_is_told() -> None:
