@@ -1,6 +1,7 @@
 """The tap of engines' policy losses, on losses of plain torch: weights, clamps, paths."""
 
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -139,17 +140,19 @@ def test_paths() -> None:
         places("batch.other", arguments)
 
 
+def returned(value: Any, arguments: Any) -> Any:
+    return value
+
+
 def test_a_proof_asks_for_the_advantages_before_weighing(capsys: Any) -> None:
     home = SimpleNamespace(loss=ppo)
     for described in (None, WeighedMicrobatch(Samples(list(MASK)), FACTORS, None)):
-        replaced = prove_policy_loss(
-            home, "loss", LOSS, "token_mean", lambda arguments, it=described: it, engine="mine"
-        )
+        replaced = prove_policy_loss(home, "loss", LOSS, "token_mean", partial(returned, described), engine="mine")
         batch = SimpleNamespace(advantages=PLAIN, old=PLAIN, rollout=None, seen=[])
         with observe(Taps()), pytest.raises(TypeError, match="with plain, the advantages before they were weighed"):
             home.loss(torch.zeros(2, 4, requires_grad=True) * 1.0, batch)
         with pytest.raises(ValueError, match="which has a proof already"):
-            prove_policy_loss(home, "loss", LOSS, "token_mean", lambda arguments: None, engine="mine")  # type: ignore[arg-type, return-value]
+            prove_policy_loss(home, "loss", LOSS, "token_mean", lambda arguments: None, engine="mine")
         replaced.undo()
     assert home.loss is ppo
     assert "megatron_rl_loss in proof of mine: replaced SimpleNamespace.loss" in capsys.readouterr().out

@@ -8,6 +8,7 @@ token by token. Not exercised: slime and miles themselves, NCCL. How steps are c
 import functools
 import importlib
 import random
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -46,7 +47,7 @@ COUNTED = {
     "token_mean": Case("token_mean", per_token=True, counted=True),
     "token_mean, not per token": Case("token_mean", counted=True),
 }
-PADDED = {"counted": True, "padded": 56}
+PADDED: Any = {"counted": True, "padded": 56}
 CASES = {
     **(NEEDS_NO_COUNTS | COUNTED),
     "token_mean, not counted": Case("token_mean", per_token=True, masked=False),
@@ -143,7 +144,7 @@ def at_place(cp_rank: int, cp_size: int) -> Iterator[None]:
 @contextmanager
 def in_step(counts: StepCounts | None, in_loss_function: bool = True) -> Iterator[None]:
     """A step of which `count_steps` made these counts."""
-    now = slime.Now(counts, (SimpleNamespace(), []) if in_loss_function else None)
+    now = slime.Now(counts, (Namespace(), []) if in_loss_function else None)
     slime._now, before = lambda: now, slime._now
     try:
         yield
@@ -209,7 +210,7 @@ def test_negative_control_their_own_reducers() -> None:
         ("token_mean, not per token", {"num_rollouts": 13}),
     ],
 )
-def test_negative_control_wrong_counts(name: str, wrong: dict[str, float]) -> None:
+def test_negative_control_wrong_counts(name: str, wrong: dict[str, Any]) -> None:
     assert error_of(CASES[name], 2, 2, **wrong) > 1e-3
 
 
@@ -297,7 +298,7 @@ test_make_hook_refuses = refusal_tests(
 # --- what a hook refuses
 
 FULL = [MASKS[0], MASKS[0][:2]]
-COUNTS = {"step_tokens": 4.5, "num_samples": 2, "num_rollouts": 2}
+COUNTS: dict[str, Any] = {"step_tokens": 4.5, "num_samples": 2, "num_rollouts": 2}
 
 
 def call(
@@ -309,7 +310,7 @@ def call(
         return hook(list(totals), list(responses), masks, per_token)
 
 
-CONSTANT, SAMPLE_MEAN, TOKEN_MEAN = ({"mode": mode} for mode in ("constant", "sample_mean", "token_mean"))
+CONSTANT, SAMPLE_MEAN, TOKEN_MEAN = (dict[str, Any](mode=mode) for mode in ("constant", "sample_mean", "token_mean"))
 PER_TOKEN = TOKEN_MEAN | {"per_token": True}
 COUNTED = PER_TOKEN | {"counts": COUNTS}
 FULL_STEP, FRACTION = PER_TOKEN | {"masks": FULL}, [torch.ones(3), torch.tensor([0.5, 0])]

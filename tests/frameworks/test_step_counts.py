@@ -4,6 +4,7 @@ slime and miles themselves are run by real/test_real_slime_miles.py and test_rea
 """
 
 import sys
+from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
@@ -83,7 +84,7 @@ def counts_in(engine: str, cp: int, bad_rank: int | None) -> list[Any]:
     """Steps of a rank, by indices and by slices, with and without padded rows; and what is known in between."""
     from table_step import start
 
-    dp_rank, args = start(cp=cp).get_data_parallel_rank(), SimpleNamespace(loss_type="value_loss")
+    dp_rank, args = start(cp=cp).get_data_parallel_rank(), Namespace(loss_type="value_loss")
     model = install(engine)
     count_steps(args)
     count_steps(args)  # once is enough
@@ -126,7 +127,8 @@ def test_a_step_divides_by_mask_tokens_while_it_is_counted(args: Any, monkeypatc
 
     def step(args: Any, step_id: int, data_iterator: Any, num_microbatches: int, num_rollouts: int) -> Any:
         loss, tokens, log = model.loss_function(args, {"loss_masks": MASKS[:2]}, logits=None)
-        return step_of_miles(args, step_id, *[None] * 3), loss, tokens, log["values"].tolist()
+        nothing: list[Any] = [None] * 3
+        return step_of_miles(args, step_id, *nothing), loss, tokens, log["values"].tolist()
 
     model = install(step=step)
     count_steps(args)

@@ -61,7 +61,7 @@ def test_masked_losses_are_not_looked_at_and_half_precision_is_summed_in_float32
 
 @pytest.mark.parametrize("mode", MODES)
 def test_missing_counts_and_steps_without_tokens(mode: str) -> None:
-    unused = {"loss_scale_factor": None} if mode != "seq-mean-token-sum-norm" else {}
+    unused: dict[str, Any] = {"loss_scale_factor": None} if mode != "seq-mean-token-sum-norm" else {}
     unused["global_batch_size" if mode.startswith("token") else "batch_num_tokens"] = None
     assert float(call(mode, **unused)) == float(call(mode)), "what a mode does not use may be missing"
     for zero in (0, torch.tensor(0)):
@@ -202,11 +202,11 @@ def test_context_parallel_ranks_share_out_every_token(size: int, monkeypatch: py
         for rank in range(size):
             monkeypatch.setattr(parallel_state, "get_context_parallel_rank", lambda rank=rank: rank)
             arguments = {"self": EngineOfVerl(), "data": torch.zeros(tokens)}
-            loss, share, output = verl._with_every_token(verl._Running(), lambda returned=returned: returned, arguments)
+            loss, share, output = verl._with_every_token(verl._Running(), functools.partial(tuple, returned), arguments)
             assert (loss, share.dtype, output) == ("loss", torch.int32, "output")
             shares.append(int(share))
             arguments["self"] = EngineOfVerl(dynamic=True)
-            assert verl._with_every_token(verl._Running(), lambda returned=returned: returned, arguments) == returned
+            assert verl._with_every_token(verl._Running(), functools.partial(tuple, returned), arguments) == returned
         assert sum(shares) == tokens
     arguments["self"] = EngineOfVerl()
     with pytest.raises(ValueError, match=rf"count of 7 tokens on a CP rank of {size}, of a micro-batch of 8: "):

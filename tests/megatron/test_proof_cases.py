@@ -155,7 +155,7 @@ def own_backward(change: Callable[[Any, Tensor], Tensor | None]) -> Callable[[An
             result = change(ctx, gradient)
             return backward(ctx, gradient if result is None else result)
 
-        sums._WithGradient.backward = staticmethod(changed)  # type: ignore[assignment]
+        sums._WithGradient.backward = staticmethod(changed)  # type: ignore[method-assign]
 
     return plant
 
@@ -391,9 +391,9 @@ def bytes_of_a_step(length: int) -> int:
             sent[0] += tensor.nbytes
             return single(received, tensor, **kwargs)
 
-        dist.all_reduce, dist.all_gather_object, dist.all_gather_into_tensor = reduce, gather_objects, gather_tensors
+        vars(dist).update(all_reduce=reduce, all_gather_object=gather_objects, all_gather_into_tensor=gather_tensors)
         if hasattr(dist, "all_gather_single"):
-            dist.all_gather_single = gather_tensors
+            vars(dist)["all_gather_single"] = gather_tensors
         conclude(*arguments)
 
     first_step.FirstStep._conclude = counted  # type: ignore[method-assign, assignment]

@@ -97,14 +97,14 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
             eps_clip_higher=CLIP_HIGH, mask_no_eos_with_zero=False, prox_logp_method="recompute",
             **{"importance_sampling_level": "token", **case.get("config", {})},
         )  # fmt: skip
-        vars(actor).update(
+        actor.__dict__.update(
             model=[model], process_group_initialized=True, logger=logging.getLogger("actor"),
             device=torch.device("cpu"), parallel_strategy=Settings(**sizes), config=config,
             optimizer=Settings(zero_grad=lambda: None, param_groups=[{"lr": 0.0}], **optimizer),
             train=lambda: None, get_version=lambda: 0, actor=object.__new__(actors.PPOActor),
             **dict.fromkeys(("enable_tree_training", "enable_fp8", "is_vision_model", "use_padded_seq"), False),
         )  # fmt: skip
-        vars(actor.actor).update(config=config, engine=actor, m2_threshold=None)
+        actor.actor.__dict__.update(config=config, engine=actor, m2_threshold=None)
         with aggregated(Actor, case):
             run_schedule(other, iter([groups[0]["input_ids"]]), bigram_model(), 1)  # as a critic's trainer would
             actor.ppo_update([dict(group) for group in groups])
@@ -140,7 +140,7 @@ def test_a_loss_scale_that_megatron_does_not_know_is_no_fault() -> None:
 def test_a_rank_without_a_token_trains(monkeypatch: pytest.MonkeyPatch) -> None:
     masked = [row for row, prompt in enumerate(PROMPTS) if prompt % 2]  # all of the second rank
     monkeypatch.setenv(MASKED_ROWS, " ".join(map(str, masked)))
-    cases = [{"mode": mode, "settings": {}} for mode in ("prompt_mean", "sample_mean")]
+    cases: list[Any] = [{"mode": mode, "settings": {}} for mode in ("prompt_mean", "sample_mean")]
     for results in run_ranks(4, train, checkout(AREAL), 2, cases):
         assert max(result["errors"]["gradient"] for result in results) < TOLERANCE
 

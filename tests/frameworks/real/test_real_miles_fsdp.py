@@ -3,7 +3,7 @@
 import importlib
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def train_on_fsdp(root: str, *cases: dict[str, Any]) -> list[list[float]]:
     names = "fsdp_utils.actor", "fsdp_utils.parallel", "training_utils.parallel", "training_utils.data"
     modules = load(MILES, root, *(f"miles.backends.{name}" for name in names))
     actor_module, fsdp_parallel, parallel, data_module = modules
-    distributed = importlib.import_module("miles.utils.distributed_utils")
+    distributed: Any = importlib.import_module("miles.utils.distributed_utils")
     compute_in_float32()
     distributed.GLOO_GROUP = dist.group.WORLD
     mesh_of = fsdp_parallel.init_device_mesh
@@ -50,7 +50,7 @@ def train_on_fsdp(root: str, *cases: dict[str, Any]) -> list[list[float]]:
             train_step = actor_module.FSDPTrainRayActor._train_step
             reports.append(train_step(actor, batch, step_id=0, num_microbatches=num_microbatches[0]))
         report = importlib.import_module("miles.backends.training_utils.log_utils").aggregate_train_losses(reports)
-        gradient = model.table.grad.full_tensor()  # type: ignore[operator, union-attr]
+        gradient = cast(Any, model.table.grad).full_tensor()
         value = report["pg_loss"] * len(step.samples) / step.num_rollouts  # it reports a mean over samples
         results.append([errors_of(step, one["mode"], one["divisor"], value, gradient)])
     return results

@@ -276,7 +276,7 @@ def step_of_worker(
     reports: list[Any] = []
     loss, worker = object.__new__(losses.GRPOLoss), object.__new__(workers.MegatronWorker)
     loss._dummy, trainer.micro_batch_size = trainer, size
-    of_worker = object.__new__(type("OfWorker", (MegatronRLHFTrainer,), {"forward_step": None}))
+    of_worker: Any = object.__new__(type("OfWorker", (MegatronRLHFTrainer,), {"forward_step": None}))
     step = of_worker.train_step
     if case.get("by_another_name"):  # as if the worker's trainer were no MegatronRLHFTrainer
         step = functools.partial(super(MegatronRLHFTrainer, of_worker).train_step)

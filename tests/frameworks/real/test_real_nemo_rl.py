@@ -81,7 +81,8 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
 
     from megatron_rl_loss.frameworks import nemo_rl, replacing
 
-    aggregate, weights_column = nemo_rl.aggregate, nemo_rl.weights_column
+    engine: Any = nemo_rl
+    aggregate, weights_column = engine.aggregate, engine.weights_column
     estimator = GRPOAdvantageEstimator(SimpleNamespace(use_leave_one_out_baseline=True, normalize_rewards=True), None)
     let_backward_run_here(worker.allgather_cp_sharded_tensor.__globals__["AllGatherCPTensor"])
     dp_rank, dp = state.get_data_parallel_rank(), state.get_data_parallel_world_size()
@@ -93,7 +94,7 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
         loss_fn = losses.ClippedPGLossFn(SimpleNamespace(**{**defaults, **SETTINGS, **of_case}))
         batch = BatchedDataDict(make_batch())
         times, os.environ["MEGATRON_RL_LOSS_PROOF"] = case.get("times", 1), case.get("proof", "error")
-        nemo_rl.weights_column = lambda *masks, times=times, **more: [times * w for w in weights_column(*masks, **more)]
+        engine.weights_column = lambda *masks, times=times, **more: [times * w for w in weights_column(*masks, **more)]
         if not case.get("stock"):
             policy: Any = SimpleNamespace(
                 cfg={"train_global_batch_size": ROWS}, train=lambda data, loss_fn, timer=None, gbs=None: data
@@ -123,10 +124,10 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
             post_processing_fn=worker.LossPostProcessor(loss_fn=loss_fn, cfg=cfg, **number),
             **{name: counted[name] for name in ("global_valid_seqs", "global_valid_toks")},
         )  # fmt: skip
-        names = ("loss", "kl_penalty", "gen_kl_error", "probs_ratio")
-        sums = torch.tensor([sum(report[name] for report in reports) for name in names], dtype=torch.float64)
+        reported = ("loss", "kl_penalty", "gen_kl_error", "probs_ratio")
+        sums = torch.tensor([sum(report[name] for report in reports) for name in reported], dtype=torch.float64)
         dist.all_reduce(sums, group=group)
-        metrics = dict(zip(names, sums.tolist(), strict=True))
+        metrics = dict(zip(reported, sums.tolist(), strict=True))
         options = {"of_samples": of_case.get("sequence_level_importance_ratios", False)}
         options["corrected"] = of_case.get("use_importance_sampling_correction", False)
         errors = errors_of(model, case, metrics["loss"], kl=kl_of_nemo_rl, **options)

@@ -112,7 +112,7 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
 
 
 def test_every_mode_is_exact(record_property: Any) -> None:
-    cases = [{"mode": mode, "settings": settings} for mode, settings in MODES.items()]
+    cases: list[dict[str, Any]] = [{"mode": mode, "settings": settings} for mode, settings in MODES.items()]
     cases += [case | {"rows": with_many_empty_rows} for case in cases]
     assert_exact(record_property, train, RLINF, cases, worlds=[(1, 1), (2, 1)])
 

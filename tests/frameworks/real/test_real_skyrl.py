@@ -178,7 +178,7 @@ def train(root: str, cp: int, cases: list[dict[str, Any]], copied: bool = False)
     for case in cases:
         cfg, settings = config(case), case["settings"]
         weighed, os.environ["MEGATRON_RL_LOSS_PROOF"] = case.get("weighed", 1), case.get("proof", "error")
-        skyrl.weigh = lambda *arguments, weighed=weighed: weighed * weights.weigh(*arguments)
+        vars(skyrl)["weigh"] = lambda *arguments, weighed=weighed: weighed * weights.weigh(*arguments)
         if case.get("stock"):
             loss = ppo_utils.PolicyLossRegistry.get(case["stock"])
         else:
@@ -440,7 +440,7 @@ def test_a_fault_stops(record_property: Any, tmp_path: Path, plant: Plant) -> No
 
 def test_a_rank_without_a_token_trains(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(MASKED_ROWS, " ".join(map(str, range(1, ROWS, 2))))
-    cases = [{"mode": mode, "settings": {}} for mode in ("prompt_mean", "sample_mean")]
+    cases: list[Any] = [{"mode": mode, "settings": {}} for mode in ("prompt_mean", "sample_mean")]
     for results in run_ranks(4, train, checkout(SKYRL), 2, cases):
         assert max(one["errors"]["gradient"] for one in results) < TOLERANCE
 

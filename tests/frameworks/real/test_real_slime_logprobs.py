@@ -33,7 +33,7 @@ def errors(root: str) -> list[tuple[float, float]]:
     columns = slice(group.rank() * held, (group.rank() + 1) * held)
     logits = (batch.hidden @ batch.weight.T).float()
     slopes = torch.linspace(-1, 2, TOKENS)
-    results = []
+    results = list[Any]()
     for entropy, kept, chunk_tokens in itertools.product((False, True), (False, True), (-1, 7)):
         if entropy and kept:
             continue

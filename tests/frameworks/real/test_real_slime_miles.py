@@ -13,6 +13,7 @@ import json
 import random
 import runpy
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -53,7 +54,7 @@ def train(peer: str, root: str, cp: int, cases: list[dict[str, Any]]) -> list[li
 
     state = start(cp=cp)
     setup = setup_miles(root) if peer == "miles" else setup_slime(peer, root)
-    model_module, measured = setup.model, []
+    model_module, measured = setup.model, list[Any]()
     get_schedule, own_loss_function = model_module.get_forward_backward_func, model_module.loss_function
     load_function = importlib.import_module(f"{peer}.utils.misc").load_function
     if peer != "miles":
@@ -68,7 +69,7 @@ def train(peer: str, root: str, cp: int, cases: list[dict[str, Any]]) -> list[li
         if args.use_tis:
             args.custom_tis_function_path = "logit_table.rejecting"
         model_module.loss_function = without_phantom(own_loss_function) if one["mended"] else own_loss_function
-        slime.unit_weights = one.get("weights", unit_weights)
+        vars(slime)["unit_weights"] = one.get("weights", unit_weights)
         weights: list[Any] = [None] * len(steps)
         if "recipe" in one:
             steps, weights, one["rewards"] = by_the_recipe(peer, one["recipe"], one["right"], args, steps, state)
@@ -196,7 +197,7 @@ def setup_slime(peer: str, root: str) -> Any:
     model, cp_utils, data_module, losses = load(PEERS[peer], root, *names)
     if peer == "slime":
         cpu = torch.device("cpu")
-        sys.modules["slime.utils.accelerator"]._ACCELERATOR = SimpleNamespace(
+        vars(sys.modules["slime.utils.accelerator"])["_ACCELERATOR"] = SimpleNamespace(
             device=lambda index: cpu, current_device=lambda: cpu
         )
 
@@ -261,7 +262,7 @@ def audit_error(measured: Any, one: dict[str, Any], step: Step) -> float:
     return float(np.abs(measured.weights - expected).max() / expected.max())
 
 
-def three(peer: str, steps: list[MakeStep], counted: bool = False, **flags: Any) -> list[dict[str, Any]]:
+def three(peer: str, steps: Sequence[MakeStep], counted: bool = False, **flags: Any) -> list[dict[str, Any]]:
     """Each mode; a token mean with the step's counts."""
     return [
         case(peer, "sample_mean", "sample_mean", steps, counted=counted, **flags),
@@ -325,8 +326,8 @@ def test_other_ways_and_negative_controls(peer: str, record_property: Any) -> No
 
     Of rollouts of two samples their own reducer is the mean. Without phantom tokens theirs is exact, and so is ours.
     """
-    uncounted = {"calculate_per_token_loss": True}
-    flags = {"loss_type": "custom_loss", "custom_loss_function_path": "logit_table.planned"}
+    uncounted: dict[str, Any] = {"calculate_per_token_loss": True}
+    flags: dict[str, Any] = {"loss_type": "custom_loss", "custom_loss_function_path": "logit_table.planned"}
     full, split = [partial(make_step, 4, 2, masked=False)], [partial(make_step, 6, 2, split=True)]
     exact = [case(peer, mode, None, [partial(make_step, 8, 2, split=of_two)], **flags)
              for mode in ("sample_mean", "constant", "token_mean") for of_two in (False, True)]  # fmt: skip
@@ -447,7 +448,8 @@ def test_a_fault_stops_the_first_step(peer: str, name: str, tmp_path: Path, reco
 @pytest.mark.parametrize("peer", ["slime", "vime"])
 def test_rows_of_sessions_by_the_recipe(peer: str, record_property: Any) -> None:
     """Two optimizer steps of one rollout. The engine's own mean of a session pools the tokens of its rows."""
-    packed = {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 16, "global_batch_size": 6, "kl_coef": 0}
+    packed: dict[str, Any] = {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 16}
+    packed |= {"global_batch_size": 6, "kl_coef": 0}
     steps: list[MakeStep] = [partial(make_step, seed, 2) for seed in (1, 2)]
 
     def of(mode: str, right: str, hook: str | None = "constant_1") -> dict[str, Any]:

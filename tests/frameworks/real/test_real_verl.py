@@ -145,7 +145,8 @@ def step_errors(root: str, seed: int, modes: list[str], install: bool) -> list[f
         for values in (table.grad, total):
             dist.all_reduce(values)
         value, gradient, scale = expected(rows, mode)
-        in_gradient = relative_error(table.grad / dp, gradient)  # type: ignore[operator]
+        assert table.grad is not None
+        in_gradient = relative_error(table.grad / dp, gradient)
         results.append(oracle.worst_error(abs(float(total) / dp - value) / scale, in_gradient, table.numel()))
     return results
 
@@ -303,7 +304,7 @@ def modes_in_its_engine(root: str, per_token: bool, install: bool) -> dict[str, 
     chosen = [dealt(STEP, rank, DP, 3) for rank in range(DP)]
     routed = [[sum(len(STEP[i].mask) for i in rows) for rows in rank] for rank in chosen]
     of_step = sum(map(sum, routed))
-    counts = {"dp_size": DP, "batch_num_tokens": float(torch.cat([one.mask for one in STEP]).sum())}
+    counts: dict[str, Any] = {"dp_size": DP, "batch_num_tokens": float(torch.cat([one.mask for one in STEP]).sum())}
     counts |= {"global_batch_size": len(STEP), "loss_scale_factor": MODES["seq-mean-token-sum-norm"][1]}
     results: dict[str, float | str] = {}
     for name, (mode, divisor) in MODES.items():
@@ -364,7 +365,7 @@ def first_steps(root: str, per_token: bool, modes: list[str], told: int = 0) -> 
     own, engine = megatron_engine(root, per_token)
     import_utils.import_external_libs(INSTALL)
     cp_rank, chosen = state.get_context_parallel_rank(), dealt(STEP, state.get_data_parallel_rank(), DP, 3)
-    counts = {"dp_size": DP, "batch_num_tokens": sum(int((one.mask != 0).sum()) for one in STEP)}
+    counts: dict[str, Any] = {"dp_size": DP, "batch_num_tokens": sum(int((one.mask != 0).sum()) for one in STEP)}
     counts |= {"global_batch_size": len(STEP) + told, "num_micro_batch": len(chosen)}
     counts |= {"routed_num_tokens": sum(1 + len(one.mask) for one in STEP)}
 
@@ -389,8 +390,8 @@ def first_steps(root: str, per_token: bool, modes: list[str], told: int = 0) -> 
                 "old_log_probs": drawn[0], "ref_log_prob": drawn[1], "advantages": drawn[2], "values": drawn[0],
                 "returns": drawn[2]}
             )  # fmt: skip
-            output = {"log_probs": flat, "values": flat, "entropy": 0.5 * flat}
-            return own.postprocess_micro_batch_func(engine, output, data, forward_only=False, loss_function=loss)
+            outputs = {"log_probs": flat, "values": flat, "entropy": 0.5 * flat}
+            return own.postprocess_micro_batch_func(engine, outputs, data, forward_only=False, loss_function=loss)
 
         return model(batch.local_numbers(cp_rank, CP).cuda()), loss_func
 
@@ -521,7 +522,7 @@ def by_the_recipe(root: str, per_token: bool, forgotten: bool = False) -> dict[s
     for mode in ("session_mean", "prompt_mean"):
         names["MODE"] = mode
         import_utils.import_external_libs("verl_rows_proof")
-        proof = sys.modules.pop("verl_rows_proof").PROOF  # type: ignore[attr-defined]
+        proof = sys.modules.pop("verl_rows_proof").PROOF
         trainer._update_actor(put(KEYS, "train", {}), {})
         assert sent[-1].extra_info["mini_batch_size"] == share * DP
         column, units = stored["rollout_is_weights"].unbind(), stored["unit_numbers"].unbind()

@@ -51,7 +51,7 @@ def test_infinite_and_far_logits(kind: str) -> None:
         p, q = logits.softmax(1), taught.softmax(1)
         log_p, log_q = logits.log_softmax(1), taught.log_softmax(1)
         m = (0.3 * q + 0.7 * p).log()
-        terms = {"forward_kl": [(1, q, log_q, log_p)], "reverse_kl": [(1, p, log_p, log_q)]}
+        terms: dict[str, Any] = {"forward_kl": [(1, q, log_q, log_p)], "reverse_kl": [(1, p, log_p, log_q)]}
         terms["jsd"] = [(0.3, q, log_q, m), (0.7, p, log_p, m)]
         expected = sum(
             share * float(a * (log_a - log_b))
@@ -92,7 +92,7 @@ def test_small_divergences_are_not_lost_and_never_negative(kind: str) -> None:
 def test_the_teacher_gets_no_gradient_and_may_come_as_logits_or_be_the_student(kind: str) -> None:
     batch = batch_of(9, 24, 16)
     hidden, weight = (one.float().requires_grad_() for one in (batch.hidden, batch.weight))
-    taught = {key: one.float().requires_grad_() for key, one in batch.taught.items()}
+    taught: dict[str, Any] = {key: one.float().requires_grad_() for key, one in batch.taught.items()}
     layer = OutputLayer(weight, chunk_tokens=4)
     found = divergence_from_hidden(hidden, layer, teacher=Teacher(**taught, **KINDS[kind]))
     assert found.log_probs is None
@@ -115,7 +115,8 @@ def test_autocast_is_its_casts(to: torch.dtype, kind: str) -> None:
     batch = batch_of(9, 24, 16)
 
     def found(dtype: torch.dtype) -> Tensor:
-        teacher = Teacher(**{key: one.to(dtype) for key, one in batch.taught.items()}, **KINDS[kind])
+        taught: dict[str, Any] = {key: one.to(dtype) for key, one in batch.taught.items()}
+        teacher = Teacher(**taught, **KINDS[kind])
         layer = OutputLayer(batch.weight.to(dtype))
         return divergence_from_hidden(batch.hidden.to(dtype), layer, teacher=teacher).divergence
 
@@ -164,12 +165,12 @@ def test_packed_rows_cut_over_cp(cp_size: int) -> None:
         layout = ZigzagTHD([0, *itertools.accumulate(padded)], total_lengths=lengths)
         samples = Samples(masks, layout=layout)
         tokens = samples.local(cp_rank, cp_size)
-        local, mask = tokens.of, tokens.mask  # `microbatch.local` is the former
+        local, of_rank = tokens.of, tokens.mask  # `microbatch.local` is the former
         teacher = Teacher(local(taught), its_weight, kind="jsd")
         found = divergence_from_hidden(
-            local(hidden), OutputLayer(weight), local(batch.ids), teacher=teacher, token_mask=mask
+            local(hidden), OutputLayer(weight), local(batch.ids), teacher=teacher, token_mask=of_rank
         )
-        kept = torch.as_tensor(mask) > 0
+        kept = torch.as_tensor(of_rank) > 0
         assert torch.equal(kept, local(whole_mask) > 0)
         seen += int(kept.sum())
         assert relative(found.divergence, local(expected) * kept) <= FP32

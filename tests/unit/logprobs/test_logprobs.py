@@ -158,12 +158,12 @@ def test_values_and_gradients_in_any_chunks(name: str, way: str) -> None:
 def on_tp_rank() -> dict[Any, tuple[Found, list[int]]]:
     """Every way's values and gradients, and the bytes of each `all_reduce`."""
     start_process_group()
-    group, sent, found = torch.distributed.group.WORLD, bytes_reduced(), {}
+    group, sent, found = torch.distributed.group.WORLD, bytes_reduced(), dict[Any, Any]()
     ways = [("logits", False), *itertools.product(WAYS[1:], (False, True))]
     for (way, sequence_parallel), name, wanted in itertools.product(ways, CASES, WANTED):
         if (wanted == "both" or name == "plain") and (way, name) in WAYS_OF:
             parallel = {"group": group, "sequence_parallel": sequence_parallel}
-            more = {"keep": kept_ids()} if name == "kept ids" else {}
+            more: Any = {"keep": kept_ids()} if name == "kept ids" else {}
             of = found_of(way, name, torch.float32, WANTED[wanted], parallel, chunk_tokens=7, **more)
             found[way, sequence_parallel, name, wanted] = of, [*sent]
             sent.clear()
@@ -234,7 +234,8 @@ def test_nothing_is_read_back_from_a_device(name: str, way: str) -> None:
     on_device = {key: one.detach().to("meta").requires_grad_() for key, one in leaves_of(name).items()}
     keep = {"keep": batch_of(TOKENS, VOCABULARY, HIDDEN).keep.to("meta")}
     ids = KeptIds(kept_ids().ids.to("meta"), kept_ids().offsets)
-    for more in [keep, {"keep": kept_ids()}, {"keep": ids}] if "kept" in name else [{}]:
+    further: list[Any] = [keep, {"keep": kept_ids()}, {"keep": ids}] if "kept" in name else [{}]
+    for more in further:
         values_of(way, name, on_device, chunk_tokens=5, **more)["share"].backward()
     assert all(leaf.grad is not None for leaf in on_device.values())
     if way == "one pass":  # the tokens are those with a weight, on the host
@@ -261,7 +262,7 @@ class Watching(TorchDispatchMode):
     """The largest tensor that any operation gives, and the tokens that pass through products with the weight."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.largest, self.tokens = 0, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -391,7 +392,8 @@ def test_only_logits_and_their_gradient_are_rounded_to_their_dtype(name: str, dt
     expected = [one * mask for one in head_oracle.log_probs_and_entropy(leaf, labels, keep=keep, **options)]
     (gradient,) = torch.autograd.grad(((expected[0] - 0.3 * expected[1]) * slopes).sum(), leaf)
     exact = 1e-13 if dtype == torch.float64 else 1e-6  # sums over the vocabulary, an exponential and a logarithm
-    for more in ({}, {"gradient_in_place": True}, {"chunk_tokens": 3}):
+    ways: list[Any] = [{}, {"gradient_in_place": True}, {"chunk_tokens": 3}]
+    for more in ways:
         logits = leaf.detach().to(dtype).requires_grad_() * 1
         found = log_probs_from_logits(logits, labels, keep=keep, entropy=True, token_mask=mask, **options, **more)
         assert all(relative(one, other) <= exact for one, other in zip(found, expected, strict=True))
@@ -525,7 +527,7 @@ REFUSALS = {
         ({"tp_group": "nccl"}, "a process group of type str: it must be a ProcessGroup", {"tp_group": None}),
         *(
             ({"labels": labels}, f"labels of {labels.dtype}", {})
-            for labels in (LABELS.float(), LABELS.half(), LABELS.cfloat(), LABELS > 0)
+            for labels in (LABELS.float(), LABELS.half(), LABELS.to(torch.cfloat), LABELS > 0)
         ),
         error=TypeError,
     ),

@@ -194,18 +194,21 @@ def summing(name: str) -> torch.Tensor:
     return plan_step([Samples([[1, 1]])], mode, dp_group=None)[0].weights
 
 
+def nothing(of: Any) -> Any: ...
+
+
 test_settings_of_a_mode = refusal_tests(
     {
         **refusals(summing, (("samples",), "the sum 'samples' of the mode 'own', which declares tokens", ("tokens",))),
         **refusals(
-            functools.partial(Mode, name="own", function=len),
+            functools.partial(Mode, name="own", function=nothing),
             ({"divisor": "maybe"}, "there is no such divisor of a mode", {"divisor": "refused"}),
         ),
         **refusals(
-            functools.partial(Mode, name="own", function=len),
+            functools.partial(Mode, name="own", function=nothing),
             ({"function": 1}, "it must be a function of ModeInputs", {}),
             ({"sums": [1]}, "sums of the mode 'own' is a list", {"sums": {}}),
-            ({"sums": {"x": len}}, "the sum 'x' is a builtin_.*must be a Sum", {"sums": {"x": Sum(of=len)}}),
+            ({"sums": {"x": len}}, "the sum 'x' is a builtin_.*must be a Sum", {"sums": {"x": Sum(of=nothing)}}),
             error=TypeError,
         ),
     }

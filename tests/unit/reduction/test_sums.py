@@ -76,7 +76,7 @@ def test_worked_batch_whatever_is_masked_or_padding(poison: float, place: Place,
 @pytest.mark.parametrize("backward", ["sum", "slice"])
 def test_a_gather_by_its_backward(backward: Any) -> None:
     """Two CP ranks gather their halves of 8 log-probs: a token's gradient is its weight, and the value is the loss."""
-    masks, place = [torch.ones(4), torch.tensor([1.0, 0, 1, 0])], {"cp_size": 2}
+    masks, place = [torch.ones(4), torch.tensor([1.0, 0, 1, 0])], dict[str, Any](cp_size=2)
     place |= {"layout": Gathered([0, 4, 8], backward=backward), "totals": StepTotals.from_loss_masks(masks)}
     gradients, value = [torch.zeros(4), torch.zeros(4)], 0.0
     for rank in range(2):

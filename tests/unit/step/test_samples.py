@@ -166,7 +166,7 @@ def test_ints_stay_and_strings_are_hashed_alike_everywhere() -> None:
     hashed = as_ids("ids", list(DIGESTS), 3)
     assert hashed.tolist() == [int.from_bytes(bytes.fromhex(one), "little") % 2**61 for one in DIGESTS.values()]
     for ids in ((1, 2), range(1, 3), torch.tensor([1, 2]).byte(), np.array([1, 2]), np.array([1, 2], object)):
-        assert as_ids("ids", ids, 2).tolist() == [1, 2]  # type: ignore[arg-type]
+        assert as_ids("ids", ids, 2).tolist() == [1, 2]
 
 
 # --- what replicas compare
@@ -180,6 +180,9 @@ def described(**options: Any) -> Samples:
     return Samples([[1, 0, 1, 1], [1, 1, 1, 1]], **{"layout": ZigzagTHD([0, 4, 8]), **options})
 
 
+DTYPES = itertools.cycle([torch.int32, torch.int64])
+ID_LISTS: Any = itertools.cycle([[1, 2], torch.tensor([1, 2]).int()])
+ORDERS = itertools.cycle([["x", "y", "zz"], ["zz", "y", "x"]])
 ALIKE: dict[str, Callable[[], dict[str, Any]]] = {
     "tokens of another dtype of ints": lambda: {"tokens": torch.arange(8, dtype=next(DTYPES))},
     "bf16 tokens": lambda: {"tokens": torch.ones(8).bfloat16()},
@@ -189,9 +192,6 @@ ALIKE: dict[str, Callable[[], dict[str, Any]]] = {
     "labels of dicts": lambda: {"labels": {"of": [dict.fromkeys(next(ORDERS), 1), {Opaque(): None, Opaque(): {}}]}},
     "labels of tensors": lambda: {"labels": {"turns": [torch.arange(4), np.arange(3)]}},
 }
-DTYPES = itertools.cycle([torch.int32, torch.int64])
-ID_LISTS = itertools.cycle([[1, 2], torch.tensor([1, 2]).int()])
-ORDERS = itertools.cycle([["x", "y", "zz"], ["zz", "y", "x"]])
 UNLIKE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "layouts that cut otherwise": ({}, {"layout": Contiguous([0, 4, 8])}),
     "slots for rows": ({}, {"layout": ZigzagBSHD(2, 4)}),
@@ -244,8 +244,8 @@ test_refusals = refusal_tests(
         ),
         **refusals(
             of_masks,
-            ((TWO, TWO.cfloat()), "loss masks of torch.complex64", (TWO, TWO.half())),
-            ((TWO, torch.ones(2, device="meta").cfloat()), "loss masks of torch.complex64", (TWO,)),
+            ((TWO, TWO.to(torch.cfloat)), "loss masks of torch.complex64", (TWO, TWO.half())),
+            ((TWO, torch.ones(2, device="meta", dtype=torch.cfloat)), "loss masks of torch.complex64", (TWO,)),
             ((["a"],), "sample 0 is a list: it must hold one real number per token", ([1],)),
             (([1, [2]],), "sample 0 is a list", ([1, 1],)),
             error=TypeError,
