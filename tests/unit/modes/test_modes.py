@@ -161,7 +161,7 @@ def test_an_aggregation_as_text_has_what_is_not_usual() -> None:
     assert list(map(str, asked)) == [
         "token_mean",
         "constant with divisor 40960",
-        "token_sum with divisor 0.5, unit counting active",
+        "token_sum with divisor 0.5, counting active units",
     ]
 
 
