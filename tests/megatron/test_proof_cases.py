@@ -187,7 +187,7 @@ AGGREGATED: dict[str, tuple[Callable[..., Any], Callable[[Any], None] | None, li
         None,
         [rf"{PROVED} 37 tokens.*not covered: factors of 1 to 3 on tokens between ppo_clip_loss and the reducer"],
     ),
-    "scaled alike": (scaled_alike, None, [rf"{PROVED} 37.*not covered: factors of 0.5 to 0.5 on tokens between"]),
+    "scaled alike": (scaled_alike, None, [rf"{PROVED} 37.*not covered: a factor of 0.5 on tokens between"]),
     "a term without gradient": (
         with_a_term_that_trains_nothing,
         None,
