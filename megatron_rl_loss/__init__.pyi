@@ -38,10 +38,10 @@ from megatron_rl_loss.megatron.launch import LossAggregation as LossAggregation
 from megatron_rl_loss.megatron.output_head import Folded as Folded
 from megatron_rl_loss.megatron.output_head import OutputHead as OutputHead
 from megatron_rl_loss.megatron.output_head import Tokens as Tokens
+from megatron_rl_loss.modes.column import weights_column as weights_column
 from megatron_rl_loss.modes.table import Mode as Mode
 from megatron_rl_loss.modes.table import ModeInputs as ModeInputs
 from megatron_rl_loss.modes.table import register_pg_loss_reducer as register_pg_loss_reducer
-from megatron_rl_loss.modes.weights import weights_column as weights_column
 from megatron_rl_loss.plan.microbatch import Microbatch as Microbatch
 from megatron_rl_loss.planning import plan_step as plan_step
 from megatron_rl_loss.proof.first_step import prove_first_step as prove_first_step
@@ -59,7 +59,6 @@ from megatron_rl_loss.step.response_layout import ZigzagResponse as ZigzagRespon
 from megatron_rl_loss.step.samples import Samples as Samples
 from megatron_rl_loss.step.totals import StepTotals as StepTotals
 from megatron_rl_loss.step.units import Sum as Sum
-from megatron_rl_loss.step.units import Units as Units
 
 __version__: str
 

@@ -23,7 +23,15 @@ from typing import Any
 
 import torch
 
-from megatron_rl_loss.frameworks.columns import FACTORS, MASKS, MEDIA, PLAIN, StepRow, weigh_advantages
+from megatron_rl_loss.frameworks.columns import (
+    FACTORS,
+    MASKS,
+    MEDIA,
+    PLAIN,
+    StepRow,
+    at_masked_tokens,
+    weigh_advantages,
+)
 from megatron_rl_loss.frameworks.log_prob_gradients import tap_output
 from megatron_rl_loss.frameworks.places import swapped
 from megatron_rl_loss.frameworks.policy_tap import LossPaths, WeighedMicrobatch, tap_policy
@@ -156,7 +164,7 @@ def _tapped(stock: Any, arguments: dict[str, Any]) -> Any:
         prompts = {} if isinstance(batch.prompts, str) else {"prompt_ids": batch.prompts}
         layout = Gathered(range(0, len(masks) * width + 1, width))
         samples = Samples(masks, layout=layout, labels={"microbatch": [batch.number] * len(masks)}, **prompts)
-        return WeighedMicrobatch(samples, batch.factors, batch.plain)
+        return WeighedMicrobatch(samples, *at_masked_tokens(torch.stack(masks), batch.factors, batch.plain))
 
     return tap_policy(_LOSS, stock, arguments, measured) if hasattr(batch, "factors") else stock()
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megatron_rl_loss.frameworks.columns import MEDIA, plan_of, prompts_of, samples_of
+from megatron_rl_loss.frameworks.columns import MEDIA, at_masked_tokens, plan_of, prompts_of, samples_of
 from megatron_rl_loss.frameworks.log_prob_gradients import tap_output
 from megatron_rl_loss.frameworks.places import wrapped
 from megatron_rl_loss.frameworks.policy_tap import LossPaths, WeighedMicrobatch, tap_policy, tap_sum
@@ -52,6 +52,7 @@ class _Microbatch(NamedTuple):
 
     Attributes:
         planes: weights of KL, entropy and each MTP depth, [rows, tokens].
+        masks: those of the mini-batch, [rows, tokens], whatever masks SkyRL's functions get.
         ids: of each row's prompt; -1 for rows that are no samples, NaN where prompts are not known.
         coefs: of the terms, by name.
         drafts: the MTP depths so far, each with its samples.
@@ -59,6 +60,7 @@ class _Microbatch(NamedTuple):
 
     modes: LossModes
     planes: Sequence[Tensor]
+    masks: Tensor
     ids: Tensor
     coefs: dict[str, float]
     drafts: list[tuple[str, Samples]]
@@ -68,8 +70,12 @@ class _Microbatch(NamedTuple):
         name = term.partition(" ")[0]
         return {"coef": self.coefs[name], "aggregation": self.modes.terms.get(name, self.modes.policy)}
 
+    def of_responses(self, width: int, **layout: Any) -> Samples:
+        """Samples of the last tokens of each row."""
+        return self.samples(self.masks[:, -width:], **layout)
+
     def samples(self, masks: Tensor | Sequence[Tensor], **layout: Any) -> Samples:
-        """Samples of the engine's masks, one mask for each row."""
+        """Samples of these masks, one mask for each row."""
         bounds = list(accumulate(map(len, masks), initial=0))
         held = (self.ids != -1).tolist()
         ids = None if self.ids.isnan().any() else [int(number) for number in self.ids.tolist() if number >= 0]
@@ -126,18 +132,18 @@ class AggregatedPolicyLoss:
                 "trainer.strategy=megatron."
             )
         width = log_probs.shape[1]
-        theirs, factors, *planes, ids = advantages
+        theirs, factors, *planes, masks, ids = advantages
         factors, planes = factors[:, -width:].float(), [plane.float() for plane in planes]
         config = copy.copy(config)
         config.policy_loss_type = self._name
         coefs = {"kl": config.kl_loss_coef, "entropy": -config.entropy_loss_coef, "mtp": self._mtp_coef}
-        now = _Microbatch(self._modes, planes, ids[:, 0], coefs, [])
+        now = _Microbatch(self._modes, planes, masks, ids[:, 0], coefs, [])
         installed("SkyRL").now = now
 
         def tapped(stock: Any, arguments: dict[str, Any]) -> Any:
             def describe() -> WeighedMicrobatch:
-                samples = now.samples(inputs["loss_mask"])
-                return WeighedMicrobatch(samples, factors, plain, temperature=self._temperature)
+                trial = at_masked_tokens(masks[:, -width:], factors, plain)
+                return WeighedMicrobatch(now.of_responses(width), *trial, temperature=self._temperature)
 
             return tap_policy(_LOSS, stock, arguments, describe)
 
@@ -153,7 +159,7 @@ class AggregatedPolicyLoss:
         self._expect(wrapper, depths)
         group, modes = mpu.get_data_parallel_group(with_context_parallel=False), self._modes
         plan = plan_of(modes, lambda: [self._describe(wrapper, batch, depths) for batch in batches], group, depths)
-        tokens = max(plan.totals.step_tokens or 0, 1)  # by which SkyRL has divided advantages
+        tokens = max(plan.totals.step_tokens, 1)  # by which SkyRL has divided advantages
         shares = group.size() * max(1, batches[0].get("num_real_microbatches", len(batches)))
         weighed = []
         for batch, microbatch in zip(batches, plan, strict=True):
@@ -167,7 +173,7 @@ class AggregatedPolicyLoss:
                 local = microbatch.samples.with_mask(of_term).local(0, 1)
                 weights = weigh(modes.terms.get(term, modes.policy), local, plan.totals.with_mask(of_term))
                 outside = 0.0 if of_term is None else math.nan  # where a depth of MTP has no token
-                weights[torch.from_numpy(local.mask) == 0] = outside
+                weights[torch.from_numpy(local.mask == 0)] = outside
                 plane = mask.new_full(mask.shape, outside, dtype=torch.float32)
                 plane[_held(batch)] = weights.to(mask.device).view(-1, mask.shape[1])
                 planes.append(plane if term == "policy" else plane * shares)
@@ -175,7 +181,7 @@ class AggregatedPolicyLoss:
             ids = torch.full(mask.shape, -1, dtype=torch.float64, device=mask.device)
             prompts = torch.from_numpy(microbatch.samples.ids["prompt"] % _PROMPT_IDS).double()
             ids[_held(batch), 0] = prompts if batch.get("pixel_values") is None else math.nan
-            planes = [tokens * _in_row(batch, "advantages"), *planes, ids]
+            planes = [tokens * _in_row(batch, "advantages"), *planes, mask, ids]
             weighed.append({**batch, "advantages": torch.stack([plane.double() for plane in planes])})
         return weighed
 
@@ -293,7 +299,7 @@ def _mean(stock: Any, arguments: dict[str, Any], now: _Microbatch) -> Any:
     if term == "kl":  # SkyRL has multiplied it by the mask
         values = values / mask.where(mask != 0, 1)
     if taps := observed_taps():
-        tap(values, term, samples=now.samples(mask), **now.facts(term))
+        tap(values, term, samples=now.of_responses(values.shape[1]), **now.facts(term))
         if (tapped := taps.find(values)) is not None:
             tapped.at_log_probs = term == "kl"
     return (values * weights).sum() if term == "entropy" else (values * weights).sum(arguments["dim"]) * len(values)
@@ -306,7 +312,8 @@ def _entropy(stock: Any, arguments: dict[str, Any], now: _Microbatch) -> Any:
     arguments["loss_mask"] = weights / total.where(total != 0, 1)
     whole, mine = (value * total for value in stock())
     if is_observed():  # each CP rank has the gradient of its own tokens
-        tap_sum(mine, weights, "entropy", samples=now.samples(mask, backward="slice"), **now.facts("entropy"))
+        samples = now.of_responses(mask.shape[1], backward="slice")
+        tap_sum(mine, weights, "entropy", samples=samples, **now.facts("entropy"))
     return whole, whole.detach() + mine - mine.detach()  # the gradient is that of this CP rank's tokens
 
 

@@ -83,7 +83,7 @@ def visited(layout: Layout) -> dict[Ask, list[Outcome]]:
     asks = [in_layout(layout, ask) for ask in [*ASKS, *FURTHER.get(layout, [])]]
     rollouts = {shape: gpt_oracle.rollouts_of(shape) for shape in {ask.case.shape(layout) for ask in asks}}
     by_rank = run_ranks(layout.world_size, functools.partial(run_steps, layout, asks, rollouts))
-    return {ask: [found[k] for found in by_rank] for k, ask in enumerate(asks)}
+    return {ask: [of_rank[k] for of_rank in by_rank] for k, ask in enumerate(asks)}
 
 
 def outcomes(layout: Layout, ask: Ask) -> list[Outcome]:
@@ -169,12 +169,12 @@ def test_declared_terms_are_judged_as_their_own_modes(layout: Layout) -> None:
         assert not step.unknown
         np.testing.assert_array_equal(step.tokens.mask, expected["mask"], err_msg=name)
         np.testing.assert_allclose(step.weights, coef * expected["weights"], rtol=EXACT, atol=0, err_msg=name)
-        asked = {term: resolve(one["mode"], units=one["units"]) for term, one in first.expected.items()}
+        asked = {term: resolve(declared["mode"], units=declared["units"]) for term, declared in first.expected.items()}
         assert asked[name].mode.name == own.mode
         verdict = judge(step, asked[name])
         assert verdict.sound, str(verdict)
         assert any("coefficient" in note for note in verdict.notes) == (coef != 1)
-        other = next(one for one, (mode, *_) in TERMS.items() if (mode or ask.case.mode) != own.mode)
+        other = next(term for term, (mode, *_) in TERMS.items() if (mode or ask.case.mode) != own.mode)
         assert not judge(step, asked[other]).sound, (name, other)
     deviations = [outcome.deviation for outcome in (first, *others) if outcome.deviation is not None]
     assert deviations
@@ -196,7 +196,7 @@ def test_taps_that_say_more_or_nothing(how: str) -> None:
         for name, coef in (("pg", 1), ("kl", 0.5), ("entropy", -0.25)):
             np.testing.assert_allclose(first.steps[name].weights, coef * expected, rtol=EXACT, atol=0, err_msg=name)
     if how == "other ids":  # each sample's second
-        lengths = [len(one.mask) for one in gpt_oracle.rollouts_of(STEP.shape(CP_DP))]
+        lengths = [len(rollout.mask) for rollout in gpt_oracle.rollouts_of(STEP.shape(CP_DP))]
         assert f" {sum(length > 1 for length in lengths)} of " in said[0]
     assert (first.measured.facts.get("tokens_compared", 0) > 0) == how.endswith("ids")
 
@@ -204,8 +204,8 @@ def test_taps_that_say_more_or_nothing(how: str) -> None:
 def test_a_rank_that_never_taps_a_term_gives_its_tokens_no_weight() -> None:
     """Two DP ranks of a reported step, by hand: one taps the policy loss alone; the same term declared apart."""
     group = SimpleNamespace(size=lambda: 2)
-    one = SimpleNamespace(size=lambda: 1)
-    groups: Any = SimpleNamespace(dp=group, dp_cp=group, cp=one, tp=one, pp=one)
+    alone = SimpleNamespace(size=lambda: 1)
+    groups: Any = SimpleNamespace(dp=group, dp_cp=group, cp=alone, tp=alone, pp=alone)
     config = SimpleNamespace(calculate_per_token_loss=False, num_moe_experts=None)
 
     def sent_by(rank: int, **coefs: float) -> FromRank:
@@ -222,8 +222,8 @@ def test_a_rank_that_never_taps_a_term_gives_its_tokens_no_weight() -> None:
 
     sound = verdicts(sent_by(0, pg=1.0, kl=0.5), sent_by(1, pg=1.0, kl=0.5))
     assert (sound["pg"].sound, sound["kl"].sound) == (True, True)
-    found = verdicts(sent_by(0, pg=1.0, kl=0.5), sent_by(1, pg=1.0))
-    assert found["pg"].sound
-    assert "2 of 4 active tokens have no weight, all of DP 1" in str(found["kl"])
+    partly = verdicts(sent_by(0, pg=1.0, kl=0.5), sent_by(1, pg=1.0))
+    assert partly["pg"].sound
+    assert "2 of 4 active tokens have no weight, all of DP 1" in str(partly["kl"])
     apart = verdicts(sent_by(0, pg=1.0, kl=0.5), sent_by(1, pg=1.0, kl=0.25))
     assert "declare 'kl' differently" in apart["kl"].headline

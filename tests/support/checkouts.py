@@ -236,7 +236,7 @@ def record_errors(
 ) -> None:
     """Record, for the table at the end of a run, a setting's errors by the engine itself, if any, and with ours."""
     root = Path(checkout(framework))
-    command = ["git", "-C", root, "log", "-1", "--abbrev=8", "--format=Version: `%h`"]
+    command = ["git", "-C", str(root), "log", "-1", "--abbrev=8", "--format=Version: `%h`"]
     commit = subprocess.run(command, capture_output=True, text=True).stdout
     name = framework.variable.removesuffix("_PATH").lower()
     metadata = [*(folder / "PKG-INFO" for folder in (root, root.parent)), *root.glob(f"{name}-*.dist-info/METADATA")]

@@ -102,7 +102,7 @@ class Counted:
             "i": "sample {}", "ic": "sample {}, CP {}",
         }[places]  # fmt: skip
         ids = zip(*(getattr(self, letter).tolist() for letter in places), strict=True)
-        return {words.format(*one): float(v) for one, v, m in zip(ids, values, self.m, strict=True) if m}
+        return {words.format(*place): float(v) for place, v, m in zip(ids, values, self.m, strict=True) if m}
 
 
 #: A token's weight, mask included, from counts.

@@ -50,7 +50,7 @@ def errors_from_hidden(
     tensor_parallel = TensorParallel(group=group, **parallel)
     labels = batch.labels.masked_fill(~batch.mask, -7).to(device)
     output_layer = OutputLayer(mine[1], tensor_parallel=tensor_parallel, temperature=temperature)
-    ours = log_probs_from_hidden(mine[0], output_layer, labels, entropy=True, token_mask=batch.mask, kernel=kernel)
+    ours: Any = log_probs_from_hidden(mine[0], output_layer, labels, entropy=True, token_mask=batch.mask, kernel=kernel)
     given = torch.autograd.grad(((ours.log_probs - 0.3 * ours.entropy) * slopes.to(device)).sum(), mine)
     expected = log_probs, entropy, gradients[0][part], gradients[1][columns]
     return tuple(relative(one.cpu(), other) for one, other in zip((*ours, *given), expected, strict=True))

@@ -66,7 +66,7 @@ def made(make: Callable[[], Any]) -> Change:
 
 
 def fails() -> Any:
-    return {}["loss_masks"]
+    return dict[str, Any]()["loss_masks"]
 
 
 def same_rollout_twice(good: list[Record], dp: int, cp: int) -> list[Record]:

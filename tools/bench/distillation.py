@@ -43,7 +43,7 @@ from megatron.core import parallel_state
 from timing import BACKENDS, Others, commit_of, flags, publish, synchronize
 from torch import Tensor
 
-from checkouts import MS_SWIFT, NEMO_RL, TRL, VERL, Framework, load  # type: ignore  # isort: skip
+from checkouts import MS_SWIFT, NEMO_RL, TRL, VERL, Framework, load  # isort: skip
 from megatron_rl_loss import (
     OutputLayer,
     Teacher,

@@ -24,7 +24,7 @@ from tabulate import tabulate
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "support"))
 
-from checkouts import MILES, SLIME, load  # type: ignore
+from checkouts import MILES, SLIME, load
 
 TURN_SECONDS = 0.004
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
@@ -49,10 +49,11 @@ def flags(doc: str | None, *peers: str) -> argparse.ArgumentParser:
 
 def peers(args: argparse.Namespace, place: SimpleNamespace) -> dict[str, tuple[Any, Any]]:
     """The two modules of each given checkout; their parallel state has `place.cp` alone."""
-    by_name = {}
+    by_name = dict[str, tuple[Any, Any]]()
     for name, (framework, *modules) in PEERS.items():
         if root := getattr(args, name, None):
-            by_name[name] = cp_utils, _ = load(framework, str(root), *modules)
+            cp_utils, losses = load(framework, str(root), *modules)
+            by_name[name] = cp_utils, losses
             cp_utils.get_parallel_state = lambda: place
             cp_utils.mpu = SimpleNamespace(
                 get_context_parallel_rank=lambda: place.cp.rank,

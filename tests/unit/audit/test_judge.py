@@ -9,6 +9,7 @@ import random
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,6 @@ import pytest
 import torch
 from counted_steps import Array, Counted, Formula, Row, Step, measured, ragged
 from published import exact, own_mean, own_piece
-from torch import Tensor
 
 from megatron_rl_loss import Mode, ModeInputs, Samples, Sum
 from megatron_rl_loss.audit.judge import explain, judge
@@ -84,11 +84,11 @@ def test_sound_code_is_called_sound_and_anything_has_a_verdict(mode: str, units:
             fractional=rng.random() < 0.4, masked=rng.choice([0.0, 0.2, 0.8]), responses=rng.random() < 0.4,
             longest=rng.choice([8, 20]),
         )  # fmt: skip
-        found = sound_step(step, mode, units, seed=draw)
+        sound = sound_step(step, mode, units, seed=draw)
         if rng.random() < 0.2:  # every CP rank holds every token
-            everywhere = [replace(of, cp_rank=np.full_like(of.cp_rank, -1)) for of in found.microbatches]
-            found = replace(found, microbatches=tuple(everywhere))
-        verdict = judge(found, asked(mode, units))
+            everywhere = [replace(of, cp_rank=np.full_like(of.cp_rank, -1)) for of in sound.microbatches]
+            sound = replace(sound, microbatches=tuple(everywhere))
+        verdict = judge(sound, asked(mode, units))
         if not step.counted.T:
             assert "no token with an expected or measured weight" in verdict.headline
             continue
@@ -98,8 +98,8 @@ def test_sound_code_is_called_sound_and_anything_has_a_verdict(mode: str, units:
         assert (verdict.low, verdict.high) == pytest.approx((1, 1), abs=1e-5)
         assert str(verdict).startswith(f"SOUND: {mode}")
         for _ in range(rng.randrange(1, 4)):
-            found = replace(found, weights=spoilt(found.weights, found.tokens, rng))
-        verdict = judge(found, None if rng.random() < 0.2 else asked(mode, units))
+            sound = replace(sound, weights=spoilt(sound.weights, sound.tokens, rng))
+        verdict = judge(sound, None if rng.random() < 0.2 else asked(mode, units))
         lines = str(verdict).splitlines()
         assert len(lines) <= 15
         assert max(map(len, lines)) <= 120
@@ -129,12 +129,12 @@ def test_half_precision_gradients_are_allowed_their_roundings(rounding: str) -> 
 
 
 def test_the_smallest_step_and_one_without_an_active_token() -> None:
-    one = Step([[[Row((1.0, 1.0))]]])
-    assert judged(one, exact).sound
-    assert judged(one, lambda t: t.m).causes
+    smallest = Step([[[Row((1.0, 1.0))]]])
+    assert judged(smallest, exact).sound
+    assert judged(smallest, lambda t: t.m).causes
     nothing = ragged(3, masked=1.1)
     assert judged(nothing, lambda t: 0 * t.m).unknown[0].startswith("The step has no token")
-    assert [one.name for one in judged(nothing, lambda t: 0 * t.m + 0.1).misplaced] == ["masked_samples_trained"]
+    assert [fact.name for fact in judged(nothing, lambda t: 0 * t.m + 0.1).misplaced] == ["masked_samples_trained"]
 
 
 # ---- weight in the wrong places
@@ -187,18 +187,18 @@ MISPLACED: dict[str, tuple[Formula, dict[str, Any], str, str]] = {
 def test_weight_in_the_wrong_places_is_told_as_a_fact(name: str) -> None:
     formula, options, kind, constant = MISPLACED[name]
     verdict = judged(ragged(3, **options), formula)
-    assert [one.name for one in verdict.misplaced] == [kind], str(verdict)
+    assert [fact.name for fact in verdict.misplaced] == [kind], str(verdict)
     assert [cause.constant for cause in verdict.causes if not cause.row] == [constant] * bool(constant)
     assert verdict.misplaced[0].text in " ".join(str(verdict).split())
     if kind in ("missing", "sign") and name not in ("nothing", "first tokens dropped"):
         place = {"a CP": "CP 1", "th": "DP 1", "on": "micro-batch 0 of each DP rank; micro-batch 1"}
         whole = name == "the sign turned"
-        assert whole or place[next(one for one in place if name.startswith(one))] in verdict.misplaced[0].text
+        assert whole or place[next(words for words in place if name.startswith(words))] in verdict.misplaced[0].text
 
 
 def test_weight_on_padding_is_told() -> None:
     verdict = judge(replace(sound_step(ragged(3), "token_mean"), stray=(3, 0.25)), asked("token_mean"))
-    assert [one.name for one in verdict.misplaced] == ["stray"]
+    assert [fact.name for fact in verdict.misplaced] == ["stray"]
     assert verdict.wrong_share == pytest.approx(0.2, rel=1e-3)
     assert "20.0 % of all weight lies on padding" in str(verdict)
     for step in (ragged(3), Step([[[Row(())]]])):
@@ -210,6 +210,11 @@ def test_weight_on_padding_is_told() -> None:
 # ---- causes
 
 
+def scaled(factor: Callable[[Counted], Array], t: Counted) -> Array:
+    weights: Array = exact(t) * factor(t)
+    return weights
+
+
 def test_what_no_row_explains_stays_a_number() -> None:
     """A rank apart, a factor of chance for each rank, for each sample, for each token."""
     seed, rng = 1, np.random.default_rng(1)
@@ -218,7 +223,7 @@ def test_what_no_row_explains_stays_a_number() -> None:
         lambda t: rng.uniform(0.5, 2, t.ROWS)[t.i], lambda t: rng.uniform(0.5, 2, len(t.m)),
     ]  # fmt: skip
     for factor in factors:
-        verdict = judged(ragged(seed), lambda t, factor=factor: exact(t) * factor(t))
+        verdict = judged(ragged(seed), partial(scaled, factor))
         assert (verdict.misplaced, verdict.causes) == ((), ())
         assert "No known cause fits" in str(verdict)
         assert "DP 0, micro-batch" in str(verdict)
@@ -290,7 +295,7 @@ def test_all_names_of_a_constant_are_said(name: str) -> None:
     factor, (D, C, K), pp_size, constants = CONSTANTS[name]
     step = measured(ragged(3, D=D, C=C, K=K), lambda t: factor * exact(t))
     verdict = judge(replace(step, split=replace(step.split, pp_size=pp_size)), asked("token_mean"))
-    assert {one.constant for one in verdict.causes} == constants
+    assert {cause.constant for cause in verdict.causes} == constants
     assert ("Each of these causes fits" in str(verdict)) == (len(constants) > 1)
     assert f"or a factor of {factor:.4g} in your own code" in " ".join(str(verdict).split())
 
@@ -328,7 +333,7 @@ def test_where_nothing_is_asked_the_nearest_mode_is() -> None:
     assert "divided by the tokens of the micro-batch" in verdict.causes[0].row
 
 
-def late_tokens(inputs: ModeInputs) -> list[Tensor]:
+def late_tokens(inputs: ModeInputs) -> list[Any]:
     return [torch.arange(1.0, int(n) + 1) / inputs.tokens("step") for n in inputs.batch.mask_lengths]
 
 
@@ -353,7 +358,7 @@ def test_a_mode_of_ones_own_can_be_asked_for_if_masks_suffice() -> None:
     weights = t.m * (t.t + 1) / t.T
     assert judge(measured(step, weights), resolve(late_tokens)).sound
     verdict = judge(measured(step, weights * 2), resolve(late_tokens))
-    assert [one.constant for one in verdict.causes] == ["CP"]
+    assert [cause.constant for cause in verdict.causes] == ["CP"]
     verdict = judge(sound_step(step, "token_mean"), resolve(late_tokens))
     assert verdict.causes == ()
     right = right_weights(step, "vl_norm")
