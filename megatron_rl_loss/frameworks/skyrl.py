@@ -159,7 +159,7 @@ class AggregatedPolicyLoss:
         self._expect(wrapper, depths)
         group, modes = mpu.get_data_parallel_group(with_context_parallel=False), self._modes
         plan = plan_of(modes, lambda: [self._describe(wrapper, batch, depths) for batch in batches], group, depths)
-        tokens = max(plan.totals.step_tokens or 0, 1)  # by which SkyRL has divided advantages
+        tokens = max(plan.totals.step_tokens, 1)  # by which SkyRL has divided advantages
         shares = group.size() * max(1, batches[0].get("num_real_microbatches", len(batches)))
         weighed = []
         for batch, microbatch in zip(batches, plan, strict=True):
@@ -173,7 +173,7 @@ class AggregatedPolicyLoss:
                 local = microbatch.samples.with_mask(of_term).local(0, 1)
                 weights = weigh(modes.terms.get(term, modes.policy), local, plan.totals.with_mask(of_term))
                 outside = 0.0 if of_term is None else math.nan  # where a depth of MTP has no token
-                weights[torch.from_numpy(local.mask) == 0] = outside
+                weights[torch.from_numpy(local.mask == 0)] = outside
                 plane = mask.new_full(mask.shape, outside, dtype=torch.float32)
                 plane[_held(batch)] = weights.to(mask.device).view(-1, mask.shape[1])
                 planes.append(plane if term == "policy" else plane * shares)

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from megatron_rl_loss.errors import check_one_each, is_int
+from megatron_rl_loss.errors import check_one_each, is_int, is_unordered
 
 Ids = Sequence[int | str] | Tensor | npt.NDArray[Any]
 #: By name, an id per sample; or per sample a row, with an id per mask entry.
@@ -108,7 +108,7 @@ def as_ids(name: str, ids: Ids, num_samples: int, beside: str = "loss masks") ->
         ValueError: a wrong number of ids; an int beyond 61 bits; an int and its own string, which would be two ids.
     """
     is_scalar = isinstance(ids, Tensor | np.ndarray) and not ids.ndim
-    if is_scalar or isinstance(ids, str | bytes | set | dict) or not isinstance(ids, Collection):  # read twice
+    if is_scalar or isinstance(ids, str | bytes) or is_unordered(ids) or not isinstance(ids, Collection):  # read twice
         raise TypeError(f"{name} is {ids!r}: there must be one id per sample. Pass a list of ints or strings.")
     values: list[Any] = list(_plain(ids))
     check_one_each(name, len(values), beside, num_samples)
@@ -155,17 +155,6 @@ def join_kinds(of_microbatches: Iterable[Sequence[tuple[str, str]]]) -> dict[str
             return None
         joined[name] = known.pop()
     return joined
-
-
-def without_types(kinds: Mapping[str, str]) -> dict[str, str]:
-    """The kinds without the types of ids per token, which a rank does not know where no token is in a unit."""
-    return {name: _PER_TOKEN if kind.endswith(_PER_TOKEN) else kind for name, kind in kinds.items()}
-
-
-def types_per_token(kinds: Mapping[str, str]) -> int:
-    """Two bits for each name of ids per token, in order: 1 for ints, 2 for strings, 0 for none; at most 52 bits."""
-    types = [kind.partition(" ")[0] for kind in kinds.values() if kind.endswith(_PER_TOKEN)]
-    return sum({"int": 1, "str": 2}.get(one, 0) << 2 * k for k, one in enumerate(types[:26]))
 
 
 def hashed(data: str | bytes, bits: int = 61) -> int:

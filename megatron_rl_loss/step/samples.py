@@ -109,6 +109,8 @@ class Samples:
         if reserved := {"step", "sample"} & given.keys():
             raise ValueError(f"ids named {min(reserved)!r}: the step and each sample are units already. Rename them.")
         self.parts = {name: parts_of(name, values, self.mask_lengths) for name, values in given.items()}
+        for parts in self.parts.values():
+            parts.keys.flags.writeable = False
         self.ids = {name: one.keys for name, one in self.parts.items() if one.of_entry is None}
         self.kinds_of_ids = tuple(sorted((name, kind_of_ids(values)) for name, values in given.items()))
         for name, entries in self.labels.items():
@@ -167,6 +169,8 @@ class Samples:
         self._mask_sums = sum_each(weights, self.mask_lengths)
         self._active_tokens = self._mask_sums if self.holds_flags else sum_each(weights != 0, self.mask_lengths)
         self._buffer, self._given = place(weights, self._places, self.total_tokens), []
+        for counted in (self._buffer, self._mask_sums, self._active_tokens):  # as ids: a change would not be counted
+            counted.flags.writeable = False
 
     def _read(self) -> "Samples":
         """These samples, with masks on the host."""
@@ -202,6 +206,11 @@ class Samples:
         if parts is None or parts.of_entry is None:
             return self.mask_sums
         return parts.sums(np.concatenate([np.zeros(0), *self.loss_masks]))
+
+    def at_parts(self, key: str, of_samples: Array) -> Array:
+        """One value per sample -> the value of each part by that key, [num_parts]."""
+        parts = self.parts.get(key)
+        return of_samples if parts is None else of_samples[parts.sample]
 
     def in_buffer(self, values: Sequence[Any] | Tensor) -> Any:
         """One row or number per sample -> the layout's buffer [total_tokens], 0 in padding.

@@ -6,6 +6,7 @@ the schedule. `train` gives what the float64 oracle is compared with, and the li
 """
 
 import contextlib
+import functools
 import io
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +17,7 @@ import gpt_oracle
 import oracle
 import tiny_gpt
 import torch
+import torch.distributed as dist
 from example_run import MODEL
 from gpt_oracle import Rollout
 from gpt_steps import Outcome, collect, output_of, place_in, start_layout
@@ -167,55 +169,76 @@ def aggregation_in(world: World) -> LossAggregation:
     return LossAggregation(settings, lambda batch: batch.samples)
 
 
-def schedule_step(
-    world: World,
-    model: Model,
-    chunks: list[Any],
-    item_of: Callable[[Any], tuple[Any, Any]],
-    steps: list[Any],
-    wrap: Any,
-) -> Any:
-    """Megatron's schedule over the step: what it stored. `item_of` splits what an iterator gives."""
-
-    def forward_step(iterator: Iterator[Any], chunk: Any) -> Any:
-        microbatch, batch = item_of(next(iterator))
-        output = model.output_of(chunk, batch)
-        return output, lambda output: microbatch.loss(model.losses_of(output, batch), form=world.form)
-
+def run_chunks(world: World, chunks: list[Any], forward_step: Any, steps: Sequence[Any], wrap: Any) -> Any:
+    """Megatron's schedule over the step: what it stored."""
     virtual = world.layout.vp > 1
     data: Any = [iter(steps) for _ in chunks] if virtual else iter(steps)
-    return run_schedule(forward_step, data, chunks if virtual else chunks[0], len(steps), wrap)
+    return run_schedule(forward_step, data, chunks if virtual else chunks[0], len(steps), wrap, fresh=False)
+
+
+def forward_step_of(world: World, model: Model) -> Any:
+    """A user's forward step, in whose iterator `LossAggregation` has put micro-batches."""
+
+    def forward_step(iterator: Iterator[Any], chunk: Any) -> Any:
+        microbatch = next(iterator)
+        output = model.output_of(chunk, microbatch.data)
+        return output, lambda output: microbatch.loss(model.losses_of(output, microbatch.data), form=world.form)
+
+    return forward_step
 
 
 def by_adapter(world: World, model: Model) -> tuple[list[Any], Any]:
-    chunks = in_ddp(world, model)
-    wrap = aggregation_in(world).wrap_schedule
-    return chunks, schedule_step(world, model, chunks, lambda taken: (taken, taken.data), model.batches, wrap)
+    chunks, wrap = in_ddp(world, model), aggregation_in(world).wrap_schedule
+    return chunks, run_chunks(world, chunks, forward_step_of(world, model), model.batches, wrap)
 
 
 def by_plan(world: World, model: Model) -> tuple[list[Any], Any]:
-    chunks = in_ddp(world, model)
-    plan = plan_step([batch.samples for batch in model.batches], world.mode, divisor=world.divisor, model=chunks)
-    steps = list(zip(plan, model.batches, strict=True))
-    stored = schedule_step(world, model, chunks, lambda item: item, steps, prove_first_step)
-    if stored:
-        plan.finish(stored)
-    return chunks, stored
-
-
-def by_hand(world: World, model: Model) -> tuple[list[Any], Any]:
+    """A plan: its shares, in the schedule whose first step is proved, or by hand where the form is a loop's."""
     from megatron.core import parallel_state as mpu
+
+    chunks = in_ddp(world, model)
+    of_form: Any = {"model": chunks}
+    if FORMS[world.form].caller == "loop":
+        of_form = {"dp_group": mpu.get_data_parallel_group(), "cp_group": mpu.get_context_parallel_group()}
+        of_form["per_token_loss"] = world.per_token
+    plan = plan_step([batch.samples for batch in model.batches], world.mode, divisor=world.divisor, **of_form)
+    run = functools.partial(run_chunks, world, chunks, wrap=prove_first_step)
+    shares = train_plan(model, chunks[0], plan, world.form, run, as_returned)
+    if not shares:
+        return chunks, []
+    total = torch.stack(shares).sum()
+    dist.all_reduce(total, group=mpu.get_data_parallel_group(with_context_parallel=True))
+    return chunks, [{"pg_loss": total}]
+
+
+def as_returned(returned: Any, batch: Any, num_microbatches: int) -> Any:
+    return returned
+
+
+def train_plan(model: Model, chunk: Any, plan: Any, form: str, run: Any, engine: Engine) -> list[Tensor]:
+    """Forward and backward of a planned step; the shares, where losses are computed. `run` runs the schedule."""
     from megatron.core.distributed import finalize_model_grads
 
-    (chunk,) = in_ddp(world, model)
-    groups: Any = {"dp_group": mpu.get_data_parallel_group(), "cp_group": mpu.get_context_parallel_group()}
-    samples, settings = [batch.samples for batch in model.batches], {"divisor": world.divisor, **groups}
-    plan = plan_step(samples, world.mode, per_token_loss=world.per_token, **settings)
-    for batch, microbatch in zip(model.batches, plan, strict=True):
-        share = microbatch(model.losses_of(model.output_of(chunk, batch), batch))
-        microbatch.carry(share, form=world.form).backward()
-    finalize_model_grads([chunk], None)
-    return [chunk], []
+    steps = list(zip(model.batches, plan, strict=True))
+    if FORMS[form].caller == "loop":
+        shares = []
+        for batch, microbatch in steps:
+            share = microbatch(model.losses_of(model.output_of(chunk, batch), batch))
+            microbatch.carry(share, form=form).backward()
+            shares.append(share.detach())
+        finalize_model_grads([chunk], None)
+        return shares
+
+    def forward_step(iterator: Iterator[Any], chunk: Any) -> Any:
+        batch, microbatch = next(iterator)
+
+        def loss_func(output: Tensor) -> Any:
+            share = microbatch(model.losses_of(output, batch))
+            return engine(microbatch.carry(share, {"share": share.detach()}, form=form), batch, len(plan))
+
+        return model.output_of(chunk, batch), loss_func
+
+    return [report["share"] for report in run(forward_step, steps)]
 
 
 def by_pretrain(world: World, model: Model) -> tuple[list[Any], Any]:
@@ -246,12 +269,7 @@ def by_pretrain(world: World, model: Model) -> tuple[list[Any], Any]:
 
     provide_data.is_distributed = True  # type: ignore[attr-defined]
 
-    def forward_step(iterator: Iterator[Any], chunk: Any) -> Any:
-        microbatch = next(iterator)
-        output = model.output_of(chunk, microbatch.data)
-        return output, lambda output: microbatch.loss(model.losses_of(output, microbatch.data), form=world.form)
-
-    training_log = training.training_log
+    training_log, step = training.training_log, forward_step_of(world, model)
 
     def catch(losses: dict[str, Tensor], *args: Any, **options: Any) -> Any:
         logged.append(losses)
@@ -264,7 +282,7 @@ def by_pretrain(world: World, model: Model) -> tuple[list[Any], Any]:
     training.training_log = catch
     try:
         with LossAggregation.from_args(args, lambda batch: batch.samples).attached():
-            training.pretrain(container, provide_data, ModelType.encoder_or_decoder, forward_step, provide_model)
+            training.pretrain(container, provide_data, ModelType.encoder_or_decoder, step, provide_model)
     finally:
         training.training_log = training_log
         num_microbatches_calculator.unset_num_microbatches_calculator()
@@ -277,7 +295,7 @@ LOOPS: dict[Loop, Callable[[World, Model], tuple[list[Any], Any]]] = {
     "adapter": by_adapter,
     "pretrain": by_pretrain,
     "plan": by_plan,
-    "by hand": by_hand,
+    "by hand": by_plan,
 }
 
 
@@ -338,49 +356,18 @@ def gradient_of(mode: str) -> Tensor:
     return torch.cat([*oracle.step_gradient(mode, STEP, divisor), torch.zeros(1)])
 
 
-def step(
-    model: Any,
-    plan: Any,
-    batches: list[Batch],
-    cp_rank: int,
-    form: str,
-    engine: Engine = lambda returned, batch, num_microbatches: returned,
-) -> list[Tensor]:
-    """Forward and backward of a step, with the schedule where the form is one of its; the shares."""
-    from megatron.core.distributed import finalize_model_grads
-    from megatron.core.pipeline_parallel import get_forward_backward_func
+def step(model: Any, plan: Any, batches: list[Batch], cp_rank: int, form: str, engine: Engine = as_returned) -> None:
+    """Forward and backward of a planned step of the table."""
 
-    def losses(batch: Batch) -> Tensor:
-        output: Tensor = model(batch.local_numbers(cp_rank, CP).cuda())
-        return output
+    def output(chunk: Any, batch: Batch) -> Tensor:
+        losses: Tensor = chunk(batch.local_numbers(cp_rank, CP).cuda())
+        return losses
 
-    if FORMS[form].caller == "loop":
-        shares = []
-        for batch, microbatch in zip(batches, plan, strict=True):
-            share = microbatch(losses(batch))
-            microbatch.carry(share, form=form).backward()
-            shares.append(share.detach())
-        finalize_model_grads([model], None)
-        return shares
+    def run(forward_step: Any, steps: Sequence[Any]) -> Any:
+        return run_schedule(forward_step, iter(steps), model, len(steps), fresh=False)
 
-    def forward_step(iterator: Iterator[Any], model: Any) -> Any:
-        batch, microbatch = next(iterator)
-
-        def loss_func(output: Tensor) -> Any:
-            share = microbatch(output)
-            return engine(microbatch.carry(share, {"mine": {"share": share.detach()}}, form=form), batch, len(plan))
-
-        return losses(batch), loss_func
-
-    reports = get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=iter(list(zip(batches, plan, strict=True))),
-        model=model,
-        num_microbatches=len(plan),
-        seq_length=8,
-        micro_batch_size=1,
-    )
-    return [report["mine"]["share"] for report in reports]
+    table = Model(model.config, lambda _: model, batches, output, lambda losses, _: losses)
+    train_plan(table, model, plan, form, run, engine)
 
 
 def errors_in(form: str, engine: Engine, *, per_token: bool) -> list[float]:

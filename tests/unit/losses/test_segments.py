@@ -19,7 +19,6 @@ from megatron_rl_loss import (
     Gathered,
     Samples,
     StepTotals,
-    Units,
     ZigzagTHD,
     ppo_clip_loss,
     segment_mean,
@@ -27,6 +26,7 @@ from megatron_rl_loss import (
     segment_sum,
     to_tokens,
 )
+from megatron_rl_loss.losses import sequences
 
 NAN, INF = math.nan, math.inf
 # --- collectives
@@ -182,9 +182,10 @@ def sums(values: Any = WHOLE, local: Any = MASKED, **more: Any) -> Tensor:
     return segment_sum(values, local, **more)
 
 
-def of_units(per: str, tokens: dict[int | str, float]) -> Tensor:
+def of_units(per: str, tokens: dict[str, float]) -> Tensor:
     """Segment sums in a step whose units have so many tokens, which their micro-batch knows."""
-    totals = StepTotals(units={per: Units(all=9, tokens=tokens)})
+    masks = [[1.0] * int(number) + [number % 1] for number in tokens.values()]
+    totals = StepTotals.from_loss_masks(masks, ids={per: [*tokens]})
     local = local_of(MASKS, ids={per: ["a", "a", "b"]})
     return segment_sum(WHOLE, SimpleNamespace(tokens=local, cp_group=None, totals=totals), per=per)
 
@@ -216,6 +217,12 @@ REFUSALS = {
         ({"gamma": 1.1}, r"gamma is 1.1: it must be a number in \[0, 1\]", {"gamma": 0}),
     ),
     **refusals(
+        partial(segment_scan, WHOLE, MASKED),
+        ({"reverse": "no"}, "reverse is 'no': it must be True or False", {"reverse": False}),
+        ({"exclusive": 0}, "exclusive is 0: it must be True or False", {"exclusive": True}),
+        error=TypeError,
+    ),
+    **refusals(
         lambda *shape: to_tokens(torch.ones(shape), MASKED),
         ((6,), r"a statistic of shape \(6,\): it must have one number for each of the micro-batch's 3", (3,)),
     ),
@@ -230,3 +237,16 @@ REFUSALS = {
 }
 
 test_refusals = refusal_tests(REFUSALS)
+
+
+def test_another_group_of_as_many_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The data-parallel group, say: its ranks hold other samples, and the sums would be right in no layout."""
+    own, same, other = (SimpleNamespace(size=lambda: 2, ranks=ranks) for ranks in ([0, 1], [0, 1], [0, 2]))
+    monkeypatch.setattr(sequences, "ranks_of", lambda group: group.ranks)
+    microbatch: Any = SimpleNamespace(tokens=AT_CP_2, cp_group=own, totals=StepTotals())
+    for group in (None, own, same):
+        segment_sum(WHOLE, microbatch, group)  # type: ignore[arg-type]
+    with pytest.raises(
+        ValueError, match=r"a cp_group of the ranks \[0, 2\], and a micro-batch that is cut for \[0, 1\]: "
+    ):
+        segment_sum(WHOLE, microbatch, other)  # type: ignore[arg-type]

@@ -6,7 +6,7 @@ token must be that of the terms' modes by `oracle`. `ONCE_WRONG` has a row for e
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import oracle
 import pytest
@@ -25,7 +25,7 @@ from megatron_rl_loss.plan.carriers import FORMS
 from megatron_rl_loss.plan.facts import StepFacts
 from megatron_rl_loss.plan.plan import Plan
 from megatron_rl_loss.step.collectives import StepGroups
-from megatron_rl_loss.step.totals import count_step
+from megatron_rl_loss.step.counting import count_step
 
 ENTRIES = [0.0, 1.0, 1.0, 0.5, 0.3]
 
@@ -58,7 +58,7 @@ class Drawn:
     layout: int  # a row of LAID_OUT
     rows: tuple[Row, ...]
     microbatches: tuple[int, ...]
-    units: str
+    units: Literal["all", "active"]
     terms: tuple[Asked, ...]
     form: tuple[str, bool]
     kind_of_id: type
@@ -179,11 +179,12 @@ def gradient_of(step: Drawn) -> tuple[list[list[float]], list[list[float]]]:
     returned: list[tuple[int, list[int], Any, Tensor]] = []
     num_tokens = 0.0
     form, per_token = FORMS[step.form[0]], step.form[1]
-    for d, of_rank in enumerate(described):
+    for d, microbatches in enumerate(described):
         for cp_rank in range(cp_size):
             groups = StepGroups(FakeGroup(d, dp), FakeGroup(cp_rank, cp_size))  # type: ignore[arg-type]
-            plan = Plan([one for *_, one in of_rank], StepFacts(modes, totals, len(of_rank), groups, per_token))
-            for (hand, placed, _), microbatch in zip(of_rank, plan, strict=True):
+            facts = StepFacts(modes, totals, len(microbatches), groups, per_token)
+            plan = Plan([samples for *_, samples in microbatches], facts)
+            for (hand, placed, _), microbatch in zip(microbatches, plan, strict=True):
                 held = placed.held[cp_rank]
                 leaf = torch.ones(placed.shape(len(held)) if hand else (len(held),), requires_grad=True)
                 terms = {
@@ -198,7 +199,7 @@ def gradient_of(step: Drawn) -> tuple[list[list[float]], list[list[float]]]:
                 num_tokens += float(parts.get("num_tokens", 0))
                 parts["loss"].backward()
                 assert leaf.grad is not None
-                returned.append((len(of_rank), hand, held, leaf.grad.flatten()))
+                returned.append((len(microbatches), hand, held, leaf.grad.flatten()))
     for count, hand, held, gradient in returned:
         factor = trainer_factor(step, count, cp_size, num_tokens)
         for at, value in zip(held, gradient.tolist(), strict=True):
@@ -218,8 +219,8 @@ def error_of(step: Drawn) -> float:
 
 def row(mask: str, own: str = "", rollout: int = 0, dp_rank: int = 0, microbatch: int = 0) -> Row:
     """A row of masks of 0 and 1, or of halves (``h``)."""
-    entries = [tuple({"0": 0.0, "1": 1.0, "h": 0.5}[letter] for letter in text) for text in (mask, own or mask)]
-    return Row(*entries, rollout, rollout // 2, dp_rank, microbatch)
+    loss, term = (tuple({"0": 0.0, "1": 1.0, "h": 0.5}[letter] for letter in text) for text in (mask, own or mask))
+    return Row(loss, term, rollout, rollout // 2, dp_rank, microbatch)
 
 
 def step_in(place: Any, cp_size: int, *rows: Row, form: tuple[str, bool] = ("3-tuple", False), **more: Any) -> Drawn:

@@ -55,9 +55,10 @@ def test_parts_share_no_storage_and_have_no_graph_and_masked_nan_is_ignored() ->
         assert not one.requires_grad
         assert one.untyped_storage().nbytes() == one.numel() * one.element_size()
     nan = torch.tensor([1.0, float("nan")], dtype=torch.float64)
-    (folded,) = fold_into_advantages([nan], [[1, 0]], mode="token_sum", totals=StepTotals())
+    totals = StepTotals.from_loss_masks([[1, 0]])
+    (folded,) = fold_into_advantages([nan], [[1, 0]], mode="token_sum", totals=totals)
     assert (folded.tolist(), folded.dtype) == ([1, 0], torch.float64)
-    assert fold_into_advantages([], [], mode="token_mean", totals=StepTotals(step_tokens=2)) == []
+    assert fold_into_advantages([], [], mode="token_mean", totals=totals) == []
 
 
 def test_folding_twice_is_refused() -> None:
@@ -99,6 +100,9 @@ test_refusals = refusal_tests(
             (([torch.ones(2), torch.ones(2)],), r"rows of \[2, 2\] values for loss masks of \[2, 1\]", SOUND),
             (([float("nan"), 1.0],), UNFOLDABLE, (INF_AT_MASKED,)),
             ((SOUND[0], lambda step: [2.0, -1.0]), UNFOLDABLE, (SOUND[0], lambda step: [2.0, 1.0])),
+        ),
+        **refusals(
+            of_two, (({0: 1.0, 1: 3.0},), "advantages is a dict: there must be one entry", SOUND), error=TypeError
         ),
     }
 )
