@@ -1,8 +1,8 @@
 """Every layout x loop: the gradient of one step against the float64 oracle, and the line that says what is proved.
 
-A launch is a layout. In it each loop trains the table of losses, by every mode and with everything that a loss function
-may return to it, and the tiny GPT once. More settings: test_matrix.py of the GPT's step, test_aggregation.py of
-the loss.
+A launch is a layout. In it each loop trains the table of losses, with everything that a loss function may return to it,
+and the tiny GPT once; in CP 2 x DP 2 by every mode. More settings of the GPT's step: test_matrix.py, of
+the loss: test_aggregation.py.
 """
 
 import functools
@@ -35,12 +35,13 @@ LAYOUTS = [
     Layout(tp=1, sp=False, pp=2, vp=1, cp=1, dp=2),
     Layout(tp=2, sp=False, pp=2, vp=2, cp=1, dp=1),
 ]
+EVERY_MODE = LAYOUTS[1]
 MODES = (*oracle.MODES, *oracle.BY_IDS)
 
 
 def worlds_in(layout: Layout) -> list[World]:
-    """Every loop that the layout has, with each form that may be returned to it; modes in turn where a step is long."""
-    worlds, modes = list[World](), itertools.cycle(oracle.MODES)
+    """Every loop that the layout has, with each form that may be returned to it; modes in turn, but in one layout."""
+    worlds, modes, in_turn = list[World](), itertools.cycle(oracle.MODES), itertools.cycle(oracle.MODES)
     for loop in LOOPS:
         if (loop == "by hand" and layout.pp > 1) or (loop == "pretrain" and not has("pretrain_cfg_container")):
             continue
@@ -50,6 +51,8 @@ def worlds_in(layout: Layout) -> list[World]:
             settings = settings[:1] if layout.dp == 1 else settings[1:2]
         for form, per_token in settings:
             of_table = MODES if loop in ("plan", "by hand") else oracle.MODES[:: 3 if loop == "pretrain" else 1]
+            if layout != EVERY_MODE:
+                of_table = (next(in_turn),)
             worlds += [World(layout, "table", loop, mode, form, per_token) for mode in of_table]
         worlds.append(World(layout, "gpt", loop, next(modes), *settings[-1]))
     return worlds
