@@ -131,7 +131,7 @@ def main() -> None:
                 place = {"layout": layout, "cp_rank": cp_rank, "cp_size": cp_size}
                 share = make_pg_loss_reducer("token_mean", masks, totals=totals, **place)(per_token_loss)
                 return share * options.num_microbatches * dist.get_world_size(), torch.tensor(1).int().cuda(), {}
-            mask = torch.from_numpy(held.mask)[None].cuda()
+            mask = torch.tensor(held.mask)[None].cuda()
             return (per_token_loss * mask).sum(), mask.sum().int(), {}  # Megatron's own
 
         return output, loss_func

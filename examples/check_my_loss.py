@@ -21,7 +21,7 @@ def agg_loss(loss_mat: Tensor, loss_mask: Tensor, mode: str, dp_size: int, batch
 
 def compute_loss(losses: list[Tensor], masks: list[Tensor], loss_scale: Tensor) -> Tensor:
     """A loss function as `prime_rl` calls it: one tensor per sequence, and one number to divide by."""
-    total = sum((one[mask.bool()].sum() for one, mask in zip(losses, masks, strict=True)), losses[0].new_zeros(()))
+    total = sum((loss[mask.bool()].sum() for loss, mask in zip(losses, masks, strict=True)), losses[0].new_zeros(()))
     return total / loss_scale.clamp(min=1)
 
 

@@ -13,12 +13,13 @@ from pathlib import Path
 import torch
 
 from megatron_rl_loss import __version__
-from megatron_rl_loss.audit.launch import add_audit_options, add_script, print_text, run_audit
+from megatron_rl_loss.audit.launch import add_audit_options, add_script, run_audit
 from megatron_rl_loss.audit.log_prob_gap import compare_dumps
 from megatron_rl_loss.errors import check_choice, did_you_mean
 from megatron_rl_loss.modes.aggregation import resolve
+from megatron_rl_loss.modes.column import weights_column
 from megatron_rl_loss.modes.names import format_modes
-from megatron_rl_loss.modes.weights import weights_column
+from megatron_rl_loss.printing import print_text
 from megatron_rl_loss.step.units import UnitCounting
 
 #: README's small step: losses and masks of four responses.
@@ -116,7 +117,7 @@ def format_weights(mode: str, divisor: float | None = None, units: UnitCounting 
         aggregation.mode, MASKS, divisor=divisor, units=units, prompt_ids=prompt_ids,
         ids={"session": session_ids, "turn": turn_ids}, dp_group=None,
     )  # fmt: skip
-    flags = f"unit counting {aggregation.units}" + (f", divisor {divisor:g}" if divisor is not None else "")
+    flags = f"counting {aggregation.units} units" + (f", divisor {divisor:g}" if divisor is not None else "")
     lines = [f"{mode}, {flags}: {aggregation.mode.formula}", "", "response  prompt  session  weights of its tokens"]
     for number, (prompt, session, column) in enumerate(zip(prompt_ids, session_ids, columns, strict=True)):
         lines.append(f"{number:<10}{prompt:<8}{session:<9}" + " ".join(f"{weight:.4f}" for weight in column.tolist()))
@@ -134,14 +135,20 @@ def example_names() -> list[str]:
 def find_example(name: str) -> str:
     """The example with that path or file name, suffix optional. Raises ValueError if there is none, or several."""
     names = example_names()
-    found = [one for one in names if name in (one, one.rpartition(".")[0], Path(one).name, Path(one).stem)]
-    if len(found) > 1:
-        raise ValueError(f"example {name!r}: several examples have that name. Write one of {', '.join(found)}.")
-    if not found:
-        stems = [Path(one).stem for one in names]
-        short = [stem if stems.count(stem) == 1 else Path(one).name for one, stem in zip(names, stems, strict=True)]
+    matches = [
+        example
+        for example in names
+        if name in (example, example.rpartition(".")[0], Path(example).name, Path(example).stem)
+    ]
+    if len(matches) > 1:
+        raise ValueError(f"example {name!r}: several examples have that name. Write one of {', '.join(matches)}.")
+    if not matches:
+        stems = [Path(example).stem for example in names]
+        short = [
+            stem if stems.count(stem) == 1 else Path(example).name for example, stem in zip(names, stems, strict=True)
+        ]
         raise ValueError(f"example {name!r}: there is no such example. {did_you_mean(Path(name).stem, short)}.")
-    return found[0]
+    return matches[0]
 
 
 def copy_example(name: str, into: Path) -> list[Path]:
@@ -162,9 +169,9 @@ def copy_example(name: str, into: Path) -> list[Path]:
             for source, copy in missing.items():
                 shutil.copy(source, copy)
     except OSError as error:
-        given = f"a copy of example {name!r} in the folder {str(into)!r}"
+        copied = f"a copy of example {name!r} in the folder {str(into)!r}"
         raise ValueError(
-            f"{given}: the folder cannot be written ({error.strerror}: {error.filename}). Choose another with --to."
+            f"{copied}: the folder cannot be written ({error.strerror}: {error.filename}). Choose another with --to."
         ) from None
     if others:
         raise ValueError(

@@ -85,7 +85,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Make plain numbers of what a test recorded: NumPy's do not travel from pytest-xdist's workers."""
     report = yield
-    recorded = report.user_properties
+    recorded: list[tuple[str, Any]] = report.user_properties
     report.user_properties = [
         (name, value if name in ("engine", "plant") else float(value)) for name, value in recorded
     ]
@@ -116,6 +116,6 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     for plant in sorted(plants):
         terminalreporter.write_line(f"| {' | '.join(plant)} |")
     for name, values in sorted(recorded.items()):
-        worst = "error" in name or "seconds" in name
-        total = f"at most {max(values):.2g}" if worst else f"{sum(values):g}"
+        is_bound = "error" in name or "seconds" in name
+        total = f"at most {max(values):.2g}" if is_bound else f"{sum(values):g}"
         terminalreporter.write_line(f"{name.replace('_', ' ')}: {total} (in {len(values)} tests)")

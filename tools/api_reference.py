@@ -71,9 +71,9 @@ def names_in(section: str) -> list[tuple[str, str]]:
     """Modules and the names that they add to a section, public ones first; for an engine's module, its ``__all__``."""
     if section.startswith("frameworks."):
         return [(section, name) for name in value_of(section, "__all__") or PUBLIC.get(section, ())]
-    sections = sorted((one for modules in PAGES.values() for one in modules), key=len)
+    sections = sorted((module for modules in PAGES.values() for module in modules), key=len)
     listed = [(module, name) for names_of in (PUBLIC, OTHERS) for module, names in names_of.items() for name in names]
-    return [one for one in listed if [s for s in sections if f"{one[0]}.".startswith(f"{s}.")][-1] == section]
+    return [entry for entry in listed if [s for s in sections if f"{entry[0]}.".startswith(f"{s}.")][-1] == section]
 
 
 def find(module: str, name: str) -> tuple[list[str], ast.stmt]:
@@ -91,10 +91,12 @@ def code(lines: list[str], node: ast.stmt) -> str:
     """The signature as written, for a class with fields and constructor; for other names the whole statement."""
     if not isinstance(node, ast.FunctionDef | ast.ClassDef):
         return "\n".join(lines[node.lineno - 1 : node.end_lineno])
-    begin = min([node.lineno, *(one.lineno for one in node.decorator_list)])
+    begin = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
     text = "\n".join(lines[begin - 1 : max(node.body[0].lineno - 1, node.lineno)]).rstrip(". ").removesuffix(":")
-    parts = [one for one in node.body if isinstance(one, ast.AnnAssign) or getattr(one, "name", "") == "__init__"]
-    return "\n".join([text, *(code(lines, one) for one in parts if isinstance(node, ast.ClassDef))])
+    parts = [
+        member for member in node.body if isinstance(member, ast.AnnAssign) or getattr(member, "name", "") == "__init__"
+    ]
+    return "\n".join([text, *(code(lines, member) for member in parts if isinstance(node, ast.ClassDef))])
 
 
 def as_markdown(node: ast.Module | ast.FunctionDef | ast.ClassDef) -> str:
@@ -115,9 +117,9 @@ def entry(lines: list[str], node: ast.stmt, name: str, level: str = "##", home: 
     if isinstance(node, ast.FunctionDef | ast.ClassDef):
         parts.append(as_markdown(node))
     if isinstance(node, ast.ClassDef):
-        methods = [one for one in node.body if isinstance(one, ast.FunctionDef) and ast.get_docstring(one)]
-        shown = [one for one in methods if not one.name.startswith("_") or one.name == "__call__"]
-        parts += [entry(lines, one, f"{name}.{one.name}", f"{level}#") for one in shown]
+        methods = [method for method in node.body if isinstance(method, ast.FunctionDef) and ast.get_docstring(method)]
+        shown = [method for method in methods if not method.name.startswith("_") or method.name == "__call__"]
+        parts += [entry(lines, method, f"{name}.{method.name}", f"{level}#") for method in shown]
     return "\n\n".join(filter(None, parts))
 
 

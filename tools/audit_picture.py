@@ -65,7 +65,7 @@ def draw(panels: Sequence[tuple[str, MeasuredStep]], path: Path, *, expected: Ag
     places = figure.subplots(len(panels), 1, squeeze=False, sharex=False, sharey=True)[:, 0]
     highest, masked, ranks = 1.0, False, set()
     for place, (title, step) in zip(places, panels, strict=True):
-        verdict, asked = judge(step, expected), expected_weights(step.tokens, expected)
+        verdict, asked = judge(step, expected), expected_weights(step, expected)
         said = "every token weighs what it should" if verdict.sound else verdict.headline.partition("; ")[2]
         place.set_title(f"{title}\n", loc="left", fontsize=10.5, fontweight="bold")
         place.text(0, 1.02, said, transform=place.transAxes, fontsize=9.5, color="#333333", va="bottom")

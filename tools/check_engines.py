@@ -29,6 +29,12 @@ ENGINES: dict[str, dict[str, Functions]] = {
         "miles/backends/training_utils/loss.py": {"loss_function": ["args", "batch"]},
         "miles/utils/multi_lora.py": {"is_multi_lora_enabled": ["args"]},
     },
+    "vime": {
+        "vime/backends/megatron_utils/model.py": {
+            "train_one_step": [*_STEP, "step_global_batch_size"], "loss_function": None,
+        },
+        "vime/backends/megatron_utils/loss.py": {"loss_function": ["args", "batch"]},
+    },
     "verl": {
         "verl/trainer/ppo/core_algos.py": {
             "agg_loss": [

@@ -73,10 +73,10 @@ def main() -> None:
     args = parser.parse_args()
     start, same = weights_in(args.start), True
     for run in args.runs:
-        found = differences(run, args.reference, start)
-        within = all(found[name] <= bound for name, bound in BOUNDS.items())
+        errors = differences(run, args.reference, start)
+        within = all(errors[name] <= bound for name, bound in BOUNDS.items())
         same &= within
-        numbers = ", ".join(f"{name} {value:.0e}" for name, value in found.items())
+        numbers = ", ".join(f"{name} {value:.0e}" for name, value in errors.items())
         verdict = "equals" if within else "differs from"
         print(f"{layout_of(run)} {verdict} {layout_of(args.reference)}: {numbers} {'✓' if within else '✗'}")
     sys.exit(0 if same else 1)

@@ -12,8 +12,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 
-from named import Named  # type: ignore
-from published import BUGS, WITHOUT_WEIGHTS  # type: ignore
+from named import Named
+from published import BUGS, WITHOUT_WEIGHTS
 
 
 def main() -> None:

@@ -59,7 +59,7 @@ def parts(rehearse: bool, folder: Path) -> Iterator[Part]:
     tests = ["tests/megatron/test_transformer_engine.py"] if rehearse else ["tests"]
     yield Part("tests", [*pytest, *tests], without_gpu, on_gpu)
     yield bench("reducers", "--sizes 2x64 --seconds 0.1 --passes 1", "--goals")
-    slime = [one for one in peers if one.startswith("--slime")]
+    slime = [peer for peer in peers if peer.startswith("--slime")]
     yield bench("logprobs", "--tables logits --sizes 64x256 --seconds 0.1 --repeats 1", "", slime)
     yield bench("segments", "--sizes 2x1024 --cp 2 --repeats 1", f"--cp {min(gpus, 4)}", reason=without_two)
     ranks = " ".join(str(n) for n in (1, 2, 4, 8) if n <= gpus)
@@ -76,9 +76,9 @@ def parts(rehearse: bool, folder: Path) -> Iterator[Part]:
 def run(part: Part, folder: Path) -> dict[str, Any]:
     """Run a part. Returns its entry of the page: command, outcome, last lines, and the figures that it wrote."""
     shown = " ".join([*(f"{name}={value}" for name, value in part.variables.items()), *part.command])
-    found: dict[str, Any] = {"part": part.name, "command": shown.replace(f" --out={folder}", "")}
+    record: dict[str, Any] = {"part": part.name, "command": shown.replace(f" --out={folder}", "")}
     if part.reason:
-        return found | {"outcome": f"not run: {part.reason}"}
+        return record | {"outcome": f"not run: {part.reason}"}
     python = [sys.executable] if part.command[0] == "python" else [part.command[0]]
     environment = os.environ | {"PYTHON": sys.executable, "PYTHONPATH": str(ROOT)} | part.variables
     began = time.monotonic()
@@ -86,24 +86,24 @@ def run(part: Part, folder: Path) -> dict[str, Any]:
         [*python, *part.command[1:]], cwd=ROOT, env=environment, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
-    found["outcome"] = "passed" if done.returncode == 0 else f"failed with exit status {done.returncode}"
-    found["seconds"] = round(time.monotonic() - began, 1)
+    record["outcome"] = "passed" if done.returncode == 0 else f"failed with exit status {done.returncode}"
+    record["seconds"] = round(time.monotonic() - began, 1)
     lines = [line for line in done.stdout.splitlines() if "warn" not in line.lower()]
-    found["output"] = [line.replace(f"{ROOT}/", "") for line in lines[-LAST_LINES:]]
+    record["output"] = [line.replace(f"{ROOT}/", "") for line in lines[-LAST_LINES:]]
     figures = folder / part.figures
-    return found | ({"figures": json.loads(figures.read_text())} if part.figures and figures.exists() else {})
+    return record | ({"figures": json.loads(figures.read_text())} if part.figures and figures.exists() else {})
 
 
-def page(about: dict[str, Any], found: Sequence[dict[str, Any]], rehearsed: bool) -> str:
+def page(about: dict[str, Any], records: Sequence[dict[str, Any]], rehearsed: bool) -> str:
     """The report as Markdown: a table of parts, then the output of each."""
     title = "Rehearsal on the CPU of what a GPU is to show" if rehearsed else f"On {about['device']}"
     command = "tools/gpu_proof.sh" + (" --rehearse" if rehearsed else "")
     text = f"# {title}\n\nWritten by `{command}`. " + ", ".join(f"{key} {value}" for key, value in about.items())
     text += "\n\n| part | outcome | seconds |\n|---|---|---|\n"
-    text += "".join(f"| {one['part']} | {one['outcome']} | {one.get('seconds', '')} |\n" for one in found)
-    for one in found:
-        said = "\n".join(one.get("output", [one["outcome"]]))
-        text += f"\n## {one['part']}\n\n`{one['command']}`\n\n```\n{said}\n```\n"
+    text += "".join(f"| {record['part']} | {record['outcome']} | {record.get('seconds', '')} |\n" for record in records)
+    for record in records:
+        said = "\n".join(record.get("output", [record["outcome"]]))
+        text += f"\n## {record['part']}\n\n`{record['command']}`\n\n```\n{said}\n```\n"
     return text
 
 
@@ -114,20 +114,20 @@ def main() -> None:
     args = parser.parse_args()
     on_gpu = torch.cuda.is_available() and not args.rehearse
     about = machine("cuda" if on_gpu else "cpu") | {"GPUs": torch.cuda.device_count() if on_gpu else 0}
-    found = []
+    records = []
     with tempfile.TemporaryDirectory() as folder:
         for part in parts(args.rehearse, Path(folder)):
-            found.append(run(part, Path(folder)))
-            print(f"{part.name}: {found[-1]['outcome']}", flush=True)
+            records.append(run(part, Path(folder)))
+            print(f"{part.name}: {records[-1]['outcome']}", flush=True)
     if not (on_gpu or args.rehearse):
         raise SystemExit("Nothing was written: this machine has no GPU. Add --rehearse to run every part on the CPU.")
     out = args.out or (ROOT / "build" / "gpu_proof" if args.rehearse else ROOT / "docs" / "bench")
     out.mkdir(parents=True, exist_ok=True)
     card = "rehearsal" if args.rehearse else re.sub(r"[^a-z0-9]+", "-", str(about["device"]).lower())
-    (out / f"gpu-{card}.json").write_text(json.dumps({"machine": about, "parts": found}, indent=1) + "\n")
-    (out / f"gpu-{card}.md").write_text(page(about, found, args.rehearse))
+    (out / f"gpu-{card}.json").write_text(json.dumps({"machine": about, "parts": records}, indent=1) + "\n")
+    (out / f"gpu-{card}.md").write_text(page(about, records, args.rehearse))
     print(f"written: {out / f'gpu-{card}.md'} and .json")
-    sys.exit(any(one["outcome"].startswith("failed") for one in found))
+    sys.exit(any(record["outcome"].startswith("failed") for record in records))
 
 
 if __name__ == "__main__":

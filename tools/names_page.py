@@ -38,7 +38,7 @@ def table(framework: str) -> str:
 
 def with_tables(page: str) -> str:
     """The page with current tables."""
-    return BLOCK.sub(lambda found: f"<!-- settings: {found[1]} -->\n{table(found[1])}\n", page)
+    return BLOCK.sub(lambda match: f"<!-- settings: {match[1]} -->\n{table(match[1])}\n", page)
 
 
 def _alias(peer: PeerName) -> str:

@@ -38,9 +38,9 @@ def collect(folders: list[Path]) -> list[dict[str, Any]]:
         if settings.get("teacher") is not None:
             kept["taught"] = f"teacher's top {settings['teacher_top_k']}"
         seen = [
-            {"step": one["step"], **{name: round(one[name], 4) for name in PANELS if name in one}}
-            for one in steps
-            if "held_out_reward" in one
+            {"step": step["step"], **{name: round(step[name], 4) for name in PANELS if name in step}}
+            for step in steps
+            if "held_out_reward" in step
         ]
         runs.append({"settings": kept, "seconds": steps[-1]["seconds"], "evaluations": seen})
     return runs
@@ -79,7 +79,7 @@ def plot(runs: list[dict[str, Any]], png: Path) -> None:
         color, dashes = STYLES[list(by_mode).index(mode) % len(STYLES)]
         steps = sorted(values)
         of_steps = [list(values[step].values()) for step in steps]
-        axis.plot(steps, [sum(of) / len(of) for of in of_steps], color=color, linestyle=dashes, label=mode)
+        axis.plot(steps, [sum(runs) / len(runs) for runs in of_steps], color=color, linestyle=dashes, label=mode)
         if len(seeds) > 1:
             lowest, highest = (list(map(bound, of_steps)) for bound in (min, max))
             axis.fill_between(steps, lowest, highest, color=color, alpha=0.12, linewidth=0)
@@ -93,7 +93,11 @@ def plot(runs: list[dict[str, Any]], png: Path) -> None:
     reference = values_by_step(by_mode.get(REFERENCE, []), "held_out_reward")
     for mode, of_mode in by_mode.items() if reference and len(by_mode) > 1 else ():
         values = values_by_step(of_mode, "held_out_reward")
-        draw(last, {step: {k: of[k] - reference[step][k] for k in of} for step, of in values.items()}, mode)
+        draw(
+            last,
+            {step: {k: numbers[k] - reference[step][k] for k in numbers} for step, numbers in values.items()},
+            mode,
+        )
         last.set_title(f"reward less {REFERENCE}'s, same warm start", fontsize=10)
     if not last.lines:
         last.axis("off")
@@ -118,12 +122,12 @@ def table(runs: list[dict[str, Any]]) -> str:
     for run in sorted(runs, key=lambda run: run["settings"]["seed"]):
         reward = {seen["step"]: seen["held_out_reward"] for seen in run["evaluations"]}
         early, late = (
-            [value for step, value in reward.items() if step and (step > half) == of] for of in (False, True)
+            [value for step, value in reward.items() if step and (step > half) == is_late] for is_late in (False, True)
         )
         values = reward[0], sum(early) / len(early), sum(late) / len(late), reward[last]
         rows[mode_of(run), run["settings"]["lr"]].append([f"{value:.2f}" for value in values])
     headers = ["mode", "lr", "at the start", f"mean to step {half}", f"mean after step {half}", f"at step {last}"]
-    body = [[*key, *(" ".join(of) for of in zip(*seeds, strict=True))] for key, seeds in rows.items()]
+    body = [[*key, *(" ".join(cells) for cells in zip(*seeds, strict=True))] for key, seeds in rows.items()]
     return tabulate(body, headers=headers, tablefmt="github", disable_numparse=True)
 
 

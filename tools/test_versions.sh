@@ -33,7 +33,7 @@ export TORCH_CUDA_ARCH_LIST=${TORCH_CUDA_ARCH_LIST:-9.0}  # 0.15 asks for it as 
 export PYTHONPATH=$PWD
 [[ $# -gt 0 ]] || set -- 0.15.3
 declare -A TESTS=(
-  [loop]="test_planned_steps.py test_late_counts.py" [probe]=test_probe.py [step]=test_launch.py
+  [loop]="test_worlds.py test_planned_steps.py test_late_counts.py" [probe]=test_probe.py [step]=test_launch.py
   [moe]=test_auxiliary_losses.py [audit]=test_audit.py [dynamic]="test_dynamic_cp.py test_dynamic_packs.py"
   [head]=test_output_head.py [pretrain]=test_example.py::test_a_step_is_the_same_in_every_layout
 )

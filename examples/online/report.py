@@ -23,11 +23,11 @@ def describe(rollouts: Sequence[Rollout]) -> Numbers:
     Means over no response, such as the length of wrong responses if all are right, are left out.
     """
     means: dict[str, list[float]] = {
-        "reward": [one.reward for one in rollouts],
-        "length": [len(one.response_tokens) for one in rollouts],
-        "length_right": [len(one.response_tokens) for one in rollouts if one.reward > 0],
-        "length_wrong": [len(one.response_tokens) for one in rollouts if one.reward == 0],
-        "working": [has_working(decode(one.response_tokens)) for one in rollouts],
+        "reward": [rollout.reward for rollout in rollouts],
+        "length": [len(rollout.response_tokens) for rollout in rollouts],
+        "length_right": [len(rollout.response_tokens) for rollout in rollouts if rollout.reward > 0],
+        "length_wrong": [len(rollout.response_tokens) for rollout in rollouts if rollout.reward == 0],
+        "working": [has_working(decode(rollout.response_tokens)) for rollout in rollouts],
     }
     return {name: math.fsum(values) / len(values) for name, values in means.items() if values}
 

@@ -25,7 +25,7 @@ def forward_step(data_iterator: Any, model: Any) -> Any:
     pack = microbatch.data
     columns = (microbatch.local(pack[name])[None].cuda() for name in COLUMNS)  # of this context-parallel rank
     tokens, positions, labels, old, advantages, ids, teacher = columns
-    given = torch.cat([torch.zeros_like(labels, dtype=torch.bool)[..., None], teacher > -torch.inf], dim=-1)
+    at_ids = torch.cat([torch.zeros_like(labels, dtype=torch.bool)[..., None], teacher > -torch.inf], dim=-1)
     output = model(
         tokens,
         positions,
@@ -33,7 +33,7 @@ def forward_step(data_iterator: Any, model: Any) -> Any:
         labels=torch.cat([labels[..., None], ids], dim=-1),
         packed_seq_params=pack["packed"],
         output_processor=OutputHead(chunk_tokens=1024),
-        output_processor_context=Tokens(microbatch.tokens.mask, rest_without=given),
+        output_processor_context=Tokens(microbatch.tokens.mask, rest_without=at_ids),
     )
 
     def loss_func(output: tuple[Tensor, None]) -> Any:

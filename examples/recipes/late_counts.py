@@ -34,7 +34,7 @@ def late_counts(model: Any) -> Iterator[list[float]]:
         raise ValueError("late counts with calculate_per_token_loss: Megatron would divide by tokens too. Turn it off.")
     options: dict[str, Any] = {}
     held = {
-        "finalize_model_grads_func": lambda *_, **given: options.update(given),
+        "finalize_model_grads_func": lambda *_, **functions: options.update(functions),
         "no_sync_func": nullcontext,  # a schedule's own would end the one below
         "grad_sync_func": None,
     }

@@ -13,10 +13,10 @@ MODE = "session_mean"  # or "prompt_mean"
 
 def rewards(args: Any, samples: list[Any]) -> tuple[list[float], list[float]]:
     """The raw rewards, and GRPO's advantages times G and the weight of the row's tokens."""
-    raw = [one.get_reward_value(args) for one in samples]
-    prompts, sessions = [one.group_index for one in samples], [one.rollout_id for one in samples]
-    masks = [[0] * one.response_length if one.remove_sample else one.loss_mask or [1] * one.response_length
-             for one in samples]  # fmt: skip
+    raw = [sample.get_reward_value(args) for sample in samples]
+    prompts, sessions = [sample.group_index for sample in samples], [sample.rollout_id for sample in samples]
+    masks = [[0] * sample.response_length if sample.remove_sample else sample.loss_mask or [1] * sample.response_length
+             for sample in samples]  # fmt: skip
     folded = group_relative_advantages(raw, prompts, rollout_ids=sessions, dp_group=None)
     number = {session: i for i, session in enumerate(dict.fromkeys(sessions))}
     steps = [number[session] // args.global_batch_size for session in sessions]

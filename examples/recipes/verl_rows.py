@@ -19,8 +19,8 @@ MODE = "session_mean"  # or "prompt_mean"
 
 
 @register_policy_loss("rows")  # type: ignore[untyped-decorator]
-def rows(**given: Any) -> Any:
-    return get_policy_loss_fn("vanilla")(**given | {"loss_agg_mode": "token-sum"})
+def rows(**arguments: Any) -> Any:
+    return get_policy_loss_fn("vanilla")(**arguments | {"loss_agg_mode": "token-sum"})
 
 
 @register_trainer("rows")
@@ -44,7 +44,7 @@ class Trainer(PPOTrainerSync):  # type: ignore[misc]
         names = [key.rsplit("_", 1 if MODE == "session_mean" else 2)[0] for key in batch.keys]
         units = {name: number for number, name in enumerate(sorted(set(names)))}  # for `verl_rows_proof`
         columns = {"rollout_is_weights": [weights[i] for i in range(len(masks))]}
-        columns["unit_numbers"] = [torch.full_like(mask, units[one]) for one, mask in zip(names, masks, strict=True)]
+        columns["unit_numbers"] = [torch.full_like(mask, units[name]) for name, mask in zip(names, masks, strict=True)]
         nested = {name: torch.nested.as_nested_tensor(rows, layout=torch.jagged) for name, rows in columns.items()}
         fields = TensorDict(nested, batch_size=len(masks))
         return super()._update_actor(tq.kv_batch_put(**stored, fields=fields), metrics)

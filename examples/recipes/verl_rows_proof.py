@@ -15,9 +15,9 @@ from megatron_rl_loss.frameworks.verl import install, response_mask_of, response
 ROWS = LossPaths(f"{losses.__name__}:no_padding_2_padding", "data.advantages", {"data.old_log_probs": "old"})
 
 
-def describe(given: dict[str, Any]) -> WeighedMicrobatch:
+def describe(arguments: dict[str, Any]) -> WeighedMicrobatch:
     """The micro-batch of a call of `ppo_loss`: this recipe's weights are a column beside the advantages."""
-    data, mask = given["data"], response_mask_of(given["data"])
+    data, mask = arguments["data"], response_mask_of(arguments["data"])
     numbers, plain = (torch.nested.to_padded_tensor(data[name], 0) for name in ("unit_numbers", "advantages"))
     ids: Any = {"ids": {"session": numbers[:, 0]}} if MODE == "session_mean" else {"prompt_ids": numbers[:, 0]}
     samples = response_samples(mask.float(), **ids)

@@ -11,7 +11,8 @@ import shlex
 from argparse import ArgumentParser
 from typing import Any, NoReturn
 
-from megatron_rl_loss.audit.launch import add_audit_options, audit_once, print_text
+from megatron_rl_loss.audit.launch import add_audit_options, audit_once
+from megatron_rl_loss.printing import print_text
 
 #: An environment variable, for example ``--json verdicts.json --expect token_mean``.
 VARIABLE = "MEGATRON_RL_LOSS_AUDIT"
@@ -23,11 +24,10 @@ def attach(*_: Any) -> None:
 
 class _Parser(ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        given, remedy = (
-            f"{VARIABLE}={os.environ.get(VARIABLE, '')!r}",
-            "Set the variable to options of the audit command",
+        raise ValueError(
+            f"{VARIABLE}={os.environ.get(VARIABLE, '')!r}: {message}. Set the variable to options of the audit command "
+            "(python -m megatron_rl_loss audit --help), without a script."
         )
-        raise ValueError(f"{given}: {message}. {remedy} (python -m megatron_rl_loss audit --help), without a script.")
 
 
 def _audit() -> None:

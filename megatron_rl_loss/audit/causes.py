@@ -71,7 +71,7 @@ class Counts:
         first = np.unique(member, return_index=True)[1]
         for name in set(of) & set(self.per_token):
             first = first[self.column[name][first] >= 0]
-        numbers = COUNTED[what](*(one[member[first]] for one in sums))
+        numbers = COUNTED[what](*(of_members[member[first]] for of_members in sums))
         counted: Floats = np.bincount(outer[first], numbers, len(outer))[outer]
         return counted
 
@@ -83,8 +83,8 @@ class Counts:
         by_cp = len(np.unique(self.column["cp_rank"])) > 1  # else every rank holds every token
         sizes = {"dp_rank": self.split.dp_size, "microbatch": self.split.num_microbatches}
         sizes["cp_rank"] = self.split.cp_size if by_cp else 1
-        found = int(self.group(*within).max(initial=-1)) + 1
-        return float(max(found, math.prod(sizes.get(name, 1) for name in within)))
+        with_entries = int(self.group(*within).max(initial=-1)) + 1
+        return float(max(with_entries, math.prod(sizes.get(name, 1) for name in within)))
 
     def width(self, *within: str, multiple: int = 1) -> Floats:
         """The longest sample of each group, padded to a multiple."""
@@ -96,20 +96,22 @@ class Counts:
     @cached_property
     def units(self) -> list[str]:
         """The ids that tell samples apart otherwise than an earlier one does: sample, rollout, prompt, further ids."""
-        found: dict[bytes, str] = {}
+        by_cells: dict[bytes, str] = {}
         for name in (*self.per_token, "sample", "rollout", *self.column):
             if name not in ("cp_rank", "dp_rank", "microbatch"):
                 group = self.group(name)
-                found.setdefault(np.unique(group, return_index=True)[1][group].tobytes(), name)  # by their first cell
-        return list(found.values())
+                by_cells.setdefault(
+                    np.unique(group, return_index=True)[1][group].tobytes(), name
+                )  # by their first cell
+        return list(by_cells.values())
 
     @cached_property
     def real_parts(self) -> dict[str, tuple[str, ...]]:
         """The `PARTS` that differ from the whole step and from earlier parts."""
-        found = {self.group().tobytes(): ("the step", STEP)}
+        by_cells = {self.group().tobytes(): ("the step", STEP)}
         for words, part in PARTS.items():
-            found.setdefault(self.group(*part).tobytes(), (words, part))
-        return dict([*found.values()][1:])
+            by_cells.setdefault(self.group(*part).tobytes(), (words, part))
+        return dict([*by_cells.values()][1:])
 
 
 Row = tuple[str, Floats, str]
@@ -244,7 +246,7 @@ def constants(t: Counts, divisor: float | None) -> Iterator[tuple[str, str, floa
     amounts += [("U", 1, _COUNT, {name: power}) for name in units | divisors for power in (1, -1)]
     amounts += [("U", 1, _COUNT, {"L": -1, name: -1}) for name in units if divisors]
     pairs = [pair for pair in itertools.permutations(units, 2) if (pair[0][0] == "P") == (pair[1][0] == "P")]
-    amounts += [("R", 0, _RATIO, {one: 1, other: -1}) for one, other in pairs]
+    amounts += [("R", 0, _RATIO, {above: 1, below: -1}) for above, below in pairs]
     for powers in itertools.product(range(-2, 3), repeat=len(sizes)):
         spent, squared = sum(map(abs, powers)), max(map(abs, powers), default=0) > 1
         for kind, most, price, amount in amounts:
@@ -286,20 +288,20 @@ Fits = dict[tuple[str, str], Cause]
 
 def fits(step: Ratios, divisor: float | None, tolerance: float) -> Fits:
     """All causes that fit one step, by row and constant."""
-    table, found = list(constants(step.counts, divisor)), Fits()
+    table, causes = list(constants(step.counts, divisor)), Fits()
     for number, (words, weights, likely) in enumerate(step.rows()):
         ratio = step.weights / weights
         if not np.isfinite(ratio).all() or ratio.min() <= 0 or np.ptp(ratio) > tolerance * ratio.max():
             continue
         rarer = _RARER * (likely == NONE or "that have tokens" in words)
         # Later rows give this step's tokens the weights of an earlier row, times a constant.
-        later = _LATER * any(row for row, _ in found)
+        later = _LATER * any(row for row, _ in causes)
         factor, of_row = float(np.median(ratio)), (_ROW + number / 1000 + rarer + later) * bool(words)
-        found[words, "?"] = Cause(words, "", factor, _UNNAMED + of_row)
+        causes[words, "?"] = Cause(words, "", factor, _UNNAMED + of_row)
         for kind, name, price, log in table:
             if kind in likely and abs(log - math.log(factor)) <= tolerance / math.sqrt(len(ratio)):  # a median
-                found[words, name] = Cause(words, name, factor, price + of_row, kind == SIZES and not words)
-    return found
+                causes[words, name] = Cause(words, name, factor, price + of_row, kind == SIZES and not words)
+    return causes
 
 
 def fitting(steps: Sequence[Ratios], divisor: float | None, tolerance: float) -> list[Cause]:

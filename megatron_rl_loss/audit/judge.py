@@ -6,24 +6,20 @@
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from itertools import pairwise
 
 import numpy as np
 
 from megatron_rl_loss.audit.causes import Cause, Counts, Ratios, fitting
 from megatron_rl_loss.audit.misplaced import Kept, Misplaced, take_off, without_copies
-from megatron_rl_loss.audit.tokens import Floats, MeasuredStep, StepTokens, extremes
+from megatron_rl_loss.audit.tokens import Floats, MeasuredStep, extremes, slots_of
 from megatron_rl_loss.audit.verdict import Verdict, places_of
 from megatron_rl_loss.modes.aggregation import Aggregation, resolve
 from megatron_rl_loss.modes.weights import weigh
+from megatron_rl_loss.proof.outcomes import TOLERANCES
 from megatron_rl_loss.step.collectives import StepGroups
 from megatron_rl_loss.step.counting import count_step
-from megatron_rl_loss.step.samples import Samples
 from megatron_rl_loss.step.units import COUNTINGS
-
-#: The largest relative difference of sound weights, by the type that gradients were rounded to. float32 allows for some
-#: ten products on either side and the residual of a measurement, half precision for a few roundings of a gradient.
-TOLERANCES = {"float32": 64 * 2.0**-24, "float16": 4 * 2.0**-11, "bfloat16": 4 * 2.0**-8}
 
 
 @np.errstate(divide="ignore", invalid="ignore", over="ignore")  # counts of parts may be 0
@@ -47,14 +43,14 @@ def judge(measured: MeasuredStep, expected: Aggregation | str | None = None) -> 
         return Verdict(expected=named, sound=False, unknown=unknown, notes=notes)
     try:
         asked = expected or _nearest(measured)
-        wanted = expected_weights(measured.tokens, asked)
-    except (ValueError, KeyError) as error:  # a mode over labels, which a measured step does not have
-        why = f"The weights of {named} cannot be computed from masks and ids alone. {error}"
+        wanted = expected_weights(measured, asked)
+    except (ValueError, KeyError) as error:  # a mode over ids or labels that the samples do not have
+        why = f"The weights of {named} cannot be computed from the samples. {error}"
         return Verdict(expected=named, sound=False, unknown=(why,), notes=notes)
     if not wanted.any() and not measured.weights.any() and not measured.stray[1]:
         why = "The step has no token with an expected or measured weight."
         return Verdict(expected=str(asked), sound=False, unknown=(why,), notes=notes)
-    tokens, weights, on = measured.tokens, measured.weights, wanted != 0
+    weights, on = measured.weights, wanted != 0
     ratio = weights[on] / wanted[on]
     factor = float(np.median(ratio)) if len(ratio) and measured.facts.get("undeclared_term") else math.nan
     if factor > 0 and tolerance < abs(factor - 1) and np.abs(ratio / factor - 1).max() <= 2 * tolerance:
@@ -64,12 +60,6 @@ def judge(measured: MeasuredStep, expected: Aggregation | str | None = None) -> 
         )
         measured = _scaled(measured, 1 / factor)
         weights, ratio = measured.weights, ratio / factor
-    unseen = int(tokens.sample.max(initial=-1)) + 1 - len(np.unique(tokens.sample))
-    if unseen and not tokens.num_empty:
-        notes = (
-            *notes,
-            f"{unseen} samples have no mask entry and were not counted: a mode that counts them looks wrong",
-        )
     deviation = deviation_of(measured, wanted)
     finite = _is_finite(measured) and len(ratio) > 0
     verdict = Verdict(
@@ -85,6 +75,8 @@ def judge(measured: MeasuredStep, expected: Aggregation | str | None = None) -> 
     )
     if verdict.sound:
         return replace(verdict, notes=(*notes, _scope(measured)))
+    if doubt := measured.facts.get("doubt"):
+        verdict = replace(verdict, notes=(*notes, f"the difference may be no fault: {doubt}"))
     kept, causes = _explained(measured, wanted, asked, tolerance)
     misplaced, rest_is_asked = tuple(kept.misplaced), causes == ()
     common = float(np.median(ratio)) if finite else 1.0
@@ -102,70 +94,70 @@ def _explained(
     """The weights in the right places and their causes; tried as they are, with masks undone, and without copies."""
     kept = take_off(measured, wanted, tolerance)
     mask = measured.tokens.mask[kept.entries]
-    found = _causes([(measured, wanted, kept)], asked, tolerance)
-    if found is None and not np.isin(mask, (0, 1)).all():
+    causes = _causes([(measured, wanted, kept)], asked, tolerance)
+    if causes is None and not np.isin(mask, (0, 1)).all():
         for power, words in ((-1, "ignored"), (1, "squared")):
             rest = replace(kept, weights=kept.weights / mask**power)
-            found = _causes([(measured, wanted, rest)], asked, tolerance)
-            if found is not None:
+            causes = _causes([(measured, wanted, rest)], asked, tolerance)
+            if causes is not None:
                 kept.misplaced.append(Misplaced("fractions", f"fractional mask values are {words}", len(mask)))
-                return kept, found
-    if found is None and (rest := without_copies(kept, measured.tokens, wanted, 2 * tolerance)) is not kept:
-        kept, found = rest, _causes([(measured, wanted, rest)], asked, tolerance)
-    if kept.misplaced and _is_finite(measured) and (found is None or (found and not found[0].named)):
-        found = _causes_by_trained_tokens(measured, asked, tolerance) or found
-    return kept, found
+                return kept, causes
+    if causes is None and (rest := without_copies(kept, measured.tokens, wanted, 2 * tolerance)) is not kept:
+        kept, causes = rest, _causes([(measured, wanted, rest)], asked, tolerance)
+    if kept.misplaced and _is_finite(measured) and (causes is None or (causes and not causes[0].named)):
+        causes = _causes_by_trained_tokens(measured, asked, tolerance) or causes
+    return kept, causes
 
 
 def _causes_by_trained_tokens(measured: MeasuredStep, asked: Aggregation, tolerance: float) -> tuple[Cause, ...] | None:
-    """The causes, with the tokens that have weight as the mask."""
+    """The causes, with the tokens that have weight as the mask; None where some of these are in no unit."""
     mask = np.where(measured.weights != 0, np.where(measured.tokens.mask != 0, measured.tokens.mask, 1.0), 0.0)
-    of_trained = replace(measured, tokens=replace(measured.tokens, mask=mask))
-    wanted, entries = expected_weights(of_trained.tokens, asked), np.flatnonzero(mask)
-    found = _causes([(of_trained, wanted, Kept(entries, measured.weights[entries], []))], asked, tolerance)
-    if found == ():
-        found = (Cause("as expected", "", 1.0, 0.0),)
-    named = [cause for cause in found or () if cause.named]
+    try:
+        of_trained = _with_mask(measured, mask)
+        wanted = expected_weights(of_trained, asked)
+    except ValueError:
+        return None
+    entries = np.flatnonzero(mask)
+    causes = _causes([(of_trained, wanted, Kept(entries, measured.weights[entries], []))], asked, tolerance)
+    if causes == ():
+        causes = (Cause("as expected", "", 1.0, 0.0),)
+    named = [cause for cause in causes or () if cause.named]
     by = "counted over the tokens that are trained"
     return tuple(replace(cause, row=f"{cause.row or 'as expected'}, {by}") for cause in named) or None
+
+
+def _with_mask(measured: MeasuredStep, mask: Floats) -> MeasuredStep:
+    """The step with another mask, [num_entries]."""
+    microbatches, end = [], 0
+    for placed in measured.microbatches:
+        ends = end + np.cumsum([0, *placed.samples.mask_lengths])
+        masks = [mask[begin:until] for begin, until in pairwise(ends)]
+        microbatches.append(replace(placed, samples=placed.samples.masked_by("trained tokens", masks)))
+        end = int(ends[-1])
+    return replace(measured, microbatches=tuple(microbatches))
 
 
 @np.errstate(divide="ignore", invalid="ignore", over="ignore")
 def explain(steps: Sequence[MeasuredStep], expected: Aggregation, *, tolerance: float) -> tuple[Cause, ...]:
     """The causes that fit all of these steps at once, the simplest first."""
-    wanted = [expected_weights(step.tokens, expected) for step in steps]
+    wanted = [expected_weights(step, expected) for step in steps]
     kept = [take_off(step, of_step, tolerance) for step, of_step in zip(steps, wanted, strict=True)]
     return _causes(list(zip(steps, wanted, kept, strict=True)), expected, tolerance) or ()
 
 
-def expected_weights(tokens: StepTokens, aggregation: Aggregation) -> Floats:
+def expected_weights(measured: MeasuredStep, aggregation: Aggregation) -> Floats:
     """The weight that an aggregation asks for at every entry, mask included, [num_entries].
 
-    Raises ValueError for a mode of the user's that reads labels, which a measured step does not have.
+    Raises ValueError for a mode over ids or labels that the samples do not have.
     """
-    starts = np.flatnonzero(np.diff(tokens.sample, prepend=-1))  # of the samples
-    empty = [np.zeros(0, np.int64)] * tokens.num_empty
-
-    def by_sample(column: Any) -> list[Any]:
-        return [*np.split(column, starts[1:])[: len(starts)], *empty]
-
-    of_empty = {name: tokens.empty_ids.get(name, np.zeros(0, np.int64)) for name in tokens.ids}
-    ids: dict[str, Any] = {name: np.append(column[starts], of_empty[name]) for name, column in tokens.ids.items()}
-    ids |= {name: by_sample(tokens.ids[name]) for name in tokens.per_token}
-    samples = Samples(by_sample(tokens.mask), ids=ids)
-    samples.labels = _NoLabels()
-    totals = count_step([samples], StepGroups(), sums=list(aggregation.mode.sums.values()))
-    return weigh(aggregation, samples.local(0, 1), totals).double().numpy()
-
-
-class _NoLabels(dict[str, Any]):
-    """Stands for the labels, which a measured step does not have; every access raises ValueError."""
-
-    def _refuse(self, *names: Any) -> Any:
-        looks = "".join(f" {name!r}" for name in names[:1])
-        raise ValueError(f"The mode reads the labels{looks}, which the proof and the audit do not have.")
-
-    __contains__ = __getitem__ = __iter__ = __len__ = get = items = keys = values = _refuse
+    of_microbatches = [placed.samples for placed in measured.microbatches]
+    totals = count_step(of_microbatches, StepGroups(), sums=list(aggregation.mode.sums.values()))
+    of_entries = [np.zeros(0)]
+    for samples in of_microbatches:
+        local, weights = samples.local(0, 1), np.zeros(samples.total_tokens)  # of the layout's buffer
+        weights[local.positions] = weigh(aggregation, local, totals).double().numpy()
+        of_entries.append(weights[slots_of(samples)])
+    return np.concatenate(of_entries)
 
 
 def _scaled(measured: MeasuredStep, factor: float) -> MeasuredStep:
@@ -181,7 +173,7 @@ def _nearest(measured: MeasuredStep) -> Aggregation:
         return choices[0]
 
     def distance(mode: Aggregation) -> tuple[float, float]:
-        wanted = expected_weights(measured.tokens, mode)
+        wanted = expected_weights(measured, mode)
         return round(_wrong_share(measured, wanted), 6), round(deviation_of(measured, wanted), 6)
 
     return min(choices, key=distance)
@@ -219,11 +211,11 @@ def _causes(
 ) -> tuple[Cause, ...] | None:
     """The causes of the kept weights: () if these are as asked, None if no cause fits."""
     ratios = [ratios_of(*step, tolerance) for step in steps]
-    cells = [one for one in ratios if one is not None]
-    found = fitting(cells, expected.divisor, 2 * tolerance) if 0 < len(cells) == len(steps) else []
-    if found and not found[0].row and abs(found[0].factor - 1) <= 2 * tolerance:
+    cells = [of_step for of_step in ratios if of_step is not None]
+    causes = fitting(cells, expected.divisor, 2 * tolerance) if 0 < len(cells) == len(steps) else []
+    if causes and not causes[0].row and abs(causes[0].factor - 1) <= 2 * tolerance:
         return ()
-    return tuple(found) or None
+    return tuple(causes) or None
 
 
 def ratios_of(measured: MeasuredStep, wanted: Floats, kept: Kept, tolerance: float) -> Ratios | None:

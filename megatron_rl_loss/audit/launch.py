@@ -13,6 +13,7 @@ import traceback
 from argparse import REMAINDER, ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -58,10 +59,10 @@ def run_audit(options: Namespace) -> tuple[str, int]:
         raise ValueError(
             f"audit of {options.script!r}: there is no such file. Give the path of your script, after the options."
         )
-    found: list[tuple[str, int]] = []
+    conclusions: list[tuple[str, int]] = []
 
     def conclude(text: str, status: int) -> None:
-        found.append((text, status))
+        conclusions.append((text, status))
         raise SystemExit
 
     sys.argv = [options.script, *options.arguments]
@@ -79,9 +80,9 @@ def run_audit(options: Namespace) -> tuple[str, int]:
         if isinstance(error, BrokenPipeError):
             print(flush=True)  # raises again where nobody reads standard output: no failure of the script
         traceback.print_exc()
-    failed = not found and code not in (None, 0)
-    if found:
-        text, status = found[0]
+    failed = not conclusions and code not in (None, 0)
+    if conclusions:
+        text, status = conclusions[0]
         if dist.is_initialized():
             dist.destroy_process_group()  # else a backend warns behind the verdict
     else:
@@ -89,12 +90,6 @@ def run_audit(options: Namespace) -> tuple[str, int]:
         why = f"The script {'failed' if failed else 'ended'} before training step {options.step} was over."
         text, status = f"NO VERDICT: {why}" if says else "", 2
     return text, status if options.fail or failed else 0
-
-
-def print_text(text: str) -> None:
-    """Print a report; characters that standard output cannot encode, as in a locale of ASCII, become ``?``."""
-    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-    print(text.encode(encoding, errors="replace").decode(encoding), flush=True)
 
 
 def audit_once(options: Namespace, conclude: Conclude) -> None:
@@ -145,8 +140,8 @@ def _measure(options: Namespace, conclude: Conclude, schedule: Callable[..., Any
         return stack.enter_context(Audit(kwargs["model"], then=end))
 
     def end(failure: Exception | None) -> None:
-        found: Any = failure or attempt(lambda: report(options, audit))
-        conclude(*(_failed(found, options.json) if isinstance(found, Exception) else found))
+        outcome: Any = failure or attempt(lambda: report(options, audit))
+        conclude(*(_failed(outcome, options.json) if isinstance(outcome, Exception) else outcome))
 
     with ExitStack() as stack:
         audit = attempt(begin)
@@ -191,25 +186,26 @@ def report(options: Namespace, audit: Any) -> tuple[str, int]:
     """The verdicts on all terms and the exit status; ``--json`` gets them too. Empty on all ranks but the first."""
     if not audit.steps:
         return "", 0
-    expected = {name: audit.expected_of(name) for name in audit.steps}
     by_flags = mode_of_flags(sys.argv[1:])
-    expected |= {
-        name: by_flags
-        for name, step in audit.steps.items()
-        if expected[name] is None and not step.facts.get("expected")
-    }
-    if options.expect is not None:
-        of_policy = resolve(options.expect, divisor=options.divisor, units=options.units)
-        expected |= {name: of_policy for name, step in audit.steps.items() if step is audit.measured}
-    verdicts = {name: judge(step, expected[name]) for name, step in audit.steps.items()}
+    verdicts = {}
+    for name, step in audit.steps.items():
+        expected, own = audit.expected_of(name), step.facts.get("expected")
+        if options.expect is not None and step is audit.measured:
+            expected = resolve(options.expect, divisor=options.divisor, units=options.units)
+        elif expected is None and own is None:
+            expected = by_flags
+        elif expected is None:
+            why = f"The mode {own['mode']} is a function that the first rank does not have. Register it by a decorator."
+            step = replace(step, unknown=(*step.unknown, why))
+        verdicts[name] = judge(step, expected)
     texts = [] if audit.log_prob_gap is None else [str(audit.log_prob_gap)]
     texts += [f"Term {name}:\n{verdict}" if len(verdicts) > 1 else str(verdict) for name, verdict in verdicts.items()]
     statuses = {0 if verdict.sound else 2 if verdict.unknown else 1 for verdict in verdicts.values()}
     status = 1 if 1 in statuses else max(statuses)
     if options.json is not None:
-        found = {name: verdict.to_dict() | {"facts": audit.steps[name].facts} for name, verdict in verdicts.items()}
+        data = {name: verdict.to_dict() | {"facts": audit.steps[name].facts} for name, verdict in verdicts.items()}
         try:
-            options.json.write_text(json.dumps(found, indent=1) + "\n")
+            options.json.write_text(json.dumps(data, indent=1) + "\n")
         except OSError as error:
             texts.append(f"--json {options.json}: the file cannot be written ({error.strerror}). Give a path that can.")
             status = status or 2

@@ -31,7 +31,7 @@ class LogProbGap:
         gap, trained = _flat(rollout) - _flat(train), _flat(masks) != 0
         self.gaps, self.finite = gap.split(self.lengths), gap.isfinite()
         # Of all entries, end to end:
-        self.gap, self.train, self.rollout = (one.where(self.finite, 0) for one in (gap, _flat(train), _flat(rollout)))
+        self.gap, self.train, self.rollout = (row.where(self.finite, 0) for row in (gap, _flat(train), _flat(rollout)))
         self.active = trained & self.finite
         self.rounding = torch.maximum(self.train.abs(), self.rollout.abs()).clamp(min=1) / 2**8
         self.beyond = self.gap.abs() > self.rounding
@@ -52,12 +52,12 @@ class LogProbGap:
             self.suggestions[name] = text
 
     def __str__(self) -> str:
-        found = [f"explained: {one}" for one in self.patterns.values()]
-        if not found:
+        lines = [f"explained: {text}" for text in self.patterns.values()]
+        if not lines:
             fits = "no known pattern brings the gap" if self.beyond[self.active].any() else "all gaps are"
-            found = [f"{fits} within rounding", *(f"only suggested: {one}" for one in self.suggestions.values())]
+            lines = [f"{fits} within rounding", *(f"only suggested: {text}" for text in self.suggestions.values())]
         head, *numbers = self._numbers()
-        return "\n  ".join([head, *self.left_out, *numbers, *found[:3]])
+        return "\n  ".join([head, *self.left_out, *numbers, *lines[:3]])
 
     def _numbers(self) -> list[str]:
         rows = [gap.abs()[on] for gap, on in zip(self.gaps, self.active.split(self.lengths), strict=True)]
@@ -68,8 +68,9 @@ class LogProbGap:
         quantiles = gap.sort().values[(len(gap) - 1) * torch.tensor([50, 90, 99, 100]) // 100]
         place = _flat([torch.arange(len(row)) / max(len(row), 1) for row in rows])  # within its sample, 0 to 1
         thirds = [part.mean() for part in gap[place.argsort()].tensor_split(3)]
-        means = {one: row.mean() for one, row in zip(self.ids, rows, strict=True) if len(row)}
-        worst = [f"sample {one}: {means[one]:.3g}" for one in sorted(means, key=lambda one: -means[one])[:3]]
+        means = {sample_id: row.mean() for sample_id, row in zip(self.ids, rows, strict=True) if len(row)}
+        by_size = sorted(means, key=lambda sample_id: -means[sample_id])
+        worst = [f"sample {sample_id}: {means[sample_id]:.3g}" for sample_id in by_size[:3]]
         ratio, size = log_ratio.exp().mean(), (2 * log_ratio.logsumexp(0) - (2 * log_ratio).logsumexp(0)).exp()
         return [
             head,
@@ -105,17 +106,17 @@ def compare_log_probs(
     for name, rows in sides.items():
         if len(rows) != len(train):
             raise ValueError(f"{len(rows)} samples of {name}, {len(train)} of train: {_SAME}.")
-        for one, row in zip(ids, rows, strict=True):
+        for sample_id, row in zip(ids, rows, strict=True):
             if row.dim() != 1 + (rows is top):
-                raise ValueError(f"sample {one}: {name} of shape {[*row.shape]}: {_SAME}, as a 1-D tensor.")
+                raise ValueError(f"sample {sample_id}: {name} of shape {[*row.shape]}: {_SAME}, as a 1-D tensor.")
         own = [len(row) for row in rows]
-        off = [(one, length, other) for one, length, other in zip(ids, lengths, own, strict=True) if length != other]
+        off = [of_sample for of_sample in zip(ids, lengths, own, strict=True) if of_sample[1] != of_sample[2]]
         if off:
-            one, length, other = off[0]
+            sample_id, length, other = off[0]
             order = " Both sides have the same lengths in another order: give both by sample id." * (
                 sorted(lengths) == sorted(own)
             )
-            counts = f"{len(off)} of {len(train)} samples, first {one}: train {length}, {name} {other}"
+            counts = f"{len(off)} of {len(train)} samples, first {sample_id}: train {length}, {name} {other}"
             raise ValueError(f"lengths differ in {counts}: {_SAME}.{order}")
     gap = LogProbGap(ids, train, rollout, masks)
     on = gap.active
@@ -138,7 +139,7 @@ def compare_log_probs(
 
 
 def _flat(values: Rows) -> Tensor:
-    return torch.cat([torch.zeros(0).double(), *(one.detach().double().cpu() for one in values)])
+    return torch.cat([torch.zeros(0).double(), *(row.detach().double().cpu() for row in values)])
 
 
 def _moves(gap: LogProbGap, totals: Tensor) -> Iterator[tuple[str, str, Tensor]]:
@@ -188,7 +189,7 @@ def _fit_temperature(gap: LogProbGap, top: Rows) -> None:
     beta, step = 2.125, 0.09375
     for _ in range(4):
         tried = [beta + k * step for k in range(-20, 21)]
-        errors = torch.stack([left(one, few) for one in tried]).abs().mean(-1)
+        errors = torch.stack([left(candidate, few) for candidate in tried]).abs().mean(-1)
         beta, step = tried[int(errors.argmin())], step / 16
     text = f"rollout equals train at temperature {1 / beta:.4g}"
     gap.consider("temperature", text, left(beta, slice(None)), gap.active)
@@ -217,13 +218,16 @@ def _suggest_temperature(gap: LogProbGap) -> None:
 def compare_dumps(rollout: Path, train: Path) -> LogProbGap:
     """Compare two files, joined by sample id, with the masks of `train`, else of `rollout`."""
     left, right = _read(rollout), _read(train)
-    if not (ids := [one for one in right if one in left]):
+    if not (ids := [sample_id for sample_id in right if sample_id in left]):
         raise ValueError(
             f"{rollout} has samples {[*left][:3]}, {train} {[*right][:3]}: they share none. Dump the same step twice."
         )
-    rows, others = ([side[one][0] for one in ids] for side in (right, left))
-    masks = [torch.tensor(right[one][1] or left[one][1] or [1] * len(row)) for one, row in zip(ids, rows, strict=True)]
-    gap = compare_log_probs(rows, others, masks, total_lengths=[right[one][2] for one in ids], ids=ids)
+    rows, others = ([side[sample_id][0] for sample_id in ids] for side in (right, left))
+    masks = [
+        torch.tensor(right[sample_id][1] or left[sample_id][1] or [1] * len(row))
+        for sample_id, row in zip(ids, rows, strict=True)
+    ]
+    gap = compare_log_probs(rows, others, masks, total_lengths=[right[sample_id][2] for sample_id in ids], ids=ids)
     if alone := sorted({*left} ^ {*right}):
         counts = f"{len(left) - len(ids)} samples of {rollout} alone, {len(right) - len(ids)} of {train} alone"
         gap.left_out.append(f"left out: {counts}, first {alone[0]}")
@@ -232,23 +236,23 @@ def compare_dumps(rollout: Path, train: Path) -> LogProbGap:
 
 def _read(path: Path) -> dict[str, tuple[Tensor, list[float], int]]:
     """Log-probs, mask (empty if there is none) and length with the prompt of each sample, by id."""
-    found: dict[str, Any] = {}
+    by_id: dict[str, Any] = {}
     try:
         lines = path.read_text(encoding="utf-8").splitlines() if path.suffix == ".jsonl" else []
         content: Any = [*map(json.loads, lines)] or torch.load(path, map_location="cpu", weights_only=True)
         samples = content.get("samples", content) if isinstance(content, Mapping) else content  # of slime
-        for number, given in samples.items() if isinstance(samples, Mapping) else enumerate(samples):
-            sample = given if isinstance(given, Mapping) else {"index": number, "log_probs": given}
+        for number, entry in samples.items() if isinstance(samples, Mapping) else enumerate(samples):
+            sample = entry if isinstance(entry, Mapping) else {"index": number, "log_probs": entry}
             trained = "data_parallel_rank" in sample or "rollout_log_probs" not in sample
             row = torch.as_tensor(sample["log_probs" if trained else "rollout_log_probs"], dtype=torch.float64)
             mask = sample.get("loss_masks", sample.get("loss_mask"))
             name = str(sample.get("sample_index", sample.get("index", number)))
-            name += f", entry {number}" if name in found else ""
-            found[name] = row, [] if mask is None else [*map(float, mask)], sample.get("total_lengths", row.numel())
+            name += f", entry {number}" if name in by_id else ""
+            by_id[name] = row, [] if mask is None else [*map(float, mask)], sample.get("total_lengths", row.numel())
     except FileNotFoundError:
         raise ValueError(f"{path}: there is no such file. Give the paths of two dumps, ROLLOUT and TRAIN.") from None
     except Exception as error:  # of many kinds
         code = str(error).partition("GLOBAL ")[2].split(" ")[0]
         why = f"it holds code, {code}" if code else "no log-probs were found in it"
         raise ValueError(f"{path}: {why} ({type(error).__name__}); {_DUMP}.") from None
-    return found
+    return by_id

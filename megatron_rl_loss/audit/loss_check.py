@@ -150,8 +150,8 @@ class LossReport:
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain data; unknown values of a finding are left out."""
-        known = [{name: value for name, value in vars(one).items() if value == value} for one in self.findings]
-        findings = [one | {"step": repr(one["step"])} for one in known]
+        known = [{name: value for name, value in vars(finding).items() if value == value} for finding in self.findings]
+        findings = [fields | {"step": repr(fields["step"])} for fields in known]
         expected = None if self.expected is None else str(self.expected)
         said = {"sound": self.sound, "invariant": self.invariant, "expected": expected, "findings": findings}
         return {**vars(self), **said}
@@ -205,9 +205,9 @@ def check_loss(
             "checked without a mode, and divisor and units belong to one. Name a mode."
         )
     expected = None if mode is None else resolve(mode, divisor=divisor, units=units)
-    for what, given in (("ids", ids), ("labels", labels)):
-        check_mapping(what, given or {}, 'Pass functions of a row: {"task": lambda row: row.prompt // 2}')
-        for key, of_row in (given or {}).items():
+    for what, by_name in (("ids", ids), ("labels", labels)):
+        check_mapping(what, by_name or {}, 'Pass functions of a row: {"task": lambda row: row.prompt // 2}')
+        for key, of_row in (by_name or {}).items():
             check_callable(f"{what}[{key!r}]", of_row, "it must be a function of a row", "Pass lambda row: row.prompt")
     described = Described(ids or {}, labels or {})
     if expected is not None:
@@ -232,21 +232,22 @@ def check_loss(
         ) from failure.__cause__
     parameters = list(inspect.signature(run.args[0]).parameters.values())[2:]
     filled = {*simulation.asked_for(loss_fn, call), *getattr(loss_fn, "keywords", ())}
-    left = [one.name for one in parameters if one.default is not one.empty and one.name not in filled]
+    optional = [parameter.name for parameter in parameters if parameter.default is not parameter.empty]
+    left = [parameter for parameter in optional if parameter not in filled]
     notes = [f"parameter {parameter} was left at its default" for parameter in left]
     look = partial(_findings, run, call, expected, draws, seed)
     findings, causes = look(UNCUT), tuple[str, ...]()
-    if failures := [one for one in findings if one.kind != "weights"]:
+    if failures := [finding for finding in findings if finding.kind != "weights"]:
         findings = failures
     else:
-        one_cut = [one for cut, over in CUTS.items() if len(over) == 1 for one in look(cut)]
+        one_cut = [finding for cut, over in CUTS.items() if len(over) == 1 for finding in look(cut)]
         findings += (one_cut or look(TOGETHER)) + look(PADDED)
     with contextlib.suppress(CallFailed):
-        if expected is not None and {one.kind for one in findings} == {"weights"}:
+        if expected is not None and {finding.kind for finding in findings} == {"weights"}:
             steps = [run(_draw(call, "KDC", f"{seed}/causes/{i}", telling=True)) for i in range(8)]
-            found = explain(steps, expected, tolerance=TOLERANCE)
+            fitting_causes = explain(steps, expected, tolerance=TOLERANCE)
             hints = HINTS if call.returns == "loss" else HINTS | OF_MEGATRON
-            causes = tuple(cause.describe(hints).replace(f"x {cause.factor:.6g} = ", "x ") for cause in found)
+            causes = tuple(cause.describe(hints).replace(f"x {cause.factor:.6g} = ", "x ") for cause in fitting_causes)
         holed = DrawnStep((DrawnRow((1, 0, 1)), DrawnRow((1, 1), 1, 1)))
         if not np.isfinite(run(holed, poisoned=True).weights).all():
             notes.append("a NaN at a masked token spoils the loss; select by the mask (torch.where) before multiplying")
@@ -279,9 +280,9 @@ def _check_mode(expected: Aggregation, draws: int, seed: int, described: Describ
         split = layout in ("contiguous", "responses")  # rollouts over several rows
         call = LossCall(rows="packed", dp="sum", cp="sum", cp_cut=layout, split_rollouts=split)
         report = check_loss(loss, call=call, draws=draws, seed=seed, ids=described.ids, labels=described.labels)
-        for found in report.findings:
-            cut = f"{found.cut}, {layout}" if CUTS.get(found.cut) == "C" else found.cut
-            findings.setdefault(cut, replace(found, cut=cut))
+        for finding in report.findings:
+            cut = f"{finding.cut}, {layout}" if CUTS.get(finding.cut) == "C" else finding.cut
+            findings.setdefault(cut, replace(finding, cut=cut))
     assumed = "its own weights, in every layout"
     return LossReport(expected.mode.name, expected, assumed, draws, seed, tuple(findings.values()))
 
@@ -297,11 +298,13 @@ def _findings(run: Any, call: LossCall, mode: Aggregation | None, draws: int, se
             finding = Finding(cut, failure.args[0], failure.args[1], step)
         if finding is not None:
             shown.setdefault(finding.kind, []).append(finding)
-    for found in shown.values():
-        low, high = min(one.low for one in found), max(one.high for one in found)
+    for alike in shown.values():
+        low, high = min(finding.low for finding in alike), max(finding.high for finding in alike)
         apart = f"{low:.4g}" if high - low <= TOLERANCE * abs(high) else f"{low:.3g} to {high:.3g}"
-        certain = [one for one in found if one.fact != "shift"] or found  # a shift shows on all steps, or is none
-        first = min(certain, key=lambda one: (not one.says, one.length))
+        certain = [
+            finding for finding in alike if finding.fact != "shift"
+        ] or alike  # a shift shows on all steps, or is none
+        first = min(certain, key=lambda finding: (not finding.says, finding.length))
         times = "what they should" if cut == UNCUT else "their uncut weight"
         says = first.says or f"tokens weigh {apart} times {times}"
         findings.append(replace(first, says=says, low=low, high=high))
@@ -324,10 +327,10 @@ def _look(run: Any, mode: Aggregation | None, cut: str, step: DrawnStep) -> Find
     if cut == PADDED:  # beside the same rows without the masked tokens at their ends
         rows = [row._replace(mask=row.mask[: 1 + max(np.flatnonzero(row.mask), default=0)]) for row in rows]
     pairs = zip(step.rows, rows, strict=True)
-    kept = np.concatenate([np.arange(len(row.mask)) < len(one.mask) for row, one in pairs])
+    kept = np.concatenate([np.arange(len(row.mask)) < len(cut_row.mask) for row, cut_row in pairs])
     plain = np.zeros(len(weights))
     plain[kept] = weights if cut == UNCUT else run(DrawnStep(tuple(rows), seed=step.seed)).weights
-    asked = plain if mode is None else expected_weights(measured.tokens, mode)
+    asked = plain if mode is None else expected_weights(measured, mode)
     wanted = asked if cut == UNCUT else plain
     if deviation_of(measured, wanted) <= TOLERANCE:
         return None
@@ -344,7 +347,7 @@ def _draw(call: LossCall, over: str, seed: str, telling: bool) -> DrawnStep:
     rng = random.Random(seed)
     most, longest = (3, 11) if telling else (2, 3)
     ends = {"K": (3, 5), "D": (2, 4), "C": (2, 4)}
-    K, D, C = ((rng.randint(*ends[one]) if telling else 2) if one in over else 1 for one in ends)
+    K, D, C = ((rng.randint(*ends[size]) if telling else 2) if size in over else 1 for size in ends)
     least, most = (1, most) if K * D > 1 else (most - 1, most**2)  # rows of a micro-batch
     even = rng.randint(least, most)
     numbers = {

@@ -16,12 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_rl_loss.audit.assembly import Part, SampleArrays, measured_step
+from megatron_rl_loss.audit.assembly import Part, measured_step
 from megatron_rl_loss.audit.tokens import MeasuredStep, Split
 from megatron_rl_loss.errors import check_callable, check_choice, check_mapping
 from megatron_rl_loss.step import layouts
 from megatron_rl_loss.step.collectives import StepGroups
 from megatron_rl_loss.step.counting import count_step
+from megatron_rl_loss.step.response_layout import ZigzagResponse
 from megatron_rl_loss.step.samples import Samples
 
 #: Parameters that a loss function may have beside its first two; `LossCall` describes them.
@@ -90,8 +91,8 @@ class LossCall:
 
     def __post_init__(self) -> None:
         check_mapping("LossCall.names", self.names, 'Write names={"num_items_in_batch": "step_tokens"}, for example')
-        for parameter, given in self.names.items():
-            check_choice(f"value of LossCall.names[{parameter!r}]", given, GIVEN)
+        for parameter, value in self.names.items():
+            check_choice(f"value of LossCall.names[{parameter!r}]", value, GIVEN)
         for name, hint in get_type_hints(LossCall).items():
             value, choices = repr(getattr(self, name)), list(map(repr, get_args(hint)))
             if name != "names" and value not in choices:
@@ -190,7 +191,7 @@ def samples_of(rows: Sequence[DrawnRow], call: LossCall, cp_size: int, described
     bounds = [0, *accumulate([max(sizes)] * len(sizes) if call.rows == "padded" else sizes)]
     layout: layouts.Layout = layouts.ZigzagTHD(bounds, total_lengths=lengths)
     if call.cp_cut == "responses":
-        layout = layouts.ZigzagResponse([length + 3 for length in lengths], lengths)
+        layout = ZigzagResponse([length + 3 for length in lengths], lengths)
     elif call.cp_cut == "contiguous":
         layout = layouts.Contiguous(bounds, total_lengths=lengths, per_slot=True)
     elif call.cp_cut == "gathered":
@@ -222,7 +223,7 @@ def measure(
     if poisoned:
         losses[torch.tensor(list(chain(*masks))) == 0] = torch.nan
     tokens, (rollouts, prompts) = torch.tensor(list(map(sum, masks))), map(torch.tensor, ids)
-    of_rollouts, of_prompts = (torch.stack([tokens[of == one].sum() for one in of]) for of in (rollouts, prompts))
+    of_rollouts, of_prompts = (torch.stack([tokens[of == unit].sum() for unit in of]) for of in (rollouts, prompts))
     sums = getattr(loss_fn, "sums", ())  # that a mode declares
     totals = None
     if "totals" in asks.values():
@@ -248,13 +249,13 @@ def measure(
             "old_log_probs": view(x.detach().clone()), "advantages": view(advantages[here][at]),
             "sample_advantages": advantages[here], "cu_seqlens": torch.tensor(layout.bounds),
         }  # fmt: skip
-        given = {name: have[what] for name, what in asks.items()}
-        called = partial(loss_fn, view(x * 1), view(torch.tensor(local.mask)), **given)
+        further = {name: have[what] for name, what in asks.items()}
+        called = partial(loss_fn, view(x * 1), view(torch.tensor(local.mask)), **further)
         if call.returns != "loss":
             called = partial(_scheduled, called, C, num_tokens, call.returns == "megatron_per_token")
         gradient = _derivative(called, x, f" (micro-batch {k}, DP rank {d}, CP rank {c})")
         weights = (-gradient / advantages[here][at] if call.takes == "log_probs" else gradient).double().numpy()
-        parts.append(Part(**place, samples=SampleArrays.of(local), positions=local.positions, gradients=weights))
+        parts.append(Part.of(local, weights, local.samples, **place))
     averaged = ((K, call.microbatches), (D, call.dp), (C, call.cp))
     factor = math.prod(1 / size for size, done in averaged if done == "mean") / max(sum(num_tokens), 1)
     return measured_step(parts, factor, Split(num_microbatches=K, dp_size=D, cp_size=C))
@@ -271,8 +272,8 @@ def _scheduled(call: Callable[[], Any], cp_size: int, num_tokens: list[float], p
     """The loss as Megatron's schedule scales what a loss function returns; without its mean over micro-batches."""
     returned = call()
     if not isinstance(returned, tuple) or len(returned) not in (2, 3):
-        given = f"{len(returned)} values" if isinstance(returned, tuple) else f"a {type(returned).__name__}"
-        raise ValueError(f"{given} for Megatron's schedule, not (loss, num_tokens, report) or (loss, report)")
+        values = f"{len(returned)} values" if isinstance(returned, tuple) else f"a {type(returned).__name__}"
+        raise ValueError(f"{values} for Megatron's schedule, not (loss, num_tokens, report) or (loss, report)")
     if len(returned) == 2:
         return returned[0] * cp_size
     count = float(returned[1])

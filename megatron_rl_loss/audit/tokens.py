@@ -6,10 +6,13 @@ unreduced loss. `audit.megatron` measures it in a training step, `simulation` in
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from megatron_rl_loss.step.samples import Samples
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -30,8 +33,26 @@ class Split:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PlacedSamples:
+    """The samples of a micro-batch, and its place in the step."""
+
+    dp_rank: int
+    microbatch: int  # numbered on each data-parallel rank from 0
+    samples: Samples
+    cp_rank: Ints  # the rank that holds the token of each mask entry, [num_entries]; -1 if all ranks do
+
+
+def slots_of(samples: Samples) -> Ints:
+    """The position in the layout's buffer of each mask entry, masks end to end, [num_entries]."""
+    lengths = np.array(samples.mask_lengths, np.int64)
+    position = np.arange(lengths.sum()) - (lengths.cumsum() - lengths).repeat(lengths)
+    slots: Ints = position + np.array(samples.mask_starts, np.int64).repeat(lengths)
+    return slots
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepTokens:
-    """All entries of the step's loss masks, masked ones too; arrays [num_entries].
+    """All entries of the step's loss masks, masked ones too, as columns [num_entries].
 
     Entries are ordered by data-parallel rank, micro-batch, sample and position.
     """
@@ -42,11 +63,35 @@ class StepTokens:
     dp_rank: Ints
     microbatch: Ints  # numbered on each data-parallel rank from 0
     cp_rank: Ints  # the rank that holds the token; -1 if all ranks do
-    ids: dict[str, Ints] = field(default_factory=dict)  # rollout, prompt and further ids that the samples name
-    per_token: frozenset[str] = frozenset()  # names of ids that are given per token: -1 is no unit
-    num_empty: int = 0  # samples without an entry; they count as units
-    #: ids of these samples, [num_empty]; ids per token are left out
-    empty_ids: dict[str, Ints] = field(default_factory=dict)
+    ids: dict[str, Ints]  # rollout, prompt and further ids that the samples of every micro-batch name
+    per_token: frozenset[str]  # names of ids that are given per token: -1 is no unit
+
+    @classmethod
+    def of(cls, microbatches: Sequence[PlacedSamples]) -> "StepTokens":
+        filled = [placed for placed in microbatches if len(placed.samples)]
+        names = sorted(set.intersection(*({*placed.samples.parts} for placed in filled))) if filled else []
+        columns: dict[str, list[Any]] = {name: [] for name in ("mask", "sample", "position", *MICROBATCH, "cp_rank")}
+        ids: dict[str, list[Ints]] = {name: [] for name in names}
+        num_samples, per_token = 0, set[str]()
+        for placed in filled:
+            samples, slots = placed.samples, slots_of(placed.samples)
+            lengths, starts = np.array(samples.mask_lengths), np.array(samples.mask_starts)
+            columns["mask"].append(samples.buffer[slots].astype(np.float64))
+            columns["sample"].append(np.arange(num_samples, num_samples + len(samples)).repeat(lengths))
+            columns["position"].append(slots - starts.repeat(lengths))
+            for name in MICROBATCH:
+                columns[name].append(np.full(len(slots), getattr(placed, name)))
+            columns["cp_rank"].append(placed.cp_rank)
+            for name in names:
+                parts = samples.parts[name]
+                is_per_token = parts.of_entry is not None
+                per_token |= {name} if is_per_token else set()
+                of_entries = np.append(parts.keys, -1)[parts.of_entry] if is_per_token else parts.keys.repeat(lengths)
+                ids[name].append(of_entries)
+            num_samples += len(samples)
+        joined = {name: np.concatenate([np.zeros(0, np.int64), *column]) for name, column in columns.items()}
+        of_ids = {name: np.concatenate(column) for name, column in ids.items()}
+        return cls(**joined, ids=of_ids, per_token=frozenset(per_token))
 
     def __len__(self) -> int:
         return len(self.mask)
@@ -82,18 +127,24 @@ def extremes(group: Ints, values: Floats, number: int) -> tuple[Floats, Floats]:
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredStep:
-    """A step's tokens and their effective weights.
+    """The micro-batches of a step, with the effective weights of their tokens.
 
     `facts` by name: ``rounding``, the type that gradients were rounded to (default "float32"); ``coefficient``, the
-    declared factor of the term; ``expected``, the term's own mode, divisor and unit counting; ``tokens_compared``, the
-    number of input ids that agreed with the samples'; and numbers of the measurement.
+    declared factor of the term; ``expected``, the term's own mode, divisor and unit counting; ``doubt``, a reason why a
+    difference of weights may be no fault; ``tokens_compared``, the number of input ids that agreed with the samples';
+    and numbers of the measurement.
     """
 
-    tokens: StepTokens
-    weights: Floats  # of each entry, [num_entries]; NaN for a NaN gradient
+    microbatches: tuple[PlacedSamples, ...]  # ordered by data-parallel rank and micro-batch
+    weights: Floats  # of each mask entry, masks end to end, [num_entries]; NaN for a NaN gradient
     split: Split = field(default_factory=Split)
     #: weight outside all entries (padding, other samples' slots): number of places, sum of sizes
     stray: tuple[int, float] = (0, 0.0)
     unknown: tuple[str, ...] = ()  # reasons against any verdict, in sentences
     notes: tuple[str, ...] = ()  # limits of the measurement, in sentences
     facts: dict[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def tokens(self) -> StepTokens:
+        """The mask entries as columns."""
+        return StepTokens.of(self.microbatches)

@@ -76,7 +76,7 @@ class Verdict:
     def __str__(self) -> str:
         """The report, at most 15 lines."""
         said = [f"also: {reason}" for reason in self.unknown[1:]]
-        said += [f"In the wrong place: {one.text}." for one in self.misplaced]
+        said += [f"In the wrong place: {fact.text}." for fact in self.misplaced]
         is_size = self.is_factor and any(cause.is_size for cause in self.causes)
         own = f", or a factor of {self.low:.4g} in your own code" if is_size else ""
         if len(self.causes) > 1:
@@ -91,7 +91,7 @@ class Verdict:
     @property
     def _rest(self) -> str:
         """The words for weights without a cause."""
-        if [(one.name, one.tokens) for one in self.misplaced] == [("missing", self.tokens)]:
+        if [(fact.name, fact.tokens) for fact in self.misplaced] == [("missing", self.tokens)]:
             return "No gradient reached the tapped losses: the loss that was trained does not depend on them."
         return "All other weights are as expected." if self.rest_is_asked else "No known cause fits these weights."
 
@@ -120,7 +120,7 @@ def places_of(measured: MeasuredStep, wanted: Floats) -> tuple[Place, ...]:
     """A `Place` for each micro-batch of each DP rank."""
     tokens, weights, active = measured.tokens, measured.weights, wanted != 0
     ranks = np.unique(tokens.cp_rank)
-    found = []
+    places = []
     for here in _members(tokens.groups("dp_rank", "microbatch")):
         ratios = []
         for rank in ranks:
@@ -128,8 +128,8 @@ def places_of(measured: MeasuredStep, wanted: Floats) -> tuple[Place, ...]:
             ratio = weights[held] / wanted[held]
             ratios.append((float(ratio.min()), float(ratio.max())) if len(held) else (math.nan, math.nan))
         bar = _bar(tokens, weights, wanted, here[active[here] | (weights[here] != 0)])
-        found.append(Place(int(tokens.dp_rank[here[0]]), int(tokens.microbatch[here[0]]), tuple(ratios), bar))
-    return tuple(found)
+        places.append(Place(int(tokens.dp_rank[here[0]]), int(tokens.microbatch[here[0]]), tuple(ratios), bar))
+    return tuple(places)
 
 
 def _members(group: Ints) -> list[Ints]:

@@ -32,7 +32,7 @@ def attached(aggregation: "LossAggregation") -> Iterator[None]:
     from megatron.bridge.training import train
 
     functions = [
-        Function(module, "get_forward_backward_func", (), lambda stock, given: aggregation.wrap_schedule(stock()))
+        Function(module, "get_forward_backward_func", (), lambda stock, arguments: aggregation.wrap_schedule(stock()))
         for module in (train, evaluation)
     ]
     replaced = Replaced("Megatron-Bridge", "067f987d, or 0.6.2", functions)

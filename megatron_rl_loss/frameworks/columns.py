@@ -47,11 +47,11 @@ def token_mean_factors(
     """
     plan = plan_of(modes, describe, dp_group)
     count = float(plan.totals.step_active_tokens) if tokens is None else tokens()
-    factors = [one.weights * count for one in plan]
+    factors = [microbatch.weights * count for microbatch in plan]
 
     def check() -> None:
-        for one, flat in zip(plan, factors, strict=True):
-            check_even(flat.split(one.samples.mask_lengths), one.samples.loss_masks, even)
+        for microbatch, flat in zip(plan, factors, strict=True):
+            check_even(flat.split(microbatch.samples.mask_lengths), microbatch.samples.loss_masks, even)
 
     if even:
         check_together(check, several(dp_group))
@@ -59,7 +59,7 @@ def token_mean_factors(
 
 
 class StepRow(NamedTuple):
-    """Functions by which `weigh_advantages` asks an engine; `given` is the argument of that name.
+    """Functions by which `weigh_advantages` asks an engine; `arguments` is the argument of that name.
 
     Attributes:
         wrong: conditions that break the token mean, each with words for the error and a remedy.
@@ -76,7 +76,7 @@ class StepRow(NamedTuple):
 
 
 def weigh_advantages(
-    engine: Any, modes: LossModes, given: Any, *, dp_group: Group | None, **settings: Any
+    engine: Any, modes: LossModes, arguments: Any, *, dp_group: Group | None, **settings: Any
 ) -> tuple[list[Any], list[dict[str, Tensor]], float]:
     """Batches of a step of an engine that trains on a token mean, columns with weighed advantages for each, and T.
 
@@ -87,15 +87,15 @@ def weigh_advantages(
     prompts: list[Sequence[Any] | str] = []
 
     def describe() -> list[Samples]:
-        for is_wrong, what, remedy in engine.wrong(given):
+        for is_wrong, what, remedy in engine.wrong(arguments):
             if is_wrong:
                 raise ValueError(
                     f"{what} with a loss aggregation: {engine.name} must train on the mean over the step's tokens. "
                     f"{remedy}."
                 )
-        batches.extend(engine.batches(given))
-        masks.extend(list(engine.masks(given, batch)) for batch in batches)
-        prompts.extend(engine.prompts(given, batch) for batch in batches)
+        batches.extend(engine.batches(arguments))
+        masks.extend(list(engine.masks(arguments, batch)) for batch in batches)
+        prompts.extend(engine.prompts(arguments, batch) for batch in batches)
         return samples_of(modes, masks, prompts)
 
     factors, tokens = token_mean_factors(modes, describe, dp_group=dp_group, **settings)
@@ -117,11 +117,20 @@ def samples_of(
     """Samples of micro-batches. `prompts` are ids, or the reason why ids are unknown: modes by prompt then raise."""
     described = []
     for of_batch, ids in zip(masks, prompts, strict=True):
-        known = ["unknown"] * len(of_batch) if isinstance(ids, str) else [str(one) for one in ids]
+        known = ["unknown"] * len(of_batch) if isinstance(ids, str) else [str(prompt_id) for prompt_id in ids]
         described.append(Samples(of_batch, prompt_ids=known, **more))
         if isinstance(ids, str) and "prompt" in modes.rehearse(described[-1]):
             raise ValueError(f"{modes.describe()}, for {ids}. Choose a mode that does not group by prompt.")
     return described
+
+
+def at_masked_tokens(masks: Tensor, factors: Tensor, plain: Tensor) -> tuple[Tensor, Tensor]:
+    """Factors and plain advantages for a trial: at masked tokens the trial has an advantage, so that masks are seen.
+
+    A loss function with these masks gives such a token the weight 0 all the same.
+    """
+    is_masked = masks.to(factors.device) == 0
+    return factors.masked_fill(is_masked, 1), plain.masked_fill(is_masked, 0)
 
 
 def prompts_of(token_ids: Tensor, prompt_mask: Tensor) -> list[str]:

@@ -52,11 +52,11 @@ class LogProbGradients:
 
     @property
     def is_followed(self) -> bool:
-        return all(one.temperature is not None for one in self.log_probs)
+        return all(of_loss.temperature is not None for of_loss in self.log_probs)
 
     @property
     def is_replicated(self) -> bool:
-        return any(one.replicated for one in self.log_probs)
+        return any(of_loss.replicated for of_loss in self.log_probs)
 
     def keep_output(self, gradient: Tensor) -> None:
         """A hook of the model's output."""
@@ -65,12 +65,12 @@ class LogProbGradients:
     def sent_and_arrived(self, cp: Any) -> Tensor:
         """The two sums of this rank, float64 [2]; all ranks of the CP group call it together."""
         sums = torch.zeros(2, dtype=torch.float64)
-        for one in self.log_probs:
-            gradient = one.gradient.clone()
-            for group in several(cp) if one.replicated else ():
+        for of_loss in self.log_probs:
+            gradient = of_loss.gradient.clone()
+            for group in several(cp) if of_loss.replicated else ():
                 all_reduce(gradient, group)
-            sent = (gradient.abs() * 2 * (1 - one.values.double().exp())).sum() / (one.temperature or 1.0)
-            sums[0] += sent.cpu() / (cp.size() if one.replicated else 1)
+            sent = (gradient.abs() * 2 * (1 - of_loss.values.double().exp())).sum() / (of_loss.temperature or 1.0)
+            sums[0] += sent.cpu() / (cp.size() if of_loss.replicated else 1)
         sums[1] = sum(float(size) for size in self.tapped_sizes or self.output_sizes)
         return sums
 
@@ -80,7 +80,7 @@ def follow(log_probs: Tensor, *, replicated: bool, temperature: float | None) ->
     if (taps := taps_of(log_probs)) is not None:
         taps.log_prob_gradients = taps.log_prob_gradients or LogProbGradients()
         held = taps.log_prob_gradients.log_probs
-        if not any(one.source() is log_probs for one in held):
+        if not any(known.source() is log_probs for known in held):
             held.append(LogProbs(log_probs, replicated, temperature))
 
 
@@ -101,5 +101,5 @@ def size_of_gradient(gradient: Tensor) -> Tensor:
     """The sum of absolute values, float64. Of blocks of rows, since torch would copy all to the type of its result."""
     rows = gradient.detach().reshape(-1, gradient.shape[-1] if gradient.dim() else 1)
     blocks = rows.split(max(_BLOCK // max(rows.shape[1], 1), 1))
-    sizes = [torch.linalg.vector_norm(one, 1, dim=1, dtype=torch.float32).double().sum() for one in blocks]
+    sizes = [torch.linalg.vector_norm(block, 1, dim=1, dtype=torch.float32).double().sum() for block in blocks]
     return torch.stack(sizes).sum()

@@ -61,7 +61,7 @@ def loss_aggregation(
     policy = aggregation.settings.modes.policy
     if policy.mode.name != "token_mean" and policy.units == "all":
         raise ValueError(
-            f"{policy.mode.name} with unit counting all in train_rl.py: train_rl.py pads the batch with fully masked "
+            f"{policy.mode.name} counting all units in train_rl.py: train_rl.py pads the batch with fully masked "
             "rows, which would count as rollouts. Add --loss-aggregation-units active."
         )
     if getattr(args, "check_for_spiky_loss", False):
@@ -127,20 +127,20 @@ def samples_of(batch: Any, cp_losses: CpLosses = "gathered", **ids: Any) -> Samp
     The bin is looked up in Megatron's RL runtime state. Raises ValueError for a batch of neither kind, sequences that
     leave their bin, a mask that is set on a sequence's first token.
     """
-    given = len(batch) if isinstance(batch, Sequence) else type(batch).__name__
-    if given == 1 and batch[0].numel() == 1:
+    num_tensors = len(batch) if isinstance(batch, Sequence) else type(batch).__name__
+    if num_tensors == 1 and batch[0].numel() == 1:
         from megatron.rl.rl_utils import get_rl_runtime_state
 
         context, bin_index = get_rl_runtime_state().packing_context, int(batch[0])
         loss_masks = context.packed_loss_mask[bin_index][None]
         # The beginning of each sequence, then the end of the last one's slot; nothing for an empty bin.
         edges = context.packing_info.seq_starts[bin_index] or [0]
-    elif given == 7 and batch[3].dim() == 2:
+    elif num_tensors == 7 and batch[3].dim() == 2:
         loss_masks, edges = batch[3], [0, batch[3].shape[1]]
     else:
         raise ValueError(
-            f"a batch of {given}: train_rl.py's iterator gives a bin number, or seven tensors of which the fourth is "
-            f"the loss mask. {_VERSIONS}"
+            f"a batch of {num_tensors}: train_rl.py's iterator gives a bin number, or seven tensors, of which the "
+            f"fourth is the loss mask. {_VERSIONS}"
         )
     masks, layout = rows_of(loss_masks, edges, cp_losses)
     return Samples(masks, layout=layout, **ids)

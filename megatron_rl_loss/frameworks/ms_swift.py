@@ -8,8 +8,8 @@ With ``--loss_type dapo`` or ``cispo`` Megatron-SWIFT sums loss * mask over a mi
 tokens that each micro-batch carries. Before each optimizer step this adapter sets the count so that the loss is the
 mean over the step's tokens T, and multiplies each token's advantage by its weight in the mode * T. A KL penalty in the
 loss is then the token mean. The adapter measures if the loss function undoes Megatron's division by the number of
-micro-batches, as 4.6.0 does, and proves the first step. Prompts are identified by their messages, as in ms-swift
-without Megatron.
+micro-batches, as 4.6.0 does, refuses any other factor, and proves the first step. Prompts are identified by their
+messages, as in ms-swift without Megatron.
 Source: ms-swift 4.6.0, 3602360a, swift/megatron/trainers/grpo_trainer.py (loss_func), swift/ray/megatron.
 """
 
@@ -18,11 +18,20 @@ import json
 import math
 import sys
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 
-from megatron_rl_loss.frameworks.columns import FACTORS, MASKS, MEDIA, PLAIN, StepRow, weigh_advantages
+from megatron_rl_loss.frameworks.columns import (
+    FACTORS,
+    MASKS,
+    MEDIA,
+    PLAIN,
+    StepRow,
+    at_masked_tokens,
+    weigh_advantages,
+)
 from megatron_rl_loss.frameworks.log_prob_gradients import tap_output
 from megatron_rl_loss.frameworks.places import swapped
 from megatron_rl_loss.frameworks.policy_tap import LossPaths, WeighedMicrobatch, tap_policy
@@ -35,6 +44,7 @@ from megatron_rl_loss.step.layouts import Gathered
 from megatron_rl_loss.step.samples import Samples
 
 __all__ = ["aggregate"]
+_VERSIONS = "4.6.0 or 3602360a"
 
 
 def aggregate(mode: str | Mode | ModeFunction, **settings: Any) -> Replaced:
@@ -45,7 +55,7 @@ def aggregate(mode: str | Mode | ModeFunction, **settings: Any) -> Replaced:
 
     Raises:
         ValueError, TypeError: a trainer that has an aggregation; unusable settings; in a step, fewer tokens than
-            Megatron-SWIFT's divisor allows.
+            Megatron-SWIFT's divisor allows, or a loss function with an unknown factor.
         BadBatchError: on every rank, in a step: another ``--loss_type`` than dapo and cispo; a mode by prompt with
             images; a first step in which a token has a weight that the mode does not ask for.
     """
@@ -54,40 +64,42 @@ def aggregate(mode: str | Mode | ModeFunction, **settings: Any) -> Replaced:
 
     modes = LossModes.resolve(mode, **settings)
 
-    def with_ids(stock: Any, given: dict[str, Any]) -> Any:
+    def with_ids(stock: Any, arguments: dict[str, Any]) -> Any:
         """Before generation, the messages of a sample are its prompt."""
         samples = stock()
         for sample in samples:
             sample.prompt_id = sample.prompt_id or json.dumps(sample.messages, default=str)
         return samples
 
-    def collate(stock: Any, given: dict[str, Any]) -> Any:
+    def collate(stock: Any, arguments: dict[str, Any]) -> Any:
         inputs, batch = stock()
-        samples = given["samples"]
-        has_media = any(getattr(one, name) for one in samples for name in ("images", "videos", "audios"))
-        unknown = "" if all(one.prompt_id for one in samples) else "samples without prompt_id, which identifies prompts"
-        batch.prompts = MEDIA if has_media else unknown or [one.prompt_id for one in samples]
-        batch.prompt_tokens = [_prompt_tokens(one) for one in samples]
+        samples = arguments["samples"]
+        has_media = any(getattr(sample, name) for sample in samples for name in ("images", "videos", "audios"))
+        unknown = (
+            "" if all(sample.prompt_id for sample in samples) else "samples without prompt_id, which identifies prompts"
+        )
+        batch.prompts = MEDIA if has_media else unknown or [sample.prompt_id for sample in samples]
+        batch.prompt_tokens = [_prompt_tokens(sample) for sample in samples]
         return inputs, batch
 
     def weigh(batches: Sequence[Any], trainer: Any) -> None:
-        of_step, proof = [one["grpo_batch"] for one in batches], replaced.proof
+        of_step, proof = [batch["grpo_batch"] for batch in batches], replaced.proof
         _weigh(of_step, trainer, modes)
         if proof is None or proof.is_over:
             return
         proof.group_size = trainer.num_generations
-        if is_by_prompt(modes) and (why := _misplaced(of_step)):
+        if is_by_prompt(modes) and (why := _misplaced(of_step, trainer.num_generations)):
             proof.give_up(why)
 
-    def step(stock: Any, given: dict[str, Any]) -> Any:
-        weigh(given["encoded_batches"], given["self"])
+    def step(stock: Any, arguments: dict[str, Any]) -> Any:
+        weigh(arguments["encoded_batches"], arguments["self"])
         return stock()
 
-    def ray_step(stock: Any, given: dict[str, Any]) -> Any:
-        if not isinstance(given["self"], trainer):  # the one of a Ray worker, whose loss function has a trainer too
-            microbatches = list(given["train_data_iterator"])
-            given["train_data_iterator"] = iter(microbatches)
-            weigh(microbatches, given["self"].forward_step.__self__._dummy)
+    def ray_step(stock: Any, arguments: dict[str, Any]) -> Any:
+        if not isinstance(arguments["self"], trainer):  # the one of a Ray worker, whose loss function has a trainer too
+            microbatches = list(arguments["train_data_iterator"])
+            arguments["train_data_iterator"] = iter(microbatches)
+            weigh(microbatches, arguments["self"].forward_step.__self__._dummy)
         return stock()
 
     trainer = grpo_trainer.MegatronGRPOTrainer
@@ -104,7 +116,7 @@ def aggregate(mode: str | Mode | ModeFunction, **settings: Any) -> Replaced:
 
         functions.append(Function(GRPOTrainer, "expand_for_generation", ["prompt_batch"], with_ids))
         functions.append(Function(MegatronRLHFTrainer, "train_step", ["train_data_iterator"], ray_step))
-    replaced = Replaced("ms-swift", "4.6.0 or 3602360a", functions)
+    replaced = Replaced("ms-swift", _VERSIONS, functions)
     beside = "a KL penalty is a token mean; ms-swift aggregates MoE and MTP losses"
     never = "No policy loss had our weights. Train with MegatronGRPOTrainer; with --use_ray, use ms-swift 3602360a."
     replaced.proof = prove("ms-swift", modes.policy, beside=beside, never=never)
@@ -117,16 +129,17 @@ def _prompt_tokens(sample: Any) -> str:
     return str(ids[: next((i for i, label in enumerate(labels) if label != -100), len(ids))])
 
 
-def _misplaced(batches: Sequence[Any]) -> str:
+def _misplaced(batches: Sequence[Any], group_size: int | None) -> str:
     """As `misplaced_ids`."""
     from megatron.core import mpu
 
-    ids, prompts = ([one for batch in batches for one in vars(batch)[name]] for name in ("prompts", "prompt_tokens"))
-    return misplaced_ids(ids, prompts, mpu.get_data_parallel_group())
+    columns = [(batch.prompts, batch.prompt_tokens) for batch in batches]
+    ids, prompts = ([*chain.from_iterable(column)] for column in zip(*columns, strict=True))
+    return misplaced_ids(ids, prompts, mpu.get_data_parallel_group(), group_size)
 
 
-def _tap_logits(stock: Any, given: dict[str, Any]) -> Any:
-    given["logits"] = tap_output(given["logits"])
+def _tap_logits(stock: Any, arguments: dict[str, Any]) -> Any:
+    arguments["logits"] = tap_output(arguments["logits"])
     return stock()
 
 
@@ -142,18 +155,18 @@ _LOSS = LossPaths(
 )  # fmt: skip
 
 
-def _tapped(stock: Any, given: dict[str, Any]) -> Any:
+def _tapped(stock: Any, arguments: dict[str, Any]) -> Any:
     """ms-swift's loss, measured."""
-    batch = given["data"]["grpo_batch"]
+    batch = arguments["data"]["grpo_batch"]
 
     def measured() -> WeighedMicrobatch:
-        masks, width = list(batch.masks), given["output_tensor"].shape[1]
+        masks, width = list(batch.masks), arguments["output_tensor"].shape[1]
         prompts = {} if isinstance(batch.prompts, str) else {"prompt_ids": batch.prompts}
         layout = Gathered(range(0, len(masks) * width + 1, width))
         samples = Samples(masks, layout=layout, labels={"microbatch": [batch.number] * len(masks)}, **prompts)
-        return WeighedMicrobatch(samples, batch.factors, batch.plain)
+        return WeighedMicrobatch(samples, *at_masked_tokens(torch.stack(masks), batch.factors, batch.plain))
 
-    return tap_policy(_LOSS, stock, given, measured) if hasattr(batch, "factors") else stock()
+    return tap_policy(_LOSS, stock, arguments, measured) if hasattr(batch, "factors") else stock()
 
 
 def _mask(batch: Any, trainer: Any) -> Any:
@@ -171,11 +184,17 @@ def _weigh(batches: Sequence[Any], trainer: Any, modes: LossModes) -> None:
         "ms-swift", lambda _: wrong, list, lambda _, batch: list(_mask(batch, trainer)), lambda _, batch: batch.prompts
     )
     _, columns, tokens = weigh_advantages(row, modes, batches, dp_group=mpu.get_data_parallel_group())
-    ranks = mpu.get_data_parallel_world_size()
-    count = tokens * _scale(trainer, batches[0], ranks) / len(batches)
+    ranks, num_microbatches = mpu.get_data_parallel_world_size(), len(batches)
+    scale = _scale(trainer, batches[0], ranks)
+    if not any(math.isclose(scale, known, rel_tol=2.0**-6) for known in (1, num_microbatches)):
+        raise ValueError(
+            f"a loss function that multiplies the policy loss by {scale:.4g}: a KL penalty beside it keeps its weight "
+            f"if that is 1 or the number of micro-batches, {num_microbatches}. Use ms-swift {_VERSIONS}."
+        )
+    count = tokens * scale / num_microbatches
     if 0 < count < ranks:
         raise ValueError(
-            f"{tokens:g} tokens in a step of {len(batches)} micro-batches on {ranks} ranks: Megatron-SWIFT divides "
+            f"{tokens:g} tokens in a step of {num_microbatches} micro-batches on {ranks} ranks: Megatron-SWIFT divides "
             "each micro-batch by at least one token per rank. Use fewer ranks or micro-batches."
         )
     for number, (batch, ours) in enumerate(zip(batches, columns, strict=True)):
@@ -187,12 +206,12 @@ def _weigh(batches: Sequence[Any], trainer: Any, modes: LossModes) -> None:
 def _scale(trainer: Any, batch: Any, ranks: int) -> float:
     """The factor of ms-swift's loss function besides 1 / count, measured on one token of known loss with count 1."""
     trial = copy.copy(batch)
-    one = batch.advantages.new_ones(1, 1)
+    token = batch.advantages.new_ones(1, 1)
     vars(trial).update(
-        completion_mask=one.bool(), truncated_mask=one[0] == 0, seq_lengths=one[0].long(), advantages=one,
-        old_per_token_logps=11 * one, ref_per_token_logps=None, rollout_per_token_logps=None,
+        completion_mask=token.bool(), truncated_mask=token[0] == 0, seq_lengths=token[0].long(), advantages=token,
+        old_per_token_logps=11 * token, ref_per_token_logps=None, rollout_per_token_logps=None,
         num_items_in_batch=torch.tensor(float(ranks)),
     )  # fmt: skip
     with torch.no_grad(), swapped({"self": trainer}, {"self._flush_log_completions?": None}, ["self._metrics?"]):
-        loss, _ = trainer.loss_func(one, data={"grpo_batch": trial})
+        loss, _ = trainer.loss_func(token, data={"grpo_batch": trial})
     return -float(loss) / math.exp(-10)  # of a log-prob of 1 where the old one was 11: nothing is clipped

@@ -7,8 +7,8 @@
 NeMo-RL divides the sum over all tokens by the global batch's T valid tokens. With ``token_level_loss=false`` NeMo-RL
 divides the sum of sample means by the N valid samples. The driver holds a whole batch and writes a column for each
 term: the mode's weights * T, or a sample's sum of weights * N. The policy loss gets advantage * column, the KL penalty
-gets the column as its mask; metrics keep the masks. Prompts are those by which NeMo-RL computed the advantages. Workers
-prove their first step.
+gets the column as its mask; metrics keep the masks. Prompts are those by which NeMo-RL computed the advantages; the
+driver compares them with the rows' tokens. Workers prove their first step.
 Source: nemo_rl 7ea279ab, algorithms/loss/loss_functions.py (ClippedPGLossFn), algorithms/utils.py (masked_mean).
 """
 
@@ -20,14 +20,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megatron_rl_loss.frameworks.columns import check_even
+from megatron_rl_loss.frameworks.columns import check_even, prompts_of
 from megatron_rl_loss.frameworks.places import wrapped
 from megatron_rl_loss.frameworks.policy_tap import LossPaths, WeighedMicrobatch, tap_policy
+from megatron_rl_loss.frameworks.prompt_tokens import is_by_prompt, misplaced_ids
 from megatron_rl_loss.frameworks.proving import prove
 from megatron_rl_loss.frameworks.replacing import Function, Replaced, once
 from megatron_rl_loss.modes.aggregation import Aggregation, resolve
+from megatron_rl_loss.modes.column import weights_column
+from megatron_rl_loss.modes.loss_modes import LossModes
 from megatron_rl_loss.modes.table import Mode, ModeFunction
-from megatron_rl_loss.modes.weights import weights_column
 from megatron_rl_loss.step.ids import as_ids
 from megatron_rl_loss.step.layouts import Gathered
 from megatron_rl_loss.step.samples import Samples
@@ -85,27 +87,34 @@ def aggregate(
     if loss_fn.reference_policy_kl_penalty != 0:
         modes["kl"] = of_kl
     loss, prompts = AggregatedPGLossFn(loss_fn, modes, group_size), list[str]()
+    has_prompts = is_by_prompt(LossModes.resolve(mode, **settings)) or (
+        kl is not None and is_by_prompt(LossModes.resolve(kl))
+    )
 
-    def keep_prompts(stock: Any, given: dict[str, Any]) -> Any:
-        prompts[:] = map(str, given["prompt_ids"].tolist())
+    def keep_prompts(stock: Any, arguments: dict[str, Any]) -> Any:
+        prompts[:] = map(str, arguments["prompt_ids"].tolist())
         return stock()
 
-    def with_columns(stock: Any, given: dict[str, Any]) -> Any:
-        if given["loss_fn"] is loss_fn:
+    def with_columns(stock: Any, arguments: dict[str, Any]) -> Any:
+        if arguments["loss_fn"] is loss_fn:
             raise ValueError(
                 "policy.train with the loss passed into aggregate(...): that loss has no weights. Pass grpo_train the "
                 "loss that aggregate(...) returned."
             )
-        if given["loss_fn"] is loss:
-            data = given["data"] = copy.copy(given["data"])
+        if arguments["loss_fn"] is loss:
+            data = arguments["data"] = copy.copy(arguments["data"])
             known = prompts if len(prompts) == len(data["sample_mask"]) else None
-            data.update(loss.columns(data, given.get("gbs") or policy.cfg["train_global_batch_size"], known))
+            if known is not None and has_prompts:
+                loss.doubt(known, data)
+            data.update(loss.columns(data, arguments.get("gbs") or policy.cfg["train_global_batch_size"], known))
         return stock()
 
     estimators = [
-        one for one in vars(advantage_estimator).values() if "compute_advantage" in getattr(one, "__dict__", {})
+        estimator
+        for estimator in vars(advantage_estimator).values()
+        if "compute_advantage" in getattr(estimator, "__dict__", {})
     ]
-    functions = [Function(one, "compute_advantage", ["prompt_ids"], keep_prompts) for one in estimators]
+    functions = [Function(estimator, "compute_advantage", ["prompt_ids"], keep_prompts) for estimator in estimators]
     Replaced("NeMo-RL", "7ea279ab", [Function(policy, "train", ["data", "loss_fn", "gbs"], with_columns), *functions])
     return loss
 
@@ -115,13 +124,20 @@ class AggregatedPGLossFn:
 
     def __init__(self, loss_fn: Any, modes: dict[str, Aggregation], group_size: int | None = None) -> None:
         self._loss_fn, self._modes, self._group_size = loss_fn, modes, group_size
-        self._policy, self._number = copy.copy(loss_fn), uuid4().hex
+        self._policy, self._number, self._doubt = copy.copy(loss_fn), uuid4().hex, ""
         self._policy.reference_policy_kl_penalty = 0
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Unpickle in a worker, whose first step is then proved."""
         self.__dict__.update(state)
-        once(self._number, self._prove)  # a loss is unpickled for each step
+        proof = once(self._number, self._prove)  # a loss is unpickled for each step
+        if self._doubt and proof is not None and not proof.is_over:
+            proof.give_up(self._doubt)
+
+    def doubt(self, prompts: list[str], data: Any) -> None:
+        """Send workers the reason why prompts may stand at other rows, by the tokens before the first trained one."""
+        tokens = prompts_of(data["input_ids"], data["token_mask"].cumsum(-1) == 0)
+        self._doubt = misplaced_ids(prompts, tokens, None, self._group_size)
 
     def _prove(self) -> Any:
         beside = "NeMo-RL aggregates MoE, MTP and draft losses"
@@ -138,25 +154,25 @@ class AggregatedPGLossFn:
 
     def columns(self, data: Any, batch_size: int, prompts: list[str] | None) -> dict[str, Tensor]:
         """A column per term, [rows, tokens], or [rows] for losses of samples; `batch_size` rows are a step."""
-        found: dict[str, list[Tensor]] = {_column(name): [] for name in self._modes}
-        found[_ROWS] = [torch.arange(len(data["sample_mask"]))]
+        columns: dict[str, list[Tensor]] = {_column(name): [] for name in self._modes}
+        columns[_ROWS] = [torch.arange(len(data["sample_mask"]))]
         if prompts is not None:
-            found[_PROMPTS] = [torch.from_numpy(as_ids("prompt_ids", prompts, len(prompts)))]
+            columns[_PROMPTS] = [torch.from_numpy(as_ids("prompt_ids", prompts, len(prompts)))]
         for start in range(0, len(data["sample_mask"]), batch_size):
             rows = slice(start, start + batch_size)
             masks = (data["token_mask"][rows, 1:].float() * data["sample_mask"][rows, None]).cpu()
             ids = None if prompts is None else prompts[rows]
-            for name, one in self._modes.items():
-                settings: dict[str, Any] = {"divisor": one.divisor, "units": one.units, "dp_group": None}
-                of_rows = weights_column(one.mode, list(masks), prompt_ids=ids, **settings)
+            for name, aggregation in self._modes.items():
+                settings: Any = {"divisor": aggregation.divisor, "units": aggregation.units, "dp_group": None}
+                of_rows = weights_column(aggregation.mode, list(masks), prompt_ids=ids, **settings)
                 weights = torch.stack(of_rows)
                 if self.loss_type.value == "token_level":
                     column = pad(weights * masks.sum(), (1, 0))
                 else:
                     check_even(of_rows, list(masks), "Set token_level_loss=true")
                     column = weights.sum(-1) * data["sample_mask"][rows].sum()
-                found[_column(name)].append(column)
-        return {name: torch.cat(columns) for name, columns in found.items()}
+                columns[_column(name)].append(column)
+        return {name: torch.cat(parts) for name, parts in columns.items()}
 
     def __call__(
         self, next_token_logprobs: Tensor, data: Any, global_valid_seqs: Tensor, global_valid_toks: Tensor
@@ -184,7 +200,9 @@ class AggregatedPGLossFn:
             return WeighedMicrobatch(samples, factors, plain, temperature=None if is_unknown else 1.0, **facts)
 
         def tap(row: LossPaths, loss: Any, *facts: Any, **more: Any) -> Any:
-            return wrapped(loss, lambda stock, given: tap_policy(row, stock, given, lambda: measured(*facts, **more)))
+            return wrapped(
+                loss, lambda stock, arguments: tap_policy(row, stock, arguments, lambda: measured(*facts, **more))
+            )
 
         total, _ = tap(_POLICY, self._policy, factors, data["advantages"])(next_token_logprobs, of_policy, **counts)
         if "kl" in self._modes:

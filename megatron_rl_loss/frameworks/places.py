@@ -15,43 +15,43 @@ from typing import Any
 
 from torch import Tensor
 
-Call = Callable[[Callable[[], Any], dict[str, Any]], Any]  # (stock, given), as in `Function`
+Call = Callable[[Callable[[], Any], dict[str, Any]], Any]  # (stock, arguments), as in `Function`
 _ABSENT: Any = object()
 
 
 def wrapped(function: Any, call: Call, **beside: Any) -> Any:
-    """A function that runs `call(stock, given)` in its place; `given` has a method's self, and what is `beside` it."""
+    """A function that runs `call(stock, arguments)` instead; `arguments` has a method's self, and `beside`."""
     signature = inspect.signature(function)
     owner = {"self": function.__self__} if hasattr(function, "__self__") else {}
-    names = [one.name for one in signature.parameters.values() if one.kind is one.VAR_KEYWORD]
+    names = [parameter.name for parameter in signature.parameters.values() if parameter.kind is parameter.VAR_KEYWORD]
 
     @functools.wraps(function, updated=())
     def ours(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
-        given = {**owner, **beside, **bound.arguments}
+        arguments = {**owner, **beside, **bound.arguments}
         for name in names:  # arguments by keyword alone
-            given |= given.pop(name, {})
+            arguments |= arguments.pop(name, {})
 
         def stock() -> Any:
-            own = {name: given[name] for name in bound.arguments if name in given}
+            own = {name: arguments[name] for name in bound.arguments if name in arguments}
             further = {
-                name: value for name, value in given.items() if name not in (*signature.parameters, *owner, *beside)
+                name: value for name, value in arguments.items() if name not in (*signature.parameters, *owner, *beside)
             }
             bound.arguments.update(own | dict.fromkeys(names, further))
             return function(*bound.args, **bound.kwargs)
 
-        return call(stock, given)
+        return call(stock, arguments)
 
     return ours
 
 
 @contextmanager
-def swapped(given: Any, values: Mapping[str, Any], copied: Sequence[str] = ()) -> Iterator[None]:
+def swapped(arguments: Any, values: Mapping[str, Any], copied: Sequence[str] = ()) -> Iterator[None]:
     """Inside a ``with``, other values at those paths, or copies; a function's place gets one that returns the value."""
     before: list[tuple[Any, str, Any]] = []
     try:
         for path in (*values, *copied):
-            for container, name in places(path, given):
+            for container, name in places(path, arguments):
                 own = value_at(container, name)
                 if path.endswith("?") and own is None:
                     continue
@@ -67,20 +67,24 @@ def swapped(given: Any, values: Mapping[str, Any], copied: Sequence[str] = ()) -
             _set(container, name, own)
 
 
-def places(path: str, given: Mapping[str, Any]) -> list[tuple[Any, str]]:
+def places(path: str, arguments: Mapping[str, Any]) -> list[tuple[Any, str]]:
     """The containers at whose names the path ends. Raises ValueError where there is none, unless it ends in ``?``."""
     module, _, inside = path.rstrip("?").rpartition(":")
     *steps, last = inside.split(".")
-    containers: list[Any] = [sys.modules.get(module) if module else given]
+    containers: list[Any] = [sys.modules.get(module) if module else arguments]
     for step in steps:
-        containers = [each for one in containers for each in (one.values() if step == "*" else [value_at(one, step)])]
-    found = [(one, last) for one in containers if value_at(one, last, _ABSENT) is not _ABSENT]
-    if not found and not path.endswith("?") and "*" not in steps:
+        containers = [
+            each
+            for container in containers
+            for each in (container.values() if step == "*" else [value_at(container, step)])
+        ]
+    holders = [(container, last) for container in containers if value_at(container, last, _ABSENT) is not _ABSENT]
+    if not holders and not path.endswith("?") and "*" not in steps:
         raise ValueError(
-            f"a policy loss without {path}: its arguments are {', '.join(given)}. Use a version of the engine that has "
-            "it, or another row."
+            f"a policy loss without {path}: its arguments are {', '.join(arguments)}. Use a version of the engine that "
+            "has it, or another row."
         )
-    return found
+    return holders
 
 
 def value_at(container: Any, name: str, default: Any = None) -> Any:
@@ -115,6 +119,6 @@ def _fork(value: Any) -> Any:
     """A copy of dicts and lists, at any depth, with the same values."""
     if isinstance(value, MutableMapping):
         forked = copy.copy(value)
-        forked.update({key: _fork(one) for key, one in value.items()})
+        forked.update({key: _fork(item) for key, item in value.items()})
         return forked
     return copy.copy(value) if isinstance(value, list) else value

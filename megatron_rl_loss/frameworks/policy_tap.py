@@ -87,7 +87,7 @@ class WeighedMicrobatch(NamedTuple):
 
 
 def tap_policy(
-    row: LossPaths, stock: Callable[[], Any], given: dict[str, Any], describe: Callable[[], WeighedMicrobatch]
+    row: LossPaths, stock: Callable[[], Any], arguments: dict[str, Any], describe: Callable[[], WeighedMicrobatch]
 ) -> Any:
     """The result of `stock()`, whose policy loss is measured while a step is observed.
 
@@ -103,14 +103,14 @@ def tap_policy(
     PPO does not clip them; if neither gives the same weights, theirs count.
 
     Args:
-        stock, given: the loss function with the values in `given`, and its arguments by name. It returns the loss, a
-            float scalar from which the backward pass starts, or a tuple that begins with it.
+        stock, arguments: the loss function with the values in `arguments`, and its arguments by name. It returns the
+            loss, a float scalar from which the backward pass starts, or a tuple that begins with it.
         describe: called where the loss is tapped.
     """
     if not is_observed():
         return stock()
     seen: list[Tensor] = []
-    (container, name), *_ = places(row.log_probs, given)
+    (container, name), *_ = places(row.log_probs, arguments)
     compute = value_at(container, name)
     if callable(compute) and not isinstance(compute, Tensor):
 
@@ -118,7 +118,7 @@ def tap_policy(
             seen.append(compute(*args, **kwargs))
             return seen[-1]
 
-        with swapped(given, {row.log_probs: see}):
+        with swapped(arguments, {row.log_probs: see}):
             result = stock()
     else:
         seen.append(compute)
@@ -135,7 +135,7 @@ def tap_policy(
             makers |= {row.log_probs: lambda leaf, _: leaf, row.advantages: row.advantage}
             values = {path: make(leaf, advantages) for path, make in makers.items()}
             values |= {path: values[path] + lower for path in row.old}
-            with swapped(given, values, row.silent):
+            with swapped(arguments, values, row.silent):
                 return _first(stock())
 
         above = loss_of(factors * size)
@@ -146,7 +146,7 @@ def tap_policy(
         return torch.zeros_like(leaf) if slopes is None else slopes / width
 
     measured = describe()
-    factors = measured.factors_of(value_at(*places(row.advantages, given)[0])).to(seen[0].device)
+    factors = measured.factors_of(value_at(*places(row.advantages, arguments)[0])).to(seen[0].device)
     leaf = seen[0].detach().requires_grad_()
     is_clamped = False
     if not seen[0].requires_grad:  # exchanged with old log-probs: no gradient goes to these

@@ -91,8 +91,8 @@ def prove_policy_loss(
     """
     asked = resolve(mode, **settings)
 
-    def measured(given: dict[str, Any]) -> WeighedMicrobatch:
-        microbatch = describe(given)
+    def measured(arguments: dict[str, Any]) -> WeighedMicrobatch:
+        microbatch = describe(arguments)
         if not isinstance(microbatch, WeighedMicrobatch) or microbatch.plain is None:
             raise TypeError(
                 f"describe(arguments) returned {type(microbatch).__name__}: it must be a WeighedMicrobatch with plain, "
@@ -101,8 +101,8 @@ def prove_policy_loss(
             )
         return microbatch
 
-    def call(stock: Callable[[], Any], given: dict[str, Any]) -> Any:
-        return tap_policy(row, stock, given, lambda: measured(given))
+    def call(stock: Callable[[], Any], arguments: dict[str, Any]) -> Any:
+        return tap_policy(row, stock, arguments, lambda: measured(arguments))
 
     function = Function(owner, name, (), call, bool, kind="a proof")
     replaced = Replaced(f"proof of {engine}", "of the version that the row was written for", [function])

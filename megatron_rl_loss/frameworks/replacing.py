@@ -16,9 +16,9 @@ _REGISTRY: dict[object, object] = {}
 
 
 class Function(NamedTuple):
-    """A function of a module, class or object; `call(stock, given)` takes its place.
+    """A function of a module, class or object; `call(stock, arguments)` takes its place.
 
-    `given` are the arguments of a call by name; `stock()` calls the engine's function with the values in `given`.
+    `arguments` are those of a call by name; `stock()` calls the engine's function with the values in `arguments`.
     `also_in` selects, by name, further modules among those that imported the function; `bool` selects all. A function
     has one replacement of a `kind`.
     """
@@ -56,7 +56,7 @@ class Replaced:
 
     def __str__(self) -> str:
         places = {f"{module.__name__}.{name}" for *_, ours in self._all for module, name in holders(ours)}
-        return f"{self.engine}: replaced {', '.join(sorted(places | {str(one) for one, *_ in self._all}))}"
+        return f"{self.engine}: replaced {', '.join(sorted(places | {str(function) for function, *_ in self._all}))}"
 
     def add(self, names: Sequence[str]) -> None:
         """Replace functions of `later` too, those of these names, once."""
@@ -65,39 +65,44 @@ class Replaced:
 
     def _put(self, functions: Sequence[Function]) -> None:
         """All functions, or none."""
-        for one in functions:
-            stock = getattr(one.owner, one.name, None)
-            found = () if stock is None else tuple(inspect.signature(stock).parameters)
-            if stock is None or not set(one.parameters) <= set(found):
+        for function in functions:
+            owner, name = function.owner, function.name
+            stock = getattr(owner, name, None)
+            parameters = () if stock is None else tuple(inspect.signature(stock).parameters)
+            if stock is None or not set(function.parameters) <= set(parameters):
                 raise ValueError(
-                    f"{self.engine} with {'no ' if stock is None else ''}{one}({', '.join(found)}): this package "
-                    f"expects {one.name}({', '.join(one.parameters)}). Use {self.engine} {self.versions}."
+                    f"{self.engine} with {'no ' if stock is None else ''}{function}({', '.join(parameters)}): this "
+                    f"package expects {name}({', '.join(function.parameters)}). Use {self.engine} {self.versions}."
                 )
-            bases = getattr(one.owner, "__mro__", type(one.owner).__mro__)
-            if any(one.kind in getattr(vars(each).get(one.name), _MARK, ()) for each in (one.owner, *bases)):
+            bases = getattr(owner, "__mro__", type(owner).__mro__)
+            if any(function.kind in getattr(vars(each).get(name), _MARK, ()) for each in (owner, *bases)):
                 raise ValueError(
-                    f"{one}, which has {one.kind} already: a second one would apply or measure weights twice. Do "
-                    "it once, for a class or for its subclass."
+                    f"{function}, which has {function.kind} already: a second one would apply or measure weights "
+                    "twice. Do it once, for a class or for its subclass."
                 )
-        stocks = [(one, getattr(one.owner, one.name), vars(one.owner).get(one.name)) for one in functions]
-        new = [(one, stock, raw, _wrapped(one, stock)) for one, stock, raw in stocks]
-        for one, _, _, ours in new:
-            setattr(one.owner, one.name, ours)
+        new = []
+        for function in functions:
+            owner, name = function.owner, function.name
+            stock = getattr(owner, name)
+            new.append((function, stock, vars(owner).get(name), _wrapped(function, stock)))
+        for function, _, _, ours in new:
+            setattr(function.owner, function.name, ours)
         self._all += new
         self.put_everywhere()
 
     def put_everywhere(self) -> None:
         """Replace the functions in modules that were loaded later, too."""
-        for one, stock, _, ours in self._all:
+        for function, stock, _, ours in self._all:
             for module, name in holders(stock):
-                if one.also_in(module.__name__):
+                if function.also_in(module.__name__):
                     setattr(module, name, ours)
 
     def undo(self) -> None:
         """Restore the engine's functions in every module that holds ours."""
-        for one, stock, raw, ours in self._all:
-            if vars(one.owner).get(one.name) is ours:
-                delattr(one.owner, one.name) if raw is None else setattr(one.owner, one.name, raw)
+        for function, stock, raw, ours in self._all:
+            owner, name = function.owner, function.name
+            if vars(owner).get(name) is ours:
+                delattr(owner, name) if raw is None else setattr(owner, name, raw)
             for module, name in holders(ours):
                 setattr(module, name, stock)
         if self.proof is not None:
@@ -107,8 +112,8 @@ class Replaced:
 
 def holders(function: Any) -> list[tuple[Any, str]]:
     """Loaded modules that hold the function, by whatever name."""
-    modules = {id(one): one for one in list(sys.modules.values()) if hasattr(one, "__name__")}.values()
-    return [(one, name) for one in modules for name, value in list(vars(one).items()) if value is function]
+    modules = {id(module): module for module in list(sys.modules.values()) if hasattr(module, "__name__")}.values()
+    return [(module, name) for module in modules for name, value in list(vars(module).items()) if value is function]
 
 
 def announce(line: object, is_first: bool | None = None) -> None:
@@ -128,21 +133,21 @@ def once(key: object, make: Callable[[], object]) -> Any:
 
 def installed(engine: str) -> Any:
     """The `Replaced` of that engine in this process, or None."""
-    return next((one for one in _REGISTRY if isinstance(one, Replaced) and one.engine == engine), None)
+    return next((entry for entry in _REGISTRY if isinstance(entry, Replaced) and entry.engine == engine), None)
 
 
 def active() -> list[str]:
     """A line for each adapter that is active in this process."""
-    return [str(one) for one in _REGISTRY.values() if isinstance(one, str | Replaced)]
+    return [str(entry) for entry in _REGISTRY.values() if isinstance(entry, str | Replaced)]
 
 
-def _wrapped(one: Function, stock: Any) -> Any:
+def _wrapped(function: Function, stock: Any) -> Any:
     signature = inspect.signature(stock)
 
     @functools.wraps(stock)
     def ours(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
-        return one.call(lambda: stock(*bound.args, **bound.kwargs), bound.arguments)
+        return function.call(lambda: stock(*bound.args, **bound.kwargs), bound.arguments)
 
-    setattr(ours, _MARK, {one.kind, *getattr(stock, _MARK, ())})
+    setattr(ours, _MARK, {function.kind, *getattr(stock, _MARK, ())})
     return ours

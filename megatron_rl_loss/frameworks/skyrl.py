@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megatron_rl_loss.frameworks.columns import MEDIA, plan_of, prompts_of, samples_of
+from megatron_rl_loss.frameworks.columns import MEDIA, at_masked_tokens, plan_of, prompts_of, samples_of
 from megatron_rl_loss.frameworks.log_prob_gradients import tap_output
 from megatron_rl_loss.frameworks.places import wrapped
 from megatron_rl_loss.frameworks.policy_tap import LossPaths, WeighedMicrobatch, tap_policy, tap_sum
@@ -52,6 +52,7 @@ class _Microbatch(NamedTuple):
 
     Attributes:
         planes: weights of KL, entropy and each MTP depth, [rows, tokens].
+        masks: those of the mini-batch, [rows, tokens], whatever masks SkyRL's functions get.
         ids: of each row's prompt; -1 for rows that are no samples, NaN where prompts are not known.
         coefs: of the terms, by name.
         drafts: the MTP depths so far, each with its samples.
@@ -59,6 +60,7 @@ class _Microbatch(NamedTuple):
 
     modes: LossModes
     planes: Sequence[Tensor]
+    masks: Tensor
     ids: Tensor
     coefs: dict[str, float]
     drafts: list[tuple[str, Samples]]
@@ -68,14 +70,18 @@ class _Microbatch(NamedTuple):
         name = term.partition(" ")[0]
         return {"coef": self.coefs[name], "aggregation": self.modes.terms.get(name, self.modes.policy)}
 
+    def of_responses(self, width: int, **layout: Any) -> Samples:
+        """Samples of the last tokens of each row."""
+        return self.samples(self.masks[:, -width:], **layout)
+
     def samples(self, masks: Tensor | Sequence[Tensor], **layout: Any) -> Samples:
-        """Samples of the engine's masks, one mask for each row."""
+        """Samples of these masks, one mask for each row."""
         bounds = list(accumulate(map(len, masks), initial=0))
         held = (self.ids != -1).tolist()
-        ids = None if self.ids.isnan().any() else [int(one) for one in self.ids.tolist() if one >= 0]
-        given = [one.float() for one, is_sample in zip(masks, held, strict=True) if is_sample]
+        ids = None if self.ids.isnan().any() else [int(number) for number in self.ids.tolist() if number >= 0]
+        of_samples = [mask.float() for mask, is_sample in zip(masks, held, strict=True) if is_sample]
         slots = Gathered(bounds, filler_slots=held.count(False), **layout)
-        return Samples(given, layout=slots, prompt_ids=ids, labels={"row": range(len(given))})
+        return Samples(of_samples, layout=slots, prompt_ids=ids, labels={"row": range(len(of_samples))})
 
 
 class AggregatedPolicyLoss:
@@ -126,20 +132,20 @@ class AggregatedPolicyLoss:
                 "trainer.strategy=megatron."
             )
         width = log_probs.shape[1]
-        theirs, factors, *planes, ids = advantages
-        factors, planes = factors[:, -width:].float(), [one.float() for one in planes]
+        theirs, factors, *planes, masks, ids = advantages
+        factors, planes = factors[:, -width:].float(), [plane.float() for plane in planes]
         config = copy.copy(config)
         config.policy_loss_type = self._name
         coefs = {"kl": config.kl_loss_coef, "entropy": -config.entropy_loss_coef, "mtp": self._mtp_coef}
-        now = _Microbatch(self._modes, planes, ids[:, 0], coefs, [])
+        now = _Microbatch(self._modes, planes, masks, ids[:, 0], coefs, [])
         installed("SkyRL").now = now
 
-        def tapped(stock: Any, given: dict[str, Any]) -> Any:
+        def tapped(stock: Any, arguments: dict[str, Any]) -> Any:
             def describe() -> WeighedMicrobatch:
-                samples = now.samples(inputs["loss_mask"])
-                return WeighedMicrobatch(samples, factors, plain, temperature=self._temperature)
+                trial = at_masked_tokens(masks[:, -width:], factors, plain)
+                return WeighedMicrobatch(now.of_responses(width), *trial, temperature=self._temperature)
 
-            return tap_policy(_LOSS, stock, given, describe)
+            return tap_policy(_LOSS, stock, arguments, describe)
 
         plain = theirs[:, -width:].float()
         return wrapped(self._loss, tapped)(log_probs, old, plain * factors, config=config, **inputs)
@@ -158,11 +164,16 @@ class AggregatedPolicyLoss:
         weighed = []
         for batch, microbatch in zip(batches, plan, strict=True):
             mask, planes = _in_row(batch, "loss_mask"), []
-            for term, of_term in [("policy", None), ("kl", None), ("entropy", None), *(("mtp", one) for one in depths)]:
+            for term, of_term in [
+                ("policy", None),
+                ("kl", None),
+                ("entropy", None),
+                *(("mtp", depth) for depth in depths),
+            ]:
                 local = microbatch.samples.with_mask(of_term).local(0, 1)
                 weights = weigh(modes.terms.get(term, modes.policy), local, plan.totals.with_mask(of_term))
                 outside = 0.0 if of_term is None else math.nan  # where a depth of MTP has no token
-                weights[torch.from_numpy(local.mask) == 0] = outside
+                weights[torch.from_numpy(local.mask == 0)] = outside
                 plane = mask.new_full(mask.shape, outside, dtype=torch.float32)
                 plane[_held(batch)] = weights.to(mask.device).view(-1, mask.shape[1])
                 planes.append(plane if term == "policy" else plane * shares)
@@ -170,8 +181,8 @@ class AggregatedPolicyLoss:
             ids = torch.full(mask.shape, -1, dtype=torch.float64, device=mask.device)
             prompts = torch.from_numpy(microbatch.samples.ids["prompt"] % _PROMPT_IDS).double()
             ids[_held(batch), 0] = prompts if batch.get("pixel_values") is None else math.nan
-            planes = [tokens * _in_row(batch, "advantages"), *planes, ids]
-            weighed.append({**batch, "advantages": torch.stack([one.double() for one in planes])})
+            planes = [tokens * _in_row(batch, "advantages"), *planes, mask, ids]
+            weighed.append({**batch, "advantages": torch.stack([plane.double() for plane in planes])})
         return weighed
 
     def _expect(self, wrapper: Any, depths: Sequence[str]) -> None:
@@ -239,7 +250,10 @@ def _install(modes: LossModes) -> None:
         "entropy": [Function(module, name, ["loss_mask"], _in_microbatch(_entropy)) for name in entropies],
         "mtp": [
             Function(module, "shift_mask_for_mtp", ["mask", "mtp_layer_number", "cu_seqlens"], _in_microbatch(_shift)),
-            *(Function(module, one, drafts, _in_microbatch(_draft)) for one in ("draft_soft_ce", "draft_soft_ce_topk")),
+            *(
+                Function(module, name, drafts, _in_microbatch(_draft))
+                for name in ("draft_soft_ce", "draft_soft_ce_topk")
+            ),
         ],
     }
     replaced = Replaced("SkyRL", _VERSIONS, functions)
@@ -253,11 +267,11 @@ def _install(modes: LossModes) -> None:
     )
 
 
-def _mini_batch(stock: Any, given: dict[str, Any]) -> Any:
-    by_name, losses, replaced = given.get("loss_fn"), sys.modules[_MODULE].PolicyLossRegistry, installed("SkyRL")
-    loss = given["self"].policy_loss_fn if by_name is None else losses.get(by_name)
+def _mini_batch(stock: Any, arguments: dict[str, Any]) -> Any:
+    by_name, losses, replaced = arguments.get("loss_fn"), sys.modules[_MODULE].PolicyLossRegistry, installed("SkyRL")
+    loss = arguments["self"].policy_loss_fn if by_name is None else losses.get(by_name)
     if hasattr(loss, "weigh"):
-        given["micro_batches"] = loss.weigh(given["self"], given["micro_batches"])
+        arguments["micro_batches"] = loss.weigh(arguments["self"], arguments["micro_batches"])
     else:
         replaced.now = by_name  # of another loss that the call asks for
     try:
@@ -268,42 +282,43 @@ def _mini_batch(stock: Any, given: dict[str, Any]) -> Any:
 
 def _in_microbatch(call: Callable[..., Any]) -> Callable[[Any, dict[str, Any]], Any]:
     """The call, with the current micro-batch of our loss; without one, SkyRL's function unchanged."""
-    return lambda stock, given: (
-        call(stock, given, now) if isinstance(now := installed("SkyRL").now, _Microbatch) else stock()
+    return lambda stock, arguments: (
+        call(stock, arguments, now) if isinstance(now := installed("SkyRL").now, _Microbatch) else stock()
     )
 
 
-def _log_probs(stock: Any, given: dict[str, Any]) -> Any:
-    given["vocab_parallel_logits"] = tap_output(given["vocab_parallel_logits"])
+def _log_probs(stock: Any, arguments: dict[str, Any]) -> Any:
+    arguments["vocab_parallel_logits"] = tap_output(arguments["vocab_parallel_logits"])
     return stock()
 
 
-def _mean(stock: Any, given: dict[str, Any], now: _Microbatch) -> Any:
-    values, mask = given["tensor"], given["mask"]
-    term = "entropy" if given.get("dim") is None else "kl"
+def _mean(stock: Any, arguments: dict[str, Any], now: _Microbatch) -> Any:
+    values, mask = arguments["tensor"], arguments["mask"]
+    term = "entropy" if arguments.get("dim") is None else "kl"
     weights = now.planes[term == "entropy"][:, -values.shape[1] :]
     if term == "kl":  # SkyRL has multiplied it by the mask
         values = values / mask.where(mask != 0, 1)
     if taps := observed_taps():
-        tap(values, term, samples=now.samples(mask), **now.facts(term))
+        tap(values, term, samples=now.of_responses(values.shape[1]), **now.facts(term))
         if (tapped := taps.find(values)) is not None:
             tapped.at_log_probs = term == "kl"
-    return (values * weights).sum() if term == "entropy" else (values * weights).sum(given["dim"]) * len(values)
+    return (values * weights).sum() if term == "entropy" else (values * weights).sum(arguments["dim"]) * len(values)
 
 
-def _entropy(stock: Any, given: dict[str, Any], now: _Microbatch) -> Any:
-    mask = given["loss_mask"]
+def _entropy(stock: Any, arguments: dict[str, Any], now: _Microbatch) -> Any:
+    mask = arguments["loss_mask"]
     weights = now.planes[1][:, -mask.shape[1] :]
     total = weights.sum()  # what SkyRL's function divides by is then 1
-    given["loss_mask"] = weights / total.where(total != 0, 1)
+    arguments["loss_mask"] = weights / total.where(total != 0, 1)
     whole, mine = (value * total for value in stock())
     if is_observed():  # each CP rank has the gradient of its own tokens
-        tap_sum(mine, weights, "entropy", samples=now.samples(mask, backward="slice"), **now.facts("entropy"))
+        samples = now.of_responses(mask.shape[1], backward="slice")
+        tap_sum(mine, weights, "entropy", samples=samples, **now.facts("entropy"))
     return whole, whole.detach() + mine - mine.detach()  # the gradient is that of this CP rank's tokens
 
 
-def _shift(stock: Any, given: dict[str, Any], now: _Microbatch) -> Any:
-    shifted, depth, bounds = stock(), given.get("mtp_layer_number", 0), given.get("cu_seqlens")
+def _shift(stock: Any, arguments: dict[str, Any], now: _Microbatch) -> Any:
+    shifted, depth, bounds = stock(), arguments.get("mtp_layer_number", 0), arguments.get("cu_seqlens")
     weights = now.planes[2 + depth]
     column = torch.zeros_like(shifted, dtype=torch.float32)
     column[shifted != 0] = weights[~weights.isnan()]
@@ -313,10 +328,10 @@ def _shift(stock: Any, given: dict[str, Any], now: _Microbatch) -> Any:
     return column
 
 
-def _draft(stock: Any, given: dict[str, Any], now: _Microbatch) -> Any:
-    given["global_normalization_factor"] = given["mask"].new_ones(())
+def _draft(stock: Any, arguments: dict[str, Any], now: _Microbatch) -> Any:
+    arguments["global_normalization_factor"] = arguments["mask"].new_ones(())
     loss = stock()
     if is_observed() and now.drafts:
         term, samples = now.drafts[-1]
-        tap_sum(loss, given["mask"], term, samples=samples, **now.facts(term))
+        tap_sum(loss, arguments["mask"], term, samples=samples, **now.facts(term))
     return loss

@@ -1,12 +1,12 @@
-"""slime and miles: hooks for ``--custom-pg-loss-reducer-function-path``; the path alone carries mode and divisor.
+"""slime, miles and vime: hooks for ``--custom-pg-loss-reducer-function-path``; the path alone carries mode and divisor.
 
     --custom-pg-loss-reducer-function-path megatron_rl_loss.frameworks.slime.constant_40960
 
-Both engines call a hook for each micro-batch. The closure that the hook returns gives a share of the sum of means
+The engines call a hook for each micro-batch. The closure that the hook returns gives a share of the sum of means
 (`sample_mean`), of sum / L (`constant`), or of the sum over tokens (`token_mean`). Shares are added up over
 micro-batches and ranks, and divided by G, the step's rollouts; with ``calculate_per_token_loss`` the divisor is the
 step's token count, in which a fully masked sample counts as one token unless `count_steps` runs. The layout is
-`ZigzagResponse`, as in `cp_utils.py` of both; all-gather context parallelism returns to that layout before the loss.
+`ZigzagResponse`, as in their `cp_utils.py`; all-gather context parallelism returns to that layout before the loss.
 """
 
 import importlib
@@ -28,11 +28,13 @@ from megatron_rl_loss.frameworks.replacing import Function, Replaced, announce, 
 from megatron_rl_loss.modes.aggregation import Aggregation, resolve
 from megatron_rl_loss.modes.function_paths import load_function
 from megatron_rl_loss.modes.weights import unit_weights
-from megatron_rl_loss.reduction.sums import Reducer, WeightedSum
+from megatron_rl_loss.reduction.reducers import Reducer
+from megatron_rl_loss.reduction.sums import WeightedSum
 from megatron_rl_loss.reduction.taps import is_observed, tap
 from megatron_rl_loss.step.collectives import StepGroups, attempt, world_rank
 from megatron_rl_loss.step.counting import count_step
-from megatron_rl_loss.step.layouts import IntList, ZigzagResponse
+from megatron_rl_loss.step.layouts import IntList
+from megatron_rl_loss.step.response_layout import ZigzagResponse
 from megatron_rl_loss.step.samples import Samples
 
 __all__ = ["Hook", "count_steps", "make_hook", "sample_mean", "token_mean"]
@@ -48,6 +50,7 @@ _HOOKS = (
 _ENGINES = {
     "slime": ("624b824a (2026-08-21)", "step_global_batch_size"),
     "miles": ("31f1ca96 (2026-08-21)", "num_rollouts"),
+    "vime": ("c0ed6d83 (2026-07-21)", "step_global_batch_size"),
 }
 _NO_COUNTS_NEEDED = "Drop --custom-megatron-init-path; ...slime.sample_mean and ...slime.constant_40960 need no counts."
 
@@ -74,7 +77,7 @@ class Now:
 
 def _engine() -> str:
     """The name of this process's engine."""
-    return "miles" if "miles" in sys.modules else "slime"
+    return next((name for name in ("miles", "vime") if name in sys.modules), "slime")
 
 
 def _now() -> Now:
@@ -299,13 +302,13 @@ def _replaced(engine: str, keeps_counts: bool) -> Replaced:
     model = importlib.import_module(f"{engine}.backends.megatron_utils.model")
     needed = ("data_iterator", "num_microbatches", num_rollouts)
 
-    def counted(stock: Callable[[], Any], given: dict[str, Any]) -> Any:
-        args = given["args"]
+    def counted(stock: Callable[[], Any], arguments: dict[str, Any]) -> Any:
+        args = arguments["args"]
         if keeps_counts:
             _check_countable(args)
         elif replaced.proof is not None and replaced.proof.is_over:
             return stock()
-        iterators, num_microbatches, rollouts = (given[name] for name in needed)
+        iterators, num_microbatches, rollouts = (arguments[name] for name in needed)
         counts = _counts(iterators[0], num_microbatches, rollouts)
         if args.loss_type == "policy_loss":  # a critic has another
             _prove(replaced, engine, args, counts)
@@ -364,10 +367,10 @@ def _rejects(args: Namespace) -> bool:
     return bool(args.use_tis or args.get_mismatch_metrics)
 
 
-def _with_mask_tokens(stock: Callable[[], Any], given: dict[str, Any]) -> Any:
+def _with_mask_tokens(stock: Callable[[], Any], arguments: dict[str, Any]) -> Any:
     """The engine's scaled loss; Megatron and the engine's report then divide by the micro-batch's mask tokens."""
     now = _now()
-    now.loss = args, masks = given["args"], given["batch"]["loss_masks"]  # for a recomputed loss too
+    now.loss = args, masks = arguments["args"], arguments["batch"]["loss_masks"]  # for a recomputed loss too
     loss, tokens, log = stock()
     if args.calculate_per_token_loss and now.counts is not None:
         tokens = sum((mask.sum() for mask in masks), start=tokens * 0)

@@ -19,7 +19,7 @@ from megatron_rl_loss.reduction.taps import is_observed
 from megatron_rl_loss.step.layouts import Gathered
 from megatron_rl_loss.step.samples import Samples
 
-Given = Mapping[str, Any]  # the arguments of a call of the step method, by name
+StepArguments = Mapping[str, Any]  # the arguments of a call of the step method, by name
 
 
 class TokenMeanEngine(NamedTuple):
@@ -36,6 +36,7 @@ class TokenMeanEngine(NamedTuple):
         loss, batch: the row of the loss function; the path of the micro-batch, in its arguments or beside them.
         put: puts a call in place of the loss function, during a call of the step method.
         mends: `put` mends the engine too, and is needed in every step.
+        correction: what the engine multiplies advantages by before its loss function, which is no weight.
         facts: of a call: coefficient of the loss and temperature of the logits.
         of_samples: the remedy for a loss that averages within each sample, else empty.
         unproved: the reason why a call cannot be proved, else empty.
@@ -49,33 +50,35 @@ class TokenMeanEngine(NamedTuple):
     name: str
     versions: str
     step: tuple[str, Sequence[str]]
-    wrong: Callable[[Given], Sequence[tuple[bool, str, str]]]
-    batches: Callable[[Given], Sequence[Batch]]
-    masks: Callable[[Given, Batch], Sequence[Tensor]]
-    prompts: Callable[[Given, Batch], Sequence[Any] | str]
-    group: Callable[[Given], Any]
+    wrong: Callable[[StepArguments], Sequence[tuple[bool, str, str]]]
+    batches: Callable[[StepArguments], Sequence[Batch]]
+    masks: Callable[[StepArguments, Batch], Sequence[Tensor]]
+    prompts: Callable[[StepArguments, Batch], Sequence[Any] | str]
+    group: Callable[[StepArguments], Any]
     loss: LossPaths
     batch: str
-    put: Callable[[Given, Call], AbstractContextManager[None]]
-    facts: Callable[[Given, Batch], dict[str, Any]]
-    unproved: Callable[[Given], str] = lambda given: ""
+    put: Callable[[StepArguments, Call], AbstractContextManager[None]]
+    facts: Callable[[StepArguments, Batch], dict[str, Any]]
+    unproved: Callable[[StepArguments], str] = lambda step: ""
     group_size: Callable[[Any], int | None] = lambda owner: None
     trains: Callable[[Any], bool] = lambda owner: True
-    of_samples: Callable[[Given], str] = lambda given: ""
-    tokens: Callable[[Given], float] | None = None
+    of_samples: Callable[[StepArguments], str] = lambda step: ""
+    tokens: Callable[[StepArguments], float] | None = None
     further: Sequence[tuple[str, Sequence[str], Callable[[Callable[[], Any], dict[str, Any]], Any]]] = ()
     runs: str = ""
     mends: bool = False
     prompt_tokens: Callable[[Batch], Sequence[str]] | None = None
+    correction: Callable[[StepArguments, Batch], Tensor | float] = lambda step, batch: 1.0
 
-    def measured(self, step: Given, loss: Mapping[str, Any]) -> WeighedMicrobatch:
+    def measured(self, step: StepArguments, loss: Mapping[str, Any]) -> WeighedMicrobatch:
         """The micro-batch of a call of the loss function, with masks and ids as they were before the step.
 
         Changes to its advantages count as weights.
         """
         (container, name), *_ = places(self.batch, loss)
         batch = container[name] if hasattr(container, "keys") else getattr(container, name)
-        factors, plain = (batch[one].to(batch["advantages"].device) for one in (FACTORS, PLAIN))
+        factors, plain = (batch[column].to(batch["advantages"].device) for column in (FACTORS, PLAIN))
+        plain = plain * self.correction(step, batch)
         lengths = [len(row) for row in self.masks(step, batch)]
         edges = [0, *accumulate(lengths)]
         ids = batch[IDS].reshape(-1)[edges[:-1]] if IDS in batch.keys() else None  # noqa: SIM118  of a TensorDict
@@ -83,35 +86,45 @@ class TokenMeanEngine(NamedTuple):
         return WeighedMicrobatch(samples, factors, plain, **self.facts(step, batch))
 
 
-def _give_groups(stock: Callable[[], Any], given: dict[str, Any]) -> Any:
+def _give_groups(stock: Callable[[], Any], step: dict[str, Any]) -> Any:
     """Number AReaL's trajectory groups, each generated from one item of the data, in a column that is cut as tokens."""
-    (groups,), first = given["args"], given["self"].data_parallel_group.rank() << 32
-    columns = [torch.full_like(one["input_ids"], first + i, dtype=torch.int64) for i, one in enumerate(groups)]
-    given["args"] = ([{**one, GROUPS: column} for one, column in zip(groups, columns, strict=True)],)
+    (groups,), first = step["args"], step["self"].data_parallel_group.rank() << 32
+    columns = [torch.full_like(group["input_ids"], first + i, dtype=torch.int64) for i, group in enumerate(groups)]
+    step["args"] = ([{**group, GROUPS: column} for group, column in zip(groups, columns, strict=True)],)
     return stock()
 
 
-def _areal_masks(given: Given, batch: Batch) -> Any:
-    masks = batch["loss_mask"].float()
-    return masks.split(batch["cu_seqlens"].diff().tolist()) if masks.dim() == 1 else masks
+def _areal_rows(batch: Batch, column: str) -> Sequence[Tensor]:
+    """The rows of a padded or packed column."""
+    values = batch[column]
+    return list(values) if values.dim() == 2 else values.split(batch["cu_seqlens"].diff().tolist())
 
 
-def _areal_prompts(given: Given, batch: Batch) -> Sequence[Any] | str:
+def _areal_masks(step: StepArguments, batch: Batch) -> Sequence[Tensor]:
+    return [mask.float() for mask in _areal_rows(batch, "loss_mask")]
+
+
+def _areal_prompts(step: StepArguments, batch: Batch) -> Sequence[Any] | str:
     if GROUPS not in batch:
         return "a step outside of ppo_update: ppo_update numbers the groups"
-    groups = batch[GROUPS] if batch[GROUPS].dim() == 2 else batch[GROUPS].split(batch["cu_seqlens"].diff().tolist())
-    return [one[0].item() for one in groups]
+    return [numbers[0].item() for numbers in _areal_rows(batch, GROUPS)]
 
 
-def _areal_facts(given: Given, batch: Batch) -> dict[str, Any]:
+def _areal_prompt_tokens(batch: Batch) -> list[str]:
+    """A row's tokens before the first one that is trained on, or all; masks are those of the next token."""
+    rows = zip(_areal_rows(batch, "input_ids"), _areal_rows(batch, "loss_mask"), strict=True)
+    return [str(ids[: int(mask.bool().int().argmax()) + 1 if mask.any() else None].tolist()) for ids, mask in rows]
+
+
+def _areal_facts(step: StepArguments, batch: Batch) -> dict[str, Any]:
     """AReaL multiplies losses by the loss scale itself, of which its Megatron knows nothing."""
-    scale = float(given["self"].optimizer.get_loss_scale())
+    scale = float(step["self"].optimizer.get_loss_scale())
     coef = scale * (batch.get("rl_loss_weight", 1.0) if "teacher_logp" in batch else 1.0)
-    return {"coef": None if coef == 1 else coef, "temperature": given["self"].config.temperature}
+    return {"coef": None if coef == 1 else coef, "temperature": step["self"].config.temperature}
 
 
 @contextmanager
-def _put_areal(given: Any, call: Call) -> Iterator[None]:
+def _put_areal(step: Any, call: Call) -> Iterator[None]:
     """In place of the loss; AReaL calls none for a micro-batch that weighs nothing, so that its weight does."""
 
     def weigh(stock: Callable[[], Any], of_weight: dict[str, Any]) -> Any:
@@ -122,25 +135,27 @@ def _put_areal(given: Any, call: Call) -> Iterator[None]:
             call(lambda: none.sum() * 0, of_loss)
         return weight
 
-    loss, weight = (wrapped(given[name], one) for name, one in (("loss_fn", call), ("loss_weight_fn", weigh)))
-    with swapped(given, {"loss_fn": loss, "loss_weight_fn": weight}):
+    loss, weight = (
+        wrapped(step[name], replacement) for name, replacement in (("loss_fn", call), ("loss_weight_fn", weigh))
+    )
+    with swapped(step, {"loss_fn": loss, "loss_weight_fn": weight}):
         yield
 
 
-def _areal_unproved(given: Given) -> str:
-    engine = given["self"]
+def _areal_unproved(step: StepArguments) -> str:
+    engine = step["self"]
     is_known = isinstance(getattr(engine, "model", None), list) and not engine.enable_tree_training
     return "" if is_known else "only AReaL's Megatron engine, without tree training, is measured."
 
 
-def _roll_masks(given: Given, batch: Batch) -> Any:
+def _roll_masks(step: StepArguments, batch: Batch) -> Any:
     """The mask whose tokens ROLL counts."""
-    has_final = "final_response_mask" in given["batch"].meta_info["loss_mask_keys"] and "final_response_mask" in batch
+    has_final = "final_response_mask" in step["batch"].meta_info["loss_mask_keys"] and "final_response_mask" in batch
     return (batch["final_response_mask"] if has_final else batch["response_mask"][:, 1:]).float()
 
 
-def _roll_prompts(given: Given, batch: Batch) -> Sequence[Any] | str:
-    others = given["batch"].non_tensor_batch
+def _roll_prompts(step: StepArguments, batch: Batch) -> Sequence[Any] | str:
+    others = step["batch"].non_tensor_batch
     if "traj_group_id" in others:
         return list(others["traj_group_id"])
     return MEDIA if "multi_modal_inputs" in others else prompts_of(batch["input_ids"], batch["prompt_mask"])
@@ -152,10 +167,10 @@ def _roll_trains(strategy: Any) -> bool:
     return not isinstance(strategy.worker, CriticWorker)
 
 
-def _roll_wrong(given: Given) -> Sequence[tuple[bool, str, str]]:
-    config, scales = given["self"].worker.pipeline_config, given["self"].worker_config.apply_loss_scale
+def _roll_wrong(step: StepArguments) -> Sequence[tuple[bool, str, str]]:
+    config, scales = step["self"].worker.pipeline_config, step["self"].worker_config.apply_loss_scale
     mode, is_kimi = config.loss_agg_mode, getattr(config, "pg_variant", None) == "kimi15"
-    weighs = any(getattr(config, f"{one}_loss_weight", None) for one in ("difficulty", "length"))
+    weighs = any(getattr(config, f"{what}_loss_weight", None) for what in ("difficulty", "length"))
     return (
         (mode != "token-mean", f"loss_agg_mode={mode}", "Set loss_agg_mode: token-mean"),
         (not scales, "apply_loss_scale=False", "Set apply_loss_scale: true"),
@@ -164,19 +179,28 @@ def _roll_wrong(given: Given) -> Sequence[tuple[bool, str, str]]:
     )
 
 
-def _rlinf_prompts(given: Given, batch: Batch) -> Sequence[Any] | str:
-    before = batch["attention_mask"][:, : -given["self"].response_len]
+def _rlinf_prompts(step: StepArguments, batch: Batch) -> Sequence[Any] | str:
+    before = batch["attention_mask"][:, : -step["self"].response_len]
     return MEDIA if "multi_modal_inputs" in batch else prompts_of(batch["input_ids"][:, : before.shape[1]], before)
 
 
+def _rlinf_correction(step: StepArguments, batch: Batch) -> Tensor | float:
+    """The truncated importance weights of RLinf's `importance_sampling_fix`."""
+    config = step["self"].cfg.algorithm
+    if not config.get("importance_sampling_fix", False):
+        return 1.0
+    weights: Tensor = (batch["recomputed_logprobs"] - batch["rollout_logprobs"]).exp()
+    return weights.clamp(max=config.importance_sampling_clip)
+
+
 @contextmanager
-def _put_rlinf(given: Given, call: Call) -> Iterator[None]:
+def _put_rlinf(step: StepArguments, call: Call) -> Iterator[None]:
     """In place of `policy_loss`, which the loss function of the worker's forward step calls, with the micro-batch.
 
     RLinf skips the loss of a micro-batch whose first row is fully masked, and logs other metrics for it, for which
     ranks then wait for each other. Without that fast path masked rows alone are left out.
     """
-    worker = given["self"]
+    worker = step["self"]
     theirs = worker.get_forward_step_func()
 
     def whole(stock: Callable[[], Any], of_loss: dict[str, Any]) -> Any:
@@ -198,8 +222,8 @@ def _put_rlinf(given: Given, call: Call) -> Iterator[None]:
         yield
 
 
-def _rlinf_wrong(given: Given) -> Sequence[tuple[bool, str, str]]:
-    config, batch = given["self"].cfg.algorithm, given["batch"]
+def _rlinf_wrong(step: StepArguments) -> Sequence[tuple[bool, str, str]]:
+    config, batch = step["self"].cfg.algorithm, step["batch"]
     is_pipeline = not isinstance(batch, Mapping)
     return (
         (config.loss_agg_func != "token-mean", f"loss_agg_func={config.loss_agg_func}", "Set loss_agg_func=token-mean"),
@@ -208,45 +232,46 @@ def _rlinf_wrong(given: Given) -> Sequence[tuple[bool, str, str]]:
     )
 
 
-def _megatron_group(given: Given) -> Any:
+def _megatron_group(step: StepArguments) -> Any:
     from megatron.core import parallel_state
 
     return parallel_state.get_data_parallel_group()
 
 
 @contextmanager
-def _put_roll(given: Any, call: Call) -> Iterator[None]:
+def _put_roll(step: Any, call: Call) -> Iterator[None]:
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    given["self"].forward_backward_func = get_forward_backward_func()  # ROLL keeps one from before the proof
-    with swapped(given, {"loss_func": wrapped(given["loss_func"], call)}):
+    step["self"].forward_backward_func = get_forward_backward_func()  # ROLL keeps one from before the proof
+    with swapped(step, {"loss_func": wrapped(step["loss_func"], call)}):
         yield
 
 
-def _roll_facts(given: Given, batch: Batch) -> dict[str, Any]:
+def _roll_facts(step: StepArguments, batch: Batch) -> dict[str, Any]:
     """An entropy's gradients arrive at logits too."""
-    config = given["self"].worker.pipeline_config
+    config = step["self"].worker.pipeline_config
     return {"coef": getattr(config, "rl_loss_coef", None), "temperature": None if config.entropy_loss_coef else 1.0}
 
 
 def _areal_group_size(actor: Any) -> int | None:
     norms: list[Any] = [getattr(actor.config, name, None) for name in ("adv_norm", "reward_norm")]
-    return next((one.group_size for one in norms if getattr(one, "mean_level", None) == "group"), None)
+    return next((norm.group_size for norm in norms if getattr(norm, "mean_level", None) == "group"), None)
 
 
 #: By the package of the class.
 ENGINES = {
     "areal": TokenMeanEngine(
         "AReaL", "1.0.4 or 4aef98d8", ("train_batch", ["input_", "loss_fn", "loss_weight_fn"]),
-        wrong=lambda given: [
-            (getattr(given["self"].config, "m2_threshold", None) is not None, "m2_threshold", "Remove m2_threshold")
+        wrong=lambda step: [
+            (getattr(step["self"].config, "m2_threshold", None) is not None, "m2_threshold", "Remove m2_threshold")
         ],
-        batches=lambda given: given["input_"] if isinstance(given["input_"], list) else [given["input_"]],
+        batches=lambda step: step["input_"] if isinstance(step["input_"], list) else [step["input_"]],
         masks=_areal_masks,
         prompts=_areal_prompts,
-        group=lambda given: given["self"].data_parallel_group,
-        of_samples=lambda given: "Set importance_sampling_level=token"
-        if getattr(given["self"].config, "importance_sampling_level", None) == "sequence" else "",
+        prompt_tokens=_areal_prompt_tokens,
+        group=lambda step: step["self"].data_parallel_group,
+        of_samples=lambda step: "Set importance_sampling_level=token"
+        if getattr(step["self"].config, "importance_sampling_level", None) == "sequence" else "",
         loss=LossPaths(
             "logprobs", "input_data.advantages", {"input_data.logprobs": "old", "input_data.prox_logp?": "old"},
             silent=["areal.utils.stats_tracker:TRACKERS.*.stats"],
@@ -262,7 +287,7 @@ ENGINES = {
     "roll": TokenMeanEngine(
         "ROLL", "8eb27cc2", ("train_step", ["batch", "loss_func"]),
         wrong=_roll_wrong,
-        batches=lambda given: [given["batch"].batch],
+        batches=lambda step: [step["batch"].batch],
         masks=_roll_masks,
         prompts=_roll_prompts,
         prompt_tokens=lambda batch: prompts_of(batch["input_ids"], batch["prompt_mask"]),
@@ -280,14 +305,14 @@ ENGINES = {
         facts=_roll_facts,
         trains=_roll_trains,
         group_size=lambda strategy: getattr(strategy.worker.pipeline_config, "num_return_sequences_in_group", None),
-        of_samples=lambda given: "Set importance_sampling: token"
-        if given["self"].worker.pipeline_config.importance_sampling == "seq" else "",
+        of_samples=lambda step: "Set importance_sampling: token"
+        if step["self"].worker.pipeline_config.importance_sampling == "seq" else "",
     ),
     "rlinf": TokenMeanEngine(
         "RLinf", "a3816b59", ("training_step", ["batch"]),
         wrong=_rlinf_wrong,
-        batches=lambda given: [given["batch"]],
-        masks=lambda given, batch: batch["response_mask"][:, -given["self"].response_len :].float(),
+        batches=lambda step: [step["batch"]],
+        masks=lambda step, batch: batch["response_mask"][:, -step["self"].response_len :].float(),
         prompts=_rlinf_prompts,
         group=_megatron_group,
         group_size=lambda actor: actor.cfg.algorithm.group_size,
@@ -295,8 +320,9 @@ ENGINES = {
         batch="batch",
         put=_put_rlinf,
         mends=True,
-        facts=lambda given, batch: {"temperature": None},  # the model's output is a dict, no logits
+        correction=_rlinf_correction,
+        facts=lambda step, batch: {"temperature": None},  # the model's output is a dict, no logits
         runs="run_forward_backward",
-        tokens=lambda given: float(given["self"].global_valid_token),  # of all the n_minibatches steps of a batch
+        tokens=lambda step: float(step["self"].global_valid_token),  # of all the n_minibatches steps of a batch
     ),
 }  # fmt: skip

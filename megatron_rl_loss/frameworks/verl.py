@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from megatron_rl_loss.errors import require
-from megatron_rl_loss.frameworks.policy_tap import LossPaths
 from megatron_rl_loss.frameworks.proving import prove
 from megatron_rl_loss.frameworks.replacing import Function, Replaced, announce, installed
 from megatron_rl_loss.modes.aggregation import resolve
@@ -28,7 +27,7 @@ from megatron_rl_loss.reduction.taps import observed_taps, tap
 from megatron_rl_loss.step.layouts import Gathered
 from megatron_rl_loss.step.samples import Samples
 
-__all__ = ["PPO_LOSS", "install", "response_mask_of", "response_samples"]
+__all__ = ["install", "response_mask_of", "response_samples"]
 
 _TRAINERS = (
     "verl.trainer.ppo.ray_trainer",
@@ -36,16 +35,21 @@ _TRAINERS = (
     "verl.experimental.separation.ray_trainer",
 )
 _VERSIONS = "0.9.1, or 1dda039b (2026-08-22)"
-#: The arguments of `ppo_loss`, for a recipe that proves its own weights.
-PPO_LOSS = LossPaths(
-    "verl.workers.utils.losses:no_padding_2_padding",
-    "data.advantages",
-    {"data.old_log_probs": "old", "data.rollout_is_weights?": "ones"},
-)
 _CUT = {
     "geo_mean": "averages the sequences of each micro-batch separately",
     "clip_cov": "selects tokens within each micro-batch",
     "kl_cov": "selects tokens within each micro-batch",
+}
+_WHOLE_STEP = "Pass the count of the whole step, over all its micro-batches and DP ranks."
+_ALONE = f"verl would count this micro-batch alone, and the loss would depend on how the step is cut. {_WHOLE_STEP}"
+#: The arguments by which a mode divides, and what verl does without one. Other modes divide by samples alone.
+_DIVISORS = {"token-mean": ["batch_num_tokens"], "token-sum": []}
+_DIVISORS["seq-mean-token-sum-norm"] = ["global_batch_size", "loss_scale_factor"]
+_WITHOUT = {
+    "global_batch_size": _ALONE,
+    "batch_num_tokens": _ALONE,
+    "loss_scale_factor": "verl would divide by the padded length of this micro-batch. Set actor.loss_scale_factor, "
+    "e.g. to the maximal response length.",
 }
 _Terms = list[tuple[str, float]]  # with their coefficients
 _OF_A_LOSS_OF_YOURS = ("pg", math.nan)
@@ -97,7 +101,7 @@ def _replace(running: _Running) -> Replaced:
         Function(
             losses, "ppo_loss", ("config", "model_output", "data"), partial(_checked, running, _terms_of_ppo), bool
         ),
-        Function(losses, "value_loss", ("data",), partial(_checked, running, lambda given: [("pg", 0.5)]), bool),
+        Function(losses, "value_loss", ("data",), partial(_checked, running, lambda arguments: [("pg", 0.5)]), bool),
     ]
     try:
         from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead as Engine
@@ -110,49 +114,40 @@ def _replace(running: _Running) -> Replaced:
     return replaced
 
 
-def _agg_loss(running: _Running, stock: Callable[[], Any], given: dict[str, Any]) -> Any:
+def _agg_loss(running: _Running, stock: Callable[[], Any], arguments: dict[str, Any]) -> Any:
     """verl's share of the step loss; 0 for a step whose count is 0."""
     term, coef = running.terms.pop(0) if running.terms else _OF_A_LOSS_OF_YOURS
-    losses, mask, mode = given["loss_mat"], given["loss_mask"], given["loss_agg_mode"]
-    of_norm = mode == "seq-mean-token-sum-norm"
-    if of_norm and given.get("loss_scale_factor") is None:
-        raise ValueError(
-            f"{mode} without loss_scale_factor: verl would divide by the padded length of this micro-batch. Set "
-            "actor.loss_scale_factor, e.g. to the maximal response length."
-        )
-    if mode == "token-mean":
-        given["batch_num_tokens"] = _count("batch_num_tokens", given, mask.sum())
-    elif mode != "token-sum":
-        given["global_batch_size"] = _count("global_batch_size", given, (mask != 0).any(-1).sum())
+    losses, mask, mode = arguments["loss_mat"], arguments["loss_mask"], arguments["loss_agg_mode"]
+    divisors = _DIVISORS.get(mode, ["global_batch_size"])
+    for name in divisors:
+        if arguments.get(name) is None:
+            raise ValueError(f"{mode} without {name}: {_WITHOUT[name]}")
+    for name in divisors[:1]:
+        here = mask.sum() if name == "batch_num_tokens" else (mask != 0).any(-1).sum()
+        arguments[name] = _of_step(name, arguments[name], here)
     if running.taps and (taps := observed_taps()):
-        aggregation = resolve(f"verl:{mode}", divisor=given["loss_scale_factor"] if of_norm else None)
         of_batch = mask if running.mask is None else running.mask
+        aggregation = resolve(f"verl:{mode}", divisor=arguments[divisors[1]] if divisors[1:] else None)
         losses = tap(losses, term, samples=response_samples(of_batch), coef=coef, aggregation=aggregation)
         if (tapped := taps.find(losses)) is not None:
-            tapped.count = float(given["global_batch_size"]) if mode.startswith("seq-mean") else None
+            tapped.count = float(arguments["global_batch_size"]) if mode.startswith("seq-mean") else None
             differ = (mask != 0).int() - (of_batch != 0).int() if mask.shape == of_batch.shape else mask.new_ones(())
             if differ.min() < 0 and differ.max() == 0:
                 tapped.doubt = "the loss function leaves out tokens of the batch's response_mask."
     elif running.taps and losses.requires_grad and not running.on_megatron:
         announce("verl: NOT PROVED: only steps of verl's Megatron engine are measured")
-    given["loss_mat"] = losses.masked_fill(mask == 0, 0).to(torch.promote_types(losses.dtype, torch.float32))
+    arguments["loss_mat"] = losses.masked_fill(mask == 0, 0).to(torch.promote_types(losses.dtype, torch.float32))
     return stock()
 
 
-def _count(name: str, given: dict[str, Any], here: Tensor) -> float | Tensor:
+def _of_step(name: str, count: float | Tensor, here: Tensor) -> float | Tensor:
     """The count of the whole step, validated against this micro-batch's own; 1 instead of 0."""
-    value, remedy = given.get(name), "Pass the count of the whole step, over all its micro-batches and DP ranks."
-    if value is None:
-        raise ValueError(
-            f"{given['loss_agg_mode']} without {name}: verl would count this micro-batch alone, and the loss would "
-            f"depend on how the step is cut. {remedy}"
-        )
     require(
-        value * (1 + 1e-6) >= here,  # on a device without making it wait
-        lambda: f"{name} is {float(value):g} where this micro-batch alone has {float(here):g}",
-        f"{name} must be a count of the whole step. {remedy}",
+        count * (1 + 1e-6) >= here,  # on a device without making it wait
+        lambda: f"{name} is {float(count):g} where this micro-batch alone has {float(here):g}",
+        f"{name} must be a count of the whole step. {_WHOLE_STEP}",
     )
-    return torch.where(value == 0, 1, value) if isinstance(value, Tensor) else value or 1
+    return torch.where(count == 0, 1, count) if isinstance(count, Tensor) else count or 1
 
 
 def response_mask_of(data: Any) -> Tensor:
@@ -171,11 +166,11 @@ def response_samples(mask: Tensor, **ids: Any) -> Samples:
 
 
 def _checked(
-    running: _Running, terms_of: Callable[[dict[str, Any]], _Terms], stock: Callable[[], Any], given: dict[str, Any]
+    running: _Running, terms_of: Callable[[dict[str, Any]], _Terms], stock: Callable[[], Any], arguments: dict[str, Any]
 ) -> Any:
     """verl's loss; raises if the loss calls `agg_loss` fewer times than it has terms."""
-    terms = terms_of(given)
-    running.terms, running.mask = [*terms, _OF_A_LOSS_OF_YOURS], response_mask_of(given["data"])
+    terms = terms_of(arguments)
+    running.terms, running.mask = [*terms, _OF_A_LOSS_OF_YOURS], response_mask_of(arguments["data"])
     try:
         returned, left = stock(), len(running.terms)
     finally:
@@ -187,42 +182,43 @@ def _checked(
             "drop model.external_lib."
         )
     if not left and (taps := observed_taps()):  # calls are no longer told apart
-        for tapped in (one for term, of_term in taps.losses.items() if term != "pg" for one in of_term.values()):
-            tapped.aggregation = None
+        for of_term in (of_term for term, of_term in taps.losses.items() if term != "pg"):
+            for tapped in of_term.values():
+                tapped.aggregation = None
     return returned
 
 
-def _terms_of_ppo(given: dict[str, Any]) -> _Terms:
-    config, output = given["config"], given["model_output"]
+def _terms_of_ppo(arguments: dict[str, Any]) -> _Terms:
+    config, output = arguments["config"], arguments["model_output"]
     entropy = [("entropy", -config.entropy_coeff)] * (output.get("entropy") is not None)
     return [("pg", 1.0), *entropy, *[("kl", config.kl_loss_coef)] * bool(config.use_kl_loss)]
 
 
-def _uncut(running: _Running, stock: Callable[[], Any], given: dict[str, Any]) -> Any:
-    if given["name"] in _CUT:
+def _uncut(running: _Running, stock: Callable[[], Any], arguments: dict[str, Any]) -> Any:
+    if arguments["name"] in _CUT:
         raise ValueError(
-            f"the policy loss {given['name']}: it {_CUT[given['name']]}, so it depends on how the step is cut. Choose "
-            "another policy_loss.loss_mode (gspo also averages over sequences), or drop model.external_lib."
+            f"the policy loss {arguments['name']}: it {_CUT[arguments['name']]}, so it depends on how the step is cut. "
+            "Choose another policy_loss.loss_mode (gspo also averages over sequences), or drop model.external_lib."
         )
-    if given["name"] == "bypass_mode" and running.terms:  # it may reject tokens that verl has counted
+    if arguments["name"] == "bypass_mode" and running.terms:  # it may reject tokens that verl has counted
         running.terms[0] = _OF_A_LOSS_OF_YOURS
     return stock()
 
 
-def _with_every_token(running: _Running, stock: Callable[[], Any], given: dict[str, Any]) -> Any:
+def _with_every_token(running: _Running, stock: Callable[[], Any], arguments: dict[str, Any]) -> Any:
     """The engine's return value; with per-token loss the counts of CP ranks add up to the micro-batch's tokens.
 
     verl rounds the count down on each CP rank, and Megatron divides by the sum.
     """
     running.on_megatron = True
     loss, *tokens, output = stock()
-    engine = given["self"]
+    engine = arguments["self"]
     if not tokens or engine.engine_config.dynamic_context_parallel:
         return loss, *tokens, output
     from megatron.core import parallel_state
 
     size, rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
-    routed = engine._routed_num_tokens(given["data"])
+    routed = engine._routed_num_tokens(arguments["data"])
     require(
         tokens[0] == routed // size,
         lambda: f"verl's count of {int(tokens[0])} tokens on a CP rank of {size}, of a micro-batch of {int(routed)}",

@@ -12,24 +12,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_rl_loss.errors import check_callable, check_int, first_order
+from megatron_rl_loss.errors import check_callable, check_float, first_order
 from megatron_rl_loss.logprobs.kept_ids import Keep
 from megatron_rl_loss.logprobs.kernels import run_from_hidden
 from megatron_rl_loss.logprobs.layer import (
     ALONE,
     Chunks,
     Gradients,
-    TensorParallel,
+    OutputLayer,
     WeightGradient,
     in_autocast,
     make_log_probs,
 )
-from megatron_rl_loss.logprobs.reading import LogProbs, Reading, Settings, TokenMask, check_rows
+from megatron_rl_loss.logprobs.reading import LogProbs, Reading, TokenMask, check_rows
 from megatron_rl_loss.logprobs.teacher import Comparison, Teacher, check_teacher
 from megatron_rl_loss.step.collectives import size_of
-
-#: Tokens of a chunk: enough that products with the weight run at full speed.
-CHUNK_TOKENS = 1024
 
 #: (log_probs, entropy or None, **inputs) of a chunk's tokens -> their losses [tokens], and metrics by name.
 PerTokenLoss = Callable[..., tuple[Tensor, Mapping[str, Tensor]]]
@@ -37,44 +34,33 @@ PerTokenLoss = Callable[..., tuple[Tensor, Mapping[str, Tensor]]]
 
 def log_probs_from_hidden(
     hidden: Tensor,
-    weight: Tensor,
+    output_layer: OutputLayer,
     labels: Tensor,
     *,
-    bias: Tensor | None = None,
-    tensor_parallel: TensorParallel = ALONE,
-    temperature: float = 1.0,
     keep: Keep | None = None,
-    vocab_size: int | None = None,
     entropy: bool = False,
     token_mask: TokenMask | None = None,
-    chunk_tokens: int = CHUNK_TOKENS,
     rest_without: Tensor | None = None,
-    main_gradient: WeightGradient | None = None,
     kernel: str | None = None,
 ) -> LogProbs:
     """`log_probs_from_logits` of ``hidden @ weight.T + bias``, never with the logits of more than a chunk of tokens.
 
     Args:
         hidden: [tokens..., hidden], float; with sequence parallelism the first dimension is this rank's part of them.
-        weight: [vocabulary / TP, hidden], in the dtype of `hidden`; inside ``torch.autocast`` both are cast as there.
+        output_layer: its weight and bias, on this rank.
         labels: integers [...] or [..., K], of all tokens, in the order of the gathered hidden states.
-        bias: [vocabulary / TP].
-        temperature, keep, vocab_size, entropy: as in `log_probs_from_logits`.
+        keep, entropy, rest_without: as in `log_probs_from_logits`.
         token_mask: as there; the output layer does not run on tokens with 0 either.
-        chunk_tokens: tokens whose logits are held at a time; they, in float32, are the peak of memory.
-        rest_without: as in `log_probs_from_logits`.
-        main_gradient: takes the weight's gradient. Without it, autograd gets that gradient, summed in float32.
         kernel: "liger" for Liger-Kernel's in this function's place, with chunks of its own: on a GPU, for one id per
             token, without bias, kept ids, vocab_size and main_gradient.
 
     Differentiable towards hidden, weight and bias. Raises ValueError and TypeError as `log_probs_from_logits`, and for
     hidden states, weight and labels that do not fit each other.
     """
-    settings = Settings(temperature, keep, vocab_size, entropy, token_mask, chunk_tokens, rest_without)
-    read, leaves = _read(hidden, weight, bias, labels, settings, tensor_parallel)
+    read, leaves = _read(hidden, output_layer, labels, keep, entropy, token_mask, rest_without)
     if kernel is not None:
-        return run_from_hidden(kernel, read, leaves, tensor_parallel, main_gradient is not None)
-    return make_log_probs(read, leaves, tensor_parallel, main_gradient)[0]
+        return run_from_hidden(kernel, read, leaves, output_layer)
+    return make_log_probs(read, leaves, output_layer.tensor_parallel, output_layer.main_gradient)[0]
 
 
 class Divergence(NamedTuple):
@@ -87,20 +73,14 @@ class Divergence(NamedTuple):
 
 def divergence_from_hidden(
     hidden: Tensor,
-    weight: Tensor,
+    output_layer: OutputLayer,
     labels: Tensor | None = None,
     *,
     teacher: Teacher,
-    bias: Tensor | None = None,
-    tensor_parallel: TensorParallel = ALONE,
-    temperature: float = 1.0,
     keep: Keep | None = None,
-    vocab_size: int | None = None,
     entropy: bool = False,
     token_mask: TokenMask | None = None,
-    chunk_tokens: int = CHUNK_TOKENS,
     rest_without: Tensor | None = None,
-    main_gradient: WeightGradient | None = None,
 ) -> Divergence:
     """Each token's divergence of student from teacher over the whole vocabulary, never with more than a chunk's logits.
 
@@ -116,31 +96,25 @@ def divergence_from_hidden(
     Raises ValueError and TypeError as `log_probs_from_hidden`, and ValueError for a teacher of other tokens or another
     shard.
     """
-    settings = Settings(temperature, keep, vocab_size, entropy, token_mask, chunk_tokens, rest_without)
-    read, leaves = _read(hidden, weight, bias, labels, settings, tensor_parallel)
-    comparison = _compare(read, teacher, hidden, weight, tensor_parallel)
-    found, divergence = make_log_probs(read, leaves, tensor_parallel, main_gradient, comparison)
-    return Divergence(None if labels is None else found.log_probs, found.entropy, divergence)  # type: ignore[arg-type]
+    read, leaves = _read(hidden, output_layer, labels, keep, entropy, token_mask, rest_without)
+    comparison = _compare(read, teacher, hidden, output_layer)
+    parallel, main_gradient = output_layer.tensor_parallel, output_layer.main_gradient
+    (log_probs, entropies), divergence = make_log_probs(read, leaves, parallel, main_gradient, comparison)
+    return Divergence(None if labels is None else log_probs, entropies, divergence)  # type: ignore[arg-type]
 
 
 def loss_from_hidden(
     hidden: Tensor,
-    weight: Tensor,
+    output_layer: OutputLayer,
     labels: Tensor,
     weights: Tensor,
     per_token_loss: PerTokenLoss,
     inputs: Mapping[str, Tensor] | None = None,
     *,
-    bias: Tensor | None = None,
-    tensor_parallel: TensorParallel = ALONE,
-    temperature: float = 1.0,
     keep: Keep | None = None,
-    vocab_size: int | None = None,
     entropy: bool = False,
     token_mask: TokenMask | None = None,
-    chunk_tokens: int = CHUNK_TOKENS,
     rest_without: Tensor | None = None,
-    main_gradient: WeightGradient | None = None,
     teacher: Teacher | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """``sum_t weights[t] * loss_t`` in one pass: forward makes the gradients, backward scales them.
@@ -149,7 +123,7 @@ def loss_from_hidden(
     made.
 
     Args:
-        hidden, weight, labels: as in `log_probs_from_hidden`.
+        hidden, output_layer, labels: as in `log_probs_from_hidden`.
         weights: one float per token, such as `microbatch.weights`. The sum ignores tokens of weight 0, and has their
             dtype, float32 at least.
         per_token_loss: ``(log_probs, entropy, **inputs) -> (losses, metrics)``, all [tokens of a chunk], differentiated
@@ -178,57 +152,64 @@ def loss_from_hidden(
     shape = labels.shape[: hidden.dim() - 1]
     _check_order({"weights": weights, **inputs}, shape)
     _check_per_token({"weights": weights.reshape(-1)}, shape.numel())
-    inputs = {name: one.reshape(-1, *one.shape[len(shape) :]) for name, one in inputs.items()}
+    inputs = {name: values.reshape(-1, *values.shape[len(shape) :]) for name, values in inputs.items()}
     _check_per_token(inputs, shape.numel(), several=True)
     token_mask = (weights != 0).view(shape) if token_mask is None else token_mask
-    settings = Settings(temperature, keep, vocab_size, entropy, token_mask, chunk_tokens, rest_without)
-    read, leaves = _read(hidden, weight, bias, labels, settings, tensor_parallel)
-    comparison = None if teacher is None else _compare(read, teacher, hidden, weight, tensor_parallel)
-    wanted = [torch.is_grad_enabled() and one is not None and one.requires_grad for one in leaves]
+    read, leaves = _read(hidden, output_layer, labels, keep, entropy, token_mask, rest_without)
+    comparison = None if teacher is None else _compare(read, teacher, hidden, output_layer)
+    needs_gradient = [torch.is_grad_enabled() and leaf is not None and leaf.requires_grad for leaf in leaves]
     exact = torch.promote_types(weights.dtype, torch.float32)
     weights = weights.detach().reshape(-1).to(hidden.device, exact, non_blocking=weights.is_cpu)
     # Gradients are made of gain * share, which brings the largest weight to 1: small ones would vanish in float16.
     gain = 1 / torch.cat([weights.abs(), weights.new_full((1,), torch.finfo(torch.float32).tiny)]).amax()
-    totals, values = list[Tensor](), list[dict[str, Tensor]]()
+    totals, values_of_chunks = list[Tensor](), list[dict[str, Tensor]]()
     with torch.no_grad():
-        chunks = Chunks(tensor_parallel, leaves, wanted)
+        chunks = Chunks(output_layer.tensor_parallel, leaves, needs_gradient)
         for part, places in read.chunks():
-            logits, weights_here = chunks.logits(places), weights[places]
+            logits, chunk_weights = chunks.logits(places), weights[places]
             log_probs, norm = read.combine(read.statistics(logits, part), part)
             outputs = {"log_probs": log_probs} | ({"entropy": norm[2]} if entropy else {})
             if comparison:
-                taught = comparison.logits(places)
-                compared = comparison.compare(logits, norm, taught, part)
+                teacher_logits = comparison.logits(places)
+                compared = comparison.compare(logits, norm, teacher_logits, part)
                 outputs["divergence"] = compared[0]
-            with torch.set_grad_enabled(any(wanted)):
-                outputs = {name: one.detach().requires_grad_(any(wanted)) for name, one in outputs.items()}
-                found = _evaluate(per_token_loss, outputs, {name: one[places] for name, one in inputs.items()})
-                total = (found["losses"].masked_fill(weights_here == 0, 0) * weights_here).sum()
-            totals.append(total.detach())
-            values.append({name: one.detach() for name, one in found.items()})
-            if total.requires_grad:
-                gradients = torch.autograd.grad(total, list(outputs.values()), allow_unused=True)
-                slopes = {
-                    name: None if one is None else one.t().masked_fill(weights_here == 0, 0).t() * gain
-                    for name, one in zip(outputs, gradients, strict=True)
+            # The loss is differentiated by autograd, towards its few numbers per token; from there to the logits the
+            # gradient is known, so that no graph holds logits.
+            with torch.set_grad_enabled(any(needs_gradient)):
+                outputs = {
+                    name: output.detach().requires_grad_(any(needs_gradient)) for name, output in outputs.items()
                 }
-                d, more = slopes.get("divergence"), None
-                if comparison and d is not None:
-                    more = comparison.slopes(logits, norm, taught, compared, d, part)
-                g, h = slopes["log_probs"], slopes.get("entropy")
-                read.differentiate(logits, part, norm, g, h, into=logits, more=more)
+                values = _evaluate(per_token_loss, outputs, {name: column[places] for name, column in inputs.items()})
+                total = (values["losses"].masked_fill(chunk_weights == 0, 0) * chunk_weights).sum()
+            totals.append(total.detach())
+            values_of_chunks.append({name: value.detach() for name, value in values.items()})
+            if total.requires_grad:  # not where the loss of this chunk is constant
+                gradients = torch.autograd.grad(total, list(outputs.values()), allow_unused=True)
+                # A token of weight 0 has no gradient, even where that of its loss is not finite: 0 * inf is NaN.
+                gradients_of = {
+                    name: None if gradient is None else gradient.t().masked_fill(chunk_weights == 0, 0).t() * gain
+                    for name, gradient in zip(outputs, gradients, strict=True)
+                }
+                of_divergence, more = gradients_of.get("divergence"), None
+                if comparison and of_divergence is not None:
+                    more = comparison.slopes(logits, norm, teacher_logits, compared, of_divergence, part)
+                of_values = gradients_of["log_probs"], gradients_of.get("entropy")
+                read.differentiate(logits, part, norm, *of_values, into=logits, more=more)
                 chunks.add(logits, places)
-            logits = taught = more = None  # type: ignore[assignment]  # before the next chunk's are made
+            # Before the next chunk's are made: two chunks of logits at a time would double the peak of memory.
+            logits = teacher_logits = more = None  # type: ignore[assignment]
         share = torch.stack(totals).sum()
-    if any(wanted):
-        share = _Folded.apply(share, (gain, *chunks.gradients(read)), main_gradient, *leaves)  # type: ignore[no-untyped-call]
-    return share, {name: read.spread(torch.cat([of_chunk[name] for of_chunk in values])) for name in values[0]}
+    if any(needs_gradient):
+        leaf_gradients = gain, *chunks.gradients(read)
+        share = _Folded.apply(share, leaf_gradients, output_layer.main_gradient, *leaves)  # type: ignore[no-untyped-call]
+    names = values_of_chunks[0]
+    return share, {name: read.spread(torch.cat([values[name] for values in values_of_chunks])) for name in names}
 
 
 def _evaluate(per_token_loss: PerTokenLoss, outputs: dict[str, Tensor], inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     """The values of a chunk's tokens by name: the outputs, their losses, and metrics; ValueError for unusable ones."""
-    taught = {name: one for name, one in outputs.items() if name == "divergence"}
-    losses, metrics = per_token_loss(outputs["log_probs"], outputs.get("entropy"), **inputs, **taught)
+    divergence = {name: output for name, output in outputs.items() if name == "divergence"}
+    losses, metrics = per_token_loss(outputs["log_probs"], outputs.get("entropy"), **inputs, **divergence)
     _check_per_token({"the losses": losses, **metrics}, len(outputs["log_probs"]))
     values = {**outputs, "losses": losses}
     if clash := sorted(values.keys() & metrics.keys()):
@@ -236,55 +217,71 @@ def _evaluate(per_token_loss: PerTokenLoss, outputs: dict[str, Tensor], inputs: 
     return {**values, **metrics}
 
 
-def _check_order(values: Mapping[str, Tensor], shape: torch.Size) -> None:
+def _check_order(columns: Mapping[str, Tensor], shape: torch.Size) -> None:
     """Raise ValueError for values [b, s] with labels [s, b]: end to end, values would belong to other tokens."""
-    for name, one in values.items():
-        if len(shape) > 1 and one.shape[: len(shape)] == shape[::-1] != shape and 1 not in shape:
+    for name, column in columns.items():
+        if len(shape) > 1 and column.shape[: len(shape)] == shape[::-1] != shape and 1 not in shape:
             raise ValueError(
-                f"{name} of shape {tuple(one.shape)} for labels of tokens {tuple(shape)}: both must have one order of "
-                "tokens. Transpose the first."
+                f"{name} of shape {tuple(column.shape)} for labels of tokens {tuple(shape)}: both must have one order "
+                "of tokens. Transpose the first."
             )
 
 
-def _check_per_token(values: Mapping[str, Tensor], tokens: int, several: bool = False) -> None:
+def _check_per_token(columns: Mapping[str, Tensor], tokens: int, several: bool = False) -> None:
     """Raise ValueError unless values are [tokens], or, with `several`, [tokens, ...]."""
-    for name, one in values.items():
-        if one.shape[:1] != (tokens,) or (one.dim() > 1 and not several):
+    for name, column in columns.items():
+        if column.shape[:1] != (tokens,) or (column.dim() > 1 and not several):
             raise ValueError(
-                f"{name} of {one.numel()} values for {tokens} tokens: each token must have one. Pass unreduced values, "
-                "in the order of the labels."
+                f"{name} of {column.numel()} values for {tokens} tokens: each token must have one. Pass unreduced "
+                "values, in the order of the labels."
             )
 
 
 def _read(
     hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
+    output_layer: OutputLayer,
     labels: Tensor | None,
-    settings: Settings,
-    parallel: TensorParallel,
+    keep: Keep | None,
+    entropy: bool,
+    token_mask: TokenMask | None,
+    rest_without: Tensor | None,
 ) -> tuple[Reading, list[Tensor | None]]:
     """The tokens to read, and the leaves as autocast casts them; ValueError where these do not fit each other."""
-    check_int("chunk_tokens", settings.chunk_tokens, at_least=1, remedy=f"The default is {CHUNK_TOKENS}")
+    if not isinstance(output_layer, OutputLayer):
+        raise TypeError(
+            f"output_layer is a {type(output_layer).__name__}: it must be an OutputLayer. Pass OutputLayer(weight), "
+            "with bias, temperature and the like as its keywords."
+        )
+    check_float("hidden", hidden, "Pass the hidden states of the last layer")
     check_rows("hidden states", hidden)
-    leaves = [in_autocast(one) for one in (hidden, weight, bias)]
+    leaves = [in_autocast(leaf) for leaf in (hidden, output_layer.weight, output_layer.bias)]
     _check_leaves(leaves)
+    parallel, columns = output_layer.tensor_parallel, len(output_layer.weight)
     ranks = size_of(parallel.group) if parallel.sequence_parallel else 1
     shape = (hidden.shape[0] * ranks, *hidden.shape[1:-1])
-    return Reading(labels, shape, len(weight), parallel.group, settings, hidden.device), leaves
+    read = Reading(
+        labels,
+        shape,
+        columns,
+        parallel.group,
+        hidden.device,
+        temperature=output_layer.temperature,
+        keep=keep,
+        vocab_size=output_layer.vocab_size,
+        entropy=entropy,
+        token_mask=token_mask,
+        chunk_tokens=output_layer.chunk_tokens,
+        rest_without=rest_without,
+    )
+    return read, leaves
 
 
 def _check_leaves(leaves: Sequence[Tensor | None]) -> None:
     """Raise ValueError unless shapes and dtypes of hidden states, weight and bias fit."""
-    hidden, weight, *biases = (one for one in leaves if one is not None)
-    fits = (
-        weight.is_floating_point()
-        and weight.dim() == 2
-        and hidden.shape[-1:] == weight.shape[1:]
-        and hidden.dtype == weight.dtype
-    )
+    hidden, weight, *biases = (leaf for leaf in leaves if leaf is not None)
+    fits = weight.dim() == 2 and hidden.shape[-1:] == weight.shape[1:] and hidden.dtype == weight.dtype
     if not fits or any(bias.shape != weight.shape[:1] for bias in biases):
-        shapes = " and ".join(f"{tuple(one.shape)} ({one.dtype})" for one in (hidden, weight, *biases))
+        shapes = " and ".join(f"{tuple(leaf.shape)} ({leaf.dtype})" for leaf in (hidden, weight, *biases))
         raise ValueError(
             f"hidden states, weight and bias of {shapes}: they must be [..., hidden], [vocabulary / TP, hidden] and "
             "[vocabulary / TP], hidden states and weight float, of one dtype. Cast one of them, or pass the output "
@@ -292,21 +289,22 @@ def _check_leaves(leaves: Sequence[Tensor | None]) -> None:
         )
 
 
-def _compare(read: Reading, teacher: Teacher, hidden: Tensor, weight: Tensor, parallel: TensorParallel) -> Comparison:
+def _compare(read: Reading, teacher: Teacher, hidden: Tensor, output_layer: OutputLayer) -> Comparison:
     """The teacher beside a student's hidden states; ValueError for other tokens or another vocabulary shard."""
     check_teacher(teacher)
-    given = teacher.hidden, teacher.weight, teacher.bias
-    leaves = [one if one is None else in_autocast(one.detach()) for one in given]
-    shape, held, is_part = teacher.hidden.shape[:-1], teacher.hidden.shape[-1], False
+    tensors = teacher.hidden, teacher.weight, teacher.bias
+    leaves = [tensor if tensor is None else in_autocast(tensor.detach()) for tensor in tensors]
+    columns, shape, ids, is_part = len(output_layer.weight), teacher.hidden.shape[:-1], teacher.hidden.shape[-1], False
     if teacher.weight is not None:
         _check_leaves(leaves)
-        held, is_part = len(teacher.weight), shape == hidden.shape[:-1]
-    if held != len(weight) or not (is_part or shape == read.shape):
+        ids, is_part = len(teacher.weight), shape == hidden.shape[:-1]
+    if ids != columns or not (is_part or shape == read.shape):
         raise ValueError(
-            f"a teacher of {held} ids on this rank for tokens {tuple(shape)}: the student has {len(weight)} ids and "
+            f"a teacher of {ids} ids on this rank for tokens {tuple(shape)}: the student has {columns} ids and "
             f"tokens {tuple(read.shape)}. Cut the teacher's vocabulary and tokens as the student's are."
         )
-    return Comparison(read, teacher, Chunks(parallel if is_part else ALONE, leaves).logits)
+    # Hidden states of a sequence-parallel part are gathered as the student's; logits of all tokens lie here already.
+    return Comparison(read, teacher, Chunks(output_layer.tensor_parallel if is_part else ALONE, leaves).logits)
 
 
 class _Folded(torch.autograd.Function):
@@ -325,9 +323,11 @@ class _Folded(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Gradients:
         gain, *gradients = ctx.saved_tensors
         scale = (gradient / gain)[None]
-        for one in gradients:
-            if one is not None:
-                torch.mul(one, scale, out=one)  # rounded once; in place, so autograd refuses a second backward
+        for of_leaf in gradients:
+            if of_leaf is not None:
+                # Rounded once: one factor, of one dimension, so that torch multiplies in the wider dtype of both. In
+                # place, which spares a copy of the weight's gradient; autograd then refuses a second backward.
+                torch.mul(of_leaf, scale, out=of_leaf)
         of_hidden, of_weight, of_bias = gradients
         if of_weight is not None and ctx.main is not None:
             ctx.main.total.add_(of_weight)

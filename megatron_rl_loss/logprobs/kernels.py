@@ -1,7 +1,7 @@
 """Other projects' fused cross-entropy kernels as makers of log-probs, where they are installed.
 
     log_probs_from_logits(logits, labels, tp_group=group, kernel=flash_attn)
-    log_probs_from_hidden(hidden, weight, labels, tensor_parallel=parallel, entropy=True, kernel="liger")
+    log_probs_from_hidden(hidden, output_layer, labels, entropy=True, kernel="liger")
 
 Plain torch (no kernel) is the default, and the reference in tests. All are for a GPU, read float32, bfloat16 or
 float16, and sum in float32. Those of logits are Triton kernels that make log-probs alone. They are looked up when
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl_loss.errors import check_choice
-from megatron_rl_loss.logprobs.layer import Gradients, TensorParallel, make_log_probs
+from megatron_rl_loss.logprobs.layer import Gradients, OutputLayer, TensorParallel, make_log_probs
 from megatron_rl_loss.logprobs.reading import LogProbs, Reading
 from megatron_rl_loss.step.collectives import Group, rank_in, size_of
 
@@ -53,52 +53,51 @@ def liger_from_hidden(
     Backward gives the hidden states' gradient summed over the ranks, and the weight's summed in the weight's dtype.
     """
     if size_of(tp_group) > 1:
-        of_ranks = _look_up("liger_kernel.transformers.functional", "liger_fused_linear_scaled_cross_entropy_tp")
-        found = of_ranks(hidden, weight, labels, tp_group, temperature, return_entropy=entropy)
+        sharded = _look_up("liger_kernel.transformers.functional", "liger_fused_linear_scaled_cross_entropy_tp")
+        losses = sharded(hidden, weight, labels, tp_group, temperature, return_entropy=entropy)
     else:
         module = "liger_kernel.ops.fused_linear_scaled_cross_entropy"
-        of_one: Any = _look_up(module, "LigerFusedLinearScaledCrossEntropyFunction")
-        found = of_one.apply(hidden, weight, labels, temperature, return_entropy=entropy)
-    losses, entropies = found if entropy else (found, None)
+        whole: Any = _look_up(module, "LigerFusedLinearScaledCrossEntropyFunction")
+        losses = whole.apply(hidden, weight, labels, temperature, return_entropy=entropy)
+    losses, entropies = losses if entropy else (losses, None)
     return LogProbs(-losses.float(), None if entropies is None else entropies.float())
 
 
-def run_from_hidden(
-    kernel: str, read: Reading, leaves: Sequence[Any], parallel: TensorParallel, fused: bool
-) -> LogProbs:
+def run_from_hidden(kernel: str, read: Reading, leaves: Sequence[Any], output_layer: OutputLayer) -> LogProbs:
     """Log-probs by a kernel of hidden states; ValueError for settings that the kernel lacks. It has its own chunks."""
     check_choice("kernel", kernel, FROM_HIDDEN)
-    if given := _cannot(read, leaves, parallel, fused):
+    if unsupported := _unsupported(read, leaves, output_layer):
         raise ValueError(
-            f"kernel={kernel!r} with {', '.join(given)}: this kernel makes one log-prob per token, of equal vocabulary "
-            "shards, on a GPU. Leave these out, or the kernel: plain torch does the same."
+            f"kernel={kernel!r} with {', '.join(unsupported)}: this kernel makes one log-prob per token, of equal "
+            "vocabulary shards, on a GPU. Leave these out, or the kernel: plain torch does the same."
         )
     if not len(read.labels):  # which Liger does not take
-        return make_log_probs(read, leaves, parallel)[0]
+        return make_log_probs(read, leaves, output_layer.tensor_parallel)[0]
     hidden, weight, _ = leaves
     tokens = hidden.flatten(0, -2)
-    if parallel.sequence_parallel:
-        tokens = _Gathered.apply(hidden, parallel)  # type: ignore[no-untyped-call]
+    if output_layer.tensor_parallel.sequence_parallel:
+        tokens = _Gathered.apply(hidden, output_layer.tensor_parallel)  # type: ignore[no-untyped-call]
     tokens = tokens if read.rows is None else tokens[read.rows]
-    of_read = tokens.contiguous(), weight, read.labels, read.tp_group
-    log_probs, entropy = FROM_HIDDEN[kernel](*of_read, read.settings.temperature, read.entropy)
+    log_probs, entropy = FROM_HIDDEN[kernel](
+        tokens.contiguous(), weight, read.labels, read.tp_group, output_layer.temperature, read.entropy
+    )
     return LogProbs(read.spread(log_probs), None if entropy is None else read.spread(entropy))
 
 
-def _cannot(read: Reading, leaves: Sequence[Any], parallel: TensorParallel, fused: bool) -> list[str]:
-    """Names of the given settings that kernels of hidden states do not support."""
-    hidden, _, bias = leaves
-    known = {
+def _unsupported(read: Reading, leaves: Sequence[Any], output_layer: OutputLayer) -> list[str]:
+    """Names of the settings of this call that kernels of hidden states do not support."""
+    (hidden, _, bias), parallel = leaves, output_layer.tensor_parallel
+    is_set = {
         "labels of K ids": read.labels.dim() > 1,
         "a bias": bias is not None,
-        "kept ids": read.settings.keep is not None,
-        "vocab_size": read.settings.vocab_size is not None,
-        "main_gradient (gradient-accumulation fusion)": fused,
+        "kept ids": read.keep is not None,
+        "vocab_size": output_layer.vocab_size is not None,
+        "main_gradient (gradient-accumulation fusion)": output_layer.main_gradient is not None,
         "sum_gradient=False": read.tp_group is not None and not (parallel.sequence_parallel or parallel.sum_gradient),
         "float64": hidden.dtype == torch.float64,
         "tensors on the CPU": not hidden.is_cuda,
     }
-    return [name for name, is_given in known.items() if is_given]
+    return [name for name, value in is_set.items() if value]
 
 
 class _Gathered(torch.autograd.Function):

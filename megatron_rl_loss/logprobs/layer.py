@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any
 
@@ -10,13 +10,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl_loss.errors import first_order
+from megatron_rl_loss.errors import check_float, check_int, first_order
 from megatron_rl_loss.logprobs.reading import LogProbs, Places, Reading
 from megatron_rl_loss.logprobs.teacher import Comparison
 from megatron_rl_loss.step.collectives import Group, all_gather_single
 
-# Where torch has the newer name, it warns of the older one.
+# Newer versions of torch have the first name, and warn of the second; older ones have the second alone.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+#: Tokens of a chunk: enough that products with the weight run at full speed.
+CHUNK_TOKENS = 1024
 
 #: Rows of the weight's gradient that are made in a lower precision before they are added.
 _PRODUCT_ROWS = 4096
@@ -77,6 +80,8 @@ class WeightGradient:
         if self.total.dtype == hidden.dtype:
             self.total.addmm_(of_logits.t(), hidden)
             return
+        # torch has no product of bfloat16 factors that adds to float32. A block at a time, the product before the sum
+        # needs no second tensor of the weight's size.
         for begin in range(0, len(self.total), _PRODUCT_ROWS):
             rows = slice(begin, begin + _PRODUCT_ROWS)
             self.total[rows] += of_logits[:, rows].t() @ hidden
@@ -84,6 +89,38 @@ class WeightGradient:
     def for_autograd(self) -> Tensor | None:
         """The gradient that autograd gets: the sum, unless it stays here."""
         return self.total
+
+
+@dataclass(frozen=True)
+class OutputLayer:
+    """The model's output layer, and how its logits are read: what all functions of hidden states take.
+
+    Attributes:
+        weight: [vocabulary / TP, hidden], in the dtype of the hidden states; inside ``torch.autocast`` both are cast as
+            there.
+        bias: [vocabulary / TP].
+        tensor_parallel: how hidden states and vocabulary lie on ranks; by default this rank holds both.
+        temperature, vocab_size: as in `log_probs_from_logits`.
+        chunk_tokens: tokens whose logits are held at a time; they, in float32, are the peak of memory.
+        main_gradient: takes the weight's gradient. Without it, autograd gets that gradient, summed in float32.
+
+    Raises TypeError for a weight or a bias that is no float tensor, and ValueError for chunks without a token.
+    """
+
+    weight: Tensor
+    bias: Tensor | None = None
+    _: KW_ONLY
+    tensor_parallel: TensorParallel = ALONE
+    temperature: float = 1.0
+    vocab_size: int | None = None
+    chunk_tokens: int = CHUNK_TOKENS
+    main_gradient: WeightGradient | None = None
+
+    def __post_init__(self) -> None:
+        check_float("the output layer's weight", self.weight, "Pass layer.weight")
+        if self.bias is not None:
+            check_float("the output layer's bias", self.bias, "Pass layer.bias, or leave it out")
+        check_int("chunk_tokens", self.chunk_tokens, at_least=1, remedy=f"The default is {CHUNK_TOKENS}")
 
 
 class Chunks:
@@ -102,6 +139,7 @@ class Chunks:
     ) -> None:
         self._hidden, self._weight, self._bias = leaves
         self._parallel, self._tokens, self._in_place = parallel, parallel.gather(self._hidden), in_place
+        # Sums over chunks: in bfloat16 a sum of many equal terms stops growing at 256 of them.
         exact = torch.promote_types(self._tokens.dtype, torch.float32)
         self._of_hidden = self._of_weight = self._of_bias = None
         if wanted[0]:
@@ -115,12 +153,14 @@ class Chunks:
         tokens = self._tokens[places]
         if self._weight is None:
             return tokens
+        # The leaves are cast already (`in_autocast`); backward may run outside the autocast of forward, or inside one.
         with _no_autocast(tokens.device):
             logits: Tensor = tokens @ self._weight.t()
             return logits if self._bias is None else logits.add_(self._bias)  # rounded as in Megatron's linear layers
 
     def target(self, logits: Tensor, places: Places) -> Tensor:
         """A tensor for the gradient of these logits."""
+        # Of given logits, a slice of the gradient that is returned: no copy is made. Places by index are a copy anyway.
         is_view = self._weight is None and isinstance(places, slice)
         return self._of_hidden[places] if is_view and self._of_hidden is not None else logits
 
@@ -138,6 +178,7 @@ class Chunks:
 
     def gradients(self, read: Reading) -> Gradients:
         of_hidden = self._of_hidden
+        # In place the gradient's tensor is that of the logits, which still stand where no token was read.
         if of_hidden is not None and self._in_place and read.rows is not None:
             skipped = torch.ones(len(of_hidden), dtype=torch.bool, device=of_hidden.device)
             of_hidden.masked_fill_(skipped.index_fill_(0, read.rows, False)[:, None], 0)
@@ -155,8 +196,8 @@ def make_log_probs(
 ) -> tuple[LogProbs, Tensor | None]:
     """Log-probs and divergence of all tokens; logits are made a chunk at a time, and again backward."""
     chunks = partial(Chunks, parallel, main_gradient=main_gradient, in_place=in_place)
-    *found, divergence = _MakeLogProbs.apply(read, chunks, comparison, *leaves)  # type: ignore[no-untyped-call]
-    return LogProbs(*found), divergence
+    log_probs, entropy, divergence = _MakeLogProbs.apply(read, chunks, comparison, *leaves)  # type: ignore[no-untyped-call]
+    return LogProbs(log_probs, entropy), divergence
 
 
 class _MakeLogProbs(torch.autograd.Function):
@@ -165,50 +206,59 @@ class _MakeLogProbs(torch.autograd.Function):
         ctx: Any, read: Reading, chunks_of: partial[Chunks], comparison: Comparison | None, *leaves: Any
     ) -> Gradients:
         chunks = chunks_of(leaves)
-        parts, found = list[Tensor](), list[Tensor]()
+        statistics_of_chunks, compared_of_chunks = list[Tensor](), list[Tensor]()
         for part, places in read.chunks():
             logits = chunks.logits(places)
-            parts.append(read.statistics(logits, part))
+            statistics = read.statistics(logits, part)
+            statistics_of_chunks.append(statistics)
             if comparison is not None:
-                norm = read.combine(parts[-1], part)[1]
-                found.append(comparison.compare(logits, norm, comparison.logits(places), part))
-            del logits  # before the next chunk's are made
-        log_probs, norm = read.combine(torch.cat(parts))
-        compared = torch.cat(found, 1) if found else None
+                norm = read.combine(statistics, part)[1]
+                compared_of_chunks.append(comparison.compare(logits, norm, comparison.logits(places), part))
+            del logits  # before the next chunk's are made: two at a time would double the peak of memory
+        # Once for all chunks, so that ranks of the vocabulary wait for each other twice, however many chunks there are.
+        # A comparison needs the norm of its chunk at once, and pays five rounds more for each.
+        log_probs, norm = read.combine(torch.cat(statistics_of_chunks))
+        compared = torch.cat(compared_of_chunks, 1) if compared_of_chunks else None
         ctx.save_for_backward(norm, compared, *leaves)
         ctx.read, ctx.chunks_of, ctx.comparison = read, chunks_of, comparison
+        # An entropy that no loss uses has gradient None, not zeros: backward leaves its terms out.
         ctx.set_materialize_grads(False)
         values = log_probs, norm[2] if read.entropy else None, None if compared is None else compared[0]
-        return tuple(None if one is None else read.spread(one) for one in values)
+        return tuple(None if value is None else read.spread(value) for value in values)
 
     @staticmethod
     @first_order("log-probs")
     def backward(ctx: Any, *gradients: Tensor | None) -> Gradients:
         norm, compared, *leaves = ctx.saved_tensors
         read: Reading = ctx.read
-        selected = [read.select(one) for one in gradients]
+        gradients = tuple(read.select(gradient) for gradient in gradients)
         chunks: Chunks = ctx.chunks_of(leaves, ctx.needs_input_grad[3:])
         for part, places in read.chunks():
-            logits, of_norm = chunks.logits(places), norm[:, part]
+            logits, chunk_norm = chunks.logits(places), norm[:, part]
             target = chunks.target(logits, places)
-            g, h, d = (None if one is None else one[part] for one in selected)
+            of_log_probs, of_entropy, of_divergence = (
+                None if gradient is None else gradient[part] for gradient in gradients
+            )
             more = None
-            if d is not None:
-                taught = ctx.comparison.logits(places)
-                more = ctx.comparison.slopes(logits, of_norm, taught, compared[:, part], d, part)
-            read.differentiate(logits, part, of_norm, g, h, into=target, more=more)
+            if of_divergence is not None:
+                teacher_logits = ctx.comparison.logits(places)
+                chunk_compared = compared[:, part]
+                more = ctx.comparison.slopes(logits, chunk_norm, teacher_logits, chunk_compared, of_divergence, part)
+            read.differentiate(logits, part, chunk_norm, of_log_probs, of_entropy, into=target, more=more)
             chunks.add(target, places)
-            taught = more = None
-            del logits, target  # before the next chunk's are made
+            # Before the next chunk's are made; `more` holds the teacher's logits too.
+            teacher_logits = more = None
+            del logits, target
         return None, None, None, *chunks.gradients(read)
 
 
-def in_autocast(one: Tensor | None) -> Tensor | None:
+def in_autocast(factor: Tensor | None) -> Tensor | None:
     """A product's factor as `torch.autocast` casts it: once, so that backward has the same, wherever it runs."""
-    if one is None or one.dtype == torch.float64 or not torch.amp.is_autocast_available(one.device.type):
-        return one
-    device = one.device.type
-    return one.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else one
+    # autocast leaves float64 alone, and `meta` tensors have none.
+    if factor is None or factor.dtype == torch.float64 or not torch.amp.is_autocast_available(factor.device.type):
+        return factor
+    device = factor.device.type
+    return factor.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else factor
 
 
 def _no_autocast(device: torch.device) -> AbstractContextManager[Any]:

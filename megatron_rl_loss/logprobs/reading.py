@@ -9,6 +9,11 @@ With z = logits / temperature and q = softmax(z) over the vocabulary of all tens
 No [tokens, vocabulary] tensor is made or kept beside the logits and their gradient. Forward reads a block of tokens
 once, each rank against its own maximum; the ranks then take one maximum and one sum of a few numbers per token.
 Backward makes the softmax again from the logits, and takes no collective. Nothing is read back from a device.
+
+Gradients are written by hand for speed. Plain torch that reads each block twice, and leaves gradients to autograd,
+takes 1.35 times as long with entropy and as long without, for a vocabulary on one rank (`tools/bench/logprobs.py
+--tables logits --sizes 64x32768`, *read twice*; CPU time on a busy Intel host). It is fast by torch's fused
+`log_softmax`, which cannot serve where ranks must add up sums before the logarithm.
 """
 
 import copy
@@ -33,7 +38,9 @@ TokenMask = Tensor | Array | Sequence[Any]
 #: Some tokens of the batch.
 Places = Tensor | slice
 
-_LN_2 = math.log(2)
+#: Exponentials are taken to base 2. Whether `torch.exp2` or `torch.exp` takes less time depends on torch's vector code
+#: for the host; neither does on all.
+LN_2 = math.log(2)
 
 #: Below it exp and exp2 are 0 in float32 and float64 alike, and products with it are finite: a stand-in for -inf.
 _NEVER = -1e4
@@ -61,28 +68,20 @@ class LogProbs(NamedTuple):
     entropy: Tensor | None
 
 
-class Settings(NamedTuple):
-    """Arguments that all makers of log-probs take, as `log_probs_from_logits` says."""
-
-    temperature: float
-    keep: Keep | None
-    vocab_size: int | None
-    entropy: bool
-    token_mask: TokenMask | None
-    chunk_tokens: int | None
-    rest_without: Tensor | None = None
-
-
 class Reading:
     """The tokens of a batch that are read, and the arithmetic on a chunk of their logits.
 
     `statistics` reduces a chunk's logits, `combine` adds up statistics over ranks, `differentiate` makes the gradient.
+
+    The last arguments are those of `log_probs_from_logits`.
 
     Attributes:
         labels: int64 [n] or [n, K], of the tokens that are read; without labels [n, 0].
         rows: their places in the batch, on the labels' device; None for all.
         shape: of one value per token of the batch.
         scale: 1 / temperature.
+        entropy: whether it is asked for.
+        keep: the ids that count, bool [tokens, columns] or [1, columns], or `KeptIds`; None for all.
     """
 
     def __init__(
@@ -91,18 +90,23 @@ class Reading:
         shape: tuple[int, ...],
         columns: int,
         tp_group: Group | None,
-        settings: Settings,
         device: torch.device,
+        *,
+        temperature: float,
+        keep: Keep | None,
+        vocab_size: int | None,
+        entropy: bool,
+        token_mask: TokenMask | None,
+        chunk_tokens: int | None,
+        rest_without: Tensor | None,
     ) -> None:
-        self.settings = settings
-        temperature, keep, vocab_size, self.entropy, token_mask, chunk_tokens, rest_without = settings
         check_within("temperature", temperature, "(0, inf)", "Greedy sampling has no ratio of policies")
-        self.shape = torch.Size(shape)
+        self.shape, self.entropy = torch.Size(shape), entropy
         if labels is None:
             labels = torch.zeros(*shape, 0, dtype=torch.int64, device=device)
         else:
             _check_labels(labels, self.shape)
-        size = columns * size_of(tp_group)
+        size = columns * size_of(tp_group)  # Megatron's shards are equal: it pads the vocabulary
         if vocab_size is not None:
             if not is_int(vocab_size) or not 1 <= vocab_size <= size:
                 raise ValueError(
@@ -121,17 +125,18 @@ class Reading:
         if rest_without is not None:
             _check_rest(rest_without, labels, self.shape)
             self._without = self.select(rest_without.to(labels.device, torch.bool))
+        # After the mask: labels of tokens that are passed over may be anything, such as -100.
         if self.labels.numel():
             require(
                 ((self.labels >= 0) & (self.labels < size)).all(),
                 lambda: (
-                    f"a label {next(x for x in self.labels.ravel().tolist() if not 0 <= x < size)} "
+                    f"a label {next(label for label in self.labels.ravel().tolist() if not 0 <= label < size)} "
                     f"in a vocabulary of {size}"
                 ),
                 "labels must be ids from 0 to the size of the vocabulary. Pass token_mask with 0 at tokens that do not "
                 "count; their labels may be anything.",
             )
-        self._keep = check_keep(keep, self.shape, columns)
+        self.keep = check_keep(keep, self.shape, columns)
         self.scale = 1 / temperature
         self._first = columns * rank_in(tp_group)  # the id of this rank's first column
         self._held = min(max(size - self._first, 0), columns)  # this rank's columns without padding
@@ -139,7 +144,7 @@ class Reading:
 
     def at(self, temperature: float | None) -> "Reading":
         """The same tokens without entropy, at another temperature if one is given."""
-        other = copy.copy(self)
+        other = copy.copy(self)  # shares labels and rows; the checks have been made
         other._without = None
         other.scale, other.entropy = self.scale if temperature is None else 1 / temperature, False
         return other
@@ -182,12 +187,13 @@ class Reading:
         top.fill_(-math.inf)
         for rows, x, z, q in self._blocks(logits, part, top.dtype):
             top[rows] = x.amax(-1)
+            # Where no id counts here, -inf - -inf would be NaN; another rank has ids that count.
             finite = top[rows].masked_fill(top[rows] == -math.inf, 0)
             label[rows] = (x.gather(1, column[rows]) - finite[:, None]) * self.scale
             self._centre(x, finite, z)
             total[rows] = torch.exp2(z, out=q).sum(-1)
             if self.entropy:
-                weighted[rows] = z.mul_(q).sum(-1) * _LN_2
+                weighted[rows] = z.mul_(q).sum(-1) * LN_2
             if in_rest is not None:  # summed itself: the difference of two sums near 1 would have few digits
                 statistics[rows, -1] = q.scatter_reduce_(1, column[rows], in_rest[rows].to(q), "amin").sum(-1)
         return statistics
@@ -199,20 +205,24 @@ class Reading:
         """
         (top, weighted, total), label = statistics[:, :3].unbind(1), statistics[:, 3:]
         labels = self.labels[part]
+        # Two rounds for all tokens: the largest logit of all ranks, then the sums, each brought to it.
+        # Without tokens there is none: all ranks of the vocabulary have the same tokens, so all skip it.
         if self.tp_group is not None and top.numel():
             own, top = top, top.clone(memory_format=torch.contiguous_format)
             dist.all_reduce(top, op=dist.ReduceOp.MAX, group=self.tp_group)
             shift = (own - top) * self.scale
-            factor, small = shift.exp(), shift.clamp(min=_NEVER)  # 0 and finite where nothing counts
+            # -inf where no id counts here: the factor is then 0, and its product with the shift must be 0, not NaN.
+            factor, finite = shift.exp(), shift.clamp(min=_NEVER)
             here = self._columns(part)[1]
             of_labels = torch.where(here, label[:, : here.shape[1]] + shift[:, None], 0)
             label = torch.cat([of_labels, label[:, here.shape[1] :] * factor[:, None]], 1)
-            sums = torch.cat([((weighted + total * small) * factor)[None], (total * factor)[None], label.t()])
-            dist.all_reduce(sums if self.entropy else sums[1:], group=self.tp_group)
+            sums = torch.cat([((weighted + total * finite) * factor)[None], (total * factor)[None], label.t()])
+            dist.all_reduce(sums if self.entropy else sums[1:], group=self.tp_group)  # unasked, its sum is not sent
             (weighted, total), label = sums[:2], sums[2:].t()
         log_total = total.log()
         norm = [top, total, log_total - weighted / total]
         if self._without is not None:
+            # A rest that vanishes has the smallest normal number as probability: log 0 would make its gradient NaN.
             label, others = label[:, :-1], torch.maximum(label[:, -1], total * torch.finfo(total.dtype).tiny)
             log_probs = torch.cat([label - log_total[:, None], (others / total).log()[:, None]], 1)
             return log_probs, torch.stack([*norm, others])
@@ -221,7 +231,7 @@ class Reading:
     def probabilities(self, logits: Tensor, norm: Tensor, part: slice) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """Rows at a time: log2 of each id's probability, -inf for none, and the probability; both are scratch."""
         for rows, x, z, q in self._blocks(logits, part, norm.dtype):
-            torch.sub(x, norm[0, rows, None], out=z).mul_(self.scale / _LN_2).sub_(norm[1, rows, None].log2())
+            torch.sub(x, norm[0, rows, None], out=z).mul_(self.scale / LN_2).sub_(norm[1, rows, None].log2())
             yield rows, z, torch.exp2(z, out=q)
 
     def differentiate(
@@ -241,21 +251,21 @@ class Reading:
         ``scale r ([j in rest] exp z_j / sum exp z of the rest - q)`` is written too.
         """
         (top, total, entropy), (column, here), in_rest = norm[:3], self._columns(part), self._in_rest(part)
-        into[:, self._held :] = 0
-        idle = g is None and h is None
+        into[:, self._held :] = 0  # padding of the vocabulary takes no part
+        is_divergence_alone = g is None and h is None
         g = top.new_zeros(column.shape) if g is None else g if g.dim() == 2 else g[:, None]
         factor, of_all, tilt = -self.scale / total, g.sum(1), None
         if in_rest is not None and g.shape[1] > column.shape[1]:
             g, tilt = g[:, :-1], (self.scale * g[:, -1] / norm[3])[:, None]
         level = (factor * (of_all if h is None else of_all + h * (entropy - total.log())))[:, None]
-        slope = None if h is None else (factor * h * _LN_2)[:, None]
+        slope = None if h is None else (factor * h * LN_2)[:, None]
         at_label = g * here * self.scale
         for rows, x, z, q in self._blocks(logits, part, norm.dtype, into):
-            added = None if more is None else next(more)  # reads logits, so before they are overwritten
+            added = None if more is None else next(more)  # reads logits, which `into` may overwrite: so first
             self._centre(x, top[rows], z)
             if tilt is not None:
                 torch.exp2(z, out=q)
-            if idle:
+            if is_divergence_alone:
                 z.zero_()
             elif slope is None:
                 z.exp2_().mul_(level[rows])
@@ -267,12 +277,12 @@ class Reading:
             z.scatter_add_(1, column[rows], at_label[rows])
             if added is not None:
                 z.add_(added)
-            if into.dtype != z.dtype:
+            if into.dtype != z.dtype:  # otherwise z is that part of `into`
                 into[rows, : self._held] = z
 
     def _centre(self, x: Tensor, top: Tensor, z: Tensor) -> None:
-        """z = scale * (x - top) / log 2, finite, for exp2, which on the host takes a quarter of `torch.exp`'s time."""
-        torch.sub(x, top[:, None], out=z).mul_(self.scale / _LN_2).clamp_(min=_NEVER)
+        """z = scale * (x - top) / log 2, finite, for exp2."""
+        torch.sub(x, top[:, None], out=z).mul_(self.scale / LN_2).clamp_(min=_NEVER)
 
     def _blocks(
         self, logits: Tensor, part: slice, dtype: torch.dtype, into: Tensor | None = None
@@ -315,16 +325,16 @@ class Reading:
 
     def _kept(self, x: Tensor, z: Tensor, part: slice, rows: slice, column: Tensor, here: Tensor) -> Tensor:
         """The logits, in `z` with -inf where an id is not kept."""
-        if self._keep is None:
+        if self.keep is None:
             return x
         block = slice(part.start + rows.start, part.start + rows.stop)
-        if isinstance(self._keep, KeptIds):
+        if isinstance(self.keep, KeptIds):
             tokens = np.arange(block.start, block.stop) if self._host_rows is None else self._host_rows[block]
-            kept = self._keep.mask(tokens, self._first, self._first + self._held, z.device)
-        elif len(self._keep) == 1:
-            kept = self._keep[:, : self._held].expand(len(z), -1)
+            kept = self.keep.mask(tokens, self._first, self._first + self._held, z.device)
+        elif len(self.keep) == 1:
+            kept = self.keep[:, : self._held].expand(len(z), -1)
         else:
-            kept = self._keep[block if self.rows is None else self.rows[block], : self._held]
+            kept = self.keep[block if self.rows is None else self.rows[block], : self._held]
         label = x.gather(1, column[rows]).to(z.dtype).masked_fill_(~here[rows], -math.inf)
         return z.copy_(x).masked_fill_(~kept, -math.inf).scatter_reduce_(1, column[rows], label, "amax")
 
@@ -344,10 +354,10 @@ def _check_labels(labels: Tensor, shape: torch.Size) -> None:
 
 def _check_rest(rest_without: object, labels: Tensor, shape: torch.Size) -> None:
     """Raise ValueError unless the ids that a rest leaves out are marked among K labels per token."""
-    given = tuple(rest_without.shape) if isinstance(rest_without, Tensor) else type(rest_without).__name__
-    if given != tuple(labels.shape) or labels.dim() == len(shape):
+    marked = tuple(rest_without.shape) if isinstance(rest_without, Tensor) else type(rest_without).__name__
+    if marked != tuple(labels.shape) or labels.dim() == len(shape):
         raise ValueError(
-            f"rest_without of {given} for labels of shape {tuple(labels.shape)}: it must be a tensor in the shape of "
+            f"rest_without of {marked} for labels of shape {tuple(labels.shape)}: it must be a tensor in the shape of "
             "labels [..., K], true for the ids that are not in the rest. Pass teacher_log_probs > -inf."
         )
 
@@ -356,13 +366,13 @@ def _rows_of(token_mask: TokenMask | None, shape: torch.Size) -> npt.NDArray[np.
     """Places of the tokens that are read; None for all of them."""
     if token_mask is None:
         return None
-    given = to_array(token_mask)
-    if given.dtype.kind not in "biuf" or not (given >= 0).all():
+    numbers = to_array(token_mask)
+    if numbers.dtype.kind not in "biuf" or not (numbers >= 0).all():
         raise ValueError(
-            f"a token mask with {given.min() if given.dtype.kind in 'iuf' else given.dtype}: it must hold bools, or "
-            "numbers >= 0. Pass the loss mask, neither labels nor an attention mask that is added to scores."
+            f"a token mask with {numbers.min() if numbers.dtype.kind in 'iuf' else numbers.dtype}: it must hold bools, "
+            "or numbers >= 0. Pass the loss mask, neither labels nor an attention mask that is added to scores."
         )
-    mask = given != 0
+    mask = numbers != 0
     if mask.shape != shape:
         raise ValueError(
             f"a token mask of shape {mask.shape}: it must have one entry per token, {tuple(shape)}. Cut it for this "

@@ -9,7 +9,6 @@ With p of the student, q of the teacher, z the student's logits over its tempera
 A KL is summed as ``a log(a / b) - a + b``, whose terms are never negative: errors of the norms drop out.
 """
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import KW_ONLY, dataclass
 
@@ -18,10 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl_loss.errors import check_float, check_within
-from megatron_rl_loss.logprobs.reading import Places, Reading
+from megatron_rl_loss.logprobs.reading import LN_2, Places, Reading
 from megatron_rl_loss.losses.divergence import Kind, check_kind
-
-_LN_2 = math.log(2)
 
 
 @dataclass(frozen=True)
@@ -77,11 +74,11 @@ class Comparison:
         self._read, self._other, self.logits = read, read.at(teacher.temperature), logits
         self._kind, self._beta = teacher.kind, check_kind(teacher.kind, teacher.beta)
 
-    def compare(self, logits: Tensor, norm: Tensor, taught: Tensor, part: slice) -> Tensor:
+    def compare(self, logits: Tensor, norm: Tensor, teacher_logits: Tensor, part: slice) -> Tensor:
         """[4, chunk]: the divergence; the level, KL(p || q) or KL(p || m), of the gradient; the teacher's norm."""
-        of_teacher = self._other.combine(self._other.statistics(taught, part), part)[1][:2].to(norm.dtype)
-        sums = torch.zeros_like(of_teacher)
-        for rows, log_p, p, log_q, q in self._blocks(logits, norm, taught, of_teacher, part):
+        teacher_norm = self._other.combine(self._other.statistics(teacher_logits, part), part)[1][:2].to(norm.dtype)
+        sums = torch.zeros_like(teacher_norm)
+        for rows, log_p, p, log_q, q in self._blocks(logits, norm, teacher_logits, teacher_norm, part):
             if self._kind == "forward_kl":
                 sums[0, rows] = _kl(q, log_q, p, log_p)
             elif self._kind == "reverse_kl":
@@ -91,21 +88,23 @@ class Comparison:
                 m = log_m.exp2()
                 level = _kl(p, log_p, m, log_m)
                 sums[:, rows] = torch.stack([self._beta * _kl(q, log_q, m, log_m) + (1 - self._beta) * level, level])
+        # The third round of a chunk, after two for the teacher's norm. Backward takes none: its level is kept.
         if self._read.tp_group is not None and sums.numel():
             dist.all_reduce(sums, group=self._read.tp_group)
-        return torch.cat([sums, of_teacher])
+        return torch.cat([sums, teacher_norm])
 
     def slopes(
-        self, logits: Tensor, norm: Tensor, taught: Tensor, compared: Tensor, d: Tensor, part: slice
+        self, logits: Tensor, norm: Tensor, teacher_logits: Tensor, compared: Tensor, d: Tensor, part: slice
     ) -> Iterator[Tensor]:
         """The gradient towards the logits, a block after the other, of ``d * divergence``; `compared` as above."""
         factor = (d * self._read.scale)[:, None]
-        for rows, log_p, p, log_q, q in self._blocks(logits, norm, taught, compared[2:], part):
+        for rows, log_p, p, log_q, q in self._blocks(logits, norm, teacher_logits, compared[2:], part):
             if self._kind == "forward_kl":
                 yield p.sub_(q).mul_(factor[rows])
                 continue
             log_m = log_q if self._kind == "reverse_kl" else self._middle(p, q)
-            above = log_p.sub_(log_m).mul_(_LN_2).sub_(compared[1, rows, None]).masked_fill_(p == 0, 0)
+            # Where p is 0 its logarithm is -inf, and the product below must be 0, not NaN.
+            above = log_p.sub_(log_m).mul_(LN_2).sub_(compared[1, rows, None]).masked_fill_(p == 0, 0)
             yield above.mul_(p).mul_((1 - self._beta) * factor[rows])
 
     def _middle(self, p: Tensor, q: Tensor) -> Tensor:
@@ -113,15 +112,15 @@ class Comparison:
         return (self._beta * q + (1 - self._beta) * p).clamp_(min=torch.finfo(p.dtype).tiny).log2_()
 
     def _blocks(
-        self, logits: Tensor, norm: Tensor, taught: Tensor, of_teacher: Tensor, part: slice
+        self, logits: Tensor, norm: Tensor, teacher_logits: Tensor, teacher_norm: Tensor, part: slice
     ) -> Iterator[tuple[slice, Tensor, Tensor, Tensor, Tensor]]:
         """Rows at a time: log2 p and p, log2 q and q."""
         student = self._read.probabilities(logits, norm, part)
-        teacher = self._other.probabilities(taught, of_teacher, part)
+        teacher = self._other.probabilities(teacher_logits, teacher_norm, part)
         for (rows, log_p, p), (_, log_q, q) in zip(student, teacher, strict=True):
             yield rows, log_p, p, log_q, q
 
 
 def _kl(a: Tensor, log_a: Tensor, b: Tensor, log_b: Tensor) -> Tensor:
     """``sum_j a log(a / b) - a + b`` of this rank's ids, from logarithms to base 2; 0 log 0 is 0."""
-    return (log_a - log_b).mul_(a).masked_fill_(a == 0, 0).sum(-1).mul_(_LN_2).add_((b - a).sum(-1))
+    return (log_a - log_b).mul_(a).masked_fill_(a == 0, 0).sum(-1).mul_(LN_2).add_((b - a).sum(-1))

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_rl_loss.errors import check_within, is_number
+from megatron_rl_loss.errors import check_bool, check_within, is_number
 from megatron_rl_loss.losses.place import Place, tokens_of
 from megatron_rl_loss.losses.scans import segment_scan
 from megatron_rl_loss.step.collectives import Group, gather_parts, rank_in, stated_dp_group
@@ -52,6 +52,7 @@ def group_relative_advantages(
     several ranks.
     Source: GRPO, arXiv:2402.03300 section 4.1.2; without std, Dr. GRPO, arXiv:2503.20783 section 3.
     """
+    check_bool("normalize_by_std", normalize_by_std)
     if normalize_by_std:
         check_within("epsilon", epsilon, "(0, inf)", "1e-6 is usual")
     groups = _Groups([rewards], prompt_ids, rollout_ids, dp_group)
@@ -87,7 +88,7 @@ def gdpo_advantages(
     check_within("epsilon", epsilon, "(0, inf)", "1e-6 is usual")
     groups = _Groups(rewards, prompt_ids, rollout_ids, dp_group)
     weights = [1.0] * len(rewards) if weights is None else weights
-    if len(weights) != len(rewards) or not all(is_number(one) and math.isfinite(one) for one in weights):
+    if len(weights) != len(rewards) or not all(is_number(weight) and math.isfinite(weight) for weight in weights):
         raise ValueError(
             f"weights {weights} for {len(rewards)} rewards: each must have a finite number. Pass both in order."
         )
@@ -141,12 +142,12 @@ class _Groups:
         dp_group = stated_dp_group(stated_group, "advantages", rule)
 
         def prepare() -> tuple[Floats, Keys, Keys, list[str]]:
-            arrays = [to_array(one) for one in rewards]
-            for kind in {one.dtype.kind for one in arrays} - set("biuf"):
+            arrays = [to_array(values) for values in rewards]
+            for kind in {array.dtype.kind for array in arrays} - set("biuf"):
                 raise TypeError(f"rewards of dtype {kind!r}: they must be real numbers. Pass a tensor, array or list.")
-            mine = [one.astype(np.float64) for one in arrays]
-            shapes = {one.shape for one in mine}
-            if len(shapes) != 1 or any(one.ndim != 1 or not np.isfinite(one).all() for one in mine):
+            mine = [array.astype(np.float64) for array in arrays]
+            shapes = {row.shape for row in mine}
+            if len(shapes) != 1 or any(row.ndim != 1 or not np.isfinite(row).all() for row in mine):
                 raise ValueError(
                     f"rewards of shape {' and '.join(map(str, sorted(shapes))) or 'none'}: they must be 1-D and "
                     "finite. Pass one finite reward per sample."
@@ -158,16 +159,16 @@ class _Groups:
 
         parts = gather_parts(prepare, dp_group)
         *columns, kinds = zip(*parts, strict=True)
-        if len(numbers := sorted({len(one) for one in columns[0]})) > 1:
+        if len(numbers := sorted({len(array) for array in columns[0]})) > 1:
             raise ValueError(
                 f"{numbers[0]} rewards on one rank and {numbers[-1]} on another: all ranks must have the same rewards. "
                 "Pass the same list on every rank."
             )
-        sizes, rank = [one.shape[1] for one in columns[0]], rank_in(dp_group)
+        sizes, rank = [array.shape[1] for array in columns[0]], rank_in(dp_group)
         self._mine = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
         self._device = rewards[0].device if isinstance(rewards[0], Tensor) else torch.device("cpu")
         exact, prompts, rollouts = (np.concatenate(column, axis=-1) for column in columns)
-        if len({str(one) for one, size in zip(kinds, sizes, strict=True) if size}) > 1:
+        if len({str(kind) for kind, size in zip(kinds, sizes, strict=True) if size}) > 1:
             raise ValueError(
                 "ids of other kinds on other ranks: each kind of id must be given on all ranks or none, as ints on all "
                 "or as strings on all. Pass the same ids on every rank."
@@ -234,12 +235,18 @@ def gae(
         gamma, lam: discounts in [0, 1].
 
     Returns advantages and returns, float32 in the shape of the values, detached, 0 where masked. Raises ValueError for
-    values that are not this rank's part of the layout, and discounts outside [0, 1].
+    values that are not this rank's part of the layout, discounts outside [0, 1], and rewards that require grad beside
+    values that do not.
     Source: arXiv:1506.02438 eq. 16; over active tokens alone as in verl and TRL.
     """
     tokens = tokens_of(local)
-    for name, one in (("rewards", rewards), ("values", values)):
-        check_values(name, one, tokens)
+    for name, of_tokens in (("rewards", rewards), ("values", values)):
+        check_values(name, of_tokens, tokens)
+    if rewards.requires_grad and not values.requires_grad:
+        raise ValueError(
+            "rewards with a graph, and values without one: a critic makes values, and nobody rewards, so the two are "
+            "swapped. Check the order of the arguments; rewards come first."
+        )
     for name, discount in (("gamma", gamma), ("lam", lam)):
         check_within(name, discount, "[0, 1]", "gamma 1 and lam 0.95 are usual")
     r, v = rewards.detach().double(), values.detach().double()

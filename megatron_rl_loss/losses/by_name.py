@@ -18,7 +18,7 @@ from megatron_rl_loss.losses.sequence import gmpo_loss, gspo_loss, vespo_loss
 from megatron_rl_loss.losses.token import cfpo_loss, cispo_loss, dppo_loss, ppo_clip_loss, sapo_loss
 from megatron_rl_loss.modes.aggregation import Aggregation
 from megatron_rl_loss.modes.table import Mode
-from megatron_rl_loss.step.collectives import Group
+from megatron_rl_loss.step.collectives import Group, size_of
 
 
 @dataclass(frozen=True)
@@ -68,9 +68,11 @@ def policy_loss(
         cp_group: as in `segment_mean`; losses of single tokens do not use it.
         settings: keywords of the loss's own function; None stands for its default.
 
-    Raises ValueError for an unknown name, a setting that the loss does not have, and as its own function.
+    Raises ValueError for an unknown name, a setting that the loss does not have, and as its own function; TypeError for
+    a `cp_group` that is no group.
     """
     loss = _named(name, settings)
+    size_of(cp_group)  # refuses what is no group, such as a setting without its name
     place = (local, cp_group) if loss.of_sequence else (local,)
     own = {key: value for key, value in settings.items() if value is not None}
     return loss.compute(log_probs, old_log_probs, advantages, *place, **own)
@@ -95,7 +97,11 @@ def _named(name: str, settings: dict[str, Any]) -> NamedLoss:
     check_choice("policy loss", name, POLICY_LOSSES)
     loss = POLICY_LOSSES[name]
     fixed, parameters = getattr(loss.compute, "keywords", ()), inspect.signature(loss.compute).parameters.values()
-    takes = [one.name for one in parameters if one.kind is one.KEYWORD_ONLY and one.name not in fixed]
+    takes = [
+        parameter.name
+        for parameter in parameters
+        if parameter.kind is parameter.KEYWORD_ONLY and parameter.name not in fixed
+    ]
     for key, value in settings.items():
         if value is not None and key not in takes:
             raise ValueError(

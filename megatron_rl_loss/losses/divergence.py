@@ -68,8 +68,8 @@ def divergence_at_ids(
     tensors.
     Source: GKD, arXiv:2306.13649 eq. 1 and section 2; reverse KL of the student's samples, MiniLLM, arXiv:2306.08543.
     """
-    for name, one in (("log_probs", log_probs), ("teacher_log_probs", teacher_log_probs)):
-        check_float(name, one, "Pass log-probs, not ids; of a LogProbs its .log_probs")
+    for name, tensor in (("log_probs", log_probs), ("teacher_log_probs", teacher_log_probs)):
+        check_float(name, tensor, "Pass log-probs, not ids; of a LogProbs its .log_probs")
     check_shape("teacher_log_probs", teacher_log_probs, log_probs)
     check_trained("log_probs", log_probs, teacher_log_probs=teacher_log_probs, teacher_log_rest=teacher_log_rest)
     share = check_kind(kind, beta)
@@ -93,15 +93,16 @@ def divergence_at_ids(
     exact = torch.promote_types(log_probs.dtype, torch.float32)
     resolution = torch.finfo(torch.promote_types(exact, teacher_log_probs.dtype)).eps / 2
     absent = (teacher_log_probs == -torch.inf) | masked_places(local, log_probs[..., 0])[..., None]
-    p, q = (one.double().masked_fill(absent, _NOTHING) for one in (log_probs, teacher_log_probs.detach()))
+    p, q = (at_ids.double().masked_fill(absent, _NOTHING) for at_ids in (log_probs, teacher_log_probs.detach()))
     rests = [
-        one if one is None else one.double().masked_fill(absent.all(-1), 0)[..., None]
-        for one in (log_rest, None if teacher_log_rest is None else teacher_log_rest.detach())
+        rest if rest is None else rest.double().masked_fill(absent.all(-1), 0)[..., None]
+        for rest in (log_rest, None if teacher_log_rest is None else teacher_log_rest.detach())
     ]
-    for name, one, rest in (("log_probs", p, rests[0]), ("teacher_log_probs", q, rests[1])):
-        _check_sum(name, one.detach(), None if rest is None else rest.detach())
+    for name, at_ids, rest in (("log_probs", p, rests[0]), ("teacher_log_probs", q, rests[1])):
+        _check_sum(name, at_ids.detach(), None if rest is None else rest.detach())
     p, q = (
-        _categories(one, rest, tail, resolution) for one, rest in zip((p, q / teacher_temperature), rests, strict=True)
+        _categories(at_ids, rest, tail, resolution)
+        for at_ids, rest in zip((p, q / teacher_temperature), rests, strict=True)
     )
     if kind == "forward_kl":
         return _kl(q, p).to(exact)

@@ -34,7 +34,7 @@ def importance_weights(log_ratio: Tensor, *, high: float, low: float = 0.0, outs
     their `segment_mean` geometric weights. `log_ratio` has any shape; subtract log-probs in float32 at least. On the
     host, values that look like ratios are warned of: all above 0, and near 1 on average.
 
-    Raises ValueError for bounds that are not ``0 <= low < high < inf``, and an unknown `outside`.
+    Raises ValueError for bounds that are not ``0 <= low < 1 <= high < inf``, and an unknown `outside`.
     Source: TIS: Ionides 2008; for RL post-training, Yao et al. 2025. Sequence TIS and MIS: Liu, Li et al. 2025, "When
     Speed Kills Stability". IcePop: Ling Team 2025, arXiv:2510.18855.
     """
@@ -47,8 +47,9 @@ def importance_weights(log_ratio: Tensor, *, high: float, low: float = 0.0, outs
 
 
 def _check_bounds(low: float, high: float) -> None:
-    check_within("high", high, "(0, inf)", "2.0 is usual; 5.0 for IcePop")
-    check_within("low", low, f"[0, {float(high)})", "0 is usual; 0.5 for IcePop")
+    """Bounds of the ratio itself, not widths: a token of which both policies think alike has ratio 1."""
+    check_within("high", high, "[1, inf)", "2.0 is usual; 5.0 for IcePop")
+    check_within("low", low, "[0, 1)", "0 is usual; 0.5 for IcePop")
 
 
 def _warn_of_ratios(log_ratios: Tensor) -> None:
@@ -115,7 +116,7 @@ def surviving_masks(
     _check_bounds(low, high)
     survivors, active = list[Tensor](), list[Tensor]()
     for i, pair in enumerate(zip(loss_masks, log_ratios, strict=True)):
-        mask, log_ratio = (one if isinstance(one, Tensor) else torch.as_tensor(one, device="cpu") for one in pair)
+        mask, log_ratio = (row if isinstance(row, Tensor) else torch.as_tensor(row, device="cpu") for row in pair)
         check_shape(f"the log-ratios of sample {i}", log_ratio, mask)
         if log_ratio.requires_grad:
             raise ValueError(

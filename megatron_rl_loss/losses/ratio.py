@@ -74,14 +74,14 @@ class RatioBounds:
         bounded = torch.where(advantages < 0, log_ratio.clamp(self.low, self.dual), log_ratio.clamp(max=self.high))
         return bounded, (advantages != 0) & (bounded != log_ratio)
 
-    def surrogate(self, given: "Given", log_ratio: Tensor) -> PolicyLoss:
+    def surrogate(self, inputs: "PolicyInputs", log_ratio: Tensor) -> PolicyLoss:
         """``w * max(-A r, -A clip(r))`` of that log-ratio."""
-        bounded, clipped = self.clip(given.before_exp(log_ratio), given.advantages)
-        return given.policy_loss(-given.advantages * bounded.exp(), clipped)
+        bounded, clipped = self.clip(inputs.before_exp(log_ratio), inputs.advantages)
+        return inputs.policy_loss(-inputs.advantages * bounded.exp(), clipped)
 
 
 @dataclass(frozen=True)
-class Given:
+class PolicyInputs:
     """A policy loss's inputs: checked, float32 at least, and 0 at masked tokens.
 
     Attributes:
@@ -98,8 +98,9 @@ class Given:
     @classmethod
     def of(
         cls, log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, weights: Tensor | None, local: Masked
-    ) -> "Given":
+    ) -> "PolicyInputs":
         check_shape("old_log_probs", old_log_probs, log_probs)
+        check_float("old_log_probs", old_log_probs, "Pass log-probs, not token ids")
         check_shape("advantages", advantages, log_probs, broadcasts=True)
         if advantages.requires_grad:
             raise ValueError("advantages that require grad: advantages are constants of the policy loss. Detach them.")
@@ -161,8 +162,8 @@ def bounded(exponents: Tensor, power: int = 1) -> Tensor:
 
 def check_trained(name: str, trained: Tensor, **constants: Tensor | None) -> None:
     """Raise ValueError where a constant of a loss has a graph and what the loss trains has none: they are swapped."""
-    for other, one in constants.items():
-        if one is not None and one.requires_grad and not trained.requires_grad and torch.is_grad_enabled():
+    for other, constant in constants.items():
+        if constant is not None and constant.requires_grad and not trained.requires_grad and torch.is_grad_enabled():
             raise ValueError(
                 f"{name} without a graph, and {other} with one: the loss trains {name} and takes {other} as a "
                 f"constant, so nothing would be trained. Check the order of the arguments; {name} come first."
@@ -172,24 +173,26 @@ def check_trained(name: str, trained: Tensor, **constants: Tensor | None) -> Non
 def masked(local: Masked, *values: Tensor) -> list[Tensor]:
     """The tensors in float32 at least, and 0 at masked tokens, in the shape of the first."""
     nothing = masked_places(local, values[0])
-    return [at_least_float32(one).masked_fill(nothing, 0) for one in values]
+    return [at_least_float32(value).masked_fill(nothing, 0) for value in values]
 
 
 def masked_places(local: Masked, trained: Tensor) -> Tensor:
     """True at masked tokens, in the shape of a loss's input and on its device."""
     if isinstance(local, Tensor | np.ndarray):
-        given = torch.from_numpy(local) if isinstance(local, np.ndarray) else local
+        mask = torch.from_numpy(local) if isinstance(local, np.ndarray) else local
         check_float("a loss's input", trained, "Pass one float per token")
-        check_shape("a mask", given, trained)
-        if not torch.compiler.is_compiling() and given.numel():
-            least = to_array(given).min() if given.is_cpu else given.amin()
+        check_shape("a mask", mask, trained)
+        if not torch.compiler.is_compiling() and mask.numel():
+            entries: Any = to_array(mask) if mask.is_cpu else mask
+            least, most = (entries.min(), entries.max()) if mask.is_cpu else (entries.amin(), entries.amax())
+            largest = torch.finfo(mask.dtype).max if mask.is_floating_point() else 1
             require(
-                bool(least >= 0) if given.is_cpu else least >= 0,  # False of NaN
-                lambda: f"a mask with {least:.3g}",
-                "a mask has 1, or a weight above 0, where a token counts, and 0 elsewhere. Pass the loss mask, neither "
-                "labels nor an attention mask that is added to scores.",
+                (least >= 0) & (most <= largest),  # False of NaN
+                lambda: f"a mask with {most if least >= 0 else least:.3g}",
+                "a mask has 1, or a weight above 0, where a token counts, and 0 elsewhere; one of integers has 0 and "
+                "1. Pass the loss mask, neither labels, token ids nor an attention mask that is added to scores.",
             )
-        return (given == 0).to(trained.device, non_blocking=given.is_cpu)
+        return (mask == 0).to(trained.device, non_blocking=mask.is_cpu)
     tokens = tokens_of(local)
     check_values("a loss's input", trained, tokens)
     return on_device(tokens.mask == 0, trained.device).view(trained.shape)
@@ -202,10 +205,10 @@ def at_least_float32(values: Tensor) -> Tensor:
 
 def check_shape(name: str, factor: Tensor, values: Tensor, *, broadcasts: bool = False) -> None:
     """Raise ValueError for a factor of another shape than the values, or with `broadcasts` one that does not fit."""
-    for what, one in ((name, factor), (f"the tensor beside {name}", values)):
-        if not isinstance(one, Tensor):
+    for what, tensor in ((name, factor), (f"the tensor beside {name}", values)):
+        if not isinstance(tensor, Tensor):
             raise TypeError(
-                f"{what} is a {type(one).__name__}: it must be a tensor with one entry per token. Wrap it in "
+                f"{what} is a {type(tensor).__name__}: it must be a tensor with one entry per token. Wrap it in "
                 "torch.tensor."
             )
     fits = factor.shape == values.shape

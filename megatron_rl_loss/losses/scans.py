@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl_loss.errors import check_choice, check_within, first_order
+from megatron_rl_loss.errors import check_bool, check_choice, check_within, first_order
 from megatron_rl_loss.losses.place import Place
 from megatron_rl_loss.losses.sequences import Sequences, Values
 from megatron_rl_loss.step.collectives import Group
@@ -63,21 +63,23 @@ def segment_scan(
     """
     check_within("gamma", gamma, "[0, 1]", "1 is a plain sum")
     check_choice("steps", steps, ("active", "all"))
-    given = Sequences.of("segment_scan", values, local, cp_group, per)
-    if given.order is not None:
+    check_bool("reverse", reverse)
+    check_bool("exclusive", exclusive)
+    sequences = Sequences.of("segment_scan", values, local, cp_group, per)
+    if sequences.order is not None:
         raise ValueError(f"a scan per={per!r} with ids per token: a scan runs along samples. Pass ids per sample.")
-    masked = given.mask == 0
+    masked = sequences.mask == 0
     discounted = ~masked
     if steps == "all":  # padding is no step
-        samples = given.tokens.samples
+        samples = sequences.tokens.samples
         entries = samples.in_buffer([np.ones(length) for length in samples.mask_lengths]).reshape(-1)
-        discounted = on_device(given.tokens.of(entries), given.mask.device) != 0
-    discounts = torch.ones_like(given.mask).masked_fill(discounted, gamma)
-    own = (torch.stack(given.rows) * given.mask).masked_fill(masked, 0)
-    before: Tensor = _Before.apply(_Chunks.of(given), reverse, discounts, own)  # type: ignore[no-untyped-call]
-    found = before if exclusive else discounts * before + own
+        discounted = on_device(sequences.tokens.of(entries), sequences.mask.device) != 0
+    discounts = torch.ones_like(sequences.mask).masked_fill(discounted, gamma)
+    own = (torch.stack(sequences.rows) * sequences.mask).masked_fill(masked, 0)
+    before: Tensor = _Before.apply(_Chunks.of(sequences), reverse, discounts, own)  # type: ignore[no-untyped-call]
+    scanned = before if exclusive else discounts * before + own
     shape = (len(values), *values[0].shape) if isinstance(values, Sequence) else values.shape
-    return found.masked_fill(masked, 0).to(given.dtype).view(shape)
+    return scanned.masked_fill(masked, 0).to(sequences.dtype).view(shape)
 
 
 @dataclass(frozen=True)
@@ -90,12 +92,13 @@ class _Chunks:
     group: Group | None
 
     @classmethod
-    def of(cls, given: Sequences) -> "_Chunks":
-        unit = range(len(given.tokens.samples)) if given.units is None else given.units.tolist()
-        every = sorted((unit[i], start) for start, _, i in given.tokens.runs_of_ranks)
+    def of(cls, sequences: Sequences) -> "_Chunks":
+        unit = range(len(sequences.tokens.samples)) if sequences.units is None else sequences.units.tolist()
+        every = sorted((unit[i], start) for start, _, i in sequences.tokens.runs_of_ranks)
         place = {start: k for k, (_, start) in enumerate(every)}
-        lengths, places = [n for _, n, _ in given.tokens.runs], [place[start] for start, _, _ in given.tokens.runs]
-        return cls(lengths, places, [sequence for sequence, _ in every], given.group)
+        runs = sequences.tokens.runs
+        lengths, places = [n for _, n, _ in runs], [place[start] for start, _, _ in runs]
+        return cls(lengths, places, [sequence for sequence, _ in every], sequences.group)
 
     def reversed(self) -> "_Chunks":
         last = len(self.sequences) - 1

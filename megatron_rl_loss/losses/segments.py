@@ -91,42 +91,42 @@ def to_tokens(of_samples: Tensor, local: Place, *, per: str = "sample") -> Tenso
 
 
 def _statistic(what: str, values: Values, local: Place, cp_group: Group | None, per: str) -> Tensor:
-    given = Sequences.of(what, values, local, cp_group, per)
+    sequences = Sequences.of(what, values, local, cp_group, per)
     divisor = None
     if what == "segment_mean":
-        divisor = on_device(np.where(given.mask_sums == 0, 1, given.mask_sums), given.mask.device)
-    found: Tensor = _OfSamples.apply(given, divisor, *given.rows)  # type: ignore[no-untyped-call]
-    return (found if isinstance(values, Sequence) else found[0]).to(given.dtype)
+        divisor = on_device(np.where(sequences.mask_sums == 0, 1, sequences.mask_sums), sequences.mask.device)
+    of_samples: Tensor = _OfSamples.apply(sequences, divisor, *sequences.rows)  # type: ignore[no-untyped-call]
+    return (of_samples if isinstance(values, Sequence) else of_samples[0]).to(sequences.dtype)
 
 
 class _OfSamples(torch.autograd.Function):
     """Rows of tokens -> a number per sample of each, the same on all CP ranks; the gradient is added up over CP."""
 
     @staticmethod
-    def forward(ctx: Any, given: Sequences, divisor: Tensor | None, *rows: Tensor) -> Tensor:
-        ctx.given, ctx.divisor = given, divisor
-        ctx.counts = on_device(given.counts, given.mask.device)
-        ctx.order = None if given.order is None else on_device(given.order, given.mask.device)
-        values = (torch.stack(rows) * given.mask).masked_fill(given.mask == 0, 0)
-        return _over_sequences(_segments(values, ctx.counts, ctx.order), given, divisor)
+    def forward(ctx: Any, sequences: Sequences, divisor: Tensor | None, *rows: Tensor) -> Tensor:
+        ctx.sequences, ctx.divisor = sequences, divisor
+        ctx.counts = on_device(sequences.counts, sequences.mask.device)
+        ctx.order = None if sequences.order is None else on_device(sequences.order, sequences.mask.device)
+        values = (torch.stack(rows) * sequences.mask).masked_fill(sequences.mask == 0, 0)
+        return _over_sequences(_segments(values, ctx.counts, ctx.order), sequences, divisor)
 
     @staticmethod
     @first_order("segment_sum or segment_mean")
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        given: Sequences = ctx.given
+        sequences: Sequences = ctx.sequences
         wanted = [k for k, needed in enumerate(ctx.needs_input_grad[2:]) if needed]
-        of_samples = _over_sequences(torch.stack([gradient[k] for k in wanted]), given, ctx.divisor)
-        of_tokens = _at_tokens(of_samples, ctx.counts, ctx.order, len(given.tokens)) * given.mask
-        found = dict(zip(wanted, of_tokens.masked_fill(given.mask == 0, 0), strict=True))
-        return None, None, *(found.get(k) for k in range(len(given.rows)))
+        of_samples = _over_sequences(torch.stack([gradient[k] for k in wanted]), sequences, ctx.divisor)
+        of_tokens = _at_tokens(of_samples, ctx.counts, ctx.order, len(sequences.tokens)) * sequences.mask
+        gradients = dict(zip(wanted, of_tokens.masked_fill(sequences.mask == 0, 0), strict=True))
+        return None, None, *(gradients.get(k) for k in range(len(sequences.rows)))
 
 
-def _over_sequences(of_samples: Tensor, given: Sequences, divisor: Tensor | None) -> Tensor:
+def _over_sequences(of_samples: Tensor, sequences: Sequences, divisor: Tensor | None) -> Tensor:
     """Parts of samples [num_rows, num_samples] -> at each sample its sequence's sum, or mean; its own transpose."""
-    if given.group is not None and of_samples.numel():
-        dist.all_reduce(of_samples, group=given.group)
-    if given.units is not None:
-        units = on_device(given.units, of_samples.device)
+    if sequences.group is not None and of_samples.numel():
+        dist.all_reduce(of_samples, group=sequences.group)
+    if sequences.units is not None:
+        units = on_device(sequences.units, of_samples.device)
         of_samples = torch.zeros_like(of_samples).index_add(-1, units, of_samples)[:, units]
     return of_samples if divisor is None else of_samples / divisor
 

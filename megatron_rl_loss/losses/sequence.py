@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_rl_loss.errors import check_choice, check_within
 from megatron_rl_loss.losses.place import Place
-from megatron_rl_loss.losses.ratio import Given, PolicyLoss, RatioBounds
+from megatron_rl_loss.losses.ratio import PolicyInputs, PolicyLoss, RatioBounds
 from megatron_rl_loss.losses.segments import segment_mean, segment_sum, to_tokens
 from megatron_rl_loss.step.collectives import Group
 from megatron_rl_loss.step.observed import reports_output
@@ -55,14 +55,14 @@ def gspo_loss(
     Source: GSPO, arXiv:2507.18071 eq. 5 to 7, 13 and 14; LUSPO, arXiv:2602.05261 eq. 7; turns: arXiv:2511.20718.
     """
     check_choice("level of GSPO", level, get_args(Level))
-    given = Given.of(log_probs, old_log_probs, advantages, importance_weights, local)
+    inputs = PolicyInputs.of(log_probs, old_log_probs, advantages, importance_weights, local)
     bounds = RatioBounds.around_1(clip_low, clip_high)
     if mean_log_ratio is None:
-        mean_log_ratio = segment_mean(given.log_ratio, local, cp_group, per=per)
+        mean_log_ratio = segment_mean(inputs.log_ratio, local, cp_group, per=per)
     of_sequence = to_tokens(mean_log_ratio, local, per=per).view(log_probs.shape)
     if level == "token":
-        of_sequence = of_sequence.detach() + (given.log_probs - given.log_probs.detach())
-    return bounds.surrogate(given, of_sequence)
+        of_sequence = of_sequence.detach() + (inputs.log_probs - inputs.log_probs.detach())
+    return bounds.surrogate(inputs, of_sequence)
 
 
 @reports_output
@@ -91,13 +91,13 @@ def gmpo_loss(
 
     Raises ValueError as `ppo_clip_loss` and `segment_mean`. Source: GMPO, arXiv:2507.20673 eq. 4.
     """
-    given = Given.of(log_probs, old_log_probs, advantages, importance_weights, local)
+    inputs = PolicyInputs.of(log_probs, old_log_probs, advantages, importance_weights, local)
     for name, clip in (("clip_low", clip_low), ("clip_high", clip_high)):
         check_within(name, clip, "(0, inf)", "0.4, of the log-ratio, is usual")
     bounds = RatioBounds(low=-clip_low, dual=math.inf, high=clip_high)
-    bounded, clipped = bounds.clip(given.log_ratio, given.advantages)
+    bounded, clipped = bounds.clip(inputs.log_ratio, inputs.advantages)
     mean = to_tokens(segment_mean(bounded, local, cp_group, per=per), local, per=per).view(log_probs.shape)
-    return given.policy_loss(-given.advantages * given.before_exp(mean).exp(), clipped)
+    return inputs.policy_loss(-inputs.advantages * inputs.before_exp(mean).exp(), clipped)
 
 
 @reports_output
@@ -130,16 +130,16 @@ def vespo_loss(
     Raises ValueError as `ppo_clip_loss` and `segment_sum`, for a k outside (0, 100] and a lambda outside [1e-4, 1e4].
     Source: VESPO, arXiv:2602.10693 section 3.4.
     """
-    given = Given.of(log_probs, old_log_probs, advantages, importance_weights, local)
+    inputs = PolicyInputs.of(log_probs, old_log_probs, advantages, importance_weights, local)
     for name, power in (("k_positive", k_positive), ("k_negative", k_negative)):
         check_within(name, power, "(0, 100]", "2.0 and 3.0 are usual")
     for name, decay in (("lambda_positive", lambda_positive), ("lambda_negative", lambda_negative)):
         check_within(name, decay, "[1e-4, 1e4]", "3.0 and 2.0 are usual")
-    of_sequence = segment_sum(given.log_ratio.detach(), local, cp_group, per=per)
+    of_sequence = segment_sum(inputs.log_ratio.detach(), local, cp_group, per=per)
     log_w = to_tokens(of_sequence, local, per=per).view(log_probs.shape)
     log_w = log_w.clamp(max=20)  # beyond, phi is 0 to the last bit
-    negative = given.advantages < 0
+    negative = inputs.advantages < 0
     k = torch.full_like(log_w, k_positive).masked_fill(negative, k_negative)
     rate = torch.full_like(log_w, lambda_positive).masked_fill(negative, lambda_negative)
     phi = (k * log_w - rate * log_w.expm1()).exp()
-    return given.policy_loss(-phi * given.advantages * given.log_probs)
+    return inputs.policy_loss(-phi * inputs.advantages * inputs.log_probs)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl_loss.losses.place import Place, tokens_of
-from megatron_rl_loss.step.collectives import Group, size_of
+from megatron_rl_loss.step.collectives import Group, ranks_of, size_of
 from megatron_rl_loss.step.ids import Keys
 from megatron_rl_loss.step.masks import Floats, on_device
 from megatron_rl_loss.step.samples import LocalTokens, Samples
@@ -47,8 +47,8 @@ class Sequences:
     @classmethod
     def of(cls, what: str, values: Values, local: Place, cp_group: Group | None, per: str) -> "Sequences":
         tokens = tokens_of(local)
-        given = list(values) if isinstance(values, Sequence) else [values]
-        for row in given:
+        rows = list(values) if isinstance(values, Sequence) else [values]
+        for row in rows:
             check_values(f"a value of {what}", row, tokens)
         if isinstance(local, LocalTokens):
             of_place, totals = tokens.samples.cp_group, None
@@ -57,21 +57,27 @@ class Sequences:
         units, sums = _units_of(tokens.samples, per, totals), tokens.samples.mask_sums_by(per)
         return cls(
             tokens,
-            [row.reshape(-1).double() for row in given],
-            on_device(tokens.mask, given[0].device).double(),
+            [row.reshape(-1).double() for row in rows],
+            on_device(tokens.mask, rows[0].device).double(),
             *tokens.by_part(per),
             units,
             sums if units is None else np.bincount(units, sums)[units],
-            _exchange_group(tokens, of_place if cp_group is None else cp_group),
-            torch.float64 if any(row.dtype == torch.float64 for row in given) else torch.float32,
+            _exchange_group(tokens, of_place, cp_group),
+            torch.float64 if any(row.dtype == torch.float64 for row in rows) else torch.float32,
         )
 
 
-def _exchange_group(tokens: LocalTokens, cp_group: Group | None) -> Group | None:
+def _exchange_group(tokens: LocalTokens, of_place: Group | None, stated: Group | None) -> Group | None:
+    cp_group = of_place if stated is None else stated
     if cp_group is not None and size_of(cp_group) != tokens.cp_size:
         raise ValueError(
             f"a cp_group of {size_of(cp_group)} ranks: the micro-batch is cut for {tokens.cp_size} ranks. Pass the "
             "group of these ranks."
+        )
+    if stated is not None and of_place is not None and (here := ranks_of(of_place)) != (asked := ranks_of(stated)):
+        raise ValueError(
+            f"a cp_group of the ranks {asked}, and a micro-batch that is cut for {here}: sums over other ranks would "
+            "be of other samples. Leave cp_group out; the micro-batch brings its own."
         )
     if tokens.copies == tokens.cp_size:
         return None

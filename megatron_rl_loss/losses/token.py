@@ -12,10 +12,10 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from megatron_rl_loss.errors import check_choice, check_within
+from megatron_rl_loss.errors import check_bool, check_choice, check_within
 from megatron_rl_loss.losses.ratio import (
-    Given,
     Masked,
+    PolicyInputs,
     PolicyLoss,
     RatioBounds,
 )
@@ -60,9 +60,9 @@ def ppo_clip_loss(
     Source: PPO, arXiv:1707.06347 eq. 7; separate bounds, DAPO, arXiv:2503.14476 eq. 10; dual clip, arXiv:1912.09729
     eq. 5.
     """
-    given = Given.of(log_probs, old_log_probs, advantages, importance_weights, local)
+    inputs = PolicyInputs.of(log_probs, old_log_probs, advantages, importance_weights, local)
     bounds = RatioBounds.around_1(clip_low, clip_high, dual_clip)
-    return bounds.surrogate(given, given.log_ratio)
+    return bounds.surrogate(inputs, inputs.log_ratio)
 
 
 @reports_output
@@ -86,14 +86,14 @@ def cispo_loss(
     `PolicyLoss.clipped` is 1 where the ratio was clipped. Raises ValueError as `ppo_clip_loss`.
     Source: CISPO, MiniMax-M1, arXiv:2506.13585 eq. 4 and 5; with the prompt mean, ScaleRL, arXiv:2510.13786.
     """
-    given = Given.of(log_probs, old_log_probs, advantages, importance_weights, local)
+    inputs = PolicyInputs.of(log_probs, old_log_probs, advantages, importance_weights, local)
     if clip_low is not None:
         check_within("clip_low", clip_low, "(0, 1]", "None for no lower bound is usual")
     check_within("clip_high", clip_high, "(0, inf)", "4.0 is usual")
     lowest = -math.inf if clip_low in (None, 1) else math.log1p(-clip_low)
-    bounded = given.log_ratio.detach().clamp(lowest, math.log1p(clip_high))
-    clipped = (given.advantages != 0) & (bounded != given.log_ratio)
-    return given.policy_loss(-bounded.exp() * given.advantages * given.log_probs, clipped)
+    bounded = inputs.log_ratio.detach().clamp(lowest, math.log1p(clip_high))
+    clipped = (inputs.advantages != 0) & (bounded != inputs.log_ratio)
+    return inputs.policy_loss(-bounded.exp() * inputs.advantages * inputs.log_probs, clipped)
 
 
 @reports_output
@@ -117,13 +117,13 @@ def sapo_loss(
 
     Raises ValueError as `ppo_clip_loss`, and for a temperature outside [0.1, 100]. Source: arXiv:2511.20347, eq. 6.
     """
-    given = Given.of(log_probs, old_log_probs, advantages, importance_weights, local)
+    inputs = PolicyInputs.of(log_probs, old_log_probs, advantages, importance_weights, local)
     for name, tau in (("tau_positive", tau_positive), ("tau_negative", tau_negative)):
         check_within(name, tau, "[0.1, 100]", "1.0 and 1.05 are usual")
-    taus = torch.full_like(given.log_ratio, tau_negative).masked_fill(given.advantages > 0, tau_positive)
+    taus = torch.full_like(inputs.log_ratio, tau_negative).masked_fill(inputs.advantages > 0, tau_positive)
     # From e^10 on the gate is 1 to the last bit and its gradient 0; far beyond, the exp itself would overflow.
-    gate = torch.sigmoid(taus * torch.expm1(given.log_ratio.clamp(max=10))) * (4 / taus)
-    return given.policy_loss(-given.advantages * gate)
+    gate = torch.sigmoid(taus * torch.expm1(inputs.log_ratio.clamp(max=10))) * (4 / taus)
+    return inputs.policy_loss(-inputs.advantages * gate)
 
 
 @reports_output
@@ -147,12 +147,12 @@ def cfpo_loss(
     Raises ValueError as `ppo_clip_loss`, and for an epsilon outside (0, 1].
     Source: CFPO, arXiv:2601.22801; before language models, SPO, arXiv:2401.16025.
     """
-    given = Given.of(log_probs, old_log_probs, advantages, importance_weights, local)
+    inputs = PolicyInputs.of(log_probs, old_log_probs, advantages, importance_weights, local)
     check_within("epsilon", epsilon, "(0, 1]", "0.2 is usual")
-    a = given.advantages
-    change = torch.expm1(given.before_exp(given.log_ratio, power=2).masked_fill(a == 0, 0))
+    a = inputs.advantages
+    change = torch.expm1(inputs.before_exp(inputs.log_ratio, power=2).masked_fill(a == 0, 0))
     # One product for both terms of r: an infinite one less another would be NaN.
-    return given.policy_loss(a.abs() * change * (change / (2 * epsilon) - a.sign()) - a)
+    return inputs.policy_loss(a.abs() * change * (change / (2 * epsilon) - a.sign()) - a)
 
 
 @reports_output
@@ -182,21 +182,22 @@ def dppo_loss(
     1 for ``tv``). Source: DPPO, arXiv:2602.04879 eq. 11 to 14; IPO, prime-rl's `ipo_loss_fn` (its pull request 3418,
     the threshold that of 3586).
     """
-    given = Given.of(log_probs, old_log_probs, advantages, importance_weights, local)
+    inputs = PolicyInputs.of(log_probs, old_log_probs, advantages, importance_weights, local)
     check_choice("divergence", divergence, get_args(Divergence))
+    check_bool("both_directions", both_directions)
     if threshold is None:
         threshold = 0.3 if both_directions else 0.15 if divergence == "tv" else 0.05
     interval = "(0, 1)" if divergence == "tv" else "(0, inf)"
     check_within("threshold", threshold, interval, "0.15 for tv, 0.05 for kl are usual")
-    a = given.advantages
+    a = inputs.advantages
     with torch.no_grad():
-        now, before = given.log_probs.double(), given.old_log_probs.double()
+        now, before = inputs.log_probs.double(), inputs.old_log_probs.double()
         difference = now.exp() - before.exp()
         distance = difference.abs() if divergence == "tv" else _binary_kl(before, now)
         pushed = a != 0 if both_directions else a * difference > 0
         left_out = pushed & (distance > threshold)
-    loss = -a * given.before_exp(given.log_ratio).masked_fill(left_out | (a == 0), 0).exp()
-    return given.policy_loss(loss.masked_fill(left_out, 0), left_out)
+    loss = -a * inputs.before_exp(inputs.log_ratio).masked_fill(left_out | (a == 0), 0).exp()
+    return inputs.policy_loss(loss.masked_fill(left_out, 0), left_out)
 
 
 def _binary_kl(before: Tensor, now: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from megatron_rl_loss.errors import check_choice, check_within, first_order
+from megatron_rl_loss.errors import check_choice, check_float, check_within, first_order
 from megatron_rl_loss.losses.ratio import Masked, bounded, check_log_probs, check_shape, check_trained, masked
 from megatron_rl_loss.step.observed import reports_output
 
@@ -77,10 +77,12 @@ def kl_estimate(
     arXiv:2512.02556 eq. 7.
     """
     check_shape("ref_log_probs", ref_log_probs, log_probs)
+    check_float("ref_log_probs", ref_log_probs, "Pass log-probs, not token ids")
     check_choice("KL estimator", estimator, get_args(KlEstimator))
     others = [ref_log_probs.detach()]
     if old_log_probs is not None:
         check_shape("old_log_probs", old_log_probs, log_probs)
+        check_float("old_log_probs", old_log_probs, "Pass log-probs, not token ids")
         if estimator == "k2":
             raise ValueError(
                 "k2 with old_log_probs: k2 times the ratio has not the KL's gradient. Take k3, or drop old_log_probs."

@@ -42,8 +42,8 @@ def from_first_tp_rank(make: Callable[[], Made], tp_group: Group, pp_group: Grou
         raise mine
     if isinstance(told[0], str):
         raise BadBatchError(f"the first tensor-parallel rank could not make its batches: {told[0]}")
-    made: Made = pickle.loads(told[0])
-    return made
+    result: Made = pickle.loads(told[0])
+    return result
 
 
 def join_batches(parts: Iterable[Any]) -> list[Any]:

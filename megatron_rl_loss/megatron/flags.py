@@ -103,10 +103,10 @@ class AggregationSettings:
 _FIELDS = {f"loss_aggregation_{row.name}": row for row in fields(AggregationSettings) if row.metadata}
 
 
-def proof_level(given: str | None = None) -> ProofLevel:
-    """The given level, else that of the environment, else ``error``. Raises ValueError for an unknown level."""
-    level: Any = given or os.environ.get(PROOF_VARIABLE) or "error"
-    check_choice("proof level" if given else f"{PROOF_VARIABLE} level", level, get_args(ProofLevel))
+def proof_level(asked: str | None = None) -> ProofLevel:
+    """The level asked for, else that of the environment, else ``error``. Raises ValueError for an unknown level."""
+    level: Any = asked or os.environ.get(PROOF_VARIABLE) or "error"
+    check_choice("proof level" if asked else f"{PROOF_VARIABLE} level", level, get_args(ProofLevel))
     return level
 
 

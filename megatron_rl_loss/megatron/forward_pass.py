@@ -60,7 +60,7 @@ class ForwardPass:
         def forward_step(data_iterator: Iterator[Microbatch], model: Any) -> tuple[Any, Any]:
             return call_model(next(data_iterator), model), lambda output, non_loss_data: output
 
-        iterators = [None if one is None else MicrobatchIterator(one) for one in self._chunks]
+        iterators = [None if chunk is None else MicrobatchIterator(chunk) for chunk in self._chunks]
         with torch.no_grad(), _evaluating(model_chunks):
             outputs = self._schedule(
                 forward_step_func=forward_step,
@@ -69,8 +69,8 @@ class ForwardPass:
                 **self._options,
             )
         for microbatch, output in zip(self._chunks[-1] or [], outputs, strict=bool(outputs)):
-            given = output if isinstance(output, tuple) else (output,)
-            microbatch.log_probs |= {name: given[k].detach() for k, name in enumerate(names)}
+            values = output if isinstance(output, tuple) else (output,)
+            microbatch.log_probs |= {name: values[k].detach() for k, name in enumerate(names)}
 
 
 @contextmanager

@@ -18,14 +18,13 @@ from torch import Tensor
 
 from megatron_rl_loss.errors import check_int
 from megatron_rl_loss.logprobs.hidden import (
-    CHUNK_TOKENS,
     PerTokenLoss,
     divergence_from_hidden,
     log_probs_from_hidden,
     loss_from_hidden,
 )
 from megatron_rl_loss.logprobs.kept_ids import Keep
-from megatron_rl_loss.logprobs.layer import TensorParallel, WeightGradient
+from megatron_rl_loss.logprobs.layer import CHUNK_TOKENS, OutputLayer, TensorParallel, WeightGradient
 from megatron_rl_loss.logprobs.teacher import Teacher, check_teacher
 from megatron_rl_loss.megatron.versions import check_output_processor, has_plain_forward, remat_size
 from megatron_rl_loss.plan.microbatch import Microbatch
@@ -84,7 +83,8 @@ class OutputHead:
     Nothing is read back from a device.
 
     Attributes:
-        chunk_tokens, temperature, entropy, vocab_size, kernel: as in `log_probs_from_hidden`.
+        chunk_tokens, temperature, vocab_size: as in `OutputLayer`.
+        entropy, kernel: as in `log_probs_from_hidden`.
 
     Raises:
         ValueError: Megatron-Core before 0.18, whose models take no ``output_processor``. In a call: an output layer
@@ -134,38 +134,48 @@ class OutputHead:
             check_teacher(teacher)
             its_temperature = self.temperature if teacher.temperature is None else teacher.temperature
             teacher = replace(teacher, hidden=teacher.hidden.transpose(0, 1), temperature=its_temperature)
+        # Megatron's own layer adds the gradient to `main_grad` under the same two conditions.
         fused = output_layer.gradient_accumulation_fusion and hasattr(weight, "main_grad")
+        # MuP multiplies the logits by a number, which `scale_logits` gives of 1: on the host, where it is read.
         mup = 1.0 if scale_logits is None else float(scale_logits(torch.ones((), device="cpu")))
-        common: dict[str, Any] = {
-            "bias": output_layer.bias,
-            "tensor_parallel": TensorParallel(
+        layer = OutputLayer(
+            weight,
+            output_layer.bias,
+            tensor_parallel=TensorParallel(
                 group=output_layer.tp_group,
                 sequence_parallel=output_layer.sequence_parallel,
                 sum_gradient=not output_layer.disable_grad_reduce,
             ),
-            "temperature": self.temperature / mup,
+            temperature=self.temperature / mup,
+            vocab_size=self.vocab_size,
+            chunk_tokens=self.chunk_tokens,
+            main_gradient=FusedMainGradient(weight) if fused else None,
+        )
+        # Megatron's hidden states are [s, b, h], its labels [b, s]; the functions below take one order of tokens.
+        labels = labels.transpose(0, 1)
+        reading: dict[str, Any] = {
             "keep": keep.transpose(0, 1) if isinstance(keep, Tensor) and keep.dim() == 3 else keep,
-            "vocab_size": self.vocab_size,
             "entropy": self.entropy,
             "token_mask": None if mask is None else mask.reshape(batch).T,
-            "chunk_tokens": self.chunk_tokens,
             "rest_without": None if context.rest_without is None else context.rest_without.transpose(0, 1),
-            "main_gradient": FusedMainGradient(weight) if fused else None,
         }
-        labels = labels.transpose(0, 1)
         if not isinstance(context, Folded):
-            found: tuple[Tensor | None, ...]
+            values: tuple[Tensor | None, ...]
             if teacher is None:
-                found = log_probs_from_hidden(hidden_states, weight, labels, kernel=self.kernel, **common)
+                values = log_probs_from_hidden(hidden_states, layer, labels, kernel=self.kernel, **reading)
             else:
-                found = divergence_from_hidden(hidden_states, weight, labels, teacher=teacher, **common)
-            return tuple(None if one is None else one.transpose(0, 1) for one in found)
+                values = divergence_from_hidden(hidden_states, layer, labels, teacher=teacher, **reading)
+            return tuple(None if value is None else value.transpose(0, 1) for value in values)
         weights = context.microbatch.pg_loss.weights_on(hidden_states.device).view(batch).t()
-        inputs = {name: one.reshape(*batch, *one.shape[2:]).transpose(0, 1) for name, one in context.inputs.items()}
-        given = labels, weights, context.per_token_loss, inputs
-        share, values = loss_from_hidden(hidden_states, weight, *given, teacher=teacher, **common)
-        values = {name: one.transpose(0, 1) for name, one in values.items()}
-        return context.microbatch.folded(share, values.pop("losses")), values
+        inputs = {
+            name: column.reshape(*batch, *column.shape[2:]).transpose(0, 1) for name, column in context.inputs.items()
+        }
+        loss_of = context.per_token_loss
+        share, by_name = loss_from_hidden(
+            hidden_states, layer, labels, weights, loss_of, inputs, teacher=teacher, **reading
+        )
+        by_name = {name: value.transpose(0, 1) for name, value in by_name.items()}
+        return context.microbatch.folded(share, by_name.pop("losses")), by_name
 
 
 def check_layer(output_layer: Any, weight: Tensor) -> None:
@@ -194,8 +204,8 @@ def run_pre_hooks(output_layer: Any, hidden_states: Tensor, weight: Tensor) -> N
     """Run the layer's forward pre-hooks: with `--overlap-param-gather` one of them waits for the weight."""
     for key, hook in output_layer._forward_pre_hooks.items():
         takes_kwargs = key in output_layer._forward_pre_hooks_with_kwargs
-        given = ({"weight": weight},) if takes_kwargs else ()
-        if hook(output_layer, (hidden_states,), *given) is not None:
+        kwargs = ({"weight": weight},) if takes_kwargs else ()
+        if hook(output_layer, (hidden_states,), *kwargs) is not None:
             raise _other_layer("one with a hook that changes its input")
 
 

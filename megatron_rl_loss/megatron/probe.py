@@ -59,7 +59,11 @@ def check_fresh_gradients(chunks: Sequence[Any]) -> None:
 
     Buffers that hold parameters at that time (mxfp8, gathered during the forward pass) are not checked.
     """
-    ddp = [one for one in chunks if isinstance(one, DistributedDataParallel) and not _holds_parameters(one.ddp_config)]
+    ddp = [
+        chunk
+        for chunk in chunks
+        if isinstance(chunk, DistributedDataParallel) and not _holds_parameters(chunk.ddp_config)
+    ]
     buffers = [buffer.grad_data for chunk in ddp for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     largest = [torch.linalg.vector_norm(buffer, torch.inf).float() for buffer in buffers if buffer.numel()]
     if largest and bool(torch.stack(largest).any()):  # NaN is no 0 either
@@ -127,8 +131,8 @@ def _schedule_factor(config: Any, cp_group: Group, form: Form) -> float:
     if int(count) != _NUM_TOKENS:
         raise _broken("forward_step_calc_loss", "it changes the token count in place, which micro-batches share")
     if "num_tokens" in form.parts and (num_tokens.is_floating_point() or int(num_tokens) != _NUM_TOKENS):
-        made = f"it turns a token count of {_NUM_TOKENS} into {num_tokens.item()!r} ({num_tokens.dtype})"
-        raise _broken("forward_step_calc_loss", f"{made} and must leave it as it is")
+        change = f"it turns a token count of {_NUM_TOKENS} into {num_tokens.item()!r} ({num_tokens.dtype})"
+        raise _broken("forward_step_calc_loss", f"{change} and must leave it as it is")
     return float(loss) / _LOSS
 
 

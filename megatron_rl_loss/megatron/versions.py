@@ -15,10 +15,10 @@ from megatron_rl_loss.step.collectives import Group
 def cp_arguments(cp_group: Group) -> dict[str, object]:
     """The CP arguments of `forward_step_calc_loss`: the group's size; Megatron's main takes the group, too."""
     parameters = inspect.signature(schedules.forward_step_calc_loss).parameters
-    given: dict[str, object] = {"cp_group": cp_group} if "cp_group" in parameters else {}
-    if "cp_group_size" in parameters or not given:
-        given["cp_group_size"] = cp_group.size()
-    return given
+    arguments: dict[str, object] = {"cp_group": cp_group} if "cp_group" in parameters else {}
+    if "cp_group_size" in parameters or not arguments:
+        arguments["cp_group_size"] = cp_group.size()
+    return arguments
 
 
 def remat_size(output_layer: Any) -> int:

@@ -46,12 +46,12 @@ class Aggregation:
     def __str__(self) -> str:
         """The mode, its divisor if it has one, and its unit counting where that is not the usual one."""
         divisor = "" if self.divisor is None else f" with divisor {self.divisor:g}"
-        return f"{self.mode.name}{divisor}" + f", unit counting {self.units}" * (self.units != "all")
+        return f"{self.mode.name}{divisor}" + f", counting {self.units} units" * (self.units != "all")
 
     def describe(self) -> str:
         """All settings in a line, for the log."""
         divisor = "" if self.divisor is None else f", divisor {self.divisor:.15g}"
-        return f"loss aggregation: {self.mode.name}{divisor}, unit counting {self.units}"
+        return f"loss aggregation: {self.mode.name}{divisor}, counting {self.units} units"
 
     @cached_property
     def compared(self) -> str:

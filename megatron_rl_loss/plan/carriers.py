@@ -200,8 +200,14 @@ def find_form(name: str) -> Form:
     return FORMS[name]
 
 
-def find_carrier(form: Form, per_token: bool, dynamic_cp: bool) -> Carrier:
+def find_carrier(form: Form, per_token: bool, dynamic_cp: bool, for_schedule: bool) -> Carrier:
     """The scaling that a form cancels with these settings; ValueError where it is not exact with them."""
+    if for_schedule and form.caller == "loop":
+        raise ValueError(
+            f"form={form.name!r} in a plan of a Megatron model: such a plan is for Megatron's schedule, which takes "
+            f"({', '.join(DEFAULT.parts)}), and the form is for loops without the schedule. Leave form out; in a loop "
+            "of your own without the schedule, give plan_step dp_group= and cp_group= in place of model=."
+        )
     has = "with" if per_token else "without"
     carrier = form.carriers.get(per_token)
     if carrier is None:

@@ -1,7 +1,5 @@
 """Validation of a loss function's return value: a loss that its micro-batch did not make would train silently."""
 
-import inspect
-import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 from weakref import ReferenceType, ref
@@ -9,22 +7,6 @@ from weakref import ReferenceType, ref
 from torch import Tensor
 
 from megatron_rl_loss.plan.carriers import DEFAULT, FORMS, Form
-
-_SCHEDULES = "megatron.core.pipeline_parallel.schedules"
-
-
-def check_caller(form: Form) -> None:
-    """Raise ValueError for a form for loops without Megatron's schedule that is returned to the schedule.
-
-    Only the stack shows it: a plan of a model serves in both, and Megatron keeps no sign of a schedule that runs.
-    """
-    if form.caller == "loop" and any(
-        frame.f_globals.get("__name__") == _SCHEDULES for frame, _ in traceback.walk_stack(inspect.currentframe())
-    ):
-        raise ValueError(
-            f"form={form.name!r} in a loss function of Megatron's schedule: the form is for loops without the "
-            f"schedule, which takes ({', '.join(DEFAULT.parts)}). Leave form out."
-        )
 
 
 class Receipt(NamedTuple):

@@ -6,6 +6,9 @@ those asked, or a plan that knows that none of its micro-batches was trained on.
 
 from typing import Literal, NamedTuple, get_args
 
+#: The largest relative difference of sound weights, by the type that gradients were rounded to. float32 allows for some
+#: ten products on either side and the residual of a measurement, half precision for a few roundings of a gradient.
+TOLERANCES = {"float32": 64 * 2.0**-24, "float16": 4 * 2.0**-11, "bfloat16": 4 * 2.0**-8}
 #: Gradients at the reference parameters of the last pipeline stage; ``unseen``: there is no such parameter.
 Gradient = Literal["finite", "zero", "overflow", "unseen"]
 #: The factor between backward and finalised gradients: measured on a parameter, or not.

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field, replace
 
 from megatron_rl_loss.proof.measurement import Measurement
 from megatron_rl_loss.proof.outcomes import Weights
-from megatron_rl_loss.proof.own_tokens import Compared, OwnTokens, StepState
+from megatron_rl_loss.proof.own_tokens import Compared, OwnTokens
+from megatron_rl_loss.proof.step_state import StepState
 from megatron_rl_loss.step.totals import StepTotals
 
 
@@ -30,14 +31,17 @@ class OfTerms:
     deviation: float = -1.0
     totals: StepTotals | None = None
 
-    def add(self, aim: str, compared: Compared, tolerance: float, doubt: str) -> None:
-        """Add a term's weights; `doubt` is why a difference is no evidence."""
+    def add(self, aim: str, compared: Compared, tolerance: float, doubt: str, *, averages: bool) -> None:
+        """Add a term's weights; `doubt` is why a difference is no evidence.
+
+        Only a mode that `averages` divides a second time what somebody has divided by a count of tokens.
+        """
         self.totals = self.totals or compared.totals
         self.deviation = max(self.deviation, compared.deviation)
         if not compared.deviation <= tolerance:
             (self.unknown if doubt else self.faults).append(f"{aim}: {compared}. {doubt}".rstrip())
-        elif compared.before.division:
-            self.faults.append(f"{aim}: {compared.before}")
+        elif compared.before.is_sure and averages:
+            self.faults.append(f"{aim}: {compared.before.fault}")
         elif compared.totals.step_active_tokens:
             self.proved.append(aim)
             self.uncovered += [str(compared.before)] * (not compared.before.is_one)
@@ -78,12 +82,14 @@ def compare_terms(
             of_terms.faults.append(f"The {name} term went through a reducer of this library {where}.")
     first = "pg" if "pg" in state.terms else next(iter(state.terms))
     for name in sorted(state.terms, key=lambda name: name != first):
-        (declared, *others), loss = sorted(state.terms[name], key=repr), policy if name == "pg" else name
+        (declared, *others), loss = sorted(state.terms[name], key=repr), _in_words(name, policy)
         doubt = next((one.doubt for one in (declared, *others) if one.doubt), "")  # micro-batches may differ by it
         others = [one for one in others if replace(one, doubt="") != replace(declared, doubt="")]
-        asked, why = own.aggregation(name) or measured.expected, ""
+        asked, why = own.aggregation(name), ""
         if name != first and not declared.mode:
             why = "no mode of its own"
+        elif len(state.asked) > 1 and (declared.has_policys_mode or not declared.mode):
+            why = "ranks ask for different modes"
         elif others or (declared.coef is not None and math.isnan(declared.coef)):
             why = "its mode or coefficient differs between micro-batches, or is not known"
         elif asked is None or (declared.mode and name in state.lacking):
@@ -92,6 +98,9 @@ def compare_terms(
             why = "coefficient 0"
         elif name not in state.reached and name != first:
             why = "no gradient"
+        if why == "no gradient" and declared.coef:
+            of_terms.faults.append(f"The {loss} term has a coefficient, {declared.coef:g}, and no gradient reaches it.")
+            continue
         if why or asked is None:
             of_terms.uncovered.append(f"{loss} ({why})")
             continue
@@ -103,8 +112,15 @@ def compare_terms(
             of_terms.faults += ids.faults
             of_terms.unknown += ids.doubts
             doubt = doubt or other_count(declared.count, compared)
-        of_terms.add(f"{asked} on {loss}", compared, state.tolerance, doubt)
+        averages = asked.mode.divisor == "refused"
+        of_terms.add(f"{asked} on {loss}", compared, state.tolerance, doubt, averages=averages)
     return of_terms
+
+
+def _in_words(term: str, policy: str) -> str:
+    """The term's name; or which loss it is of several that name no term."""
+    name, _, number = term.partition("#")
+    return f"loss number {number} of a micro-batch" if number and name == "pg" else policy if name == "pg" else term
 
 
 def sizes_in_words(totals: StepTotals, group_size: int | None) -> str:

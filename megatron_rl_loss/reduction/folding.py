@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl_loss.errors import check_one_each
+from megatron_rl_loss.errors import check_one_each, check_sized
 from megatron_rl_loss.modes.aggregation import resolve
 from megatron_rl_loss.modes.table import Mode, ModeFunction
 from megatron_rl_loss.modes.weights import checked_weights
@@ -53,6 +53,7 @@ def fold_into_advantages(
         ValueError: advantages that were folded before, that do not match the masks, or that are NaN or infinite at an
             active token; weights below 0; anything `make_pg_loss_reducer` refuses.
     """
+    check_sized("advantages", advantages)
     if any(hasattr(one, _MARK) for one in advantages):
         raise ValueError(
             "advantages that were folded already: folding them again would divide by the step's counts twice. Fold "

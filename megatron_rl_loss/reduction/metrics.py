@@ -185,7 +185,7 @@ def _agree_on(mine: _Names, groups: Sequence[Group]) -> _Names:
     names = [name for name, *_ in mine]
     if twice := [one for one in mine if names.count(one[0]) > 1]:
         raise ValueError(
-            f"metrics {twice}: a name must have one kind, mask and aggregation in a step. Report a metric, or a term "
-            "of the loss, alike in every micro-batch and on every rank."
+            f"metrics {twice}: a name must have one kind, mask, aggregation and coefficient in a step. Report a "
+            "metric, or a term of the loss, alike in every micro-batch and on every rank."
         )
     return mine

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from megatron_rl_loss.errors import check_one_each, is_int
+from megatron_rl_loss.errors import check_one_each, is_int, is_unordered
 
 Ids = Sequence[int | str] | Tensor | npt.NDArray[Any]
 #: By name, an id per sample; or per sample a row, with an id per mask entry.
@@ -108,7 +108,7 @@ def as_ids(name: str, ids: Ids, num_samples: int, beside: str = "loss masks") ->
         ValueError: a wrong number of ids; an int beyond 61 bits; an int and its own string, which would be two ids.
     """
     is_scalar = isinstance(ids, Tensor | np.ndarray) and not ids.ndim
-    if is_scalar or isinstance(ids, str | bytes | set | dict) or not isinstance(ids, Collection):  # read twice
+    if is_scalar or isinstance(ids, str | bytes) or is_unordered(ids) or not isinstance(ids, Collection):  # read twice
         raise TypeError(f"{name} is {ids!r}: there must be one id per sample. Pass a list of ints or strings.")
     values: list[Any] = list(_plain(ids))
     check_one_each(name, len(values), beside, num_samples)

@@ -8,25 +8,25 @@ A layout is slots, one after the other, and a cut of them over the ranks of a co
 | `ZigzagBSHD`     | rows of ``seq_length``               | the same                                                  |
 | `Contiguous`     | padded packed sequences              | the r-th of c equal pieces (of the buffer or each slot)   |
 | `Gathered`       | packed sequences                     | everything                                                |
-| `ZigzagResponse` | responses                            | response tokens whose logit lies in chunks r and 2c-1-r   |
+| `ZigzagResponse` | responses (`response_layout.py`)     | response tokens whose logit lies in chunks r and 2c-1-r   |
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from itertools import accumulate, chain, pairwise
+from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from megatron_rl_loss.errors import check_choice, check_cp, check_int, check_one_each, is_int
+from megatron_rl_loss.errors import check_choice, check_cp, check_int, check_one_each
 
 IntList = Sequence[int] | Tensor | npt.NDArray[Any]
 #: [begin, end) of each piece, or (begin, end, step): a token of every `step`, as `range` and `slice` take them.
 Pieces = list[tuple[int, ...]]
 Cut = Literal["zigzag", "contiguous", "buffer", "whole"]
-_SAME_MICROBATCH = "Pass those of this micro-batch"
+SAME_MICROBATCH = "Pass those of this micro-batch"
 
 
 def as_ints(name: str, values: IntList) -> list[int]:
@@ -130,7 +130,7 @@ class Slots(Layout):
             )
         sizes = [self.sizes[slot] for slot in slots]
         totals = sizes if self.total_lengths is None else self.total_lengths
-        check_one_each("total_lengths", len(totals), "loss masks", len(sizes), _SAME_MICROBATCH)
+        check_one_each("total_lengths", len(totals), "loss masks", len(sizes), SAME_MICROBATCH)
         for i, (length, size, total) in enumerate(zip(mask_lengths, sizes, totals, strict=True)):
             if not 0 <= total <= size or length not in (size, total):
                 raise ValueError(
@@ -240,101 +240,5 @@ class Gathered(Slots):
         self.gather_sums_gradients = backward == "sum"
 
 
-class ZigzagResponse(Layout):
-    """Response tokens only, zigzag by sample, as slime and miles keep their log-probs.
-
-    Sample i is cut into 2 * cp_size chunks of ``ceil(total_lengths[i] / (2 * cp_size))`` tokens (with
-    ``padded_lengths``, of these). Rank r owns the logits of chunks r and 2 * cp_size - 1 - r, and keeps those that
-    predict a response token (logit t predicts token t + 1). Losses: ``[num_local_tokens]``.
-    """
-
-    total_lengths: list[int]
-    response_lengths: list[int]
-
-    def __init__(
-        self, total_lengths: IntList, response_lengths: IntList, padded_lengths: IntList | None = None
-    ) -> None:
-        totals = as_ints("total_lengths", total_lengths)
-        responses = as_ints("response_lengths", response_lengths)
-        padded = totals if padded_lengths is None else as_ints("padded_lengths", padded_lengths)
-        check_one_each("response_lengths", len(responses), "total_lengths", len(totals), _SAME_MICROBATCH)
-        check_one_each("padded_lengths", len(padded), "total_lengths", len(totals), _SAME_MICROBATCH)
-        for i, (response, total, size) in enumerate(zip(responses, totals, padded, strict=True)):
-            if not 0 <= response < total <= size:
-                raise ValueError(
-                    f"sample {i} has response_length {response}, total_length {total}, padded length {size}: "
-                    "lengths must be 0 <= response < total <= padded, and leave a prompt token, whose logit predicts "
-                    "the first response token. Count the prompt in total_lengths."
-                )
-        self.total_lengths, self.response_lengths, self.padded_lengths = totals, responses, padded
-        self.bounds = [0, *accumulate(responses)]
-
-    @property
-    def total_tokens(self) -> int:
-        return self.bounds[-1]
-
-    def mask_starts(self, mask_lengths: list[int]) -> list[int]:
-        check_one_each("loss masks", len(mask_lengths), "response_lengths", len(self.response_lengths))
-        for i, (length, response) in enumerate(zip(mask_lengths, self.response_lengths, strict=True)):
-            if length != response:
-                raise ValueError(
-                    f"the loss mask of sample {i} has {length} entries: it must have one per response token, "
-                    f"{response}. Cut a mask of the whole sample to the response, or use ZigzagTHD."
-                )
-        return self.bounds[:-1]
-
-    def pieces(self, cp_rank: int, cp_size: int) -> Pieces:
-        check_cp(cp_rank, cp_size)
-        if cp_size == 1:
-            return [(0, self.total_tokens)]
-        pieces = Pieces()
-        lengths = zip(self.total_lengths, self.response_lengths, self.padded_lengths, self.bounds, strict=False)
-        for total, response, padded, start in lengths:
-            size, first_logit = -(-padded // (2 * cp_size)), total - response - 1  # the one that predicts a response
-            for chunk in (cp_rank, 2 * cp_size - 1 - cp_rank):
-                begin = chunk * size - first_logit
-                end = begin + size
-                # min and max would take as long as all the rest
-                begin = 0 if begin < 0 else response if begin > response else begin
-                end = 0 if end < 0 else response if end > response else end
-                pieces.append((start + begin, start + end))
-        return pieces
-
-
 def is_user_defined(layout: Layout) -> bool:
-    return type(layout).__module__ != __name__
-
-
-def check_pieces(layout: Layout, what: str, pieces: Sequence[tuple[int, ...]]) -> None:
-    """Validate pieces of a user's layout: ints, in order, without overlap, within the buffer."""
-    is_list = isinstance(pieces, Sequence) and all(
-        isinstance(piece, Sequence) and len(piece) in (2, 3) for piece in pieces
-    )
-    if not is_list or not all(map(is_int, [layout.total_tokens, *chain(*pieces)])):
-        raise TypeError(
-            f"{type(layout).__name__} puts {what} at {pieces!r}: pieces must be a list of two ints each, [begin, end), "
-            "or three with a step, and total_tokens an int. Return ints from the layout."
-        )
-    ends, begins = [0, *(piece[1] for piece in pieces)], [*(piece[0] for piece in pieces), layout.total_tokens]
-    is_ordered = all(end <= begin for end, begin in zip(ends, begins, strict=True))
-    if not is_ordered or any(end < begin or min(step, default=1) < 1 for begin, end, *step in pieces):
-        raise ValueError(
-            f"{type(layout).__name__} puts {what} at {list(pieces[:8])}: pieces must be in order, apart, and within "
-            f"the {layout.total_tokens} tokens of its buffer. Fix its mask_starts, pieces or total_tokens."
-        )
-
-
-def check_cut(layout: Layout, masks: Sequence[tuple[int, int]], cp_size: int) -> None:
-    """Raise ValueError for a user's layout that gives a sample's token to several CP ranks or to none."""
-    holders, expected = np.zeros(layout.total_tokens, np.int64), cp_size if layout.is_whole else 1
-    for rank in range(cp_size):
-        check_pieces(layout, f"what CP rank {rank} of {cp_size} holds", pieces := layout.pieces(rank, cp_size))
-        for piece in pieces:
-            holders[slice(*piece)] += 1
-    for begin, end in masks:
-        for position in (begin + np.flatnonzero(holders[begin:end] != expected)[:1]).tolist():
-            raise ValueError(
-                f"{type(layout).__name__} gives position {position} to {holders[position]} of {cp_size} CP ranks: each "
-                f"token of a sample must be held by {expected}. Fix its pieces, or set is_whole where every rank holds "
-                "every token."
-            )
+    return not type(layout).__module__.startswith(f"{__package__}.")

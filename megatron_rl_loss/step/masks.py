@@ -13,6 +13,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from megatron_rl_loss.errors import is_unordered
+
 Array = npt.NDArray[Any]
 Floats = npt.NDArray[np.float64]
 #: One per sample: a 1-D tensor on any device, a 1-D array, or a list of numbers.
@@ -26,10 +28,11 @@ _COMPLEX = {torch.complex32, torch.complex64, torch.complex128}
 
 def check_masks(loss_masks: Iterable[Mask]) -> tuple[list[Tensor], list[int]]:
     """The masks as tensors on their own devices, and their lengths; raises unless all are real and 1-D."""
-    if isinstance(loss_masks, Tensor | np.ndarray | str) or not isinstance(loss_masks, Iterable):
+    is_whole = isinstance(loss_masks, Tensor | np.ndarray)
+    if is_whole or isinstance(loss_masks, str) or is_unordered(loss_masks) or not isinstance(loss_masks, Iterable):
         raise TypeError(
             f"loss_masks is one {type(loss_masks).__name__}: it must be a list of 1-D masks, one per sample. Pass "
-            "list(loss_masks)."
+            f"{'list(loss_masks)' if is_whole else '[mask, ...]'}."
         )
     masks = [mask if isinstance(mask, Tensor) else _as_tensor(i, mask) for i, mask in enumerate(loss_masks)]
     shapes = [mask.shape for mask in masks]
@@ -68,7 +71,8 @@ def to_array(values: Any) -> Array:
 
 def on_device(array: Array, device: torch.device) -> Tensor:
     """The array on a device, without waiting for it: memory that is not pinned is staged before the call returns."""
-    return torch.from_numpy(array).to(device, non_blocking=True)
+    own = array if array.flags.writeable else array.copy()  # torch warns of an array that is not to be changed
+    return torch.from_numpy(own).to(device, non_blocking=True)
 
 
 def join_on_host(masks: Sequence[Tensor]) -> Array:

@@ -20,7 +20,7 @@ from torch import Tensor
 from megatron_rl_loss.errors import check_cp, check_mapping, check_one_each, check_sized, find_named
 from megatron_rl_loss.step.collectives import Group, rank_in, size_of
 from megatron_rl_loss.step.ids import Ids, IdsByName, Keys, check_units, kind_of_ids, parts_of
-from megatron_rl_loss.step.layouts import Layout, Pieces, as_ints, check_cut, check_pieces, is_user_defined
+from megatron_rl_loss.step.layouts import Layout, Pieces, as_ints, is_user_defined
 from megatron_rl_loss.step.masks import (
     Array,
     Floats,
@@ -99,6 +99,8 @@ class Samples:
             self.mask_starts = as_ints("mask_starts", layout.mask_starts(self.mask_lengths))
             check_one_each("mask_starts", len(self.mask_starts), "loss masks", len(self), "Mend the layout")
             if is_user_defined(layout):
+                from megatron_rl_loss.step.own_layouts import check_pieces
+
                 check_pieces(layout, "loss masks", self._places)
         kinds = [("rollout", rollout_ids), ("prompt", prompt_ids), *(ids or {}).items()]
         by_kind = dict(named := [(name, values) for name, values in kinds if values is not None])
@@ -107,7 +109,9 @@ class Samples:
         if reserved := {"step", "sample"} & by_kind.keys():
             raise ValueError(f"ids named {min(reserved)!r}: the step and each sample are units already. Rename them.")
         self.parts = {name: parts_of(name, values, self.mask_lengths) for name, values in by_kind.items()}
-        self.ids = {name: of_kind.keys for name, of_kind in self.parts.items() if of_kind.of_entry is None}
+        for parts in self.parts.values():
+            parts.keys.flags.writeable = False
+        self.ids = {name: one.keys for name, one in self.parts.items() if one.of_entry is None}
         self.kinds_of_ids = tuple(sorted((name, kind_of_ids(values)) for name, values in by_kind.items()))
         for name, entries in self.labels.items():
             check_sized(f"labels {name!r}", entries)
@@ -115,7 +119,7 @@ class Samples:
         if tokens is not None:
             self._check_tokens(tokens)
         self._take(masks)
-        self.by_mask = {name: self._with(name, *check_masks(further)) for name, further in (term_masks or {}).items()}
+        self.by_mask = {name: self.masked_by(name, further) for name, further in (term_masks or {}).items()}
 
     def _check_tokens(self, tokens: Any) -> None:
         try:
@@ -129,8 +133,9 @@ class Samples:
                 "each. Pass the micro-batch's input ids, padded and ordered as the layout says, not cut for a CP rank."
             )
 
-    def _with(self, name: str, masks: list[Tensor], lengths: list[int]) -> "Samples":
-        """These samples by other masks."""
+    def masked_by(self, name: str, other_masks: Iterable[Mask]) -> "Samples":
+        """These samples with other masks, which errors call by that name."""
+        masks, lengths = check_masks(other_masks)
         check_one_each(f"masks {name!r}", len(masks), "loss masks", len(self))
         if lengths != self.mask_lengths:
             raise ValueError(
@@ -164,6 +169,8 @@ class Samples:
         self._mask_sums = sum_each(weights, self.mask_lengths)
         self._active_tokens = self._mask_sums if self.holds_flags else sum_each(weights != 0, self.mask_lengths)
         self._buffer, self._given = place(weights, self._places, self.total_tokens), []
+        for counted in (self._buffer, self._mask_sums, self._active_tokens):  # as ids: a change would not be counted
+            counted.flags.writeable = False
 
     def _read(self) -> "Samples":
         """These samples, with masks on the host."""
@@ -232,7 +239,7 @@ class Samples:
         """These samples with a further mask: the loss mask where ``kept``, bools [total_tokens], is true, else 0."""
         samples, kept_mask = copy.copy(self), torch.from_numpy(self.buffer * kept)
         further = [kept_mask[begin:end] for begin, end in self._places]
-        samples.by_mask = {**self.by_mask, name: self._with(name, further, self.mask_lengths)}
+        samples.by_mask = {**self.by_mask, name: self.masked_by(name, further)}
         return samples
 
     def label(self, name: str) -> Any:
@@ -285,6 +292,8 @@ class Samples:
                 )
             return LocalTokens(self, cp_size, [(0, self.total_tokens)])
         if is_user_defined(self.layout):
+            from megatron_rl_loss.step.own_layouts import check_cut
+
             check_cut(self.layout, self._places, cp_size)
         return LocalTokens(self, cp_size, list(self.layout.pieces(cp_rank, cp_size)))
 

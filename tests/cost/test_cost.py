@@ -138,7 +138,7 @@ def test_a_loss_is_one_node_of_the_graph(mode: str) -> None:
 def test_nothing_is_read_back_from_a_device(mode: str, per_token_loss: bool) -> None:
     """Reducer, terms, metrics of every kind, carriers with their token count, gradient, another pass's gap."""
     microbatch, (losses, metrics) = microbatch_of(64, mode, per_token_loss=per_token_loss), losses_of("meta")
-    terms = {"pg": losses, "kl": Term(losses * 2, "token_mean", coef=0.1), "nll": Term(losses * 3, mask="own")}
+    terms: Any = {"pg": losses, "kl": Term(losses * 2, "token_mean", coef=0.1), "nll": Term(losses * 3, mask="own")}
     kinds: Any = {kind: Metric(metrics["metric0"], kind=kind) for kind in ("mean", "min", "max", "variance", "ess")}
     loss, num_tokens, report = microbatch.loss(terms, {**metrics, **kinds})
     loss.backward()
@@ -219,7 +219,8 @@ def test_one_float32_a_local_token_is_kept(mode: str) -> None:
     saved: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
         share = microbatch.pg_loss(losses)
-    (weights,) = [one for row in share.grad_fn.rows for one in row if isinstance(one, Tensor)]  # type: ignore[union-attr]
+    node: Any = share.grad_fn
+    (weights,) = [one for row in node.rows for one in row if isinstance(one, Tensor)]
     assert saved == []
     assert (weights.dtype, weights.shape) == (torch.float32, (4096,))
     assert weights is microbatch.pg_loss.weights

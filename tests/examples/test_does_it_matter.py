@@ -1,6 +1,7 @@
 """examples/does_it_matter.py: the cut of micro-batches decides the run, by formulas and through Megatron."""
 
 import json
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -23,26 +24,23 @@ def run(*words: str) -> "subprocess.CompletedProcess[str]":
 @pytest.mark.slow
 def test_the_cut_decides_and_where_wrong_answers_end_at_once_it_does_not(tmp_path: Path) -> None:
     output = str(tmp_path / "runs.jsonl")
-    for words in (["--seeds", "0", "1"], ["--seeds", "0", "1", "--after-wrong", "end"]):
+    for words in (["--seeds", "0"], ["--seeds", "0", "--after-wrong", "end"]):
         assert run("--output", output, *words).returncode == 0
     runs = [json.loads(line) for line in Path(output).read_text().splitlines()]
     rewards = {(one["after_wrong"], one["arm"], one["seed"]): late(one, "reward") for one in runs}
-    for seed in (0, 1):
-        exact, one_row = (rewards["limit", arm.name, seed] for arm in (example.EXACT, example.ONE_ROW))
-        assert exact is not None
-        assert one_row is not None
-        assert exact > 0.8
-        assert one_row < 0.65
-        ends = [rewards["end", arm.name, seed] for arm in (example.EXACT, example.ONE_ROW)]
-        assert min(reward or 0 for reward in ends) > 0.8  # the control: lengths carry no reward
+    exact, one_row = (rewards["limit", arm.name, 0] for arm in (example.EXACT, example.ONE_ROW))
+    assert exact is not None
+    assert one_row is not None
+    assert exact > 0.8
+    assert one_row < 0.65
+    ends = [rewards["end", arm.name, 0] for arm in (example.EXACT, example.ONE_ROW)]
+    assert min(reward or 0 for reward in ends) > 0.8  # the control: lengths carry no reward
 
 
 def errors_of_arms() -> list[float]:
     """On a rank: the formula's gradient against that of Megatron's `forward_step_calc_loss` and schedule, by arm."""
     model, generator, errors = example.warm_start(0, "limit", 5), torch.Generator().manual_seed(0), []
-    prompts, answers = (
-        rows.repeat_interleave(example.GROUP, 0) for rows in example.problems(2, example.random.Random(0))
-    )
+    prompts, answers = (rows.repeat_interleave(example.GROUP, 0) for rows in example.problems(2, random.Random(0)))
     batch = example.sample(model, prompts, answers, "limit", generator)
     batch = batch._replace(reward=(torch.arange(len(answers)) % 3 == 0).float())
     for arm in (example.EXACT, example.ONE_ROW):

@@ -68,6 +68,7 @@ def test_rows_hold_what_each_position_predicts() -> None:
         predicted = [t for t in range(len(text) - 1) if t + 1 >= len(one.prompt_tokens)]
         assert rows.samples.loss_masks[row][predicted].tolist() == one.loss_mask
         assert rows.samples.loss_masks[row].sum() == sum(one.loss_mask)
+        assert rows.sampler_log_probs is not None
         assert rows.sampler_log_probs[row, predicted].tolist() == pytest.approx(one.old_log_probs)
         assert rows.advantages[row, predicted].tolist() == pytest.approx([one.advantage] * len(predicted))
         assert not rows.advantages[row, len(text) - 1 :].any()

@@ -87,8 +87,8 @@ def mode_of(name: str) -> Any:
 
 
 def samples_of(chosen: Sequence[int], cp: int = 1) -> Samples:
-    ids = {"rollout_ids": ROLLOUTS, "prompt_ids": PROMPTS}
-    given = {
+    ids: Any = {"rollout_ids": ROLLOUTS, "prompt_ids": PROMPTS}
+    given: Any = {
         **{name: [of[i] for i in chosen] for name, of in ids.items()},
         "ids": {name: [of[i] for i in chosen] for name, of in IDS.items()},
         "labels": {name: [of[i] for i in chosen] for name, of in LABELS.items()},

@@ -187,8 +187,9 @@ def gradients_of_own_loop() -> dict[tuple[str, str], tuple[Tensor, dict[str, flo
         return microbatch.loss(-log_probs)  # the pair of the recipe is for models without per-token loss
 
     def with_kl(batch: Any, microbatch: Any, log_probs: Tensor) -> Any:
-        values = (microbatch.local(batch[name]) for name in of_tokens)
-        return loss_with_kl(microbatch, log_probs, *values, beta=BETA)
+        names = ("old_log_probs", "ref_log_probs", "advantages")
+        old, reference, of_tokens = (microbatch.local(batch[name]) for name in names)
+        return loss_with_kl(microbatch, log_probs, old, reference, of_tokens, beta=BETA)
 
     state = start(cp=2)
     of_tokens = {"old_log_probs": old_log_probs(), "ref_log_probs": ref_log_probs(), "advantages": advantages()}

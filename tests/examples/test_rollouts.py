@@ -84,7 +84,7 @@ def test_a_split_rollout_counts_once_in_its_group(tmp_path: Path) -> None:
 def rollout(prompt: int, response: int, mask: list[float], **fields: Any) -> Rollout:
     """Tokens 1, 2, 3, ... so that every token says its place."""
     tokens = list(range(1, prompt + response + 1))
-    ids = {"prompt_id": "p", "rollout_id": "r", "reward": 0.0} | fields
+    ids: Any = {"prompt_id": "p", "rollout_id": "r", "reward": 0.0} | fields
     return Rollout(tokens[:prompt], tokens[prompt:], mask, **ids)
 
 

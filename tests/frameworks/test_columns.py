@@ -18,6 +18,7 @@ from megatron_rl_loss.frameworks import ms_swift, nemo_rl, replacing
 from megatron_rl_loss.frameworks.columns import MEDIA, check_even, prompts_of, samples_of, token_mean_factors
 from megatron_rl_loss.frameworks.skyrl import AggregatedPolicyLoss
 from megatron_rl_loss.frameworks.token_mean import aggregate
+from megatron_rl_loss.frameworks.token_mean_engines import ENGINES
 from megatron_rl_loss.modes.loss_modes import LossModes
 
 BY_LENGTH = Mode(
@@ -43,8 +44,8 @@ def expected(mode: str, masks: Any, prompts: list[Any], units: str = "all") -> T
     return torch.stack(oracle.step_gradient(mode, samples, None, units))
 
 
-def assert_close(found: Tensor, right: Tensor) -> None:
-    torch.testing.assert_close(found.double(), right, rtol=oracle.EXACT, atol=0)
+def assert_close(actual: Tensor, right: Tensor) -> None:
+    torch.testing.assert_close(actual.double(), right, rtol=oracle.EXACT, atol=0)
 
 
 @pytest.mark.parametrize("mode", ["sample_mean", "prompt_mean", "token_mean", BY_LENGTH])
@@ -59,9 +60,13 @@ def test_factors_are_weights_times_the_tokens(mode: Any) -> None:
     assert_close(factors, 8 * right.double().flatten())
 
 
+def num_samples(step: Any) -> Any:
+    return len(step)
+
+
 def test_modes_travel_to_workers() -> None:
     """A mode that is named and one of the engine's own process are the same there."""
-    modes = LossModes.resolve("prompt_mean", terms={"kl": "token_mean", "mtp": Mode(name="ones", function=len)})
+    modes = LossModes.resolve("prompt_mean", terms={"kl": "token_mean", "mtp": Mode(name="ones", function=num_samples)})
     sent = pickle.loads(pickle.dumps(modes))
     assert sent == modes
     assert sent.policy.mode is modes.policy.mode
@@ -94,10 +99,10 @@ class Actor:
 
     def ppo_update(self, *args: Any) -> Any:
         (groups,) = args
-        self.given = {name: torch.cat([one[name] for one in groups]) for name in groups[0]}
-        advantages = self.given["advantages"]
-        trained = self.train_batch(self.given, None, None)
-        assert self.given["advantages"] is advantages
+        self.batch = {name: torch.cat([group[name] for group in groups]) for name in groups[0]}
+        advantages = self.batch["advantages"]
+        trained = self.train_batch(self.batch, None, None)
+        assert self.batch["advantages"] is advantages
         return trained
 
     def train_batch(self, input_: Any, loss_fn: Any, loss_weight_fn: Any) -> Any:
@@ -121,17 +126,18 @@ def test_areal_trains_on_weighted_advantages(capsys: Any) -> None:
     """The engine has no schedule of Megatron, and the adapter prints NOT PROVED."""
     actor_class = actors()
     aggregate(actor_class, "prompt_mean")
-    found = actor_class().ppo_update(groups())
-    given = {name: torch.cat([one[name] for one in groups()]) for name in ("loss_mask", "advantages")}
-    assert_close(found, 8 * expected("prompt_mean", given["loss_mask"], PROMPTS) * given["advantages"])
+    weighed = actor_class().ppo_update(groups())
+    columns = {name: torch.cat([group[name] for group in groups()]) for name in ("loss_mask", "advantages")}
+    assert_close(weighed, 8 * expected("prompt_mean", columns["loss_mask"], PROMPTS) * columns["advantages"])
     assert "NOT PROVED" in capsys.readouterr().out
 
 
 def test_areal_where_it_could_not_be_exact() -> None:
-    for mode, changed, text in [
+    rows: list[tuple[Any, dict[str, Any], str]] = [
         (later_tokens_more, {"importance_sampling_level": "sequence"}, "Set importance_sampling_level=token"),
         ("token_mean", {"m2_threshold": 0.1}, "m2_threshold with a loss aggregation"),
-    ]:
+    ]
+    for mode, changed, text in rows:
         actor_class = actors(**changed)
         aggregate(actor_class, mode)
         with pytest.raises(ValueError, match=text):
@@ -146,6 +152,18 @@ def test_areal_where_it_could_not_be_exact() -> None:
         aggregate(actors(), "prompt_meen")
     with pytest.raises(ValueError, match="must be a class of areal, roll, rlinf"):
         aggregate(SimpleNamespace, "prompt_mean")
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_prompts_of_areal_are_the_tokens_before_the_first_trained_one(is_packed: bool) -> None:
+    """A row that is masked throughout has no such token, and stands for itself."""
+    columns = {"input_ids": torch.arange(25).view(5, 5), "loss_mask": MASKS.roll(-1, 1)}
+    if is_packed:
+        columns = {name: values.flatten() for name, values in columns.items()}
+        columns["cu_seqlens"] = torch.arange(0, 26, 5)
+    prompt_tokens = ENGINES["areal"].prompt_tokens
+    assert prompt_tokens is not None
+    assert prompt_tokens(columns) == ["[0, 1]", "[5, 6]", "[10, 11]", "[15, 16]", "[20, 21, 22, 23, 24]"]
 
 
 def test_a_controller_of_a_class_that_workers_import_anew_is_refused() -> None:
@@ -183,8 +201,8 @@ def trainers(monkeypatch: pytest.MonkeyPatch) -> Any:
             return loss * self.factor, {}
 
     def collate(samples: Any) -> Any:
-        masks = torch.stack([one.mask for one in samples]).bool()
-        truncated = torch.tensor([one.truncated for one in samples])
+        masks = torch.stack([row.mask for row in samples]).bool()
+        truncated = torch.tensor([row.truncated for row in samples])
         advantages = torch.ones(masks.shape)
         return {}, SimpleNamespace(completion_mask=masks, advantages=advantages, truncated_mask=truncated)
 
@@ -217,7 +235,7 @@ def step(trainers: Any, has_ids: bool = True) -> list[dict[str, Any]]:
     return [{"grpo_batch": trainers.collate_to_grpo_micro_batch(part)[1]} for part in (samples[:2], samples[2:])]
 
 
-@pytest.mark.parametrize("factor", [1, 2, 0.5])
+@pytest.mark.parametrize("factor", [1, 2])
 def test_ms_swift_trains_on_weighted_advantages(factor: float, trainers: Any) -> None:
     """The loss function may multiply by a factor: 4.6.0 by the number of micro-batches."""
     trainers.MegatronGRPOTrainer.factor = factor
@@ -225,9 +243,9 @@ def test_ms_swift_trains_on_weighted_advantages(factor: float, trainers: Any) ->
     microbatches = step(trainers)
     trainers.MegatronGRPOTrainer()._on_train_step_batch(microbatches)
     masks = MASKS * torch.tensor([1, 1, 1, 0, 1])[:, None]
-    found = torch.cat([one["grpo_batch"].advantages for one in microbatches])
-    assert_close(found, 6 * expected("prompt_mean", masks, PROMPTS))
-    counts = [float(one["grpo_batch"].num_items_in_batch) for one in microbatches]
+    weighed = torch.cat([microbatch["grpo_batch"].advantages for microbatch in microbatches])
+    assert_close(weighed, 6 * expected("prompt_mean", masks, PROMPTS))
+    counts = [float(microbatch["grpo_batch"].num_items_in_batch) for microbatch in microbatches]
     assert counts == pytest.approx([6 * factor / 2] * 2, rel=1e-6)
 
 
@@ -235,14 +253,19 @@ def test_ms_swift_where_it_could_not_be_exact(trainers: Any) -> None:
     replaced = ms_swift.aggregate("token_mean")
     trainer = trainers.MegatronGRPOTrainer()
     microbatches = step(trainers)
-    for one in microbatches:
-        one["grpo_batch"].completion_mask[:] = False
+    for microbatch in microbatches:
+        microbatch["grpo_batch"].completion_mask[:] = False
     microbatches[0]["grpo_batch"].completion_mask[0, 2] = True
     with pytest.raises(ValueError, match="1 tokens in a step of 2 micro-batches on 1 ranks"):
         trainer._on_train_step_batch(microbatches)
     with pytest.raises(ValueError, match="a second one would apply or measure weights twice"):
         ms_swift.aggregate("token_mean")
-    trainer.loss_type = "grpo"
+    trainer.factor = 0.5
+    with pytest.raises(
+        ValueError, match=r"multiplies the policy loss by 0\.5: a KL penalty beside it keeps its weight"
+    ):
+        trainer._on_train_step_batch(step(trainers))
+    trainer.factor, trainer.loss_type = 1, "grpo"
     with pytest.raises(ValueError, match="--loss_type grpo with a loss aggregation"):
         trainer._on_train_step_batch(step(trainers))
     replaced.undo()
@@ -288,21 +311,22 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def batch() -> dict[str, Tensor]:
-    return {"token_mask": MASKS[1:].float(), "sample_mask": VALID.clone()}
+    prompts = torch.tensor(PROMPTS[1:])[:, None].expand(4, 5)
+    return {"token_mask": MASKS[1:].float(), "sample_mask": VALID.clone(), "input_ids": prompts}
 
 
 @pytest.mark.parametrize("steps", [1, 2])
 def test_columns_are_weights_times_the_count_that_they_are_divided_by(steps: int, driver: Any) -> None:
-    given = batch()
+    data = batch()
     loss = nemo_rl.aggregate(driver, Loss(), "prompt_mean", kl="sample_mean", units="active")
     Estimator().compute_advantage(torch.tensor(PROMPTS[1:]))
-    found = driver.train(given, loss, gbs=4 // steps)
-    assert "loss_weights_of_policy" not in given
+    sent = driver.train(data, loss, gbs=4 // steps)
+    assert "loss_weights_of_policy" not in data
     for begin in range(0, 4, 4 // steps):
         rows = slice(begin, begin + 4 // steps)
-        masks = (given["token_mask"] * given["sample_mask"][:, None])[rows, 1:]
+        masks = (data["token_mask"] * data["sample_mask"][:, None])[rows, 1:]
         for name, mode, units in (("policy", "prompt_mean", "active"), ("kl", "sample_mean", "all")):
-            column = found[f"loss_weights_of_{name}"][rows]
+            column = sent[f"loss_weights_of_{name}"][rows]
             assert not column[:, 0].any()
             assert_close(column[:, 1:], expected(mode, masks, PROMPTS[1:][rows], units) * masks.sum())
 
@@ -321,10 +345,19 @@ def test_losses_of_samples_get_one_weight_each(driver: Any) -> None:
         driver.train(batch(), uneven)
 
 
+@pytest.mark.parametrize(("moved", "is_doubted"), [(0, False), (1, True)])
+def test_workers_of_nemo_rl_hear_of_prompts_at_other_rows(moved: int, is_doubted: bool, driver: Any) -> None:
+    loss = nemo_rl.aggregate(driver, Loss(), "prompt_mean")
+    Estimator().compute_advantage(torch.tensor(PROMPTS[1:]).roll(moved))
+    driver.train(batch(), loss)
+    sent = pickle.loads(pickle.dumps(loss))
+    assert ("ids stand at other rows" in vars(sent)["_doubt"]) == is_doubted
+
+
 def test_other_losses_go_by_and_the_loss_travels(driver: Any) -> None:
-    given = batch()
+    data = batch()
     loss: Any = nemo_rl.aggregate(driver, Loss(), "token_mean")
-    assert driver.train(given, Loss()) is given
+    assert driver.train(data, Loss()) is data
     sent = pickle.loads(pickle.dumps(loss))
     assert (sent.metric_normalizations, sent.loss_type.value) == ({"loss": "tokens"}, "token_level")
     loss = Loss()
@@ -347,8 +380,8 @@ def test_skyrl_where_it_could_not_be_exact(monkeypatch: pytest.MonkeyPatch) -> N
     for name in names:
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     registry = SimpleNamespace(get=lambda name: lambda *_, **__: name)
-    found = {"PolicyLossRegistry": registry, "apply_loss_reduction_to_advantages_minibatch": normalised}
-    vars(sys.modules[names[-1]]).update(found)
+    functions = {"PolicyLossRegistry": registry, "apply_loss_reduction_to_advantages_minibatch": normalised}
+    vars(sys.modules[names[-1]]).update(functions)
     loss, ones = AggregatedPolicyLoss("regular", "token_mean"), torch.ones(2, 3)
     with pytest.raises(ValueError, match=r"a mini-batch without weights.*trainer.strategy=megatron"):
         loss(ones, ones, ones, SimpleNamespace(), loss_mask=ones)

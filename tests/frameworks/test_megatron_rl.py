@@ -85,15 +85,15 @@ def run_on_megatron(cp: int, cases: list[Case]) -> list[tuple[Tensor, dict[str, 
         table = [*torch.cat([row.sample.poisoned().losses for row in rows]).tolist(), math.nan]
         masks = torch.cat([row.token_mask[1:] for row in rows] + [torch.zeros(1)])
         first = [sum(len(row.losses) for row in rows[:i]) for i in range(len(rows))]
-        batches = [batch_of(one, rows, index) for index, one in enumerate(bins)]
+        batches = [batch_of(of_bin, rows, index) for index, of_bin in enumerate(bins)]
 
         def bin_of(batch: Any) -> Bin:
-            return next(one for known, one in zip(batches, bins, strict=True) if known is batch)
+            return next(of_bin for known, of_bin in zip(batches, bins, strict=True) if known is batch)
 
         def forward_step(iterator: Iterator[Any], model: Any, loss_only: bool = False) -> Any:
-            one = bin_of(next(iterator))
-            held = one.held(rows, case.cp_losses, cp_rank, cp)
-            numbers = one.shape(torch.tensor([-1 if at is None else first[at[0]] + at[1] for at in held]))
+            of_bin = bin_of(next(iterator))
+            held = of_bin.held(rows, case.cp_losses, cp_rank, cp)
+            numbers = of_bin.shape(torch.tensor([-1 if at is None else first[at[0]] + at[1] for at in held]))
             output = model(numbers % len(masks))
             return output, terms(output, masks[numbers])
 
@@ -134,8 +134,8 @@ def test_every_mode_is_exact(cp: int, packed: bool, cp_losses: str) -> None:
     active = torch.cat([row.losses[row.token_mask[1:] != 0] for row in rows])
     metrics = [2 * active, 3 * active, 4 * active, (active > 0).double(), (active < -1).double()]
     bound = oracle.sum_error(sum(len(row.losses) for row in rows))
-    for found in run_ranks(4, run_on_megatron, cp, cases):
-        for case, (gradient, logged) in zip(cases, found, strict=True):
+    for results in run_ranks(4, run_on_megatron, cp, cases):
+        for case, (gradient, logged) in zip(cases, results, strict=True):
             assert case.mode is not None
             assert error_of(gradient, oracle.step_gradient(case.mode, samples, case.divisor, "active")) < oracle.EXACT
             loss = float(oracle.step_loss(case.mode, samples, case.divisor, "active"))
@@ -158,11 +158,11 @@ def test_negative_controls() -> None:
         for units in ("all", "active"):
             divisor = 7.0 if mode == "constant" else None
             assert error_of(of_stock.nan_to_num(), oracle.step_gradient(mode, samples, divisor, units)) > 1e-2
-    bins = [one for bins in dealt for one in bins]
+    bins = [of_bin for bins in dealt for of_bin in bins]
     weights = {
-        i: 1 / len(bins) / max(sum(float(rows[j].token_mask.sum()) for j in one.numbers), 1)
-        for one in bins
-        for i in one.numbers
+        i: 1 / len(bins) / max(sum(float(rows[j].token_mask.sum()) for j in of_bin.numbers), 1)
+        for of_bin in bins
+        for i in of_bin.numbers
     }
     expected = [row.token_mask[1:].double() * weights[i] for i, row in enumerate(rows)]
     assert error_of(of_stock.nan_to_num(), expected) < oracle.EXACT
@@ -188,7 +188,7 @@ ACTIVE, DIVISOR = ("--loss-aggregation-units", "active"), ("--loss-aggregation-d
 @pytest.mark.parametrize(
     ("arguments", "options", "error"),
     [
-        *((one, {}, "Add --loss-aggregation-units active") for one in (["sample_mean"], ["constant", *DIVISOR])),
+        *((flags, {}, "Add --loss-aggregation-units active") for flags in (["sample_mean"], ["constant", *DIVISOR])),
         (["token_mean"], {"cp_losses": "zigzag"}, "Choose one of gathered, sliced"),
         (["token_mean"], {"check_for_spiky_loss": True}, "a policy loss is near 0"),
     ],
@@ -220,7 +220,7 @@ UNPACKED = Bin([0, 1], [], False)
 
 
 @pytest.mark.parametrize(
-    ("batch", "one", "error"),
+    ("batch", "held", "error"),
     [
         ([torch.zeros(2)] * 5, Bin([0], [0, 4], True), "a batch of 5"),
         (torch.zeros(3), Bin([0], [0, 4], True), "a batch of Tensor"),
@@ -231,9 +231,9 @@ UNPACKED = Bin([0, 1], [], False)
     ],
 )
 def test_unknown_batches_and_masks_on_first_tokens(
-    batch: Any, one: Bin, error: str, monkeypatch: pytest.MonkeyPatch
+    batch: Any, held: Bin, error: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    install_state(runtime_state([one], ON_FIRST), monkeypatch)
+    install_state(runtime_state([held], ON_FIRST), monkeypatch)
     with pytest.raises(ValueError, match=error):
         megatron_rl.samples_of(batch)
 

@@ -55,7 +55,7 @@ def measured(loss: Callable[..., Tensor], row: LossPaths = LOSS, **changes: Any)
     batch = SimpleNamespace(advantages=PLAIN * FACTORS, old=old, rollout=old + 0.5, seen=[])
     vars(batch).update(changes)
     describe = lambda: WeighedMicrobatch(Samples(list(MASK)), FACTORS, PLAIN, is_followed=False)  # noqa: E731
-    tapped = wrapped(loss, lambda stock, given: tap_policy(row, stock, given, describe))
+    tapped = wrapped(loss, lambda stock, arguments: tap_policy(row, stock, arguments, describe))
     taps, before = Taps(), dict(vars(batch))
     with observe(taps):
         taps.begin_microbatch()
@@ -66,9 +66,9 @@ def measured(loss: Callable[..., Tensor], row: LossPaths = LOSS, **changes: Any)
     assert {name: id(value) for name, value in vars(batch).items()} == {
         name: id(value) for name, value in before.items()
     }
-    (found,) = taps.losses["pg"].values()
-    assert isinstance(found, TappedLosses)
-    return found, batch
+    (of_loss,) = taps.losses["pg"].values()
+    assert isinstance(of_loss, TappedLosses)
+    return of_loss, batch
 
 
 @pytest.mark.parametrize("row", [LOSS, LOW])
@@ -98,16 +98,16 @@ def test_log_probs_exchanged_with_old_ones_weigh_nothing(row: LossPaths) -> None
             return ppo(log_probs, batch) + 0 * current.sum()
 
         describe = lambda: WeighedMicrobatch(Samples(list(MASK)), FACTORS, PLAIN)  # noqa: E731
-        return wrapped(loss, lambda stock, given: tap_policy(row, stock, given, describe))(batch.old, batch)
+        return wrapped(loss, lambda stock, arguments: tap_policy(row, stock, arguments, describe))(batch.old, batch)
 
     table, taps = torch.zeros(2, 4, requires_grad=True), Taps()
     with observe(taps):
         taps.begin_microbatch()
         exchanged(table, SimpleNamespace(advantages=PLAIN * FACTORS, old=PLAIN, rollout=None, seen=[])).backward()
-    (found,) = taps.losses["pg"].values()
-    assert isinstance(found, TappedLosses)
-    assert found.gradient is not None
-    assert not found.gradient.any()
+    (of_loss,) = taps.losses["pg"].values()
+    assert isinstance(of_loss, TappedLosses)
+    assert of_loss.gradient is not None
+    assert not of_loss.gradient.any()
 
 
 @pytest.mark.parametrize(
@@ -131,23 +131,25 @@ def test_clamps_are_no_evidence_and_losses_that_are_not_linear_are(
 
 def test_paths() -> None:
     inner = SimpleNamespace(name=1, scale=lambda: 2)
-    given = {"batch": {"inner": inner}, "many": {"a": {"x": 1}, "b": {"x": 2}}}
-    with swapped(given, {"batch.inner.name": 5, "batch.inner.scale": 7, "many.*.x": 0, "batch.none?": 1}):
-        assert (inner.name, inner.scale(), given["many"]) == (5, 7, {"a": {"x": 0}, "b": {"x": 0}})
-    assert (inner.name, inner.scale(), given["many"]) == (1, 2, {"a": {"x": 1}, "b": {"x": 2}})
+    arguments = {"batch": {"inner": inner}, "many": {"a": {"x": 1}, "b": {"x": 2}}}
+    with swapped(arguments, {"batch.inner.name": 5, "batch.inner.scale": 7, "many.*.x": 0, "batch.none?": 1}):
+        assert (inner.name, inner.scale(), arguments["many"]) == (5, 7, {"a": {"x": 0}, "b": {"x": 0}})
+    assert (inner.name, inner.scale(), arguments["many"]) == (1, 2, {"a": {"x": 1}, "b": {"x": 2}})
     with pytest.raises(ValueError, match=r"a policy loss without batch.other: its arguments are batch, many"):
-        places("batch.other", given)
+        places("batch.other", arguments)
 
 
 def test_a_proof_asks_for_the_advantages_before_weighing(capsys: Any) -> None:
     home = SimpleNamespace(loss=ppo)
     for described in (None, WeighedMicrobatch(Samples(list(MASK)), FACTORS, None)):
-        replaced = prove_policy_loss(home, "loss", LOSS, "token_mean", lambda given, it=described: it, engine="mine")
+        replaced = prove_policy_loss(
+            home, "loss", LOSS, "token_mean", lambda arguments, it=described: it, engine="mine"
+        )
         batch = SimpleNamespace(advantages=PLAIN, old=PLAIN, rollout=None, seen=[])
         with observe(Taps()), pytest.raises(TypeError, match="with plain, the advantages before they were weighed"):
             home.loss(torch.zeros(2, 4, requires_grad=True) * 1.0, batch)
         with pytest.raises(ValueError, match="which has a proof already"):
-            prove_policy_loss(home, "loss", LOSS, "token_mean", lambda given: None, engine="mine")  # type: ignore[arg-type, return-value]
+            prove_policy_loss(home, "loss", LOSS, "token_mean", lambda arguments: None, engine="mine")  # type: ignore[arg-type, return-value]
         replaced.undo()
     assert home.loss is ppo
     assert "megatron_rl_loss in proof of mine: replaced SimpleNamespace.loss" in capsys.readouterr().out

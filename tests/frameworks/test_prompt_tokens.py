@@ -24,6 +24,24 @@ def test_ids_that_stand_at_other_rows(ids: str, prompts: list[str], is_misplaced
     assert ("ids stand at other rows" in says) == is_misplaced == (says != "")
 
 
+@pytest.mark.parametrize(
+    ("ids", "group_size", "is_split"),
+    [
+        ("aabbcc", 2, False),
+        ("abccdd", 2, True),  # an id for each row of a group
+        ("aabcdd", 2, True),
+        ("aabbcc", 4, False),  # filters made groups smaller
+        ("abccdd", None, False),
+    ],
+)
+def test_rows_of_a_group_with_several_ids(ids: str, group_size: int | None, is_split: bool) -> None:
+    says = misplaced_ids(list(ids), PROMPTS, None, group_size)
+    assert ("2 rows with the same prompt tokens have 2 prompt ids where 2 are generated" in says) == is_split
+    assert bool(says) == is_split
+    twice = misplaced_ids(["a", "a", "b", "b"], ["[1]"] * 4, None, 2)
+    assert not twice, "a prompt that came twice has the rows of two groups"
+
+
 def test_modes_that_need_prompts() -> None:
     assert is_by_prompt(LossModes.resolve("prompt_mean"))
     assert not is_by_prompt(LossModes.resolve("sample_mean"))

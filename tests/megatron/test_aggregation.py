@@ -158,7 +158,7 @@ def step_of(case: Case, ask: Ask, state: Any) -> tuple[Tensor, dict[str, float]]
     model = model_of([*TABLE, float("nan")], per_token=ask.per_token, **case.ddp_options)
     cp_rank = state.get_context_parallel_rank()
     hands = case.hands(state.get_data_parallel_rank(), state.get_data_parallel_world_size())
-    further = {"term_masks": {"correct": CORRECT}, "ids": IDS}
+    further: Any = {"term_masks": {"correct": CORRECT}, "ids": IDS}
     batches = [Batch(SAMPLES, hand, case.cp, case.gathered, **further) for hand in hands]
 
     def forward_step(iterator: Iterator[Any], model: Any) -> Any:

@@ -21,9 +21,10 @@ from tiny_gpt import Case, Layout
 
 from megatron_rl_loss import Samples
 from megatron_rl_loss.audit.judge import judge
-from megatron_rl_loss.audit.megatron.reports import Report, assembled
+from megatron_rl_loss.audit.megatron.reports import FromRank, assembled
 from megatron_rl_loss.modes.aggregation import resolve
 from megatron_rl_loss.proof.anchor import Factor
+from megatron_rl_loss.proof.step_state import StepState
 from megatron_rl_loss.reduction.taps import TappedLosses
 
 pytestmark = pytest.mark.slow
@@ -82,7 +83,7 @@ def visited(layout: Layout) -> dict[Ask, list[Outcome]]:
     asks = [in_layout(layout, ask) for ask in [*ASKS, *FURTHER.get(layout, [])]]
     rollouts = {shape: gpt_oracle.rollouts_of(shape) for shape in {ask.case.shape(layout) for ask in asks}}
     by_rank = run_ranks(layout.world_size, functools.partial(run_steps, layout, asks, rollouts))
-    return {ask: [found[k] for found in by_rank] for k, ask in enumerate(asks)}
+    return {ask: [of_rank[k] for of_rank in by_rank] for k, ask in enumerate(asks)}
 
 
 def outcomes(layout: Layout, ask: Ask) -> list[Outcome]:
@@ -168,12 +169,12 @@ def test_declared_terms_are_judged_as_their_own_modes(layout: Layout) -> None:
         assert not step.unknown
         np.testing.assert_array_equal(step.tokens.mask, expected["mask"], err_msg=name)
         np.testing.assert_allclose(step.weights, coef * expected["weights"], rtol=EXACT, atol=0, err_msg=name)
-        asked = {term: resolve(one["mode"], units=one["units"]) for term, one in first.expected.items()}
+        asked = {term: resolve(declared["mode"], units=declared["units"]) for term, declared in first.expected.items()}
         assert asked[name].mode.name == own.mode
         verdict = judge(step, asked[name])
         assert verdict.sound, str(verdict)
         assert any("coefficient" in note for note in verdict.notes) == (coef != 1)
-        other = next(one for one, (mode, *_) in TERMS.items() if (mode or ask.case.mode) != own.mode)
+        other = next(term for term, (mode, *_) in TERMS.items() if (mode or ask.case.mode) != own.mode)
         assert not judge(step, asked[other]).sound, (name, other)
     deviations = [outcome.deviation for outcome in (first, *others) if outcome.deviation is not None]
     assert deviations
@@ -195,7 +196,7 @@ def test_taps_that_say_more_or_nothing(how: str) -> None:
         for name, coef in (("pg", 1), ("kl", 0.5), ("entropy", -0.25)):
             np.testing.assert_allclose(first.steps[name].weights, coef * expected, rtol=EXACT, atol=0, err_msg=name)
     if how == "other ids":  # each sample's second
-        lengths = [len(one.mask) for one in gpt_oracle.rollouts_of(STEP.shape(CP_DP))]
+        lengths = [len(rollout.mask) for rollout in gpt_oracle.rollouts_of(STEP.shape(CP_DP))]
         assert f" {sum(length > 1 for length in lengths)} of " in said[0]
     assert (first.measured.facts.get("tokens_compared", 0) > 0) == how.endswith("ids")
 
@@ -203,26 +204,26 @@ def test_taps_that_say_more_or_nothing(how: str) -> None:
 def test_a_rank_that_never_taps_a_term_gives_its_tokens_no_weight() -> None:
     """Two DP ranks of a reported step, by hand: one taps the policy loss alone; the same term declared apart."""
     group = SimpleNamespace(size=lambda: 2)
-    one = SimpleNamespace(size=lambda: 1)
-    groups: Any = SimpleNamespace(dp=group, dp_cp=group, cp=one, tp=one, pp=one)
+    alone = SimpleNamespace(size=lambda: 1)
+    groups: Any = SimpleNamespace(dp=group, dp_cp=group, cp=alone, tp=alone, pp=alone)
     config = SimpleNamespace(calculate_per_token_loss=False, num_moe_experts=None)
 
-    def report_of(rank: int, **coefs: float) -> Report:
-        report = Report(0, [Factor("norm", 1.0, 1e-7, 1e-8)], [], num_microbatches=1)
+    def sent_by(rank: int, **coefs: float) -> FromRank:
+        sent = FromRank(StepState(factors={(0, "norm"): Factor("norm", 1.0, 1e-7, 1e-8)}), num_microbatches=1)
         for term, coef in coefs.items():
             gradient = torch.full((2,), coef / 4)
             tapped = TappedLosses((2,), torch.float32, Samples([torch.ones(2)]), coef=coef, gradient=gradient)
-            report.add(term, tapped, Samples([torch.ones(2)]), 1, None, dp_rank=rank, cp_rank=0, microbatch=0)
-        return report
+            sent.add(term, tapped, Samples([torch.ones(2)]), 1, None, dp_rank=rank, cp_rank=0, microbatch=0)
+        return sent
 
-    def verdicts(*reports: Report) -> dict[str, Any]:
-        steps = assembled(reports, groups, config, 1.0, dynamic_cp=False)
+    def verdicts(*from_ranks: FromRank) -> dict[str, Any]:
+        steps = assembled(from_ranks, groups, config, 1.0, dynamic_cp=False)
         return {term: judge(step, "token_mean") for term, step in steps.items()}
 
-    sound = verdicts(report_of(0, pg=1.0, kl=0.5), report_of(1, pg=1.0, kl=0.5))
+    sound = verdicts(sent_by(0, pg=1.0, kl=0.5), sent_by(1, pg=1.0, kl=0.5))
     assert (sound["pg"].sound, sound["kl"].sound) == (True, True)
-    found = verdicts(report_of(0, pg=1.0, kl=0.5), report_of(1, pg=1.0))
-    assert found["pg"].sound
-    assert "2 of 4 active tokens have no weight, all of DP 1" in str(found["kl"])
-    apart = verdicts(report_of(0, pg=1.0, kl=0.5), report_of(1, pg=1.0, kl=0.25))
+    partly = verdicts(sent_by(0, pg=1.0, kl=0.5), sent_by(1, pg=1.0))
+    assert partly["pg"].sound
+    assert "2 of 4 active tokens have no weight, all of DP 1" in str(partly["kl"])
+    apart = verdicts(sent_by(0, pg=1.0, kl=0.5), sent_by(1, pg=1.0, kl=0.25))
     assert "declare 'kl' differently" in apart["kl"].headline

@@ -15,7 +15,7 @@ import oracle
 import pytest
 import torch
 import torch.distributed as dist
-from missing import skip_without
+from missing import has
 from moe_gpt import build, run_step, step_data
 from ranks import run_ranks
 from tiny_gpt import Batch
@@ -36,11 +36,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
 WITH_MTP = ("cp 2 x dp 2", "tp 2 with sequence parallelism", "pp 2")
 
 
-def needed(model: str) -> str:
-    """The model, where this Megatron-Core has it."""
-    if "mtp" in model:
-        skip_without("MTP")
-    return model
+#: MTP beside experts, where a layout and this Megatron-Core have it.
+MODELS = {layout: "moe and mtp" if layout in WITH_MTP and has("MTP") else "moe" for layout in LAYOUTS}
 
 
 def ours(model: Any, batches: list[Batch], mode: str = "sample_mean") -> Any:
@@ -115,12 +112,10 @@ def cases_of(model_name: str, layout: dict[str, int]) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("layout", "model"), [*((layout, "moe") for layout in LAYOUTS), *((layout, "moe and mtp") for layout in WITH_MTP)]
-)
+@pytest.mark.parametrize(("layout", "model"), MODELS.items())
 def test_auxiliary_gradients_are_those_of_megatron_alone(layout: str, model: str, record_property: Any) -> None:
     world_size, sizes = LAYOUTS[layout]
-    ranks = run_ranks(world_size, cases_of, needed(model), sizes)
+    ranks = run_ranks(world_size, cases_of, model, sizes)
     for rank, cases in enumerate(ranks):
         for case in cases:
             assert case["error"] < oracle.chain_error(3, 64), (rank, case)  # two layers and MTP's, 64 tokens at most
@@ -137,33 +132,27 @@ def test_auxiliary_gradients_are_those_of_megatron_alone(layout: str, model: str
 # ---- negative controls: adapters that get the loss right and the auxiliary losses wrong
 
 
-#: Of a model: routers, MTP's layer.
-CONTROLLED = {"moe": ["router"], "moe and mtp": ["router", "mtp."]}
-
-
 def errors_of_wrong_adapters(model_name: str, layout: dict[str, int]) -> list[float]:
-    found = []
+    found, controlled = [], ["router", "mtp."][: 1 + ("mtp" in model_name)]
     for wrong in ("scales by grad_scale_func", "counts 2"):
         model = build(model_name, per_token=wrong == "counts 2", **layout)
         batches = step_data(3, with_policy=False)
         expected = stock(model, batches, counts=True)
         if wrong == "counts 2":
             # The policy loss would be as exact, if it were scaled by the sum of these in the place of the tokens.
-            StepRecord.constant = lambda record, count, device: torch.full((), 2, dtype=torch.int32)  # type: ignore[method-assign]
+            setattr(StepRecord, "constant", lambda facts, value, device: torch.full((), 2, dtype=torch.int32))  # noqa: B010
         else:
             # Undoes Megatron's division by the loss scale, which auxiliary losses take part in.
             model.config.grad_scale_func = lambda loss: loss * 3 * dist.get_world_size()
-        found += [worst_error(ours(model, batches), expected, of) for of in CONTROLLED[model_name]]
+        found += [worst_error(ours(model, batches), expected, of) for of in controlled]
     return found
 
 
-@pytest.mark.parametrize("model", CONTROLLED)
-def test_the_comparison_sees_adapters_that_rescale_auxiliary_losses(
-    model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_comparison_sees_adapters_that_rescale_auxiliary_losses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGATRON_RL_LOSS_PROOF", "off")  # the proof of the first step would stop them
-    world_size, sizes = LAYOUTS["cp 2 x dp 2"]
-    for errors in run_ranks(world_size, errors_of_wrong_adapters, needed(model), sizes):
+    layout = "cp 2 x dp 2"
+    world_size, sizes = LAYOUTS[layout]
+    for errors in run_ranks(world_size, errors_of_wrong_adapters, MODELS[layout], sizes):
         assert min(errors) > 0.1, errors
 
 
@@ -188,18 +177,19 @@ def audited(model_name: str, layout: dict[str, int]) -> list[Any]:
     found = []
     for per_token in (False, True):
         model = build(model_name, per_token, **layout)
-        for step in (ours, tapped, *[functools.partial(tapped, count=2)] * per_token):
+        steps: list[Any] = [ours, tapped, *[functools.partial(tapped, count=2)] * per_token]
+        for step in steps:
             with Audit(model) as audit:
                 step(model, step_data(3, with_policy=True))
             found.append(audit.measured)
     return found
 
 
-@pytest.mark.parametrize(("layout", "model"), [("ep 2", "moe"), ("pp 2", "moe and mtp")])
-def test_measured_weights_are_those_of_the_policy_loss(layout: str, model: str) -> None:
+@pytest.mark.parametrize("layout", ["ep 2", "pp 2"])
+def test_measured_weights_are_those_of_the_policy_loss(layout: str) -> None:
     """Formulas of the step's masks: the sample mean of our carriers, and Megatron's own 3-tuple."""
     world_size, sizes = LAYOUTS[layout]
-    (*first, counts_2), *others = run_ranks(world_size, audited, needed(model), sizes)
+    (*first, counts_2), *others = run_ranks(world_size, audited, MODELS[layout], sizes)
     assert not any(step for steps in others for step in steps)
     weigh = counts_2.tokens.mask.sum() / (2 * 3 * counts_2.split.dp_size)
     (note,) = counts_2.notes

@@ -75,7 +75,7 @@ def expected(mode: str, units: str, loss: str) -> tuple[Tensor, float, float]:
         losses = [scan(leaf, mask, GAMMA) for leaf, mask in zip(leaves, masks, strict=True)]
     samples = [replace(one, losses=of, mask=mask) for one, of, mask in zip(STEP, losses, masks, strict=True)]
     if loss == "gspo":
-        leaves, samples = map(list, zip(*gspo_of_step(), strict=True))  # type: ignore[assignment]
+        leaves, samples = map(list, zip(*gspo_of_step(), strict=True))
     divisor = DIVISOR if mode == "constant" else None
     total = oracle.vl_norm(samples) if mode == "vl_norm" else oracle.step_loss(mode, samples, divisor, units)
     slopes = torch.autograd.grad(total, leaves, materialize_grads=True)

@@ -126,7 +126,7 @@ def packed_errors(launch: Launch, planted: bool = False) -> list[tuple[str, int,
     reads = tp_group.rank() == 0 and (has("default_dynamic_cp") or pp_group.rank() in (0, launch.pp - 1))
     proof = "off" if planted else "error"  # which counts anew, and so stops the plant
     if planted:
-        plans.count_step = lambda samples, groups, **options: count_step(samples, StepGroups(), **options)
+        vars(plans)["count_step"] = lambda samples, groups, **options: count_step(samples, StepGroups(), **options)
 
     def samples_of(batch: dict[str, Tensor]) -> Samples:
         bounds = batch["cu_seqlens_padded"].int().tolist()
@@ -148,7 +148,7 @@ def packed_errors(launch: Launch, planted: bool = False) -> list[tuple[str, int,
     for mode, units in oracle.COUNTINGS:
         chunks = launch.chunks(size)
         model = chunks if launch.vp > 1 else chunks[0]
-        named = {"mode": mode, "units": units, "divisor": DIVISOR if mode == "constant" else None}
+        named: Any = {"mode": mode, "units": units, "divisor": DIVISOR if mode == "constant" else None}
         wrap = None
         if launch.loop == "adapter":
             settings = AggregationSettings.resolve(with_per_token_loss=launch.per_token, proof=proof, **named)

@@ -117,7 +117,7 @@ def test_a_path_loads(name: str) -> None:
     )
     assert float(reducer(torch.tensor([2.0, float("nan"), 4.0]))) == 4
     shown = "of_a_user" if name == ":registered" else f"{MODULE}.plain_sum"
-    assert settings.modes.policy.describe() == f"loss aggregation: {shown}, divisor 8, unit counting all"
+    assert settings.modes.policy.describe() == f"loss aggregation: {shown}, divisor 8, counting all units"
 
 
 def test_a_registered_name_is_a_mode() -> None:

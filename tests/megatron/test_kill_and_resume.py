@@ -27,7 +27,7 @@ def train_and_die(flags: list[str], moment: Path) -> list[dict[str, float]]:
     import pretrain_grpo
     from megatron.training import get_args
 
-    packs_of_rank = pretrain_grpo.packs_of_rank
+    packs_of_rank = vars(pretrain_grpo)["packs_of_rank"]
 
     def packs(*args: Any, **kwargs: Any) -> Iterator[Any]:
         for pack in packs_of_rank(*args, **kwargs):
@@ -36,7 +36,7 @@ def train_and_die(flags: list[str], moment: Path) -> list[dict[str, float]]:
                 os.kill(os.getpid(), signal.SIGKILL)
             yield pack
 
-    pretrain_grpo.packs_of_rank = packs
+    vars(pretrain_grpo)["packs_of_rank"] = packs
     return train(flags)
 
 

@@ -10,12 +10,12 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from planned_steps import CP, DP, STEP, TABLE, gradient_of, start_ranks, step
 from ranks import run_ranks
 from recipes.late_counts import late_counts, rollout_sum
 from refusals import outcome_of
 from table_step import Batch, relative_error, run_schedule, start, table_model
 from torch import Tensor
+from world import CP, DP, STEP, TABLE, gradient_of, start_ranks, step
 
 from megatron_rl_loss import plan_step
 
@@ -44,7 +44,8 @@ def trained(model: Any, dp_rank: int, cp: int, run: Any, *, halved: bool = False
             plan = plan_step([batch.samples for batch in batches], rollout_sum, model=model)
             run(model, plan, batches)
             counts.append(plan.totals.units["rollout"].number["all"] / (2 if halved else 1))
-    return model.module.losses.main_grad.clone().cpu()  # type: ignore[no-any-return]
+    gradient: Tensor = model.module.losses.main_grad.clone().cpu()
+    return gradient
 
 
 def over_data_and_context() -> tuple[list[Tensor], Tensor, str]:

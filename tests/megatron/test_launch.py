@@ -80,7 +80,7 @@ def attached() -> None:
         lines.append("Megatron's line")
         return "logged"
 
-    training.get_forward_backward_func = lambda: lambda **kwargs: given.append(kwargs) or "stored"  # type: ignore[func-returns-value]
+    training.get_forward_backward_func = lambda: lambda **kwargs: given.append(kwargs) or "stored"
     training.training_log = training_log
     training.get_args = lambda: SimpleNamespace(log_interval=2)
     training.print_rank_last = lines.append
@@ -166,7 +166,7 @@ def test_the_look_ahead_and_the_first_line() -> None:
         sum(map(count, SAMPLES)) for count in (lambda s: len(s.mask), lambda s: int((s.mask != 0).sum()))
     )
     assert line == (
-        f"loss aggregation: constant, divisor 40960, unit counting all | {len(rollouts)} rollouts, {len(prompts)} "
+        f"loss aggregation: constant, divisor 40960, counting all units | {len(rollouts)} rollouts, {len(prompts)} "
         f"prompts ({len(rollouts) / len(prompts):.1f} each), {active} of {entries} tokens active, "
         f"{len(rollouts) - active_rollouts} rollouts fully masked, in no mean of a metric | "
         f"1 micro-batches x DP 1, CP 1\n"
@@ -235,7 +235,7 @@ def actor_and_critic(state: Any) -> list[str]:
     """Groups of one rank each, and of both; made in another order on each rank. What each trains on."""
     rank, names = dist.get_rank(), ("tp", "pp", "cp", "dp", "dp_cp")
     alone = ProcessGroupCollection(**dict.fromkeys(names, [dist.new_group([one]) for one in range(2)][rank]))
-    makes = [lambda: LossAggregation(AggregationSettings.resolve("token_mean"), lambda batch: batch.samples,
+    makes: Any = [lambda: LossAggregation(AggregationSettings.resolve("token_mean"), lambda batch: batch.samples,
                                      pg_collection=alone),
              lambda: aggregation(mode="token_mean")]  # fmt: skip
     made = {number: makes[number]() for number in ([0, 1] if rank else [1, 0])}

@@ -1,8 +1,6 @@
-"""A planned step through the real schedule and DDP, in a loop of one's own: a token's gradient is its weight.
+"""A planned step in a loop of one's own: evaluation, a bad list on one rank, a plan that is used twice or in parts.
 
-Every form of what a loss function returns, with and without per-token loss; numbers of micro-batches that differ
-between DP ranks; gradients added up without the schedule; evaluation; a bad list on one rank; a plan that is used twice
-or in parts.
+Its gradient in every form of what a loss function returns: test_worlds.py.
 """
 
 import functools
@@ -11,50 +9,16 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from planned_steps import CP, DP, FORM_SETTINGS, STEP, TABLE, batches_of, gradient_of, start_ranks, step
 from ranks import run_ranks
 from refusals import outcome_of
-from step_samples import DIVISOR, dealt
-from table_step import Batch, relative_error, run_schedule, start, table_model
-from torch import Tensor
+from step_samples import dealt
+from table_step import Batch, run_schedule, start, table_model
+from world import CP, DP, STEP, TABLE, batches_of, start_ranks, step
 
 from megatron_rl_loss import Samples, ZigzagTHD, plan_step
 from megatron_rl_loss.plan.carriers import FORMS
 
 IN_A_LOOP = [form.name for form in FORMS.values() if form.caller == "loop"]
-Found = dict[tuple[str, str, bool], tuple[Tensor, float]]
-
-
-def gradients() -> Found:
-    """On a rank: of every mode in every form, the reduced gradient and the step loss from the reports."""
-    import torch.distributed as dist
-
-    cp_rank, dp_rank = start_ranks()
-    found: Found = {}
-    for mode in (*oracle.MODES, *oracle.BY_IDS):
-        for number, (form, per_token) in enumerate(FORM_SETTINGS):
-            model = table_model(TABLE, per_token=per_token)
-            batches = batches_of(dp_rank)
-            if number % 2:  # the schedule allows other numbers on other DP ranks, without pipeline stages
-                batches = batches[: 3 - dp_rank]
-            divisor = DIVISOR if mode == "constant" else None
-            plan = plan_step([batch.samples for batch in batches], mode, divisor=divisor, model=model)
-            shares = step(model, plan, batches, cp_rank, form)
-            total = torch.stack(shares).sum()
-            dist.all_reduce(total)
-            found[mode, form, per_token] = model.module.losses.main_grad.clone().cpu(), float(total)
-    return found
-
-
-def test_every_form_trains_on_the_step_loss() -> None:
-    for found in run_ranks(DP * CP, gradients):
-        assert len(found) == (len(oracle.MODES) + len(oracle.BY_IDS)) * len(FORM_SETTINGS)
-        for (mode, form, per_token), (gradient, total) in found.items():
-            assert relative_error(gradient, gradient_of(mode)) < oracle.EXACT, (mode, form, per_token)
-            assert gradient[-1] == 0
-            losses, right = torch.cat([one.losses for one in STEP]), gradient_of(mode)[:-1]
-            of_sum = oracle.sum_error(oracle.num_tokens(STEP)) * float(right @ losses.abs())
-            assert total == pytest.approx(float(right @ losses), abs=of_sum)
 
 
 def evaluated() -> tuple[float, bool]:
@@ -130,7 +94,7 @@ def misused() -> dict[str, str]:
     found["restarted"] = outcome_of(restarted)
     found["crossed"] = outcome_of(crossed)
     for form in IN_A_LOOP:
-        found[form] = outcome_of(lambda form=form: in_the_schedule(form))
+        found[form] = outcome_of(functools.partial(in_the_schedule, form))
     return found
 
 
@@ -144,7 +108,7 @@ def test_a_plan_is_trained_on_once_and_as_a_whole() -> None:
             assert "ranks 0, 1: ValueError: a plan of 3 micro-batches, of which [1, 2] were not" in found[name]
         assert "a share that was put together without this micro-batch's reducers" in found["crossed"]
         for form in IN_A_LOOP:
-            assert f"form='{form}' in a loss function of Megatron's schedule" in found[form]
+            assert f"form='{form}' in a plan of a Megatron model" in found[form]
 
 
 BAD_LISTS: dict[str, tuple[Any, str]] = {

@@ -50,7 +50,7 @@ def logged(log_probs: Tensor, old: Tensor) -> dict[str, list[float]]:
     import pretrain_grpo
 
     flags = {"policy_loss": "ppo", "clip_low": None, "clip_high": None, "kl_beta": 0.1, "entropy_bonus": 0.0}
-    pretrain_grpo.get_args = lambda: SimpleNamespace(**flags)
+    vars(pretrain_grpo)["get_args"] = lambda: SimpleNamespace(**flags)
     advantages, mask = torch.linspace(-1, 1, len(old)), torch.ones(len(old))
     metrics = pretrain_grpo.per_token_loss(mask, log_probs, None, advantages, old, old)[1]
     return {name: values.tolist() for name, values in metrics.items()}

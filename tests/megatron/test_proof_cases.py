@@ -16,12 +16,11 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import gpt_oracle
-import planned_steps
 import pytest
 import torch
 import torch.distributed as dist
+import world
 from gpt_steps import output_of, prepared, run_batches, settings_of, start_layout
-from planned_steps import CP, DP, TABLE, batches_of, gradient_of, start_ranks
 from ranks import run_ranks
 from repository import ROOT
 from step_samples import dealt
@@ -29,6 +28,7 @@ from table_step import Batch, relative_error, run_schedule, start, table_model
 from tiny_gpt import Batch as GptBatch
 from tiny_gpt import Case, Layout
 from torch import Tensor
+from world import CP, DP, TABLE, batches_of, gradient_of, start_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -67,7 +67,7 @@ def aggregated(loss_of: Callable[..., Any], steps: int = 1, plant: Callable[[Any
     from megatron_rl_loss.megatron.flags import AggregationSettings
 
     dp_rank = start().get_data_parallel_rank()
-    batches = [Batch(planned_steps.STEP, chosen, 1) for chosen in dealt(planned_steps.STEP, dp_rank, 2, 3)]
+    batches = [Batch(world.STEP, chosen, 1) for chosen in dealt(world.STEP, dp_rank, 2, 3)]
     model = table_model(TABLE)
     if plant is not None:
         plant(model)
@@ -129,6 +129,14 @@ def with_an_infinite_term_switched_off(microbatch: Any, losses: Tensor) -> Any:
     return microbatch.loss({"pg": losses, "kl": Term(losses * math.inf, "token_mean", coef=0.0)})
 
 
+def with_a_tapped_term_left_out(microbatch: Any, losses: Tensor) -> Any:
+    from megatron_rl_loss.modes.aggregation import resolve
+    from megatron_rl_loss.reduction.taps import tap
+
+    tap(2 * losses, "kl", samples=microbatch.samples, coef=0.1, aggregation=resolve("token_mean"))
+    return microbatch.loss(losses)
+
+
 def with_a_term_of_changing_coefficient(microbatch: Any, losses: Tensor) -> Any:
     from megatron_rl_loss import Term
 
@@ -179,11 +187,16 @@ AGGREGATED: dict[str, tuple[Callable[..., Any], Callable[[Any], None] | None, li
         None,
         [rf"{PROVED} 37 tokens.*not covered: factors of 1 to 3 on tokens between ppo_clip_loss and the reducer"],
     ),
-    "scaled alike": (scaled_alike, None, [rf"{PROVED} 37.*not covered: factors of 0.5 to 0.5 on tokens between"]),
+    "scaled alike": (scaled_alike, None, [rf"{PROVED} 37.*not covered: a factor of 0.5 on tokens between"]),
     "a term without gradient": (
         with_a_term_that_trains_nothing,
         None,
         ["the term 'kl' with coef=0.1 and values without a graph: it would be added to the loss and train nothing"],
+    ),
+    "a tapped term left out of the loss": (
+        with_a_tapped_term_left_out,
+        None,
+        ["The kl term has a coefficient, 0.1, and no gradient reaches it"],
     ),
     "coefficient 0 of infinite values": (
         with_an_infinite_term_switched_off,
@@ -264,7 +277,7 @@ def finalised_after_the_schedule() -> list[Step]:
         model.config.finalize_model_grads_func = None
         groups = {"dp_group": mpu.get_data_parallel_group(), "cp_group": mpu.get_context_parallel_group()}
         plan = plan_step([batch.samples for batch in batches], "prompt_mean", **groups)
-        planned_steps.step(model, plan, batches, cp_rank, "3-tuple")
+        world.step(model, plan, batches, cp_rank, "3-tuple")
         finalize_model_grads([model], None)
         return relative_error(model.module.losses.main_grad.cpu(), gradient_of("prompt_mean"))
 
@@ -282,7 +295,7 @@ def critic_first() -> list[Step]:
     def run(mode: str) -> float:
         models[mode].zero_grad_buffer()
         plan = plan_step([batch.samples for batch in batches], mode, model=models[mode])
-        planned_steps.step(models[mode], plan, batches, cp_rank, "3-tuple")
+        world.step(models[mode], plan, batches, cp_rank, "3-tuple")
         plan.finish()
         return relative_error(models[mode].module.losses.main_grad.cpu(), gradient_of(mode))
 
@@ -306,7 +319,7 @@ def out_of_memory_and_given_up() -> list[Step]:
                 raise RuntimeError("CUDA out of memory")
             return returned
 
-        planned_steps.step(model, plan, batches, cp_rank, "3-tuple", engine)
+        world.step(model, plan, batches, cp_rank, "3-tuple", engine)
         error = relative_error(model.module.losses.main_grad.cpu(), gradient_of("prompt_mean"))
         if number == 1:  # a trainer's optimizer step, after a plan of which it says that a part is left
             plan.record.is_carried[0] = False
@@ -342,7 +355,7 @@ def returned_in_verls_form() -> list[Step]:
             def carry(self, share: Tensor, report: Any, form: str) -> Any:
                 return self.microbatch.carry(share, report, form="verl")
 
-        planned_steps.step(model, [ForVerl(microbatch) for microbatch in plan], batches, cp_rank, "3-tuple")
+        world.step(model, [ForVerl(microbatch) for microbatch in plan], batches, cp_rank, "3-tuple")
         return math.nan
 
     return [attempted(run)]
@@ -461,7 +474,7 @@ def of_interval(intervals: list[int]) -> str:
     dp_rank = start().get_data_parallel_rank()
     settings = AggregationSettings.resolve("token_mean", audit_interval=intervals[dp_rank])
     aggregation = LossAggregation(settings, lambda batch: batch.samples)
-    batches = [Batch(planned_steps.STEP, chosen, 1) for chosen in dealt(planned_steps.STEP, dp_rank, 2, 3)]
+    batches = [Batch(world.STEP, chosen, 1) for chosen in dealt(world.STEP, dp_rank, 2, 3)]
     try:
         run_schedule(lambda *_: None, iter(batches), table_model(TABLE), 3, aggregation.wrap_schedule)
     except Exception as error:
@@ -503,6 +516,8 @@ def trained_gpt(case: str, layout: Layout, steps: int) -> list[Step]:
         Anchor.keep = lambda self, gradient: keep(self, gradient) if self.num_terms < 2 else None  # type: ignore[method-assign]
     if case == "a silent stage" and mpu.is_pipeline_first_stage():
         Anchor.keep = lambda self, gradient: None  # type: ignore[method-assign]
+    if case == "a tensor-parallel rank scaled" and mpu.get_tensor_model_parallel_rank() == 0:
+        double_what_ddp_reduces(ready.chunks[0])
     if case == "all but the last norm scaled":
 
         def finalize_apart(*args: Any, **kwargs: Any) -> None:
@@ -549,7 +564,7 @@ def trained_gpt(case: str, layout: Layout, steps: int) -> list[Step]:
     return [attempted(run) for _ in range(steps)]
 
 
-DP_2, PP_2 = Layout(1, False, 1, 1, 1, 2), Layout(1, False, 2, 1, 1, 1)
+DP_2, PP_2, TP_2 = Layout(1, False, 1, 1, 1, 2), Layout(1, False, 2, 1, 1, 1), Layout(2, False, 1, 1, 1, 1)
 #: Layout, and what each step prints on the first rank or raises on all.
 GPTS: dict[str, tuple[Layout, list[str]]] = {
     "folded": (DP_2, [rf"{PROVED} \d+ tokens.*; from the share on \(folded into the output head\)", "^$"]),
@@ -559,6 +574,7 @@ GPTS: dict[str, tuple[Layout, list[str]]] = {
     "bf16 reduction, 32 micro-batches": (DP_2, [f"NOT PROVED: The scaling of gradients|{PROVED}", "^$"]),
     "graphs replay": (DP_2, ["NOT PROVED: CUDA graphs replay a backward pass without its hooks", "^$"]),
     "a silent stage": (PP_2, [PROVED, "^$"]),
+    "a tensor-parallel rank scaled": (TP_2, [r"Gradients are multiplied by 1 at decoder.f\S* .*, 2 at decoder.f"]),
     "all but the last norm scaled": (DP_2, [r"Gradients are multiplied by 0.125 at \S*weight .*, 0.5 at decoder.f"]),
 }  # fmt: skip
 

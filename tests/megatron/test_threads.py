@@ -4,10 +4,10 @@ import threading
 from typing import Any
 
 import megatron_on_cpu
-from planned_steps import OF_SAMPLES, STEP, TABLE, gradient_of
 from ranks import run_ranks
 from step_samples import dealt
 from table_step import Batch, relative_error, run_schedule, start, table_model
+from world import OF_SAMPLES, STEP, TABLE, gradient_of
 
 from megatron_rl_loss import LossAggregation
 from megatron_rl_loss.megatron.flags import AggregationSettings

@@ -28,7 +28,7 @@ def test_the_bug_is_named_by_its_shape_in_random_steps(bug: Bug) -> None:
 def test_another_bug_is_not_taken_for_it(bug: Bug) -> None:
     """Negative control: on weights of another formula the rule says that the reading is wrong."""
     names = Named(bug)
-    other = next(one for one in BUGS if one.row == (9 if bug.row == 1 else 1))
+    other = next(another for another in BUGS if another.row == (9 if bug.row == 1 else 1))
     step = other.step(1)
     verdict = judge(measured(step, other.weights), resolve("token_mean"))
     assert verdict.causes

@@ -23,10 +23,10 @@ WIDTH, VOCABULARY = 8, 11
 
 def test_the_loop_gives_the_gradient_of_policy_and_divergence() -> None:
     torch.manual_seed(0)
-    models = [torch.nn.Embedding(VOCABULARY, WIDTH), torch.nn.Linear(WIDTH, VOCABULARY, bias=False)]
-    teachers = [torch.nn.Embedding(VOCABULARY, 5), torch.nn.Linear(5, VOCABULARY, bias=False)]
-    masks = [[[1, 1, 0, 1], [1, 0]], [[0, 0], [1, 0.5, 1]]]
-    prompts, batches = [["a", "a"], ["a", "b"]], []
+    models: list[Any] = [torch.nn.Embedding(VOCABULARY, WIDTH), torch.nn.Linear(WIDTH, VOCABULARY, bias=False)]
+    teachers: list[Any] = [torch.nn.Embedding(VOCABULARY, 5), torch.nn.Linear(5, VOCABULARY, bias=False)]
+    masks: list[list[list[float]]] = [[[1, 1, 0, 1], [1, 0]], [[0, 0], [1, 0.5, 1]]]
+    prompts, batches = [["a", "a"], ["a", "b"]], list[dict[str, torch.Tensor]]()
     for of_batch in masks:
         total = sum(map(len, of_batch))
         tokens = {name: torch.randint(VOCABULARY, (total,)) for name in ("tokens", "labels")}
@@ -42,7 +42,7 @@ def test_the_loop_gives_the_gradient_of_policy_and_divergence() -> None:
     found = [model.weight.grad.double() for model in models]
 
     embedding, head, *taught = (model.weight.detach().double().requires_grad_() for model in [*models, *teachers])
-    policy, kl = [], []
+    policy, kl = list[oracle.Sample](), list[oracle.Sample]()
     for batch, of_batch, of_prompts in zip(batches, masks, prompts, strict=True):
         p = (embedding[batch["tokens"]] @ head.T).softmax(-1)
         q = (taught[0][batch["tokens"]] @ taught[1].T).softmax(-1).detach()
@@ -90,8 +90,8 @@ def test_memory_and_times_of_log_probs_are_those_of_the_file() -> None:
         numbers = [f"{number:,.0f}" for number in (two["logits MB"], two["peak extra MB"], one["peak extra MB"])]
         assert cells.split(" | ") == [numbers[0], megatron, *numbers[1:]]
     times = {row["way"]: row["to megatron"] for row in tables["time from hidden states"]}
-    one, two = (f"{times[f'ours, {way}, entropy']:.2f}" for way in ("one pass", "two passes"))
-    assert f"One pass takes {one}, two passes {two} of" in PAGE
+    one_pass, two_passes = (f"{times[f'ours, {way}, entropy']:.2f}" for way in ("one pass", "two passes"))
+    assert f"One pass takes {one_pass}, two passes {two_passes} of" in PAGE
 
 
 def test_memory_of_distillation_is_that_of_the_file() -> None:
@@ -122,7 +122,7 @@ def test_the_code_for_a_megatron_model_gives_the_step_loss(monkeypatch: pytest.M
         return share, {"log_probs": log_probs, "entropy": entropy, **metrics}
 
     old, advantages = log_probs.detach() - torch.tensor([[0, 0.1, 0, 0.5]]), torch.ones(1, 4)
-    names = dict.fromkeys(("tokens", "positions", "labels"))
+    names: dict[str, Any] = dict.fromkeys(("tokens", "positions", "labels"))
     names |= {"torch": torch, "microbatch": microbatch, "model": model, "old": old, "advantages": advantages}
     exec("def run():\n" + textwrap.indent(code_under("logprobs.md", "In a Megatron model"), "    "), names)
     report = names["run"]()[2]

@@ -31,7 +31,7 @@ def test_the_table_has_the_oracles_weights(
         expected = oracle.step_weights(mode, oracle.WORKED, divisor, units)
         assert f"loss is {oracle.WORKED_VALUES[mode, units]:.6f}." in printed
     else:
-        turns = [[0, 0, 1, 1], [2, 2], [3, 3, "", 4, "", ""], [""]]
+        turns: list[list[object]] = [[0, 0, 1, 1], [2, 2], [3, 3, "", 4, "", ""], [""]]
         expected = oracle.weights_by_ids(mode, [row.mask for row in oracle.WORKED], ["s", "s", "t", "u"], turns, units)
     for (*_, shown), weights in zip(rows, expected, strict=True):
         assert list(map(float, shown.split())) == pytest.approx(weights, abs=5.1e-5)  # four decimals are printed

@@ -4,6 +4,7 @@ import functools
 import re
 import subprocess
 from importlib import metadata
+from typing import Any
 
 import pytest
 import torch
@@ -62,7 +63,7 @@ def test_torch_and_numpy_are_the_requirements() -> None:
     assert requires is not None
     assert [r for r in requires if "extra ==" not in r] == ["torch>=2.6", "numpy>=1.26"]
     extras = {"megatron", "te", "demo", "bench", "audit", "test", "docs"}
-    assert set(metadata.metadata("megatron-rl-loss").get_all("Provides-Extra")) == extras
+    assert {*(metadata.metadata("megatron-rl-loss").get_all("Provides-Extra") or [])} == extras
     assert not any(r.lower().startswith("apex") for r in requires)
 
 
@@ -85,15 +86,10 @@ def test_badges_say_what_the_package_says() -> None:
         assert f">{text}</text>" in badges[name], name
 
 
-@pytest.mark.parametrize("page", ["README.md", "AGENTS.md", "CONTRIBUTING.md", "CHANGELOG.md"])
-def test_guides_stay_narrow(page: str) -> None:
-    assert [line for line in (ROOT / page).read_text().splitlines() if len(line) > 130] == []
-
-
 def test_host_work_stays_on_the_host_whatever_the_default_device() -> None:
     """``torch.set_default_device("cuda")`` is such a default. The meta device stands in for it: it holds no numbers."""
     masks = [torch.tensor([1.0, 1, 0, 1]), torch.tensor([1.0, 0])]
-    ids: dict[str, object] = {"rollout_ids": ["a", "a"], "prompt_ids": [0, 0]}
+    ids: dict[str, Any] = {"rollout_ids": ["a", "a"], "prompt_ids": [0, 0]}
     ids["ids"] = {"session": [3, 3], "turn": [[0, 0, -1, 1], [0, -1]]}
     with torch.device("meta"):
         totals = StepTotals.from_loss_masks(masks, **ids)
@@ -105,7 +101,7 @@ def test_host_work_stays_on_the_host_whatever_the_default_device() -> None:
             Gathered([0, 4, 6]),
         ):
             for mode in available_modes():
-                rank = {"layout": layout, "cp_rank": 1, "cp_size": 2, "divisor": 8 if mode == "constant" else None}
+                rank: Any = {"layout": layout, "cp_rank": 1, "cp_size": 2, "divisor": 8 if mode == "constant" else None}
                 assert make_pg_loss_reducer(mode, masks, totals=totals, **ids, **rank).weights.device.type == "cpu"
         share = make_pg_loss_reducer("prompt_mean", masks, totals=totals, **ids)
     assert float(share(torch.tensor([1.0, 2, 3, 4, 5, 6]))) == (1 + 2 + 4 + 5) / 4

@@ -1,4 +1,4 @@
-"""Pages: links lead somewhere, names have one home, code runs, tables are those of the code."""
+"""Pages: names have one home, code runs, tables are those of the code. Links: `mkdocs --strict` (tools/docs.sh)."""
 
 import argparse
 import ast
@@ -18,19 +18,19 @@ import names_page
 import oracle
 import pytest
 import torch
-from pages import PAGES, broken_links, code_of, code_under
+from pages import PAGES, code_of, code_under
 from replacements import undone
 from repository import EXAMPLES, ROOT
 
 import megatron_rl_loss
 from megatron_rl_loss import Microbatch, Samples, add_loss_aggregation_args
-from megatron_rl_loss.audit.judge import TOLERANCES
 from megatron_rl_loss.frameworks import replacing
 from megatron_rl_loss.modes import names as mode_names
 from megatron_rl_loss.modes import table as modes
 from megatron_rl_loss.modes.aggregation import resolve
 from megatron_rl_loss.modes.table import available_modes
 from megatron_rl_loss.plan.plan import Plan
+from megatron_rl_loss.proof.outcomes import TOLERANCES
 
 README, USING, NAMES, FRAMEWORKS, PERFORMANCE, SUPPORT = (
     (ROOT / "docs" / name).read_text()
@@ -65,13 +65,12 @@ def wrong_names(text: str) -> Iterator[str]:
 
 
 def is_right(module: str, name: str) -> bool:
-    public = name in megatron_rl_loss.__all__
+    public = name in vars(megatron_rl_loss)["__all__"]
     return public if module == "megatron_rl_loss" else not public and is_there(module, name)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_somewhere_and_names_have_one_home(page: Path) -> None:
-    assert broken_links(page, page.read_text()) == []
+def test_names_have_one_home(page: Path) -> None:
     assert list(wrong_names(page.read_text())) == []
 
 
@@ -144,16 +143,12 @@ def test_the_versions_of_megatron_are_those_of_the_printed_table() -> None:
     assert dict(re.findall(r"^\| ((?:main |dev )?[\da-f.]+) \| ([^|]*) \|", SUPPORT, flags=re.MULTILINE)) == found
     script = (ROOT / "tools/test_versions.sh").read_text()
     assert " ".join(head[1:]) in script
-    named = SUPPORT.partition("The parts: ")[2]
+    named = SUPPORT.partition("these parts: ")[2]
     assert all(re.search(rf"\b{part}\b", named) for part in head[1:])
 
 
-def test_wrong_links_and_names_would_be_seen() -> None:
+def test_wrong_names_would_be_seen() -> None:
     """Negative control."""
-    text = "# A b\n[x](#a-b) [y](#c) [z][z] [w](none.md)\n\n[z]: docs/using.md#none\n"
-    assert broken_links(ROOT / "CHANGELOG.md", text.replace("#a-b", "README.md#modes")) == [
-        "#c", "none.md", "docs/using.md#none"
-    ]  # fmt: skip
     right = "`megatron_rl_loss.losses.token`, `megatron_rl_loss.frameworks.slime.constant_8`, `megatron_rl_loss.Term`"
     right += "from megatron_rl_loss import (\n    Term,\n    tap,\n)\n"
     right += "from megatron_rl_loss.losses.sequence import gspo_loss\n"
@@ -350,7 +345,7 @@ def test_the_counts_of_planted_faults_add_up() -> None:
 
 
 def test_the_code_of_frameworks_that_needs_none_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    losses, ppo_utils = {}, ModuleType("skyrl.backends.skyrl_train.utils.ppo_utils")
+    losses, ppo_utils = dict[str, Any](), ModuleType("skyrl.backends.skyrl_train.utils.ppo_utils")
     registry = SimpleNamespace(register=losses.__setitem__, get=lambda name: name)
     ppo_utils.PolicyLossRegistry = registry  # type: ignore[attr-defined]
     ppo_utils.apply_loss_reduction_to_advantages_minibatch = lambda a, mask, *_: a / mask.sum()  # type: ignore[attr-defined]
@@ -363,7 +358,7 @@ def test_the_code_of_frameworks_that_needs_none_runs(monkeypatch: pytest.MonkeyP
     skyrl, tinker, train_rl = (code_under("frameworks.md", section) for section in of_sections)
     names["policy"] = SimpleNamespace(train=lambda data, loss_fn, gbs=None: None)
     names["loss_fn"] = SimpleNamespace(positive_example_nll_weight=0.0, reference_policy_kl_penalty=0.1)
-    of_engine = {
+    of_engine: dict[str, dict[str, Any]] = {
         "areal": {"PPOTrainer": SimpleNamespace},
         "areal.engine": {"MegatronPPOActor": _stepping("areal", "train_batch(self, input_, loss_fn, loss_weight_fn)",
                                                        "ppo_update(self, *args)")},
@@ -381,11 +376,11 @@ def test_the_code_of_frameworks_that_needs_none_runs(monkeypatch: pytest.MonkeyP
             compute_logps_and_entropy_from_logits=lambda logits: logits)},
         "swift.rlhf_trainers": {"utils": SimpleNamespace(collate_to_grpo_micro_batch=lambda samples: None)},
     }  # fmt: skip
-    for module, attributes in of_engine.items():
-        for name in accumulate(module.split("."), "{}.{}".format):
+    for place, attributes in of_engine.items():
+        for name in accumulate(place.split("."), "{}.{}".format):
             if name not in sys.modules:
                 monkeypatch.setitem(sys.modules, name, ModuleType(name))
-        vars(sys.modules[module]).update(attributes)
+        vars(sys.modules[place]).update(attributes)
     with undone():
         for code in code_of("frameworks.md"):
             if "import aggregate\n" in code:
@@ -428,7 +423,7 @@ def test_the_recipe_for_bridge_wraps_the_schedule_of_its_loops(monkeypatch: pyte
     exec(RECIPES["bridge_grpo.py"], vars(recipe))
     names = {"config": SimpleNamespace(), "read": lambda dp_rank: iter([dp_rank])}
     exec(shown, names)
-    assert seen[:2] == [names["config"], recipe.forward_step]  # type: ignore[attr-defined]
+    assert seen[:2] == [names["config"], vars(recipe)["forward_step"]]
     assert seen[0].dataset.dataloader_type == "external"
     assert seen[0].dataset.read is names["read"]
     assert stock not in seen
@@ -436,10 +431,14 @@ def test_the_recipe_for_bridge_wraps_the_schedule_of_its_loops(monkeypatch: pyte
 
 
 def test_the_cost_of_the_proof_is_the_files() -> None:
-    (said,) = re.findall(r"takes (\S+) ms, once, for ([\d,]+) tokens", PERFORMANCE)
+    page = " ".join(PERFORMANCE.split())
+    cost = r"takes (\S+) ms of CPU time, once, for ([\d,]+) tokens .*? peak (\S+) bytes"
+    ((ms, tokens, peak),) = re.findall(cost, page)
     printed = (ROOT / "docs/bench/audit-cpu.txt").read_text()
-    assert re.search(rf"^audit +\S+ +{said[0]}$", printed, flags=re.MULTILINE)
-    assert f"--tokens {said[1].replace(',', '')} " in printed
+    ((more, bytes_a_token, kept),) = re.findall(r"^proof +\S+ +(\S+) +(\S+) +(\S+)$", printed, flags=re.MULTILINE)
+    assert (ms, peak) == (more, bytes_a_token)
+    assert float(kept) < 0.05
+    assert f"tokens {tokens.replace(',', '')}, micro-batches" in printed
 
 
 @pytest.mark.parametrize("name", ["reducers", "segments", "totals"])

@@ -11,7 +11,9 @@ import megatron_rl_loss
 
 TESTS = sorted((ROOT / "tests").rglob("test_*.py"))
 #: Public names that need Megatron.
-OF_MEGATRON = {f"megatron_rl_loss.{name}" for name, home in megatron_rl_loss._HOME_OF.items() if ".megatron" in home}
+OF_MEGATRON = {
+    f"megatron_rl_loss.{name}" for name, home in vars(megatron_rl_loss)["_HOME_OF"].items() if ".megatron" in home
+}
 SUPPORT = {path.stem: path for path in (ROOT / "tests" / "support").glob("*.py")}
 
 

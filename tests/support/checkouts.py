@@ -50,6 +50,12 @@ SLIME = Framework(
     passed_by=_packages("slime", "backends", "backends.megatron_utils", "utils"),
     stand_ins=("httpx", "tqdm", "wandb"),
 )
+VIME = Framework(
+    variable="VIME_PATH",
+    proof="vime/backends/megatron_utils/loss.py",
+    passed_by=_packages("vime", "backends", "backends.megatron_utils", "utils"),
+    stand_ins=("httpx", "ray", "tqdm", "transformers", "wandb"),
+)
 MILES = Framework(
     variable="MILES_PATH",
     proof="miles/backends/training_utils/loss.py",
@@ -230,7 +236,7 @@ def record_errors(
 ) -> None:
     """Record, for the table at the end of a run, a setting's errors by the engine itself, if any, and with ours."""
     root = Path(checkout(framework))
-    command = ["git", "-C", root, "log", "-1", "--abbrev=8", "--format=Version: `%h`"]
+    command = ["git", "-C", str(root), "log", "-1", "--abbrev=8", "--format=Version: `%h`"]
     commit = subprocess.run(command, capture_output=True, text=True).stdout
     name = framework.variable.removesuffix("_PATH").lower()
     metadata = [*(folder / "PKG-INFO" for folder in (root, root.parent)), *root.glob(f"{name}-*.dist-info/METADATA")]

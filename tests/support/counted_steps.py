@@ -1,7 +1,7 @@
 """Steps of an optimizer as plain data, counted by hand: what a formula for a token's weight is written in.
 
-Nothing here comes from the package but the types that a `MeasuredStep` is made of. A formula is evaluated in float64
-and rounded to float32, as an audit would measure it.
+Nothing here is counted by the package: from it come the types that a `MeasuredStep` is made of. A formula is evaluated
+in float64 and rounded to float32, as an audit would measure it.
 """
 
 import random
@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_rl_loss.audit.tokens import MeasuredStep, Split, StepTokens
+from megatron_rl_loss import Samples
+from megatron_rl_loss.audit.tokens import MeasuredStep, PlacedSamples, Split
 
 Array = NDArray[Any]
 
@@ -101,26 +102,46 @@ class Counted:
             "i": "sample {}", "ic": "sample {}, CP {}",
         }[places]  # fmt: skip
         ids = zip(*(getattr(self, letter).tolist() for letter in places), strict=True)
-        return {words.format(*one): float(v) for one, v, m in zip(ids, values, self.m, strict=True) if m}
+        return {words.format(*place): float(v) for place, v, m in zip(ids, values, self.m, strict=True) if m}
 
 
 #: A token's weight, mask included, from counts.
 Formula = Callable[[Counted], Array]
 
 
-def measured(step: Step, weights: Array | Formula, **facts: Any) -> MeasuredStep:
-    """The step with these weights, or those of a formula."""
+def _by_default(t: Counted) -> dict[str, Any]:
+    return {"rollout_ids": [row.rollout for row in t.samples], "prompt_ids": [row.prompt for row in t.samples]}
+
+
+def measured(
+    step: Step, weights: Array | Formula, described: Callable[[Counted], dict[str, Any]] = _by_default, **facts: Any
+) -> MeasuredStep:
+    """The step with these weights, or those of a formula.
+
+    `described`: arguments of `Samples` beside the masks, lists with an entry for each sample, or dicts of them.
+    """
     of = step.counted
     if callable(weights):
         with np.errstate(divide="ignore", invalid="ignore"):
             weights = weights(of)
-    tokens = StepTokens(
-        mask=of.m, sample=of.i, position=of.t, dp_rank=of.d, microbatch=of.k, cp_rank=of.c,
-        ids={"rollout": of.rollout, "prompt": of.prompt},
-    )  # fmt: skip
+    bounds = np.cumsum([0, *(len(row.mask) for row in of.samples)]).tolist()
+
+    def of_rows(values: Any, rows: range) -> Any:
+        if isinstance(values, dict):
+            return {name: of_rows(column, rows) for name, column in values.items()}
+        return [values[i] for i in rows]
+
+    microbatches, begin = [], 0
+    for d, rank in enumerate(step.rows):
+        for k, chosen in enumerate(rank):
+            rows = range(begin, begin + len(chosen))
+            samples = Samples([np.array(row.mask, np.float64) for row in chosen], **of_rows(described(of), rows))
+            cp_rank = of.c[bounds[rows.start] : bounds[rows.stop]]
+            microbatches.append(PlacedSamples(dp_rank=d, microbatch=k, samples=samples, cp_rank=cp_rank))
+            begin = rows.stop
     split = Split(num_microbatches=of.K, dp_size=of.D, cp_size=of.C, tp_size=of.TP)
     rounded = np.asarray(weights, np.float64).astype(np.float32).astype(np.float64)
-    return MeasuredStep(tokens=tokens, weights=rounded, split=split, facts=facts)
+    return MeasuredStep(microbatches=tuple(microbatches), weights=rounded, split=split, facts=facts)
 
 
 def ragged(

@@ -149,6 +149,7 @@ def run_on_ranks(
                 part = (losses_here.masked_fill(mask == 0, 0) * mask * tokens.values["coefficients"]).sum()
                 part.backward()
                 share += float(part.detach())
+                assert leaf.grad is not None
                 for at, slope in zip(held, leaf.grad.flatten().tolist(), strict=True):
                     if at is None:
                         assert slope == 0, (name, place.__name__, cp_size)

@@ -71,6 +71,6 @@ def run_loop(hybrid: bool, model: Any, groups: Groups, hands: Any, forward_step:
     from megatron.core import parallel_state
 
     model.config.hybrid_context_parallel = True
-    whole = iter([({i: {} for ids, _ in hands for i in ids}, groups)])
+    whole: Any = iter([({i: {} for ids, _ in hands for i in ids}, groups)])
     first = parallel_state.get_tensor_model_parallel_rank() == 0
     return run_schedule(forward_step, whole if first else None, model, 1)

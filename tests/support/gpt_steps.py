@@ -125,7 +125,7 @@ def run_case(layout: Layout, case: Case, rollouts: Sequence[Rollout], attention:
     processor = {"output_processor": OutputHead(chunk_tokens=3, entropy=True)} if head else {}
 
     def losses_of(log_probs: Tensor, _: Any, old_log_probs: Tensor, advantages: Tensor, mask: Tensor) -> Any:
-        clip = {"clip_low": gpt_oracle.CLIP_LOW, "clip_high": gpt_oracle.CLIP_HIGH}
+        clip: Any = {"clip_low": gpt_oracle.CLIP_LOW, "clip_high": gpt_oracle.CLIP_HIGH}
         policy = ppo_clip_loss(log_probs, old_log_probs, advantages, mask, **clip)
         return policy.per_token_loss, {"clip_fraction": policy.clipped, "ppo_kl": policy.ppo_kl}
 
@@ -162,7 +162,7 @@ def run_case(layout: Layout, case: Case, rollouts: Sequence[Rollout], attention:
         wrap = LossAggregation(settings_of(case), Batch.described).wrap_schedule
     metrics, evaluated, is_last = None, None, mpu.is_pipeline_last_stage(ignore_virtual=True)
     with torch.no_grad():
-        stored = run_batches(layout, ready, forward_step, step, forward_only=True) if planned else None
+        stored: Any = run_batches(layout, ready, forward_step, step, forward_only=True) if planned else None
     if planned and is_last:
         plan.finish(stored)
         evaluated = logged_means(stored)
@@ -183,10 +183,7 @@ def run_case(layout: Layout, case: Case, rollouts: Sequence[Rollout], attention:
 def run_layout(
     layout: Layout, cases: list[Case], rollouts: dict[GptShape, list[Rollout]], attention: str
 ) -> tuple[dict[str, int], list[Outcome]]:
-    """On one rank: its place, and its part of what each case gave.
-
-    `attention`: "packed" is `examples/packed_attention.py`, "te" is Transformer Engine's in its stead (GPUs, bf16).
-    """
+    """On one rank: its place, and its part of what each case gave; `attention` as in `gpt_chunk`."""
     place = place_in(start_layout(layout))
     return place, [run_case(layout, case, rollouts[case.shape(layout)], attention) for case in cases]
 

@@ -144,7 +144,7 @@ def given(name: str, dtype: torch.dtype = torch.float32) -> tuple[Batch, Tensor,
     """The batch, labels, mask, and what both sides are told."""
     batch, case = batch_of(TOKENS, VOCABULARY, HIDDEN, dtype), CASES[name]
     mask = torch.full_like(batch.mask, case["mask"]) if "mask" in case else batch.mask
-    options = {key: case[key] for key in ("temperature", "vocab_size") if key in case}
+    options: dict[str, Any] = {key: case[key] for key in ("temperature", "vocab_size") if key in case}
     labels = batch.ids[:, : case["ids"]] if "ids" in case else batch.labels
     if "rest" in case:  # of one, two or no ids: the others are fillers, or name one of these again
         options["rest_without"] = (batch.ids[:, : case["ids"]] % 3 == 0) & (torch.arange(case["ids"]) % 2 == 0)
@@ -181,5 +181,5 @@ def expected_of(name: str, dtype: torch.dtype, wanted: Wanted = BOTH) -> Found:
     losses = losses_of(log_probs, entropy, batch.near, found.get("divergence"), wanted=wanted)[0]
     found["share"] = share = (losses * batch.weights * mask).sum()
     share.backward()
-    found |= {key: leaf.grad for key, leaf in leaves.items() if key != "bias" or case.get("bias")}  # type: ignore[misc]
+    found |= {key: leaf.grad for key, leaf in leaves.items() if key != "bias" or case.get("bias")}
     return {key: one.detach() for key, one in found.items() if wanted[1] or key != "entropy"}

@@ -7,7 +7,7 @@ import torch
 from head_oracle import VOCABULARY, batch_of, relative
 from ranks import start_process_group
 
-from megatron_rl_loss import TensorParallel, log_probs_from_hidden, log_probs_from_logits
+from megatron_rl_loss import OutputLayer, TensorParallel, log_probs_from_hidden, log_probs_from_logits
 from megatron_rl_loss.logprobs import kernels
 
 
@@ -47,9 +47,10 @@ def errors_from_hidden(
     part = slice(rank * 32 // size, (rank + 1) * 32 // size) if parallel.get("sequence_parallel") else slice(None)
     hidden, weight = batch.hidden[part], batch.weight[columns]
     mine = [one.detach().to(device, dtype).requires_grad_() for one in (hidden, weight)]
-    more = {"kernel": kernel, "tensor_parallel": TensorParallel(group=group, **parallel)}
+    tensor_parallel = TensorParallel(group=group, **parallel)
     labels = batch.labels.masked_fill(~batch.mask, -7).to(device)
-    ours = log_probs_from_hidden(*mine, labels, temperature=temperature, entropy=True, token_mask=batch.mask, **more)
+    output_layer = OutputLayer(mine[1], tensor_parallel=tensor_parallel, temperature=temperature)
+    ours: Any = log_probs_from_hidden(mine[0], output_layer, labels, entropy=True, token_mask=batch.mask, kernel=kernel)
     given = torch.autograd.grad(((ours.log_probs - 0.3 * ours.entropy) * slopes.to(device)).sum(), mine)
     expected = log_probs, entropy, gradients[0][part], gradients[1][columns]
     return tuple(relative(one.cpu(), other) for one, other in zip((*ours, *given), expected, strict=True))
@@ -60,7 +61,7 @@ def fallback_on_rank() -> dict[str, Errors]:
     from liger_kernel.ops import fused_linear_scaled_cross_entropy as theirs
 
     start_process_group()
-    theirs._validate_tp_inputs = kernels._cannot = lambda *_: []
+    theirs._validate_tp_inputs = kernels._unsupported = lambda *_: []
     world = torch.distributed.group.WORLD
     return {
         f"{kernel}, sequence parallel: {cut}": errors_from_hidden(kernel, world, sequence_parallel=cut)

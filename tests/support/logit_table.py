@@ -115,7 +115,7 @@ def expected(
     sample, are the masks of a ``token_sum``.
     """
     table = step.table.double().requires_grad_()
-    samples = []
+    samples = list[oracle.Sample]()
     for one, log_probs in zip(step.samples, _log_probs(step, table), strict=True):
         ratio = (log_probs - one.old_log_probs.double()).exp()
         advantages = one.advantages.double()

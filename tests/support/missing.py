@@ -20,6 +20,9 @@ _mtp, _packing = _text("core/transformer/multi_token_prediction.py"), _text("cor
 #: Of what a test needs: whether it is there, and what is said if not.
 NEEDS: dict[str, list[tuple[bool, str]]] = {
     "pretrain": [(bool(_text("training/training.py")), "no megatron.training")],
+    "pretrain_cfg_container": [
+        ("def pretrain_cfg_container_from_args" in _text("training/argument_utils.py"), "pretrain takes no container")
+    ],
     "output_processor": [
         ("output_processor" in _text("core/models/gpt/gpt_model.py"), "GPTModel takes no output_processor")
     ],

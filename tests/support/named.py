@@ -31,12 +31,12 @@ class Named:
 
     @np.errstate(divide="ignore", invalid="ignore")
     def _fits(self, step: Step) -> Fits:
-        found = measured(step, self.bug.weights)
-        wanted = expected_weights(found.tokens, self.asked)
-        kept = take_off(found, wanted, 1e-5)
+        step_of_bug = measured(step, self.bug.weights)
+        wanted = expected_weights(step_of_bug, self.asked)
+        kept = take_off(step_of_bug, wanted, 1e-5)
         if "copies" in self.bug.deviations:
-            kept = without_copies(kept, found.tokens, wanted, CLOSE)
-        ratios = ratios_of(found, wanted, kept, 1e-5)
+            kept = without_copies(kept, step_of_bug.tokens, wanted, CLOSE)
+        ratios = ratios_of(step_of_bug, wanted, kept, 1e-5)
         return {} if ratios is None else fits(ratios, self.bug.divisor, CLOSE)
 
     def outcome(self, step: Step) -> tuple[Outcome, Verdict]:
@@ -45,7 +45,7 @@ class Named:
             verdict = judge(measured(step, self.bug.weights), self.asked)
         if verdict.sound:
             return "not shown", verdict
-        names = [one.name for one in verdict.misplaced]
+        names = [fact.name for fact in verdict.misplaced]
         if bool(names) != bool(self.bug.deviations) or any(name not in self.bug.deviations for name in names):
             return "wrong", verdict
         if not verdict.causes:

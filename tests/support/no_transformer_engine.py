@@ -3,6 +3,7 @@
 Megatron-Core is imported before, so it knows that there is none.
 """
 
+import importlib.abc
 import importlib.machinery
 import sys
 from types import ModuleType
@@ -23,16 +24,16 @@ class _Empty(ModuleType):
 
 def _module(name: str) -> ModuleType:
     module = _Empty(name)
-    module.__spec__ = importlib.machinery.ModuleSpec(name, _Finder())  # type: ignore[arg-type]
+    module.__spec__ = importlib.machinery.ModuleSpec(name, _Finder())
     module.__path__ = []
     sys.modules[name] = module
     return module
 
 
-class _Finder:
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         ours = name.split(".")[0] == "transformer_engine"
-        return importlib.machinery.ModuleSpec(name, self) if ours else None  # type: ignore[arg-type]
+        return importlib.machinery.ModuleSpec(name, self) if ours else None
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
         return _module(spec.name)
@@ -41,4 +42,4 @@ class _Finder:
 
 
 def install() -> None:
-    sys.meta_path.append(_Finder())  # type: ignore[arg-type]
+    sys.meta_path.append(_Finder())

@@ -84,6 +84,14 @@ def mask_tokens(samples: Sequence[Sample]) -> float:
     return sum(float(one.mask.double().sum()) for one in samples)
 
 
+def size_of(mode: str, divisor: float | None, tokens: float) -> float:
+    """D of a unit of so many mask tokens."""
+    if mode == "constant":
+        assert divisor is not None
+        return divisor
+    return (divisor or 1.0) if mode == "token_sum" else tokens
+
+
 def step_loss(mode: str, samples: Sequence[Sample], divisor: float | None = None, units: str = "all") -> Tensor:
     """(1/U) sum over units of (sum l*m) / D, float64. `divisor`: D of constant, and of token_sum, 1 if None.
 
@@ -100,8 +108,7 @@ def step_loss(mode: str, samples: Sequence[Sample], divisor: float | None = None
             counted += 1
         if tokens > 0:
             active = [(one.losses[one.mask != 0] * one.mask[one.mask != 0].double()).sum() for one in members]
-            size = {"constant": divisor, "token_sum": divisor or 1.0}.get(mode, tokens)
-            total = total + sum(active) / size
+            total = total + torch.stack(active).sum() / size_of(mode, divisor, tokens)
     return total / max(counted, 1)
 
 
@@ -114,7 +121,7 @@ def step_weights(
     number = max(sum(units == "all" or size > 0 for size in sizes), 1)
     weights = [[0.0] * len(one.mask) for one in samples]
     for unit, size in zip(of_units, sizes, strict=True):
-        beside = {"constant": divisor, "token_sum": divisor or 1.0}.get(mode, size)
+        beside = size_of(mode, divisor, size)
         for i in unit if size else ():
             count = 1 if mode in ("token_mean", "token_sum") else number
             weights[i] = [entry / (beside * count) for entry in samples[i].mask.double().tolist()]

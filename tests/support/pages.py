@@ -1,8 +1,7 @@
-"""Contents of pages: commands, code, links and headings."""
+"""Contents of pages: commands and code. Links are checked where the site is built (tools/docs.sh)."""
 
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 from repository import ROOT
 
@@ -42,24 +41,3 @@ def code_under(page: str, heading: str) -> str:
     bodies = {title[1].lstrip("# "): text[title.end() : end] for title, end in zip(titles, ends, strict=True)}
     (block,) = re.findall(r"^```python\n(.*?)^```", bodies[heading], flags=re.MULTILINE | re.DOTALL)
     return block
-
-
-def anchors_of(text: str) -> set[str]:
-    """Anchors of a page's headings, as GitHub and mkdocs make them."""
-    headings = re.findall(r"^#+ (.*)$", FENCED.sub("", text), flags=re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
-
-
-def broken_links(page: Path, text: str) -> list[str]:
-    """Links of a page, inline or by reference, to a file or heading that is not there."""
-    text = re.sub(r"`[^`\n]*`", "", FENCED.sub("", text))
-    targets = re.findall(r"\]\(([^()\s]+)\)|^\[[^\]]+\]: (\S+)$", text, flags=re.MULTILINE)
-    broken = []
-    for target in (inline or named for inline, named in targets):
-        name, _, anchor = target.partition("#")
-        file = page.parent / name if name else page
-        if re.match(r"https?:", target):
-            continue
-        if not file.exists() or (anchor and anchor not in anchors_of(file.read_text())):
-            broken.append(target)
-    return broken

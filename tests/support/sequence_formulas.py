@@ -93,8 +93,8 @@ def vespo(
     v: Values, m: Tensor, positive: tuple[float, float] = (2, 3), negative: tuple[float, float] = (3, 2)
 ) -> Tensor:
     w = (log_ratio(v).detach() * m).sum().exp()
-    at = [w**k * math.exp(rate) * (-rate * w).exp() for k, rate in (positive, negative)]
-    return -torch.where(v["token_advantages"] >= 0, *at) * v["token_advantages"] * v["log_probs"]
+    above, below = (w**k * math.exp(rate) * (-rate * w).exp() for k, rate in (positive, negative))
+    return -torch.where(v["token_advantages"] >= 0, above, below) * v["token_advantages"] * v["log_probs"]
 
 
 def sequence_tis(v: Values, m: Tensor) -> Tensor:

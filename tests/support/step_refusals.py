@@ -66,7 +66,7 @@ def made(make: Callable[[], Any]) -> Change:
 
 
 def fails() -> Any:
-    return {}["loss_masks"]
+    return dict[str, Any]()["loss_masks"]
 
 
 def same_rollout_twice(good: list[Record], dp: int, cp: int) -> list[Record]:
@@ -290,7 +290,7 @@ LOSS_ROWS = [
              "local tokens that are not those of the plan's layout", "Give Samples the model's layout",
              lambda m, losses, n: (m.check_tokens(m.local(TOKENS)), m.loss(losses))[1]),
     loss_row("a form for loops without a schedule", HANDED_OUT, lambda m, losses, n: m.loss(losses, form="sum"),
-             "form='sum' in a loss function of Megatron's schedule", "Leave form out"),
+             "form='sum' in a plan of a Megatron model", "Leave form out"),
     loss_row("a loss made without gradients", "", torch.no_grad()(lambda m, losses, n: m.loss(losses)),
              "a loss without gradients in a training step", "Leave torch.no_grad() out"),
     loss_row("called, and something else returned", HANDED_OUT, called_and_ignored, NOT_ITS_LOSS, "Return the result"),

@@ -86,7 +86,7 @@ def samples_of(chosen: Sequence[Sample], placed: Placement, **options: Any) -> S
     rng = random.Random(len(chosen))
     masks = [as_given(rng, mask) for mask in padded_masks(chosen, placed)]
     turns = [[*turns_of(one), *[""] * (len(mask) - len(one.mask))] for one, mask in zip(chosen, masks, strict=True)]
-    ids = {"session": [session_of(one) for one in chosen], "turn": turns}
+    ids: Any = {"session": [session_of(one) for one in chosen], "turn": turns}
     return Samples(masks, layout=placed.layout, ids=ids, **(ids_of(chosen) if chosen else {}), **options)
 
 

@@ -29,7 +29,7 @@ class Batch:
         cp_size: int,
         gathered: bool = False,
         cp_group: Any = None,
-        **of_samples: dict[str, list[Any]],
+        **of_samples: Any,
     ) -> None:
         first = [0]
         for sample in samples:
@@ -40,16 +40,17 @@ class Batch:
         self.numbers = [[first[-1] if at is None else first[chosen[at[0]]] + at[1] for at in slot] for slot in slots]
         cu_seqlens = [sum(sizes[:k]) for k in range(len(sizes) + 1)]
         self.gathered = gathered
+        further: Any = {
+            name: {key: [values[i] for i in chosen] for key, values in by_key.items()}
+            for name, by_key in of_samples.items()
+        }
         self.samples = Samples(
             [samples[i].mask for i in chosen],
             layout=(Gathered if gathered else ZigzagTHD)(cu_seqlens, total_lengths=lengths),
             rollout_ids=[str(samples[i].rollout_id) for i in chosen],
             prompt_ids=[str(samples[i].prompt_id) for i in chosen],
             cp_group=cp_group,
-            **{
-                name: {key: [values[i] for i in chosen] for key, values in by_key.items()}
-                for name, by_key in of_samples.items()
-            },
+            **further,
         )
 
     def local_numbers(self, cp_rank: int, cp_size: int) -> torch.Tensor:
@@ -69,28 +70,10 @@ def start(tp: int = 1, pp: int = 1, cp: int = 1, **more: Any) -> Any:
     return parallel_state
 
 
-def table_model(
-    table: list[float],
-    *,
-    per_token: bool = False,
-    ddp: bool = True,
-    forward: Any = lambda losses, numbers: losses[numbers],
-    **ddp_options: Any,
-) -> Any:
-    """The losses of all tokens (or what `forward` makes of the table) as a parameter, in Megatron's own DDP."""
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+def table_chunk(table: list[float], config: Any, forward: Any = lambda losses, numbers: losses[numbers]) -> Any:
+    """The losses of all tokens as a parameter; of a later pipeline stage, its own beside what it receives."""
     from megatron.core.enums import ModelType
-    from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.module import MegatronModule
-
-    config = TransformerConfig(
-        num_layers=1,
-        hidden_size=4,
-        num_attention_heads=1,
-        calculate_per_token_loss=per_token,
-        use_cpu_initialization=True,
-    )
-    config.finalize_model_grads_func = finalize_model_grads
 
     class Table(MegatronModule):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -107,9 +90,33 @@ def table_model(
             own = forward(self.losses, input_ids)
             return own if self.received[0] is None else own + self.received[0]
 
+    return Table().cuda()
+
+
+def table_model(
+    table: list[float],
+    *,
+    per_token: bool = False,
+    ddp: bool = True,
+    forward: Any = lambda losses, numbers: losses[numbers],
+    **ddp_options: Any,
+) -> Any:
+    """The losses of all tokens (or what `forward` makes of the table) as a parameter, in Megatron's own DDP."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.transformer import TransformerConfig
+
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=4,
+        num_attention_heads=1,
+        calculate_per_token_loss=per_token,
+        use_cpu_initialization=True,
+    )
+    config.finalize_model_grads_func = finalize_model_grads
+    table_in_megatron = table_chunk(table, config, forward)
     if not ddp:
-        return Table().cuda()
-    model = DistributedDataParallel(config, DistributedDataParallelConfig(**ddp_options), Table().cuda())
+        return table_in_megatron
+    model = DistributedDataParallel(config, DistributedDataParallelConfig(**ddp_options), table_in_megatron)
     if ddp_options.get("overlap_grad_reduce"):
         config.no_sync_func = model.no_sync
     return model
@@ -158,7 +165,12 @@ def run_schedule(
 def begun(step: Any, data: Any, model: Any, num_microbatches: int) -> Any:
     """The iterators that a schedule is given for an evaluation step, which this one does not run."""
     given: list[Any] = []
-    schedule = step.wrap_schedule(lambda **options: given.append(options["data_iterator"]) or [])
+
+    def keep(**options: Any) -> list[Any]:
+        given.append(options["data_iterator"])
+        return []
+
+    schedule = step.wrap_schedule(keep)
     options = {"data_iterator": data, "model": model, "num_microbatches": num_microbatches, "forward_only": True}
     schedule(forward_step_func=print, **options)
     return given[0]

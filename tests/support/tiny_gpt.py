@@ -230,19 +230,46 @@ def tiny_model(config: Any, block: Any, vp_stage: int | None = None, **options: 
     )
 
 
-def build(layout: Layout, case: Case, attention: str) -> Ready:
+def config_of(layout: Layout, case: Case) -> Any:
+    dtype = torch.bfloat16 if case.bf16 else torch.float32
+    return tiny_config(layout, per_token=case.scaling == "per token", dtype=dtype)
+
+
+def gpt_chunk(layout: Layout, case: Case, config: Any, stage: int = 0, attention: str = "packed") -> Any:
+    """This rank's part of a virtual stage, with the oracle's weights.
+
+    `attention`: "packed" is `examples/packed_attention.py`, "te" is Transformer Engine's in its stead (GPUs, bf16).
+    """
     from megatron.core import parallel_state as mpu
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer.module import Float16Module
     from packed_attention import layer_spec
 
-    virtual = layout.vp > 1
-    dtype = torch.bfloat16 if case.bf16 else torch.float32
-    config = tiny_config(layout, per_token=case.scaling == "per token", dtype=dtype)
     model_parallel_cuda_manual_seed(1, force_reset_rng=True)
     weights = gpt_oracle.weights_of(case.shape(layout))
+    vp_stage = stage if layout.vp > 1 else None
+    block = layer_spec(SimpleNamespace(transformer=config), vp_stage)
+    if attention == "te":
+        from megatron.core.extensions.transformer_engine import TEDotProductAttention
+
+        for layer in block.layer_specs:
+            layer.submodules.self_attention.submodules.core_attention = TEDotProductAttention
+    model = tiny_model(config, block, vp_stage, share_embeddings_and_output_weights=case.tied)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            full, dim = weights[full_name(name, model)], cut_dim(parameter)
+            rank = mpu.get_tensor_model_parallel_rank()
+            parameter.copy_(full if dim is None else full.chunk(layout.tp, dim)[rank])
+    model.cuda()
+    return Float16Module(config, model) if case.bf16 else model
+
+
+def build(layout: Layout, case: Case, attention: str) -> Ready:
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    virtual = layout.vp > 1
+    config = config_of(layout, case)
     overlap, distributed = "overlap" in case.optimizer, "distributed" in case.optimizer
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
@@ -251,25 +278,10 @@ def build(layout: Layout, case: Case, attention: str) -> Ready:
         average_in_collective=case.scaling == "averaged in collective",
         bucket_size=1000,  # several buckets, so that overlapping has something to reorder
     )
-    chunks = []
-    for stage in range(layout.vp):
-        vp_stage = stage if virtual else None
-        block = layer_spec(SimpleNamespace(transformer=config), vp_stage)
-        if attention == "te":
-            from megatron.core.extensions.transformer_engine import TEDotProductAttention
-
-            for layer in block.layer_specs:
-                layer.submodules.self_attention.submodules.core_attention = TEDotProductAttention
-        model = tiny_model(config, block, vp_stage, share_embeddings_and_output_weights=case.tied)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                full, dim = weights[full_name(name, model)], cut_dim(parameter)
-                rank = mpu.get_tensor_model_parallel_rank()
-                parameter.copy_(full if dim is None else full.chunk(layout.tp, dim)[rank])
-        model.cuda()
-        if case.bf16:
-            model = Float16Module(config, model)
-        chunks.append(DistributedDataParallel(config, ddp_config, model))
+    chunks = [
+        DistributedDataParallel(config, ddp_config, gpt_chunk(layout, case, config, stage, attention))
+        for stage in range(layout.vp)
+    ]
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",
@@ -280,7 +292,7 @@ def build(layout: Layout, case: Case, attention: str) -> Ready:
             weight_decay=0.0,
             clip_grad=gpt_oracle.CLIP_GRAD,
             bf16=case.bf16,
-            params_dtype=dtype,
+            params_dtype=config.params_dtype,
             use_distributed_optimizer=distributed,
         ),
         chunks,

@@ -112,7 +112,7 @@ def main(root: str, cp: int, cases: list[dict[str, Any]]) -> None:
 
     modules = load(MEGATRON_LM, root, "megatron.rl.rl_utils", "train_rl", "train_rl_with_loss_aggregation")
     rl_utils, train_rl, example = modules
-    torch.distributed.nn.functional.all_gather = all_gather
+    vars(torch.distributed)["nn"].functional.all_gather = all_gather
     rl_utils.HAVE_TEX, rl_utils.tex = True, SimpleNamespace(thd_get_partitioned_indices=partitioned)
     dist.init_process_group("gloo")
     parallel_state.initialize_model_parallel(context_parallel_size=cp)

@@ -1,18 +1,21 @@
 """Cost of the proof and of an audit in an optimizer step: time, and memory until the end of the step.
 
-    python tools/bench/audit.py [--tokens 1048576] [--microbatches 16] [--hidden 4096] [--seconds 20]
+    python tools/bench/audit.py [--tokens 16777216] [--microbatches 16] [--hidden 4096] [--seconds 20]
 
 One process runs Megatron's own DDP and schedule on a tiny model, a norm's scale of `--hidden` entries, on which every
 token's loss depends. So the times are those of the step's bookkeeping and of the audit. `proof` is the comparison of
 the first step and of ``--loss-aggregation-audit-interval``; `audit` assembles the whole step on the first rank. On a
-machine without a GPU it runs on the CPU. Not measured: collectives between ranks (`tests/megatron/test_proof.py` counts
-their bytes).
+machine without a GPU it runs on the CPU, and times are CPU seconds of all threads of the process. Bytes are the peak of
+resident memory in a step, above that of a step that is not audited, over its tokens; and what is kept after it. Not
+measured: what ranks exchange (``pytest -k exchange -s tests/megatron/test_proof_cases.py`` counts its bytes).
 """
 
 import contextlib
+import ctypes
 import sys
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +43,6 @@ from megatron_rl_loss import Audit, LossAggregation, Samples
 from megatron_rl_loss.megatron.flags import AggregationSettings
 from megatron_rl_loss.proof.intervals import deviation
 from megatron_rl_loss.proof.measurement import Measurement
-from megatron_rl_loss.reduction.taps import HookedShare
 
 LENGTH = 4096  # of a sample
 
@@ -63,10 +65,26 @@ def make_model(hidden: int) -> Any:
     return DistributedDataParallel(config, DistributedDataParallelConfig(), Norm().to(DEVICE))
 
 
+def memory_of(function: Callable[[], object]) -> tuple[int, int]:
+    """The bytes by which resident memory is higher at the peak of a call, and after it, as Linux counts them."""
+
+    def resident(name: str) -> int:
+        (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+        return 1024 * int(line.split()[1])
+
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
+    before = resident("VmRSS")
+    function()
+    peak = resident("VmHWM") - before
+    ctypes.CDLL(None).malloc_trim(0)
+    return peak, resident("VmRSS") - before
+
+
 def main() -> None:
     parser = flags(__doc__)
     parser.set_defaults(device=DEVICE)
-    parser.add_argument("--tokens", type=int, default=2**20, help="Tokens of the whole step.")
+    parser.add_argument("--tokens", type=int, default=2**24, help="Tokens of the whole step.")
     parser.add_argument("--microbatches", type=int, default=16)
     parser.add_argument("--hidden", type=int, default=4096)
     parser.add_argument("--seconds", type=float, default=20)
@@ -74,7 +92,6 @@ def main() -> None:
     folder = tempfile.TemporaryDirectory()
     dist.init_process_group(BACKENDS[DEVICE], init_method=f"file://{folder.name}/store", rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
-    keep_freed_memory()
     model = make_model(options.hidden)
     num_samples = options.tokens // options.microbatches // LENGTH
     masks = [torch.ones(LENGTH) for _ in range(num_samples)]
@@ -109,14 +126,23 @@ def main() -> None:
     off = proved()
     assert off is not None
     assert off < 1e-6, "the audit's weights differ from the step's"
-    times = {name: min(found) for name, found in take_turns(ways, options.seconds, 5, DEVICE).items()}
-    measured = Measurement(model)
-    step(measured)
-    shares = [share for of_term in measured.taps.losses.values() for share in of_term.values()]
-    kept = sum(share.slope.nbytes for share in shares if isinstance(share, HookedShare) and share.slope is not None)
-    rows = [{"": name, "ms a step": ms, "more": ms - times["not audited"]} for name, ms in times.items()]
+    memory = {name: memory_of(way) for name, way in ways.items()}
+    (usual, _) = memory["not audited"]
+    keep_freed_memory()
+    clock = time.perf_counter if DEVICE == "cuda" else time.process_time
+    times = {name: min(turns) for name, turns in take_turns(ways, options.seconds, 2, DEVICE, clock).items()}
+    rows = [
+        {
+            "": name,
+            "ms a step": ms,
+            "more": ms - times["not audited"],
+            "more bytes a token": (memory[name][0] - usual) / options.tokens,
+            "kept": memory[name][1] / options.tokens,
+        }
+        for name, ms in times.items()
+    ]
     sizes = {"tokens": options.tokens, "micro-batches": options.microbatches, "anchor": options.hidden}
-    publish("audit", options, {f"kept: {kept / options.tokens:.1f} bytes a local token": rows}, **sizes)
+    publish("audit", options, {"CPU time" if DEVICE == "cpu" else "time": rows}, **sizes)
 
 
 if __name__ == "__main__":

@@ -43,8 +43,9 @@ from megatron.core import parallel_state
 from timing import BACKENDS, Others, commit_of, flags, publish, synchronize
 from torch import Tensor
 
-from checkouts import MS_SWIFT, NEMO_RL, TRL, VERL, Framework, load  # type: ignore  # isort: skip
+from checkouts import MS_SWIFT, NEMO_RL, TRL, VERL, Framework, load  # isort: skip
 from megatron_rl_loss import (
+    OutputLayer,
     Teacher,
     divergence_at_ids,
     divergence_from_hidden,
@@ -71,8 +72,8 @@ class Inputs:
         with torch.no_grad():
             self.teacher = self.hidden + 0.5 * torch.randn_like(self.hidden)
             self.teacher_weight = self.weight.detach().clone()
-            parts = [(one @ self.weight.t()).float().log_softmax(-1).topk(k) for one in self.teacher.split(256)]
-        self.log_probs, self.ids = (torch.cat(one) for one in zip(*parts, strict=True))
+            parts = [(part @ self.weight.t()).float().log_softmax(-1).topk(k) for part in self.teacher.split(256)]
+        self.log_probs, self.ids = (torch.cat(parts_of) for parts_of in zip(*parts, strict=True))
         self.mask = torch.ones(size.tokens, device=device)
 
     def logits(self) -> Tensor:
@@ -103,11 +104,11 @@ def of_verl(module: Any, x: Inputs) -> Tensor:
 def of_nemo_rl(utils: Any, losses: Any, x: Inputs) -> Tensor:
     cfg = SimpleNamespace(kl_type="forward", mixed_kl_weight=0.5, zero_outside_topk=True)
     teacher, ids = x.log_probs[None], x.ids[None]
-    found = utils.get_distillation_topk_logprobs_from_logits(
+    both = utils.get_distillation_topk_logprobs_from_logits(
         x.logits()[None], teacher, ids, True, False, 0, dist.group.WORLD
     )
     data = {"token_mask": x.mask[None], "sample_mask": x.mask[:1], "input_ids": ids}
-    return losses.DistillationLossFn(cfg)(*found, data, None, x.mask[0])[0]
+    return losses.DistillationLossFn(cfg)(*both, data, None, x.mask[0])[0]
 
 
 def of_ms_swift(gkd: Any, utils: Any, vocabulary: Any, whole: bool, x: Inputs) -> Tensor:
@@ -133,7 +134,7 @@ def of_liger(module: Any, chunk_tokens: int, x: Inputs) -> Tensor:
 
 
 def ours_top_k(chunk_tokens: int, x: Inputs) -> Tensor:
-    at_ids, _ = log_probs_from_hidden(x.hidden, x.weight, x.ids, chunk_tokens=chunk_tokens)
+    at_ids, _ = log_probs_from_hidden(x.hidden, OutputLayer(x.weight, chunk_tokens=chunk_tokens), x.ids)
     return divergence_at_ids(at_ids, x.log_probs, x.mask, kind="forward_kl", tail="drop").sum()
 
 
@@ -141,13 +142,15 @@ def ours_top_k_in_one(chunk_tokens: int, x: Inputs) -> Tensor:
     def losses(at_ids: Tensor, _: Any, teacher: Tensor, mask: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         return divergence_at_ids(at_ids, teacher, mask, kind="forward_kl", tail="drop"), {}
 
-    given = {"teacher": x.log_probs, "mask": x.mask}
-    return loss_from_hidden(x.hidden, x.weight, x.ids, x.mask, losses, given, chunk_tokens=chunk_tokens)[0]
+    inputs = {"teacher": x.log_probs, "mask": x.mask}
+    output_layer = OutputLayer(x.weight, chunk_tokens=chunk_tokens)
+    return loss_from_hidden(x.hidden, output_layer, x.ids, x.mask, losses, inputs)[0]
 
 
 def ours_whole(chunk_tokens: int, x: Inputs) -> Tensor:
     teacher = Teacher(x.teacher, x.teacher_weight, kind="forward_kl")
-    return divergence_from_hidden(x.hidden, x.weight, teacher=teacher, chunk_tokens=chunk_tokens).divergence.sum()
+    output_layer = OutputLayer(x.weight, chunk_tokens=chunk_tokens)
+    return divergence_from_hidden(x.hidden, output_layer, teacher=teacher).divergence.sum()
 
 
 def ours_whole_in_one(chunk_tokens: int, x: Inputs) -> Tensor:
@@ -155,33 +158,35 @@ def ours_whole_in_one(chunk_tokens: int, x: Inputs) -> Tensor:
         return divergence, {}
 
     teacher = Teacher(x.teacher, x.teacher_weight, kind="forward_kl")
-    one_id = x.ids[:, 0]
-    return loss_from_hidden(x.hidden, x.weight, one_id, x.mask, losses, chunk_tokens=chunk_tokens, teacher=teacher)[0]
+    output_layer, labels = OutputLayer(x.weight, chunk_tokens=chunk_tokens), x.ids[:, 0]
+    return loss_from_hidden(x.hidden, output_layer, labels, x.mask, losses, teacher=teacher)[0]
 
 
 def load_apart(framework: Framework, root: Path, module: str) -> Any:
     """Load a module, then hide its package from modules that are loaded later and would import it."""
     (loaded,) = load(framework, str(root), module)
-    for name in [one for one in sys.modules if one.partition(".")[0] == module.partition(".")[0]]:
+    for name in [
+        loaded_name for loaded_name in sys.modules if loaded_name.partition(".")[0] == module.partition(".")[0]
+    ]:
         del sys.modules[name]
     return loaded
 
 
 def ways(args: argparse.Namespace) -> dict[str, dict[str, Way]]:
     """The ways to measure, by table and name."""
-    found: dict[str, dict[str, Way]] = {"top-k": {"naive": naive_top_k}, "whole": {"naive": naive_whole}}
+    ways_by_table: dict[str, dict[str, Way]] = {"top-k": {"naive": naive_top_k}, "whole": {"naive": naive_whole}}
     if args.liger:
         module = load_apart(LIGER, args.liger / "src", "liger_kernel.chunked_loss.jsd_loss")
-        found["whole"]["Liger"] = partial(of_liger, module, args.chunk_tokens)
+        ways_by_table["whole"]["Liger"] = partial(of_liger, module, args.chunk_tokens)
     if args.trl:
-        found["whole"]["TRL"] = partial(of_trl, load_apart(TRL, args.trl, "trl.experimental.gkd.gkd_trainer"))
+        ways_by_table["whole"]["TRL"] = partial(of_trl, load_apart(TRL, args.trl, "trl.experimental.gkd.gkd_trainer"))
     if args.verl:
-        found["top-k"]["verl"] = partial(
+        ways_by_table["top-k"]["verl"] = partial(
             of_verl, *load(VERL, str(args.verl), "verl.trainer.distillation.megatron.losses")
         )
     if args.nemo_rl:
         names = "nemo_rl.distributed.model_utils", "nemo_rl.algorithms.loss.loss_functions"
-        found["top-k"]["NeMo-RL"] = partial(of_nemo_rl, *load(NEMO_RL, str(args.nemo_rl), *names))
+        ways_by_table["top-k"]["NeMo-RL"] = partial(of_nemo_rl, *load(NEMO_RL, str(args.nemo_rl), *names))
     if args.ms_swift:
         trainers = "swift.megatron.trainers"
         gkd, utils, vocabulary = load(
@@ -191,15 +196,15 @@ def ways(args: argparse.Namespace) -> dict[str, dict[str, Way]]:
             f"{trainers}.gkd_utils",
             f"{trainers}.vocab_parallel_utils",
         )
-        for table, of in found.items():
-            of["ms-swift"] = partial(of_ms_swift, gkd, utils, vocabulary, table == "whole")
-    for table, two, one in (
+        for table, ways_of_table in ways_by_table.items():
+            ways_of_table["ms-swift"] = partial(of_ms_swift, gkd, utils, vocabulary, table == "whole")
+    for table, two_passes, one_pass in (
         ("top-k", ours_top_k, ours_top_k_in_one),
         ("whole", ours_whole, ours_whole_in_one),
     ):
-        found[table]["ours, two passes"] = partial(two, args.chunk_tokens)
-        found[table]["ours, one pass"] = partial(one, args.chunk_tokens)
-    return found
+        ways_by_table[table]["ours, two passes"] = partial(two_passes, args.chunk_tokens)
+        ways_by_table[table]["ours, one pass"] = partial(one_pass, args.chunk_tokens)
+    return ways_by_table
 
 
 def run_of(way: Way, x: Inputs) -> Pass:
@@ -222,21 +227,21 @@ def measured(run: Pass, args: argparse.Namespace) -> tuple[float, float, Sequenc
     for _ in range(args.repeats):
         synchronize(args.device)
         begun = clock()
-        given = run()
+        gradients = run()
         synchronize(args.device)
         times.append(clock() - begun)
-    return peak, min(times), given
+    return peak, min(times), gradients
 
 
 def foreseen(way: Way, size: Size, args: argparse.Namespace) -> float:
     """Bytes of the peak, extrapolated from smaller sizes; 0 without smaller sizes."""
     if size.tokens <= 2 * args.chunk_tokens:
         return 0.0
-    one, two = (
+    one_chunk, two_chunks = (
         peak_extra(run_of(way, inputs_of(replace(size, tokens=n * args.chunk_tokens), args)), args.device)
         for n in (1, 2)
     )
-    return one + (two - one) * (size.tokens / args.chunk_tokens - 1)
+    return one_chunk + (two_chunks - one_chunk) * (size.tokens / args.chunk_tokens - 1)
 
 
 def inputs_of(size: Size, args: argparse.Namespace) -> Inputs:
@@ -244,23 +249,25 @@ def inputs_of(size: Size, args: argparse.Namespace) -> Inputs:
 
 
 def rows(size: Size, ways: dict[str, Way], args: argparse.Namespace) -> list[dict[str, Any]]:
-    x, others, made, naive, right = inputs_of(size, args), Others(), list[dict[str, Any]](), 0.0, None
+    x, others, measured_rows, naive, right = inputs_of(size, args), Others(), list[dict[str, Any]](), 0.0, None
     for name, way in ways.items():
         row: dict[str, Any] = {"tokens": size.tokens, "vocabulary": size.vocabulary, "way": name}
         needs = foreseen(way, size, args)
         if needs > left(args.device) - SPARE:
             row |= {"peak extra MB": needs / MB, "foreseen": "yes"}
         else:
-            row["peak extra MB"], seconds, given = measured(run_of(way, x), args)
+            row["peak extra MB"], seconds, gradients = measured(run_of(way, x), args)
             row |= {"foreseen": "", "seconds": seconds}
-            right = given if name == "naive" else right
+            right = gradients if name == "naive" else right
             if right is not None:
-                pairs = zip(given, right, strict=True)
-                row["differs by"] = max(float((one - two).abs().max() / two.abs().max()) for one, two in pairs)
-            del given
+                pairs = zip(gradients, right, strict=True)
+                row["differs by"] = max(
+                    float((gradient - expected).abs().max() / expected.abs().max()) for gradient, expected in pairs
+                )
+            del gradients
         naive = naive or row["peak extra MB"]
-        made.append(row | {"of naive": row["peak extra MB"] / naive})
-    return [row | {"busy elsewhere": others.busy()} for row in made]
+        measured_rows.append(row | {"of naive": row["peak extra MB"] / naive})
+    return [row | {"busy elsewhere": others.busy()} for row in measured_rows]
 
 
 def main() -> None:
@@ -280,7 +287,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group(BACKENDS[args.device], init_method=f"file://{folder}/store", rank=0, world_size=1)
         parallel_state.initialize_model_parallel()
-        of_tables, sizes = ways(args), [Size.parse(one) for one in args.sizes]
+        of_tables, sizes = ways(args), [Size.parse(text) for text in args.sizes]
         tables = {name: [row for size in sizes for row in rows(size, of_tables[name], args)] for name in args.tables}
         dist.destroy_process_group()
     commits = {name: commit_of(root) for name in PEERS if (root := getattr(args, name))}

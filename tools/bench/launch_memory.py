@@ -35,8 +35,8 @@ def launch(vocabulary: int, log_probs: str) -> dict[str, Any]:
         if process.returncode:
             log.seek(0)
             raise SystemExit(f"{' '.join(command)} ended with {process.returncode}:\n{log.read()[-3000:]}")
-    found = {"vocabulary": vocabulary, "log-probs": log_probs, "seconds": time.monotonic() - began}
-    return found | {"peak MB": usage.ru_maxrss * 1024 // MB, "weights MB": 2 * 4 * 4 * vocabulary * HIDDEN // MB}
+    row = {"vocabulary": vocabulary, "log-probs": log_probs, "seconds": time.monotonic() - began}
+    return row | {"peak MB": usage.ru_maxrss * 1024 // MB, "weights MB": 2 * 4 * 4 * vocabulary * HIDDEN // MB}
 
 
 def main() -> None:

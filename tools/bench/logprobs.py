@@ -14,6 +14,9 @@ Three tables, each forward and backward:
 The ways:
 
 - *megatron*: `vocab_parallel_cross_entropy` of the installed Megatron-Core; it has no entropy.
+- *read twice* (from logits alone): plain torch on blocks of half a million logits, which autograd differentiates. A
+  block's intermediates are dropped and made again backward (`torch.utils.checkpoint`), so that it needs no formula of a
+  gradient, and no more memory than ours but for autograd's own copy of the gradient.
 - *slime*: `calculate_log_probs_and_entropy` of a checkout, in chunks of as many tokens as ours (its
   `log_probs_chunk_size`), on float32 logits, which it asks for.
 - *ours*: from logits `log_probs_from_logits`; from hidden states `log_probs_from_hidden` (two passes) and
@@ -41,8 +44,15 @@ from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from timing import BACKENDS, Others, flags, keep_freed_memory, peers, publish, take_turns
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import checkpoint
 
-from megatron_rl_loss import log_probs_from_hidden, log_probs_from_logits, loss_from_hidden, ppo_clip_loss
+from megatron_rl_loss import (
+    OutputLayer,
+    log_probs_from_hidden,
+    log_probs_from_logits,
+    loss_from_hidden,
+    ppo_clip_loss,
+)
 
 MB = 2**20
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -55,6 +65,8 @@ HIDDEN = {"memory": 64, "hidden": 256}
 CLOCKS = {"cpu": time.process_time, "wall": time.perf_counter}
 ENTROPY = {False: "", True: ", entropy"}
 BONUS = 0.01
+#: Logits of a block that is read twice, as many as `log_probs_from_logits` takes on one thread of a host.
+BLOCK = 2**19
 #: (log_probs, entropy or None) of (logits, labels).
 FromLogits = Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]
 Pass = Callable[[], Sequence[Tensor]]
@@ -84,11 +96,26 @@ def megatron(logits: Tensor, labels: Tensor) -> tuple[Tensor, None]:
     return -vocab_parallel_cross_entropy(logits[:, None], labels[:, None], tp_group=dist.group.WORLD)[:, 0], None
 
 
+def read_twice(logits: Tensor, labels: Tensor, entropy: bool) -> tuple[Tensor, Tensor | None]:
+    def read(rows: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
+        log_q = rows.float().log_softmax(-1)
+        log_probs = log_q.gather(1, ids[:, None])[:, 0]
+        return (log_probs, -(log_q.exp() * log_q).sum(-1)) if entropy else (log_probs,)
+
+    tokens = max(1, BLOCK // logits.shape[1])
+    blocks = [
+        checkpoint(read, *block, use_reentrant=False)
+        for block in zip(logits.split(tokens), labels.split(tokens), strict=True)
+    ]
+    log_probs, *entropies = (torch.cat(parts) for parts in zip(*blocks, strict=True))
+    return log_probs, entropies[0] if entropy else None
+
+
 def slimes(formulas: Any, chunk_tokens: int, logits: Tensor, labels: Tensor, entropy: bool) -> Any:
-    log_probs, found = formulas.calculate_log_probs_and_entropy(
+    log_probs, entropies = formulas.calculate_log_probs_and_entropy(
         logits.float(), labels, dist.group.WORLD, with_entropy=entropy, chunk_size=chunk_tokens
     )
-    return log_probs[:, 0], found
+    return log_probs[:, 0], entropies
 
 
 def from_logits(args: argparse.Namespace) -> dict[str, FromLogits]:
@@ -126,6 +153,7 @@ def hidden_passes(
     labels, advantages = labels_and_advantages(size, args.device)
     hidden = leaf(size.tokens, hidden_size, like=size, device=args.device)
     weight = leaf(size.vocabulary, hidden_size, like=size, device=args.device, scale=hidden_size**-0.5)
+    output_layer = OutputLayer(weight, chunk_tokens=args.chunk_tokens)
     weights = torch.full_like(advantages, 1 / size.tokens)
     inputs = {"old": torch.full_like(advantages, 1 / size.vocabulary).log(), "advantages": advantages}
 
@@ -135,19 +163,16 @@ def hidden_passes(
     def whole(way: FromLogits) -> Tensor:
         return reduced(*way(hidden @ weight.t(), labels))
 
-    def two_passes(**more: Any) -> Tensor:
-        return reduced(*log_probs_from_hidden(hidden, weight, labels, **more))
+    def two_passes(entropy: bool) -> Tensor:
+        return reduced(*log_probs_from_hidden(hidden, output_layer, labels, entropy=entropy))
 
-    def one_pass(**more: Any) -> Tensor:
-        return loss_from_hidden(hidden, weight, labels, weights, per_token, inputs, **more)[0]
+    def one_pass(entropy: bool) -> Tensor:
+        return loss_from_hidden(hidden, output_layer, labels, weights, per_token, inputs, entropy=entropy)[0]
 
     shares: dict[str, Callable[[], Tensor]] = {name: partial(whole, way) for name, way in ways.items()}
     for entropy, name in ENTROPY.items():
-        more = {"entropy": entropy, "chunk_tokens": args.chunk_tokens}
-        shares[f"ours, two passes{name}"], shares[f"ours, one pass{name}"] = (
-            partial(two_passes, **more),
-            partial(one_pass, **more),
-        )
+        shares[f"ours, two passes{name}"] = partial(two_passes, entropy)
+        shares[f"ours, one pass{name}"] = partial(one_pass, entropy)
     return {name: lambda share=share: torch.autograd.grad(share(), (hidden, weight)) for name, share in shares.items()}  # type: ignore[misc]
 
 
@@ -162,14 +187,15 @@ def logits_passes(size: Size, ways: dict[str, FromLogits], args: argparse.Namesp
     spoiled = logits.detach().clone().requires_grad_()
 
     def run(way: FromLogits, logits: Tensor) -> Sequence[Tensor]:
-        found = [one for one in way(logits, labels) if one is not None]
-        return torch.autograd.grad(found, logits, [advantages] * len(found))
+        values = [value for value in way(logits, labels) if value is not None]
+        return torch.autograd.grad(values, logits, [advantages] * len(values))
 
     def ours(logits: Tensor, labels: Tensor, **more: Any) -> tuple[Tensor, Tensor | None]:
         log_probs, entropy = log_probs_from_logits(logits, labels, **more)
         return log_probs, entropy
 
     ways = ways | {f"ours{name}": partial(ours, entropy=entropy) for entropy, name in ENTROPY.items()}
+    ways |= {f"read twice{name}": partial(read_twice, entropy=entropy) for entropy, name in ENTROPY.items()}
     ways["ours in place, entropy"] = partial(ours, entropy=True, gradient_in_place=True)
     overwrites = ("megatron", "ours in place, entropy")
     return {name: partial(run, way, spoiled if name in overwrites else logits) for name, way in ways.items()}
@@ -185,17 +211,17 @@ def peak_extra(run: Pass, device: str) -> int:
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        given = run()
+        gradients = run()
         torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before - sum(one.nbytes for one in given)
+        return torch.cuda.max_memory_allocated() - before - sum(gradient.nbytes for gradient in gradients)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        given = run()
+        gradients = run()
     events = [event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"]
     held = most = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
         held += event.nbytes()
         most = max(most, held)
-    return most - sum(one.nbytes for one in given)
+    return most - sum(gradient.nbytes for gradient in gradients)
 
 
 def rows(table: str, size: Size, ways: dict[str, FromLogits], args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -205,17 +231,17 @@ def rows(table: str, size: Size, ways: dict[str, FromLogits], args: argparse.Nam
     passes = hidden_passes(size, HIDDEN[table], ways, args) if table in HIDDEN else logits_passes(size, ways, args)
     others, unit = Others(), "peak extra MB" if table == "memory" else "ms"
     if table == "memory":
-        found = {name: peak_extra(run, args.device) / MB for name, run in passes.items()}
+        figures = {name: peak_extra(run, args.device) / MB for name, run in passes.items()}
     else:
         turns = take_turns(passes, args.seconds, args.repeats, args.device, CLOCKS[args.clock])
-        found = {name: min(times) for name, times in turns.items()}
-    made = []
-    for name, one in found.items():
-        slime = found.get("slime, entropy" if name.endswith("entropy") else "slime")
-        row = asdict(size) | {"logits MB": size.logits / MB, "way": name, unit: one}
-        row |= {"to megatron": one / found["megatron"] if "megatron" in found else None}
-        made.append(row | {"to slime": slime and one / slime, "busy elsewhere": others.busy()})
-    return made
+        figures = {name: min(times) for name, times in turns.items()}
+    rows_of_size = []
+    for name, figure in figures.items():
+        slime = figures.get("slime, entropy" if name.endswith("entropy") else "slime")
+        row = asdict(size) | {"logits MB": size.logits / MB, "way": name, unit: figure}
+        row |= {"to megatron": figure / figures["megatron"] if "megatron" in figures else None}
+        rows_of_size.append(row | {"to slime": slime and figure / slime, "busy elsewhere": others.busy()})
+    return rows_of_size
 
 
 def main() -> None:

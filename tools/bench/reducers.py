@@ -106,9 +106,9 @@ class Data:
         loss, metrics = self.run(build())
         scale, weights = 1 if name == "ours" else 1 / len(self.masks), self.weights.to(self.losses.device)
         errors = []
-        for found, values in zip((loss, *metrics), (self.losses, *self.metrics), strict=True):
+        for reduced, values in zip((loss, *metrics), (self.losses, *self.metrics), strict=True):
             terms = values.detach().double() * weights
-            errors.append(abs(float(found.detach()) * scale - float(terms.sum())) / float(terms.abs().sum()))
+            errors.append(abs(float(reduced.detach()) * scale - float(terms.sum())) / float(terms.abs().sum()))
         assert self.losses.grad is not None
         errors.append(float((self.losses.grad.double() * scale - weights).abs().max() / weights.max()))
         if not max(errors) < 1e-6:
@@ -125,9 +125,9 @@ def ours(data: Data) -> Reduce:
     return lambda: (reducer(data.losses), ())
 
 
-def theirs(cp_utils: Any, data: Data, **given: Any) -> Reduce:
+def theirs(cp_utils: Any, data: Data, **denominators: Any) -> Reduce:
     """Call their function as their `loss_function` and `policy_loss_function` do."""
-    reducer = cp_utils.get_sum_of_sample_mean(data.total_lengths, data.response_lengths, data.masks, **given)
+    reducer = cp_utils.get_sum_of_sample_mean(data.total_lengths, data.response_lengths, data.masks, **denominators)
     return lambda: (reducer(data.losses), [reducer(values).clone().detach() for values in data.metrics])
 
 
@@ -153,22 +153,22 @@ def measure(case: Case, modules: dict[str, tuple[Any, Any]], place: SimpleNamesp
 
 def row(case: Case, part: str, *, goals: bool) -> dict[str, Any]:
     ms = {name.split()[0]: min(times) for name, times in case.times.items() if name.endswith(part)}
-    found: dict[str, Any] = {"size": case.size, "cp": case.cp_size, "metrics": case.metrics} | ms
+    columns: dict[str, Any] = {"size": case.size, "cp": case.cp_size, "metrics": case.metrics} | ms
     if len(ms) > 1:
-        found["ours to the faster"] = ratio = ms["ours"] / min(ms[name] for name in ms if name != "ours")
+        columns["ours to the faster"] = ratio = ms["ours"] / min(ms[name] for name in ms if name != "ours")
         if goals and part == "whole" and case.goal is not None:
-            found |= {"at most": case.goal, "goal": "met" if ratio <= case.goal else "MISSED"}
-    return found | {"turns": len(case.times[f"ours {part}"]), "busy elsewhere": sum(case.busy) / len(case.busy)}
+            columns |= {"at most": case.goal, "goal": "met" if ratio <= case.goal else "MISSED"}
+    return columns | {"turns": len(case.times[f"ours {part}"]), "busy elsewhere": sum(case.busy) / len(case.busy)}
 
 
 def chosen(sizes: Sequence[str]) -> list[Case]:
     """The cases of these sizes; a size that is not among them is measured at CP 4 without metrics and with 5."""
-    found: list[Case] = []
+    cases: list[Case] = []
     for size in sizes:
         samples, length = map(int, size.split("x"))
         known = [case for case in CASES if case.size == size]
-        found += known or [Case(samples, length, metrics=metrics) for metrics in (0, 5)]
-    return found
+        cases += known or [Case(samples, length, metrics=metrics) for metrics in (0, 5)]
+    return cases
 
 
 def main() -> None:

@@ -52,12 +52,12 @@ class Data:
         means = torch.stack([term.sum() for term in terms]) / lengths
         of_sample = means * length / lengths
         up_to = [term.cumsum(0) * mask for term, mask in zip(terms, self.masks, strict=True)]
-        behind = [one.flip(0).cumsum(0).flip(0) * mask for one, mask in zip(up_to, self.masks, strict=True)]
+        behind = [sums.flip(0).cumsum(0).flip(0) * mask for sums, mask in zip(up_to, self.masks, strict=True)]
         index, mask = torch.from_numpy(self.local.sample_index), torch.from_numpy(self.local.mask).double()
         #: By whether it is a scan: the right result, and by each log-prob the slope of the sum of its squares / 2.
         self.right = {
             False: (means[index].cpu(), of_sample[index].cpu() * mask),
-            True: tuple(self.local.of(torch.cat(one).cpu()) for one in (up_to, behind)),
+            True: tuple(self.local.of(torch.cat(parts).cpu()) for parts in (up_to, behind)),
         }
 
 
@@ -71,7 +71,7 @@ def our_scan(data: Data, group: Any) -> Tensor:
 
 def gathered(cp_utils: Any, data: Data, values: Tensor) -> list[Tensor]:
     parts = zip(values.split(data.counts), data.totals, data.responses, strict=True)
-    return [cp_utils.all_gather_with_cp(*one) for one in parts]
+    return [cp_utils.all_gather_with_cp(*part) for part in parts]
 
 
 def theirs(cp_utils: Any, formulas: Any, data: Data) -> Tensor:
@@ -82,18 +82,18 @@ def theirs(cp_utils: Any, formulas: Any, data: Data) -> Tensor:
 def their_scan(cp_utils: Any, data: Data) -> Tensor:
     wholes = gathered(cp_utils, data, data.log_probs - data.old_log_probs)
     places = zip(data.positions.split(data.counts), data.local.samples.mask_starts, strict=True)
-    found = zip(wholes, data.masks, places, strict=True)
-    return torch.cat([((whole * mask).cumsum(0) * mask)[at - start] for whole, mask, (at, start) in found])
+    sequences = zip(wholes, data.masks, places, strict=True)
+    return torch.cat([((whole * mask).cumsum(0) * mask)[at - start] for whole, mask, (at, start) in sequences])
 
 
 def check(name: str, data: Data, run: Run) -> None:
     """Exit if a function computes other numbers."""
     data.log_probs.grad = None
-    found = run()
-    (found.square().sum() / 2).backward()
+    result = run()
+    (result.square().sum() / 2).backward()
     assert data.log_probs.grad is not None
-    for one, right in zip((found.detach(), data.log_probs.grad), data.right[name.endswith("scan")], strict=True):
-        if not (error := float((one.cpu() - right).abs().max() / right.abs().max())) < 1e-5:
+    for value, right in zip((result.detach(), data.log_probs.grad), data.right[name.endswith("scan")], strict=True):
+        if not (error := float((value.cpu() - right).abs().max() / right.abs().max())) < 1e-5:
             raise SystemExit(f"{name} does not agree with float64: {error}")
 
 
@@ -101,7 +101,7 @@ def measure(rank: int, args: argparse.Namespace) -> list[dict[str, list[tuple[fl
     """Milliseconds, number of collectives and their bytes on a rank, for each case, library and turn."""
     group = dist.group.WORLD
     modules = peers(args, SimpleNamespace(cp=SimpleNamespace(rank=rank, size=args.cp, group=group)))
-    seen, found = count_collectives(), []
+    seen, turns_of_ways = count_collectives(), []
     for sequences, length in args.cases:
         data = Data(sequences, length, rank, args.cp, args.device)
         runs: dict[str, Run] = {"ours": partial(ours, data, group), "ours, scan": partial(our_scan, data, group)}
@@ -121,8 +121,8 @@ def measure(rank: int, args: argparse.Namespace) -> list[dict[str, list[tuple[fl
                 run().sum().backward()
                 synchronize(args.device)
                 turns[name].append(((time.perf_counter() - start) * 1e3, seen["calls"], seen["bytes"]))
-        found.append(turns)
-    return found
+        turns_of_ways.append(turns)
+    return turns_of_ways
 
 
 def table(args: argparse.Namespace, ranks: Sequence[Any]) -> list[dict[str, Any]]:

@@ -24,7 +24,7 @@ from tabulate import tabulate
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "support"))
 
-from checkouts import MILES, SLIME, load  # type: ignore
+from checkouts import MILES, SLIME, load
 
 TURN_SECONDS = 0.004
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
@@ -49,17 +49,18 @@ def flags(doc: str | None, *peers: str) -> argparse.ArgumentParser:
 
 def peers(args: argparse.Namespace, place: SimpleNamespace) -> dict[str, tuple[Any, Any]]:
     """The two modules of each given checkout; their parallel state has `place.cp` alone."""
-    found = {}
+    by_name = dict[str, tuple[Any, Any]]()
     for name, (framework, *modules) in PEERS.items():
         if root := getattr(args, name, None):
-            found[name] = cp_utils, _ = load(framework, str(root), *modules)
+            cp_utils, losses = load(framework, str(root), *modules)
+            by_name[name] = cp_utils, losses
             cp_utils.get_parallel_state = lambda: place
             cp_utils.mpu = SimpleNamespace(
                 get_context_parallel_rank=lambda: place.cp.rank,
                 get_context_parallel_world_size=lambda: place.cp.size,
                 get_context_parallel_group=lambda: place.cp.group,
             )
-    return found
+    return by_name
 
 
 def synchronize(device: str) -> None:
@@ -148,20 +149,20 @@ def count_collectives() -> dict[str, int]:
 def on_ranks(world_size: int, device: str, measure: Callable[..., Any], *arguments: Any) -> list[Any]:
     """Results of `measure(rank, *arguments)` on each rank of a group; each has a thread or a GPU of its own."""
     with tempfile.TemporaryDirectory() as folder:
-        given = (world_size, device, folder, measure, arguments)
+        arguments = (world_size, device, folder, measure, arguments)
         start = "fork" if device == "cpu" else "spawn"  # a fork shares the memory of what is imported
-        mp.start_processes(_run_rank, args=given, nprocs=world_size, start_method=start)  # type: ignore[attr-defined, no-untyped-call]
+        mp.start_processes(_run_rank, args=arguments, nprocs=world_size, start_method=start)  # type: ignore[attr-defined, no-untyped-call]
         return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(world_size)]
 
 
 def _run_rank(
-    rank: int, world_size: int, device: str, folder: str, measure: Callable[..., Any], given: Sequence[Any]
+    rank: int, world_size: int, device: str, folder: str, measure: Callable[..., Any], arguments: Sequence[Any]
 ) -> None:
     torch.set_num_threads(1)
     if device == "cuda":
         torch.cuda.set_device(rank)
     dist.init_process_group(BACKENDS[device], init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
-    Path(folder, f"{rank}.json").write_text(json.dumps(measure(rank, *given)))
+    Path(folder, f"{rank}.json").write_text(json.dumps(measure(rank, *arguments)))
     dist.barrier()
     os._exit(0)  # the group's threads would wait for ranks that are gone
 

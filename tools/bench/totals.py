@@ -34,7 +34,7 @@ def samples_of(rank: int, ranks: int, case: Case, device: str = "cpu") -> list[S
     """Samples in prompt groups of eight, split over ranks: every rank holds a part of many groups."""
     with_ids, number = case
     rollouts = [i * ranks + rank for i in range(number)]
-    ids: Any = {"rollout_ids": rollouts, "prompt_ids": [one // 8 for one in rollouts]} if with_ids else {}
+    ids: Any = {"rollout_ids": rollouts, "prompt_ids": [rollout // 8 for rollout in rollouts]} if with_ids else {}
     return [Samples([torch.ones(16, device=device)] * number, **ids)]
 
 
@@ -43,9 +43,9 @@ def measure(rank: int, cases: list[Case], repeats: int, device: str) -> list[tup
     seen, group = count_collectives(), dist.group.WORLD
 
     def describe(case: Case) -> list[Samples]:
-        made = samples_of(rank, dist.get_world_size(), case, device)
+        samples = samples_of(rank, dist.get_world_size(), case, device)
         dist.barrier()
-        return made
+        return samples
 
     return [time_case(lambda case=case: describe(case), group, seen, repeats, device) for case in cases]  # type: ignore[misc]
 
@@ -60,10 +60,10 @@ def time_case(
 ) -> tuple[float, int, int]:
     times = []
     for _ in range(repeats):
-        made = describe()
+        samples = describe()
         seen.update(dict.fromkeys(seen, 0))
         start = clock()
-        count_step(made, StepGroups(dp_group=group))
+        count_step(samples, StepGroups(dp_group=group))
         synchronize(device)
         times.append((clock() - start) * 1e3)
     return min(times), seen["calls"], seen["bytes"]
@@ -123,7 +123,7 @@ def main() -> None:
     rows = []
     for ranks in args.ranks:
         by_rank = on_ranks(ranks, args.device, measure, cases, args.repeats, args.device)
-        rows += [row(ranks, case, found) for case, found in zip(cases, zip(*by_rank, strict=True), strict=True)]
+        rows += [row(ranks, case, times) for case, times in zip(cases, zip(*by_rank, strict=True), strict=True)]
     rows += [simulate((with_ids, SAMPLES), args.repeats) for with_ids in (False, True)]
     publish("totals", args, {"totals of a step": rows}, threads=1, backend=BACKENDS[args.device])
 

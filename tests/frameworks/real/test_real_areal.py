@@ -15,6 +15,7 @@ from bigram_step import (
     CLIP_LOW,
     MASKED_ROWS,
     PROMPTS,
+    SHORT_ROWS,
     TOLERANCE,
     assert_exact,
     bigram_model,
@@ -78,7 +79,7 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
 
     packed_context_parallel.dist_F.all_gather = all_gather
     groups = groups_of_rank(state.get_data_parallel_rank(), state.get_data_parallel_world_size())
-    found = []
+    results = []
     for case in cases:
 
         class Actor(engine.MegatronPPOActor):  # type: ignore[misc, name-defined]
@@ -107,13 +108,13 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
         vars(actor.actor).update(config=config, engine=actor, m2_threshold=None)
         with aggregated(Actor, case):
             run_schedule(other, iter([groups[0]["input_ids"]]), bigram_model(), 1)  # as a critic's trainer would
-            actor.ppo_update([dict(one) for one in groups])
+            actor.ppo_update([dict(group) for group in groups])
         model.module.losses.main_grad /= case.get("scale", 1.0)  # as the optimizer would
         errors = errors_of(model, case, kl=None, of_samples=bool(case.get("config")))
         stats = {name: str(values) for name, values in trackers.DEFAULT_TRACKER.stats.items()}
         trackers.DEFAULT_TRACKER.stats.clear()
-        found.append({"errors": errors, "gradient": model.module.losses.main_grad.tolist(), "stats": stats})
-    return found
+        results.append({"errors": errors, "gradient": model.module.losses.main_grad.tolist(), "stats": stats})
+    return results
 
 
 def test_every_mode_is_exact(record_property: Any) -> None:
@@ -133,29 +134,32 @@ def test_the_proof_changes_nothing() -> None:
 def test_a_loss_scale_that_megatron_does_not_know_is_no_fault() -> None:
     """AReaL multiplies losses by it itself."""
     case = {"mode": "prompt_mean", "settings": {}, "scale": 256.0}
-    for (found,) in run_ranks(4, train, checkout(AREAL), 2, [case]):
-        assert found["errors"]["gradient"] < TOLERANCE
+    for (result,) in run_ranks(4, train, checkout(AREAL), 2, [case]):
+        assert result["errors"]["gradient"] < TOLERANCE
 
 
 def test_a_rank_without_a_token_trains(monkeypatch: pytest.MonkeyPatch) -> None:
     masked = [row for row, prompt in enumerate(PROMPTS) if prompt % 2]  # all of the second rank
     monkeypatch.setenv(MASKED_ROWS, " ".join(map(str, masked)))
+    monkeypatch.setenv(SHORT_ROWS, "0 6 8")
     cases = [{"mode": mode, "settings": {}} for mode in ("prompt_mean", "sample_mean")]
-    for found in run_ranks(4, train, checkout(AREAL), 2, cases):
-        assert max(one["errors"]["gradient"] for one in found) < TOLERANCE
+    for results in run_ranks(4, train, checkout(AREAL), 2, cases):
+        assert max(result["errors"]["gradient"] for result in results) < TOLERANCE
 
 
 def test_corrections_are_no_faults() -> None:
     """Tokens that are rejected, gates, another old policy: at a ratio of 1 all tokens have the weights of the mode."""
     rejects = Settings(level="token", metric="ratio", action="mask", upper=1.01, lower=0.99, agg="mean")
     cases = [{"rejection_sampling": rejects}, {"use_sapo_loss": True, "sapo_tau_pos": 1.0, "sapo_tau_neg": 1.05}]
-    run_ranks(1, train, checkout(AREAL), 1, [{"mode": "sample_mean", "settings": {}, "config": one} for one in cases])
+    run_ranks(
+        1, train, checkout(AREAL), 1, [{"mode": "sample_mean", "settings": {}, "config": config} for config in cases]
+    )
 
 
 def test_the_order_of_the_losss_arguments_does_not_matter(tmp_path: Any) -> None:
     root = planted(AREAL, tmp_path, {_ENGINE: _EXCHANGED, _ACTOR: _GIVEN})
-    (found,) = run_ranks(1, train, root, 1, [{"mode": "sample_mean", "settings": {}}])[0]
-    assert found["errors"]["gradient"] < TOLERANCE
+    (result,) = run_ranks(1, train, root, 1, [{"mode": "sample_mean", "settings": {}}])[0]
+    assert result["errors"]["gradient"] < TOLERANCE
 
 
 def test_theirs_is_the_token_mean_and_no_other(record_property: Any) -> None:

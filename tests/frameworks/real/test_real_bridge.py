@@ -103,16 +103,16 @@ def test_the_step_is_that_of_hugging_faces_model(tmp_path: Path) -> None:
     log_probs = model(tokens).logits.log_softmax(-1).gather(-1, labels[..., None])[..., 0]
     losses = -advantages.double() * log_probs
     loss = oracle.step_loss("sample_mean", [oracle.Sample(*pair) for pair in zip(losses, masks, strict=True)])
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     bound = oracle.chain_error(2, 128)  # the longest sums: a row's logits, and tokens of the step
     assert report["pg_loss"] == pytest.approx(float(loss.detach()), rel=bound)
-    for found, expected in ((embedding, model.model.embed_tokens.weight.grad), (output, model.lm_head.weight.grad)):
-        assert float((found - expected).abs().max() / expected.abs().max()) < bound
+    for actual, expected in ((embedding, model.model.embed_tokens.weight.grad), (output, model.lm_head.weight.grad)):
+        assert float((actual - expected).abs().max() / expected.abs().max()) < bound
 
 
 def of_entries() -> tuple[Tensor, Tensor, Tensor]:
     """Minus the log-prob, the old log-prob, in part beyond the clip, and the advantage of each entry of the table."""
-    from planned_steps import TABLE
+    from world import TABLE
 
     generator = torch.Generator().manual_seed(3)
     noise, advantages = torch.randn(2, len(TABLE), generator=generator)
@@ -122,24 +122,24 @@ def of_entries() -> tuple[Tensor, Tensor, Tensor]:
 
 def clipped_samples() -> tuple[list[oracle.Sample], Tensor]:
     """PPO's loss of the step's tokens, each row a rollout, and its derivative by each entry of the table; float64."""
-    from planned_steps import STEP
+    from world import STEP
 
     table, old, advantages = (values.double() for values in of_entries())
     table.requires_grad_()
     ratio = (-table - old).exp()
     losses = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
     (factor,) = torch.autograd.grad(losses.sum(), table)
-    parts = losses.detach()[:-1].split([len(one.mask) for one in STEP])
+    parts = losses.detach()[:-1].split([len(sample.mask) for sample in STEP])
     rows = zip(parts, STEP, strict=True)
-    return [oracle.Sample(part, one.mask, None, one.prompt_id) for part, one in rows], factor
+    return [oracle.Sample(part, sample.mask, None, sample.prompt_id) for part, sample in rows], factor
 
 
 def grpo_batches(dp_rank: int) -> list[dict[str, Any]]:
     """The recipe's micro-batches of rows; a token is its entry of the table, the last one is padding."""
-    from planned_steps import CP, DP, STEP, TABLE
     from step_samples import dealt
+    from world import CP, DP, STEP, TABLE
 
-    lengths = [len(one.mask) for one in STEP]
+    lengths = [len(sample.mask) for sample in STEP]
     first, length = [sum(lengths[:i]) for i in range(len(STEP))], -(-max(lengths) // (2 * CP)) * 2 * CP
     _, old, advantages = of_entries()
     batches = []
@@ -149,8 +149,13 @@ def grpo_batches(dp_rank: int) -> list[dict[str, Any]]:
         for row, i in enumerate(chosen):
             tokens[row, : lengths[i]] = first[i] + torch.arange(lengths[i])
             masks[row][: lengths[i]] = STEP[i].mask
-        values = {"tokens": tokens, "labels": tokens, "positions": torch.arange(length).expand_as(tokens)}
-        values |= {"old_log_probs": old[tokens], "advantages": advantages[tokens], "loss_masks": masks}
+        values: dict[str, Any] = {"tokens": tokens, "labels": tokens}
+        values |= {
+            "positions": torch.arange(length).expand_as(tokens),
+            "old_log_probs": old[tokens],
+            "advantages": advantages[tokens],
+            "loss_masks": masks,
+        }
         batches.append(values | {"prompt_ids": [str(STEP[i].prompt_id) for i in chosen]})
     return batches
 
@@ -158,9 +163,9 @@ def grpo_batches(dp_rank: int) -> list[dict[str, Any]]:
 def steps_of_bridge(root: str, per_token: bool) -> dict[str, list[float]]:
     """On a rank: errors of the gradient and of the logged loss in `train_step`, of its loss and of ours by mode."""
     from checkouts import BRIDGE, Settings, load
-    from planned_steps import CP, DP, STEP, TABLE, batches_of
     from step_samples import DIVISOR
     from table_step import aggregation, relative_error, start, table_model
+    from world import CP, DP, STEP, TABLE, batches_of
 
     state = start(cp=CP)
     train, losses = load(BRIDGE, root, *(f"megatron.bridge.training.{name}" for name in ("train", "losses")))
@@ -172,7 +177,9 @@ def steps_of_bridge(root: str, per_token: bool) -> dict[str, list[float]]:
 
     cp_rank, batches = state.get_context_parallel_rank(), batches_of(state.get_data_parallel_rank())
     # It counts tokens in integers.
-    flags = [oracle.Sample(one.losses, (one.mask != 0).float(), one.rollout_id, one.prompt_id) for one in STEP]
+    flags = [
+        oracle.Sample(sample.losses, (sample.mask != 0).float(), sample.rollout_id, sample.prompt_id) for sample in STEP
+    ]
     train.get_num_microbatches = lambda: len(batches)
     cfg = Settings(
         train=Settings(empty_unused_memory_level=0, skip_sync_grad_norm_across_mp=True, micro_batch_size=1),
@@ -183,7 +190,7 @@ def steps_of_bridge(root: str, per_token: bool) -> dict[str, list[float]]:
     optimizer = Settings(zero_grad=lambda: None, step=lambda: (True, 0.0, 0))
 
     def stock(samples: list[oracle.Sample]) -> Any:
-        masks = torch.cat([*(one.mask for one in samples), torch.zeros(1)])
+        masks = torch.cat([*(sample.mask for sample in samples), torch.zeros(1)])
 
         def forward_step(iterator: Iterator[Any], model: Any) -> Any:
             numbers = next(iterator).local_numbers(cp_rank, CP)
@@ -214,7 +221,7 @@ def steps_of_bridge(root: str, per_token: bool) -> dict[str, list[float]]:
         in_value = abs(float(logged[name]) - value) / oracle.step_scale(mode, samples, divisor)
         return [relative_error(model.module.losses.main_grad.cpu(), expected), in_value]
 
-    found = {
+    errors_by_name = {
         name: errors("token_mean", stock(samples), samples)
         for name, samples in (("token mean", flags), ("token mean of fractional masks", STEP))
     }
@@ -222,7 +229,7 @@ def steps_of_bridge(root: str, per_token: bool) -> dict[str, list[float]]:
         divisor = DIVISOR if mode == "constant" else None
         own = aggregation(mode=mode, divisor=divisor, with_per_token_loss=per_token)
         with attached(own):
-            found[mode] = errors(mode, ours, STEP)
+            errors_by_name[mode] = errors(mode, ours, STEP)
         assert own._proof.outcome == "proved"
     clipped, factor = clipped_samples()
     packed = grpo_batches(state.get_data_parallel_rank())
@@ -230,9 +237,9 @@ def steps_of_bridge(root: str, per_token: bool) -> dict[str, list[float]]:
     for mode in ("sample_mean", "prompt_mean", "token_mean"):
         own = aggregation(bridge_grpo.samples_of, mode=mode, with_per_token_loss=per_token)
         with attached(own):
-            found[f"recipe, {mode}"] = errors(mode, bridge_grpo.forward_step, clipped, packed, factor)
+            errors_by_name[f"recipe, {mode}"] = errors(mode, bridge_grpo.forward_step, clipped, packed, factor)
         assert own._proof.outcome == "proved"
-    return found
+    return errors_by_name
 
 
 @pytest.mark.parametrize("per_token", [False, True])
@@ -243,7 +250,7 @@ def test_its_train_step_is_exact_in_every_mode(per_token: bool, record_property:
     results = run_ranks(4, steps_of_bridge, checkout(BRIDGE), per_token)
     ours = [name for name in results[0] if name in oracle.MODES or name.startswith("recipe, ")]
     assert len(ours) == len(oracle.MODES) + 3
-    assert max(max(found[name]) for found in results for name in ours) < 2e-6
+    assert max(max(of_rank[name]) for of_rank in results for name in ours) < 2e-6
     theirs = {name: error for name, (error, _) in results[0].items() if name not in ours}
     assert [error < 2e-6 for error in theirs.values()] == [per_token, False]
     assert all(error < 2e-6 or error > 1e-2 for error in theirs.values())

@@ -25,6 +25,7 @@ from bigram_step import (
     LENGTH,
     MASKED_ROWS,
     ROWS,
+    SHORT_ROWS,
     TOLERANCE,
     assert_exact,
     assert_proof_changes_nothing,
@@ -36,12 +37,12 @@ from bigram_step import (
     make_batch,
 )
 from checkouts import NEMO_RL, checkout, load, record_errors
-from planned_steps import CP, DP, errors_in
 from plants import Plant, assert_stops
 from ranks import RankError, run_ranks
 from replacements import undone
 from table_step import start
 from torch import Tensor
+from world import CP, DP, errors_in
 
 SETTINGS = {"ratio_clip_min": CLIP_LOW, "ratio_clip_max": CLIP_HIGH, "reference_policy_kl_penalty": BETA}
 MODES: dict[str, dict[str, Any]] = {
@@ -87,13 +88,13 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
     dp_rank, dp = state.get_data_parallel_rank(), state.get_data_parallel_world_size()
     group, config = state.get_data_parallel_group(), losses.ClippedPGLossConfig
     defaults = {name: getattr(config, name) for name in config.__annotations__}
-    found = []
+    results = []
     for case in cases:
         of_case = case.get("cfg", {})
         loss_fn = losses.ClippedPGLossFn(SimpleNamespace(**{**defaults, **SETTINGS, **of_case}))
         batch = BatchedDataDict(make_batch())
         times, os.environ["MEGATRON_RL_LOSS_PROOF"] = case.get("times", 1), case.get("proof", "error")
-        nemo_rl.weights_column = lambda *given, times=times, **more: [times * w for w in weights_column(*given, **more)]
+        nemo_rl.weights_column = lambda *masks, times=times, **more: [times * w for w in weights_column(*masks, **more)]
         if not case.get("stock"):
             policy: Any = SimpleNamespace(
                 cfg={"train_global_batch_size": ROWS}, train=lambda data, loss_fn, timer=None, gbs=None: data
@@ -102,7 +103,8 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
                 stock_loss, loss_fn = loss_fn, aggregate(policy, loss_fn, case["mode"], **case["settings"])
                 if case.get("twice"):
                     aggregate(policy, loss_fn, case["mode"], **case["settings"])
-                estimator.compute_advantage(batch["input_ids"][:, :3], torch.ones(ROWS), batch["token_mask"])
+                prompts = batch["input_ids"][:, :3].roll(case.get("ids", 0), 0)
+                estimator.compute_advantage(prompts, torch.ones(ROWS), batch["token_mask"])
                 if not case.get("by_another_name"):
                     batch = policy.train(batch, stock_loss if case.get("not_passed") else loss_fn, timer=None)
             loss_fn = pickle.loads(pickle.dumps(loss_fn))
@@ -112,8 +114,8 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
         microbatches = []
         for first, last in CUTS:
             part = mine.slice(first * rows // 6, last * rows // 6)
-            made = data_module.process_microbatch(part, "input_lengths", 2 * cp, pack_sequences=True)
-            microbatches.append(data_module.ProcessedMicrobatch(data_dict=part, **vars(made)))
+            packed = data_module.process_microbatch(part, "input_lengths", 2 * cp, pack_sequences=True)
+            microbatches.append(data_module.ProcessedMicrobatch(data_dict=part, **vars(packed)))
         packing = {"enabled": True, "fuse_loss": case.get("fused", False)}
         cfg = {"sequence_packing": packing, "logprob_chunk_size": None}
         model, number = bigram_model(per_token=True), {"num_microbatches": len(microbatches)}
@@ -129,12 +131,12 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
         options = {"of_samples": of_case.get("sequence_level_importance_ratios", False)}
         options["corrected"] = of_case.get("use_importance_sampling_correction", False)
         errors = errors_of(model, case, metrics["loss"], kl=kl_of_nemo_rl, **options)
-        outcomes = [one.outcome for one in replacing._REGISTRY.values() if hasattr(one, "outcome")]
+        outcomes = [proof.outcome for proof in replacing._REGISTRY.values() if hasattr(proof, "outcome")]
         is_measured = not case.get("stock") and "proof" not in case
         assert outcomes == ([case.get("outcome", "proved")] if is_measured else outcomes), outcomes
         replacing._REGISTRY.clear()
-        found.append(metrics | {"errors": errors, "bits": bits_of(model)})
-    return found
+        results.append(metrics | {"errors": errors, "bits": bits_of(model)})
+    return results
 
 
 CORRECTED = {"use_importance_sampling_correction": True}
@@ -158,7 +160,7 @@ def test_metrics_keep_their_masks_and_theirs_is_what_it_says(record_property: An
     token: dict[str, Any] = {"setting": "`token_level_loss=true`", "mode": "token_mean", "settings": {}}
     sample = {"setting": "`token_level_loss=false`", "mode": "sample_mean", "settings": {"units": "active"}}
     (stock, same), (of_samples, _) = compare(record_property, train, NEMO_RL, [token, sample | {"cfg": OF_SAMPLES}])
-    assert max(one["errors"]["gradient"] for one in (stock, of_samples)) < TOLERANCE
+    assert max(result["errors"]["gradient"] for result in (stock, of_samples)) < TOLERANCE
     two: list[dict[str, Any]] = [{"mode": "prompt_mean", "settings": {}, "stock": stock} for stock in (True, None)]
     wrong, other = run_ranks(4, train, checkout(NEMO_RL), 2, two)[0]
     assert wrong["errors"]["gradient"] > 1e-2
@@ -170,16 +172,24 @@ def test_metrics_keep_their_masks_and_theirs_is_what_it_says(record_property: An
 def test_clamps_of_the_kl_penalty_are_no_faults() -> None:
     """A trial has log-probs 0.1 from the reference policy's; what is clamped below that is not proved."""
     clamps = [{"kl_input_clamp_value": 0.5}, {"kl_output_clamp_value": 0.02}, {"kl_input_clamp_value": None}]
-    cases: list[dict[str, Any]] = [{"mode": "prompt_mean", "settings": {}, "cfg": one} for one in clamps]
+    cases: list[dict[str, Any]] = [{"mode": "prompt_mean", "settings": {}, "cfg": clamp} for clamp in clamps]
     cases.append({"mode": "prompt_mean", "settings": {}, "cfg": {"kl_input_clamp_value": 0.05}, "outcome": "unknown"})
     run_ranks(4, train, checkout(NEMO_RL), 2, cases)
 
 
+def test_prompts_at_other_rows_are_not_proved() -> None:
+    """The prompts that NeMo-RL's advantages were computed by, moved by a row."""
+    case = {"mode": "prompt_mean", "settings": {}, "ids": 1, "outcome": "unknown"}
+    for (result,) in run_ranks(2, train, checkout(NEMO_RL), 1, [case]):
+        assert result["errors"]["gradient"] > 1e-2
+
+
 def test_a_rank_without_a_token_trains(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(MASKED_ROWS, " ".join(map(str, range(1, ROWS, 2))))
+    monkeypatch.setenv(SHORT_ROWS, "0 6 8")
     cases = [{"mode": mode, "settings": {"units": "active"}} for mode in ("prompt_mean", "sample_mean")]
-    for found in run_ranks(4, train, checkout(NEMO_RL), 2, cases):
-        assert max(one["errors"]["gradient"] for one in found) < TOLERANCE
+    for results in run_ranks(4, train, checkout(NEMO_RL), 2, cases):
+        assert max(result["errors"]["gradient"] for result in results) < TOLERANCE
 
 
 def test_it_is_refused_twice() -> None:

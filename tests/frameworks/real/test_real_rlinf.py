@@ -39,14 +39,21 @@ def without_empty_rows() -> dict[str, Tensor]:
 
 
 def with_many_empty_rows() -> dict[str, Tensor]:
-    """Rows of which some are fully masked: the first of a micro-batch and whole micro-batches, on one rank alone."""
+    """Rows of which some are fully masked: the first of a micro-batch and whole micro-batches, on one rank alone.
+
+    Others have one token to train on.
+    """
     batch = make_batch()
+    batch["token_mask"][[2, 9], 4:] = 0
     batch["sample_mask"][[0, 4, 6, 8, 10]] = 0
     return batch
 
 
-def rows_of_rank(dp_rank: int, dp: int, results: Any) -> Any:
-    """Rows as RLinf's rollouts make them; tokens that the model did not generate are masked."""
+def rows_of_rank(dp_rank: int, dp: int, results: Any, is_corrected: bool = False) -> Any:
+    """Rows as RLinf's rollouts make them; tokens that the model did not generate are masked.
+
+    `is_corrected`: the old log-probs are the actor's own, beside those of the rollout.
+    """
     batch = {name: values[dp_rank::dp] for name, values in bigram_step.make_batch().items()}
     masks, lengths = batch["token_mask"] * batch["sample_mask"][:, None], batch["input_lengths"].tolist()
 
@@ -57,7 +64,9 @@ def rows_of_rank(dp_rank: int, dp: int, results: Any) -> Any:
         num_sequence=len(lengths), group_size=1, prompt_lengths=[PROMPT] * len(lengths),
         prompt_ids=batch["input_ids"][:, :PROMPT].tolist(), response_lengths=[n - PROMPT for n in lengths],
         response_ids=responses(batch["input_ids"]), is_end=[True] * len(lengths),
-        response_mask=responses(masks.long()), rollout_logprobs=responses(batch["prev_logprobs"]),
+        response_mask=responses(masks.long()),
+        rollout_logprobs=responses(batch["generation_logprobs" if is_corrected else "prev_logprobs"]),
+        recomputed_logprobs=batch["prev_logprobs"][:, PROMPT:] if is_corrected else None,
         advantages=batch["advantages"][:, PROMPT:], ref_logprobs=batch["reference_policy_logprobs"][:, PROMPT:],
     )  # fmt: skip
     return rollout.to_actor_batch(PROMPT + LEFT, LENGTH + LEFT, 0)
@@ -71,16 +80,16 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
         "rlinf.data.schema.reasoning_results", "rlinf.algorithms.losses",
     )  # fmt: skip
     results.Worker = SimpleNamespace(torch_device_type="cpu")
-    found = []
+    of_cases = []
     for case in cases:
         bigram_step.make_batch = without_empty_rows if case.get("full") else case.get("rows", make_batch)
         model = bigram_model()
         model.module.pre_process = model.module.post_process = True
         algorithm = Settings(
             loss_agg_func="token-mean", use_valid_token_scale=case.get("scale", True), loss_type="actor",
-            sampling_params=Settings(temperature=1.0), n_minibatches=1,
+            sampling_params=Settings(temperature=1.0), n_minibatches=1, **case.get("correction", {}),
         )  # fmt: skip
-        algorithm.get = lambda name, default=None: default
+        algorithm.get = lambda name, default=None, algorithm=algorithm: vars(algorithm).get(name, default)
         actor: Any = object.__new__(type("Actor", (actors.MegatronActor,), {}))
         optimizer = Settings(step=lambda: (True, 0.0, None), param_groups=[{"lr": 0.0}], zero_grad=lambda: None)
         vars(actor).update(
@@ -91,18 +100,32 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
             enable_dynamic_batch_size=True, max_tokens_per_mbs=24, variable_seq_lengths=True, use_profiler=False,
             total_batch_size_per_dp=1, optimizer=optimizer, lr_scheduler=Settings(step=lambda increment: None),
         )  # fmt: skip
-        batch = rows_of_rank(state.get_data_parallel_rank(), state.get_data_parallel_world_size(), results)
+        dp_rank, dp, is_corrected = (
+            state.get_data_parallel_rank(),
+            state.get_data_parallel_world_size(),
+            "correction" in case,
+        )
+        batch = rows_of_rank(dp_rank, dp, results, is_corrected)
         actor._setup_valid_token_scale(batch)
         with aggregated(type(actor), case):
             actor.training_step(batch)
-        found.append({"errors": errors_of(model, case, kl=k3), "microbatches": actor.num_microbatches})
-    return found
+        of_cases.append(
+            {"errors": errors_of(model, case, kl=k3, corrected=is_corrected), "microbatches": actor.num_microbatches}
+        )
+    return of_cases
 
 
 def test_every_mode_is_exact(record_property: Any) -> None:
     cases = [{"mode": mode, "settings": settings} for mode, settings in MODES.items()]
-    cases += [one | {"rows": with_many_empty_rows} for one in cases]
+    cases += [case | {"rows": with_many_empty_rows} for case in cases]
     assert_exact(record_property, train, RLINF, cases, worlds=[(1, 1), (2, 1)])
+
+
+def test_a_correction_of_advantages_is_no_fault(record_property: Any) -> None:
+    """RLinf multiplies them by truncated importance weights before its loss function."""
+    correction = {"importance_sampling_fix": True, "importance_sampling_clip": 2.0}
+    case = {"mode": "prompt_mean", "settings": MODES["prompt_mean"], "correction": correction}
+    assert_exact(record_property, train, RLINF, [case], worlds=[(2, 1)])
 
 
 def test_theirs_is_the_token_mean(record_property: Any) -> None:

@@ -62,7 +62,9 @@ class Rows(dict[str, Tensor]):
 
     def __getitem__(self, key: Any) -> Any:
         return (
-            super().__getitem__(key) if isinstance(key, str) else Rows({name: one[key] for name, one in self.items()})
+            super().__getitem__(key)
+            if isinstance(key, str)
+            else Rows({name: column[key] for name, column in self.items()})
         )
 
 
@@ -72,8 +74,8 @@ def rows_of_rank(dp_rank: int, dp: int, protocol: Any, functionals: Any) -> Any:
     ids = torch.nn.functional.pad(batch["input_ids"], (LEFT, 0))
     ids[:, LEFT:][torch.arange(LENGTH) >= batch["input_lengths"][:, None]] = 0
     prompts = ids[:, : LEFT + PROMPT]
-    given = {"input_ids": prompts, "attention_mask": (prompts != 0).long(), "position_ids": prompts}
-    data = functionals.postprocess_generate(protocol.DataProto(Rows(given)), ids, 1, LENGTH + LEFT, 99, 0)
+    columns = {"input_ids": prompts, "attention_mask": (prompts != 0).long(), "position_ids": prompts}
+    data = functionals.postprocess_generate(protocol.DataProto(Rows(columns)), ids, 1, LENGTH + LEFT, 99, 0)
     functionals.get_sample_level_mask(data, Settings())
     data.batch["final_response_mask"] *= pad(batch["token_mask"] * batch["sample_mask"][:, None])[:, 1:].long()
     theirs_of = {"prev_logprobs": "old_log_probs", "reference_policy_logprobs": "ref_log_probs"}
@@ -108,13 +110,13 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
     )  # fmt: skip
     corrections: Any = sys.modules["roll.utils.train_infer_corrections"]
     corrections.compute_segment_masked_mean = lambda values, mask: values
-    strategies.collate_fn_to_dict_list = lambda rows: {name: [one[name] for one in rows] for name in rows[0]}
+    strategies.collate_fn_to_dict_list = lambda rows: {name: [row[name] for row in rows] for name in rows[0]}
     # It changes logits in place, unless they are of half precision: rows that are packed are views of one tensor.
     log_probs_of = strategies.vocab_parallel_logprobs
     strategies.vocab_parallel_logprobs = lambda logits, *args, **options: log_probs_of(logits.clone(), *args, **options)
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    found = []
+    results = []
     for case in cases:
         model, kept = bigram_model(), list[Tensor]()
 
@@ -131,7 +133,7 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
         vars(config).update(case.get("config", {}))
         of_worker = Settings(use_dynamic_batching_in_train=True, apply_loss_scale=True, name="actor_train")
         worker, strategy = object.__new__(workers.ActorWorker), object.__new__(strategies.MegatronTrainStrategy)
-        model.get_batch_on_this_cp_rank = lambda given, dim3_keys: given
+        model.get_batch_on_this_cp_rank = lambda batch, dim3_keys: batch
         chunks = type("Models", (list,), {"train": lambda _: None, "get_models": lambda self: list(self)})([model])
         chunks.config = model.config
         vars(worker).update(pipeline_config=config, strategy=strategy)
@@ -146,7 +148,7 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
         if "ids" in case:
             numbers = make_batch()["prompts"].roll(case["ids"]).tolist()
             of_rank = numbers[state.get_data_parallel_rank() :: state.get_data_parallel_world_size()]
-            data.non_tensor_batch["traj_group_id"] = np.array([f"group {one}" for one in of_rank], dtype=object)
+            data.non_tensor_batch["traj_group_id"] = np.array([f"group {number}" for number in of_rank], dtype=object)
         model.zero_grad_buffer()
         with aggregated(type(strategy), case):
             strategy.train_step(batch=data, loss_func=worker.loss_func)
@@ -154,8 +156,8 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
             state.get_data_parallel_rank(), state.get_data_parallel_world_size(), protocol, functionals
         ).batch["advantages"])  # fmt: skip
         _, by_entry, _ = expected(case["mode"], case["settings"], kl=k3)
-        found.append({"errors": {"gradient": relative_error(kept[0].view_as(by_entry), by_entry)}})
-    return found
+        results.append({"errors": {"gradient": relative_error(kept[0].view_as(by_entry), by_entry)}})
+    return results
 
 
 def test_every_mode_is_exact(record_property: Any) -> None:
@@ -174,7 +176,7 @@ def test_ids_at_other_rows_are_not_proved() -> None:
     settings = {"mode": "prompt_mean", "settings": MODES["prompt_mean"]}
     cases = [settings | {"ids": 0}, settings | {"ids": 1, "outcome": "unknown"}]
     for results in run_ranks(2, train, checkout(ROLL), 1, cases):
-        right, moved = (found["errors"]["gradient"] for found in results)
+        right, moved = (result["errors"]["gradient"] for result in results)
         assert right < TOLERANCE < 1e-2 < moved
 
 
@@ -185,7 +187,9 @@ def test_coefficients_and_the_engine_for_rollouts_are_no_faults() -> None:
         "train_infer_correction": Settings(is_weight=weight, filters=[]),
     }
     cases = [{"rl_loss_coef": 0.5, "entropy_loss_coef": 0.01}, of_rollouts]
-    run_ranks(1, train, checkout(ROLL), 1, [{"mode": "sample_mean", "settings": {}, "config": one} for one in cases])
+    run_ranks(
+        1, train, checkout(ROLL), 1, [{"mode": "sample_mean", "settings": {}, "config": config} for config in cases]
+    )
 
 
 def test_theirs_is_none_of_the_modes(record_property: Any) -> None:

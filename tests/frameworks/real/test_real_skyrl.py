@@ -85,9 +85,14 @@ def expected_draft(mode: str, settings: dict[str, Any]) -> tuple[float, Tensor]:
     return float(loss.detach()), gradient
 
 
-def data_of(rank_rows: slice, normalize: Any, convert: Any) -> dict[str, Tensor]:
-    """A rank's rows, as SkyRL lays them out; advantages as its trainer normalises them."""
+def data_of(rank_rows: slice, normalize: Any, convert: Any, split: bool = False) -> dict[str, Tensor]:
+    """A rank's rows, as SkyRL lays them out; advantages as its trainer normalises them.
+
+    `split`: the rows of a group have different prompts.
+    """
     batch = make_batch()
+    if split:
+        batch["input_ids"][:, 1] = torch.arange(ROWS) % VOCABULARY
     masks, lengths = batch["token_mask"] * batch["sample_mask"][:, None], batch["input_lengths"].tolist()
 
     def responses(values: Tensor) -> list[Any]:
@@ -169,11 +174,11 @@ def train(root: str, cp: int, cases: list[dict[str, Any]], copied: bool = False)
         _copy_tensor_dict_to_device=lambda batch, device: batch,
     )
     rows = slice(state.get_data_parallel_rank(), None, state.get_data_parallel_world_size())
-    both, found = torch.stack([make_table(), make_table().flip(0)]), []
+    both, results = torch.stack([make_table(), make_table().flip(0)]), []
     for case in cases:
         cfg, settings = config(case), case["settings"]
         weighed, os.environ["MEGATRON_RL_LOSS_PROOF"] = case.get("weighed", 1), case.get("proof", "error")
-        skyrl.weigh = lambda *given, weighed=weighed: weighed * weights.weigh(*given)
+        skyrl.weigh = lambda *arguments, weighed=weighed: weighed * weights.weigh(*arguments)
         if case.get("stock"):
             loss = ppo_utils.PolicyLossRegistry.get(case["stock"])
         else:
@@ -203,7 +208,7 @@ def train(root: str, cp: int, cases: list[dict[str, Any]], copied: bool = False)
         if "recipe" in case:
             normalize = partial(by_trainer, root, case["recipe"], batches.TrainingInputBatch)
         convert = preprocess.convert_prompts_responses_to_batch_tensors
-        data = batches.TrainingInputBatch(data_of(rows, normalize, convert))
+        data = batches.TrainingInputBatch(data_of(rows, normalize, convert, case.get("split", False)))
         data.metadata = {"response_length": data["response_mask"].shape[1]}
         for by_name in case.get("by_name", [None]):
             for _ in range(case.get("calls", 1)):
@@ -211,7 +216,7 @@ def train(root: str, cp: int, cases: list[dict[str, Any]], copied: bool = False)
             worker.optim_step()
         of_policy, of_draft = kept[-1]
         times, entropy = cfg.algorithm.kl_loss_coef / BETA, cfg.algorithm.entropy_loss_coef
-        of_kl = lambda *given, times=times: times * k3(*given)  # noqa: E731
+        of_kl = lambda *arguments, times=times: times * k3(*arguments)  # noqa: E731
         right = case.get("weights")
         value, by_entry, scale = expected(case["mode"], settings, kl=of_kl, entropy=entropy, weights=right)
         errors = {"gradient": relative_error(of_policy, by_entry)}
@@ -225,10 +230,10 @@ def train(root: str, cp: int, cases: list[dict[str, Any]], copied: bool = False)
             replaced = replacing.installed("SkyRL")
             assert replaced.proof.outcome == ("" if {"proof", "unset"} & case.keys() else case.get("outcome", "proved"))
             replaced.undo()
-        found.append(
+        results.append(
             {"errors": errors, "metrics": metrics, "bits": torch.stack([of_policy, of_draft]).numpy().tobytes()}
         )
-    return found
+    return results
 
 
 def by_trainer(root: str, mode: str, batch: Any, advantages: Tensor, mask: Tensor) -> Tensor:
@@ -278,9 +283,9 @@ def test_rows_of_sessions_by_the_recipe(record_property: Any) -> None:
     case: dict[str, Any] = {"stock": "regular", "mode": "token_mean", "settings": {"kl": "sample_mean"}, "terms": []}
     cases = [case | sizes | {"recipe": mode, "weights": weights[mode]} for mode in weights for sizes in SIZES]
     wrong = [case | {"recipe": "prompt_mean", "weights": weights["session_mean"]}]
-    for *found, control in run_ranks(4, train, checkout(SKYRL), 2, cases + wrong):
-        worst = max(one["errors"]["gradient"] for one in found)
-        assert worst < TOLERANCE < 1e-2 < control["errors"]["gradient"], found
+    for *results, control in run_ranks(4, train, checkout(SKYRL), 2, cases + wrong):
+        worst = max(one["errors"]["gradient"] for one in results)
+        assert worst < TOLERANCE < 1e-2 < control["errors"]["gradient"], results
         record_errors(record_property, SKYRL, "rows of sessions, by weights", ours=worst)
 
 
@@ -306,8 +311,8 @@ def test_a_copied_mask_changes_nothing() -> None:
     cases = [
         {"mode": "prompt_mean", "settings": MODES["prompt_mean"], "rows": 4, "packed": packed} for packed in (1, 0)
     ]
-    for found in run_ranks(2, train, checkout(SKYRL), 1, cases, True)[0]:
-        assert max(found["errors"].values()) < TOLERANCE, found
+    for results in run_ranks(2, train, checkout(SKYRL), 1, cases, True)[0]:
+        assert max(results["errors"].values()) < TOLERANCE, results
 
 
 def test_reported_terms_are_those_of_one_micro_batch(record_property: Any) -> None:
@@ -317,8 +322,8 @@ def test_reported_terms_are_those_of_one_micro_batch(record_property: Any) -> No
     ((whole,),) = run_ranks(1, train, root, 1, [stock | {"rows": ROWS}])
     *ours, theirs = run_ranks(2, train, root, 1, [*(case | one for one in SIZES), stock])[0]
     terms = {name: whole["metrics"][name] for name in ("policy_kl", "policy_entropy", "final_loss", "mtp_loss")}
-    for found in ours:
-        assert {name: found["metrics"][name] for name in terms} == pytest.approx(terms, rel=1e-5, abs=1e-7)
+    for results in ours:
+        assert {name: results["metrics"][name] for name in terms} == pytest.approx(terms, rel=1e-5, abs=1e-7)
     by_case = [[abs(one["metrics"][name] / x - 1) for name, x in terms.items()] for one in (theirs, *ours)]
     assert min(by_case[0]) > 1e-3
     record_errors(record_property, SKYRL, "reported terms", *map(max, by_case[:2]))
@@ -348,6 +353,17 @@ def test_a_call_that_names_another_loss_is_not_stopped() -> None:
     case = {"mode": "token_mean", "settings": {"kl": "sample_mean"}, "rows": ROWS}
     cases = [case | {"unset": True, "by_name": ["regular"]}, case | {"by_name": ["importance_sampling", None]}]
     run_ranks(1, train, checkout(SKYRL), 1, cases)
+
+
+def test_other_groups_than_are_generated_are_not_proved() -> None:
+    """A prompt of the batch has four rows; or each row has a prompt of its own."""
+    case: dict[str, Any] = {"mode": "prompt_mean", "rows": ROWS}
+    cases = [
+        case | {"settings": {"group_size": 4}},
+        case | {"settings": {"group_size": 3}, "outcome": "unknown"},
+        case | {"settings": {"group_size": 4}, "split": True, "outcome": "unknown"},
+    ]
+    run_ranks(2, train, checkout(SKYRL), 1, cases)
 
 
 WRAPPER = "skyrl/backends/skyrl_train/workers/megatron/megatron_model_wrapper.py"
@@ -387,6 +403,16 @@ PLANTS = [
         {WRAPPER: ("per_layer_losses).mean()", "per_layer_losses).mean() * 2")},
         "on mtp 0: tokens weigh",
     ),
+    Plant(
+        "entropy bonus left out",
+        {WRAPPER: ("(kl_loss_term - entropy_loss_term)", "kl_loss_term")},
+        "The entropy term has a coefficient, -0.02, and no gradient reaches it",
+    ),
+    Plant(
+        "last tokens masked in every function",
+        {WRAPPER: ('= data["loss_mask"]', '= data["loss_mask"] * (data["loss_mask"].flip(1).cumsum(1).flip(1) > 1)')},
+        case={"mode": "constant", "settings": {"divisor": 40.0}, "terms": []},
+    ),
     Plant("another loss than was registered", {}, "SkyRL trained with another loss", {"unset": True}),
     Plant("mask moved", {WRAPPER: ('= data["loss_mask"]', '= data["loss_mask"].roll(1, 1)')}),
     Plant(
@@ -415,8 +441,8 @@ def test_a_fault_stops(record_property: Any, tmp_path: Path, plant: Plant) -> No
 def test_a_rank_without_a_token_trains(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(MASKED_ROWS, " ".join(map(str, range(1, ROWS, 2))))
     cases = [{"mode": mode, "settings": {}} for mode in ("prompt_mean", "sample_mean")]
-    for found in run_ranks(4, train, checkout(SKYRL), 2, cases):
-        assert max(one["errors"]["gradient"] for one in found) < TOLERANCE
+    for results in run_ranks(4, train, checkout(SKYRL), 2, cases):
+        assert max(one["errors"]["gradient"] for one in results) < TOLERANCE
 
 
 def test_gradients_finalised_by_another_name_are_not_proved(record_property: Any, tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
-"""slime's and miles's own training steps with our hooks, from checkouts: SLIME_PATH=~/slime MILES_PATH=~/miles.
+"""Training steps of slime, miles and vime with our hooks: SLIME_PATH=~/slime MILES_PATH=~/miles VIME_PATH=~/vime.
 
 Real: their data iterator, `get_batch`, `policy_loss_function`, `loss_function`, `train_one_step`, log-probs, reports,
-with Megatron's schedule, groups and DDP, on gloo; for rows of sessions slime's `Sample`, `build_dp_schedule` and
-`compute_advantages_and_returns` too. The model is a table of logits; the optimizer keeps gradients.
+with Megatron's schedule, groups and DDP, on gloo; for rows of sessions the `Sample`, `build_dp_schedule` and
+`compute_advantages_and_returns` of slime and vime too. The model is a table of logits; the optimizer keeps gradients.
 Replaced: Megatron's fused cross entropy, whose backward rounds to bfloat16, by its plain one.
 """
 
@@ -12,6 +12,7 @@ import inspect
 import json
 import random
 import runpy
+import sys
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +22,7 @@ import numpy as np
 import oracle
 import pytest
 import torch
-from checkouts import MILES, SLIME, checkout, load, record_errors
+from checkouts import MILES, SLIME, VIME, checkout, load, record_errors
 from logit_table import KeepsGradients, Step, errors_of, logit_model, make_step, reject
 from logit_table import rollout_data as data_of
 from plants import assert_stopped, planted
@@ -33,7 +34,7 @@ from megatron_rl_loss import Samples, ZigzagResponse, plan_step
 from megatron_rl_loss.frameworks import replacing, slime
 from megatron_rl_loss.modes.weights import unit_weights
 
-PEERS = {"slime": SLIME, "miles": MILES}
+PEERS = {"slime": SLIME, "miles": MILES, "vime": VIME}
 
 pytestmark = pytest.mark.slow
 each_peer = pytest.mark.parametrize("peer", PEERS)
@@ -51,13 +52,13 @@ def train(peer: str, root: str, cp: int, cases: list[dict[str, Any]]) -> list[li
             return get_schedule()(**options)
 
     state = start(cp=cp)
-    setup = (setup_slime if peer == "slime" else setup_miles)(root)
+    setup = setup_miles(root) if peer == "miles" else setup_slime(peer, root)
     model_module, measured = setup.model, []
     get_schedule, own_loss_function = model_module.get_forward_backward_func, model_module.loss_function
     load_function = importlib.import_module(f"{peer}.utils.misc").load_function
-    if peer == "slime":
+    if peer != "miles":
         model_module.get_forward_backward_func = lambda: audited
-    found = []
+    results = []
     cases = list(map(with_steps, cases))
     every_step = [step for one in cases for step in one["steps"]]
     importlib.import_module("logit_table").rejecting = reject(every_step)  # type: ignore[attr-defined]
@@ -70,7 +71,7 @@ def train(peer: str, root: str, cp: int, cases: list[dict[str, Any]]) -> list[li
         slime.unit_weights = one.get("weights", unit_weights)
         weights: list[Any] = [None] * len(steps)
         if "recipe" in one:
-            steps, weights, one["rewards"] = by_the_recipe(one["recipe"], one["right"], args, steps, state)
+            steps, weights, one["rewards"] = by_the_recipe(peer, one["recipe"], one["right"], args, steps, state)
         replacing._REGISTRY.clear()
         if args.custom_megatron_init_path is not None:  # as their `init` does
             load_function(args.custom_megatron_init_path)(args)
@@ -102,16 +103,16 @@ def train(peer: str, root: str, cp: int, cases: list[dict[str, Any]]) -> list[li
             proof, is_counted = replaced.proof, args.custom_megatron_init_path is not None
             assert (proof and proof.outcome) == ("proved" if is_counted or len(steps) > 1 else None)
             replaced.undo()
-        found.append(errors)
-    return found
+        results.append(errors)
+    return results
 
 
-def by_the_recipe(mode: str, right: str, args: Any, steps: list[Step], state: Any) -> Any:
-    """Steps as slime schedules them, with GRPO's advantages; the weights of `right`; each row's reward of the recipe.
+def by_the_recipe(peer: str, mode: str, right: str, args: Any, steps: list[Step], state: Any) -> Any:
+    """Steps as the engine schedules them, with GRPO's advantages; the weights of `right`; each row's reward.
 
-    A session is one to three rows of other lengths, a prompt two sessions. slime's flag removes fully masked rows.
+    A session is one to three rows of other lengths, a prompt two sessions. The engine's flag removes fully masked rows.
     """
-    types, schedule = (importlib.import_module(f"slime.utils.{name}") for name in ("types", "dp_schedule"))
+    types, schedule = (importlib.import_module(f"{peer}.utils.{name}") for name in ("types", "dp_schedule"))
     recipe = runpy.run_path(str(EXAMPLES / "recipes" / "slime_rows.py"))
     recipe["rewards"].__globals__["MODE"] = mode
     numbers, rng = [session for session, size in enumerate([1, 3, 2, 1, 3, 2]) for _ in range(size)], random.Random(4)
@@ -135,7 +136,7 @@ def by_the_recipe(mode: str, right: str, args: Any, steps: list[Step], state: An
         [[partition[i] for i in chosen] for chosen in of_rank]
         for partition, of_rank in zip(partitions, indices, strict=True)
     ]
-    found, weights = [], []
+    results, weights = [], []
     for k, step in enumerate(steps):
         begin, end = sum(counts[:k]), sum(counts[: k + 1])
         of_step = [[[i - 12 * k for i in chosen] for chosen in of_rank[begin:end]] for of_rank in dealt]
@@ -144,12 +145,12 @@ def by_the_recipe(mode: str, right: str, args: Any, steps: list[Step], state: An
             ours, other = reward[number + 6 * k], reward[(number ^ 1) + 6 * k]
             advantage = (ours - other) / 2 / (abs(ours - other) / 2**0.5 + 1e-6)  # of two; std with Bessel's correction
             rows.append(dataclasses.replace(one, rollout=number, advantages=torch.full_like(one.advantages, advantage)))
-        found.append(dataclasses.replace(step, samples=rows, dealt=of_step, num_rollouts=of_steps[k]))
+        results.append(dataclasses.replace(step, samples=rows, dealt=of_step, num_rollouts=of_steps[k]))
         masks = [one.mask for one in rows]
         grouped = [oracle.Sample(mask, mask, None, number // 2) for mask, number in zip(masks, numbers, strict=True)]
         by_ids = oracle.weights_by_ids("session_mean", masks, numbers, [], "all")
         weights.append(by_ids if right == "session_mean" else oracle.step_weights("prompt_mean", grouped))
-    return found, weights, [rewards[12 * k :][:12] for k in range(len(steps))]
+    return results, weights, [rewards[12 * k :][:12] for k in range(len(steps))]
 
 
 def without_phantom(loss_function: Any) -> Any:
@@ -186,14 +187,18 @@ def plan_losses(losses: Any, step: Step, one: dict[str, Any], state: Any) -> Non
 
     table: Any = importlib.import_module("logit_table")
     table.of_step = of_step
-    table.planned = lambda *given: table.of_step(*given)  # slime looks a function up once
+    table.planned = lambda *passed: table.of_step(*passed)  # slime looks a function up once
 
 
-def setup_slime(root: str) -> Any:
-    names = (*(f"backends.megatron_utils.{n}" for n in ("model", "cp_utils", "data", "loss")), "utils.accelerator")
-    model, cp_utils, data_module, losses, accelerator = load(SLIME, root, *(f"slime.{n}" for n in names))
-    cpu = torch.device("cpu")
-    accelerator._ACCELERATOR = SimpleNamespace(device=lambda index: cpu, current_device=lambda: cpu)
+def setup_slime(peer: str, root: str) -> Any:
+    """slime, or vime, a fork of it."""
+    names = (f"{peer}.backends.megatron_utils.{name}" for name in ("model", "cp_utils", "data", "loss"))
+    model, cp_utils, data_module, losses = load(PEERS[peer], root, *names)
+    if peer == "slime":
+        cpu = torch.device("cpu")
+        sys.modules["slime.utils.accelerator"]._ACCELERATOR = SimpleNamespace(
+            device=lambda index: cpu, current_device=lambda: cpu
+        )
 
     def prepare(args: Any, one: dict[str, Any], dp_rank: int) -> Any:
         data = data_of(one["steps"], dp_rank, cp_utils.slice_log_prob_with_cp)
@@ -307,11 +312,11 @@ def test_their_own_reducers(peer: str, record_property: Any) -> None:
         case(peer, mode, hook, [partial(make_step, 7, 2, masked=name != "token mean")], counted=hook == "token_mean",
              calculate_per_token_loss=mode == "token_mean") for name, mode in settings.items() for hook in (None, mode)
     ]  # fmt: skip
-    found = [max(of_steps) for of_steps in errors(peer, 2, 2, *cases)[0]]
-    for setting, own, ours in zip(settings, found[::2], found[1::2], strict=True):
+    results = [max(of_steps) for of_steps in errors(peer, 2, 2, *cases)[0]]
+    for setting, own, ours in zip(settings, results[::2], results[1::2], strict=True):
         assert ours < TOLERANCE
         record_errors(record_property, PEERS[peer], setting, own, ours)
-    assert max(found[:4]) < TOLERANCE < 1e-2 < found[4]
+    assert max(results[:4]) < TOLERANCE < 1e-2 < results[4]
 
 
 @each_peer
@@ -345,8 +350,8 @@ def test_an_audit_and_counts_by_one_flag(tmp_path: Path, monkeypatch: pytest.Mon
     of_tokens = {"counted": True, "calculate_per_token_loss": True}
     one = case("miles", "token_mean", "token_mean", [partial(make_step, 7, 2)], **of_tokens)
     assert_exact(record_property, "miles", 2, 1, one)
-    (found,) = json.loads(verdict.read_text()).values()
-    assert found["sound"] is True
+    (results,) = json.loads(verdict.read_text()).values()
+    assert results["sound"] is True
 
 
 @each_peer
@@ -367,6 +372,7 @@ def test_refused(peer: str, refused: str) -> None:
 
 
 LOSS, MODEL = "slime/backends/megatron_utils/loss.py", "slime/backends/megatron_utils/model.py"
+OF_VIME = "vime/backends/megatron_utils/loss.py"
 OF_MILES, LOSSES = (f"miles/backends/training_utils/{name}" for name in ("loss.py", "loss_hub/losses.py"))
 ARGUMENTS, PER_STEP, LAST_MASKS = (
     "total_lengths, response_lengths",
@@ -417,11 +423,14 @@ PLANTS = {
     ("miles", "scaling doubled"): Plant((OF_MILES, "* num_microbatches", "* num_microbatches * 2")),
     ("miles", "option renamed"): Plant((LOSSES, f"if args.{READS}", "if args.custom_reducer"), "never called"),
     ("miles", "hook called twice"): Plant((LOSSES, *TWICE)),
+    ("vime", "scaling doubled"): Plant((OF_VIME, PER_STEP, "* num_microbatches * 2\n")),
+    ("vime", "option renamed"): Plant((OF_VIME, f'args, "{READS}"', 'args, "custom_reducer"'), "never called"),
+    ("vime", "hook called twice"): Plant((OF_VIME, *TWICE)),
 }
 
 
-def too_large(*given: Any) -> torch.Tensor:
-    return 1.25 * unit_weights(*given)
+def too_large(*passed: Any) -> torch.Tensor:
+    return 1.25 * unit_weights(*passed)
 
 
 @pytest.mark.parametrize(("peer", "name"), PLANTS)
@@ -435,16 +444,17 @@ def test_a_fault_stops_the_first_step(peer: str, name: str, tmp_path: Path, reco
     assert_stopped(record_property, framework, name, plant.says, dp * cp, train, peer, root, cp, [one])
 
 
-def test_rows_of_sessions_by_the_recipe(record_property: Any) -> None:
-    """Two optimizer steps of one rollout. slime's own mean of a session pools the tokens of its rows."""
+@pytest.mark.parametrize("peer", ["slime", "vime"])
+def test_rows_of_sessions_by_the_recipe(peer: str, record_property: Any) -> None:
+    """Two optimizer steps of one rollout. The engine's own mean of a session pools the tokens of its rows."""
     packed = {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 16, "global_batch_size": 6, "kl_coef": 0}
     steps: list[MakeStep] = [partial(make_step, seed, 2) for seed in (1, 2)]
 
     def of(mode: str, right: str, hook: str | None = "constant_1") -> dict[str, Any]:
-        return case("slime", "constant", hook, steps, **packed) | {"divisor": 1.0, "recipe": mode, "right": right}
+        return case(peer, "constant", hook, steps, **packed) | {"divisor": 1.0, "recipe": mode, "right": right}
 
     modes = ["session_mean", "prompt_mean"]
     cases = [*(of(mode, mode) for mode in modes), of("session_mean", "prompt_mean"), of(modes[0], modes[0], None)]
-    for *found, other, own in errors("slime", 2, 2, *cases):
-        assert max(map(max, found)) < TOLERANCE < 1e-2 < min(max(other), max(own)), found
-        record_errors(record_property, SLIME, "rows of sessions, by weights", ours=max(map(max, found)))
+    for *results, other, own in errors(peer, 2, 2, *cases):
+        assert max(map(max, results)) < TOLERANCE < 1e-2 < min(max(other), max(own)), results
+        record_errors(record_property, PEERS[peer], "rows of sessions, by weights", ours=max(map(max, results)))

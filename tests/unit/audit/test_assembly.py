@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_rl_loss import Contiguous, Gathered, Samples, ZigzagResponse, ZigzagTHD
-from megatron_rl_loss.audit.assembly import Part, SampleArrays, differ_over_cp, log_prob_gap, measured_step
+from megatron_rl_loss.audit.assembly import Part, differ_over_cp, log_prob_gap, measured_step, portable
 from megatron_rl_loss.audit.judge import judge
 from megatron_rl_loss.audit.tokens import MeasuredStep, Split
 
@@ -21,12 +21,9 @@ def parts_of(layout: Any, gradient: Any, cp_size: int = 2, masks: Any = MASKS, i
     samples = Samples(masks, layout=layout, **(ids or {}))
     for rank in range(cp_size):
         local = samples.local(rank, cp_size)
-        positions = local.positions
-        gradients = np.array([gradient(p, rank) for p in positions], np.float32)
-        place = {"dp_rank": 0, "microbatch": 0, "cp_rank": rank} | at
-        yield Part(
-            **place, samples=SampleArrays.of(local) if rank == 0 else None, positions=positions, gradients=gradients
-        )
+        gradients: Any = np.array([gradient(p, rank) for p in local.positions], np.float32)
+        place: Any = {"dp_rank": 0, "microbatch": 0, "cp_rank": rank} | at
+        yield Part.of(local, gradients, None if rank else portable(samples), **place)
 
 
 def step_of(layout: Any, gradient: Any, factor: float = 1.0) -> MeasuredStep:
@@ -81,24 +78,24 @@ def test_order_and_numbers_over_ranks_and_microbatches() -> None:
         *parts_of(layout, lambda *_: 1, 1, ids={"rollout_ids": [3, 5], "ids": {"session": [7, 7]}}),
     ]
     step = measured_step(parts, 1.0, Split(dp_size=2))
-    for found, numbers in {
+    for column, numbers in {
         "weights": (1, 1, 3, 3), "dp_rank": (0, 0, 1, 1), "rollout": (3, 5, 5, 8),
         "session": (7, 7, 2**60 + 1, 7),
         "sample": (0, 1, 2, 3),
     }.items():  # fmt: skip
-        values = step.weights if found == "weights" else step.tokens.column(found)
-        assert values.tolist() == np.repeat(numbers, LENGTHS * 2).tolist(), found
+        values = step.weights if column == "weights" else step.tokens.column(column)
+        assert values.tolist() == np.repeat(numbers, LENGTHS * 2).tolist(), column
 
 
 @pytest.mark.parametrize("layout", [ZigzagTHD(CU, total_lengths=LENGTHS), Gathered(CU, total_lengths=LENGTHS)])
 def test_log_probs_of_ranks_are_put_together(layout: Any) -> None:
     """Samples count that all ranks gave them for; the other micro-batch's second rank, and another term, gave none."""
-    given = [replace(part, log_probs=np.stack([-part.positions, -part.positions * 1.5])) for k in range(2)
-             for part in [*parts_of(layout, lambda *_: 0, microbatch=k)][: 2 - k]]  # fmt: skip
-    gap = log_prob_gap([*given, *parts_of(layout, lambda *_: 0)])
+    with_log_probs = [replace(part, log_probs=np.stack([-part.positions, -part.positions * 1.5])) for k in range(2)
+                      for part in [*parts_of(layout, lambda *_: 0, microbatch=k)][: 2 - k]]  # fmt: skip
+    gap = log_prob_gap([*with_log_probs, *parts_of(layout, lambda *_: 0)])
     assert gap is not None
     number = 4 if isinstance(layout, Gathered) else 2
-    assert [one.tolist() for one in gap.gaps] == ([[0, -0.5, -1], [-2, -2.5, -3, -3.5, -4]] * 2)[:number]
+    assert [gaps.tolist() for gaps in gap.gaps] == ([[0, -0.5, -1], [-2, -2.5, -3, -3.5, -4]] * 2)[:number]
     assert gap.num_tokens.tolist() == ([2, 4] * 2)[:number]
     assert log_prob_gap([]) is None
 

@@ -9,6 +9,7 @@ import random
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,6 @@ import pytest
 import torch
 from counted_steps import Array, Counted, Formula, Row, Step, measured, ragged
 from published import exact, own_mean, own_piece
-from torch import Tensor
 
 from megatron_rl_loss import Mode, ModeInputs, Samples, Sum
 from megatron_rl_loss.audit.judge import explain, judge
@@ -84,10 +84,11 @@ def test_sound_code_is_called_sound_and_anything_has_a_verdict(mode: str, units:
             fractional=rng.random() < 0.4, masked=rng.choice([0.0, 0.2, 0.8]), responses=rng.random() < 0.4,
             longest=rng.choice([8, 20]),
         )  # fmt: skip
-        found = sound_step(step, mode, units, seed=draw)
+        sound = sound_step(step, mode, units, seed=draw)
         if rng.random() < 0.2:  # every CP rank holds every token
-            found = replace(found, tokens=replace(found.tokens, cp_rank=np.full(len(found.tokens), -1)))
-        verdict = judge(found, asked(mode, units))
+            everywhere = [replace(of, cp_rank=np.full_like(of.cp_rank, -1)) for of in sound.microbatches]
+            sound = replace(sound, microbatches=tuple(everywhere))
+        verdict = judge(sound, asked(mode, units))
         if not step.counted.T:
             assert "no token with an expected or measured weight" in verdict.headline
             continue
@@ -97,8 +98,8 @@ def test_sound_code_is_called_sound_and_anything_has_a_verdict(mode: str, units:
         assert (verdict.low, verdict.high) == pytest.approx((1, 1), abs=1e-5)
         assert str(verdict).startswith(f"SOUND: {mode}")
         for _ in range(rng.randrange(1, 4)):
-            found = replace(found, weights=spoilt(found.weights, found.tokens, rng))
-        verdict = judge(found, None if rng.random() < 0.2 else asked(mode, units))
+            sound = replace(sound, weights=spoilt(sound.weights, sound.tokens, rng))
+        verdict = judge(sound, None if rng.random() < 0.2 else asked(mode, units))
         lines = str(verdict).splitlines()
         assert len(lines) <= 15
         assert max(map(len, lines)) <= 120
@@ -128,12 +129,12 @@ def test_half_precision_gradients_are_allowed_their_roundings(rounding: str) -> 
 
 
 def test_the_smallest_step_and_one_without_an_active_token() -> None:
-    one = Step([[[Row((1.0, 1.0))]]])
-    assert judged(one, exact).sound
-    assert judged(one, lambda t: t.m).causes
+    smallest = Step([[[Row((1.0, 1.0))]]])
+    assert judged(smallest, exact).sound
+    assert judged(smallest, lambda t: t.m).causes
     nothing = ragged(3, masked=1.1)
     assert judged(nothing, lambda t: 0 * t.m).unknown[0].startswith("The step has no token")
-    assert [one.name for one in judged(nothing, lambda t: 0 * t.m + 0.1).misplaced] == ["masked_samples_trained"]
+    assert [fact.name for fact in judged(nothing, lambda t: 0 * t.m + 0.1).misplaced] == ["masked_samples_trained"]
 
 
 # ---- weight in the wrong places
@@ -186,18 +187,18 @@ MISPLACED: dict[str, tuple[Formula, dict[str, Any], str, str]] = {
 def test_weight_in_the_wrong_places_is_told_as_a_fact(name: str) -> None:
     formula, options, kind, constant = MISPLACED[name]
     verdict = judged(ragged(3, **options), formula)
-    assert [one.name for one in verdict.misplaced] == [kind], str(verdict)
+    assert [fact.name for fact in verdict.misplaced] == [kind], str(verdict)
     assert [cause.constant for cause in verdict.causes if not cause.row] == [constant] * bool(constant)
     assert verdict.misplaced[0].text in " ".join(str(verdict).split())
     if kind in ("missing", "sign") and name not in ("nothing", "first tokens dropped"):
         place = {"a CP": "CP 1", "th": "DP 1", "on": "micro-batch 0 of each DP rank; micro-batch 1"}
         whole = name == "the sign turned"
-        assert whole or place[next(one for one in place if name.startswith(one))] in verdict.misplaced[0].text
+        assert whole or place[next(words for words in place if name.startswith(words))] in verdict.misplaced[0].text
 
 
 def test_weight_on_padding_is_told() -> None:
     verdict = judge(replace(sound_step(ragged(3), "token_mean"), stray=(3, 0.25)), asked("token_mean"))
-    assert [one.name for one in verdict.misplaced] == ["stray"]
+    assert [fact.name for fact in verdict.misplaced] == ["stray"]
     assert verdict.wrong_share == pytest.approx(0.2, rel=1e-3)
     assert "20.0 % of all weight lies on padding" in str(verdict)
     for step in (ragged(3), Step([[[Row(())]]])):
@@ -209,6 +210,11 @@ def test_weight_on_padding_is_told() -> None:
 # ---- causes
 
 
+def scaled(factor: Callable[[Counted], Array], t: Counted) -> Array:
+    weights: Array = exact(t) * factor(t)
+    return weights
+
+
 def test_what_no_row_explains_stays_a_number() -> None:
     """A rank apart, a factor of chance for each rank, for each sample, for each token."""
     seed, rng = 1, np.random.default_rng(1)
@@ -217,7 +223,7 @@ def test_what_no_row_explains_stays_a_number() -> None:
         lambda t: rng.uniform(0.5, 2, t.ROWS)[t.i], lambda t: rng.uniform(0.5, 2, len(t.m)),
     ]  # fmt: skip
     for factor in factors:
-        verdict = judged(ragged(seed), lambda t, factor=factor: exact(t) * factor(t))
+        verdict = judged(ragged(seed), partial(scaled, factor))
         assert (verdict.misplaced, verdict.causes) == ((), ())
         assert "No known cause fits" in str(verdict)
         assert "DP 0, micro-batch" in str(verdict)
@@ -289,7 +295,7 @@ def test_all_names_of_a_constant_are_said(name: str) -> None:
     factor, (D, C, K), pp_size, constants = CONSTANTS[name]
     step = measured(ragged(3, D=D, C=C, K=K), lambda t: factor * exact(t))
     verdict = judge(replace(step, split=replace(step.split, pp_size=pp_size)), asked("token_mean"))
-    assert {one.constant for one in verdict.causes} == constants
+    assert {cause.constant for cause in verdict.causes} == constants
     assert ("Each of these causes fits" in str(verdict)) == (len(constants) > 1)
     assert f"or a factor of {factor:.4g} in your own code" in " ".join(str(verdict).split())
 
@@ -327,7 +333,7 @@ def test_where_nothing_is_asked_the_nearest_mode_is() -> None:
     assert "divided by the tokens of the micro-batch" in verdict.causes[0].row
 
 
-def late_tokens(inputs: ModeInputs) -> list[Tensor]:
+def late_tokens(inputs: ModeInputs) -> list[Any]:
     return [torch.arange(1.0, int(n) + 1) / inputs.tokens("step") for n in inputs.batch.mask_lengths]
 
 
@@ -342,21 +348,36 @@ def weighted_token_mean(of: ModeInputs) -> Any:
     return np.array(of.label("weight")) / of.tokens("step")
 
 
+def with_labels(t: Counted) -> dict[str, Any]:
+    return {"labels": {"weight": [0.5 + i % 3 for i in range(t.ROWS)]}}
+
+
 def test_a_mode_of_ones_own_can_be_asked_for_if_masks_suffice() -> None:
     step = ragged(3)
     t = step.counted
     weights = t.m * (t.t + 1) / t.T
     assert judge(measured(step, weights), resolve(late_tokens)).sound
     verdict = judge(measured(step, weights * 2), resolve(late_tokens))
-    assert [one.constant for one in verdict.causes] == ["CP"]
+    assert [cause.constant for cause in verdict.causes] == ["CP"]
     verdict = judge(sound_step(step, "token_mean"), resolve(late_tokens))
     assert verdict.causes == ()
     right = right_weights(step, "vl_norm")
     assert judge(measured(step, right), resolve(VL_NORM)).sound
     assert not judge(measured(step, right * 1.01), resolve(VL_NORM)).sound
-    for mode in (weighted_token_mean, lambda of: (of.batch.labels.get("weight") or 1) / of.tokens("step")):
-        (why,) = judge(measured(step, right), resolve(mode)).unknown  # by labels
-        assert re.search("cannot be computed from masks and ids.*'weight'", why)
+
+
+def test_a_mode_over_labels_is_judged_by_the_labels_of_the_step() -> None:
+    """A term's unregistered function, too. Without the labels there is no verdict."""
+    step = ragged(3)
+    labelled = measured(step, lambda t: t.m * (0.5 + t.i % 3) / t.T, with_labels)
+    for mode in (weighted_token_mean, lambda of: np.array(of.batch.labels["weight"]) / of.tokens("step")):
+        assert judge(labelled, resolve(mode)).sound
+        assert [
+            cause.constant for cause in judge(replace(labelled, weights=2 * labelled.weights), resolve(mode)).causes
+        ] == ["CP"]
+        assert not judge(measured(step, exact, with_labels), resolve(mode)).sound
+        (why,) = judge(measured(step, exact), resolve(mode)).unknown
+        assert re.search("cannot be computed from the samples.*'weight'", why)
 
 
 @pytest.mark.parametrize("coef", [0.05, -0.3])
@@ -385,43 +406,71 @@ def test_a_terms_undeclared_factor_is_said_and_taken_as_its_coefficient() -> Non
 
 
 def test_modes_over_further_ids_are_compared() -> None:
-    step = measured(ragged(3, masked=0.0), lambda t: t.m / t.G / t.P)
-    ids = {"rollout": step.tokens.ids["rollout"], "session": step.tokens.ids["prompt"]}
-    named = replace(step, tokens=replace(step.tokens, ids=ids))
+    named = measured(
+        ragged(3, masked=0.0),
+        lambda t: t.m / t.G / t.P,
+        lambda t: {
+            "rollout_ids": [row.rollout for row in t.samples],
+            "ids": {"session": [row.prompt for row in t.samples]},
+        },
+    )
     assert judge(named, resolve(lambda of: 1 / (of.tokens("session") * of.units("session")))).sound
     assert not judge(named, asked("sample_mean")).sound
     assert judge(named, asked("token_mean")).causes[0].row == "session means, over the sessions of the step"
 
 
-def test_modes_over_ids_per_token_are_compared() -> None:
+def turns_of(t: Counted) -> list[list[int]]:
     """A turn is three tokens of a rollout, in one or two samples; each second masked token is in no turn."""
-    step = measured(ragged(3, split_rollouts=True), lambda t: t.m)
-    tokens = step.tokens
-    turn = 100 * tokens.column("rollout") + tokens.position // 3
-    turn[(tokens.mask == 0) & (tokens.position % 2 == 0)] = -1
-    tokens = replace(tokens, ids={**tokens.ids, "turn": turn}, per_token=frozenset({"turn"}))
+    return [
+        [-1 if entry == 0 and i % 2 == 0 else 100 * row.rollout + i // 3 for i, entry in enumerate(row.mask)]
+        for row in t.samples
+    ]
+
+
+def with_turns(t: Counted) -> dict[str, Any]:
+    rows = t.samples
+    return {
+        "rollout_ids": [row.rollout for row in rows],
+        "prompt_ids": [row.prompt for row in rows],
+        "ids": {"turn": turns_of(t)},
+    }
+
+
+def test_modes_over_ids_per_token_are_compared() -> None:
+    step = ragged(3, split_rollouts=True)
+    masks, turn = step.counted.m, np.concatenate(turns_of(step.counted))
     assert (turn < 0).any()
-    sizes = {unit: tokens.mask[turn == unit].sum() for unit in set(turn.tolist()) - {-1}}
-    right = [m / sizes[unit] / len(sizes) if m else 0 for m, unit in zip(tokens.mask, turn.tolist(), strict=True)]
-    step = replace(step, tokens=tokens, weights=np.array(right))
-    assert judge(step, asked("turn_mean")).sound
-    assert not judge(step, asked("turn_mean", units="active")).sound
-    assert judge(step, asked("token_mean")).causes[0].row == "turn means, over the turns of the step"
+    sizes = {unit: masks[turn == unit].sum() for unit in set(turn.tolist()) - {-1}}
+    right = np.array([m / sizes[unit] / len(sizes) if m else 0 for m, unit in zip(masks, turn.tolist(), strict=True)])
+    step_of_turns = measured(step, right, with_turns)
+    assert step_of_turns.tokens.per_token == {"turn"}
+    assert judge(step_of_turns, asked("turn_mean")).sound
+    assert not judge(step_of_turns, asked("turn_mean", units="active")).sound
+    assert judge(step_of_turns, asked("token_mean")).causes[0].row == "turn means, over the turns of the step"
+
+
+def test_masked_tokens_that_are_trained_may_be_in_no_unit() -> None:
+    """The causes are then not looked for with the trained tokens as the mask, which no unit could hold."""
+    verdict = judge(
+        measured(ragged(3, split_rollouts=True), lambda t: 0 * t.m + 1 / t.T, with_turns), asked("turn_mean")
+    )
+    assert [fact.name for fact in verdict.misplaced] == ["mask_ignored"]
 
 
 # ---- the report
 
 
-def test_no_verdict_where_it_cannot_be_known_and_samples_without_entries_are_told() -> None:
+def test_no_verdict_where_it_cannot_be_known_and_samples_without_entries_are_counted() -> None:
     right = sound_step(ragged(3), "token_mean")
     verdict = judge(replace(right, unknown=("ranks are scaled apart: residual 0.49", "again")), asked("token_mean"))
     assert (verdict.sound, verdict.misplaced, verdict.causes) == (False, (), ())
     assert str(verdict) == "NO VERDICT: ranks are scaled apart: residual 0.49\nalso: again"
     assert verdict.to_dict()["deviation"] is None
-    after = right.tokens.sample + (right.tokens.sample > 3)
-    verdict = judge(replace(right, tokens=replace(right.tokens, sample=after)), asked("token_mean"))
+    empty = Step([[[Row((1.0, 1.0)), Row((), 1), Row((1.0,), 2)]]])  # a rollout without an entry is a rollout
+    verdict = judge(measured(empty, np.array([1, 1, 2]) / 6), asked("sample_mean"))
     assert verdict.sound
-    assert "1 samples have no mask entry" in verdict.notes[0]
+    assert not any("no mask entry" in note for note in verdict.notes)
+    assert not judge(measured(empty, np.array([1, 1, 2]) / 4), asked("sample_mean")).sound
 
 
 def test_a_sound_verdict_says_what_it_covers_and_what_it_cannot_see() -> None:

@@ -32,7 +32,7 @@ def drawn(seed: int = 1, vocabulary: int = 48, longest: int = 60, number: int = 
     for mask in masks:
         mask[: len(mask) // 4] = 0
     size = 0.5 + 5 * torch.rand(len(lengths), 1, 1, generator=generator)
-    logits = [one * torch.randn(n, vocabulary, generator=generator) for n, one in zip(lengths, size, strict=True)]
+    logits = [scale * torch.randn(n, vocabulary, generator=generator) for n, scale in zip(lengths, size, strict=True)]
     labels = [z.softmax(-1).multinomial(1, generator=generator)[:, 0] for z in logits]
     step = SimpleNamespace(logits=logits, labels=labels, masks=masks, lengths=lengths)
     return SimpleNamespace(**vars(step), ours=at_temperature(step, 1))
@@ -56,7 +56,7 @@ def test_the_table_shows_the_numbers() -> None:
     assert [row.tolist() for row in gap.gaps] == [[-0.5, -7.0, 0.25, 0], [3.0], [-1]]
     assert gap.num_tokens.tolist() == [3, 0, 1]
     ratios = [torch.tensor(value).exp().item() for value in (0.5, -0.25, 0.0, 1.0)]
-    share = sum(ratios) ** 2 / sum(one**2 for one in ratios) / 4
+    share = sum(ratios) ** 2 / sum(ratio**2 for ratio in ratios) / 4
     assert str(gap).splitlines() == [
         "log-probs of 4 tokens in 3 samples; gap: rollout - train",
         "  |gap|: 50 % 0.25, 90 % 0.5, 99 % 0.5, largest 1",
@@ -133,9 +133,9 @@ def test_a_temperature_is_fitted_to_the_most_likely_tokens(temperature: float, c
     gap = compared(
         step.ours, at_temperature(step, temperature), top=[z.log_softmax(-1).topk(columns)[0] for z in step.logits]
     )
-    found = gap.patterns if columns == 48 else gap.patterns | gap.suggestions
-    assert list(found) == ["temperature"]
-    assert float(found["temperature"].split("temperature ")[1].split()[0]) == pytest.approx(temperature, rel=0.02)
+    texts = gap.patterns if columns == 48 else gap.patterns | gap.suggestions
+    assert list(texts) == ["temperature"]
+    assert float(texts["temperature"].split("temperature ")[1].split()[0]) == pytest.approx(temperature, rel=0.02)
 
 
 @pytest.mark.parametrize("temperature", [0.6, 0.8, 1.25, 1.5])
@@ -143,8 +143,8 @@ def test_log_probs_alone_suggest_a_temperature(temperature: float) -> None:
     step = drawn(5, number=40)
     gap = compare_log_probs(step.ours, noise(at_temperature(step, temperature), 0.005), step.masks)
     assert gap.patterns == {}
-    found = float(gap.suggestions["temperature"].split("near ")[1].split()[0])
-    assert found == pytest.approx(temperature, rel=0.2)
+    suggested = float(gap.suggestions["temperature"].split("near ")[1].split()[0])
+    assert suggested == pytest.approx(temperature, rel=0.2)
 
 
 def unrelated(kind: int, size: float, seed: int, step: Any) -> Rows:
@@ -167,9 +167,9 @@ def test_random_gaps_have_no_name() -> None:
     for seed in range(200):
         step = drawn(seed, number=[7, 40][seed % 2], longest=[12, 60][seed // 2 % 2])
         theirs = unrelated(seed % 7, [0.03, 0.3, 1.0][seed % 3], seed, step)
-        sides = (step.ours, theirs)[:: -1 if seed // 7 % 2 else 1]
+        one, other = (step.ours, theirs)[:: -1 if seed // 7 % 2 else 1]
         top = [z.log_softmax(-1) for z in step.logits] if seed % 5 == 0 else ()
-        gap = compared(*sides, step.masks, [n + seed % 9 for n in step.lengths], top)
+        gap = compared(one, other, step.masks, [n + seed % 9 for n in step.lengths], top)
         assert (gap.patterns, gap.suggestions) == ({}, {}), (seed, str(gap))
 
 
@@ -189,16 +189,19 @@ test_refusals = refusal_tests(REFUSALS)
 
 def trained(ours: Rows, masks: Rows, order: list[int]) -> dict[str, Any]:
     """A dump as slime's train_data_utils.py writes it: a dict per sample."""
-    samples = [{"data_parallel_rank": k % 2, "sample_index": one, "rollout_position": k, "log_probs": row,
+    samples = [{"data_parallel_rank": k % 2, "sample_index": index, "rollout_position": k, "log_probs": row,
                 "rollout_log_probs": row - 9.0, "loss_masks": mask.int(), "total_lengths": len(row) + 3}
-               for k, (one, row, mask) in enumerate(zip(order, ours, masks, strict=True))]  # fmt: skip
+               for k, (index, row, mask) in enumerate(zip(order, ours, masks, strict=True))]  # fmt: skip
     return {"format_version": 2, "rollout_id": 3, "rank": 0, "samples": samples, "dp_shards": []}
 
 
 def rolled_out(theirs: Rows, order: list[int]) -> dict[str, Any]:
     """A dump of slime's Sample.to_dict."""
-    samples = [{"index": k, "rollout_log_probs": row.tolist(), "loss_mask": None, "status": "completed", "metadata": {},
-                "response_length": len(row)} for k, row in zip(order, theirs, strict=True)]  # fmt: skip
+    nothing: dict[str, Any] = {"loss_mask": None, "status": "completed", "metadata": {}}
+    samples = [
+        nothing | {"index": k, "rollout_log_probs": row.tolist(), "response_length": len(row)}
+        for k, row in zip(order, theirs, strict=True)
+    ]
     return {"rollout_id": 3, "samples": samples}
 
 

@@ -11,6 +11,7 @@ from refusals import refusal_tests, refusals
 from torch import Tensor
 
 from megatron_rl_loss import (
+    OutputLayer,
     Samples,
     Teacher,
     ZigzagTHD,
@@ -60,7 +61,7 @@ def test_infinite_and_far_logits(kind: str) -> None:
         )
         leaf = logits.detach().float().T.requires_grad_()
         of_teacher = Teacher(taught.float(), **KINDS[kind])
-        found = divergence_from_hidden(torch.ones(1, 1), leaf, teacher=of_teacher).divergence
+        found = divergence_from_hidden(torch.ones(1, 1), OutputLayer(leaf), teacher=of_teacher).divergence
         assert (expected == INF) == (kind in infinite)
         assert found.item() == pytest.approx(expected, rel=1e-5, abs=1e-7)
         if kind not in infinite:
@@ -78,7 +79,9 @@ def test_small_divergences_are_not_lost_and_never_negative(kind: str) -> None:
     steps = torch.tensor([0, 1e-3, 3e-3, 1e-2, 1e-1, 1])[:, None]
     student = teacher + steps * torch.randn(6, 32768, generator=generator)
     of_teacher = Teacher(teacher, **KINDS[kind])
-    found = divergence_from_hidden(torch.eye(6), student.T.contiguous(), teacher=of_teacher).divergence.double()
+    found = divergence_from_hidden(
+        torch.eye(6), OutputLayer(student.T.contiguous()), teacher=of_teacher
+    ).divergence.double()
     taught = teacher.double() + 0 * steps
     expected = head_oracle.divergence(student.double(), taught, torch.zeros(6, 0).long(), **KINDS[kind])
     assert ((found - expected).abs() <= ROUNDING + 1e-6 * expected).all()
@@ -90,16 +93,17 @@ def test_the_teacher_gets_no_gradient_and_may_come_as_logits_or_be_the_student(k
     batch = batch_of(9, 24, 16)
     hidden, weight = (one.float().requires_grad_() for one in (batch.hidden, batch.weight))
     taught = {key: one.float().requires_grad_() for key, one in batch.taught.items()}
-    found = divergence_from_hidden(hidden, weight, teacher=Teacher(**taught, **KINDS[kind]), chunk_tokens=4)
+    layer = OutputLayer(weight, chunk_tokens=4)
+    found = divergence_from_hidden(hidden, layer, teacher=Teacher(**taught, **KINDS[kind]))
     assert found.log_probs is None
     assert found.entropy is None
     found.divergence.sum().backward()
     assert all(one.grad is None for one in taught.values())
     assert hidden.grad is not None
     logits = taught["hidden"] @ taught["weight"].T
-    of_logits = divergence_from_hidden(hidden, weight, teacher=Teacher(logits, **KINDS[kind]))
+    of_logits = divergence_from_hidden(hidden, layer, teacher=Teacher(logits, **KINDS[kind]))
     torch.testing.assert_close(of_logits.divergence, found.divergence)
-    itself = divergence_from_hidden(hidden, weight, teacher=Teacher(hidden, weight, **KINDS[kind])).divergence
+    itself = divergence_from_hidden(hidden, layer, teacher=Teacher(hidden, weight, **KINDS[kind])).divergence
     assert itself.abs().max() <= ROUNDING
     (gradient,) = torch.autograd.grad(itself.sum(), hidden)
     assert gradient.abs().max() <= 1e-6
@@ -112,7 +116,8 @@ def test_autocast_is_its_casts(to: torch.dtype, kind: str) -> None:
 
     def found(dtype: torch.dtype) -> Tensor:
         teacher = Teacher(**{key: one.to(dtype) for key, one in batch.taught.items()}, **KINDS[kind])
-        return divergence_from_hidden(batch.hidden.to(dtype), batch.weight.to(dtype), teacher=teacher).divergence
+        layer = OutputLayer(batch.weight.to(dtype))
+        return divergence_from_hidden(batch.hidden.to(dtype), layer, teacher=teacher).divergence
 
     with torch.autocast("cpu", dtype=to):
         inside = found(torch.float32)
@@ -128,13 +133,13 @@ def test_what_is_kept_for_backward(ids: int, taught: bool) -> None:
     """Hidden states, weight and three numbers a token; with a teacher, four more."""
     kept: list[Tensor] = []
     hidden, weight = torch.randn(50, 6, requires_grad=True), torch.randn(64, 6, requires_grad=True)
-    labels = torch.zeros(50, ids, dtype=torch.int64)
+    labels, layer = torch.zeros(50, ids, dtype=torch.int64), OutputLayer(weight, chunk_tokens=8)
     with torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one) or one, lambda one: one):
         if taught:
             teacher = Teacher(hidden, weight, kind="jsd")
-            divergence_from_hidden(hidden, weight, labels, teacher=teacher, chunk_tokens=8)
+            divergence_from_hidden(hidden, layer, labels, teacher=teacher)
         else:
-            log_probs_from_hidden(hidden, weight, labels, chunk_tokens=8)
+            log_probs_from_hidden(hidden, layer, labels)
     assert sorted(one.numel() for one in kept) == sorted([3 * 50, 50 * 6, 64 * 6] + [4 * 50] * taught)
 
 
@@ -161,7 +166,9 @@ def test_packed_rows_cut_over_cp(cp_size: int) -> None:
         tokens = samples.local(cp_rank, cp_size)
         local, mask = tokens.of, tokens.mask  # `microbatch.local` is the former
         teacher = Teacher(local(taught), its_weight, kind="jsd")
-        found = divergence_from_hidden(local(hidden), weight, local(batch.ids), teacher=teacher, token_mask=mask)
+        found = divergence_from_hidden(
+            local(hidden), OutputLayer(weight), local(batch.ids), teacher=teacher, token_mask=mask
+        )
         kept = torch.as_tensor(mask) > 0
         assert torch.equal(kept, local(whole_mask) > 0)
         seen += int(kept.sum())
@@ -176,7 +183,8 @@ H, W, T, U = torch.zeros(3, 4), torch.zeros(8, 4), torch.zeros(3, 2), torch.zero
 
 
 def of(*given: Tensor, labels: Tensor | None = None, **of_teacher: Any) -> Any:
-    return divergence_from_hidden(H, W, labels, teacher=Teacher(*(given or (T, U)), **{"kind": "jsd"} | of_teacher))
+    teacher = Teacher(*(given or (T, U)), **{"kind": "jsd"} | of_teacher)
+    return divergence_from_hidden(H, OutputLayer(W), labels, teacher=teacher)
 
 
 REFUSALS = refusals(
@@ -206,7 +214,7 @@ REFUSALS |= refusals(
 
 def taught(teacher: Any, inputs: Any = None) -> Any:
     per_token: Any = lambda log_probs, entropy, divergence=None, other=None: (-log_probs, {})  # noqa: E731
-    return loss_from_hidden(H, W, torch.zeros(3).long(), torch.ones(3), per_token, inputs, teacher=teacher)
+    return loss_from_hidden(H, OutputLayer(W), torch.zeros(3).long(), torch.ones(3), per_token, inputs, teacher=teacher)
 
 
 JSD = Teacher(T, U, kind="jsd")
@@ -231,13 +239,17 @@ test_refusals = refusal_tests(REFUSALS)
 
 
 def test_misuse_that_shapes_or_types_alone_show() -> None:
-    hidden, weight, labels = torch.ones(3, 2, 4), torch.ones(7, 4), torch.zeros(3, 2, dtype=torch.int64)
+    hidden, layer, labels = torch.ones(3, 2, 4), OutputLayer(torch.ones(7, 4)), torch.zeros(3, 2, dtype=torch.int64)
     per_token: Any = lambda log_probs, entropy, **inputs: (-log_probs, {})  # noqa: E731
     with pytest.raises(ValueError, match=r"weights of shape .2, 3. .* Transpose"):
-        loss_from_hidden(hidden, weight, labels, torch.ones(2, 3), per_token)
+        loss_from_hidden(hidden, layer, labels, torch.ones(2, 3), per_token)
     with pytest.raises(ValueError, match=r"x of shape .2, 3. .* Transpose"):
-        loss_from_hidden(hidden, weight, labels, torch.ones(6), per_token, {"x": torch.ones(2, 3)})
-    with pytest.raises(ValueError, match="float, of one dtype"):
-        log_probs_from_hidden(hidden.long(), weight.long(), labels)
+        loss_from_hidden(hidden, layer, labels, torch.ones(6), per_token, {"x": torch.ones(2, 3)})
+    with pytest.raises(TypeError, match=r"hidden is torch\.int64: it must be a float tensor"):
+        log_probs_from_hidden(hidden.long(), layer, labels)
+    with pytest.raises(TypeError, match=r"output layer's weight is torch\.int64: it must be a float tensor"):
+        OutputLayer(layer.weight.long())
+    with pytest.raises(TypeError, match="output_layer is a Tensor: it must be an OutputLayer"):
+        log_probs_from_hidden(hidden, layer.weight, labels)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="bias without its weight"):
         Teacher(torch.ones(3, 2, 7), bias=torch.ones(7), kind="jsd")

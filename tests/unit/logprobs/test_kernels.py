@@ -20,7 +20,7 @@ from refusals import refusal_tests, refusals
 from repository import ROOT
 from torch import Tensor
 
-from megatron_rl_loss import log_probs_from_hidden, log_probs_from_logits
+from megatron_rl_loss import OutputLayer, log_probs_from_hidden, log_probs_from_logits
 from megatron_rl_loss.logprobs import kernels
 
 
@@ -75,7 +75,7 @@ def test_kernels_on_a_gpu(name: str) -> None:
 def test_ligers_fallback_from_hidden_states_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     """TP 2 and 1, on the CPU; with -s the test prints the errors to float64."""
     found = {f"{name}, rank {n}": of[name] for n, of in enumerate(run_ranks(2, fallback_on_rank)) for name in of}
-    monkeypatch.setattr(kernels, "_cannot", lambda *_: [])
+    monkeypatch.setattr(kernels, "_unsupported", lambda *_: [])
     found |= {"liger, one rank": errors_from_hidden("liger"), "None, one rank": errors_from_hidden(None)}
     for name, errors in found.items():
         print(f"{name}: log-probs {errors[0]:.1e}, entropy {errors[1]:.1e}, gradients {max(errors[2:]):.1e}")
@@ -84,14 +84,14 @@ def test_ligers_fallback_from_hidden_states_is_ours(monkeypatch: pytest.MonkeyPa
 
 LOGITS, LABELS = torch.zeros(2, 4), torch.tensor([0, 3])
 HIDDEN, WEIGHT = torch.zeros(2, 6), torch.zeros(4, 6)
-TWO_RANKS = SimpleNamespace(size=lambda: 2)  # the part of a group that the kernel uses
+TWO_RANKS: Any = SimpleNamespace(size=lambda: 2)  # the part of a group that the kernel uses
 
 
-def of_liger(labels: Tensor = LABELS, kernel: str | None = "liger", **more: Any) -> Any:
-    return log_probs_from_hidden(HIDDEN, WEIGHT, labels, kernel=kernel, **more)
+def of_liger(labels: Tensor = LABELS, kernel: str | None = "liger", keep: Any = None, **of_layer: Any) -> Any:
+    return log_probs_from_hidden(HIDDEN, OutputLayer(WEIGHT, **of_layer), labels, kernel=kernel, keep=keep)
 
 
-REFUSALS = {
+REFUSALS: dict[str, Any] = {
     **refusals(
         partial(log_probs_from_logits, LOGITS, LABELS, kernel=plain),
         ({"temperature": 0.5}, "a kernel with a temperature", {}),

@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_rl_loss import (
+    OutputLayer,
     Teacher,
     TensorParallel,
     divergence_from_hidden,
@@ -44,6 +45,8 @@ from megatron_rl_loss.logprobs.layer import WeightGradient
 WAYS = ("logits", "two passes", "one pass")
 #: From logits there is no divergence.
 WAYS_OF = [(way, name) for way in WAYS for name in CASES if way != "logits" or "teacher" not in CASES[name]]
+#: What the layer is told, not the function.
+OF_LAYER = {"temperature", "vocab_size", "chunk_tokens", "main_gradient"}
 every_way = pytest.mark.parametrize("way", WAYS)
 of_hidden = pytest.mark.parametrize("way", WAYS[1:])
 Parallel = dict[str, Any]
@@ -95,18 +98,19 @@ def values_of(
         logits = hidden @ weight.T if bias is None else hidden @ weight.T + bias
         log_probs, entropy = log_probs_from_logits(logits, labels, tp_group=group, **options)
     else:
-        options |= {"bias": bias, "tensor_parallel": TensorParallel(**parallel)}
+        of_layer = {key: options.pop(key) for key in OF_LAYER & options.keys()}
+        layer = OutputLayer(weight, bias, tensor_parallel=TensorParallel(**parallel), **of_layer)
     divergence, taught = None, {}
     if "teacher" in CASES[name]:
         taught = teacher_of(name, hidden.dtype, device, parallel)
         options["teacher"] = Teacher(**taught)
     if way == "two passes" and taught:
-        log_probs, entropy, divergence = divergence_from_hidden(hidden, weight, labels, **options)
+        log_probs, entropy, divergence = divergence_from_hidden(hidden, layer, labels, **options)
     elif way == "two passes":
-        log_probs, entropy = log_probs_from_hidden(hidden, weight, labels, **options)
+        log_probs, entropy = log_probs_from_hidden(hidden, layer, labels, **options)
     if way == "one pass":
         inputs = {"near": near.masked_fill(weights.to(device) == 0, torch.nan)}  # is ignored there
-        share, values = loss_from_hidden(hidden, weight, labels, weights, loss, inputs, **options)
+        share, values = loss_from_hidden(hidden, layer, labels, weights, loss, inputs, **options)
         assert set(values) - {"entropy", "divergence"} == {"log_probs", "losses", "mixed"}
         assert not any(one.requires_grad for one in values.values())
         log_probs, entropy, divergence = (values.get(key) for key in ("log_probs", "entropy", "divergence"))
@@ -334,7 +338,9 @@ def test_weights_that_float16_cannot_hold_are_not_lost() -> None:
     labels, gradients = given("plain")[1], []
     for scale in (1.0, 1e9):
         leaves, weights = leaves_of("plain", torch.float16), torch.full((TOKENS,), 1 / scale)
-        (loss_from_hidden(*leaves.values(), labels, weights, lambda lp, _: (-lp, {}))[0] * scale).backward()
+        layer = OutputLayer(leaves["weight"])
+        share, _ = loss_from_hidden(leaves["hidden"], layer, labels, weights, lambda lp, _: (-lp, {}))
+        (share * scale).backward()
         gradients.append(leaves["hidden"].grad)
     assert gradients[0].abs().max() > 0.1
     torch.testing.assert_close(*gradients, rtol=4 * 2.0**-11, atol=2.0**-14)
@@ -346,7 +352,8 @@ def test_a_chunk_whose_loss_has_no_gradient_gives_none() -> None:
 
     (hidden, weight), labels = leaves_of("plain").values(), given("plain")[1]
     inputs, ones = {"place": torch.arange(TOKENS)}, torch.ones(TOKENS)
-    loss_from_hidden(hidden, weight, labels, ones, first_half, inputs, chunk_tokens=TOKENS // 4)[0].backward()
+    layer = OutputLayer(weight, chunk_tokens=TOKENS // 4)
+    loss_from_hidden(hidden, layer, labels, ones, first_half, inputs)[0].backward()
     assert hidden.grad[: TOKENS // 2].abs().amax(1).min() > 0
     assert hidden.grad[TOKENS // 2 :].abs().max() == 0
 
@@ -357,10 +364,11 @@ def test_the_weights_gradient_is_summed_in_float32_over_chunks(number: int, way:
     """Equal tokens, each a chunk: a bfloat16 sum of equal terms stops growing at 256. Without tokens the sum is 0."""
     hidden = torch.ones(number, 4, dtype=torch.bfloat16, requires_grad=True)
     weight, labels = torch.zeros(8, 4, dtype=torch.bfloat16, requires_grad=True), torch.zeros(number).long()
+    layer = OutputLayer(weight, chunk_tokens=1)
     if way == "one pass":
-        loss_from_hidden(hidden, weight, labels, labels + 1.0, lambda lp, _: (lp, {}), chunk_tokens=1)[0].backward()
+        loss_from_hidden(hidden, layer, labels, labels + 1.0, lambda lp, _: (lp, {}))[0].backward()
     else:
-        log_probs_from_hidden(hidden, weight, labels, chunk_tokens=1).log_probs.sum().backward()
+        log_probs_from_hidden(hidden, layer, labels).log_probs.sum().backward()
     of_one = torch.full((8, 4), -1 / 8)  # [j = label] - q[j], exact in bfloat16
     of_one[0] += 1
     assert torch.equal(weight.grad.float(), number * of_one)
@@ -433,8 +441,10 @@ def test_logits_far_apart_and_infinite_ones() -> None:
 
 def test_shapes_and_dtypes() -> None:
     (hidden, weight), labels = leaves_of("plain").values(), given("plain")[1]
-    plain = log_probs_from_hidden(hidden, weight, labels).log_probs
-    cut = log_probs_from_hidden(hidden.view(8, 4, HIDDEN), weight, labels.view(8, 4), chunk_tokens=5).log_probs
+    layer = OutputLayer(weight)
+    plain = log_probs_from_hidden(hidden, layer, labels).log_probs
+    cut_layer = OutputLayer(weight, chunk_tokens=5)
+    cut = log_probs_from_hidden(hidden.view(8, 4, HIDDEN), cut_layer, labels.view(8, 4)).log_probs
     logits = (hidden @ weight.T).view(8, 4, -1).transpose(0, 1)
     of_logits, entropy = log_probs_from_logits(logits, labels.view(8, 4).T.int(), chunk_tokens=2)
     assert entropy is None
@@ -442,7 +452,7 @@ def test_shapes_and_dtypes() -> None:
     ragged = kept_ids().mask(np.arange(TOKENS), 8, 16, torch.device("cpu"))  # as a rank in the middle has them
     assert torch.equal(ragged, batch_of(TOKENS, VOCABULARY, HIDDEN).keep[:, 8:16])
     one = torch.arange(VOCABULARY) < 9  # for all tokens
-    both = [log_probs_from_hidden(hidden, weight, labels, keep=keep) for keep in (one, one.expand(TOKENS, -1))]
+    both = [log_probs_from_hidden(hidden, layer, labels, keep=keep) for keep in (one, one.expand(TOKENS, -1))]
     assert torch.equal(both[0].log_probs, both[1].log_probs)
 
 
@@ -456,12 +466,12 @@ def of(logits: Tensor = LOGITS, labels: Tensor = LABELS, **more: Any) -> Any:
     return log_probs_from_logits(logits, labels, **more)
 
 
-def head(hidden: Tensor = H, weight: Tensor = W, labels: Tensor = LABELS, **more: Any) -> Any:
-    return log_probs_from_hidden(hidden, weight, labels, **more)
+def head(hidden: Tensor = H, weight: Tensor = W, labels: Tensor = LABELS, **of_layer: Any) -> Any:
+    return log_probs_from_hidden(hidden, OutputLayer(weight, **of_layer), labels)
 
 
 def fold(weights: Tensor = LABELS + 1.0, loss: Any = lambda lp, _, **more: (lp, {}), **inputs: Tensor) -> Any:
-    return loss_from_hidden(H, W, LABELS, weights, loss, inputs)
+    return loss_from_hidden(H, OutputLayer(W), LABELS, weights, loss, inputs)
 
 
 def ids_at(*offsets: int) -> Any:

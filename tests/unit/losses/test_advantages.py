@@ -74,7 +74,7 @@ def test_advantages_of_samples(
     random.Random(7).shuffle(batch)
     rewards, prompts, rollouts = (list(column) for column in zip(*batch, strict=True)) if batch else ([], [], [])
     given = torch.tensor(rewards, dtype=torch.float64), prompts
-    ids = {"rollout_ids": rollouts if split else None}
+    ids: Any = {"rollout_ids": rollouts if split else None}
     for kind, found in {
         "centred": group_relative_advantages(*given, **ids, normalize_by_std=False),
         "by std": group_relative_advantages(*given, **ids, epsilon=epsilon),
@@ -199,7 +199,7 @@ def test_importance_weights(low: float, outside: Any, expected: list[float]) -> 
 def test_ratios_in_the_place_of_log_ratios_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     """exp of them is near e, and a cap of 2 would bind everywhere; rejection would judge all alike."""
     near = torch.tensor([0.1, -0.2, 0.05, -0.01])
-    log_ratios = near, near.abs(), near + 5, -near.exp(), near.exp() * 0.5, near.exp() * 1.6, torch.ones(1), near[:0]
+    log_ratios = [near, near.abs(), near + 5, -near.exp(), near.exp() * 0.5, near.exp() * 1.6, torch.ones(1), near[:0]]
     log_ratios += torch.tensor([0.0, 1.9, 1.1]), torch.tensor([-0.1, 1.9, 1.1])  # no ratio is 0 or below
     for sound in log_ratios:
         importance_weights(sound, high=2.0)
@@ -264,6 +264,7 @@ def advantages_from(rewards: Any = (1.0, 2.0), ids: Any = (0, 0), rollout_ids: A
 
 LOCAL = Samples([[1, 1, 0]]).local(0, 1)
 TWO, WITH_GRAPH, IN = torch.zeros(2), torch.zeros(2, requires_grad=True), "it must be a number in"
+OF_CRITIC = torch.zeros(3, requires_grad=True)
 
 
 def survive(*log_ratios: Any, level: Any = "token") -> list[Tensor]:
@@ -308,9 +309,24 @@ REFUSALS = {
         ({"lam": "0.95"}, "lam is '0.95'", {"lam": 0.95}),
     ),
     **refusals(
+        lambda rewards, values: gae(rewards, values, LOCAL),
+        (
+            (OF_CRITIC, OF_CRITIC.detach()),
+            "rewards with a graph, and values without one",
+            (OF_CRITIC.detach(), OF_CRITIC),
+        ),
+    ),
+    **refusals(
+        lambda asked: group_relative_advantages([1.0, 0.0], [0, 0], normalize_by_std=asked),
+        (("False",), "normalize_by_std is 'False': it must be True or False", (False,)),
+        ((0,), "normalize_by_std is 0: it must be", (True,)),
+        error=TypeError,
+    ),
+    **refusals(
         lambda **more: importance_weights(TWO, **{"high": 2.0} | more),
-        ({"high": 0.0}, rf"high is 0.0: {IN} \(0, inf\)", {"high": 0.1}),
-        ({"low": 2.0}, rf"low is 2.0: {IN} \[0, 2.0\)", {"low": 1.9}),
+        ({"high": 0.2}, rf"high is 0.2: {IN} \[1, inf\)", {"high": 1}),  # a width, where a bound is asked for
+        ({"low": 1.0}, rf"low is 1.0: {IN} \[0, 1\)", {"low": 0.99}),
+        ({"low": -0.1}, rf"low is -0.1: {IN} \[0, 1\)", {"low": 0}),
         ({"outside": "mask"}, "there is no such outside. Choose one of cap, drop", {"outside": "drop"}),
     ),
     **refusals(

@@ -42,9 +42,15 @@ def test_what_is_clipped(name: str, clip: Any, advantages: Any, clipped: list[fl
     assert found.ppo_kl[ACTIVE].tolist() == pytest.approx((-LOG_RATIOS[ACTIVE]).tolist(), abs=1e-6)
 
 
+Aggregations = list[tuple[str, float | None]]
 #: The only modes that a loss goes with, if it does not go with all.
-GOES_WITH = {"gspo": [("sample_mean", None)], "gmpo": [("sample_mean", None)], "luspo": [("constant", 1.0)]}
-AGGREGATIONS = [*((mode, 3.0 if mode in ("constant", "token_sum") else None) for mode in MODES), ("constant", 1.0)]
+GOES_WITH: dict[str, Aggregations] = {
+    "gspo": [("sample_mean", None)],
+    "gmpo": [("sample_mean", None)],
+    "luspo": [("constant", 1.0)],
+}
+AGGREGATIONS: Aggregations = [(mode, 3.0 if mode in ("constant", "token_sum") else None) for mode in MODES]
+AGGREGATIONS += [("constant", 1.0)]
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
@@ -102,8 +108,12 @@ REFUSALS = {
           "advantages": FIVE[:2, None]}),
         ({"importance_weights": FIVE - 2}, "importance_weights with values down to .* weights are ratios",
          {"importance_weights": FIVE.exp()}),
-        ({"local": torch.tensor([1.0, 0, 1, -100, 1])}, "a mask with -100: .*neither labels nor an attention", NONE),
+        ({"local": torch.tensor([1.0, 0, 1, -100, 1])}, "a mask with -100: .*neither labels, token ids nor an", NONE),
         ({"local": torch.tensor([1.0, 0, 1, torch.nan, 1])}, "a mask with nan", NONE),
+        ({"local": torch.tensor([1.0, 0, 1, torch.inf, 1])}, "a mask with inf", {"local": OFTEN * 1e9}),
+        ({"local": torch.tensor([17, 0, 5, 1, 1])}, "a mask with 17: .*integers has 0 and 1.*token ids",
+         {"local": torch.tensor([1, 0, 1, 1, 1])}),
+        ({"local": torch.tensor([17, 0, 5, -100, 1]).numpy()}, "a mask with -100", {"local": OFTEN.int().numpy()}),
         ({"clip_low": 0.8}, "ratio would be clipped at 0.2 and 1.8. Pass 0.2 for a bound of 0.8",
          {"clip_low": 0.8, "clip_high": 0.3}),
         ({"clip_low": 0}, rf"clip_low is 0: {RANGE} \(0, 1\]", {"clip_low": 1e-3}),
@@ -128,6 +138,10 @@ REFUSALS = {
         ({"advantages": 1.0}, "advantages is a float", {"advantages": torch.tensor(1.0)}),
         ({"local": None}, "local is a NoneType: it must say which tokens", {"local": OFTEN}),
         ({"name": "gspo", "local": OFTEN}, "local is a Tensor: it must say which tokens", {"name": "gspo"}),
+        ({"cp_group": 0.3}, "a process group of type float: it must be a ProcessGroup", {"clip_low": 0.3}),
+        ({"old_log_probs": -OFTEN.int()}, "old_log_probs is torch.int32: it must be a float tensor", NONE),
+        ({"name": "dppo_tv", "both_directions": "no"}, "both_directions is 'no': it must be True or False",
+         {"name": "dppo_tv", "both_directions": False}),
         error=TypeError,
     ),
     **refusals(
@@ -149,6 +163,12 @@ REFUSALS = {
         ((COLUMN,), r"ref_log_probs of shape \(5, 1\)", (FIVE,)),
         ({"old_log_probs": COLUMN}, r"old_log_probs of shape \(5, 1\)", {"old_log_probs": FIVE}),
         ({"old_log_probs": FIVE, "estimator": "k2"}, "k2 with old_log_probs: .+Take k3", {"estimator": "k2"}),
+    ),
+    **refusals(
+        lambda reference=FIVE, **more: kl_estimate(FIVE, reference, OFTEN, **more),
+        ((-OFTEN.int(),), "ref_log_probs is torch.int32: it must be a float tensor", (-OFTEN,)),
+        ({"old_log_probs": -OFTEN.int()}, "old_log_probs is torch.int32", {"old_log_probs": -OFTEN}),
+        error=TypeError,
     ),
 }  # fmt: skip
 

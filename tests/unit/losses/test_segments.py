@@ -26,6 +26,7 @@ from megatron_rl_loss import (
     segment_sum,
     to_tokens,
 )
+from megatron_rl_loss.losses import sequences
 
 NAN, INF = math.nan, math.inf
 # --- collectives
@@ -216,6 +217,12 @@ REFUSALS = {
         ({"gamma": 1.1}, r"gamma is 1.1: it must be a number in \[0, 1\]", {"gamma": 0}),
     ),
     **refusals(
+        partial(segment_scan, WHOLE, MASKED),
+        ({"reverse": "no"}, "reverse is 'no': it must be True or False", {"reverse": False}),
+        ({"exclusive": 0}, "exclusive is 0: it must be True or False", {"exclusive": True}),
+        error=TypeError,
+    ),
+    **refusals(
         lambda *shape: to_tokens(torch.ones(shape), MASKED),
         ((6,), r"a statistic of shape \(6,\): it must have one number for each of the micro-batch's 3", (3,)),
     ),
@@ -230,3 +237,16 @@ REFUSALS = {
 }
 
 test_refusals = refusal_tests(REFUSALS)
+
+
+def test_another_group_of_as_many_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The data-parallel group, say: its ranks hold other samples, and the sums would be right in no layout."""
+    own, same, other = (SimpleNamespace(size=lambda: 2, ranks=ranks) for ranks in ([0, 1], [0, 1], [0, 2]))
+    monkeypatch.setattr(sequences, "ranks_of", lambda group: group.ranks)
+    microbatch: Any = SimpleNamespace(tokens=AT_CP_2, cp_group=own, totals=StepTotals())
+    for group in (None, own, same):
+        segment_sum(WHOLE, microbatch, group)  # type: ignore[arg-type]
+    with pytest.raises(
+        ValueError, match=r"a cp_group of the ranks \[0, 2\], and a micro-batch that is cut for \[0, 1\]: "
+    ):
+        segment_sum(WHOLE, microbatch, other)  # type: ignore[arg-type]

@@ -1,9 +1,11 @@
 """Modes of a user's own: what they are given, what they may be, and modes of terms."""
 
 import dataclasses
+import enum
 import functools
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -39,6 +41,11 @@ def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def scaled(step: ModeInputs, by: float = 1.0) -> Any:
     return by / step.tokens("step")
+
+
+class Kind(enum.Enum):
+    LOW = 1
+    HIGH = 2
 
 
 @dataclasses.dataclass
@@ -161,7 +168,7 @@ def test_an_aggregation_as_text_has_what_is_not_usual() -> None:
     assert list(map(str, asked)) == [
         "token_mean",
         "constant with divisor 40960",
-        "token_sum with divisor 0.5, unit counting active",
+        "token_sum with divisor 0.5, counting active units",
     ]
 
 
@@ -255,6 +262,15 @@ def test_functions_of_one_name_are_told_apart() -> None:
     def captured(factor: Any) -> Any:
         return lambda step: factor / step.tokens("step")
 
+    def configured(**config: Any) -> Any:
+        asked = SimpleNamespace(**config)
+        return lambda step: asked.factor / step.tokens("step")
+
+    def of_global(factor: float) -> Any:
+        names = {"FACTOR": factor, "__name__": "modes_of_a_user"}
+        exec("def mode(step): return FACTOR / step.tokens('step')", names)
+        return names["mode"]
+
     def settings(mode: Any) -> str:
         return LossModes.resolve(mode).describe()
 
@@ -268,10 +284,14 @@ def test_functions_of_one_name_are_told_apart() -> None:
         *(Scaled(by) for by in (0.5, 0.25)),
         *(Scaled(by).of for by in (0.5, 0.25)),
         *(captured(factor) for factor in (2, 3, (2, {"a": 3}), *arrays, len, {1, 2})),
+        *(configured(factor=factor) for factor in (0.5, 0.25)),
+        *(of_global(factor) for factor in (0.5, 0.25)),
+        *(captured(kind) for kind in Kind),
         *(of_sum(count) for count in (lambda samples: samples.mask_sums, lambda samples: samples.active_tokens)),
     ]
     texts = [settings(function) for function in functions]
     assert len(set(texts)) == len(texts)
     assert texts == [settings(function) for function in functions]  # the same at every call
     assert settings(captured((2, {"a": 3}))) == settings(captured((2, {"a": 3})))
+    assert settings(configured(factor=0.5, rank=0)) == settings(configured(factor=0.5, rank=1))  # is not read
     assert "function" not in settings("token_mean")

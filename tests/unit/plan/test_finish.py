@@ -3,6 +3,7 @@
 Four ranks, data-parallel 2 x context-parallel 2, in one launch.
 """
 
+import functools
 import math
 import os
 import re
@@ -61,7 +62,7 @@ STEPS: dict[str, tuple[Given, str]] = {
     "missing on a rank": (without("even", on=lambda rank, n: rank == 1), MISSING.format("[01]", "even")),
     "missing in a micro-batch": (without("most", on=lambda rank, n: rank == 0 and n == 1), MISSING.format(1, "most")),
     "on one rank alone": (without("least", on=lambda rank, n: rank != 3), MISSING.format("[01]", "least")),
-    "of two kinds": (of_two_kinds, "a name must have one kind, mask and aggregation in a step"),
+    "of two kinds": (of_two_kinds, "a name must have one kind, mask, aggregation and coefficient in a step"),
     "over two units": (
         lambda rank, n: {"x": Metric(values_on(rank), "tokens" if rank else "samples")},
         "a name must have one",
@@ -114,7 +115,7 @@ def told_on_rank() -> dict[str, Any]:
         plan = planned()
         reports = train(plan, rank, given)
         calls.clear()
-        told = outcome_of(lambda plan=plan, reports=reports: plan.finish(reports))
+        told = outcome_of(functools.partial(plan.finish, reports))
         found[name] = told, [*calls], {key: float(value) for key, value in reports[0].items()}
     # --- errors of a rank
     plan = planned()
@@ -205,7 +206,7 @@ def test_values_of_a_step_over_ranks(name: str, by_rank: list[Any]) -> None:
         ),
         (
             "a term of another mode on a rank",
-            "ValueError: metrics .*'kl'.*a name must have one kind, mask and aggregation",
+            "ValueError: metrics .*'kl'.*a name must have one kind, mask, aggregation and coefficient",
         ),
         ("a mode for a term that the loss lacks", "ValueError: a mode for the term 'kl', and a loss of"),
         ("a model that cuts otherwise", "rank 1: ValueError: 5 local tokens that are not those of the plan's layout"),

@@ -26,8 +26,10 @@ def pair(x: Tensor, kl: Any = None) -> Any:
     return {"pg": x, "kl": x if kl is None else kl}
 
 
-def carried(form: Any, per_token_loss: bool = False, share: Any = None) -> Any:
-    one = plan([TWO], per_token_loss=per_token_loss)[0]
+def carried(form: Any, per_token_loss: bool = False, share: Any = None, of_model: bool = False) -> Any:
+    own_plan = plan([TWO], per_token_loss=per_token_loss)
+    own_plan.record.for_schedule = of_model  # as plan_step(model=...) says
+    one = own_plan[0]
     own = one(torch.ones(2, requires_grad=True))
     return one.carry(own if share is None else share, form=form)
 
@@ -82,6 +84,11 @@ test_refusals = refusal_tests(
             (("mean", True), "form='mean' with per-token loss.*Turn calculate_per_token_loss off", ("mean",)),
             (("slime", True), "form='slime' with per-token loss", ("slime",)),
             (("nemo_rl",), "form='nemo_rl' without per-token loss", ("nemo_rl", True)),
+            *(
+                ((form, False, None, True), f"form='{form}' in a plan of a Megatron model: .*Leave form out", (form,))
+                for form in ("sum", "mean")
+            ),
+            (("sum", False, None, True), "in place of model=", ("verl", False, None, True)),
             (("sum", False, torch.ones(2)), r"the loss is of shape \(2,\): it must be a 0-dim tensor", ("sum",)),
             (("sum", False, 0.5), "the loss is 0.5", ("sum",)),
             (("sum", False, torch.ones(())), "a loss without a graph", ("sum",)),

@@ -101,5 +101,8 @@ test_refusals = refusal_tests(
             (([float("nan"), 1.0],), UNFOLDABLE, (INF_AT_MASKED,)),
             ((SOUND[0], lambda step: [2.0, -1.0]), UNFOLDABLE, (SOUND[0], lambda step: [2.0, 1.0])),
         ),
+        **refusals(
+            of_two, (({0: 1.0, 1: 3.0},), "advantages is a dict: there must be one entry", SOUND), error=TypeError
+        ),
     }
 )

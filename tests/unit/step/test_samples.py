@@ -78,6 +78,19 @@ def test_unsound_masks_are_refused_with_their_sample(mask: Any, beside: Any) -> 
         Samples([beside, mask])
 
 
+def test_what_a_step_counts_cannot_be_changed() -> None:
+    """A mask or id that changed after the count would be weighed by denominators of another step."""
+    samples = Samples([[1, 1], [0.5]], rollout_ids=[0, 1], ids={"turn": [[0, 0], [1]]}, layout=Gathered([0, 2, 3]))
+    held = samples.local(0, 1)
+    counted = (
+        samples.buffer, *samples.loss_masks, samples.mask_sums, samples.active_tokens, samples.ids["rollout"],
+        samples.parts["turn"].keys, held.mask,
+    )  # fmt: skip
+    for values in counted:
+        with pytest.raises(ValueError, match="read-only"):
+            values[0] = 0
+
+
 def test_masks_that_change_later_change_nothing() -> None:
     for mask in (torch.tensor([1, 1, 0, 1]), torch.tensor([1.0, 1, 0, 1]), np.array([1.0, 1, 0, 1])):
         samples = Samples([mask])
@@ -241,6 +254,8 @@ test_refusals = refusal_tests(
             reduced,
             ((TWO,), r"loss_masks is one Tensor: it must be a list of 1-D masks.*list\(loss_masks\)", ([TWO],)),
             ((None,), "loss_masks is one NoneType", ([TWO],)),
+            (({(1, 1)},), r"loss_masks is one set: it must be a list of 1-D masks.*Pass \[mask, ...\]", ([(1, 1)],)),
+            (({(1, 1): "a"},), "loss_masks is one dict: it must be a list", ([(1, 1)],)),
             (("11",), "loss_masks is one str", ([TWO],)),
             error=TypeError,
         ),
@@ -249,12 +264,22 @@ test_refusals = refusal_tests(
             ({"prompt_ids": iter("a")}, "prompt_ids is <.* one id per sample", {"prompt_ids": ["a"]}),
             ({"labels": {"a": iter([1])}}, "labels 'a' is a list_iterator: there must be one", {"labels": {"a": [1]}}),
             ({"tokens": [[1, 2], [3]]}, "tokens in rows of other lengths", {"tokens": [[1]]}),
+            *(
+                ({"labels": {"a": wrong}}, f"labels 'a' is a {type(wrong).__name__}: there must be one",
+                 {"labels": {"a": ["b"]}}) for wrong in ({"b"}, {0: "b"}, "b")
+            ),
+            *(
+                ({"prompt_ids": wrong}, "there must be one id per sample", {"prompt_ids": ["a"]})
+                for wrong in (frozenset("a"), {"a": 0}.keys(), {0: "a"})
+            ),
             error=TypeError,
         ),
         **refusals(
             lambda values: Samples([[1, 1]]).in_buffer(values),
             ((iter([1.0]),), "values is a list_iterator: there must be one entry per sample", ([1.0],)),
             ((torch.tensor(1.0),), "values is a Tensor: there must be one entry per sample", (torch.tensor([1.0]),)),
+            (({0: 1.0},), "values is a dict: there must be one entry per sample", ([1.0],)),
+            (({1.0},), "values is a set: there must be one entry per sample", ([1.0],)),
             error=TypeError,
         ),
         **refusals(

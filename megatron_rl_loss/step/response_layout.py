@@ -1,0 +1,67 @@
+"""The layout of responses alone, which some engines keep; other layouts: `step/layouts.py`."""
+
+from itertools import accumulate
+
+from megatron_rl_loss.errors import check_cp, check_one_each
+from megatron_rl_loss.step.layouts import SAME_MICROBATCH, IntList, Layout, Pieces, as_ints
+
+
+class ZigzagResponse(Layout):
+    """Response tokens only, zigzag by sample, as slime and miles keep their log-probs.
+
+    Sample i is cut into 2 * cp_size chunks of ``ceil(total_lengths[i] / (2 * cp_size))`` tokens (with
+    ``padded_lengths``, of these). Rank r owns the logits of chunks r and 2 * cp_size - 1 - r, and keeps those that
+    predict a response token (logit t predicts token t + 1). Losses: ``[num_local_tokens]``.
+    """
+
+    total_lengths: list[int]
+    response_lengths: list[int]
+
+    def __init__(
+        self, total_lengths: IntList, response_lengths: IntList, padded_lengths: IntList | None = None
+    ) -> None:
+        totals = as_ints("total_lengths", total_lengths)
+        responses = as_ints("response_lengths", response_lengths)
+        padded = totals if padded_lengths is None else as_ints("padded_lengths", padded_lengths)
+        check_one_each("response_lengths", len(responses), "total_lengths", len(totals), SAME_MICROBATCH)
+        check_one_each("padded_lengths", len(padded), "total_lengths", len(totals), SAME_MICROBATCH)
+        for i, (response, total, size) in enumerate(zip(responses, totals, padded, strict=True)):
+            if not 0 <= response < total <= size:
+                raise ValueError(
+                    f"sample {i} has response_length {response}, total_length {total}, padded length {size}: "
+                    "lengths must be 0 <= response < total <= padded, and leave a prompt token, whose logit predicts "
+                    "the first response token. Count the prompt in total_lengths."
+                )
+        self.total_lengths, self.response_lengths, self.padded_lengths = totals, responses, padded
+        self.bounds = [0, *accumulate(responses)]
+
+    @property
+    def total_tokens(self) -> int:
+        return self.bounds[-1]
+
+    def mask_starts(self, mask_lengths: list[int]) -> list[int]:
+        check_one_each("loss masks", len(mask_lengths), "response_lengths", len(self.response_lengths))
+        for i, (length, response) in enumerate(zip(mask_lengths, self.response_lengths, strict=True)):
+            if length != response:
+                raise ValueError(
+                    f"the loss mask of sample {i} has {length} entries: it must have one per response token, "
+                    f"{response}. Cut a mask of the whole sample to the response, or use ZigzagTHD."
+                )
+        return self.bounds[:-1]
+
+    def pieces(self, cp_rank: int, cp_size: int) -> Pieces:
+        check_cp(cp_rank, cp_size)
+        if cp_size == 1:
+            return [(0, self.total_tokens)]
+        pieces = Pieces()
+        lengths = zip(self.total_lengths, self.response_lengths, self.padded_lengths, self.bounds, strict=False)
+        for total, response, padded, start in lengths:
+            size, first_logit = -(-padded // (2 * cp_size)), total - response - 1  # the one that predicts a response
+            for chunk in (cp_rank, 2 * cp_size - 1 - cp_rank):
+                begin = chunk * size - first_logit
+                end = begin + size
+                # min and max would take as long as all the rest
+                begin = 0 if begin < 0 else response if begin > response else begin
+                end = 0 if end < 0 else response if end > response else end
+                pieces.append((start + begin, start + end))
+        return pieces
