@@ -59,7 +59,6 @@ from megatron_rl_loss.step.response_layout import ZigzagResponse as ZigzagRespon
 from megatron_rl_loss.step.samples import Samples as Samples
 from megatron_rl_loss.step.totals import StepTotals as StepTotals
 from megatron_rl_loss.step.units import Sum as Sum
-from megatron_rl_loss.step.units import Units as Units
 
 __version__: str
 

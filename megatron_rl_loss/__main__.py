@@ -117,7 +117,7 @@ def format_weights(mode: str, divisor: float | None = None, units: UnitCounting 
         aggregation.mode, MASKS, divisor=divisor, units=units, prompt_ids=prompt_ids,
         ids={"session": session_ids, "turn": turn_ids}, dp_group=None,
     )  # fmt: skip
-    flags = f"unit counting {aggregation.units}" + (f", divisor {divisor:g}" if divisor is not None else "")
+    flags = f"counting {aggregation.units} units" + (f", divisor {divisor:g}" if divisor is not None else "")
     lines = [f"{mode}, {flags}: {aggregation.mode.formula}", "", "response  prompt  session  weights of its tokens"]
     for number, (prompt, session, column) in enumerate(zip(prompt_ids, session_ids, columns, strict=True)):
         lines.append(f"{number:<10}{prompt:<8}{session:<9}" + " ".join(f"{weight:.4f}" for weight in column.tolist()))

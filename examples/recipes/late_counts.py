@@ -4,7 +4,7 @@
         for batches in arriving:  # on all ranks as many calls
             plan = plan_step([samples_of(batch) for batch in batches], rollout_sum, model=model)
             run_schedule(model, batches, plan)
-            counts.append(plan.totals.units["rollout"].all)
+            counts.append(plan.totals.units["rollout"].number["all"])
     optimizer.step()
 
 Weights are those of a mode without its U: `rollout_sum` for ``sample_mean``, whose rollouts each come in one call, or

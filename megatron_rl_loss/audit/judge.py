@@ -7,7 +7,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import get_args
 
 import numpy as np
 
@@ -19,8 +18,8 @@ from megatron_rl_loss.modes.aggregation import Aggregation, resolve
 from megatron_rl_loss.modes.weights import weigh
 from megatron_rl_loss.proof.outcomes import TOLERANCES
 from megatron_rl_loss.step.collectives import StepGroups
-from megatron_rl_loss.step.totals import count_step
-from megatron_rl_loss.step.units import UnitCounting
+from megatron_rl_loss.step.counting import count_step
+from megatron_rl_loss.step.units import COUNTINGS
 
 
 @np.errstate(divide="ignore", invalid="ignore", over="ignore")  # counts of parts may be 0
@@ -169,7 +168,7 @@ def _scaled(measured: MeasuredStep, factor: float) -> MeasuredStep:
 def _nearest(measured: MeasuredStep) -> Aggregation:
     """The mode without a divisor that puts least weight on the wrong tokens."""
     names = ["token_mean", "sample_mean", *["prompt_mean"] * ("prompt" in measured.tokens.ids)]
-    choices = [resolve(name, units=units) for name in names for units in get_args(UnitCounting)]
+    choices = [resolve(name, units=units) for name in names for units, row in COUNTINGS.items() if not row.labels]
     if not _is_finite(measured):
         return choices[0]
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn, get_args
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
@@ -23,7 +23,7 @@ from megatron_rl_loss.audit.judge import judge
 from megatron_rl_loss.modes.aggregation import Aggregation, resolve
 from megatron_rl_loss.proof.schedules import run_schedules_by
 from megatron_rl_loss.step.collectives import attempt
-from megatron_rl_loss.step.units import UnitCounting
+from megatron_rl_loss.step.units import COUNTINGS
 
 #: Takes the report, empty on all ranks but the first, and the exit status of ``--fail``.
 Conclude = Callable[[str, int], None]
@@ -33,7 +33,7 @@ def add_audit_options(parser: ArgumentParser) -> None:
     add = parser.add_argument
     add("--expect", metavar="MODE", help="Expected mode of the policy loss. Default: the mode that flags ask for.")
     add("--divisor", type=float, metavar="TOKENS", help="Divisor of the expected mode.")
-    add("--units", choices=get_args(UnitCounting), help="Unit counting of the expected mode.")
+    add("--units", choices=list(COUNTINGS), help="Unit counting of the expected mode.")
     add("--json", metavar="OUT", type=Path, help="Write the verdicts to this JSON file, by term.")
     add("--step", type=step_number, default=1, help="Training step to measure, counted from 1. Default: 1.")
 

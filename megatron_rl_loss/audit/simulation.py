@@ -21,9 +21,9 @@ from megatron_rl_loss.audit.tokens import MeasuredStep, Split
 from megatron_rl_loss.errors import check_callable, check_choice, check_mapping
 from megatron_rl_loss.step import layouts
 from megatron_rl_loss.step.collectives import StepGroups
+from megatron_rl_loss.step.counting import count_step
 from megatron_rl_loss.step.response_layout import ZigzagResponse
 from megatron_rl_loss.step.samples import Samples
-from megatron_rl_loss.step.totals import count_step
 
 #: Parameters that a loss function may have beside its first two; `LossCall` describes them.
 GIVEN = (

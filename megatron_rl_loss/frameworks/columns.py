@@ -46,7 +46,7 @@ def token_mean_factors(
     differ within a sample raise on all ranks of the group.
     """
     plan = plan_of(modes, describe, dp_group)
-    count = float(plan.totals.step_active_tokens or 0) if tokens is None else tokens()
+    count = float(plan.totals.step_active_tokens) if tokens is None else tokens()
     factors = [microbatch.weights * count for microbatch in plan]
 
     def check() -> None:

@@ -61,7 +61,7 @@ def loss_aggregation(
     policy = aggregation.settings.modes.policy
     if policy.mode.name != "token_mean" and policy.units == "all":
         raise ValueError(
-            f"{policy.mode.name} with unit counting all in train_rl.py: train_rl.py pads the batch with fully masked "
+            f"{policy.mode.name} counting all units in train_rl.py: train_rl.py pads the batch with fully masked "
             "rows, which would count as rollouts. Add --loss-aggregation-units active."
         )
     if getattr(args, "check_for_spiky_loss", False):

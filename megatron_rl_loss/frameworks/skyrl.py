@@ -159,7 +159,7 @@ class AggregatedPolicyLoss:
         self._expect(wrapper, depths)
         group, modes = mpu.get_data_parallel_group(with_context_parallel=False), self._modes
         plan = plan_of(modes, lambda: [self._describe(wrapper, batch, depths) for batch in batches], group, depths)
-        tokens = max(plan.totals.step_tokens or 0, 1)  # by which SkyRL has divided advantages
+        tokens = max(plan.totals.step_tokens, 1)  # by which SkyRL has divided advantages
         shares = group.size() * max(1, batches[0].get("num_real_microbatches", len(batches)))
         weighed = []
         for batch, microbatch in zip(batches, plan, strict=True):

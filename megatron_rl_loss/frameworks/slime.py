@@ -32,10 +32,10 @@ from megatron_rl_loss.reduction.reducers import Reducer
 from megatron_rl_loss.reduction.sums import WeightedSum
 from megatron_rl_loss.reduction.taps import is_observed, tap
 from megatron_rl_loss.step.collectives import StepGroups, attempt, world_rank
+from megatron_rl_loss.step.counting import count_step
 from megatron_rl_loss.step.layouts import IntList
 from megatron_rl_loss.step.response_layout import ZigzagResponse
 from megatron_rl_loss.step.samples import Samples
-from megatron_rl_loss.step.totals import count_step
 
 __all__ = ["Hook", "count_steps", "make_hook", "sample_mean", "token_mean"]
 
@@ -396,4 +396,4 @@ def _counts(iterator: Any, num_microbatches: int, num_rollouts: int) -> StepCoun
     )
     totals, rows = count_step(attempt(describe), groups), iterator.rollout_data.get("max_seq_lens")
     padded_length = int(rows[0]) if rows else None  # a rank pads all its rows alike
-    return StepCounts(totals.step_tokens or 0.0, totals.units["rollout"].all or 0, num_rollouts, padded_length)
+    return StepCounts(totals.step_tokens, totals.units["rollout"].number["all"], num_rollouts, padded_length)

@@ -24,7 +24,7 @@ from megatron_rl_loss.logprobs.layer import (
     in_autocast,
     make_log_probs,
 )
-from megatron_rl_loss.logprobs.reading import LogProbs, Reading, Settings, TokenMask, check_rows
+from megatron_rl_loss.logprobs.reading import LogProbs, Reading, TokenMask, check_rows
 from megatron_rl_loss.logprobs.teacher import Comparison, Teacher, check_teacher
 from megatron_rl_loss.step.collectives import size_of
 
@@ -58,10 +58,9 @@ def log_probs_from_hidden(
     hidden states, weight and labels that do not fit each other.
     """
     read, leaves = _read(hidden, output_layer, labels, keep, entropy, token_mask, rest_without)
-    parallel, main_gradient = output_layer.tensor_parallel, output_layer.main_gradient
     if kernel is not None:
-        return run_from_hidden(kernel, read, leaves, parallel, main_gradient is not None)
-    return make_log_probs(read, leaves, parallel, main_gradient)[0]
+        return run_from_hidden(kernel, read, leaves, output_layer)
+    return make_log_probs(read, leaves, output_layer.tensor_parallel, output_layer.main_gradient)[0]
 
 
 class Divergence(NamedTuple):
@@ -260,16 +259,21 @@ def _read(
     parallel, columns = output_layer.tensor_parallel, len(output_layer.weight)
     ranks = size_of(parallel.group) if parallel.sequence_parallel else 1
     shape = (hidden.shape[0] * ranks, *hidden.shape[1:-1])
-    settings = Settings(
-        output_layer.temperature,
-        keep,
-        output_layer.vocab_size,
-        entropy,
-        token_mask,
-        output_layer.chunk_tokens,
-        rest_without,
+    read = Reading(
+        labels,
+        shape,
+        columns,
+        parallel.group,
+        hidden.device,
+        temperature=output_layer.temperature,
+        keep=keep,
+        vocab_size=output_layer.vocab_size,
+        entropy=entropy,
+        token_mask=token_mask,
+        chunk_tokens=output_layer.chunk_tokens,
+        rest_without=rest_without,
     )
-    return Reading(labels, shape, columns, parallel.group, settings, hidden.device), leaves
+    return read, leaves
 
 
 def _check_leaves(leaves: Sequence[Tensor | None]) -> None:

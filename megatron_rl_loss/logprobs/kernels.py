@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl_loss.errors import check_choice
-from megatron_rl_loss.logprobs.layer import Gradients, TensorParallel, make_log_probs
+from megatron_rl_loss.logprobs.layer import Gradients, OutputLayer, TensorParallel, make_log_probs
 from megatron_rl_loss.logprobs.reading import LogProbs, Reading
 from megatron_rl_loss.step.collectives import Group, rank_in, size_of
 
@@ -63,38 +63,36 @@ def liger_from_hidden(
     return LogProbs(-losses.float(), None if entropies is None else entropies.float())
 
 
-def run_from_hidden(
-    kernel: str, read: Reading, leaves: Sequence[Any], parallel: TensorParallel, fused: bool
-) -> LogProbs:
+def run_from_hidden(kernel: str, read: Reading, leaves: Sequence[Any], output_layer: OutputLayer) -> LogProbs:
     """Log-probs by a kernel of hidden states; ValueError for settings that the kernel lacks. It has its own chunks."""
     check_choice("kernel", kernel, FROM_HIDDEN)
-    if unsupported := _unsupported(read, leaves, parallel, fused):
+    if unsupported := _unsupported(read, leaves, output_layer):
         raise ValueError(
             f"kernel={kernel!r} with {', '.join(unsupported)}: this kernel makes one log-prob per token, of equal "
             "vocabulary shards, on a GPU. Leave these out, or the kernel: plain torch does the same."
         )
     if not len(read.labels):  # which Liger does not take
-        return make_log_probs(read, leaves, parallel)[0]
+        return make_log_probs(read, leaves, output_layer.tensor_parallel)[0]
     hidden, weight, _ = leaves
     tokens = hidden.flatten(0, -2)
-    if parallel.sequence_parallel:
-        tokens = _Gathered.apply(hidden, parallel)  # type: ignore[no-untyped-call]
+    if output_layer.tensor_parallel.sequence_parallel:
+        tokens = _Gathered.apply(hidden, output_layer.tensor_parallel)  # type: ignore[no-untyped-call]
     tokens = tokens if read.rows is None else tokens[read.rows]
     log_probs, entropy = FROM_HIDDEN[kernel](
-        tokens.contiguous(), weight, read.labels, read.tp_group, read.settings.temperature, read.entropy
+        tokens.contiguous(), weight, read.labels, read.tp_group, output_layer.temperature, read.entropy
     )
     return LogProbs(read.spread(log_probs), None if entropy is None else read.spread(entropy))
 
 
-def _unsupported(read: Reading, leaves: Sequence[Any], parallel: TensorParallel, fused: bool) -> list[str]:
+def _unsupported(read: Reading, leaves: Sequence[Any], output_layer: OutputLayer) -> list[str]:
     """Names of the settings of this call that kernels of hidden states do not support."""
-    hidden, _, bias = leaves
+    (hidden, _, bias), parallel = leaves, output_layer.tensor_parallel
     is_set = {
         "labels of K ids": read.labels.dim() > 1,
         "a bias": bias is not None,
-        "kept ids": read.settings.keep is not None,
-        "vocab_size": read.settings.vocab_size is not None,
-        "main_gradient (gradient-accumulation fusion)": fused,
+        "kept ids": read.keep is not None,
+        "vocab_size": output_layer.vocab_size is not None,
+        "main_gradient (gradient-accumulation fusion)": output_layer.main_gradient is not None,
         "sum_gradient=False": read.tp_group is not None and not (parallel.sequence_parallel or parallel.sum_gradient),
         "float64": hidden.dtype == torch.float64,
         "tensors on the CPU": not hidden.is_cuda,

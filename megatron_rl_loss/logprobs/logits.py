@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_rl_loss.errors import check_callable, check_float, check_int
 from megatron_rl_loss.logprobs.kept_ids import Keep
 from megatron_rl_loss.logprobs.layer import make_log_probs
-from megatron_rl_loss.logprobs.reading import LogProbs, Reading, Settings, TokenMask, check_rows
+from megatron_rl_loss.logprobs.reading import LogProbs, Reading, TokenMask, check_rows
 from megatron_rl_loss.step.collectives import Group
 
 #: (logits [n, vocabulary / TP], int64 labels [n], tp_group) -> log-probs, float32 [n], differentiable.
@@ -67,8 +67,20 @@ def log_probs_from_logits(
     check_float("logits", logits, "Pass the output layer's result")
     check_rows("logits", logits)
     rows = logits.reshape(-1, logits.shape[-1])
-    settings = Settings(temperature, keep, vocab_size, entropy, token_mask, chunk_tokens, rest_without)
-    read = Reading(labels, logits.shape[:-1], rows.shape[1], tp_group, settings, rows.device)
+    read = Reading(
+        labels,
+        logits.shape[:-1],
+        rows.shape[1],
+        tp_group,
+        rows.device,
+        temperature=temperature,
+        keep=keep,
+        vocab_size=vocab_size,
+        entropy=entropy,
+        token_mask=token_mask,
+        chunk_tokens=chunk_tokens,
+        rest_without=rest_without,
+    )
     if chunk_tokens is not None:
         check_int("chunk_tokens", chunk_tokens, at_least=1, remedy="Leave it out for a default")
     if kernel is None:

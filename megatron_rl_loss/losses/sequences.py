@@ -13,7 +13,6 @@ from megatron_rl_loss.step.ids import Keys
 from megatron_rl_loss.step.masks import Floats, on_device
 from megatron_rl_loss.step.samples import LocalTokens, Samples
 from megatron_rl_loss.step.totals import StepTotals
-from megatron_rl_loss.step.units import ByKey, Units
 from megatron_rl_loss.step.values import check_values
 
 #: A value of each token, or several, which then share one collective.
@@ -102,9 +101,9 @@ def _units_of(samples: Samples, per: str, totals: StepTotals | None) -> Keys | N
             f"{f'{per}_ids=' if per in ('prompt', 'rollout') else f'ids={{{per!r}: ...}}'})."
         )
     keys, units = np.unique(parts.keys, return_inverse=True)
-    counted = Units().tokens if totals is None else totals.units.get(per, Units()).tokens
-    if isinstance(counted, ByKey):
-        here, whole = np.bincount(units, samples.mask_sums_by(per), len(keys)), counted.of(f"{per}_ids", keys)
+    if totals is not None and per in totals.units and totals.units[per].have_ids:
+        here = np.bincount(units, samples.mask_sums_by(per), len(keys))
+        whole = totals.units[per].at("tokens", keys, f"{per}_ids")
         missing = whole * (1 - 1e-9) - here  # sums of fractional masks may differ in the last bit
         if (missing > 0).any():
             i = int(missing.argmax())

@@ -11,7 +11,7 @@ from megatron_rl_loss.errors import check_choice, check_int
 from megatron_rl_loss.modes.loss_modes import LossModes
 from megatron_rl_loss.modes.table import Mode, ModeFunction, available_modes, token_mean
 from megatron_rl_loss.plan.checks import EmptyStep
-from megatron_rl_loss.step.units import UnitCounting
+from megatron_rl_loss.step.units import COUNTINGS, UnitCounting
 
 ProofLevel = Literal["error", "warn", "off"]
 #: An environment variable: the level of the first step's proof without a flag.
@@ -133,9 +133,10 @@ def add_loss_aggregation_args(parser: ArgumentParser) -> ArgumentParser:
     )
     group.add_argument(
         "--loss-aggregation-units",
-        choices=get_args(UnitCounting),
-        help="Rollouts or prompt groups that a mean counts: all (the default), or active: those with a token whose "
-        "loss mask is not 0.",
+        choices=list(COUNTINGS),
+        help="Rollouts or prompt groups that a mean counts. "
+        + "; ".join(f"{row.name}: {row.units}" for row in COUNTINGS.values())
+        + f". Default: {next(iter(COUNTINGS))}.",
     )
     for name, row in _FIELDS.items():
         group.add_argument(_flag_of(name), default=row.default, **row.metadata)

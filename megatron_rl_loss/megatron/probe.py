@@ -87,7 +87,7 @@ def check_contract(config: Any, chunks: Sequence[Any], groups: ProcessGroupColle
     Raises:
         ContractError: a factor differs; the message has the expected factor and Megatron's.
     """
-    counts: dict[Count, float | None] = {
+    counts: dict[Count, float] = {
         "num_microbatches": _NUM_MICROBATCHES,
         "dp_size": groups.dp.size(),
         "cp_size": groups.cp.size(),

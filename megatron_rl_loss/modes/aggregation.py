@@ -3,11 +3,11 @@
 import functools
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, get_args
+from typing import Any
 
 from megatron_rl_loss.errors import check_choice, is_number
 from megatron_rl_loss.modes.table import Mode, ModeFunction, ModeInputs, find_mode
-from megatron_rl_loss.step.units import UnitCounting
+from megatron_rl_loss.step.units import COUNTINGS, UnitCounting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +25,7 @@ class Aggregation:
     units: UnitCounting = "all"
 
     def __post_init__(self) -> None:
-        check_choice("unit counting", self.units, get_args(UnitCounting))
+        check_choice("unit counting", self.units, COUNTINGS)
         given = f"divisor {self.divisor!r} with loss aggregation {self.mode.name!r}"
         if self.divisor is None:
             if self.mode.divisor == "required":
@@ -46,12 +46,12 @@ class Aggregation:
     def __str__(self) -> str:
         """The mode, its divisor if it has one, and its unit counting where that is not the usual one."""
         divisor = "" if self.divisor is None else f" with divisor {self.divisor:g}"
-        return f"{self.mode.name}{divisor}" + f", unit counting {self.units}" * (self.units != "all")
+        return f"{self.mode.name}{divisor}" + f", counting {self.units} units" * (self.units != "all")
 
     def describe(self) -> str:
         """All settings in a line, for the log."""
         divisor = "" if self.divisor is None else f", divisor {self.divisor:.15g}"
-        return f"loss aggregation: {self.mode.name}{divisor}, unit counting {self.units}"
+        return f"loss aggregation: {self.mode.name}{divisor}, counting {self.units} units"
 
     @cached_property
     def compared(self) -> str:

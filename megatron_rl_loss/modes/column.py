@@ -9,10 +9,10 @@ from megatron_rl_loss.modes.aggregation import resolve
 from megatron_rl_loss.modes.table import Mode, ModeFunction
 from megatron_rl_loss.modes.weights import weigh
 from megatron_rl_loss.step.collectives import Group, StepGroups, stated_dp_group
+from megatron_rl_loss.step.counting import count_step
 from megatron_rl_loss.step.ids import Ids, IdsByName
 from megatron_rl_loss.step.masks import Mask
 from megatron_rl_loss.step.samples import Labels, Samples
-from megatron_rl_loss.step.totals import count_step
 from megatron_rl_loss.step.units import UnitCounting
 
 

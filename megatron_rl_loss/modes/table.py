@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import numpy as np
 
@@ -20,11 +20,12 @@ from megatron_rl_loss.step.ids import Parts, argument_of
 from megatron_rl_loss.step.masks import SMALLEST, Floats
 from megatron_rl_loss.step.samples import Samples
 from megatron_rl_loss.step.totals import StepTotals
-from megatron_rl_loss.step.units import ByKey, Sum, UnitCounting, Units
+from megatron_rl_loss.step.units import COUNTINGS, Counted, Sum, UnitCounting, Units
 
 #: Weights beside the mask: a number; one per sample, [num_samples]; or a row per sample, one number per mask entry.
 Weights = Any
 ModeFunction = Callable[["ModeInputs"], Weights]
+Value = TypeVar("Value")
 TakesDivisor = Literal["required", "optional", "refused"]
 
 
@@ -63,9 +64,6 @@ class Mode:
         return super().__reduce__()
 
 
-_NONE = Units()  # of a key that the totals do not know
-
-
 def _imported(module: str, name: str) -> Any:
     return getattr(import_module(module), name)
 
@@ -94,14 +92,13 @@ class ModeInputs:
     def tokens(self, key: str) -> Floats | float:
         """Mask tokens of each sample's unit, float64 [num_samples], or of the step; at least 1e-30."""
         if key == "step":
-            tokens = self.batch.mask_sums.sum() if self.totals is None else self.totals.step_tokens
-            return max(self._known(tokens, "step_tokens"), SMALLEST)
-        return self._at_samples(key, lambda units: units.tokens, self.batch.mask_sums, "tokens", SMALLEST)
+            return max(self.batch.mask_sums.sum() if self.totals is None else self.totals.step_tokens, SMALLEST)
+        return self._at_samples(key, "tokens", self.batch.mask_sums, SMALLEST)
 
     def samples(self, key: str) -> Floats:
         """Number of samples, all or active, that each sample's unit has, float64 [num_samples]; at least 1."""
-        name = "samples" if self.counting == "all" else "active_samples"
-        return self._at_samples(key, lambda units: getattr(units, name), np.ones(len(self.batch)), name, 1)
+        self._check_labels()
+        return self._at_samples(key, self.counting, np.ones(len(self.batch)), 1)
 
     def sum(self, name: str) -> Floats:
         """A declared sum over each sample's unit, float64 [num_samples]."""
@@ -112,24 +109,23 @@ class ModeInputs:
                 f"a step counts declared sums alone. Register the mode with sums={{{name!r}: Sum(of=...)}}."
             )
         declared = self._mode.sums[name]
-        own = declared.values(self.batch)
-        return self._at_samples(declared.by, lambda units: units.sums.get(declared), own, f"the sum {name!r}")
+        return self._at_samples(declared.by, declared, declared.values(self.batch))
 
     def units(self, key: str) -> int:
         """Number of such units in the step, all or active; at least 1."""
         if self._is_sample(key) or self.totals is None:
             self._check(key)
+        self._check_labels()
         if self.totals is None or key == "step":
             return 1
-        units, has_ids = self.totals.units.get(key, _NONE), key in self.batch.parts
-        count = self._known(units.counted(self.counting), f"{key} units ({self.counting})")
-        if has_ids != (units.tokens is not None) and key != "sample":
+        units = self._units(self.totals, key)
+        if (has_ids := key in self.batch.parts) != units.have_ids and key != "sample":
             with_ids, without = ("a micro-batch", "totals") if has_ids else ("totals", "a micro-batch")
             raise ValueError(
                 f"{with_ids} with {key} ids, {without} without: their units would differ. Give both the same ids, or "
                 "neither."
             )
-        return max(count, 1)
+        return max(self._known(units.number, self.counting, key), 1)
 
     def label(self, name: str) -> Any:
         """The samples' labels of that name, one per sample; ValueError where there are none."""
@@ -148,35 +144,47 @@ class ModeInputs:
                 f"{remedy})."
             )
 
-    def _at_samples(
-        self, key: str, count: Callable[[Units], Any], own: Floats, what: str, least: float = -np.inf
-    ) -> Floats:
+    def _check_labels(self) -> None:
+        """Raise ValueError where the unit counting reads labels that the samples lack."""
+        for name in COUNTINGS[self.counting].labels:
+            self.batch.label(name)
+
+    def _at_samples(self, key: str, counted: Counted, own: Floats, least: float = -np.inf) -> Floats:
+        """What is counted of each sample's unit; `own` is the number of each sample, where it is a unit alone."""
         self._check(key)
         parts = self.batch.parts.get(key, Parts(np.zeros(len(own), np.int64), np.arange(len(own))))
         if self._is_sample(key) or self.totals is None:
-            if self.totals is not None and self.totals.units.get(key, _NONE).tokens is not None:
+            if self.totals is not None and key in self.totals.units and self.totals.units[key].have_ids:
                 self.units(key)  # refuses totals by id
-            found = own[parts.sample]
+            of_parts = own[parts.sample]
         else:
-            known: ByKey = self._known(count(self.totals.units.get(key, _NONE)), f"{what} by {key}")
-            found = known.of(argument_of(key), parts.keys, parts.sample)
-        found = np.maximum(found, least)
+            units = self._units(self.totals, key)
+            self._known(units.counts, counted, key)
+            of_parts = units.at(counted, parts.keys, argument_of(key), parts.sample)
+        of_parts = np.maximum(of_parts, least)
         if parts.of_entry is None:
-            return found
+            return of_parts
         rows = np.empty(len(self.batch), object)
-        of_entries = np.split(np.append(found, np.nan)[parts.of_entry], np.cumsum(self.batch.mask_lengths))
+        of_entries = np.split(np.append(of_parts, np.nan)[parts.of_entry], np.cumsum(self.batch.mask_lengths))
         for i in range(len(rows)):
             rows[i] = of_entries[i]
         return rows
 
-    def _known(self, value: Any, what: str) -> Any:
-        if value is None:
+    def _units(self, totals: StepTotals, key: str) -> Units:
+        return self._known(totals.units, key, key)
+
+    def _known(self, counts: Mapping[Any, Value], counted: Any, key: str) -> Value:
+        """The entry of counts by a key; ValueError where the step was counted without it."""
+        if counted not in counts:
+            what = f"{key} units" if counted == key else f"a declared sum by {key}"
+            if isinstance(counted, str) and counted != key:
+                what = f"{counted} by {key}"
             raise ValueError(
-                f"totals without {what}: {self._mode.name!r} needs this count. Make the totals with the samples' ids "
-                "(StepTotals.from_loss_masks, for declared sums with sums=), declare the mode to the plan "
-                "(terms=), or give the count yourself."
+                f"totals without {what}: {self._mode.name!r} needs them. Make the totals with the samples' ids "
+                "and labels (StepTotals.from_loss_masks, for declared sums with sums=), or declare the mode to the "
+                "plan (terms=)."
             )
-        return value
+        return counts[counted]
 
 
 _MODES: dict[str, Mode] = {}

@@ -227,12 +227,6 @@ def find_carrier(form: Form, per_token: bool, dynamic_cp: bool, for_schedule: bo
     return carrier
 
 
-def product(powers: Powers, counts: Mapping[Count, float | None]) -> float:
-    """The product of the powers of the counts; ValueError where a count is not known."""
-    known = {name: value for name, value in counts.items() if value is not None}
-    if missing := [name for name in powers if name not in known]:
-        raise ValueError(
-            f"totals without {', '.join(missing)}: the returned loss is multiplied by this count. Give the count of "
-            "the whole step."
-        )
-    return math.prod(known[name] ** power for name, power in powers.items())
+def product(powers: Powers, counts: Mapping[Count, float]) -> float:
+    """The product of the powers of the counts."""
+    return math.prod(counts[name] ** power for name, power in powers.items())

@@ -11,7 +11,6 @@ from megatron_rl_loss.modes.loss_modes import LossModes
 from megatron_rl_loss.step.collectives import StepGroups, size_of, warn_on_one_rank, world_rank
 from megatron_rl_loss.step.samples import Samples, read_masks
 from megatron_rl_loss.step.totals import StepTotals
-from megatron_rl_loss.step.units import ByKey, Units
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +65,7 @@ def check_samples(
 
 def check_ids(totals: StepTotals, asked: Set[str], filled: Sequence[Samples]) -> None:
     """Warn where ids that a mode uses collide, and where every prompt group has one rollout."""
-    rollouts, samples = (totals.units.get(key, Units()).all or 0 for key in ("rollout", "sample"))
+    rollouts, samples = (totals.units[key].number["all"] for key in ("rollout", "sample"))
     for key in sorted(asked & {"rollout", "session"}) if len(filled) > 1 and world_rank() == 0 else ():
         of_microbatches = [set(one.ids.get(key, np.arange(0)).tolist()) for one in filled]
         if of_microbatches[0] and all(one == of_microbatches[0] for one in of_microbatches):
@@ -76,19 +75,19 @@ def check_ids(totals: StepTotals, asked: Set[str], filled: Sequence[Samples]) ->
                 "whole step."
             )
     for key in sorted(asked - {"step", "sample", "rollout"}) if rollouts > 1 and world_rank() == 0 else ():
-        units = totals.units.get(key, Units())
-        if isinstance(units.samples, ByKey) and units.samples.largest == samples:
+        units = totals.units[key]
+        if units.counts["all"].max() == samples:
             warn_on_one_rank(
                 f"one {key} has tokens of all {samples} samples of the step: {key} ids that start again in each "
                 f"sample, micro-batch or rank collide. Make {key} ids unique in the whole step."
             )
-        elif key == "prompt" and units.all == rollouts:
+        elif key == "prompt" and units.number["all"] == rollouts:
             warn_on_one_rank(
                 "every prompt group of the step has one rollout: a mean over prompts is then a mean over rollouts. "
                 "Check the prompt ids: all responses to a prompt must share its id."
             )
-    of_prompts = totals.units.get("prompt", Units()).all
-    if of_prompts == rollouts < samples and "rollout" in asked and world_rank() == 0:
+    prompts = totals.units["prompt"].number["all"] if "prompt" in totals.units else None
+    if prompts == rollouts < samples and "rollout" in asked and world_rank() == 0:
         warn_on_one_rank(
             f"each of the {rollouts} rollouts of the step is a whole prompt group, of {samples} samples in all: a mean "
             "over rollouts is then a mean over prompts. Check the rollout ids: responses to a prompt are rollouts of "
@@ -107,7 +106,7 @@ def check_active_tokens(totals: StepTotals, *, per_token_loss: bool, empty_step:
             )
         if world_rank() == 0:
             logger.warning("a step without one active token: its policy gradient is zero. Check the loss masks.")
-    if per_token_loss and tokens is not None and tokens >= 2**31:
+    if per_token_loss and tokens >= 2**31:
         raise BadBatchError(
             f"{tokens} active tokens with per-token loss: Megatron sums token counts as int32. Use smaller steps."
         )

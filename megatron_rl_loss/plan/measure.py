@@ -14,9 +14,9 @@ from megatron_rl_loss.errors import check_callable, check_within
 from megatron_rl_loss.plan.facts import StepFacts
 from megatron_rl_loss.plan.microbatch import Microbatch
 from megatron_rl_loss.step.collectives import all_reduce, attempt, failure_of, raise_together, several
+from megatron_rl_loss.step.counting import count_step
 from megatron_rl_loss.step.masks import Floats, to_array
 from megatron_rl_loss.step.samples import LocalTokens
-from megatron_rl_loss.step.totals import count_step
 from megatron_rl_loss.step.values import check_values
 
 #: A micro-batch -> a value for each token that this rank holds; or bools, true for those to keep.

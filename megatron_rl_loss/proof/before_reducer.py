@@ -1,7 +1,7 @@
 """What code does to losses between a loss function of this package and the reducer that averages them."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +10,9 @@ from megatron_rl_loss.proof.outcomes import TOLERANCES
 from megatron_rl_loss.reduction.taps import HookedShare
 from megatron_rl_loss.step.masks import Floats
 from megatron_rl_loss.step.samples import LocalTokens
+
+#: The largest relative difference of factors that are one number.
+_ALIKE = TOLERANCES["bfloat16"]
 
 
 @dataclass(frozen=True)
@@ -20,25 +23,36 @@ class Before:
         made_by: the loss functions.
         low, high: the factors of tokens by that code.
         division: the count that losses were divided by, which the reducer divides by again; "" for none.
+        is_sure: the division cannot be a coefficient that somebody chose.
     """
 
     made_by: tuple[str, ...] = ()
     low: float = 1.0
     high: float = 1.0
     division: str = ""
+    is_sure: bool = False
 
     @property
     def is_one(self) -> bool:
-        return max(abs(self.low - 1), abs(self.high - 1)) <= TOLERANCES["bfloat16"]
+        return max(abs(self.low - 1), abs(self.high - 1)) <= _ALIKE
+
+    @property
+    def _place(self) -> str:
+        return f"between {' or '.join(self.made_by)} and the reducer"
+
+    @property
+    def fault(self) -> str:
+        """The words for a division that is sure, where the reducer averages."""
+        return (
+            f"Losses are divided by {self.division} {self._place}, and the reducer averages them again. Pass "
+            "per_token_loss to the reducer as the loss function returned it."
+        )
 
     def __str__(self) -> str:
-        place = f"between {' or '.join(self.made_by)} and the reducer"
-        if self.division:
-            return (
-                f"Losses are divided by {self.division} {place}, and the reducer averages them again. Pass "
-                "per_token_loss to the reducer as the loss function returned it."
-            )
-        return f"factors of {self.low:.3g} to {self.high:.3g} on tokens {place}"
+        is_alike = self.high - self.low <= 1e-5 * abs(self.high)
+        factors = f"a factor of {self.high:.4g}" if is_alike else f"factors of {self.low:.3g} to {self.high:.3g}"
+        division = f" (1 / {self.division})" * bool(self.division)
+        return f"{factors}{division} on tokens {self._place}"
 
 
 #: Counts that code before a reducer may divide losses by, of a micro-batch's tokens on a rank.
@@ -71,41 +85,41 @@ class BeforeEnds:
             if not len(factors):
                 continue
             self.made_by.add(output.made_by)
-            self._extend(0, factors.min(), factors.max())
-            is_direct = np.abs(factors - 1).max() <= TOLERANCES["bfloat16"]
-            for number, count in enumerate([] if is_direct else _counts_of(tokens), 1):
-                times = factors * count[on]
-                self._extend(number, times.min(), times.max())
-            if is_direct:  # nothing was divided here
-                self._low[1:], self._high[1:] = -math.inf, math.inf
+            self._extend(0, factors)
+            for number, count in enumerate(_counts_of(tokens), 1):
+                self._extend(number, factors * count[on])
 
-    def _extend(self, number: int, low: float, high: float) -> None:
-        self._low[number] = min(self._low[number], low)
-        self._high[number] = max(self._high[number], high)
+    def _extend(self, number: int, values: Floats) -> None:
+        self._low[number] = np.minimum(self._low[number], values.min())
+        self._high[number] = np.maximum(self._high[number], values.max())
 
     def numbers(self) -> list[float]:
         return [*(-self._low).tolist(), *self._high.tolist()]
 
 
-def _counts_of(tokens: LocalTokens) -> list[Floats]:
-    """`_COUNTS` at each local token."""
+def _counts_of(tokens: LocalTokens) -> Iterator[Floats]:
+    """`_COUNTS` at each local token, one after the other."""
     mask, sample, whole = np.asarray(tokens.mask, np.float64), tokens.sample_index, tokens.samples.mask_sums
-    of_parts = np.bincount(sample, mask, len(whole))
-    constant = [float(whole.sum()), float(mask.sum()), float(len(mask))]
-    return [whole[sample], of_parts[sample], *(np.full(len(mask), count) for count in constant)]
+    yield whole[sample]
+    yield np.bincount(sample, mask, len(whole))[sample]
+    for count in (whole.sum(), mask.sum(), len(mask)):
+        yield np.broadcast_to(np.float64(count), mask.shape)
 
 
 def before_of(numbers: Sequence[float], made_by: set[str]) -> Before:
-    """What the extremes of all ranks show; a division where it alone makes the factors of tokens one number."""
+    """What the extremes of all ranks show: a division where the factors of tokens, times a count, are one number.
+
+    If the factors are one number themselves, then the count is one too. Losses were divided by it if the product is 1.
+    A factor of two digits at most may be somebody's coefficient: 0.1, say, where each sample has ten tokens.
+    """
     if not made_by:
         return Before()
-    half = len(numbers) // 2
-    low, high = -np.array(numbers[:half]), np.array(numbers[half:])
-    is_constant = np.isfinite(high)  # infinite where some rank divided by nothing
-    is_constant[is_constant] = (high - low <= TOLERANCES["bfloat16"] * np.abs(high))[is_constant]
-    divisions = [
-        name
-        for name, constant, value in zip(_COUNTS, is_constant[1:], high[1:], strict=True)
-        if constant and (not is_constant[0] or (abs(value - 1) <= TOLERANCES["bfloat16"] and high[0] < 0.5))
-    ]
-    return Before(tuple(sorted(made_by)), float(low[0]), float(high[0]), divisions[0] if divisions else "")
+    low, high = -np.array(numbers[: 1 + len(_COUNTS)]), np.array(numbers[1 + len(_COUNTS) :])
+    is_alike = high - low <= _ALIKE * np.abs(high)
+    factor = float(high[0])
+    division, is_sure = "", False
+    for name, alike, product in zip(_COUNTS, is_alike[1:], high[1:], strict=True):
+        if alike and not division and (not is_alike[0] or (abs(product - 1) <= _ALIKE and factor < 0.5)):
+            division = name
+            is_sure = not is_alike[0] or not math.isclose(factor, float(f"{factor:.2g}"), rel_tol=1e-5)
+    return Before(tuple(sorted(made_by)), float(low[0]), factor, division, is_sure)

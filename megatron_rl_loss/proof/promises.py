@@ -34,8 +34,7 @@ def misgrouped(totals: StepTotals, promised: Any, asked: Aggregation, *, is_sure
     keys = attempt(lambda: rehearse(asked, Samples([np.ones(1)], prompt_ids=["0"])))  # others need further ids
     if isinstance(keys, Exception) or "prompt" not in keys:
         return found
-    units: Any = totals.units["prompt"].samples
-    sizes = units.values
+    sizes = totals.units["prompt"].counts["all"]
     if sizes.max(initial=0) > promised:
         says = f"A prompt has {sizes.max():g} samples where {promised} are generated: "
         if is_sure:
@@ -52,7 +51,7 @@ def misgrouped(totals: StepTotals, promised: Any, asked: Aggregation, *, is_sure
 
 def other_count(count: float | None, compared: "Compared") -> str:
     """The reason if weights differ by just the samples that an engine divides by and those that came; else empty."""
-    came = compared.totals.units["sample"].all if "sample" in compared.totals.units else 0
+    came = compared.totals.units["sample"].number["all"] if "sample" in compared.totals.units else 0
     if not came or count is None:
         return ""
     factor = came / count

@@ -18,7 +18,8 @@ _MOST_REASONS, _MOST_WORDS = 3, 600
 class Declared:
     """What a tap or a share says of its term."""
 
-    mode: str = ""  # the term's own; "" for that of the step
+    mode: str = ""  # the term's own; "" for none
+    has_policys_mode: bool = False
     coef: float | None = None  # NaN: there may be any
     doubt: str = ""  # why a difference of weights is no evidence
     count: float | None = None  # the samples by which an engine divides, if it says so
@@ -37,27 +38,26 @@ class StepState:
     terms: dict[str, set[Declared]] = field(default_factory=dict)
     lacking: set[str] = field(default_factory=set)  # terms that some rank has nothing of
     reached: set[str] = field(default_factory=set)  # terms to which a gradient came
-    asked: set[str] = field(default_factory=set)  # the policy loss's aggregation
+    asked: set[str] = field(default_factory=set)  # the policy loss's aggregation, by each rank that computes losses
     forms: set[str] = field(default_factory=set)  # in which micro-batches returned their shares
     unseen: set[str] = field(default_factory=set)  # why the way from losses to shares is not seen
     off: float = 0.0  # the largest error of a reducer's backward pass
     tokens: tuple[int, int] = (0, 0)  # of the model's ids compared with the samples', and different
     uses_plan: bool = False  # some rank's plan weighed losses
+    is_dynamic: bool = False  # some micro-batches have a context-parallel group of their own
 
     def __add__(self, other: "StepState") -> "StepState":
         a, b = vars(self), vars(other)
-        joined: dict[str, Any] = {
-            name: a[name] | b[name] for name in a if isinstance(a[name], set | bool) or name == "factors"
-        }
+        joined: dict[str, Any] = {name: a[name] | b[name] for name in a if isinstance(a[name], set | bool)}
         for name in ("faults", "unknown", "uncertain"):
             joined[name] = [text[:_MOST_WORDS] for text in dict.fromkeys(a[name] + b[name])][:_MOST_REASONS]
         names = {**self.terms, **other.terms}  # in the order of the loss
-        joined["terms"] = {name: self.terms.get(name, set()) | other.terms.get(name, set()) for name in names}
+        joined["terms"] = {name: _few(self.terms.get(name, set()) | other.terms.get(name, set())) for name in names}
         tokens = self.tokens[0] + other.tokens[0], self.tokens[1] + other.tokens[1]
-        both = StepState(**joined, off=max(self.off, other.off), tokens=tokens)
-        for place in self.factors.keys() & other.factors.keys():  # tensor parallel ranks measure their own pieces
-            both.check_factor(place, self.factors[place], other.factors[place])
-        return both
+        state = StepState(**joined, off=max(self.off, other.off), tokens=tokens, factors=dict(self.factors))
+        for (stage, _), factor in other.factors.items():
+            state.add_factor(stage, factor)
+        return state
 
     @property
     def gradient(self) -> Gradient:
@@ -99,9 +99,11 @@ class StepState:
         self.dtypes.add(str(tapped.dtype).removeprefix("torch."))
         mode = "" if tapped.aggregation is None else tapped.aggregation.describe()
         coef = None if tapped.coef is None else float(tapped.coef)
-        self.terms.setdefault(term, set()).add(Declared(mode, coef, tapped.doubt, tapped.count))
+        has_policys_mode = isinstance(tapped, HookedShare) and tapped.has_policys_mode
+        declared = Declared(mode, has_policys_mode, coef, tapped.doubt, tapped.count)
+        self.terms[term] = _few(self.terms.get(term, set()) | {declared})
         slope = tapped.slope if isinstance(tapped, HookedShare) else tapped.gradient
-        self.reached |= {term} if slope is not None else set()
+        self.reached |= {term} if tapped.is_reached else set()
         if slope is not None and not bool(slope.isfinite().all()):
             self.gradients.add("overflow")
         if isinstance(tapped, HookedShare):
@@ -123,6 +125,11 @@ class StepState:
             )
             self.faults += [fault] if fault not in self.faults else []
 
+    def add_factor(self, stage: int, factor: Factor) -> None:
+        """Add a factor. It is a fault if parameters of one name have several, on tensor-parallel ranks or in chunks."""
+        known = self.factors.setdefault((stage, factor.name), factor)
+        self.check_factor((stage, factor.name), factor, known)
+
     def check_factors(self) -> None:
         """Add the faults that numbers of all ranks show together."""
         for place, factor in self.factors.items():
@@ -134,3 +141,8 @@ class StepState:
         if self.tokens[1]:
             counts = f"{self.tokens[1]} of {self.tokens[0]} tokens differ"
             self.faults.append(f"The layout or the batch given is not the model's: {counts}.")
+
+
+def _few(declared: set[Declared]) -> set[Declared]:
+    """Some of what micro-batches declare, the same on every rank: two that differ say as much as thousands."""
+    return set(sorted(declared, key=repr)[:_MOST_REASONS])

@@ -9,7 +9,6 @@ from megatron_rl_loss.proof.outcomes import Weights
 from megatron_rl_loss.proof.own_tokens import Compared, OwnTokens
 from megatron_rl_loss.proof.step_state import StepState
 from megatron_rl_loss.step.totals import StepTotals
-from megatron_rl_loss.step.units import ByKey
 
 
 @dataclass
@@ -32,14 +31,17 @@ class OfTerms:
     deviation: float = -1.0
     totals: StepTotals | None = None
 
-    def add(self, aim: str, compared: Compared, tolerance: float, doubt: str) -> None:
-        """Add a term's weights; `doubt` is why a difference is no evidence."""
+    def add(self, aim: str, compared: Compared, tolerance: float, doubt: str, *, averages: bool) -> None:
+        """Add a term's weights; `doubt` is why a difference is no evidence.
+
+        Only a mode that `averages` divides a second time what somebody has divided by a count of tokens.
+        """
         self.totals = self.totals or compared.totals
         self.deviation = max(self.deviation, compared.deviation)
         if not compared.deviation <= tolerance:
             (self.unknown if doubt else self.faults).append(f"{aim}: {compared}. {doubt}".rstrip())
-        elif compared.before.division:
-            self.faults.append(f"{aim}: {compared.before}")
+        elif compared.before.is_sure and averages:
+            self.faults.append(f"{aim}: {compared.before.fault}")
         elif compared.totals.step_active_tokens:
             self.proved.append(aim)
             self.uncovered += [str(compared.before)] * (not compared.before.is_one)
@@ -80,12 +82,14 @@ def compare_terms(
             of_terms.faults.append(f"The {name} term went through a reducer of this library {where}.")
     first = "pg" if "pg" in state.terms else next(iter(state.terms))
     for name in sorted(state.terms, key=lambda name: name != first):
-        (declared, *others), loss = sorted(state.terms[name], key=repr), policy if name == "pg" else name
+        (declared, *others), loss = sorted(state.terms[name], key=repr), _in_words(name, policy)
         doubt = next((one.doubt for one in (declared, *others) if one.doubt), "")  # micro-batches may differ by it
         others = [one for one in others if replace(one, doubt="") != replace(declared, doubt="")]
-        asked, why = own.aggregation(name) or measured.expected, ""
+        asked, why = own.aggregation(name), ""
         if name != first and not declared.mode:
             why = "no mode of its own"
+        elif len(state.asked) > 1 and (declared.has_policys_mode or not declared.mode):
+            why = "ranks ask for different modes"
         elif others or (declared.coef is not None and math.isnan(declared.coef)):
             why = "its mode or coefficient differs between micro-batches, or is not known"
         elif asked is None or (declared.mode and name in state.lacking):
@@ -108,18 +112,23 @@ def compare_terms(
             of_terms.faults += ids.faults
             of_terms.unknown += ids.doubts
             doubt = doubt or other_count(declared.count, compared)
-        of_terms.add(f"{asked} on {loss}", compared, state.tolerance, doubt)
+        averages = asked.mode.divisor == "refused"
+        of_terms.add(f"{asked} on {loss}", compared, state.tolerance, doubt, averages=averages)
     return of_terms
+
+
+def _in_words(term: str, policy: str) -> str:
+    """The term's name; or which loss it is of several that name no term."""
+    name, _, number = term.partition("#")
+    return f"loss number {number} of a micro-batch" if number and name == "pg" else policy if name == "pg" else term
 
 
 def sizes_in_words(totals: StepTotals, group_size: int | None) -> str:
     """The step in numbers, which people compare with their intentions."""
-    says = f"{totals.step_active_tokens:,} tokens of {totals.units['sample'].all:,} samples"
+    says = f"{totals.step_active_tokens:,} tokens of {totals.units['sample'].number['all']:,} samples"
     if "prompt" not in totals.units:
         return says
-    samples = totals.units["prompt"].samples
-    assert isinstance(samples, ByKey)
-    sizes = samples.values.astype(int)
+    sizes = totals.units["prompt"].counts["all"].astype(int)
     of_sizes = f"{sizes.min()}" if sizes.min() == sizes.max() else f"{sizes.min()} to {sizes.max()}"
     promised = f" (generated: {group_size} each)" if group_size and {*sizes.tolist()} != {group_size} else ""
     return f"{says}, {len(sizes):,} prompts of {of_sizes}{promised}"

@@ -83,7 +83,7 @@ def aggregation_over(over: str, of_loss: UnitCounting, totals: StepTotals) -> Ag
 
     In a step without a fully masked unit it counts as the loss does: the weights are then the same, and shared.
     """
-    alike = all(one.counted("all") == one.counted("active") for one in totals.units.values())
+    alike = all(units.number.get(of_loss) == units.number["active"] for units in totals.units.values())
     name, mode = MODE_OF.get(over), find_mode(over)
     if name is None and mode is None and over not in totals.units:
         known = dict.fromkeys([*MODE_OF, *available_modes(), *totals.units])

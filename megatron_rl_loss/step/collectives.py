@@ -1,6 +1,7 @@
-"""Collectives on the host: sums over process groups, rows of all ranks, errors carried to every rank."""
+"""Collectives on the host: sums over process groups, objects of all ranks, errors carried to every rank."""
 
 import logging
+import pickle
 import sys
 import warnings
 from collections.abc import Callable, Collection, Sequence
@@ -9,8 +10,6 @@ from pathlib import Path
 from types import EllipsisType
 from typing import Any, TypeVar
 
-import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -19,6 +18,9 @@ from megatron_rl_loss.errors import BadBatchError
 
 logger = logging.getLogger(__name__)
 _PACKAGE = str(Path(__file__).parents[1])
+
+#: Bytes of the first all-gather of objects, which holds small ones whole, and of the length that each begins with.
+_SMALL, _LENGTH = 256, 8
 
 Group = dist.ProcessGroup
 Result = TypeVar("Result")
@@ -124,29 +126,26 @@ def all_gather_single(received: Tensor, sent: Tensor, group: Group) -> None:
     getattr(dist, name)(received, sent, group=group)
 
 
-def gather_rows(rows: npt.NDArray[np.int64], group: Group | None, most: int) -> npt.NDArray[np.int64]:
-    """Rows of all ranks, in rank order, from one all-gather; a rank with fewer rows than the most adds rows of 0.
-
-    Args:
-        rows: int64 [num_rows, num_columns]; the same number of columns on every rank.
-        group: of several ranks, or None for this rank alone.
-        most: the largest num_rows of a rank.
-    """
-    if group is None:
-        return rows
-    sent = torch.zeros(most, rows.shape[1], dtype=torch.int64, device="cpu")
-    sent[: len(rows)] = torch.from_numpy(rows)
-    sent = sent.to(device_of(group))
-    received = sent.new_empty(size_of(group) * most, rows.shape[1])
-    all_gather_single(received, sent, group=group)
-    return received.cpu().numpy()
-
-
 def gather_objects(value: Result, group: Group) -> list[Result]:
-    """The values of all ranks of the group, on each of them."""
-    values: list[Any] = [None] * group.size()
-    dist.all_gather_object(values, value, group=group)
-    return values
+    """The values of all ranks of the group, on each of them: one all-gather where all are small, else a second one."""
+    pickled = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+    length = len(pickled).to_bytes(_LENGTH, "little")
+    first = _gather_bytes((length + pickled)[:_SMALL], _SMALL, group)
+    lengths = [int.from_bytes(part[:_LENGTH], "little") for part in first]
+    rest: list[bytes] = [b""] * len(first)
+    if (longest := max(lengths) + _LENGTH - _SMALL) > 0:  # the same on every rank
+        rest = _gather_bytes((length + pickled)[_SMALL:], longest, group)
+    whole = (part[_LENGTH:] + more for part, more in zip(first, rest, strict=True))
+    return [pickle.loads(data[:length]) for data, length in zip(whole, lengths, strict=True)]
+
+
+def _gather_bytes(data: bytes, most: int, group: Group) -> list[bytes]:
+    """The bytes of all ranks, filled up with zeros to `most`; groups of several backends exchange them on the host."""
+    sent = torch.frombuffer(bytearray(data.ljust(most, b"\0")), dtype=torch.uint8).to(device_of(group))
+    received = sent.new_empty(size_of(group) * most)
+    all_gather_single(received, sent, group=group)
+    joined = received.cpu().numpy().tobytes()
+    return [joined[begin : begin + most] for begin in range(0, len(joined), most)]
 
 
 def agree_on(mine: Collection[str], names: Sequence[str], groups: Sequence[Group]) -> tuple[str, ...]:

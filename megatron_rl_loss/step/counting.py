@@ -1,26 +1,25 @@
-"""Counting a step: one gather of every rank's rows over the data-parallel group, and sums by key on every rank.
+"""Counting a step: every rank's tally is gathered over the data-parallel group, and each rank adds up all of them.
 
-A rank's header has its number of rows, a flag for failure, and digests of its data and settings. Rows follow, one for
-each key that the rank holds. Every rank then makes the same sums of the same rows, to the bit.
+A tally has a table for each kind of units, with a row for each id that the rank holds, and what ranks must have alike.
+Every rank makes the same sums of the same rows, to the bit.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
-import torch.distributed as dist
 
 from megatron_rl_loss.errors import BadBatchError
 from megatron_rl_loss.step.collectives import (
     Group,
     StepGroups,
-    all_reduce,
     attempt,
     failure_of,
-    gather_rows,
+    gather_objects,
     raise_together,
     ranks_of,
     several,
@@ -28,40 +27,74 @@ from megatron_rl_loss.step.collectives import (
     warn_on_one_rank,
     world_rank,
 )
-from megatron_rl_loss.step.ids import Keys, hashed, join_kinds, types_per_token, without_types
+from megatron_rl_loss.step.ids import Keys, hashed, join_kinds
 from megatron_rl_loss.step.masks import Floats
 from megatron_rl_loss.step.samples import Samples, read_masks
-from megatron_rl_loss.step.units import ByKey, Sum, Units
+from megatron_rl_loss.step.totals import StepTotals
+from megatron_rl_loss.step.units import COUNTINGS, Counted, Sum, Units
 
-#: Columns of a row, after the number of samples, for each mask; the declared sums follow.
-_OF_MASK = ("tokens", "active_tokens", "entries", "active_samples")
 #: Units that every rank knows by name, with samples or without; there is one step.
 _KNOWN = ("step", "rollout", "prompt")
+#: A row for each id: ``key``, of rollouts ``prompt`` (both int64), and a float64 for each `Column` by its name.
+Rows = npt.NDArray[np.void]
+#: Ranks of a micro-batch's own context-parallel group, and the digest of its samples.
+InCpGroup = tuple[tuple[int, ...], bytes]
 
 
-@dataclass
-class Counts:
-    """A step's counts by the loss masks, or by one of the samples' further masks; fields as of `StepTotals`."""
+class Column(NamedTuple):
+    """What is counted of a kind of units by a mask.
 
-    units: Mapping[str, Units]
-    step_active_tokens: int | None = None
-    step_tokens: float | None = None
-    step_entries: int | None = None
+    Attributes:
+        name: of the field in `Rows`.
+        mask: one of the samples' further masks; None for the loss mask.
+        counted: the name in `Units.counts`, or in the step's numbers.
+        of_parts: samples with that mask -> the number of each part, float64 [num_parts].
+    """
+
+    name: str
+    mask: str | None
+    counted: Counted
+    of_parts: Callable[[Samples], Floats]
+
+
+class Tally(NamedTuple):
+    """What one rank holds of a step, as it is sent to the other ranks of its data-parallel group.
+
+    Attributes:
+        settings: a digest of what ranks must ask for alike.
+        failed: the rank raised an error; it then has nothing else.
+        has_data: False on a pipeline stage that reads none.
+        kinds: the type of the samples' ids by name; None without a sample.
+        tables: `Rows` of each kind of units, as bytes.
+        data: a digest of the samples; 0 without any, or where nobody compares it.
+        is_own: samples are told apart by ids or tokens, and some token counts.
+        in_cp_groups: of micro-batches that have a context-parallel group of several ranks of their own.
+        dynamic_cp: some micro-batch names a context-parallel group of its own.
+    """
+
+    settings: int
+    failed: bool = False
+    has_data: bool = False
+    kinds: Mapping[str, str] | None = None
+    tables: Mapping[str, bytes] = {}
+    data: int = 0
+    is_own: bool = False
+    in_cp_groups: Sequence[InCpGroup] = ()
     dynamic_cp: bool = False
 
 
-def gather_counts(
+def count_step(
     microbatches: Sequence[Samples] | Exception | None,
     groups: StepGroups,
     *,
-    masks: Sequence[str],
-    sums: Sequence[Sum],
-    settings: str,
-) -> list[Counts]:
-    """The counts of a step from this rank's micro-batches, by the loss masks and by each further mask.
+    masks: Sequence[str] = (),
+    sums: Sequence[Sum] = (),
+    settings: str = "",
+) -> StepTotals:
+    """The totals of a step from this rank's micro-batches, by the loss masks and by each further mask.
 
-    Over the data-parallel group an all-gather of ten numbers per rank, and where these agree another of the rows; then
-    a maximum over each group of replicas.
+    One all-gather over the data-parallel group where all ranks hold little, else two; then one over each group of
+    replicas.
 
     Args:
         microbatches: one `Samples` per micro-batch; None if this rank, and so its whole data-parallel group, reads no
@@ -71,198 +104,210 @@ def gather_counts(
         settings: further settings that must be the same on every rank, such as the mode.
 
     Returns:
-        The counts; on a stage without data, the number of active tokens by the loss masks alone.
+        The totals; on a stage without data they have no units.
 
     Raises:
         BadBatchError: on all ranks of the groups, if any failed or they do not agree, with each failing rank's reason.
     """
-    over_dp = next(iter(several(groups.dp_group)), None)
-    _check_disjoint(over_dp, groups.replicas)
-    settings = "; ".join([settings, *(f"mask {name}" for name in masks), *(f"sum by {one.by}" for one in sums)])
-
-    def hold() -> _Held:
-        if isinstance(microbatches, Exception):
-            raise microbatches
-        return _Held(microbatches, masks, sums, groups)
-
-    attempted = attempt(hold)
+    _check_disjoint(groups)
+    masks = list(dict.fromkeys(masks))
+    counted = [*(f"mask {name}" for name in masks), *(f"sum by {declared.by}" for declared in sums)]
+    settings = "; ".join([settings, *counted])
+    attempted = attempt(lambda: _tally(microbatches, groups, masks, sums, hashed(settings)))
     failure = failure_of(attempted)
-    held = attempted if isinstance(attempted, _Held) else _Held(None, masks, sums, StepGroups())
-    mine = hashed(settings, 48)
-    header = {"failed": failure is not None, "settings": mine, **held.header}
-    numbers = np.array([list(header.values())], np.float64).view(np.int64)
-    of_ranks = dict(zip(header, gather_rows(numbers, over_dp, 1).view(np.float64).T, strict=True))
-    failed, rows = bool(of_ranks["failed"].any()), held.rows
-    if not failed:
-        failure, failed = _disagreement(of_ranks, held, settings)
-    if not failed and of_ranks["num_rows"].any():
-        rows = gather_rows(rows, over_dp, int(of_ranks["num_rows"].max()))
-    counts, has_clash = _sum_rows(rows, held.kinds, 1 + len(masks), sums)
-    if has_clash and not failed:
-        failed, failure = True, _two_prompts()
-    # Rows are made of the data, but for what the functions of declared sums return.
-    data = np.concatenate([of_ranks["data"], of_ranks["kinds"]]).tobytes() + (rows.tobytes() if sums else b"")
-    digest, has_data = hashed(data, 48), bool(of_ranks["has_data"].any())
-    here = {
-        "failed": failed,
-        "has_data": has_data,
-        "dynamic_cp": of_ranks["has_cp_groups"].max(),
-        "active_tokens": counts[0].step_active_tokens if has_data else -np.inf,
-        **_bounds("settings", mine),
-        **_bounds("data", digest if has_data else None),
+    mine = attempted if isinstance(attempted, Tally) else Tally(hashed(settings), failed=True)
+    plain: tuple[Any, ...] = tuple(mine)  # a class takes several times as long to read, from thousands of ranks
+    tallies = [mine]
+    for group in several(groups.dp_group):
+        tallies = [Tally(*fields) for fields in gather_objects(plain, group)]
+    failed, has_data = any(tally.failed for tally in tallies), any(tally.has_data for tally in tallies)
+    kinds = join_kinds(tuple(tally.kinds.items()) for tally in tallies if tally.kinds is not None)
+    if not failed and (disagreement := next(_disagreements(tallies, mine, kinds, settings), None)) is not None:
+        # Where some ranks have no data, these alone give the reason.
+        failed, failure = True, disagreement if all(tally.has_data for tally in tallies) or not mine.has_data else None
+    added = attempt(lambda: _add_up([] if failed else tallies, kinds or {}, masks, sums, groups.dp_group))
+    if isinstance(added, Exception):
+        failed, failure = True, added
+    of_step = () if isinstance(added, Exception) else tuple(map(_numbers, (added, *added.by_mask.values())))
+    seen: dict[str, set[Any]] = {
+        "failed": {failed},
+        "settings": {tally.settings for tally in tallies},
+        "data": {_digest(tallies, sums)} if has_data and groups.replicas else {0} if has_data else set(),
+        "numbers": {of_step} if has_data else set(),
+        "dynamic_cp": {any(tally.dynamic_cp for tally in tallies)},
     }
-    maxima = torch.tensor(list(here.values()), dtype=torch.float64, device="cpu")
     for group in groups.replicas:
-        all_reduce(maxima, group, dist.ReduceOp.MAX)
-    agreed = dict(zip(here, maxima.tolist(), strict=True))
-    if agreed["settings"] != -agreed["-settings"]:
-        agreed["failed"], failure = 1, failure or _other_settings(settings)
-    raise_together(agreed["failed"] > 0, failure, groups.all)
-    if not agreed["has_data"]:
+        of_ranks = gather_objects(seen, group)
+        seen = {name: set().union(*(of_rank[name] for of_rank in of_ranks)) for name in seen}
+    if len(seen["settings"]) > 1:
+        seen["failed"], failure = {True}, failure or _other_settings(settings)
+    raise_together(True in seen["failed"], failure, groups.all)
+    if not seen["data"]:
         raise BadBatchError(
             "no rank reads data for this step: a step needs micro-batches. Give every rank a data iterator "
             "(is_distributed = True)."
         )
-    if agreed["data"] != -agreed["-data"]:
+    if len(seen["data"]) > 1:
         raise BadBatchError(
             "ranks of one context, tensor or pipeline parallel group were given different samples for this step, or "
             "layouts that differ: these ranks must read the same data and cut it alike. Shard and seed the loader by "
             "DP rank only, and pass masks uncut: whole rows on every CP rank, not 0 where another rank holds the token."
         )
-    if not has_data:
-        counts = [Counts(units={}) for _ in counts]
-        counts[0].step_active_tokens = int(agreed["active_tokens"])
-    counts[0].dynamic_cp = bool(agreed["dynamic_cp"])
-    if world_rank() == 0 and (text := _twins(of_ranks, identity=1)) is not None:
-        warn_on_one_rank(text)
-    return counts
-
-
-def _bounds(name: str, digest: int | None) -> dict[str, float]:
-    """Numbers whose maxima over ranks are opposite where all ranks have one digest; None has no say."""
-    return {name: -np.inf, f"-{name}": -np.inf} if digest is None else {name: digest, f"-{name}": -digest}
-
-
-class _Held:
-    """The part of a step that this rank holds.
-
-    Attributes:
-        header: a number by each name, the same names on every rank.
-        kinds: names of the samples' ids.
-        rows: int64 [num_keys, ...]: hash of the kind, key, prompt of a rollout; then as float64 the number of samples,
-            and for each mask what `_OF_MASK` says and the declared sums.
-    """
-
-    def __init__(
-        self,
-        microbatches: Sequence[Samples] | None,
-        masks: Sequence[str],
-        sums: Sequence[Sum],
-        groups: StepGroups,
-    ) -> None:
-        read_masks(microbatches or ())
-        filled = [samples for samples in microbatches or () if len(samples)]
-        of_ids = join_kinds(samples.kinds_of_ids for samples in filled)
-        if of_ids is None:
-            shown = " and of ".join(str(dict(one)) for one in sorted({samples.kinds_of_ids for samples in filled}))
-            raise ValueError(
-                f"micro-batches with ids of {shown}: each kind of id must be given on all or none, as ints on all or "
-                "as strings on all, per sample or per token. Pass the same ids with every micro-batch."
-            )
-        self.kinds = tuple(of_ids)
-        counted = [samples for samples in filled if samples.counts_here]
-        of_samples = _columns(counted, masks, sums, "sample")
-        ids = {name: np.concatenate([one.parts[name].keys for one in counted]) for name in self.kinds if counted}
-        rows = [np.zeros((0, 3 + of_samples.shape[1]), np.int64)]
-        for name, keys in {"step": np.zeros(len(of_samples), np.int64), **ids}.items():
-            labels = ids.get("prompt", keys) if name == "rollout" else keys
-            is_per_token = name in ids and name not in counted[0].ids
-            columns = _columns(counted, masks, sums, name) if is_per_token else of_samples
-            unique, label, table, has_clash = sum_by_key(keys, columns, labels)
-            if has_clash:
-                raise _two_prompts()
-            kind = np.full(len(unique), hashed(name))
-            rows.append(np.concatenate([np.stack([kind, unique, label], 1), table.view(np.int64)], 1))
-        self.rows = np.concatenate(rows)
-        is_compared = bool(counted and groups.all)
-        # Equal masks alone may be chance; engines fill up ranks with copies of one row that is fully masked.
-        has_own = bool(self.kinds) or any(samples.tokens is not None for samples in counted)
-        is_active = any(samples.mask_sums.any() for samples in counted)
-        self.header: dict[str, float] = {
-            "has_data": microbatches is not None,
-            "kinds": hashed(str(without_types(of_ids)), 48) if filled else 0,
-            "types": types_per_token(of_ids),
-            "data": hashed(b"".join(samples.digest() for samples in counted), 48) if is_compared else 0,
-            "identity": (2 if "rollout" in of_ids else int(has_own)) * is_active,
-            "unlike": _unlike_in_cp_groups(microbatches or (), groups.dp_group),
-            "has_cp_groups": any(samples.cp_group is not None for samples in microbatches or ()),
-            "num_rows": len(self.rows),
-        }
-
-
-def _columns(counted: Sequence[Samples], masks: Sequence[str], sums: Sequence[Sum], key: str) -> Floats:
-    """The number 1, and for each mask what `_OF_MASK` says and the declared sums, of each part by that key."""
-    parts = [np.zeros((1 + (1 + len(masks)) * (len(_OF_MASK) + len(sums)), 0))]
-    for samples in counted:
-        at = samples.parts[key].sample if key in samples.parts else slice(None)
-        entries = np.array(samples.mask_lengths, np.float64)
-        columns = list[Floats]()
-        for name in (None, *masks):
-            of_mask = samples.with_mask(name)
-            tokens = of_mask.mask_sums_by(key)
-            # active tokens and entries are of whole samples: they are read of the step alone
-            columns += [tokens, of_mask.active_tokens[at], entries[at], (tokens > 0).astype(np.float64)]
-            columns += [one.values(of_mask)[at] for one in sums]
-        parts.append(np.stack([np.ones(len(columns[0])), *columns]))
-    return np.concatenate(parts, 1).T
-
-
-def sum_by_key(keys: Keys, values: Floats, labels: Keys) -> tuple[Keys, Keys, Floats, bool]:
-    """Sorted unique keys, a label of each and the sums [num_keys, num_columns]; whether a key came with two labels."""
-    unique, at = np.unique(keys, return_inverse=True)
-    sums, label = np.stack([np.bincount(at, column, len(unique)) for column in values.T], 1), np.zeros_like(unique)
-    label[at] = labels
-    return unique, label, sums, bool((label[at] != labels).any())
-
-
-def _sum_rows(
-    rows: npt.NDArray[np.int64], kinds: Sequence[str], num_masks: int, sums: Sequence[Sum]
-) -> tuple[list[Counts], bool]:
-    """The counts by each mask, and True where a rollout came under two prompts."""
-    units, step = [dict[str, Units]() for _ in range(num_masks)], np.zeros((num_masks, len(_OF_MASK)))
-    width, num_samples, has_clash = len(_OF_MASK) + len(sums), 0, False
-    for name in dict.fromkeys((*_KNOWN, *kinds)):
-        part = rows[rows[:, 0] == hashed(name)]
-        if not len(part) and name not in kinds:
-            continue
-        keys, _, table, clashes = sum_by_key(part[:, 1], part[:, 3:].copy().view(np.float64), part[:, 2])
-        has_clash |= clashes
-        for k, of_mask in enumerate(units):
-            columns = table[:, 1 + k * width :].T[:width]
-            of_sums = zip(sums, columns[len(_OF_MASK) :], strict=True)
-            of_mask[name] = Units(
-                all=len(keys),
-                active=int((columns[0] > 0).sum()),
-                tokens=ByKey(keys, columns[0]),
-                samples=ByKey(keys, table[:, 0]),
-                active_samples=ByKey(keys, columns[3]),
-                sums={one: ByKey(keys, values) for one, values in of_sums if one.by == name},
-            )
-            if name == "step":
-                step[k], num_samples = columns[: len(_OF_MASK), 0], int(table[0, 0])
-    counts = []
-    for (tokens, *numbers), of_mask in zip(step.tolist(), units, strict=True):
-        active_tokens, entries, active = map(int, numbers)
-        samples = Units(all=num_samples, active=active)
-        counts.append(Counts({"sample": samples, "rollout": samples, **of_mask}, active_tokens, tokens, entries))
-    return counts, has_clash
-
-
-def _two_prompts() -> ValueError:
-    return ValueError(
-        "one rollout id is used under two prompt ids: rollout ids must be unique in the step, not only within a "
-        "prompt. Join prompt and rollout index into one id."
+    (numbers,) = seen["numbers"]
+    totals = (
+        added
+        if has_data and isinstance(added, StepTotals)
+        else _without_units(numbers, masks, size_of(groups.dp_group))
     )
+    if world_rank() == 0 and (text := _twins(tallies, by_rollouts=False)) is not None:
+        warn_on_one_rank(text)
+    return replace(totals, dynamic_cp=True in seen["dynamic_cp"])
+
+
+def _tally(
+    microbatches: Sequence[Samples] | Exception | None,
+    groups: StepGroups,
+    masks: Sequence[str],
+    sums: Sequence[Sum],
+    settings: int,
+) -> Tally:
+    if isinstance(microbatches, Exception):
+        raise microbatches
+    read_masks(microbatches or ())
+    filled = [samples for samples in microbatches or () if len(samples)]
+    kinds = join_kinds(samples.kinds_of_ids for samples in filled)
+    if kinds is None:
+        shown = " and of ".join(str(dict(kinds)) for kinds in sorted({samples.kinds_of_ids for samples in filled}))
+        raise ValueError(
+            f"micro-batches with ids of {shown}: each kind of id must be given on all or none, as ints on all or "
+            "as strings on all, per sample or per token. Pass the same ids with every micro-batch."
+        )
+    counted = [samples for samples in filled if samples.counts_here]
+    # Equal masks alone may be chance; engines fill up ranks with copies of one row that is fully masked.
+    is_told_apart = bool(kinds) or any(samples.tokens is not None for samples in counted)
+    return Tally(
+        settings,
+        has_data=microbatches is not None,
+        kinds=kinds if filled else None,
+        tables={kind: _table(kind, counted, masks, sums).tobytes() for kind in ("step", *kinds) if counted},
+        data=hashed(b"".join(samples.digest() for samples in counted)) if counted and groups.all else 0,
+        is_own=is_told_apart and any(samples.mask_sums.any() for samples in counted),
+        in_cp_groups=[_in_cp_group(one, groups.dp_group) for one in microbatches or () if size_of(one.cp_group) > 1],
+        dynamic_cp=any(samples.cp_group is not None for samples in microbatches or ()),
+    )
+
+
+def _columns(kind: str, masks: Sequence[str], sums: Sequence[Sum]) -> list[Column]:
+    """What is counted of a kind of units, the same on every rank."""
+    functions: list[tuple[str, Counted, Callable[[Samples], Floats]]] = [
+        ("tokens", "tokens", lambda samples: samples.mask_sums_by(kind)),
+        *((row.name, row.name, partial(row.of_parts, key=kind)) for row in COUNTINGS.values()),
+    ]
+    if kind == "step":
+        functions += [
+            ("active_tokens", "active_tokens", lambda samples: samples.active_tokens),
+            ("entries", "entries", lambda samples: np.array(samples.mask_lengths, np.float64)),
+        ]
+    functions += [
+        (f"sum {number}", declared, partial(_sums_of_parts, declared, kind))
+        for number, declared in enumerate(sums)
+        if declared.by == kind
+    ]
+    return [
+        Column(name if mask is None else f"{name} by {mask}", mask, counted, of_parts)
+        for mask in (None, *masks)
+        for name, counted, of_parts in functions
+    ]
+
+
+def _sums_of_parts(declared: Sum, kind: str, samples: Samples) -> Floats:
+    return samples.at_parts(kind, declared.values(samples))
+
+
+def _table(kind: str, counted: Sequence[Samples], masks: Sequence[str], sums: Sequence[Sum]) -> Rows:
+    """This rank's rows of a kind of units."""
+
+    def keys_of(kind: str) -> Keys:
+        return np.concatenate([samples.parts[kind].keys for samples in counted])
+
+    keys = np.zeros(sum(map(len, counted)), np.int64) if kind == "step" else keys_of(kind)
+    columns = {
+        column.name: np.concatenate([column.of_parts(samples.with_mask(column.mask)) for samples in counted])
+        for column in _columns(kind, masks, sums)
+    }
+    prompts = keys_of("prompt") if kind == "rollout" and "prompt" in counted[0].parts else np.zeros_like(keys)
+    return sum_by_key(keys, columns, prompts)
+
+
+def _fields(columns: Iterable[str]) -> np.dtype[np.void]:
+    return np.dtype([("key", np.int64), ("prompt", np.int64), *((name, np.float64) for name in columns)])
+
+
+def sum_by_key(keys: Keys, columns: Mapping[str, Floats], prompts: Keys) -> Rows:
+    """The sums of the columns by key, sorted; ValueError for a key that came with two prompts."""
+    unique, at = np.unique(keys, return_inverse=True)
+    rows = np.zeros(len(unique), _fields(columns))
+    rows["key"], rows["prompt"][at] = unique, prompts
+    if (rows["prompt"][at] != prompts).any():
+        raise ValueError(
+            "one rollout id is used under two prompt ids: rollout ids must be unique in the step, not only within a "
+            "prompt. Join prompt and rollout index into one id."
+        )
+    for name, values in columns.items():
+        rows[name] = np.bincount(at, values, len(unique))
+    return rows
+
+
+def _add_up(
+    tallies: Sequence[Tally], kinds: Iterable[str], masks: Sequence[str], sums: Sequence[Sum], dp_group: Group | None
+) -> StepTotals:
+    """The totals of all ranks' tables; ValueError where a rollout came under two prompts."""
+    of_masks: dict[str | None, dict[str, Units]] = {mask: {} for mask in (None, *masks)}
+    for kind in dict.fromkeys((*_KNOWN, *kinds)):
+        columns = _columns(kind, masks, sums)
+        data = b"".join(tally.tables[kind] for tally in tallies if kind in tally.tables)
+        if not data and kind not in kinds:
+            continue
+        rows = np.frombuffer(data, _fields(column.name for column in columns))
+        rows = sum_by_key(rows["key"], {column.name: rows[column.name] for column in columns}, rows["prompt"])
+        for mask, units in of_masks.items():
+            values = {column.counted: rows[column.name].copy() for column in columns if column.mask == mask}
+            units[kind] = Units.of(rows["key"].copy(), values)
+    of_step = {mask: units["step"].counts for mask, units in of_masks.items() if "step" in units}
+    none: dict[Counted, Floats] = dict.fromkeys(("tokens", "active_tokens", "entries", *COUNTINGS), np.zeros(1))
+    totals = {mask: _totals(of_step.get(mask, none), units, size_of(dp_group)) for mask, units in of_masks.items()}
+    of_loss_masks = totals.pop(None)
+    return replace(of_loss_masks, by_mask={mask: of_mask for mask, of_mask in totals.items() if mask is not None})
+
+
+def _totals(of_step: Mapping[Counted, Floats], units: Mapping[str, Units], dp_size: int) -> StepTotals:
+    """The totals by one mask, of the counts of the one unit ``step``, and of units with ids."""
+    samples = Units({name: int(of_step[name][0]) for name in COUNTINGS if name in of_step}, np.zeros(0, np.int64), {})
+    return StepTotals(
+        step_tokens=float(of_step["tokens"][0]),
+        step_active_tokens=int(of_step["active_tokens"][0]),
+        step_entries=int(of_step["entries"][0]),
+        units={"sample": samples, "rollout": samples, **units},
+        dp_size=dp_size,
+    )
+
+
+def _numbers(totals: StepTotals) -> tuple[float, int, int]:
+    return totals.step_tokens, totals.step_active_tokens, totals.step_entries
+
+
+def _without_units(numbers: Sequence[tuple[float, int, int]], masks: Sequence[str], dp_size: int) -> StepTotals:
+    """The totals on a stage without data, of the numbers by the loss masks and by each further mask."""
+    of_loss_masks, *further = (
+        StepTotals(step_tokens=tokens, step_active_tokens=active, step_entries=entries, units={}, dp_size=dp_size)
+        for tokens, active, entries in numbers
+    )
+    return replace(of_loss_masks, by_mask=dict(zip(masks, further, strict=True)))
+
+
+def _digest(tallies: Sequence[Tally], sums: Sequence[Sum]) -> int:
+    """Of the data of all ranks. Tables are made of the samples, but for what the functions of declared sums return."""
+    return hashed(repr([(one.data, one.kinds, one.tables if sums else {}) for one in tallies]))
 
 
 def _other_settings(settings: str) -> ValueError:
@@ -272,73 +317,70 @@ def _other_settings(settings: str) -> ValueError:
     )
 
 
-def _disagreement(of_ranks: Mapping[str, Floats], held: _Held, settings: str) -> tuple[ValueError | None, bool]:
-    """This rank's error about headers that do not agree, and True if they do not."""
-    has_data, kinds = of_ranks["has_data"], of_ranks["kinds"]
-    if len(set(of_ranks["settings"])) > 1:
-        return _other_settings(settings), True
-    if 0 < has_data.sum() < len(has_data):
-        if held.header["has_data"]:
-            return None, True  # the ranks without data give the reason
-        return ValueError(
+def _disagreements(
+    tallies: Sequence[Tally], mine: Tally, kinds: Mapping[str, str] | None, settings: str
+) -> Iterator[ValueError]:
+    """This rank's errors about tallies that do not agree."""
+    if len({tally.settings for tally in tallies}) > 1:
+        yield _other_settings(settings)
+    if len({tally.has_data for tally in tallies}) > 1:
+        yield ValueError(
             "this rank has no data iterator, while other DP ranks of its pipeline stage have one: all must read data. "
             "Give every rank a data iterator (is_distributed = True)."
-        ), True
-    types = int(np.bitwise_or.reduce(of_ranks["types"].astype(np.int64)))
-    if len(set(kinds[kinds != 0])) > 1 or types & types >> 1 & 0x5555555555555:  # ints on one rank, strings on another
-        return ValueError(
-            f"samples with ids of {list(held.kinds)}, and other ids on other ranks: each kind of id must be given on "
-            "all DP ranks or none, as ints on all or as strings on all. Pass the same ids on every rank."
-        ), True
-    if of_ranks["unlike"].astype(np.int64).sum():  # exact, over any number of ranks
-        return ValueError(
+        )
+    if kinds is None:
+        yield ValueError(
+            f"samples with ids of {list(mine.kinds or ())}, and other ids on other ranks: each kind of id must be "
+            "given on all DP ranks or none, as ints on all or as strings on all. Pass the same ids on every rank."
+        )
+    if not _are_alike_in_cp_groups(tallies):
+        yield ValueError(
             "ranks of a micro-batch's cp_group were given different samples, or the same in another order: each rank "
             "of the group must have all samples of the micro-batch. Make the same Samples on every rank of the group."
-        ), True
-    if (text := _twins(of_ranks, identity=2)) is not None:  # a rollout's id is its own
-        return ValueError(text), True
-    return None, False
-
-
-def _twins(of_ranks: Mapping[str, Floats], identity: int) -> str | None:
-    """The first two DP ranks that hold the same samples, told apart by ids or tokens (1) or by rollout ids (2)."""
-    data = of_ranks["data"]
-    _, first, of_digest = np.unique(data, return_index=True, return_inverse=True)
-    is_twin = (data != 0) & (of_ranks["identity"] >= identity) & (first[of_digest] != np.arange(len(data)))
-    for twin in np.flatnonzero(is_twin)[:1]:
-        return (
-            f"DP ranks {first[of_digest][twin]} and {twin} hold samples with the same masks, ids and tokens: these "
-            "samples count twice. Shard the loader by DP rank, and leave CP ranks out of the dp_group."
         )
+    if (text := _twins(tallies, by_rollouts=True)) is not None:  # a rollout's id is its own
+        yield ValueError(text)
+
+
+def _twins(tallies: Sequence[Tally], *, by_rollouts: bool) -> str | None:
+    """The first two DP ranks that hold the same samples, told apart by rollout ids or, if not asked, by anything."""
+    first: dict[int, int] = {}
+    for rank, tally in enumerate(tallies):
+        is_compared = tally.is_own and tally.data and ("rollout" in (tally.kinds or ()) or not by_rollouts)
+        if is_compared and first.setdefault(tally.data, rank) != rank:
+            return (
+                f"DP ranks {first[tally.data]} and {rank} hold samples with the same masks, ids and tokens: these "
+                "samples count twice. Shard the loader by DP rank, and leave CP ranks out of the dp_group."
+            )
     return None
 
 
-def _unlike_in_cp_groups(microbatches: Sequence[Samples], dp_group: Group | None) -> int:
-    """Numbers that add up to 0 over the ranks if all ranks of each micro-batch's own cp_group hold the same ones.
-
-    The first rank of n adds n - 1 times what the others subtract: 32 bits of a digest, so that sums are exact.
-    """
-    numbers, unlike = Counter[tuple[int, ...]](), 0
-    for samples in microbatches:
-        if samples.cp_group is None or size_of(samples.cp_group) == 1:
-            continue
-        ranks = tuple(ranks_of(samples.cp_group))
-        if not set(ranks) <= set(ranks_of(dp_group)):
-            raise ValueError(
-                f"a micro-batch with a cp_group of the ranks {list(ranks)}, and a dp_group of {ranks_of(dp_group)}: "
-                "the dp_group must contain the cp_groups of all micro-batches. Pass the group over DP x CP as "
-                "dp_group, and no cp_group to the plan."
-            )
-        numbers[ranks] += 1
-        digest = hashed(repr((ranks, numbers[ranks])).encode() + samples.digest(), 32)
-        unlike += digest * (len(ranks) - 1 if samples.counts_here else -1)
-    return unlike
+def _in_cp_group(samples: Samples, dp_group: Group | None) -> InCpGroup:
+    ranks = tuple(ranks_of(samples.cp_group))
+    if not set(ranks) <= set(ranks_of(dp_group)):
+        raise ValueError(
+            f"a micro-batch with a cp_group of the ranks {list(ranks)}, and a dp_group of {ranks_of(dp_group)}: "
+            "the dp_group must contain the cp_groups of all micro-batches. Pass the group over DP x CP as "
+            "dp_group, and no cp_group to the plan."
+        )
+    return ranks, samples.digest()
 
 
-def _check_disjoint(dp_group: Group | None, replicas: Sequence[Group]) -> None:
+def _are_alike_in_cp_groups(tallies: Sequence[Tally]) -> bool:
+    """True if the k-th micro-batch of each context-parallel group has the same samples on all ranks of the group."""
+    digests: dict[tuple[tuple[int, ...], int], list[bytes]] = {}
+    for tally in (tally for tally in tallies if tally.in_cp_groups):
+        turns = Counter[tuple[int, ...]]()
+        for ranks, digest in tally.in_cp_groups:
+            turns[ranks] += 1
+            digests.setdefault((ranks, turns[ranks]), []).append(digest)
+    return all(len(of_ranks) == len(ranks) and len({*of_ranks}) == 1 for (ranks, _), of_ranks in digests.items())
+
+
+def _check_disjoint(groups: StepGroups) -> None:
     """Raise ValueError for a data-parallel group that shares ranks with a group of replicas, beside this rank."""
-    for group in replicas if dp_group is not None else []:
-        if len(shared := set(ranks_of(dp_group)) & set(ranks_of(group))) > 1:
+    for group in groups.replicas if several(groups.dp_group) else []:
+        if len(shared := set(ranks_of(groups.dp_group)) & set(ranks_of(group))) > 1:
             raise ValueError(
                 f"a dp_group that shares the ranks {sorted(shared)} with a cp_group or replica group: ranks of those "
                 "hold the same samples, which would count more than once. Pass the data-parallel group without context "

@@ -157,17 +157,6 @@ def join_kinds(of_microbatches: Iterable[Sequence[tuple[str, str]]]) -> dict[str
     return joined
 
 
-def without_types(kinds: Mapping[str, str]) -> dict[str, str]:
-    """The kinds without the types of ids per token, which a rank does not know where no token is in a unit."""
-    return {name: _PER_TOKEN if kind.endswith(_PER_TOKEN) else kind for name, kind in kinds.items()}
-
-
-def types_per_token(kinds: Mapping[str, str]) -> int:
-    """Two bits for each name of ids per token, in order: 1 for ints, 2 for strings, 0 for none; at most 52 bits."""
-    types = [kind.partition(" ")[0] for kind in kinds.values() if kind.endswith(_PER_TOKEN)]
-    return sum({"int": 1, "str": 2}.get(one, 0) << 2 * k for k, one in enumerate(types[:26]))
-
-
 def hashed(data: str | bytes, bits: int = 61) -> int:
     """A hash of the given number of bits, the same on every rank."""
     data = data.encode(errors="surrogatepass") if isinstance(data, str) else data

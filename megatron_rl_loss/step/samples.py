@@ -207,6 +207,11 @@ class Samples:
             return self.mask_sums
         return parts.sums(np.concatenate([np.zeros(0), *self.loss_masks]))
 
+    def at_parts(self, key: str, of_samples: Array) -> Array:
+        """One value per sample -> the value of each part by that key, [num_parts]."""
+        parts = self.parts.get(key)
+        return of_samples if parts is None else of_samples[parts.sample]
+
     def in_buffer(self, values: Sequence[Any] | Tensor) -> Any:
         """One row or number per sample -> the layout's buffer [total_tokens], 0 in padding.
 

@@ -1,18 +1,55 @@
-"""Counts of a step's units (rollouts, prompt groups, ...), and further sums by key that modes declare."""
+"""Units of a step (rollouts, prompt groups, ...): which of them a mode counts, and the counts of each."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-from megatron_rl_loss.errors import check_count
-from megatron_rl_loss.step.ids import Keys, as_ids
+from megatron_rl_loss.step.ids import Keys
 from megatron_rl_loss.step.masks import Floats, to_array
 from megatron_rl_loss.step.samples import Samples
 
-UnitCounting = Literal["all", "active"]
+#: The name of a unit counting, one of `COUNTINGS`.
+UnitCounting = str
+
+
+class Counting(NamedTuple):
+    """A way to count units: each unit counts of which a part counts. A part is what one sample has of a unit.
+
+    Attributes:
+        name: what users pass as ``units=``.
+        units: which units count, in words.
+        counts: samples and a key -> True for each part by that key that counts, bools [num_parts]. Where ids of that
+            name are not given per token, each sample is a part.
+        labels: names of the samples' labels that `counts` reads. Without any, masks and ids suffice to tell what
+            counts, so that an audit, which has no more, judges it. With labels it is counted in steps whose samples
+            have these.
+    """
+
+    name: str
+    units: str
+    counts: Callable[[Samples, str], npt.NDArray[np.bool_]]
+    labels: tuple[str, ...] = ()
+
+    def of_parts(self, samples: Samples, key: str) -> Floats:
+        """1 for each part that counts, else 0, float64 [num_parts]; NaN where the samples lack the labels."""
+        if any(name not in samples.labels for name in self.labels):
+            return samples.at_parts(key, np.full(len(samples), np.nan))
+        return self.counts(samples, key).astype(np.float64)
+
+
+#: The first one is that of a mode for which nobody says another.
+COUNTINGS = {
+    row.name: row
+    for row in (
+        Counting("all", "all", lambda samples, key: samples.at_parts(key, np.ones(len(samples), np.bool_))),
+        Counting(
+            "active", "those with a token whose loss mask is not 0", lambda samples, key: samples.mask_sums_by(key) > 0
+        ),
+    )
+}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -40,78 +77,46 @@ class Sum:
         return values
 
 
-class ByKey:
-    """One number for each key: sorted int64 keys [num_keys], float64 values."""
+#: What is counted of units: ``tokens``, a unit counting (the number of each unit's samples that count), or a `Sum`.
+Counted = str | Sum
 
-    def __init__(self, keys: Keys, values: Floats) -> None:
-        self._keys, self.values = keys, values
+
+@dataclass(frozen=True, eq=False)
+class Units:
+    """The step's units of one kind: rollouts, prompt groups, ...
+
+    Attributes:
+        number: by unit counting, how many there are.
+        keys: their ids, sorted, int64 [num_units]; none of units without ids: samples, and rollouts that are samples.
+        counts: of each unit with an id, float64 [num_units].
+    """
+
+    number: Mapping[UnitCounting, int]
+    keys: Keys
+    counts: Mapping[Counted, Floats]
 
     @classmethod
-    def from_mapping(cls, values: Mapping[int | str, float]) -> "ByKey":
-        for unit, count in values.items():
-            check_count(f"the token count of id {unit!r}", count)
-        keys = as_ids("the ids of token counts", list(values), len(values))
-        order = keys.argsort()
-        return cls(keys[order], np.array(list(values.values()), np.float64)[order])
-
-    @cached_property
-    def total(self) -> float:
-        return float(self.values.sum())
-
-    def __repr__(self) -> str:
-        return f"<{len(self._keys)} keys, {self.total:g} in all>"
+    def of(cls, keys: Keys, counts: Mapping[Counted, Floats]) -> "Units":
+        """Units with ids; a counting whose labels some samples lack has no number."""
+        known = {name: values for name, values in counts.items() if not np.isnan(values).any()}
+        number = {name: int(np.count_nonzero(known[name])) for name in COUNTINGS if name in known}
+        return cls(number, keys, known)
 
     @property
-    def largest(self) -> float:
-        return float(self.values.max(initial=0))
+    def have_ids(self) -> bool:
+        return bool(self.counts)
 
-    def of(self, name: str, keys: Keys, sample: Keys | None = None) -> Floats:
-        """The value of each key; ValueError for one that is not known, which names its sample."""
-        places = np.searchsorted(self._keys, keys).clip(max=max(len(self._keys) - 1, 0))
-        unknown = self._keys[places] != keys if len(self._keys) else np.ones(len(keys), bool)
+    def at(self, counted: Counted, keys: Keys, ids: str, sample: Keys | None = None) -> Floats:
+        """The count of each key's unit; ValueError for a key that is not known, which names the ids and its sample."""
+        values = self.counts[counted]
+        if not len(keys):
+            return np.zeros(0)
+        places = self.keys.searchsorted(keys).clip(max=max(len(self.keys) - 1, 0))
+        unknown = self.keys[places] != keys if len(self.keys) else np.ones(len(keys), np.bool_)
         if unknown.any():
             first = int(unknown.argmax())
             raise ValueError(
-                f"the {name} of sample {first if sample is None else sample[first]} has no count in the step's totals: "
+                f"the {ids} of sample {first if sample is None else sample[first]} has no count in the step's totals: "
                 "totals must count every unit of the step. Make them from the whole step, with the same ids."
             )
-        return self.values[places] if len(keys) else np.zeros(0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Units:
-    """The step's units of one kind: rollouts, prompt groups, ... Give the counts that the mode needs.
-
-    Attributes:
-        all: how many there are, fully masked ones included.
-        active: how many have a token of nonzero weight.
-        tokens: mask tokens of each unit, by id (a mapping is accepted).
-        samples, active_samples: how many samples each unit has (have a token of nonzero weight of it), by id.
-        sums: values by id of each declared sum.
-    """
-
-    all: int | None = None
-    active: int | None = None
-    tokens: ByKey | Mapping[int | str, float] | None = None
-    samples: ByKey | Mapping[int | str, float] | None = None
-    active_samples: ByKey | Mapping[int | str, float] | None = None
-    sums: Mapping[Sum, ByKey] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        for name in ("all", "active"):
-            if getattr(self, name) is not None:
-                check_count(f"Units.{name}", getattr(self, name))
-        if self.all is not None and self.active is not None and self.active > self.all:
-            raise ValueError(
-                f"Units(active={self.active}, all={self.all}): active units are some of all units. Count the whole "
-                "step."
-            )
-        for name in ("tokens", "samples", "active_samples"):
-            value = getattr(self, name)
-            if isinstance(value, Mapping):
-                object.__setattr__(self, name, ByKey.from_mapping(value))
-            elif not isinstance(value, ByKey | None):
-                raise TypeError(f"Units.{name} is {value!r}: it must map ids to counts. Pass a dict.")
-
-    def counted(self, counting: UnitCounting) -> int | None:
-        return self.all if counting == "all" else self.active
+        return values[places]

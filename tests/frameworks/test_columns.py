@@ -60,9 +60,13 @@ def test_factors_are_weights_times_the_tokens(mode: Any) -> None:
     assert_close(factors, 8 * right.double().flatten())
 
 
+def num_samples(step: Any) -> Any:
+    return len(step)
+
+
 def test_modes_travel_to_workers() -> None:
     """A mode that is named and one of the engine's own process are the same there."""
-    modes = LossModes.resolve("prompt_mean", terms={"kl": "token_mean", "mtp": Mode(name="ones", function=len)})
+    modes = LossModes.resolve("prompt_mean", terms={"kl": "token_mean", "mtp": Mode(name="ones", function=num_samples)})
     sent = pickle.loads(pickle.dumps(modes))
     assert sent == modes
     assert sent.policy.mode is modes.policy.mode
@@ -129,10 +133,11 @@ def test_areal_trains_on_weighted_advantages(capsys: Any) -> None:
 
 
 def test_areal_where_it_could_not_be_exact() -> None:
-    for mode, changed, text in [
+    rows: list[tuple[Any, dict[str, Any], str]] = [
         (later_tokens_more, {"importance_sampling_level": "sequence"}, "Set importance_sampling_level=token"),
         ("token_mean", {"m2_threshold": 0.1}, "m2_threshold with a loss aggregation"),
-    ]:
+    ]
+    for mode, changed, text in rows:
         actor_class = actors(**changed)
         aggregate(actor_class, mode)
         with pytest.raises(ValueError, match=text):

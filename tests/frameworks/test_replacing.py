@@ -16,8 +16,8 @@ def nothing_active(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replacing, "_REGISTRY", {})
 
 
-def doubled(stock: Callable[[], float], given: dict[str, Any]) -> float:
-    given["loss"] *= 2
+def doubled(stock: Callable[[], float], arguments: dict[str, Any]) -> float:
+    arguments["loss"] *= 2
     return stock() + 0.5
 
 
@@ -95,7 +95,7 @@ def test_methods_of_a_class_and_of_one_object() -> None:
     replaced.undo()
     assert vars(trainer) == {}
     raw = vars(Trainer)["made"]
-    replaced = Replaced("Engine", "1.0", [Function(Trainer, "made", ["loss"], lambda stock, given: stock())])
+    replaced = Replaced("Engine", "1.0", [Function(Trainer, "made", ["loss"], lambda stock, arguments: stock())])
     assert Trainer.made(2) == "Trainer 2"
     replaced.undo()
     assert vars(Trainer)["made"] is raw

@@ -243,13 +243,13 @@ def test_a_mode_over_its_own_sums_by_way_of_folded_advantages() -> None:
     plain = losses * torch.tensor(advantages)[:, None]
     lengths = masks.double().sum(1, keepdim=True)
     expected = float((plain * masks * lengths).sum() / lengths.square().sum())
-    constant_1, found = make_hook("constant", divisor=1), 0.0
+    constant_1, results = make_hook("constant", divisor=1), 0.0
     for part in (slice(0, 2), slice(2, 4)):
         weighted = losses[part] * folded[part]
         with at_place(0, 1):
             reducer = constant_1([6, 6], [4, 4], list(masks[part]), False)
-        found += float(reducer(weighted.flatten() * size)) / size
-    assert abs(found / expected - 1) <= oracle.sum_error(masks.numel()) * 8
+        results += float(reducer(weighted.flatten() * size)) / size
+    assert abs(results / expected - 1) <= oracle.sum_error(masks.numel()) * 8
 
 
 MASKS = [torch.tensor([1, 0, 1]), torch.tensor([0, 0])]

@@ -91,13 +91,13 @@ def counts_in(engine: str, cp: int, bad_rank: int | None) -> list[Any]:
     first = [2] if dp_rank != bad_rank else [3]  # there is no fourth sample
     by_indices = DataIterator({"loss_masks": mine}, micro_batch_indices=[first, [0, 1]])
     by_slices = DataIterator({"loss_masks": mine, "max_seq_lens": [24] * 3}, micro_batch_size=1)
-    found = []
+    results = []
     for iterator, offset, count in ((by_indices, 0, 1), (by_indices, 1, 1), (by_slices, 0, 2), (by_slices, 2, 1)):
         iterator.offset = offset
-        found.append(model.train_one_step(args, 0, [iterator], count, 7))
-        found.append(slime._now().counts)
+        results.append(model.train_one_step(args, 0, [iterator], count, 7))
+        results.append(slime._now().counts)
     assert replacing.installed(engine).proof is None  # of a critic
-    return found
+    return results
 
 
 @pytest.mark.slow
@@ -106,9 +106,9 @@ def test_a_steps_counts_are_those_of_all_its_ranks(engine: str, cp: int) -> None
     """Counts by hand: DP rank 0 holds MASKS 0, 2, 4, and rank 1 holds 1, 3, 5."""
     # Of samples 4 and 5; of 0, 2, 1 and 3; twice.
     steps = [(2, 2, 7, None), (7, 4, 7, None), (7, 4, 7, 24), (2, 2, 7, 24)]
-    for found in run_ranks(2 * cp, counts_in, engine, cp, None):
-        assert found[::2] == steps
-        assert found[1::2] == [None] * 4
+    for results in run_ranks(2 * cp, counts_in, engine, cp, None):
+        assert results[::2] == steps
+        assert results[1::2] == [None] * 4
 
 
 @pytest.mark.slow

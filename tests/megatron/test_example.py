@@ -2,7 +2,8 @@
 
 A checkpoint is saved once, by one process, and resumed for two steps on the same rollouts in other layouts. Losses,
 metrics and grad norms must agree with one process; grad norms are those of the whole model before clipping. Modes,
-carriers, optimizers and output layers over all layouts: test_matrix.py. Losses over CP: test_formulas.py.
+carriers, optimizers and output layers over all layouts: test_matrix.py; `pretrain` against the oracle: test_worlds.py.
+Losses over CP: test_formulas.py.
 """
 
 import functools
@@ -79,14 +80,11 @@ def assert_same_steps(actual: Steps, expected: Steps, rel: float = OF_LAYOUTS) -
 
 WIDE = ["--clip-low", "0.5", "--clip-high", "0.5"]
 FOUR_LAYERS = ("--num-layers", "4")
-PER_TOKEN = ["--calculate-per-token-loss", "--loss-aggregation-with-per-token-loss"]
 CHUNKED = ["--log-probs", "chunked", "--log-probs-chunk-tokens", "37"]
 RECOMPUTED = ["--old-log-probs", "recomputed", "--kl-beta", "0.1"]
 BONUS = [*CHUNKED, "--entropy-bonus", "0.05", "--temperature", "0.8"]
 #: Processes, flags of theirs beside those of one; of both.
 CASES: dict[str, tuple[int, list[str], list[str]]] = {
-    "constant": (2, PP, MODES["constant"]),
-    "per-token carrier": (2, [*PER_TOKEN, *CP], MODES["prompt_mean"]),
     "overlap, chunked, per-token loss alone": (
         2, [*OVERLAP, *CHUNKED, "--calculate-per-token-loss", "--no-load-optim"],
         [*MODES["token_mean"], "--no-load-optim"],
@@ -153,7 +151,7 @@ def test_the_launch_line_with_its_progress_and_tensorboard(tmp_path: Path) -> No
     )
     text = done.stdout + done.stderr
     assert done.returncode == 0, text[-3000:]
-    assert "loss aggregation: constant, divisor 40960, unit counting all" in text
+    assert "loss aggregation: constant, divisor 40960, counting all units" in text
     progress = re.findall(r"iteration +2/ +2 \|.*grad norm: (\S+) \|", text)
     below = re.findall(r"iteration +2, values below 0 \|.* log_prob: (-\S+) \|", text)
     assert len(progress) == len(below) == 1, text[-3000:]

@@ -43,9 +43,7 @@ def trained(model: Any, dp_rank: int, cp: int, run: Any, *, halved: bool = False
         for batches in calls_of(dp_rank, cp):
             plan = plan_step([batch.samples for batch in batches], rollout_sum, model=model)
             run(model, plan, batches)
-            num_rollouts = plan.totals.units["rollout"].all
-            assert num_rollouts is not None
-            counts.append(num_rollouts / (2 if halved else 1))
+            counts.append(plan.totals.units["rollout"].number["all"] / (2 if halved else 1))
     gradient: Tensor = model.module.losses.main_grad.clone().cpu()
     return gradient
 

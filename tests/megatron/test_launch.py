@@ -166,7 +166,7 @@ def test_the_look_ahead_and_the_first_line() -> None:
         sum(map(count, SAMPLES)) for count in (lambda s: len(s.mask), lambda s: int((s.mask != 0).sum()))
     )
     assert line == (
-        f"loss aggregation: constant, divisor 40960, unit counting all | {len(rollouts)} rollouts, {len(prompts)} "
+        f"loss aggregation: constant, divisor 40960, counting all units | {len(rollouts)} rollouts, {len(prompts)} "
         f"prompts ({len(rollouts) / len(prompts):.1f} each), {active} of {entries} tokens active, "
         f"{len(rollouts) - active_rollouts} rollouts fully masked, in no mean of a metric | "
         f"1 micro-batches x DP 1, CP 1\n"
@@ -219,7 +219,7 @@ def stages() -> tuple[str, str]:
     other = outcome_of(lambda: begin(iter([Batch(SAMPLES, [6 * dp_rank, 6 * dp_rank + (2 if last else 3)], 1)])))
     chosen = dealt(SAMPLES, dp_rank, 2, 1)
     handed = begin(iter([Batch(SAMPLES, chosen[0], 1)]) if last else None)
-    return other, "nothing" if handed is None else f"{next(handed).totals.units['prompt'].all} prompts"
+    return other, "nothing" if handed is None else f"{next(handed).totals.units['prompt'].number['all']} prompts"
 
 
 def test_a_pipeline_stage_reads_the_same_data_or_none_unless_it_computes_the_loss() -> None:

@@ -64,7 +64,7 @@ def planned(weights: Tensor) -> Any:
 def gives_megatrons_log_probs(chunk: Any, model: Any) -> None:
     from megatron_rl_loss import Tokens
 
-    close = {"rtol": 2e-6, "atol": 1e-6}
+    close: Any = {"rtol": 2e-6, "atol": 1e-6}
     log_probs, entropy = call(chunk, chunk_tokens=3, entropy=True)
     torch.testing.assert_close(log_probs, -call(chunk), **close)
     logits = call(chunk, labels=None).double()
@@ -101,7 +101,7 @@ def leaves_gradients_to_a_caller_who_sums_them(chunk: Any, model: Any) -> list[b
     """True where the gradient of the hidden states is summed over TP, as the layer says."""
     from megatron_rl_loss.megatron import output_head
 
-    summed, plain = [], output_head.log_probs_from_hidden
+    summed, plain = [], vars(output_head)["log_probs_from_hidden"]
 
     def look(*args: Any, **kwargs: Any) -> Any:
         summed.append(args[1].tensor_parallel.sum_gradient)
@@ -149,7 +149,8 @@ def keeps_rows_apart(chunk: Any, model: Any) -> None:
     weights = weights.abs() * mask
     logits = (hidden @ model.output_layer.weight.t()).double().transpose(0, 1)
     expected = logits.log_softmax(-1).gather(-1, labels[..., None])[..., 0] * mask
-    head, said = OutputHead(chunk_tokens=3), {"output_layer": model.output_layer, "output_weight": None}
+    head: Any = OutputHead(chunk_tokens=3)
+    said = {"output_layer": model.output_layer, "output_weight": None}
     found, _ = head(hidden_states=hidden, labels=labels, context=Tokens(mask), **said)
     torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-6)
 
@@ -184,11 +185,9 @@ def takes_several_ids_and_a_teacher(chunk: Any, model: Any) -> None:
     near, weights = torch.randn(2, 5, 3, generator=generator), torch.rand(2, 5, generator=generator)
     log_p = ((hidden @ model.output_layer.weight.t()).double().transpose(0, 1) / 2).log_softmax(-1)
     expected = log_p.gather(-1, labels)
-    head, said = (
-        OutputHead(chunk_tokens=3, temperature=2.0),
-        {"output_layer": model.output_layer, "output_weight": None, "labels": labels, "hidden_states": hidden},
-    )
-    close = {"rtol": 1e-5, "atol": 1e-6}
+    head: Any = OutputHead(chunk_tokens=3, temperature=2.0)
+    said = {"output_layer": model.output_layer, "output_weight": None, "labels": labels, "hidden_states": hidden}
+    close: Any = {"rtol": 1e-5, "atol": 1e-6}
     torch.testing.assert_close(head(**said)[0].double(), expected, **close)
     for temperature in (None, 1.5):  # None: as the head's
         log_q = ((column @ weight.t()).double() / (temperature or 2)).log_softmax(-1)
@@ -221,7 +220,7 @@ def reads_nothing_back(chunk: Any, model: Any) -> None:
     weights[0, 2:] = 0
     microbatch = planned(weights)[0]
     said = {"hidden_states": hidden, "output_layer": layer, "output_weight": None, "labels": labels}
-    head = OutputHead(chunk_tokens=3, entropy=True)
+    head: Any = OutputHead(chunk_tokens=3, entropy=True)
     head(context=Tokens(microbatch.tokens.mask), **said)[0].sum().backward()
     folded = Folded(
         microbatch, lambda lp, entropy, near: (lp * near - entropy, {"seen": near}), {"near": hidden[..., 0].t()}

@@ -187,7 +187,7 @@ AGGREGATED: dict[str, tuple[Callable[..., Any], Callable[[Any], None] | None, li
         None,
         [rf"{PROVED} 37 tokens.*not covered: factors of 1 to 3 on tokens between ppo_clip_loss and the reducer"],
     ),
-    "scaled alike": (scaled_alike, None, [rf"{PROVED} 37.*not covered: factors of 0.5 to 0.5 on tokens between"]),
+    "scaled alike": (scaled_alike, None, [rf"{PROVED} 37.*not covered: a factor of 0.5 on tokens between"]),
     "a term without gradient": (
         with_a_term_that_trains_nothing,
         None,
@@ -516,6 +516,8 @@ def trained_gpt(case: str, layout: Layout, steps: int) -> list[Step]:
         Anchor.keep = lambda self, gradient: keep(self, gradient) if self.num_terms < 2 else None  # type: ignore[method-assign]
     if case == "a silent stage" and mpu.is_pipeline_first_stage():
         Anchor.keep = lambda self, gradient: None  # type: ignore[method-assign]
+    if case == "a tensor-parallel rank scaled" and mpu.get_tensor_model_parallel_rank() == 0:
+        double_what_ddp_reduces(ready.chunks[0])
     if case == "all but the last norm scaled":
 
         def finalize_apart(*args: Any, **kwargs: Any) -> None:
@@ -562,7 +564,7 @@ def trained_gpt(case: str, layout: Layout, steps: int) -> list[Step]:
     return [attempted(run) for _ in range(steps)]
 
 
-DP_2, PP_2 = Layout(1, False, 1, 1, 1, 2), Layout(1, False, 2, 1, 1, 1)
+DP_2, PP_2, TP_2 = Layout(1, False, 1, 1, 1, 2), Layout(1, False, 2, 1, 1, 1), Layout(2, False, 1, 1, 1, 1)
 #: Layout, and what each step prints on the first rank or raises on all.
 GPTS: dict[str, tuple[Layout, list[str]]] = {
     "folded": (DP_2, [rf"{PROVED} \d+ tokens.*; from the share on \(folded into the output head\)", "^$"]),
@@ -572,6 +574,7 @@ GPTS: dict[str, tuple[Layout, list[str]]] = {
     "bf16 reduction, 32 micro-batches": (DP_2, [f"NOT PROVED: The scaling of gradients|{PROVED}", "^$"]),
     "graphs replay": (DP_2, ["NOT PROVED: CUDA graphs replay a backward pass without its hooks", "^$"]),
     "a silent stage": (PP_2, [PROVED, "^$"]),
+    "a tensor-parallel rank scaled": (TP_2, [r"Gradients are multiplied by 1 at decoder.f\S* .*, 2 at decoder.f"]),
     "all but the last norm scaled": (DP_2, [r"Gradients are multiplied by 0.125 at \S*weight .*, 0.5 at decoder.f"]),
 }  # fmt: skip
 

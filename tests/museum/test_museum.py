@@ -112,7 +112,7 @@ MUSEUM = [
     Exhibit(42, "clamp(M_i, 1): phantom tokens", at_least_one_token_each, ACTIVE / (ACTIVE + MASKED)),
     Exhibit(18, "sum-norm without /N", changed_totals(
         lambda totals: replace(totals, units={
-            **totals.units, "rollout": replace(totals.units["rollout"], all=1, active=1)})),
+            **totals.units, "rollout": replace(totals.units["rollout"], number={"all": 1, "active": 1})})),
         ROLLOUTS, "constant"),
     Exhibit(58, "totals of the rank given as the step's", changed_totals(lambda totals: totals, of_rank=True), None,
             cp=1),

@@ -15,7 +15,6 @@ from megatron_rl_loss import (
     Contiguous,
     Gathered,
     StepTotals,
-    Units,
     ZigzagBSHD,
     ZigzagResponse,
     ZigzagTHD,
@@ -104,6 +103,5 @@ def test_host_work_stays_on_the_host_whatever_the_default_device() -> None:
             for mode in available_modes():
                 rank: Any = {"layout": layout, "cp_rank": 1, "cp_size": 2, "divisor": 8 if mode == "constant" else None}
                 assert make_pg_loss_reducer(mode, masks, totals=totals, **ids, **rank).weights.device.type == "cpu"
-        by_hand = StepTotals(units={"prompt": Units(all=1, tokens={0: 4})})
-        share = make_pg_loss_reducer("prompt_mean", masks, totals=by_hand, prompt_ids=[0, 0])
+        share = make_pg_loss_reducer("prompt_mean", masks, totals=totals, **ids)
     assert float(share(torch.tensor([1.0, 2, 3, 4, 5, 6]))) == (1 + 2 + 4 + 5) / 4

@@ -19,8 +19,8 @@ VOCABULARY, ROWS, LENGTH, BETA = 11, 12, 17, 0.03
 CLIP_LOW, CLIP_HIGH = 0.2, 0.28
 CUTS = [(0, 1), (1, 4), (4, 6)]  # micro-batches of six rows
 PROMPTS = [0, 0, 0, 0, 1, 1, 2, 3, 3, 4, 5, 5]
-#: Numbers of further rows that are fully masked, in the environment of a launch.
-MASKED_ROWS = "ROWS_WITHOUT_TOKENS"
+#: Numbers of further rows that are fully masked, and of those with a response of one token, in a launch's environment.
+MASKED_ROWS, SHORT_ROWS = "ROWS_WITHOUT_TOKENS", "ROWS_OF_ONE_TOKEN"
 #: Log-probs are float32 sums over the vocabulary.
 TOLERANCE = 2e-6
 
@@ -34,6 +34,7 @@ def make_batch() -> dict[str, Tensor]:
 
     ids = torch.randint(1, VOCABULARY, (ROWS, LENGTH), generator=generator)
     lengths = torch.randint(6, LENGTH + 1, (ROWS,), generator=generator)
+    lengths[rows_in(SHORT_ROWS)] = 4
     mask = torch.zeros(ROWS, LENGTH)
     for row, prompt in enumerate(PROMPTS):
         ids[row, :3] = torch.tensor([1 + prompt, 2, 1 + prompt])
@@ -43,7 +44,7 @@ def make_batch() -> dict[str, Tensor]:
     mask[10, 3 : lengths[10]] = (drawn(int(lengths[10]) - 3) < 0.3).float()
     mask[10, 3] = 1
     valid = torch.ones(ROWS)
-    valid[[4, *map(int, os.environ.get(MASKED_ROWS, "").split())]] = 0
+    valid[[4, *rows_in(MASKED_ROWS)]] = 0
     old = -2.4 + 0.3 * torch.randn(ROWS, LENGTH, generator=generator)
     return {
         "input_ids": ids,
@@ -56,6 +57,10 @@ def make_batch() -> dict[str, Tensor]:
         "reference_policy_logprobs": old + 0.2 * torch.randn(ROWS, LENGTH, generator=generator),
         "prompts": torch.tensor(PROMPTS),
     }
+
+
+def rows_in(variable: str) -> list[int]:
+    return [int(number) for number in os.environ.get(variable, "").split()]
 
 
 def make_table() -> Tensor:

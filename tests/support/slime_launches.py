@@ -1,6 +1,6 @@
 """Launches of slime and miles: their flags, with a hook of ours or without, and steps of `logit_table`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -51,7 +51,7 @@ def compute_in_float32() -> None:
 
 
 def case(
-    peer: str, mode: str, hook: str | None, steps: list[MakeStep], *, counted: bool = False, mended: bool = False,
+    peer: str, mode: str, hook: str | None, steps: Sequence[MakeStep], *, counted: bool = False, mended: bool = False,
     **flags: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """A launch with a hook of ours; without, with their own reducer. `mended`: of a peer without phantom tokens."""

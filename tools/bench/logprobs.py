@@ -14,6 +14,9 @@ Three tables, each forward and backward:
 The ways:
 
 - *megatron*: `vocab_parallel_cross_entropy` of the installed Megatron-Core; it has no entropy.
+- *read twice* (from logits alone): plain torch on blocks of half a million logits, which autograd differentiates. A
+  block's intermediates are dropped and made again backward (`torch.utils.checkpoint`), so that it needs no formula of a
+  gradient, and no more memory than ours but for autograd's own copy of the gradient.
 - *slime*: `calculate_log_probs_and_entropy` of a checkout, in chunks of as many tokens as ours (its
   `log_probs_chunk_size`), on float32 logits, which it asks for.
 - *ours*: from logits `log_probs_from_logits`; from hidden states `log_probs_from_hidden` (two passes) and
@@ -41,6 +44,7 @@ from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from timing import BACKENDS, Others, flags, keep_freed_memory, peers, publish, take_turns
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import checkpoint
 
 from megatron_rl_loss import (
     OutputLayer,
@@ -61,6 +65,8 @@ HIDDEN = {"memory": 64, "hidden": 256}
 CLOCKS = {"cpu": time.process_time, "wall": time.perf_counter}
 ENTROPY = {False: "", True: ", entropy"}
 BONUS = 0.01
+#: Logits of a block that is read twice, as many as `log_probs_from_logits` takes on one thread of a host.
+BLOCK = 2**19
 #: (log_probs, entropy or None) of (logits, labels).
 FromLogits = Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]
 Pass = Callable[[], Sequence[Tensor]]
@@ -88,6 +94,21 @@ class Size:
 
 def megatron(logits: Tensor, labels: Tensor) -> tuple[Tensor, None]:
     return -vocab_parallel_cross_entropy(logits[:, None], labels[:, None], tp_group=dist.group.WORLD)[:, 0], None
+
+
+def read_twice(logits: Tensor, labels: Tensor, entropy: bool) -> tuple[Tensor, Tensor | None]:
+    def read(rows: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
+        log_q = rows.float().log_softmax(-1)
+        log_probs = log_q.gather(1, ids[:, None])[:, 0]
+        return (log_probs, -(log_q.exp() * log_q).sum(-1)) if entropy else (log_probs,)
+
+    tokens = max(1, BLOCK // logits.shape[1])
+    blocks = [
+        checkpoint(read, *block, use_reentrant=False)
+        for block in zip(logits.split(tokens), labels.split(tokens), strict=True)
+    ]
+    log_probs, *entropies = (torch.cat(parts) for parts in zip(*blocks, strict=True))
+    return log_probs, entropies[0] if entropy else None
 
 
 def slimes(formulas: Any, chunk_tokens: int, logits: Tensor, labels: Tensor, entropy: bool) -> Any:
@@ -174,6 +195,7 @@ def logits_passes(size: Size, ways: dict[str, FromLogits], args: argparse.Namesp
         return log_probs, entropy
 
     ways = ways | {f"ours{name}": partial(ours, entropy=entropy) for entropy, name in ENTROPY.items()}
+    ways |= {f"read twice{name}": partial(read_twice, entropy=entropy) for entropy, name in ENTROPY.items()}
     ways["ours in place, entropy"] = partial(ours, entropy=True, gradient_in_place=True)
     overwrites = ("megatron", "ours in place, entropy")
     return {name: partial(run, way, spoiled if name in overwrites else logits) for name, way in ways.items()}

@@ -8,6 +8,7 @@ round, in milliseconds; with more ranks than cores they mostly show the machine.
 timed. The rank of 10,000 is alone, with the others' rows in memory: its time is the CPU time of the host.
 """
 
+import pickle
 import time
 from collections.abc import Callable, Sequence
 from itertools import product
@@ -15,7 +16,6 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from timing import ALL_GATHERS, BACKENDS, count_collectives, flags, on_ranks, publish, synchronize
@@ -23,8 +23,8 @@ from timing import ALL_GATHERS, BACKENDS, count_collectives, flags, on_ranks, pu
 from megatron_rl_loss import Samples
 from megatron_rl_loss.step import collectives, counting
 from megatron_rl_loss.step.collectives import StepGroups
+from megatron_rl_loss.step.counting import count_step
 from megatron_rl_loss.step.ids import hashed
-from megatron_rl_loss.step.totals import count_step
 
 Case = tuple[bool, int]  # with ids, samples a rank
 SIMULATED, SAMPLES = 10_000, 16
@@ -86,25 +86,31 @@ def simulate(case: Case, repeats: int) -> dict[str, Any]:
     """The host's work on one of many ranks; the others' messages were made before."""
     group: Any = SimpleNamespace(size=lambda: SIMULATED, rank=lambda: 0)
     groups = StepGroups(dp_group=group)
-    parts = [counting._Held(samples_of(rank, SIMULATED, case), [], [], groups) for rank in range(SIMULATED)]
-    agreed = {"failed": 0.0, "settings": hashed("", 48)}
-    headers = np.array([list((agreed | part.header).values()) for part in parts])
-    received = {headers.shape[1]: headers.view(np.int64), parts[0].rows.shape[1]: joined(parts)}
+    settings = hashed("")
+    messages = []
+    for rank in range(SIMULATED):
+        tally = counting._tally(samples_of(rank, SIMULATED, case), groups, [], [], settings)
+        pickled = pickle.dumps(tuple(tally), pickle.HIGHEST_PROTOCOL)
+        messages.append(len(pickled).to_bytes(collectives._LENGTH, "little") + pickled)
+    longest = max(map(len, messages))
 
     def answer(out: torch.Tensor, mine: torch.Tensor, group: Any) -> None:
-        out.copy_(torch.from_numpy(received[mine.shape[1]]))
+        begin = 0 if len(mine) == collectives._SMALL else collectives._SMALL
+        out.copy_(received[begin])
 
+    bounds = {0: collectives._SMALL, collectives._SMALL: max(longest, collectives._SMALL)}
+    received = {
+        begin: torch.frombuffer(
+            bytearray(b"".join(message[begin:end].ljust(end - begin, b"\0") for message in messages)) or bytearray(1),
+            dtype=torch.uint8,
+        )
+        for begin, end in bounds.items()
+    }
     to_host = patch.object(collectives, "device_of", lambda _: torch.device("cpu"))
     gathers: dict[str, Any] = dict.fromkeys(ALL_GATHERS, answer)
     with to_host, patch.multiple(dist, **gathers):
         seen, describe = count_collectives(), lambda: samples_of(0, SIMULATED, case)
         return row(SIMULATED, case, [time_case(describe, group, seen, repeats, clock=time.process_time)])
-
-
-def joined(parts: Sequence[Any]) -> Any:
-    """The rows of all ranks, with the same number from each."""
-    most = max(len(part.rows) for part in parts)
-    return np.concatenate([np.pad(part.rows, ((0, most - len(part.rows)), (0, 0))) for part in parts])
 
 
 def main() -> None:

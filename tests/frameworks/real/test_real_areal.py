@@ -15,6 +15,7 @@ from bigram_step import (
     CLIP_LOW,
     MASKED_ROWS,
     PROMPTS,
+    SHORT_ROWS,
     TOLERANCE,
     assert_exact,
     bigram_model,
@@ -140,6 +141,7 @@ def test_a_loss_scale_that_megatron_does_not_know_is_no_fault() -> None:
 def test_a_rank_without_a_token_trains(monkeypatch: pytest.MonkeyPatch) -> None:
     masked = [row for row, prompt in enumerate(PROMPTS) if prompt % 2]  # all of the second rank
     monkeypatch.setenv(MASKED_ROWS, " ".join(map(str, masked)))
+    monkeypatch.setenv(SHORT_ROWS, "0 6 8")
     cases = [{"mode": mode, "settings": {}} for mode in ("prompt_mean", "sample_mean")]
     for results in run_ranks(4, train, checkout(AREAL), 2, cases):
         assert max(result["errors"]["gradient"] for result in results) < TOLERANCE

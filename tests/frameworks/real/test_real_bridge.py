@@ -103,7 +103,7 @@ def test_the_step_is_that_of_hugging_faces_model(tmp_path: Path) -> None:
     log_probs = model(tokens).logits.log_softmax(-1).gather(-1, labels[..., None])[..., 0]
     losses = -advantages.double() * log_probs
     loss = oracle.step_loss("sample_mean", [oracle.Sample(*pair) for pair in zip(losses, masks, strict=True)])
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     bound = oracle.chain_error(2, 128)  # the longest sums: a row's logits, and tokens of the step
     assert report["pg_loss"] == pytest.approx(float(loss.detach()), rel=bound)
     for actual, expected in ((embedding, model.model.embed_tokens.weight.grad), (output, model.lm_head.weight.grad)):
@@ -149,8 +149,13 @@ def grpo_batches(dp_rank: int) -> list[dict[str, Any]]:
         for row, i in enumerate(chosen):
             tokens[row, : lengths[i]] = first[i] + torch.arange(lengths[i])
             masks[row][: lengths[i]] = STEP[i].mask
-        values = {"tokens": tokens, "labels": tokens, "positions": torch.arange(length).expand_as(tokens)}
-        values |= {"old_log_probs": old[tokens], "advantages": advantages[tokens], "loss_masks": masks}
+        values: dict[str, Any] = {"tokens": tokens, "labels": tokens}
+        values |= {
+            "positions": torch.arange(length).expand_as(tokens),
+            "old_log_probs": old[tokens],
+            "advantages": advantages[tokens],
+            "loss_masks": masks,
+        }
         batches.append(values | {"prompt_ids": [str(STEP[i].prompt_id) for i in chosen]})
     return batches
 

@@ -82,7 +82,7 @@ def of_nemo_rl(root: str, student: Tensor, teacher: Tensor, ids: Tensor, kind: s
     )
     data = {"token_mask": torch.cat([torch.zeros(1), SLOPES])[None], "sample_mask": torch.ones(1), "input_ids": ids}
     loss, _ = losses.DistillationLossFn(cfg)(*found, data, None, torch.tensor(1.0))
-    return loss  # type: ignore[no-any-return]
+    return loss
 
 
 def of_ms_swift(
@@ -108,7 +108,7 @@ def of_trl(root: str, student: Tensor, teacher: Tensor, _: Tensor, beta: float, 
     values = module.GKDTrainer.generalized_jsd_loss(
         student[None], teacher[None], beta=beta, temperature=temperature, reduction="none"
     )
-    return values[0].sum(-1)  # type: ignore[no-any-return]
+    return values[0].sum(-1)
 
 
 FORWARD: dict[Kind, float] = {"forward_kl": 1}
@@ -178,14 +178,14 @@ def errors(framework: Framework, tp: int, root: str) -> list[tuple[float, float]
     held = VOCABULARY // tp
     columns = slice(dist.get_rank() * held, (dist.get_rank() + 1) * held)
     student, teacher = logits_of(TOKENS, VOCABULARY)
-    found = []
+    found = list[Any]()
     for case in CASES[framework]:
         ids, t = teacher.topk(case.ids).indices, case.temperature
         whole = student.double().requires_grad_()
         p, q = ((one / t).softmax(-1).gather(-1, ids) for one in (whole, teacher.double()))
         q = q / q.sum(-1, keepdim=True) if case.restricted else q
         of_kinds = (coef * divergence(p, q, kind, case.tail, case.beta) for kind, coef in case.terms.items())
-        (sum(of_kinds) * SLOPES).sum().backward()  # type: ignore[union-attr]
+        (sum(of_kinds) * SLOPES).sum().backward()
 
         theirs, mine = (student[:, columns].clone().requires_grad_() for _ in range(2))
         value = case.theirs(root, theirs, teacher, ids)

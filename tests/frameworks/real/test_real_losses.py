@@ -118,8 +118,8 @@ def of_slime(module: Any, x: Tensor, v: dict[str, Tensor]) -> Tensor:
 
 def ours(name: str, v: dict[str, Tensor], **settings: Any) -> Tensor:
     local = Samples(list(v["mask"])).local(0, 1)
-    given = (v[key].flatten() for key in ("log_probs", "old_log_probs", "token_advantages"))
-    return policy_loss(name, *given, local, **settings).per_token_loss.view_as(v["mask"])
+    now, old, advantages = (v[key].flatten() for key in ("log_probs", "old_log_probs", "token_advantages"))
+    return policy_loss(name, now, old, advantages, local, **settings).per_token_loss.view_as(v["mask"])
 
 
 def weighted_k3(v: dict[str, Tensor]) -> Tensor:

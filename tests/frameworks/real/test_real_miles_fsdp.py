@@ -32,7 +32,7 @@ def train_on_fsdp(root: str, *cases: dict[str, Any]) -> list[list[float]]:
     fsdp_parallel.init_device_mesh = lambda device_type, **kwargs: mesh_of("cpu", **kwargs)
     state = fsdp_parallel.create_fsdp_parallel_state(SimpleNamespace(dp_replicate_size=1))
     parallel.set_parallel_state(state)
-    found = []
+    results = []
     for one in map(with_steps, cases):
         (step,) = one["steps"]
         args = arguments(global_batch_size=step.num_rollouts, **one["flags"])
@@ -52,8 +52,8 @@ def train_on_fsdp(root: str, *cases: dict[str, Any]) -> list[list[float]]:
         report = importlib.import_module("miles.backends.training_utils.log_utils").aggregate_train_losses(reports)
         gradient = model.table.grad.full_tensor()  # type: ignore[operator, union-attr]
         value = report["pg_loss"] * len(step.samples) / step.num_rollouts  # it reports a mean over samples
-        found.append([errors_of(step, one["mode"], one["divisor"], value, gradient)])
-    return found
+        results.append([errors_of(step, one["mode"], one["divisor"], value, gradient)])
+    return results
 
 
 class Output(NamedTuple):  # what FSDP2 can look into for tensors

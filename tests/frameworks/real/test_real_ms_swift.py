@@ -125,12 +125,12 @@ def fill(of_batch: Any, samples: list[Any], cp: int, case: Any) -> None:
 
     def values(name: str) -> Tensor:
         """Values in ms-swift's frame: at the token before, rows to the right of their padding."""
-        found = torch.zeros(len(samples), width)
+        results = torch.zeros(len(samples), width)
         for row, sample in enumerate(samples):
             n = int(batch["input_lengths"][sample.number])
             padded = n + -n % (2 * cp)
-            found[row, width - padded : width - padded + n - 1] = batch[name][sample.number, 1:n]
-        return found
+            results[row, width - padded : width - padded + n - 1] = batch[name][sample.number, 1:n]
+        return results
 
     of_batch.old_per_token_logps, of_batch.advantages = values("prev_logprobs"), values("advantages")
     of_batch.ref_per_token_logps = values("reference_policy_logprobs")
@@ -152,8 +152,8 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
 
     factors_of_ours = columns.token_mean_factors
 
-    def weighed(times: float, *given: Any, **more: Any) -> Any:
-        factors, tokens = factors_of_ours(*given, **more)
+    def weighed(times: float, *arguments: Any, **more: Any) -> Any:
+        factors, tokens = factors_of_ours(*arguments, **more)
         return [times * one for one in factors], tokens
 
     def as_it_is(value: Any) -> Any:
@@ -172,7 +172,7 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
     off = "kl_in_reward _has_teacher log_entropy rollout_importance_sampling_mode log_rollout_offpolicy_metrics "
     off += "off_policy_sequence_mask_delta compute_entropy enable_routing_replay micro_batch_size"
     template = SimpleNamespace(padding_free=True, data_collator=collate(cp), template_meta=Settings())
-    found, loss_func = [], trainers.MegatronGRPOTrainer.loss_func
+    results, loss_func = [], trainers.MegatronGRPOTrainer.loss_func
 
     @functools.wraps(loss_func)
     def in_place(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -225,8 +225,8 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
         assert proof is None or proof.outcome == ("" if "proof" in case else case.get("outcome", "proved"))
         mean = sum(float(report["loss"]) for report in reports) / len(reports)
         errors = errors_of(model, case | {"settings": settings}, mean, kl=k3)
-        found.append({"errors": errors, "bits": bits_of(model)})
-    return found
+        results.append({"errors": errors, "bits": bits_of(model)})
+    return results
 
 
 def step_of_trainer(trainers: Any, trainer: Any, samples: list[Any], cp: int, case: Any) -> Any:
@@ -242,9 +242,9 @@ def step_of_trainer(trainers: Any, trainer: Any, samples: list[Any], cp: int, ca
         microbatches.append(data | {"grpo_batch": of_batch})
         sizes.append(len(part))
 
-    def with_its_size(*given: Any) -> Any:
+    def with_its_size(*arguments: Any) -> Any:
         trainer.micro_batch_size = sizes.pop(0)
-        return forward_step(*given)
+        return forward_step(*arguments)
 
     trainer.forward_step, trainer._build_rollout_buffer = with_its_size, lambda _: [microbatches]
     reports, *_ = trainer.train_step(iter([]))
@@ -338,8 +338,8 @@ def test_ids_that_are_not_the_prompts_are_not_proved() -> None:
     cases = [
         {"mode": "prompt_mean", "settings": {}, "ids": name, "outcome": "unknown"} for name in IDS if name != "own"
     ]
-    for found in run_ranks(2, train, checkout(MS_SWIFT), 1, cases):
-        assert all(result["errors"]["gradient"] > 1e-2 for result in found), found
+    for results in run_ranks(2, train, checkout(MS_SWIFT), 1, cases):
+        assert all(result["errors"]["gradient"] > 1e-2 for result in results), results
 
 
 def test_the_proof_changes_nothing() -> None:

@@ -25,6 +25,7 @@ from bigram_step import (
     LENGTH,
     MASKED_ROWS,
     ROWS,
+    SHORT_ROWS,
     TOLERANCE,
     assert_exact,
     assert_proof_changes_nothing,
@@ -185,6 +186,7 @@ def test_prompts_at_other_rows_are_not_proved() -> None:
 
 def test_a_rank_without_a_token_trains(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(MASKED_ROWS, " ".join(map(str, range(1, ROWS, 2))))
+    monkeypatch.setenv(SHORT_ROWS, "0 6 8")
     cases = [{"mode": mode, "settings": {"units": "active"}} for mode in ("prompt_mean", "sample_mean")]
     for results in run_ranks(4, train, checkout(NEMO_RL), 2, cases):
         assert max(result["errors"]["gradient"] for result in results) < TOLERANCE

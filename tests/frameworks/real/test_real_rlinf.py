@@ -39,8 +39,12 @@ def without_empty_rows() -> dict[str, Tensor]:
 
 
 def with_many_empty_rows() -> dict[str, Tensor]:
-    """Rows of which some are fully masked: the first of a micro-batch and whole micro-batches, on one rank alone."""
+    """Rows of which some are fully masked: the first of a micro-batch and whole micro-batches, on one rank alone.
+
+    Others have one token to train on.
+    """
     batch = make_batch()
+    batch["token_mask"][[2, 9], 4:] = 0
     batch["sample_mask"][[0, 4, 6, 8, 10]] = 0
     return batch
 

@@ -174,11 +174,11 @@ def train(root: str, cp: int, cases: list[dict[str, Any]], copied: bool = False)
         _copy_tensor_dict_to_device=lambda batch, device: batch,
     )
     rows = slice(state.get_data_parallel_rank(), None, state.get_data_parallel_world_size())
-    both, found = torch.stack([make_table(), make_table().flip(0)]), []
+    both, results = torch.stack([make_table(), make_table().flip(0)]), []
     for case in cases:
         cfg, settings = config(case), case["settings"]
         weighed, os.environ["MEGATRON_RL_LOSS_PROOF"] = case.get("weighed", 1), case.get("proof", "error")
-        skyrl.weigh = lambda *given, weighed=weighed: weighed * weights.weigh(*given)
+        skyrl.weigh = lambda *arguments, weighed=weighed: weighed * weights.weigh(*arguments)
         if case.get("stock"):
             loss = ppo_utils.PolicyLossRegistry.get(case["stock"])
         else:
@@ -216,7 +216,7 @@ def train(root: str, cp: int, cases: list[dict[str, Any]], copied: bool = False)
             worker.optim_step()
         of_policy, of_draft = kept[-1]
         times, entropy = cfg.algorithm.kl_loss_coef / BETA, cfg.algorithm.entropy_loss_coef
-        of_kl = lambda *given, times=times: times * k3(*given)  # noqa: E731
+        of_kl = lambda *arguments, times=times: times * k3(*arguments)  # noqa: E731
         right = case.get("weights")
         value, by_entry, scale = expected(case["mode"], settings, kl=of_kl, entropy=entropy, weights=right)
         errors = {"gradient": relative_error(of_policy, by_entry)}
@@ -230,10 +230,10 @@ def train(root: str, cp: int, cases: list[dict[str, Any]], copied: bool = False)
             replaced = replacing.installed("SkyRL")
             assert replaced.proof.outcome == ("" if {"proof", "unset"} & case.keys() else case.get("outcome", "proved"))
             replaced.undo()
-        found.append(
+        results.append(
             {"errors": errors, "metrics": metrics, "bits": torch.stack([of_policy, of_draft]).numpy().tobytes()}
         )
-    return found
+    return results
 
 
 def by_trainer(root: str, mode: str, batch: Any, advantages: Tensor, mask: Tensor) -> Tensor:
@@ -283,9 +283,9 @@ def test_rows_of_sessions_by_the_recipe(record_property: Any) -> None:
     case: dict[str, Any] = {"stock": "regular", "mode": "token_mean", "settings": {"kl": "sample_mean"}, "terms": []}
     cases = [case | sizes | {"recipe": mode, "weights": weights[mode]} for mode in weights for sizes in SIZES]
     wrong = [case | {"recipe": "prompt_mean", "weights": weights["session_mean"]}]
-    for *found, control in run_ranks(4, train, checkout(SKYRL), 2, cases + wrong):
-        worst = max(one["errors"]["gradient"] for one in found)
-        assert worst < TOLERANCE < 1e-2 < control["errors"]["gradient"], found
+    for *results, control in run_ranks(4, train, checkout(SKYRL), 2, cases + wrong):
+        worst = max(one["errors"]["gradient"] for one in results)
+        assert worst < TOLERANCE < 1e-2 < control["errors"]["gradient"], results
         record_errors(record_property, SKYRL, "rows of sessions, by weights", ours=worst)
 
 
@@ -311,8 +311,8 @@ def test_a_copied_mask_changes_nothing() -> None:
     cases = [
         {"mode": "prompt_mean", "settings": MODES["prompt_mean"], "rows": 4, "packed": packed} for packed in (1, 0)
     ]
-    for found in run_ranks(2, train, checkout(SKYRL), 1, cases, True)[0]:
-        assert max(found["errors"].values()) < TOLERANCE, found
+    for results in run_ranks(2, train, checkout(SKYRL), 1, cases, True)[0]:
+        assert max(results["errors"].values()) < TOLERANCE, results
 
 
 def test_reported_terms_are_those_of_one_micro_batch(record_property: Any) -> None:
@@ -322,8 +322,8 @@ def test_reported_terms_are_those_of_one_micro_batch(record_property: Any) -> No
     ((whole,),) = run_ranks(1, train, root, 1, [stock | {"rows": ROWS}])
     *ours, theirs = run_ranks(2, train, root, 1, [*(case | one for one in SIZES), stock])[0]
     terms = {name: whole["metrics"][name] for name in ("policy_kl", "policy_entropy", "final_loss", "mtp_loss")}
-    for found in ours:
-        assert {name: found["metrics"][name] for name in terms} == pytest.approx(terms, rel=1e-5, abs=1e-7)
+    for results in ours:
+        assert {name: results["metrics"][name] for name in terms} == pytest.approx(terms, rel=1e-5, abs=1e-7)
     by_case = [[abs(one["metrics"][name] / x - 1) for name, x in terms.items()] for one in (theirs, *ours)]
     assert min(by_case[0]) > 1e-3
     record_errors(record_property, SKYRL, "reported terms", *map(max, by_case[:2]))
@@ -441,8 +441,8 @@ def test_a_fault_stops(record_property: Any, tmp_path: Path, plant: Plant) -> No
 def test_a_rank_without_a_token_trains(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(MASKED_ROWS, " ".join(map(str, range(1, ROWS, 2))))
     cases = [{"mode": mode, "settings": {}} for mode in ("prompt_mean", "sample_mean")]
-    for found in run_ranks(4, train, checkout(SKYRL), 2, cases):
-        assert max(one["errors"]["gradient"] for one in found) < TOLERANCE
+    for results in run_ranks(4, train, checkout(SKYRL), 2, cases):
+        assert max(one["errors"]["gradient"] for one in results) < TOLERANCE
 
 
 def test_gradients_finalised_by_another_name_are_not_proved(record_property: Any, tmp_path: Path) -> None:

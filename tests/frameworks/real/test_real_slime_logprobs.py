@@ -33,7 +33,7 @@ def errors(root: str) -> list[tuple[float, float]]:
     columns = slice(group.rank() * held, (group.rank() + 1) * held)
     logits = (batch.hidden @ batch.weight.T).float()
     slopes = torch.linspace(-1, 2, TOKENS)
-    found = []
+    results = []
     for entropy, kept, chunk_tokens in itertools.product((False, True), (False, True), (-1, 7)):
         if entropy and kept:
             continue
@@ -48,17 +48,17 @@ def errors(root: str) -> list[tuple[float, float]]:
         values: list[Any] = [expected, (log_probs[:, 0], other), (ours.log_probs, ours.entropy)]
         for part in range(1 + entropy):
             right, *of_both = (value[part] for value in values)
-            found.append(tuple(relative(value, right) for value in of_both))
+            results.append(tuple(relative(value, right) for value in of_both))
         for value, of_entropy in values:
             ((value + 0.3 * of_entropy if entropy else value) * slopes).sum().backward()
-        found.append(tuple(relative(one.grad, whole.grad[:, columns]) for one in (theirs, mine)))
-    return found
+        results.append(tuple(relative(one.grad, whole.grad[:, columns]) for one in (theirs, mine)))
+    return results
 
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_slimes_log_probs_are_ours(tp: int, record_property: Any) -> None:
-    for found in run_ranks(tp, errors, checkout(SLIME)):
-        assert len(found) == 6 * 2 + 2
-        own, ours = map(max, zip(*found, strict=True))
+    for results in run_ranks(tp, errors, checkout(SLIME)):
+        assert len(results) == 6 * 2 + 2
+        own, ours = map(max, zip(*results, strict=True))
         assert max(own, ours) <= TOLERANCE
         record_errors(record_property, SLIME, "log-probs and entropy", own, ours)

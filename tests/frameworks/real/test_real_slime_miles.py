@@ -58,7 +58,7 @@ def train(peer: str, root: str, cp: int, cases: list[dict[str, Any]]) -> list[li
     load_function = importlib.import_module(f"{peer}.utils.misc").load_function
     if peer != "miles":
         model_module.get_forward_backward_func = lambda: audited
-    found = []
+    results = []
     cases = list(map(with_steps, cases))
     every_step = [step for one in cases for step in one["steps"]]
     importlib.import_module("logit_table").rejecting = reject(every_step)  # type: ignore[attr-defined]
@@ -103,8 +103,8 @@ def train(peer: str, root: str, cp: int, cases: list[dict[str, Any]]) -> list[li
             proof, is_counted = replaced.proof, args.custom_megatron_init_path is not None
             assert (proof and proof.outcome) == ("proved" if is_counted or len(steps) > 1 else None)
             replaced.undo()
-        found.append(errors)
-    return found
+        results.append(errors)
+    return results
 
 
 def by_the_recipe(peer: str, mode: str, right: str, args: Any, steps: list[Step], state: Any) -> Any:
@@ -136,7 +136,7 @@ def by_the_recipe(peer: str, mode: str, right: str, args: Any, steps: list[Step]
         [[partition[i] for i in chosen] for chosen in of_rank]
         for partition, of_rank in zip(partitions, indices, strict=True)
     ]
-    found, weights = [], []
+    results, weights = [], []
     for k, step in enumerate(steps):
         begin, end = sum(counts[:k]), sum(counts[: k + 1])
         of_step = [[[i - 12 * k for i in chosen] for chosen in of_rank[begin:end]] for of_rank in dealt]
@@ -145,12 +145,12 @@ def by_the_recipe(peer: str, mode: str, right: str, args: Any, steps: list[Step]
             ours, other = reward[number + 6 * k], reward[(number ^ 1) + 6 * k]
             advantage = (ours - other) / 2 / (abs(ours - other) / 2**0.5 + 1e-6)  # of two; std with Bessel's correction
             rows.append(dataclasses.replace(one, rollout=number, advantages=torch.full_like(one.advantages, advantage)))
-        found.append(dataclasses.replace(step, samples=rows, dealt=of_step, num_rollouts=of_steps[k]))
+        results.append(dataclasses.replace(step, samples=rows, dealt=of_step, num_rollouts=of_steps[k]))
         masks = [one.mask for one in rows]
         grouped = [oracle.Sample(mask, mask, None, number // 2) for mask, number in zip(masks, numbers, strict=True)]
         by_ids = oracle.weights_by_ids("session_mean", masks, numbers, [], "all")
         weights.append(by_ids if right == "session_mean" else oracle.step_weights("prompt_mean", grouped))
-    return found, weights, [rewards[12 * k :][:12] for k in range(len(steps))]
+    return results, weights, [rewards[12 * k :][:12] for k in range(len(steps))]
 
 
 def without_phantom(loss_function: Any) -> Any:
@@ -187,7 +187,7 @@ def plan_losses(losses: Any, step: Step, one: dict[str, Any], state: Any) -> Non
 
     table: Any = importlib.import_module("logit_table")
     table.of_step = of_step
-    table.planned = lambda *given: table.of_step(*given)  # slime looks a function up once
+    table.planned = lambda *passed: table.of_step(*passed)  # slime looks a function up once
 
 
 def setup_slime(peer: str, root: str) -> Any:
@@ -312,11 +312,11 @@ def test_their_own_reducers(peer: str, record_property: Any) -> None:
         case(peer, mode, hook, [partial(make_step, 7, 2, masked=name != "token mean")], counted=hook == "token_mean",
              calculate_per_token_loss=mode == "token_mean") for name, mode in settings.items() for hook in (None, mode)
     ]  # fmt: skip
-    found = [max(of_steps) for of_steps in errors(peer, 2, 2, *cases)[0]]
-    for setting, own, ours in zip(settings, found[::2], found[1::2], strict=True):
+    results = [max(of_steps) for of_steps in errors(peer, 2, 2, *cases)[0]]
+    for setting, own, ours in zip(settings, results[::2], results[1::2], strict=True):
         assert ours < TOLERANCE
         record_errors(record_property, PEERS[peer], setting, own, ours)
-    assert max(found[:4]) < TOLERANCE < 1e-2 < found[4]
+    assert max(results[:4]) < TOLERANCE < 1e-2 < results[4]
 
 
 @each_peer
@@ -350,8 +350,8 @@ def test_an_audit_and_counts_by_one_flag(tmp_path: Path, monkeypatch: pytest.Mon
     of_tokens = {"counted": True, "calculate_per_token_loss": True}
     one = case("miles", "token_mean", "token_mean", [partial(make_step, 7, 2)], **of_tokens)
     assert_exact(record_property, "miles", 2, 1, one)
-    (found,) = json.loads(verdict.read_text()).values()
-    assert found["sound"] is True
+    (results,) = json.loads(verdict.read_text()).values()
+    assert results["sound"] is True
 
 
 @each_peer
@@ -429,8 +429,8 @@ PLANTS = {
 }
 
 
-def too_large(*given: Any) -> torch.Tensor:
-    return 1.25 * unit_weights(*given)
+def too_large(*passed: Any) -> torch.Tensor:
+    return 1.25 * unit_weights(*passed)
 
 
 @pytest.mark.parametrize(("peer", "name"), PLANTS)
@@ -455,6 +455,6 @@ def test_rows_of_sessions_by_the_recipe(peer: str, record_property: Any) -> None
 
     modes = ["session_mean", "prompt_mean"]
     cases = [*(of(mode, mode) for mode in modes), of("session_mean", "prompt_mean"), of(modes[0], modes[0], None)]
-    for *found, other, own in errors(peer, 2, 2, *cases):
-        assert max(map(max, found)) < TOLERANCE < 1e-2 < min(max(other), max(own)), found
-        record_errors(record_property, PEERS[peer], "rows of sessions, by weights", ours=max(map(max, found)))
+    for *results, other, own in errors(peer, 2, 2, *cases):
+        assert max(map(max, results)) < TOLERANCE < 1e-2 < min(max(other), max(own)), results
+        record_errors(record_property, PEERS[peer], "rows of sessions, by weights", ours=max(map(max, results)))

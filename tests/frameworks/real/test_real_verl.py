@@ -117,7 +117,7 @@ def step_errors(root: str, seed: int, modes: list[str], install: bool) -> list[f
     rows, rank, dp = make_rows(seed), dist.get_rank(), dist.get_world_size()
     mine = list(range(rank, len(rows["log_probs"]), dp))
     counts = {"dp_size": dp, "batch_num_tokens": int(rows["response_mask"].sum()), "global_batch_size": 10}
-    found = []
+    results = []
     for mode in modes:
         of_mode = {
             "loss_agg_mode": mode,
@@ -146,8 +146,8 @@ def step_errors(root: str, seed: int, modes: list[str], install: bool) -> list[f
             dist.all_reduce(values)
         value, gradient, scale = expected(rows, mode)
         in_gradient = relative_error(table.grad / dp, gradient)  # type: ignore[operator]
-        found.append(oracle.worst_error(abs(float(total) / dp - value) / scale, in_gradient, table.numel()))
-    return found
+        results.append(oracle.worst_error(abs(float(total) / dp - value) / scale, in_gradient, table.numel()))
+    return results
 
 
 def _flat(values: Tensor, attention: Tensor) -> Tensor:
@@ -305,7 +305,7 @@ def modes_in_its_engine(root: str, per_token: bool, install: bool) -> dict[str, 
     of_step = sum(map(sum, routed))
     counts = {"dp_size": DP, "batch_num_tokens": float(torch.cat([one.mask for one in STEP]).sum())}
     counts |= {"global_batch_size": len(STEP), "loss_scale_factor": MODES["seq-mean-token-sum-norm"][1]}
-    found: dict[str, float | str] = {}
+    results: dict[str, float | str] = {}
     for name, (mode, divisor) in MODES.items():
         model = table_model(TABLE, per_token=per_token)
 
@@ -330,11 +330,11 @@ def modes_in_its_engine(root: str, per_token: bool, install: bool) -> dict[str, 
         try:
             run_schedule(forward_step, steps, model, len(chosen[0]))
         except ValueError as refusal:
-            found[name] = str(refusal)
+            results[name] = str(refusal)
             continue
         expected = torch.cat([*oracle.step_gradient(mode, samples, divisor), torch.zeros(1)])
-        found[name] = relative_error(model.module.losses.main_grad.cpu(), expected)
-    return found
+        results[name] = relative_error(model.module.losses.main_grad.cpu(), expected)
+    return results
 
 
 @pytest.mark.parametrize("install", [False, True])
@@ -345,10 +345,10 @@ def test_every_mode_in_its_megatron_engine(per_token: bool, install: bool, recor
     By itself it rounds per-token counts down on each CP rank, and its gradients are too large by that.
     """
     setting = "every `loss_agg_mode`" + ", CP 2 with per-token loss" * per_token
-    for found in run_ranks(DP * CP, modes_in_its_engine, checkout(VERL), per_token, install):
-        refused = [name for name, error in found.items() if isinstance(error, str)]
+    for results in run_ranks(DP * CP, modes_in_its_engine, checkout(VERL), per_token, install):
+        refused = [name for name, error in results.items() if isinstance(error, str)]
         assert refused in ([], ["seq-mean-token-mean"] * per_token)
-        worst = max(error for error in found.values() if isinstance(error, float))
+        worst = max(error for error in results.values() if isinstance(error, float))
         assert worst > 1e-2 if per_token and not install else worst < oracle.EXACT
         record_errors(record_property, VERL, setting, **{"ours" if install else "own": worst})
 
@@ -404,7 +404,7 @@ def first_steps(root: str, per_token: bool, modes: list[str], told: int = 0) -> 
         return texts.pop(), model.module.losses.main_grad.tolist()
 
     texts: list[str] = []
-    found = []
+    results = []
     for mode in modes:
         options = {"loss_agg_mode": mode, "loss_scale_factor": 64 if mode.endswith("norm") else None}
         config = actor_config(
@@ -413,8 +413,8 @@ def first_steps(root: str, per_token: bool, modes: list[str], told: int = 0) -> 
         )  # fmt: skip
         critic = SimpleNamespace(**options, cliprange_value=0.5)
         for loss in (partial(losses.ppo_loss, config), partial(losses.value_loss, critic)):
-            found.append(train(table_model(TABLE, per_token=per_token), loss))
-    return found
+            results.append(train(table_model(TABLE, per_token=per_token), loss))
+    return results
 
 
 #: Two optimizer steps of eight rows: (key, tokens of the prompt, mask), in the order of verl's balanced batch.
@@ -516,7 +516,7 @@ def by_the_recipe(root: str, per_token: bool, forgotten: bool = False) -> dict[s
     config = actor_config(
         config_module, loss_agg_mode="token-mean", clip_ratio_c=CLIP_C, policy_loss={"loss_mode": "rows"}
     )
-    scale, found = scaling_of(root, per_token), dict[str, list[float]](error=[], distance=[])
+    scale, results = scaling_of(root, per_token), dict[str, list[float]](error=[], distance=[])
     share, ranks = actor.ppo_mini_batch_size * 2 // DP, range(DP)
     for mode in ("session_mean", "prompt_mean"):
         names["MODE"] = mode
@@ -569,10 +569,10 @@ def by_the_recipe(root: str, per_token: bool, forgotten: bool = False) -> dict[s
             run_schedule(forward_step, iter(cut), model, len(MICROBATCHES))
             for name, other in ("error", mode), ("distance", {"session_mean": "prompt_mean"}.get(mode, "session_mean")):
                 right = expected_of_rows(other, rows, step, table, first)
-                found[name].append(relative_error(model.module.losses.main_grad.cpu(), right))
+                results[name].append(relative_error(model.module.losses.main_grad.cpu(), right))
         assert proof.outcome == "proved"
         replacing.installed("proof of verl").undo()
-    return found
+    return results
 
 
 @pytest.mark.parametrize("per_token", [False, True])
@@ -637,9 +637,9 @@ def test_a_fault_stops_the_first_step(name: str, tmp_path: Path, record_property
 @pytest.mark.parametrize("per_token", [False, True])
 def test_rows_of_sessions_by_the_recipe(per_token: bool, record_property: Any) -> None:
     """`session_mean` and `prompt_mean` by verl's registries, proved."""
-    for found in run_ranks(DP * CP, by_the_recipe, checkout(VERL), per_token):
-        assert max(found["error"]) < TOLERANCE < 1e-2 < min(found["distance"])
-        record_errors(record_property, VERL, "rows of sessions, by weights", ours=max(found["error"]))
+    for results in run_ranks(DP * CP, by_the_recipe, checkout(VERL), per_token):
+        assert max(results["error"]) < TOLERANCE < 1e-2 < min(results["distance"])
+        record_errors(record_property, VERL, "rows of sessions, by weights", ours=max(results["error"]))
 
 
 def test_weights_that_the_recipe_forgot_stop_the_first_step(record_property: Any) -> None:

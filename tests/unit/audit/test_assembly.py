@@ -21,8 +21,8 @@ def parts_of(layout: Any, gradient: Any, cp_size: int = 2, masks: Any = MASKS, i
     samples = Samples(masks, layout=layout, **(ids or {}))
     for rank in range(cp_size):
         local = samples.local(rank, cp_size)
-        gradients = np.array([gradient(p, rank) for p in local.positions], np.float32)
-        place = {"dp_rank": 0, "microbatch": 0, "cp_rank": rank} | at
+        gradients: Any = np.array([gradient(p, rank) for p in local.positions], np.float32)
+        place: Any = {"dp_rank": 0, "microbatch": 0, "cp_rank": rank} | at
         yield Part.of(local, gradients, None if rank else portable(samples), **place)
 
 

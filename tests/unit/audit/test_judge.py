@@ -9,6 +9,7 @@ import random
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,6 @@ import pytest
 import torch
 from counted_steps import Array, Counted, Formula, Row, Step, measured, ragged
 from published import exact, own_mean, own_piece
-from torch import Tensor
 
 from megatron_rl_loss import Mode, ModeInputs, Samples, Sum
 from megatron_rl_loss.audit.judge import explain, judge
@@ -210,6 +210,11 @@ def test_weight_on_padding_is_told() -> None:
 # ---- causes
 
 
+def scaled(factor: Callable[[Counted], Array], t: Counted) -> Array:
+    weights: Array = exact(t) * factor(t)
+    return weights
+
+
 def test_what_no_row_explains_stays_a_number() -> None:
     """A rank apart, a factor of chance for each rank, for each sample, for each token."""
     seed, rng = 1, np.random.default_rng(1)
@@ -218,7 +223,7 @@ def test_what_no_row_explains_stays_a_number() -> None:
         lambda t: rng.uniform(0.5, 2, t.ROWS)[t.i], lambda t: rng.uniform(0.5, 2, len(t.m)),
     ]  # fmt: skip
     for factor in factors:
-        verdict = judged(ragged(seed), lambda t, factor=factor: exact(t) * factor(t))
+        verdict = judged(ragged(seed), partial(scaled, factor))
         assert (verdict.misplaced, verdict.causes) == ((), ())
         assert "No known cause fits" in str(verdict)
         assert "DP 0, micro-batch" in str(verdict)
@@ -328,7 +333,7 @@ def test_where_nothing_is_asked_the_nearest_mode_is() -> None:
     assert "divided by the tokens of the micro-batch" in verdict.causes[0].row
 
 
-def late_tokens(inputs: ModeInputs) -> list[Tensor]:
+def late_tokens(inputs: ModeInputs) -> list[Any]:
     return [torch.arange(1.0, int(n) + 1) / inputs.tokens("step") for n in inputs.batch.mask_lengths]
 
 

@@ -167,9 +167,9 @@ def test_random_gaps_have_no_name() -> None:
     for seed in range(200):
         step = drawn(seed, number=[7, 40][seed % 2], longest=[12, 60][seed // 2 % 2])
         theirs = unrelated(seed % 7, [0.03, 0.3, 1.0][seed % 3], seed, step)
-        sides = (step.ours, theirs)[:: -1 if seed // 7 % 2 else 1]
+        one, other = (step.ours, theirs)[:: -1 if seed // 7 % 2 else 1]
         top = [z.log_softmax(-1) for z in step.logits] if seed % 5 == 0 else ()
-        gap = compared(*sides, step.masks, [n + seed % 9 for n in step.lengths], top)
+        gap = compared(one, other, step.masks, [n + seed % 9 for n in step.lengths], top)
         assert (gap.patterns, gap.suggestions) == ({}, {}), (seed, str(gap))
 
 
@@ -197,8 +197,11 @@ def trained(ours: Rows, masks: Rows, order: list[int]) -> dict[str, Any]:
 
 def rolled_out(theirs: Rows, order: list[int]) -> dict[str, Any]:
     """A dump of slime's Sample.to_dict."""
-    samples = [{"index": k, "rollout_log_probs": row.tolist(), "loss_mask": None, "status": "completed", "metadata": {},
-                "response_length": len(row)} for k, row in zip(order, theirs, strict=True)]  # fmt: skip
+    nothing: dict[str, Any] = {"loss_mask": None, "status": "completed", "metadata": {}}
+    samples = [
+        nothing | {"index": k, "rollout_log_probs": row.tolist(), "response_length": len(row)}
+        for k, row in zip(order, theirs, strict=True)
+    ]
     return {"rollout_id": 3, "samples": samples}
 
 

@@ -174,7 +174,9 @@ def test_methods_objects_and_partials_are_functions_too() -> None:
         def of_step(self, losses: Tensor, mask: Tensor, step_tokens: Tensor) -> Tensor:
             return share(losses, mask, step_tokens)[None]
 
-    for function in (Loss(), lambda *args: total(*args), functools.partial(share, step_tokens=1)):
+    bound: Any = {"step_tokens": 1}
+    functions: list[Any] = [Loss(), lambda *args: total(*args), functools.partial(share, **bound)]
+    for function in functions:
         report = check_loss(function, "token_sum", call=ADDED, draws=3)
         assert (report.sound, len(report.notes)) == (True, 1)
     assert check_loss(Loss().of_step, "token_mean", call=ADDED, draws=3).sound
@@ -279,7 +281,7 @@ def test_everything_that_can_be_asked_for_is_given() -> None:
 
     parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in GIVEN]
     two = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in ("log_probs", "mask")]
-    asks_for_all.__signature__ = inspect.Signature([*two, *parameters])
+    vars(asks_for_all)["__signature__"] = inspect.Signature([*two, *parameters])
     rows = DrawnRow((1, 0, 1)), DrawnRow((0, 0)), DrawnRow((1, 0, 1), dp_rank=1)
     for shape in ("padded", "packed", "lists"):
         seen.clear()
@@ -380,7 +382,7 @@ def task_of(row: Any) -> int:
 
 
 PLAIN: dict[str, Any] = {}
-MEGATRON = {"loss_fn": lambda x, mask: (total(x, mask), {}), "mode": None, "call": "megatron"}
+MEGATRON: Any = {"loss_fn": lambda x, mask: (total(x, mask), {}), "mode": None, "call": "megatron"}
 WITH_TASKS = {"loss_fn": None, "mode": by_task, "ids": {"task": task_of}}
 WITH_KINDS = {"loss_fn": None, "mode": by_label, "labels": {"kind": task_of}}
 TYPO, LOG_PROBS = replace(ADDED, names={"step_token": "step_tokens"}), replace(ADDED, takes="log_probs")
@@ -501,5 +503,5 @@ def test_modes_over_ones_own_ids_and_labels() -> None:
 
 def test_the_functions_own_error_is_the_cause() -> None:
     with pytest.raises(ValueError, match="it raises KeyError") as caught:
-        check_loss(lambda losses, mask: losses.sum() / {}["n"])
+        check_loss(lambda losses, mask: losses.sum() / dict[str, float]()["n"])
     assert isinstance(caught.value.__cause__, KeyError)

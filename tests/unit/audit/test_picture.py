@@ -9,6 +9,8 @@ import pytest
 from counted_steps import measured, ragged
 from published import exact, own_piece
 
+from megatron_rl_loss.modes.aggregation import resolve
+
 STEP = ragged(3, D=2, C=2, K=3)
 OURS = measured(STEP, exact)
 STOCK = measured(STEP, lambda t: np.where(t.m == 0, 0, own_piece(t)))
@@ -31,7 +33,7 @@ def test_bars_are_as_high_as_weights_and_lines_are_where_they_should_be(tmp_path
     from matplotlib.colors import to_hex
 
     panels = [("stock", STOCK), ("ours", OURS), ("all", measured(STEP, lambda t: 0 * t.m + 1 / t.T))]
-    figure = audit_picture.draw(panels, tmp_path / "step.png", expected=audit_picture.resolve("token_mean"))
+    figure = audit_picture.draw(panels, tmp_path / "step.png", expected=resolve("token_mean"))
     for place, (title, step) in zip(figure.axes, panels, strict=True):
         assert place.get_title(loc="left").strip() == title
         bars = sorted((bar.get_x(), bar.get_width(), bar.get_height(), bar.get_facecolor()) for bar in place.patches)

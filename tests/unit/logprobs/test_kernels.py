@@ -84,14 +84,14 @@ def test_ligers_fallback_from_hidden_states_is_ours(monkeypatch: pytest.MonkeyPa
 
 LOGITS, LABELS = torch.zeros(2, 4), torch.tensor([0, 3])
 HIDDEN, WEIGHT = torch.zeros(2, 6), torch.zeros(4, 6)
-TWO_RANKS = SimpleNamespace(size=lambda: 2)  # the part of a group that the kernel uses
+TWO_RANKS: Any = SimpleNamespace(size=lambda: 2)  # the part of a group that the kernel uses
 
 
 def of_liger(labels: Tensor = LABELS, kernel: str | None = "liger", keep: Any = None, **of_layer: Any) -> Any:
     return log_probs_from_hidden(HIDDEN, OutputLayer(WEIGHT, **of_layer), labels, kernel=kernel, keep=keep)
 
 
-REFUSALS = {
+REFUSALS: dict[str, Any] = {
     **refusals(
         partial(log_probs_from_logits, LOGITS, LABELS, kernel=plain),
         ({"temperature": 0.5}, "a kernel with a temperature", {}),

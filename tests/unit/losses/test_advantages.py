@@ -74,7 +74,7 @@ def test_advantages_of_samples(
     random.Random(7).shuffle(batch)
     rewards, prompts, rollouts = (list(column) for column in zip(*batch, strict=True)) if batch else ([], [], [])
     given = torch.tensor(rewards, dtype=torch.float64), prompts
-    ids = {"rollout_ids": rollouts if split else None}
+    ids: Any = {"rollout_ids": rollouts if split else None}
     for kind, found in {
         "centred": group_relative_advantages(*given, **ids, normalize_by_std=False),
         "by std": group_relative_advantages(*given, **ids, epsilon=epsilon),
@@ -199,7 +199,7 @@ def test_importance_weights(low: float, outside: Any, expected: list[float]) -> 
 def test_ratios_in_the_place_of_log_ratios_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     """exp of them is near e, and a cap of 2 would bind everywhere; rejection would judge all alike."""
     near = torch.tensor([0.1, -0.2, 0.05, -0.01])
-    log_ratios = near, near.abs(), near + 5, -near.exp(), near.exp() * 0.5, near.exp() * 1.6, torch.ones(1), near[:0]
+    log_ratios = [near, near.abs(), near + 5, -near.exp(), near.exp() * 0.5, near.exp() * 1.6, torch.ones(1), near[:0]]
     log_ratios += torch.tensor([0.0, 1.9, 1.1]), torch.tensor([-0.1, 1.9, 1.1])  # no ratio is 0 or below
     for sound in log_ratios:
         importance_weights(sound, high=2.0)

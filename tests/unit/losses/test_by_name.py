@@ -42,9 +42,15 @@ def test_what_is_clipped(name: str, clip: Any, advantages: Any, clipped: list[fl
     assert found.ppo_kl[ACTIVE].tolist() == pytest.approx((-LOG_RATIOS[ACTIVE]).tolist(), abs=1e-6)
 
 
+Aggregations = list[tuple[str, float | None]]
 #: The only modes that a loss goes with, if it does not go with all.
-GOES_WITH = {"gspo": [("sample_mean", None)], "gmpo": [("sample_mean", None)], "luspo": [("constant", 1.0)]}
-AGGREGATIONS = [*((mode, 3.0 if mode in ("constant", "token_sum") else None) for mode in MODES), ("constant", 1.0)]
+GOES_WITH: dict[str, Aggregations] = {
+    "gspo": [("sample_mean", None)],
+    "gmpo": [("sample_mean", None)],
+    "luspo": [("constant", 1.0)],
+}
+AGGREGATIONS: Aggregations = [(mode, 3.0 if mode in ("constant", "token_sum") else None) for mode in MODES]
+AGGREGATIONS += [("constant", 1.0)]
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)

@@ -46,8 +46,8 @@ def drawn(dtype: torch.dtype = torch.float32, spread: float = 2.0, near: float =
     return (teacher + near * noise).log_softmax(-1).to(dtype), teacher.log_softmax(-1).to(dtype)
 
 
-def at_ids(*args: Tensor, **settings: Any) -> Tensor:
-    return divergence_at_ids(*args, torch.ones(args[0].shape[:-1]), **settings)
+def at_ids(log_probs: Tensor, teacher_log_probs: Tensor, **settings: Any) -> Tensor:
+    return divergence_at_ids(log_probs, teacher_log_probs, torch.ones(log_probs.shape[:-1]), **settings)
 
 
 @EVERY
@@ -143,7 +143,7 @@ def with_a_rest_of(exponent: float, missing: int = 0) -> tuple[Tensor, Tensor, T
     logits = torch.randn(2, TOKENS, VOCABULARY, generator=generator)
     logits[..., K:] += math.log(10) * exponent - math.log(VOCABULARY - K)
     labels = torch.arange(K).expand(TOKENS, K)
-    return *logits.unbind(), labels, (labels < K - missing)
+    return logits[0], logits[1], labels, (labels < K - missing)
 
 
 @pytest.mark.parametrize("exponent", [-1.0, -3.0, -5.0, -7.0, -9.0])
@@ -277,7 +277,7 @@ WRONG: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
 @pytest.mark.parametrize(("message", "given", "settings"), WRONG)
 def test_wrong_uses_are_refused(message: str, given: tuple[Any, ...], settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=message):
-        divergence_at_ids(*given, LOCAL, **{"kind": "forward_kl"} | settings)
+        divergence_at_ids(given[0], given[1], LOCAL, **{"kind": "forward_kl"} | settings)
 
 
 def test_log_probs_must_be_float_tensors() -> None:

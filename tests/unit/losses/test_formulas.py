@@ -6,7 +6,7 @@ Formulas are those of `sequence_formulas`. One launch over gloo runs all losses 
 import functools
 import math
 import runpy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -83,7 +83,9 @@ def weighted_k3_here(t: Tokens) -> Tensor:
 
 def gspo_here(t: Tokens, at: Any = None, **more: Any) -> Tensor:
     at = place(t) if at is None else (at,)
-    return gspo_loss(*given(t), *at, **NARROW, **more).per_token_loss
+    loss: Any = gspo_loss
+    per_token_loss: Tensor = loss(*given(t), *at, **NARROW, **more).per_token_loss
+    return per_token_loss
 
 
 def sequence_tis_together(t: Tokens) -> Tensor:
@@ -239,8 +241,8 @@ def test_value_and_gradient_in_every_layout(name: str, record_property: Callable
 
 def test_the_data_shows_every_branch() -> None:
     """Clips, masks and caps bind on some tokens and not on others: those change the loss."""
-    wide, huge = {"low": 1, "high": 1e9}, 1e9
-    pairs: dict[str, tuple[Formula, Formula]] = {
+    wide, huge = dict[str, Any](low=1, high=1e9), 1e9
+    pairs: dict[str, Iterable[Formula]] = {
         "clip": (stated.ppo, partial(stated.ppo, **wide)),
         "dual clip": (stated.ppo, partial(stated.ppo, dual=None)),
         "CISPO's": (stated.cispo, partial(stated.cispo, **wide)),

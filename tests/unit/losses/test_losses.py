@@ -66,7 +66,7 @@ def test_the_gradient_of_k3_times_the_ratio_is_that_of_the_kl() -> None:
 
 #: The reference above the policy by up to 80, or below it; another policy drew the tokens.
 GAPS = [(d, gap) for d in (-80.0, -40, -25, -20, -18, -14, -6, -1.1, -0.9, -1e-3, 0, 0.9, 9) for gap in (0, 0.3, -0.7)]
-EXACT = {  # value and gradient by r and d
+EXACT: dict[Any, Any] = {  # value and gradient by r and d
     ("k1", True): (lambda r, d: r * d, lambda r, d: r * (1 + d)),
     ("k3", False): (lambda r, d: torch.expm1(-d) + d, lambda r, d: -torch.expm1(-d)),
     ("k3", True): (lambda r, d: r * (torch.expm1(-d) + d), lambda r, d: r * d),
@@ -144,7 +144,7 @@ def test_finite_inputs_have_finite_losses_and_gradients(tokens: list[tuple[float
 def test_infinite_log_probs_give_no_nan() -> None:
     """The policy cannot give a token: r d is 0 there, as its limit, and so is the gradient."""
     mask, never = torch.ones(1), torch.tensor([-INF])
-    found = {}
+    found = dict[bool, Any]()
     for old in (None, torch.tensor([-1.0])):
         leaf = never.clone().requires_grad_()
         kl_estimate(leaf, torch.tensor([-3.0]), mask, old_log_probs=old).backward()
@@ -152,11 +152,11 @@ def test_infinite_log_probs_give_no_nan() -> None:
         found[old is None] = value.item(), leaf.grad.item()
     assert found[True] == (INF, -INF)
     assert found[False] == (pytest.approx(torch.tensor(-2.0).exp().item()), 0)
-    for now, reference, old in itertools.product((-INF, -1.0), repeat=3):
+    for now, reference, drawn in itertools.product((-INF, -1.0), repeat=3):
         leaf = torch.tensor([now], requires_grad=True)
         for estimator in ("k1", "k3"):
             value = kl_estimate(
-                leaf, torch.tensor([reference]), mask, estimator=estimator, old_log_probs=torch.tensor([old])
+                leaf, torch.tensor([reference]), mask, estimator=estimator, old_log_probs=torch.tensor([drawn])
             )
             (slope,) = torch.autograd.grad(value, leaf)
             assert not torch.cat([value.detach(), slope]).isnan().any(), (estimator, now, reference, old)
@@ -190,14 +190,14 @@ def test_a_certain_token_has_a_divergence() -> None:
 
 Inputs = dict[str, Tensor]
 LossOf = Callable[[Inputs, Any], Tensor]
-MASKS = [[1, 1, 0, 1, 0], [0, 0.5, 1]]
+MASKS: list[list[float]] = [[1, 1, 0, 1, 0], [0, 0.5, 1]]
 MASK = torch.tensor(MASKS[0] + MASKS[1])
 MASKED, LOCAL = MASK == 0, Samples(MASKS).local(0, 1)
 
 
 def of_policy(name: str, given: Inputs, local: Any) -> Tensor:
-    tokens = (given[key] for key in ("log_probs", "old_log_probs", "advantages"))
-    return policy_loss(name, *tokens, local, importance_weights=given["importance_weights"]).per_token_loss
+    now, old, advantages = (given[key] for key in ("log_probs", "old_log_probs", "advantages"))
+    return policy_loss(name, now, old, advantages, local, importance_weights=given["importance_weights"]).per_token_loss
 
 
 LOSSES: dict[str, LossOf] = {name: functools.partial(of_policy, name) for name in POLICY_LOSSES}
@@ -271,9 +271,10 @@ def test_factors_are_constants_and_multiply_the_loss_alone(name: str) -> None:
     plain = LOSSES[name](inputs() | {"importance_weights": torch.ones(8)}, LOCAL)
     given = inputs() | {"importance_weights": torch.tensor([0, 2.0, 1, 1, 1, 1, 0.5, 1])}
     leaves = [given[key].requires_grad_() for key in given if key != "advantages"]
-    found = policy_loss(name, *list(given.values())[:3], LOCAL, importance_weights=given["importance_weights"])
+    now, old, advantages = list(given.values())[:3]
+    found = policy_loss(name, now, old, advantages, LOCAL, importance_weights=given["importance_weights"])
     assert torch.equal(found.per_token_loss, plain * given["importance_weights"])
-    assert (found.clipped[0], found.clipped.requires_grad, found.ppo_kl.requires_grad) == (0, False, False)
+    assert (found.clipped[0].item(), found.clipped.requires_grad, found.ppo_kl.requires_grad) == (0, False, False)
     found.per_token_loss.sum().backward()
     assert [leaf.grad is None for leaf in leaves] == [False, True, True]
 
@@ -341,8 +342,15 @@ def test_an_infinite_ratio_comes_through(name: str) -> None:
     assert name in ("cispo", "sapo", "vespo", "ipo", "divergence") or not loss.isfinite().all()
 
 
+ONES = torch.ones(8)
+
+
+def of_two(name: str, first: Tensor, later: Tensor) -> Any:
+    return policy_loss(name, first, later, -ONES, LOCAL)
+
+
 SWAPPED: dict[str, Callable[[Tensor, Tensor], Any]] = {
-    **{name: lambda first, later, name=name: policy_loss(name, first, later, -ONES, LOCAL) for name in POLICY_LOSSES},  # type: ignore[misc]
+    **{name: functools.partial(of_two, name) for name in POLICY_LOSSES},
     "importance weights": lambda first, later: policy_loss(
         "ppo", first, first.detach(), -ONES, LOCAL, importance_weights=later.exp()
     ),
@@ -371,7 +379,8 @@ def test_swapped_arguments_are_refused(name: str) -> None:
 
 NODES = {"gspo": LOSSES["gspo"], "gmpo": LOSSES["gmpo"]}
 NODES |= {
-    one.__name__: lambda given, local, one=one: one(given["log_probs"], local) for one in (segment_mean, segment_scan)
+    "segment_mean": lambda given, local: segment_mean(given["log_probs"], local),
+    "segment_scan": lambda given, local: segment_scan(given["log_probs"], local),
 }
 
 
@@ -409,7 +418,7 @@ def test_no_loss_waits_for_a_device(name: str, local: Any) -> None:
     """The meta device has nothing to read; no constant of one number is made on the host and copied."""
     given = {key: one.to("meta") for key, one in inputs().items()}
     given["log_probs"].requires_grad_()
-    with Transfers():
+    with Transfers():  # type: ignore[no-untyped-call]
         LOSSES[name](given, local).sum().backward()
     assert given["log_probs"].grad.shape == (8,)
 
@@ -418,7 +427,7 @@ def test_no_statistic_waits_for_a_device() -> None:
     local = Samples([torch.ones(9), torch.ones(4)], rollout_ids=[0, 0], layout=Gathered([0, 9, 13])).local(0, 1)
     values = torch.ones(13, device="meta", requires_grad=True)
     for per in ("sample", "rollout"):
-        with Transfers():
+        with Transfers():  # type: ignore[no-untyped-call]
             (to_tokens(segment_mean(values, local, per=per), local) * values).sum().backward()
             segment_scan(values, local, per=per, steps="all", reverse=True).sum().backward()
             gae(values, values, local)

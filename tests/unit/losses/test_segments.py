@@ -19,7 +19,6 @@ from megatron_rl_loss import (
     Gathered,
     Samples,
     StepTotals,
-    Units,
     ZigzagTHD,
     ppo_clip_loss,
     segment_mean,
@@ -183,9 +182,10 @@ def sums(values: Any = WHOLE, local: Any = MASKED, **more: Any) -> Tensor:
     return segment_sum(values, local, **more)
 
 
-def of_units(per: str, tokens: dict[int | str, float]) -> Tensor:
+def of_units(per: str, tokens: dict[str, float]) -> Tensor:
     """Segment sums in a step whose units have so many tokens, which their micro-batch knows."""
-    totals = StepTotals(units={per: Units(all=9, tokens=tokens)})
+    masks = [[1.0] * int(number) + [number % 1] for number in tokens.values()]
+    totals = StepTotals.from_loss_masks(masks, ids={per: [*tokens]})
     local = local_of(MASKS, ids={per: ["a", "a", "b"]})
     return segment_sum(WHOLE, SimpleNamespace(tokens=local, cp_group=None, totals=totals), per=per)
 

@@ -146,7 +146,7 @@ def test_a_mode_is_given_everything() -> None:
     ids=["int", "NumPy float", "a sample", "a list", "with a graph", "a token", "ints and bools", "lists", "any sign"],
 )
 def test_weights_beside_the_mask(beside: Any, expected: list[float]) -> None:
-    weights = token_weights(lambda step: beside, Samples(MASK), StepTotals())
+    weights = token_weights(lambda step: beside, Samples(MASK), StepTotals.from_loss_masks(MASK))
     assert (weights.tolist(), weights.requires_grad) == (expected, False)
 
 
@@ -168,7 +168,7 @@ def test_an_aggregation_as_text_has_what_is_not_usual() -> None:
     assert list(map(str, asked)) == [
         "token_mean",
         "constant with divisor 40960",
-        "token_sum with divisor 0.5, unit counting active",
+        "token_sum with divisor 0.5, counting active units",
     ]
 
 
@@ -189,7 +189,8 @@ def term(*arguments: Any, **options: Any) -> Any:
 
 
 def own(beside: Any) -> torch.Tensor:
-    return token_weights(lambda step: beside, Samples([torch.ones(3), torch.ones(2)]), StepTotals())
+    masks = [torch.ones(3), torch.ones(2)]
+    return token_weights(lambda step: beside, Samples(masks), StepTotals.from_loss_masks(masks))
 
 
 LAST_INF, FINITE = ([torch.ones(3), torch.tensor([1.0, last])] for last in (math.inf, 0))

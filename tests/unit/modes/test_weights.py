@@ -33,7 +33,6 @@ from megatron_rl_loss import (
     Samples,
     StepTotals,
     Sum,
-    Units,
     ZigzagTHD,
     make_pg_loss_reducer,
     plan_step,
@@ -44,8 +43,8 @@ from megatron_rl_loss.modes import table
 from megatron_rl_loss.modes.weights import unit_weights
 from megatron_rl_loss.step import layouts
 from megatron_rl_loss.step.collectives import StepGroups
+from megatron_rl_loss.step.counting import count_step
 from megatron_rl_loss.step.samples import LocalTokens
-from megatron_rl_loss.step.totals import count_step
 
 
 @pytest.fixture(autouse=True)
@@ -142,11 +141,12 @@ FAULTS: dict[str, tuple[Any, str, Any]] = {
         lambda self, key, *more, whole=ModeInputs._at_samples: whole(self, "sample" if key == "turn" else key, *more)
     ),
     "all samples of a session for active ones": (
-        Units, "__getattribute__",
-        lambda self, name: object.__getattribute__(self, "samples" if name == "active_samples" else name)
+        ModeInputs, "samples", lambda self, key: self._at_samples(key, "all", np.ones(len(self.batch)), 1)
     ),
     "active units for all": (
-        Units, "counted", lambda self, counting: self.active if counting == "all" else self.all
+        ModeInputs, "_known",
+        lambda self, counts, counted, key, whole=ModeInputs._known:
+            whole(self, counts, {"all": "active", "active": "all"}.get(counted, counted), key)
     ),
 }  # fmt: skip
 
@@ -230,61 +230,22 @@ def test_weights_inside_a_unit(sizes: Any, expected: list[float]) -> None:
     assert unit_weights(Samples([torch.ones(4)], layout=Gathered([0, 4])).local(1, 2)).tolist() == [0.125] * 4
 
 
-# --- totals made by hand
-
 MASKS = [torch.ones(4), torch.tensor([1.0, 0.5, 0, 0])]
 LOSSES = torch.tensor([1.0, 2, 3, 4, 5, 6, NAN, NAN])
 
 
-def by_hand(mode: str, totals: StepTotals, **keywords: Any) -> float:
-    return float(make_pg_loss_reducer(mode, MASKS, totals=totals, **{"divisor": divisor_of(mode), **keywords})(LOSSES))
-
-
-def totals_with(counts: dict[str, Any]) -> StepTotals:
-    """Totals from counts by their names: step_tokens, rollout.all, prompt.tokens, ..."""
-    units: dict[str, dict[str, Any]] = {}
-    for name, count in counts.items():
-        if "." in name:
-            kind, _, which = name.partition(".")
-            units.setdefault(kind, {})[which] = count
-    own = {name: count for name, count in counts.items() if "." not in name}
-    return StepTotals(**own, units={kind: Units(**given) for kind, given in units.items()})
-
-
-SPLIT = {"rollout.all": 2, "rollout.tokens": {7: 10, 8: 1.5}}
-STRINGS = {"prompt.all": 4, "prompt.tokens": {"a": 8, "b": 5, -5: 1}}
-ACTIVE: dict[str, Any] = {"units": "active"}
-PAIR = torch.tensor([0, 0])
-PROMPTS_OF_PAIR = {"prompt.active": 2, "prompt.tokens": {0: 11}}
-
-
-@pytest.mark.parametrize(
-    ("mode", "needed", "keywords", "expected"),
-    [
-        ("token_mean", {"step_tokens": 20}, {}, 18 / 20),
-        ("sample_mean", {"rollout.all": 5}, {}, (2.5 + 8 / 1.5) / 5),
-        ("sample_mean", {"rollout.active": 3}, ACTIVE, (2.5 + 8 / 1.5) / 3),
-        ("sample_mean", SPLIT, {"rollout_ids": [7, 8]}, (10 / 10 + 8 / 1.5) / 2),
-        ("prompt_mean", STRINGS, {"prompt_ids": ["b", "a"]}, (10 / 5 + 8 / 8) / 4),
-        ("prompt_mean", PROMPTS_OF_PAIR, {"prompt_ids": PAIR, **ACTIVE}, 18 / 11 / 2),
-        ("constant", {"rollout.all": 5}, {"divisor": 100}, 18 / 500),
-        ("constant", {"rollout.active": 4}, ACTIVE, 18 / 32),
-    ],
-)
-def test_totals_by_hand(mode: str, needed: dict[str, Any], keywords: dict[str, Any], expected: float) -> None:
-    assert by_hand(mode, totals_with(needed), **keywords) == pytest.approx(expected, rel=oracle.sum_error(len(LOSSES)))
-    for name in needed:
-        rest = {field: value for field, value in needed.items() if field != name}
-        with pytest.raises(ValueError, match=r"totals without|with rollout ids, totals without"):
-            by_hand(mode, totals_with(rest), **keywords)
-
-
 # --- refusals, each beside its nearest legal neighbour
 
+
+def of_ones(*lengths: float, **ids: Any) -> StepTotals:
+    """Totals of masks of ones, the last of which may be a fraction."""
+    masks = [[1.0] * int(length) + [length % 1] for length in lengths]
+    return StepTotals.from_loss_masks(masks, **ids)
+
+
 WITH_ROLLOUTS = StepTotals.from_loss_masks(MASKS, rollout_ids=[0, 0], prompt_ids=[0, 0])
-PROMPTS = totals_with({"prompt.all": 2, "prompt.tokens": {0: 8, "a": 6}})
-ONE, TWO = (totals_with({"rollout.all": n}) for n in (1, 2))
-ZERO, SIX = StepTotals(step_tokens=0), StepTotals(step_tokens=6)
+PROMPTS = of_ones(8, 6, prompt_ids=[0, "a"])
+ONE, TWO, ZERO, SIX = of_ones(9), of_ones(5, 5), of_ones(0, 0), of_ones(3, 3)
 ROLLOUTS: dict[str, Any] = {"rollout_ids": [0, 0]}
 IDS: dict[str, Any] = {"prompt_ids": [0, 0]}
 BOTH: dict[str, Any] = {**ROLLOUTS, **IDS}
@@ -299,12 +260,9 @@ def of_weights(mode: Any, totals: StepTotals, layout: Any = None, cp_size: int =
     return token_weights(mode, Samples(masks, layout=layout), totals, cp_size=cp_size)
 
 
-def of_rollouts(count: float) -> StepTotals:
-    return totals_with({"rollout.all": 1, "rollout.tokens": {0: count}})
-
-
 def on_mask(entry: float, divisor: float) -> torch.Tensor:
-    return token_weights("token_sum", Samples([torch.tensor([entry, 1.0])]), StepTotals(), divisor=divisor)
+    masks = [torch.tensor([entry, 1.0])]
+    return token_weights("token_sum", Samples(masks), StepTotals.from_loss_masks(masks), divisor=divisor)
 
 
 MIXED = ("prompt_mean", PROMPTS, {"prompt_ids": [0, "a"]})
@@ -325,13 +283,17 @@ test_refusals = refusal_tests(
              ("constant", WITH_ROLLOUTS, ROLLOUTS)),
             (("sample_mean", WITH_ROLLOUTS, {"rollout_ids": [0, 5]}), f"sample 1 {UNKNOWN}",
              ("sample_mean", WITH_ROLLOUTS, ROLLOUTS)),
+            # --- totals without a count
+            (("prompt_mean", SIX), "totals without prompt units: 'prompt_mean' needs them", ("prompt_mean", PROMPTS)),
+            ((by_roots, PROMPTS), "totals without a declared sum by prompt: 'by_roots'",
+             (by_roots, of_ones(8, 6, prompt_ids=[0, 0], sums=[ROOTS]))),
             # --- totals of a part of the step
             (("token_mean", ZERO), "step_tokens of 0 in the totals", ("token_mean", ZERO, IDS, [torch.zeros(4)] * 2)),
-            (("token_mean", StepTotals(step_tokens=4)), "step_tokens of 4 in the totals, and 5.5 in these",
+            (("token_mean", of_ones(2, 2)), "step_tokens of 4 in the totals, and 5.5 in these",
              ("token_mean", SIX)),
-            (("constant", ONE, {}), r"rollout units \(all\) of 1 in the totals, and 2", ("constant", TWO, {})),
-            (("sample_mean", of_rollouts(5), ROLLOUTS), "mask tokens of one rollout of .* and 5.5",
-             ("sample_mean", of_rollouts(5.5), ROLLOUTS)),
+            (("constant", ONE, {}), r"sample units \(all\) of 1 in the totals, and 2", ("constant", TWO, {})),
+            (("sample_mean", of_ones(5, 9, rollout_ids=[0, 1]), ROLLOUTS), "mask tokens of one rollout of .* and 5.5",
+             ("sample_mean", of_ones(5.5, 9, rollout_ids=[0, 1]), ROLLOUTS)),
             # --- names and settings
             (("token_mean", SIX, IDS, MASKS, "some"), "'some': there is no such unit counting. Choose one of all",
              ("token_mean", SIX, IDS, MASKS, "active")),
@@ -380,6 +342,4 @@ def test_names_of_modes(name: Any) -> None:
     with pytest.raises(TypeError, match="mode 'x' is a int: it must be a function"):
         register_pg_loss_reducer("x")(3)  # type: ignore[arg-type]
     assert isinstance(register_pg_loss_reducer("x")(numbered), Mode)
-    assert torch.equal(
-        token_weights("x", Samples(MASKS), StepTotals()), token_weights(numbered, Samples(MASKS), StepTotals())
-    )
+    assert torch.equal(token_weights("x", Samples(MASKS), SIX), token_weights(numbered, Samples(MASKS), SIX))

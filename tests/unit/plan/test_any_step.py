@@ -25,7 +25,7 @@ from megatron_rl_loss.plan.carriers import FORMS
 from megatron_rl_loss.plan.facts import StepFacts
 from megatron_rl_loss.plan.plan import Plan
 from megatron_rl_loss.step.collectives import StepGroups
-from megatron_rl_loss.step.totals import count_step
+from megatron_rl_loss.step.counting import count_step
 
 ENTRIES = [0.0, 1.0, 1.0, 0.5, 0.3]
 

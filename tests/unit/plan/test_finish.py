@@ -3,6 +3,7 @@
 Four ranks, data-parallel 2 x context-parallel 2, in one launch.
 """
 
+import functools
 import math
 import os
 import re
@@ -114,7 +115,7 @@ def told_on_rank() -> dict[str, Any]:
         plan = planned()
         reports = train(plan, rank, given)
         calls.clear()
-        told = outcome_of(lambda plan=plan, reports=reports: plan.finish(reports))
+        told = outcome_of(functools.partial(plan.finish, reports))
         found[name] = told, [*calls], {key: float(value) for key, value in reports[0].items()}
     # --- errors of a rank
     plan = planned()

@@ -1,5 +1,6 @@
 """`Plan.measure` and `Plan.keep`: against sorted float64 lists, over ranks and in one process."""
 
+import functools
 import math
 import os
 import random
@@ -74,8 +75,9 @@ def on_ranks() -> list[Any]:
             id(one): torch.tensor([value_at(*t) if t else math.nan for t in of_one]).reshape(one.tokens.loss_shapes[-1])
             for one, of_one in zip(plan, held, strict=True)
         }
-        numbers = found_in(plan, lambda one, values=values: values[id(one)], [0.5])
-        plan.keep("above", lambda one, values=values, half=numbers[2]: values[id(one)] > half)
+        numbers = found_in(plan, lambda one: values[id(one)], [0.5])  # noqa: B023
+        half = numbers[2]
+        plan.keep("above", lambda one: values[id(one)] > half)  # noqa: B023
         shares = [one.loss({"x": Term(values[id(one)].requires_grad_(), mask="above")}, form="sum") for one in plan]
         found.append((numbers, sum(float(share.detach()) for share in shares)))
     dist.barrier()
@@ -125,22 +127,23 @@ def collectives() -> tuple[dict[str, list[int]], list[str], bool]:
         found[f"{name} quantile"], sent[:] = [*sent], []
         plan.keep("kept", lambda one: torch.ones(len(one.tokens), dtype=torch.bool))
         found[f"{name} keep"], sent[:] = [*sent], []
-        ones = None if rank else lambda one: torch.ones(len(one.tokens))
+        ones: Any = None if rank else lambda one: torch.ones(len(one.tokens))
         errors += [
-            outcome_of(lambda plan=plan, ones=ones: plan.measure(ones)),
-            outcome_of(lambda plan=plan: plan.keep(f"x{rank}", lambda one: torch.ones(len(one.tokens)) > 0)),
+            outcome_of(functools.partial(plan.measure, ones)),
+            outcome_of(functools.partial(plan.keep, f"x{rank}", lambda one: torch.ones(len(one.tokens)) > 0)),
         ]
         sent.clear()
         if rank == 0 and name == "cp":  # its partner may wait inside `values`: no collective, but the error at once
-            errors.append(outcome_of(lambda plan=plan: plan.measure(lambda one: torch.ones(1))))
+            errors.append(outcome_of(functools.partial(plan.measure, lambda one: torch.ones(1))))
             found["alone"] = [*sent]
         elif name == "dp":
-            bad = (lambda one: torch.ones(1)) if rank else lambda one: torch.ones(len(one.tokens))
-            errors.append(outcome_of(lambda plan=plan, bad=bad: plan.measure(bad)))
+            bad: Any = (lambda one: torch.ones(1)) if rank else lambda one: torch.ones(len(one.tokens))
+            errors.append(outcome_of(functools.partial(plan.measure, bad)))
     of_stage = [Samples([torch.ones(2)])] if rank else None
     plan = plan_step(of_stage, "token_mean", dp_group=None, replica_groups=[world], num_microbatches=1)
-    for values in (lambda one: torch.tensor([1.0, math.nan]), None):
-        errors.append(outcome_of(lambda values=values: plan.measure(values if rank else None)))
+    not_finite: list[Any] = [lambda one: torch.tensor([1.0, math.nan]), None]
+    for values in not_finite:
+        errors.append(outcome_of(functools.partial(plan.measure, values if rank else None)))
     measured = plan.measure((lambda one: torch.tensor([-30.0, 5.0])) if rank else None)
     known = (measured.tokens, measured.mean, measured.quantile(0.5)) == (2, -12.5, -30)
     plan.keep("kept", (lambda one: torch.tensor([False, True])) if rank else None)
@@ -180,7 +183,7 @@ def test_against_sorted_lists(kind: str, number: int) -> None:
     rng = random.Random(number)
     many = [rng.choice([-1, 1]) * 10 ** rng.uniform(-44, 30) for _ in range(number)]
     values = torch.tensor([rng.choice([0.0, -0.0, 1.5, -2.25]) for _ in many] if kind == "ties" else many)
-    masks = [[rng.choice([0, 0.5, 1, 1]) for _ in values[:-1]], [1]]
+    masks: list[list[float]] = [[rng.choice([0, 0.5, 1, 1]) for _ in range(number - 1)], [1]]
     plan = plan_of([torch.tensor(mask, dtype=torch.float32) for mask in masks], 2)
     tensors = dict(zip(map(id, plan), values.split([number - 1, 1]), strict=True))
     pairs = list(zip(values.tolist(), [*masks[0], *masks[1]], strict=True))
@@ -200,12 +203,12 @@ def test_masks_in_turn() -> None:
     plan, values = plan_of([torch.ones(4)]), torch.tensor([1.0, 2, 3, 6], requires_grad=True)
     found = []
     for bound in (1.5, 2.5, 9.0):
-        plan.keep("above", lambda one, bound=bound: values > bound)
+        plan.keep("above", lambda one: values > bound)  # noqa: B023
         term = plan[0].loss({"pg": Term(values, mask="above")}, form="sum")
         plan.restart()
         found += [plan.measure(lambda one: values, mask="above").sum, float(term.detach())]
     assert found == pytest.approx([11, 11 / 3, 9, 4.5, 0, 0])
-    assert not plan.samples[0].by_mask  # type: ignore[index]  # the data is as it was
+    assert not plan.samples[0].by_mask  # the data is as it was
 
 
 def test_the_gap_between_two_passes() -> None:

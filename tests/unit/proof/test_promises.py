@@ -47,6 +47,6 @@ def test_groups(ids: str, promised: int | None, mode: str, says: str, is_sure: b
 )
 def test_the_samples_by_which_an_engine_divides(count: float | None, low: float, high: float, is_reason: bool) -> None:
     compared: Any = SimpleNamespace(totals=StepTotals.from_loss_masks(MASKS), low=low, high=high)
-    compared.totals.units["sample"] = SimpleNamespace(all=4)
+    compared.totals.units["sample"] = SimpleNamespace(number={"all": 4})
     says = other_count(count, compared)
     assert says.startswith("the engine divides by 8 samples, and the step has 4") == is_reason == (says != "")

@@ -55,9 +55,10 @@ def test_parts_share_no_storage_and_have_no_graph_and_masked_nan_is_ignored() ->
         assert not one.requires_grad
         assert one.untyped_storage().nbytes() == one.numel() * one.element_size()
     nan = torch.tensor([1.0, float("nan")], dtype=torch.float64)
-    (folded,) = fold_into_advantages([nan], [[1, 0]], mode="token_sum", totals=StepTotals())
+    totals = StepTotals.from_loss_masks([[1, 0]])
+    (folded,) = fold_into_advantages([nan], [[1, 0]], mode="token_sum", totals=totals)
     assert (folded.tolist(), folded.dtype) == ([1, 0], torch.float64)
-    assert fold_into_advantages([], [], mode="token_mean", totals=StepTotals(step_tokens=2)) == []
+    assert fold_into_advantages([], [], mode="token_mean", totals=totals) == []
 
 
 def test_folding_twice_is_refused() -> None:

@@ -132,7 +132,9 @@ def with_weights(weights: Tensor, copies: int = 1) -> WeightedSum:
     """A sum by these weights; of `copies` ranks that all hold the tokens, the first."""
     options: dict[str, Any] = {"layout": Gathered([0, len(weights)], backward="slice"), "cp_rank": 0, "cp_size": copies}
     mask = torch.ones(len(weights), dtype=torch.bool)
-    return make_pg_loss_reducer(lambda step: [weights * copies], [mask], totals=StepTotals(), **options)
+    return make_pg_loss_reducer(
+        lambda step: [weights * copies], [mask], totals=StepTotals.from_loss_masks([mask]), **options
+    )
 
 
 def sums_of(reducer: WeightedSum, losses: Tensor, *metrics: Tensor) -> tuple[Tensor, list[Tensor]]:

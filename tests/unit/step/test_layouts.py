@@ -57,9 +57,9 @@ def test_mask_starts(layout: Layout, lengths: list[int], expected: list[int]) ->
 class Own(Layout):
     """A user's layout of 8 tokens, right or wrong: the pieces of each of two ranks."""
 
-    total_tokens = 8  # type: ignore[assignment]
+    total_tokens = 8
 
-    def __init__(self, starts: Any, *pieces: list[tuple[int, int]], whole: bool = False) -> None:
+    def __init__(self, starts: Any, *pieces: list[tuple[int, ...]], whole: bool = False) -> None:
         self.starts, self.of_ranks, self.is_whole = starts, pieces, whole
 
     def mask_starts(self, mask_lengths: Any) -> Any:

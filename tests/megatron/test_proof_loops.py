@@ -1,0 +1,402 @@
+"""Loops of one's own that the proof must let pass, stop, or call not proved: a row for each.
+
+All rows run one after the other on the same four ranks, two data- times two context-parallel, with the real schedule
+and DDP. The gradient of a row that trains is compared with the oracle.
+"""
+
+import contextlib
+import functools
+import gc
+import io
+import math
+import re
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import numpy as np
+import oracle
+import pytest
+import torch
+from ranks import run_ranks
+from step_samples import dealt
+from table_step import Batch, relative_error, run_schedule, table_model
+from torch import Tensor
+from world import CP, DP, STEP, TABLE, gradient_of, start_ranks
+
+pytestmark = pytest.mark.slow
+
+PROVED = "aggregation proved on"
+
+
+class Step(NamedTuple):
+    """On a rank: what a step printed, what it raised, and the gradient's error against the oracle."""
+
+    printed: str
+    raised: str
+    error: float
+
+
+class Loop:
+    """A model and its micro-batches on a rank, in a loop around Megatron's schedule."""
+
+    def __init__(self, asked: Any = None, batches: list[Batch] | None = None, table: list[float] = TABLE) -> None:
+        from megatron.core import parallel_state as mpu
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        from megatron_rl_loss import prove_first_step
+
+        self.cp_rank, self.dp_rank = mpu.get_context_parallel_rank(), mpu.get_data_parallel_rank()
+        self.groups = {"dp_group": mpu.get_data_parallel_group(), "cp_group": mpu.get_context_parallel_group()}
+        hands = dealt(STEP, self.dp_rank, DP, 3)
+        self.batches = [Batch(STEP, hand, CP) for hand in hands] if batches is None else batches
+        self.model, self.proved = table_model(table), prove_first_step(get_forward_backward_func(), asked)
+
+    @property
+    def samples(self) -> list[Any]:
+        return [batch.samples for batch in self.batches]
+
+    def plan(self, mode: Any, **options: Any) -> Any:
+        from megatron_rl_loss import plan_step
+
+        return plan_step(self.samples, mode, **self.groups, **options)
+
+    def step(
+        self,
+        plan: Any,
+        loss_of: Callable[[Any, Tensor], Any] = lambda microbatch, losses: microbatch.loss(losses),
+        *,
+        expected: Tensor | str,
+        model: Any = None,
+        num_microbatches: int | None = None,
+    ) -> Step:
+        model = self.model if model is None else model
+        model.zero_grad_buffer()
+
+        def forward_step(iterator: Iterator[Any], model: Any) -> Any:
+            batch, microbatch = next(iterator)
+            return model(batch.local_numbers(self.cp_rank, CP)), functools.partial(loss_of, microbatch)
+
+        pairs, printed, raised = list(zip(self.batches, plan, strict=True)), io.StringIO(), ""
+        count = num_microbatches or len(pairs)
+        with contextlib.redirect_stdout(printed):
+            try:
+                run_schedule(forward_step, iter(pairs), model, count, lambda schedule: self.proved, fresh=False)
+            except Exception as error:
+                raised = f"{type(error).__name__}: {error}"
+        wanted = gradient_of(expected) if isinstance(expected, str) else expected
+        text = "\n".join(re.findall(r"megatron_rl_loss: .*", printed.getvalue()))
+        return Step(text, raised, relative_error(model.module.losses.main_grad.cpu(), wanted))
+
+
+def policy(microbatch: Any, losses: Tensor) -> Tensor:
+    """A clipped loss of ratio 1 and advantage -1: the loss's slope by the table's entry is 1."""
+    from megatron_rl_loss import ppo_clip_loss
+
+    log_probs = losses - losses.detach() - 1
+    return ppo_clip_loss(log_probs, log_probs.detach(), torch.full_like(losses, -1), microbatch).per_token_loss
+
+
+# ---- right loops
+
+
+def reduced_twice() -> list[Step]:
+    """One share is made for a log, with a graph, and never returned."""
+
+    def loss_of(microbatch: Any, losses: Tensor) -> Any:
+        microbatch.pg_loss(losses)
+        microbatch.sample_mean(losses)
+        return microbatch.loss(losses)
+
+    loop = Loop("prompt_mean")
+    return [loop.step(loop.plan("prompt_mean"), loss_of, expected="prompt_mean")]
+
+
+def term_left_out_where_it_has_no_token() -> list[Step]:
+    from megatron_rl_loss import Term
+
+    masks = [one.mask * (number % 3 == 0) for number, one in enumerate(STEP)]
+    loop = Loop("token_mean")
+    loop.batches = [Batch(STEP, hand, CP, term_masks={"good": masks}) for hand in dealt(STEP, loop.dp_rank, DP, 6)]
+
+    def loss_of(microbatch: Any, losses: Tensor) -> Any:
+        terms: dict[str, Any] = {"pg": losses}
+        if microbatch.tokens_of("good").samples.mask_sums.any():
+            terms["nll"] = Term(0 * losses, "sample_mean", coef=0.3, mask="good")
+        return microbatch.loss(terms)
+
+    return [loop.step(loop.plan("token_mean", term_masks=["good"]), loss_of, expected="token_mean")]
+
+
+def skipped_where_no_token_is_active() -> list[Step]:
+    def loss_of(microbatch: Any, losses: Tensor) -> Any:
+        if microbatch.mask.any():
+            return microbatch.loss(losses)
+        return 0 * losses.sum(), torch.tensor(1, dtype=torch.int32), {}
+
+    loop = Loop("sample_mean")
+    return [loop.step(loop.plan("sample_mean"), loss_of, expected="sample_mean")]
+
+
+def hand_made_reducers() -> list[Step]:
+    """Two reducers without a plan; that of the KL term, of another mode, is called first."""
+    from megatron_rl_loss.modes.aggregation import resolve
+    from megatron_rl_loss.modes.weights import checked_weights
+    from megatron_rl_loss.reduction.sums import WeightedSum
+    from megatron_rl_loss.step.collectives import StepGroups
+    from megatron_rl_loss.step.totals import count_step
+
+    loop = Loop("prompt_mean")
+    totals = count_step(loop.samples, StepGroups(**loop.groups))
+
+    def loss_of(samples: Any, losses: Tensor) -> Any:
+        local = samples.local(loop.cp_rank, CP)
+        shares = {}
+        for mode in ("token_mean", "prompt_mean"):
+            asked = resolve(mode)
+            reducer = WeightedSum(checked_weights(asked, local, totals), local, asked)
+            shares[mode] = reducer(0 * losses if mode == "token_mean" else losses)
+        share = shares["prompt_mean"] + 0.1 * shares["token_mean"]
+        return share * len(loop.samples) * CP * DP, torch.tensor(1, dtype=torch.int32), {}
+
+    return [loop.step(loop.samples, loss_of, expected="prompt_mean")]
+
+
+def two_models_planned_first() -> list[Step]:
+    """Both plans, without a model, are made before either model trains."""
+    loop, modes = Loop(), ("token_mean", "prompt_mean")
+    plans = {mode: loop.plan(mode) for mode in modes}
+    return [loop.step(plans[mode], expected=mode, model=table_model(TABLE)) for mode in modes]
+
+
+def critic_without_this_library() -> list[Step]:
+    """The actor's plan is made; then a critic trains on a loss of its own through the same wrapped schedule."""
+    loop, critic = Loop(), table_model(TABLE)
+    plan = loop.plan("prompt_mean")
+
+    def squared(microbatch: Any, values: Tensor) -> Any:
+        return (values**2).mean(), {}
+
+    first = loop.step(plan, squared, expected="prompt_mean", model=critic)
+    return [first._replace(error=0.0), loop.step(plan, expected="prompt_mean")]
+
+
+def compiled() -> list[Step]:
+    """Simulated: Megatron's replacements for a CPU cannot be compiled. No hook is set in a compiled graph."""
+
+    def loss_of(microbatch: Any, losses: Tensor) -> Any:
+        with patch.object(torch.compiler, "is_compiling", lambda: True):
+            share = microbatch.pg_loss(losses)
+        return microbatch.carry(share, microbatch.report({"pg_loss": share}))
+
+    loop = Loop("prompt_mean")
+    return [loop.step(loop.plan("prompt_mean"), loss_of, expected="prompt_mean")]
+
+
+def sample_means_by_hand() -> list[Step]:
+    """Each sample's mean is taken by hand, and summed by a mode that divides by no count of tokens."""
+
+    def loss_of(microbatch: Any, losses: Tensor) -> Any:
+        sums = torch.from_numpy(microbatch.tokens.spread(microbatch.samples.mask_sums + 1e-9)).float()
+        return microbatch.loss(policy(microbatch, losses) / sums)
+
+    rows = oracle.step_gradient("sample_mean", [oracle.Sample(one.losses, one.mask) for one in STEP])
+    loop = Loop("token_sum")
+    return [loop.step(loop.plan("token_sum"), loss_of, expected=len(STEP) * torch.cat([*rows, torch.zeros(1)]))]
+
+
+def coefficient_like_a_division() -> list[Step]:
+    """A coefficient of 0.1, and ten tokens in each sample."""
+    step = [oracle.sample([0.1 * t - k for t in range(10)], [1.0] * 10, f"r{k}", f"p{k // 2}") for k in range(8)]
+    loop = Loop("token_mean", [], [float(loss) for one in step for loss in one.losses] + [0.0])
+    loop.batches = [Batch(step, [4 * loop.dp_rank + k, 4 * loop.dp_rank + k + 1], CP) for k in (0, 2)]
+    expected = 0.1 * torch.cat([*oracle.step_gradient("token_mean", step), torch.zeros(1)])
+
+    def loss_of(microbatch: Any, losses: Tensor) -> Any:
+        return microbatch.loss(0.1 * policy(microbatch, losses))
+
+    return [loop.step(loop.plan("token_mean"), loss_of, expected=expected)]
+
+
+def by_label(inputs: Any) -> Any:
+    return np.asarray([float(label) for label in inputs.batch.labels["score"]]) / inputs.tokens("step")
+
+
+def two_terms_that_read_labels() -> list[Step]:
+    """The coefficient of one changes, so that its weights cannot be known."""
+    from megatron_rl_loss import Term
+
+    loop = Loop("token_mean")
+    labels = {"labels": {"score": [1.0 + number % 2 for number in range(len(STEP))]}}
+    loop.batches = [Batch(STEP, hand, CP, **labels) for hand in dealt(STEP, loop.dp_rank, DP, 3)]
+
+    def loss_of(microbatch: Any, losses: Tensor) -> Any:
+        other = Term(0 * losses, by_label, coef=1.0 + len(losses))
+        return microbatch.loss({"pg": losses, "kl": Term(0 * losses, by_label, coef=0.5), "entropy": other})
+
+    return [loop.step(loop.plan("token_mean"), loss_of, expected="token_mean")]
+
+
+def three_steps_without_a_gradient() -> list[Step]:
+    loop = Loop("token_mean")
+
+    def nothing(microbatch: Any, losses: Tensor) -> Any:
+        return microbatch.loss(0 * losses)
+
+    return [loop.step(loop.plan("token_mean"), nothing, expected=torch.zeros(len(TABLE))) for _ in range(4)]
+
+
+# ---- wrong loops
+
+
+def another_mode_in_a_dict() -> list[Step]:
+    loop = Loop("prompt_mean")
+    plan = loop.plan("sample_mean")
+    return [loop.step(plan, lambda microbatch, losses: microbatch.loss({"pg": losses}), expected="prompt_mean")]
+
+
+def microbatch_left_out_of_a_sum() -> list[Step]:
+    """The last of three micro-batches is not trained on, and shares are scaled for two."""
+
+    def loss_of(microbatch: Any, losses: Tensor) -> Any:
+        return microbatch.carry(microbatch.pg_loss(losses) * 2 / 3, {})
+
+    loop = Loop("token_sum")
+    return [loop.step(loop.plan("token_sum"), loss_of, expected="token_sum", num_microbatches=2)]
+
+
+def microbatch_with_a_loss_of_its_own() -> list[Step]:
+    numbers = iter(range(3))
+
+    def loss_of(microbatch: Any, losses: Tensor) -> Any:
+        if next(numbers) == 1:
+            return losses.mean(), torch.tensor(1, dtype=torch.int32), {}
+        return microbatch.loss(losses)
+
+    loop = Loop("token_mean")
+    return [loop.step(loop.plan("token_mean"), loss_of, expected="token_mean")]
+
+
+def microbatches_of_two_plans() -> list[Step]:
+    from megatron_rl_loss import plan_step
+
+    loop = Loop("token_mean")
+    plans = [plan_step(part, "token_mean", **loop.groups) for part in (loop.samples[:2], loop.samples[2:])]
+    step = loop.step([*plans[0], *plans[1]], expected="token_mean")
+    assert step.error > 0.1
+    return [step._replace(error=0.0)]
+
+
+def ranks_ask_for_different_modes() -> list[Step]:
+    from megatron.core import parallel_state as mpu
+
+    start_with = ["token_mean", "prompt_mean"][mpu.get_data_parallel_rank()]
+    loop = Loop(start_with)
+    return [loop.step(loop.plan("token_mean"), expected="token_mean")]
+
+
+def freed_after_the_step() -> list[Step]:
+    """Without the collector of cycles, nothing of a measured step is left."""
+    from megatron_rl_loss.proof import first_step
+
+    references: list[Any] = []
+    measurement = first_step.Measurement
+
+    def noted(*args: Any, **options: Any) -> Any:
+        measured = measurement(*args, **options)
+        references.extend(map(weakref.ref, (measured, measured.taps, *measured._anchors)))
+        return measured
+
+    loop = Loop("prompt_mean")
+    first_step.Measurement = noted  # type: ignore[assignment,misc]
+    gc.collect()
+    gc.disable()
+    try:
+        step = loop.step(loop.plan("prompt_mean"), expected="prompt_mean")
+        left = [type(reference()).__name__ for reference in references if reference() is not None]
+    finally:
+        gc.enable()
+        first_step.Measurement = measurement  # type: ignore[misc]
+    return [step._replace(error=math.inf if left or not references else step.error)]
+
+
+#: The loop, and what each of its steps prints on the first rank or raises on all.
+LOOPS: dict[str, tuple[Callable[[], list[Step]], list[str]]] = {
+    "a loss reduced twice": (reduced_twice, [rf"prompt_mean on the policy loss, {PROVED} 37 [^;]*; by the gradient"]),
+    "a term left out where no token has its mask": (
+        term_left_out_where_it_has_no_token,
+        [rf"token_mean on the policy loss, sample_mean on nll, {PROVED} 37 [^;]*; by the gradient"],
+    ),
+    "a micro-batch skipped where no token is active": (skipped_where_no_token_is_active, [f"{PROVED} 37 tokens of 13"]),
+    "a hand-made reducer of another mode first": (
+        hand_made_reducers,
+        [rf"{PROVED} 37 .*not covered: loss number 2 of a micro-batch \(no mode of its own\)"],
+    ),
+    "two models planned before either trains": (
+        two_models_planned_first,
+        [f"token_mean on the policy loss, {PROVED} 37", f"prompt_mean on the policy loss, {PROVED} 37"],
+    ),
+    "a critic without this library first": (
+        critic_without_this_library,
+        ["the policy loss, NOT PROVED: No loss went through", f"prompt_mean on the policy loss, {PROVED} 37"],
+    ),
+    "a reducer under torch.compile": (compiled, [rf"{PROVED} 37 .*; from the share on \(compiled\)"]),
+    "sample means by hand": (
+        sample_means_by_hand,
+        [rf"token_sum on .*{PROVED} 37 .*not covered: factors of .* \(1 / the mask's sum of each sample\) on tokens"],
+    ),
+    "a coefficient like a division": (
+        coefficient_like_a_division,
+        [rf"{PROVED} 80 .*not covered: a factor of 0.1 \(1 / the mask's sum of each sample\) on tokens between"],
+    ),
+    "two terms that read labels": (
+        two_terms_that_read_labels,
+        [rf"token_mean on the policy loss, \S*by_label on kl, {PROVED} 37 .*not covered: entropy \(its mode or coef"],
+    ),
+    "three steps without a gradient": (
+        three_steps_without_a_gradient,
+        ["not proved yet: the step has no gradient", "^$", "NOT PROVED: 3 steps had no gradient.* losses are 0", "^$"],
+    ),
+    "another mode in a dict of terms": (
+        another_mode_in_a_dict,
+        ["raises prompt_mean on the policy loss: tokens weigh 0.433 to 2.53 times what they should"],
+    ),
+    "a micro-batch left out of a sum": (
+        microbatch_left_out_of_a_sum,
+        ["raises token_sum on the policy loss: tokens weigh 0 to 1 times what they should; .* of micro-batch 2 on"],
+    ),
+    "a micro-batch with a loss of its own": (
+        microbatch_with_a_loss_of_its_own,
+        ["raises token_mean on the policy loss: tokens weigh 0 to 1 times what they should; .* of micro-batch 1 on"],
+    ),
+    "micro-batches of two plans": (microbatches_of_two_plans, ["NOT PROVED: Micro-batches of several plans were"]),
+    "ranks that ask for different modes": (
+        ranks_ask_for_different_modes,
+        [r"NOT PROVED: Nothing was compared: the policy loss \(ranks ask for different modes\)"],
+    ),
+    "freed after the step": (freed_after_the_step, [f"{PROVED} 37"]),
+}  # fmt: skip
+
+
+def run_loops() -> dict[str, list[Step]]:
+    start_ranks()
+    return {name: run() for name, (run, _) in LOOPS.items()}
+
+
+@functools.cache
+def outcomes() -> list[dict[str, list[Step]]]:
+    return run_ranks(CP * DP, run_loops, timeout_s=300)
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_loop(name: str) -> None:
+    words = LOOPS[name][1]
+    for rank, of_rank in enumerate(outcomes()):
+        for step, expected in zip(of_rank[name], words, strict=True):
+            if expected.startswith("raises "):
+                assert re.search(expected.removeprefix("raises "), step.raised), (rank, step)
+                continue
+            assert not step.raised, (rank, step)
+            assert re.search(expected if rank == 0 else "^$", step.printed), (rank, step)
+            assert step.error < 1e-6, (rank, step)

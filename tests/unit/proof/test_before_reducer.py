@@ -1,0 +1,63 @@
+"""What lies between a loss function and the reducer, from gradients of both."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_rl_loss import Samples
+from megatron_rl_loss.proof.before_reducer import Before, BeforeEnds, before_of
+from megatron_rl_loss.reduction.taps import HookedShare, LossOutput
+
+RAGGED = [[[1, 1, 0], [1]], [[1]], [[0, 1, 1], [1, 1, 1]]]
+OF_13, OF_10 = [[[1] * 13]] * 3, [[[1] * 10]] * 3
+OF_MICROBATCH, OF_SAMPLE = "the mask's sum of the micro-batch", "the mask's sum of each sample"
+
+
+def before(microbatches: list[list[list[int]]], factors_of: Any) -> Before:
+    ends = BeforeEnds()
+    for masks in microbatches:
+        samples = Samples([torch.tensor(mask) for mask in masks])
+        tokens = samples.local(0, 1)
+        weights = torch.tensor(tokens.mask).float() / 7
+        reducer: Any = SimpleNamespace(weights=weights)
+        share = HookedShare(reducer, 1.0, samples, slope=torch.tensor(2.0))
+        share.outputs = [LossOutput("ppo_clip_loss", 2 * weights * factors_of(samples, tokens))]
+        ends.add(share, tokens)
+    return before_of(ends.numbers(), ends.made_by)
+
+
+def by_microbatch(samples: Samples, tokens: Any) -> float:
+    return 1 / float(samples.mask_sums.sum())
+
+
+def by_sample(samples: Samples, tokens: Any) -> Tensor:
+    return 1 / torch.from_numpy(tokens.spread(samples.mask_sums)).float()
+
+
+@pytest.mark.parametrize(
+    ("microbatches", "factors_of", "division", "is_sure"),
+    [
+        (RAGGED, by_microbatch, OF_MICROBATCH, True),  # one of the micro-batches has one token: there nothing changes
+        (RAGGED, by_sample, OF_SAMPLE, True),
+        (OF_13, by_sample, OF_SAMPLE, True),  # nobody has a coefficient of 1 / 13
+        (OF_10, by_sample, OF_SAMPLE, False),  # 0.1 may be one
+        (RAGGED, lambda *_: 1.0, "", False),
+        (RAGGED, lambda *_: 0.2, "", False),
+        ([[[1]]] * 3, lambda *_: 1.0, "", False),
+        (RAGGED, lambda samples, tokens: torch.arange(1.0, len(tokens) + 1), "", False),
+    ],
+)
+def test_divisions(microbatches: Any, factors_of: Any, division: str, is_sure: bool) -> None:
+    found = before(microbatches, factors_of)
+    assert (found.division, found.is_sure, found.made_by) == (division, is_sure, ("ppo_clip_loss",))
+
+
+def test_factors_are_said() -> None:
+    assert str(before(OF_10, by_sample)).startswith(
+        f"a factor of 0.1 (1 / {OF_SAMPLE}) on tokens between ppo_clip_loss"
+    )
+    assert str(before(RAGGED, lambda *_: 0.5)) == "a factor of 0.5 on tokens between ppo_clip_loss and the reducer"
+    assert before(RAGGED, lambda *_: 1.0).is_one
