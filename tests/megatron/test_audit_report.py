@@ -213,7 +213,7 @@ def audit_of(declared: dict[str, Aggregation | None], **facts: Any) -> Any:
             [],
             ["--expect", "constant", "--divisor", "9", "--units", "active"],
             1,
-            "constant with divisor 9, unit counting",
+            "constant with divisor 9, ",
         ),
     ],
 )
