@@ -4,8 +4,9 @@
 
 verl's `agg_loss` returns the step's share in every mode if it gets counts of the whole step, as from verl's engine. The
 guard refuses other counts, never reads masked losses, sums in float32, and taps losses: the first training step of each
-model is proved. Importing this module imports no verl; `install` does. Source: verl 0.9.1, 1dda039b,
-trainer/ppo/core_algos.py, workers/utils/losses.py, workers/engine/megatron/transformer_impl.py.
+model is proved. A row of paths measures what `ppo_loss` does to advantages before. Importing this module imports no
+verl; `install` does. Source: verl 0.9.1, 1dda039b, trainer/ppo/core_algos.py, workers/utils/losses.py,
+workers/engine/megatron/transformer_impl.py.
 """
 
 import importlib
@@ -20,10 +21,12 @@ import torch
 from torch import Tensor
 
 from megatron_rl_loss.errors import require
+from megatron_rl_loss.frameworks.places import swapped
+from megatron_rl_loss.frameworks.policy_tap import LossPaths, WeighedMicrobatch, tap_policy
 from megatron_rl_loss.frameworks.proving import prove
 from megatron_rl_loss.frameworks.replacing import Function, Replaced, announce, installed
 from megatron_rl_loss.modes.aggregation import resolve
-from megatron_rl_loss.reduction.taps import observed_taps, tap
+from megatron_rl_loss.reduction.taps import is_observed, observed_taps, tap
 from megatron_rl_loss.step.layouts import Gathered
 from megatron_rl_loss.step.samples import Samples
 
@@ -51,6 +54,13 @@ _WITHOUT = {
     "loss_scale_factor": "verl would divide by the padded length of this micro-batch. Set actor.loss_scale_factor, "
     "e.g. to the maximal response length.",
 }
+#: Policy losses with the slope -advantage by a log-prob at a ratio of 1, whose advantages are measured too.
+_LINEAR = ("vanilla", "gspo", "gpg", "sapo", "cispo")
+_PPO_LOSS = LossPaths(
+    "verl.workers.utils.losses:no_padding_2_padding",
+    "data.advantages",
+    {"data.old_log_probs": "old", "data.rollout_is_weights?": "ones"},
+)
 _Terms = list[tuple[str, float]]  # with their coefficients
 _OF_A_LOSS_OF_YOURS = ("pg", math.nan)
 
@@ -62,12 +72,14 @@ class _Running:
     Attributes:
         terms: those that it has still to aggregate; then one for a call too many.
         mask: the response mask of its batch, not as the function changed it since.
+        policy: what the policy loss was tapped as, if it was.
         taps: losses are measured.
         on_megatron: a step of verl's Megatron engine came.
     """
 
     terms: _Terms = field(default_factory=list)
     mask: Tensor | None = None
+    policy: Any = None
     taps: bool = True
     on_megatron: bool = False
 
@@ -98,9 +110,7 @@ def _replace(running: _Running) -> Replaced:
     functions = [
         Function(core_algos, "agg_loss", needed, partial(_agg_loss, running), lambda module: module not in _TRAINERS),
         Function(core_algos, "get_policy_loss_fn", ("name",), partial(_uncut, running), bool),
-        Function(
-            losses, "ppo_loss", ("config", "model_output", "data"), partial(_checked, running, _terms_of_ppo), bool
-        ),
+        Function(losses, "ppo_loss", ("config", "model_output", "data"), partial(_ppo_loss, running), bool),
         Function(losses, "value_loss", ("data",), partial(_checked, running, lambda arguments: [("pg", 0.5)]), bool),
     ]
     try:
@@ -134,6 +144,7 @@ def _agg_loss(running: _Running, stock: Callable[[], Any], arguments: dict[str, 
             differ = (mask != 0).int() - (of_batch != 0).int() if mask.shape == of_batch.shape else mask.new_ones(())
             if differ.min() < 0 and differ.max() == 0:
                 tapped.doubt = "the loss function leaves out tokens of the batch's response_mask."
+            running.policy = tapped if term == "pg" else running.policy
     elif running.taps and losses.requires_grad and not running.on_megatron:
         announce("verl: NOT PROVED: only steps of verl's Megatron engine are measured")
     arguments["loss_mat"] = losses.masked_fill(mask == 0, 0).to(torch.promote_types(losses.dtype, torch.float32))
@@ -163,6 +174,33 @@ def response_samples(mask: Tensor, **ids: Any) -> Samples:
         cp_size = state.get_context_parallel_world_size()
     edges = [row * mask.shape[1] for row in range(len(mask) + 1)]
     return Samples(list(mask), layout=Gathered(edges, backward="slice") if cp_size > 1 else None, **ids)
+
+
+def _ppo_loss(running: _Running, stock: Callable[[], Any], arguments: dict[str, Any]) -> Any:
+    """verl's `ppo_loss`; its slopes show what it does to advantages and losses before it calls `agg_loss`."""
+    checked, of_taps = partial(_checked, running, _terms_of_ppo, stock, arguments), iter([True])
+    observes = running.taps and is_observed()
+    if not observes or arguments["config"].policy_loss.get("loss_mode", "vanilla") not in _LINEAR:
+        return checked()
+
+    def trial() -> Any:
+        """The first call is no trial yet."""
+        with swapped(vars(running), {"taps": next(of_taps, False)}):
+            return checked()
+
+    def measured() -> WeighedMicrobatch:
+        mask, advantages = response_mask_of(arguments["data"]), arguments["data"]["advantages"]
+        plain = torch.nested.to_padded_tensor(advantages, 0) if advantages.is_nested else advantages
+        return WeighedMicrobatch(
+            response_samples(mask), torch.ones(mask.shape), plain, "advantages", 1.0,
+            running.policy and running.policy.aggregation, is_followed=False,
+        )  # fmt: skip
+
+    returned = tap_policy(_PPO_LOSS, trial, arguments, measured)
+    if (taps := observed_taps()) and running.policy is not None:
+        tapped = taps.losses["advantages"][taps.num_microbatches - 1]
+        tapped.doubt, tapped.count = tapped.doubt or running.policy.doubt, running.policy.count
+    return returned
 
 
 def _checked(

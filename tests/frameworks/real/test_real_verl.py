@@ -588,9 +588,8 @@ def test_the_first_step_of_actor_and_critic_is_proved(per_token: bool, monkeypat
         assert rank == 0 or not any(text for text, _ in with_proof)
     for mode, (actor, _), (critic, _) in zip(modes, proved[0][::2], proved[0][1::2], strict=True):
         words = MODES[mode][0] + r"( with divisor \d+)?"
-        assert re.search(
-            f": {words} on verl's loss, {words} on entropy, {words} on kl, aggregation proved on ", actor
-        ), actor
+        says = ", ".join(f"{words} on {term}" for term in ("verl's loss", "entropy", "kl", "advantages"))
+        assert re.search(f": {says}, aggregation proved on ", actor), actor
         assert re.search(f": {words} on verl's loss, aggregation proved on ", critic), critic
 
 
@@ -605,6 +604,7 @@ ENGINE, ALGORITHMS = "verl/workers/engine/megatron/transformer_impl.py", "verl/t
 TERMS, OTHER = "verl/workers/utils/losses.py", "the first training step does something else"
 REFUSED, BATCHES = "this package expects agg_loss", 'data["num_micro_batch"]'
 MASK = '["response_mask"].to(bool)\n    # compute'
+LOG_PROBS = 'log_prob = no_padding_2_padding(model_output["log_probs"], data)'
 #: A file, what stands there, what comes in its place, and what a rank then says; the second with per-token loss.
 PLANTS = {
     "scaling doubled": (ENGINE, BATCHES, f"2 * {BATCHES}", OTHER),
@@ -614,6 +614,18 @@ PLANTS = {
     "counts of a micro-batch": (TERMS, '= data["batch_num_tokens"]', '= data["response_mask"].bool().sum()', OTHER),
     "entropy doubled": (TERMS, "-= entropy_coeff", "-= 2 * entropy_coeff", "on entropy: tokens weigh"),
     "entropy left out": (TERMS, "policy_loss -= entropy_coeff * entropy_loss", "pass", "no gradient reaches it"),
+    "advantages doubled in the policy loss": (
+        ALGORITHMS,
+        "pg_losses1 = -advantages",
+        "advantages = 2 * advantages; pg_losses1 = -advantages",
+        "on advantages: tokens weigh 2 times",
+    ),
+    "log-probs half detached": (
+        TERMS,
+        LOG_PROBS,
+        f"{LOG_PROBS}; log_prob = (log_prob + log_prob.detach()) / 2",
+        "on advantages: tokens weigh 0.5",
+    ),
     "KL not linear": (TERMS, "kl_loss * config", "kl_loss ** 2 * config", "on kl: tokens weigh"),
     "value loss doubled": (ALGORITHMS, "vf_loss = 0.5 * agg_loss(", "vf_loss = agg_loss(", OTHER),
     "mask shifted in ppo_loss": (
