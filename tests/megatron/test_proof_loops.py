@@ -145,7 +145,7 @@ def hand_made_reducers() -> list[Step]:
     from megatron_rl_loss.modes.weights import checked_weights
     from megatron_rl_loss.reduction.sums import WeightedSum
     from megatron_rl_loss.step.collectives import StepGroups
-    from megatron_rl_loss.step.totals import count_step
+    from megatron_rl_loss.step.counting import count_step
 
     loop = Loop("prompt_mean")
     totals = count_step(loop.samples, StepGroups(**loop.groups))
