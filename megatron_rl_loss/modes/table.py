@@ -152,17 +152,18 @@ class ModeInputs:
     def _at_samples(self, key: str, counted: Counted, own: Floats, least: float = -np.inf) -> Floats:
         """What is counted of each sample's unit; `own` is the number of each sample, where it is a unit alone."""
         self._check(key)
-        parts = self.batch.parts.get(key, Parts(np.zeros(len(own), np.int64), np.arange(len(own))))
-        if self._is_sample(key) or self.totals is None:
+        parts = self.batch.parts.get(key)
+        if self.totals is None or self._is_sample(key):
             if self.totals is not None and key in self.totals.units and self.totals.units[key].have_ids:
                 self.units(key)  # refuses totals by id
-            of_parts = own[parts.sample]
+            of_parts = self.batch.at_parts(key, own)
         else:
             units = self._units(self.totals, key)
+            parts = parts or Parts(np.zeros(len(own), np.int64), np.arange(len(own)))  # of the one step
             self._known(units.counts, counted, key)
             of_parts = units.at(counted, parts.keys, argument_of(key), parts.sample)
         of_parts = np.maximum(of_parts, least)
-        if parts.of_entry is None:
+        if parts is None or parts.of_entry is None:
             return of_parts
         rows = np.empty(len(self.batch), object)
         of_entries = np.split(np.append(of_parts, np.nan)[parts.of_entry], np.cumsum(self.batch.mask_lengths))

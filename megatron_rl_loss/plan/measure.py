@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl_loss.errors import check_callable, check_within
-from megatron_rl_loss.plan.facts import StepFacts
 from megatron_rl_loss.plan.microbatch import Microbatch
+from megatron_rl_loss.plan.record import StepRecord
 from megatron_rl_loss.step.collectives import all_reduce, attempt, failure_of, raise_together, several
 from megatron_rl_loss.step.counting import count_step
 from megatron_rl_loss.step.masks import Floats, to_array
@@ -34,17 +34,17 @@ class Measurement:
 
     def __init__(
         self,
-        facts: StepFacts,
+        record: StepRecord,
         microbatches: Sequence[Microbatch] | None,
         values: TokenFunction | None,
         mask: str | None,
     ) -> None:
-        self._facts = facts
+        self._record = record
         tokens = None
         if microbatches is not None and values is not None:
-            tokens = _attempt(facts, partial(_active_tokens, microbatches, values, mask))
+            tokens = _attempt(record, partial(_active_tokens, microbatches, values, mask))
         self._values, self._entries = tokens if isinstance(tokens, np.ndarray) else np.zeros((2, 0))
-        self.tokens, self.sum = _begin(facts, tokens, self._entries.sum(), self._entries @ self._values)
+        self.tokens, self.sum = _begin(record, tokens, self._entries.sum(), self._entries @ self._values)
 
     @property
     def mean(self) -> float:
@@ -66,7 +66,7 @@ class Measurement:
         for shift in (24, 16, 8, 0):
             bins = (ints >> shift) & 255
             counted = np.bincount(bins, entries, 256).astype(np.float64)  # without a token NumPy counts ints
-            table = _over_step(self._facts, torch.from_numpy(counted)).numpy()
+            table = _over_step(self._record, torch.from_numpy(counted)).numpy()
             sums = before + np.cumsum(table)
             filled = np.flatnonzero(table > 0)
             reached = filled[sums[filled] >= share]
@@ -77,27 +77,27 @@ class Measurement:
         return _from_int(found)
 
 
-def keep(facts: StepFacts, microbatches: Sequence[Microbatch] | None, name: str, flags: TokenFunction | None) -> None:
+def keep(record: StepRecord, microbatches: Sequence[Microbatch] | None, name: str, flags: TokenFunction | None) -> None:
     """`Plan.keep`."""
     kept = None
     if microbatches is not None and flags is not None:
-        kept = _attempt(facts, partial(_flags_in_buffer, microbatches, flags, name))
-    _begin(facts, kept)
+        kept = _attempt(record, partial(_flags_in_buffer, microbatches, flags, name))
+    _begin(record, kept)
     samples = None
     if isinstance(kept, np.ndarray) and microbatches is not None:
         flat = torch.from_numpy(kept)
         pairs = list(zip(microbatches, flat.split([one.samples.total_tokens for one in microbatches]), strict=True))
-        of_groups = [(flat, facts.groups.cp_group)]
-        if facts.dynamic_cp:
+        of_groups = [(flat, record.groups.cp_group)]
+        if record.dynamic_cp:
             of_groups = [(part, one.cp_group) for one, part in pairs]
         for part, cp_group in of_groups:
             for group in several(cp_group):
                 all_reduce(part, group, dist.ReduceOp.MAX)
         samples = [one.samples.with_kept_tokens(name, part.numpy().astype(bool)) for one, part in pairs]
     counted = count_step(
-        samples, facts.groups, masks=[name], sums=facts.modes.sums, settings=f"tokens to keep as {name!r}"
+        samples, record.groups, masks=[name], sums=record.modes.sums, settings=f"tokens to keep as {name!r}"
     )
-    facts.totals = replace(facts.totals, by_mask={**facts.totals.by_mask, name: counted.by_mask[name]})
+    record.totals = replace(record.totals, by_mask={**record.totals.by_mask, name: counted.by_mask[name]})
     for microbatch, of_microbatch in zip(microbatches or (), samples or (), strict=True):
         microbatch.keep(name, of_microbatch)
 
@@ -105,30 +105,30 @@ def keep(facts: StepFacts, microbatches: Sequence[Microbatch] | None, name: str,
 # --- over the step
 
 
-def _attempt(facts: StepFacts, make: Callable[[], Floats]) -> Floats | Exception:
+def _attempt(record: StepRecord, make: Callable[[], Floats]) -> Floats | Exception:
     """This rank's values, or their error for `_begin` to raise on all ranks; under CP the error is raised at once."""
-    return make() if facts.cp_size > 1 or facts.dynamic_cp else attempt(make)
+    return make() if record.cp_size > 1 or record.dynamic_cp else attempt(make)
 
 
-def _begin(facts: StepFacts, mine: Floats | Exception | None, *sums: float) -> list[float]:
+def _begin(record: StepRecord, mine: Floats | Exception | None, *sums: float) -> list[float]:
     """One round: the sums of all ranks that compute the loss; an error of any raises on all."""
     failure = failure_of(mine)
     of_rank = torch.tensor([mine is not None, failure is not None, *sums], dtype=torch.float64, device="cpu")
-    ranks, failures, *totals = _over_step(facts, of_rank).tolist()
-    raise_together(failures > 0, failure, facts.groups.all)
-    if ranks != (expected := facts.dp_size * facts.cp_size):
+    ranks, failures, *totals = _over_step(record, of_rank).tolist()
+    raise_together(failures > 0, failure, record.groups.all)
+    if ranks != (expected := record.dp_size * record.cp_size):
         given = f"values of {max(ranks, 0):.0f} of {expected} ranks of a pipeline stage"
         raise ValueError(f"{given}: all ranks that compute the loss must give values. Pass None on other stages.")
     return totals
 
 
-def _over_step(facts: StepFacts, numbers: Tensor) -> Tensor:
+def _over_step(record: StepRecord, numbers: Tensor) -> Tensor:
     """Sums over the ranks of a stage, broadcast to stages without values, whose numbers are 0."""
-    for group in facts.groups.of_loss:
+    for group in record.groups.of_loss:
         all_reduce(numbers, group)
     if not numbers.max() > 0:  # a sum of values may be negative
         numbers.fill_(-math.inf)
-    for group in several(*facts.groups.replica_groups):
+    for group in several(*record.groups.replica_groups):
         all_reduce(numbers, group, dist.ReduceOp.MAX)
     return numbers
 

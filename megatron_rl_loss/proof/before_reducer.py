@@ -65,7 +65,7 @@ _COUNTS = (
 )
 
 
-class BeforeEnds:
+class FactorExtremes:
     """Extremes of what reached the outputs of loss functions, against what the share sends to its tokens.
 
     The first number is of that quotient, the others are of the quotient times each of `_COUNTS`.

@@ -28,25 +28,25 @@ def misgrouped(totals: StepTotals, promised: Any, asked: Aggregation, *, is_sure
     Filters only make groups smaller. A shuffled mini-batch may have one sample of each prompt. Unless the number is
     sure, it may be meant for something else, or a prompt may have come several times.
     """
-    found = Misgrouped([], [])
+    findings = Misgrouped([], [])
     if not isinstance(promised, int) or "prompt" not in totals.units:
-        return found
+        return findings
     keys = attempt(lambda: rehearse(asked, Samples([np.ones(1)], prompt_ids=["0"])))  # others need further ids
     if isinstance(keys, Exception) or "prompt" not in keys:
-        return found
+        return findings
     sizes = totals.units["prompt"].counts["all"]
     if sizes.max(initial=0) > promised:
         says = f"A prompt has {sizes.max():g} samples where {promised} are generated: "
         if is_sure:
-            found.faults.append(f"{says}prompts share an id.")
+            findings.faults.append(f"{says}prompts share an id.")
         else:
-            found.doubts.append(f"{says}prompts share an id, or a prompt came several times.")
+            findings.doubts.append(f"{says}prompts share an id, or a prompt came several times.")
     if sizes.max(initial=0) == 1 < promised and len(sizes) > 1:
-        found.doubts.append(
+        findings.doubts.append(
             f"Each of {len(sizes)} prompts has one sample where {promised} are generated: ids differ within a group, "
             "or the mini-batch was shuffled."
         )
-    return found
+    return findings
 
 
 def other_count(count: float | None, compared: "Compared") -> str:

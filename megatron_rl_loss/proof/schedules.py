@@ -13,7 +13,7 @@ def run_schedules_by(run: Callable[..., Any]) -> Callable[[], None]:
     """
     schedules = importlib.import_module("megatron.core.pipeline_parallel.schedules")
     originals = {name: value for name, value in vars(schedules).items() if name.startswith("forward_backward_")}
-    ours = {name: functools.wraps(one)(functools.partial(run, one)) for name, one in originals.items()}
+    ours = {name: functools.wraps(schedule)(functools.partial(run, schedule)) for name, schedule in originals.items()}
     vars(schedules).update(ours)
 
     def put_back() -> None:

@@ -83,8 +83,8 @@ def compare_terms(
     first = "pg" if "pg" in state.terms else next(iter(state.terms))
     for name in sorted(state.terms, key=lambda name: name != first):
         (declared, *others), loss = sorted(state.terms[name], key=repr), _in_words(name, policy)
-        doubt = next((one.doubt for one in (declared, *others) if one.doubt), "")  # micro-batches may differ by it
-        others = [one for one in others if replace(one, doubt="") != replace(declared, doubt="")]
+        doubt = next((said.doubt for said in (declared, *others) if said.doubt), "")  # micro-batches may differ by it
+        others = [other for other in others if replace(other, doubt="") != replace(declared, doubt="")]
         asked, why = own.aggregation(name), ""
         if name != first and not declared.mode:
             why = "no mode of its own"

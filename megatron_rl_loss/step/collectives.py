@@ -107,7 +107,7 @@ def stated_dp_group(
 
 def device_of(group: Group) -> torch.device:
     """The device whose tensors the group's backends take: the host if one of them does ("cpu:gloo,cuda:nccl")."""
-    devices = [one.partition(":")[0] for one in dist.get_backend_config(group).split(",")]
+    devices = [backend.partition(":")[0] for backend in dist.get_backend_config(group).split(",")]
     if "cpu" in devices or not devices[0]:
         return torch.device("cpu")
     return torch.device(devices[0], getattr(torch, devices[0]).current_device())

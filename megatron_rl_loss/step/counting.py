@@ -192,7 +192,9 @@ def _tally(
         tables={kind: _table(kind, counted, masks, sums).tobytes() for kind in ("step", *kinds) if counted},
         data=hashed(b"".join(samples.digest() for samples in counted)) if counted and groups.all else 0,
         is_own=is_told_apart and any(samples.mask_sums.any() for samples in counted),
-        in_cp_groups=[_in_cp_group(one, groups.dp_group) for one in microbatches or () if size_of(one.cp_group) > 1],
+        in_cp_groups=[
+            _in_cp_group(samples, groups.dp_group) for samples in microbatches or () if size_of(samples.cp_group) > 1
+        ],
         dynamic_cp=any(samples.cp_group is not None for samples in microbatches or ()),
     )
 
@@ -307,7 +309,7 @@ def _without_units(numbers: Sequence[tuple[float, int, int]], masks: Sequence[st
 
 def _digest(tallies: Sequence[Tally], sums: Sequence[Sum]) -> int:
     """Of the data of all ranks. Tables are made of the samples, but for what the functions of declared sums return."""
-    return hashed(repr([(one.data, one.kinds, one.tables if sums else {}) for one in tallies]))
+    return hashed(repr([(tally.data, tally.kinds, tally.tables if sums else {}) for tally in tallies]))
 
 
 def _other_settings(settings: str) -> ValueError:

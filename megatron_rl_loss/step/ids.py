@@ -55,12 +55,12 @@ def parts_of(key: str, ids: Ids | Sequence[Ids], lengths: Sequence[int]) -> Part
         return Parts(keys, np.arange(len(lengths)))
     check_one_each(name, len(ids), "loss masks", len(lengths))
     rows = [_plain(row) for row in ids]
-    if (given := [len(row) if _is_row(row) else None for row in rows]) != list(lengths):
+    if (sizes := [len(row) if _is_row(row) else None for row in rows]) != list(lengths):
         raise ValueError(
-            f"{name} with rows of {given[:8]} entries for loss masks of {lengths[:8]}: each row must be as long as its "
+            f"{name} with rows of {sizes[:8]} entries for loss masks of {lengths[:8]}: each row must be as long as its "
             "sample's mask. Pass one id per entry, -1 where a token is in no unit."
         )
-    keys = as_ids(name, [one for row in rows for one in row], sum(lengths))
+    keys = as_ids(name, [entry for row in rows for entry in row], sum(lengths))
     named = np.flatnonzero(_is_unit(keys))
     unique, number = np.unique(keys[named], return_inverse=True)
     sample = np.arange(len(lengths)).repeat(lengths)
@@ -77,8 +77,8 @@ def _is_unit(keys: Keys) -> npt.NDArray[np.bool_]:
 
 def check_units(parts: Mapping[str, Parts], entries: npt.NDArray[Any]) -> None:
     """Raise ValueError for a nonzero mask entry, of masks end to end, that is in no unit."""
-    for name, one in parts.items():
-        if one.of_entry is not None and entries[one.of_entry < 0].any():
+    for name, of_kind in parts.items():
+        if of_kind.of_entry is not None and entries[of_kind.of_entry < 0].any():
             raise ValueError(
                 f"a token with a nonzero mask and a negative or empty {name} id: every token that counts must be in a "
                 f"{name}. Mask the token, or give it the id of its {name}."
@@ -96,8 +96,8 @@ def is_per_token(ids: Any) -> bool:
     return isinstance(ids, Sequence) and len(ids) > 0 and _is_row(ids[0])
 
 
-def _is_row(one: Any) -> bool:
-    return getattr(one, "ndim", 0) == 1 or (isinstance(one, Sequence) and not isinstance(one, str | bytes))
+def _is_row(entry: Any) -> bool:
+    return getattr(entry, "ndim", 0) == 1 or (isinstance(entry, Sequence) and not isinstance(entry, str | bytes))
 
 
 def as_ids(name: str, ids: Ids, num_samples: int, beside: str = "loss masks") -> Keys:
@@ -134,22 +134,22 @@ def kind_of_ids(ids: Ids | Sequence[Ids]) -> str:
     Of ids per token ``int per token`` or ``str per token``, and ``per token`` alone where no token is in a unit.
     """
     if not is_per_token(ids):
-        return "str" if any(isinstance(one, str) for one in _plain(ids)) else "int"
+        return "str" if any(isinstance(entry, str) for entry in _plain(ids)) else "int"
     rows = [_plain(row) for row in ids]
-    if any(isinstance(one, str) and one for row in rows for one in row):
+    if any(isinstance(entry, str) and entry for row in rows for entry in row):
         return f"str {_PER_TOKEN}"
-    has_unit = any(not isinstance(one, str) and one >= 0 for row in rows for one in row)
+    has_unit = any(not isinstance(entry, str) and entry >= 0 for row in rows for entry in row)
     return f"int {_PER_TOKEN}" if has_unit else _PER_TOKEN
 
 
 def join_kinds(of_microbatches: Iterable[Sequence[tuple[str, str]]]) -> dict[str, str] | None:
     """The kind of each name's ids in all micro-batches, sorted by name; None where micro-batches differ."""
-    given = [dict(kinds) for kinds in of_microbatches]
-    if len({tuple(kinds) for kinds in given}) > 1:
+    of_each = [dict(kinds) for kinds in of_microbatches]
+    if len({tuple(kinds) for kinds in of_each}) > 1:
         return None
     joined = dict[str, str]()
-    for name in given[0] if given else ():
-        kinds = {one[name] for one in given}
+    for name in of_each[0] if of_each else ():
+        kinds = {of_microbatch[name] for of_microbatch in of_each}
         known = kinds - {_PER_TOKEN} or kinds
         if len(known) > 1 or len({kind.endswith(_PER_TOKEN) for kind in kinds}) > 1:
             return None

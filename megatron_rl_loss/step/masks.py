@@ -79,6 +79,8 @@ def join_on_host(masks: Sequence[Tensor]) -> Array:
     """The masks end to end, on the host, with their dtypes promoted: one transfer for each device."""
     if not masks:
         return np.zeros(0, np.float32)
+    if len(masks) == 1:
+        return to_array(masks[0]).copy()  # the samples keep it
     devices = {mask.device for mask in masks}
     if len(devices) == 1:
         return to_array(torch.cat(list(masks)))
@@ -115,6 +117,8 @@ def _is_sound(mask: Array, largest: float) -> bool:
     """True if every entry is a usable weight, which NaN is not."""
     if not mask.size:
         return True
+    if mask.dtype.kind in "bi":  # as unsigned ones, negative ints are the largest
+        return bool(mask.view(f"u{mask.itemsize}").max() <= largest)
     # float16 has no 1e9
     in_range = mask.min() >= 0 and float(mask.max()) <= largest * _ROUNDED
     return bool(in_range) and (largest == 1 or not ((mask < SMALLEST) & (mask != 0)).any())
@@ -171,11 +175,11 @@ def plain_label(label: Any) -> Any:
     if isinstance(label, Tensor | np.ndarray):
         return to_array(label).tolist()
     if isinstance(label, list | tuple):
-        return [plain_label(one) for one in label]
+        return [plain_label(entry) for entry in label]
     if isinstance(label, dict):
         return sorted(repr((plain_label(key), plain_label(value))) for key, value in label.items())
     if isinstance(label, set | frozenset):
-        return sorted(repr(plain_label(one)) for one in label)
+        return sorted(repr(plain_label(entry)) for entry in label)
     if isinstance(label, np.generic):
         return label.item()
     return label if isinstance(label, str | bytes | int | float | None) else type(label).__qualname__

@@ -103,16 +103,16 @@ class Samples:
 
                 check_pieces(layout, "loss masks", self._places)
         kinds = [("rollout", rollout_ids), ("prompt", prompt_ids), *(ids or {}).items()]
-        given = dict(named := [(name, values) for name, values in kinds if values is not None])
-        if len(given) < len(named):
+        by_kind = dict(named := [(name, values) for name, values in kinds if values is not None])
+        if len(by_kind) < len(named):
             raise ValueError("rollout_ids or prompt_ids, and ids= of that name: each must be given once. Drop one.")
-        if reserved := {"step", "sample"} & given.keys():
+        if reserved := {"step", "sample"} & by_kind.keys():
             raise ValueError(f"ids named {min(reserved)!r}: the step and each sample are units already. Rename them.")
-        self.parts = {name: parts_of(name, values, self.mask_lengths) for name, values in given.items()}
+        self.parts = {name: parts_of(name, values, self.mask_lengths) for name, values in by_kind.items()}
         for parts in self.parts.values():
             parts.keys.flags.writeable = False
         self.ids = {name: one.keys for name, one in self.parts.items() if one.of_entry is None}
-        self.kinds_of_ids = tuple(sorted((name, kind_of_ids(values)) for name, values in given.items()))
+        self.kinds_of_ids = tuple(sorted((name, kind_of_ids(values)) for name, values in by_kind.items()))
         for name, entries in self.labels.items():
             check_sized(f"labels {name!r}", entries)
             check_one_each(f"labels {name!r}", len(entries), "loss masks", len(self))
@@ -272,7 +272,7 @@ class Samples:
             packed = np.packbits(flags) if samples.holds_flags else samples.buffer.astype(np.float32)
             digest.update(name.encode() + packed.tobytes())
         for name, parts in sorted(self.parts.items()):
-            digest.update(name.encode() + b"".join(one.tobytes() for one in parts if one is not None))
+            digest.update(name.encode() + b"".join(array.tobytes() for array in parts if array is not None))
         if self.tokens is not None:
             tokens = to_array(self.tokens)
             plain = tokens.astype(np.int64 if tokens.dtype.kind in "biu" else np.float64)
@@ -300,7 +300,12 @@ class Samples:
 
 def read_masks(microbatches: Iterable[Samples]) -> None:
     """Copy masks that are still on a device to the host, in one transfer per device; raises as `Samples`."""
-    waiting = [one for samples in microbatches for one in (samples, *samples.by_mask.values()) if one._buffer is None]
+    waiting = [
+        of_mask
+        for samples in microbatches
+        for of_mask in (samples, *samples.by_mask.values())
+        if of_mask._buffer is None
+    ]
     joined = join_on_host([mask for samples in waiting for mask in samples._given])
     ends = np.cumsum([0, *(sum(samples.mask_lengths) for samples in waiting)])
     for samples, begin, end in zip(waiting, ends, ends[1:], strict=False):

@@ -68,11 +68,15 @@ class StepTotals:
         _check_fits("step_tokens", float(samples.mask_sums.sum()), self.step_tokens)
         for name, units in self.units.items():
             parts = samples.parts.get(name)
-            if parts is None and name not in ("rollout", "sample"):
+            if parts is None and name in ("rollout", "sample") and (name == "sample" or units.have_ids):
+                # Without ids each sample is a unit, and a rollout is a sample.
+                for counting, number in units.number.items():
+                    counts = COUNTINGS[counting].of_parts(samples, name)
+                    _check_fits(f"{name} units ({counting})", int((counts > 0).sum()), number)
+            if parts is None:
                 continue
-            own = np.arange(len(samples)) if parts is None else parts.keys
-            keys, at = np.unique(own, return_inverse=True)
-            if parts is not None and len(keys) and units.have_ids:
+            keys, at = np.unique(parts.keys, return_inverse=True)
+            if len(keys) and units.have_ids:
                 here = np.bincount(at, samples.mask_sums_by(name), len(keys))
                 whole = units.at("tokens", keys, f"{name} id")
                 worst = int((here - whole * _SLACK).argmax())

@@ -44,7 +44,11 @@ class Counting(NamedTuple):
 COUNTINGS = {
     row.name: row
     for row in (
-        Counting("all", "all", lambda samples, key: samples.at_parts(key, np.ones(len(samples), np.bool_))),
+        Counting(
+            "all",
+            "every one, fully masked or not",
+            lambda samples, key: samples.at_parts(key, np.ones(len(samples), np.bool_)),
+        ),
         Counting(
             "active", "those with a token whose loss mask is not 0", lambda samples, key: samples.mask_sums_by(key) > 0
         ),

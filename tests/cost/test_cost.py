@@ -57,8 +57,8 @@ def microbatch_of(num_samples: int, mode: str, **options: Any) -> Microbatch:
     divisor = 64 if mode == "constant" else None
     plan = plan_step(samples, mode, divisor=divisor, term_masks=["own"], dp_group=None, **options)
     cp_group: Any = SimpleNamespace(size=lambda: 2, rank=lambda: 1)
-    plan.facts.groups = StepGroups(None, cp_group)
-    return Plan(samples, plan.facts)[0]
+    plan.record.groups = StepGroups(None, cp_group)
+    return Plan(samples, plan.record)[0]
 
 
 def losses_of(device: str = "cpu", num_metrics: int = 5) -> tuple[Tensor, dict[str, Tensor]]:
@@ -67,7 +67,7 @@ def losses_of(device: str = "cpu", num_metrics: int = 5) -> tuple[Tensor, dict[s
 
 
 def loss_of(microbatch: Microbatch, losses: Tensor, metrics: Any, **options: Any) -> Any:
-    microbatch._facts.restart()
+    microbatch._record.restart()
     return microbatch.loss(losses, metrics, **options)
 
 
@@ -148,7 +148,7 @@ def test_nothing_is_read_back_from_a_device(mode: str, per_token_loss: bool) -> 
     microbatch.log_probs["then"] = losses.detach()
     assert microbatch.gap("then", losses).device.type == "meta"
     for form in (form for form in FORMS.values() if per_token_loss in form.carriers):
-        microbatch._facts.restart()
+        microbatch._record.restart()
         microbatch.carry(microbatch(losses), form=form.name)
     for read in (lambda: float(loss.detach()), lambda: loss.detach().cpu(), lambda: bool(loss.detach() > 0)):
         with pytest.raises((RuntimeError, NotImplementedError)):  # negative control

@@ -72,6 +72,13 @@ def test_tensor_parallel_ranks_that_are_scaled_apart_have_no_weight() -> None:
     assert not step_of(sent(losses_of()), alone, tp=2).unknown  # within rounding
 
 
+def test_a_rank_of_the_last_stage_without_a_loss_is_told() -> None:
+    silent = FromRank(StepState())
+    why = "Some ranks of the last pipeline stage computed no loss."
+    assert step_of(sent(losses_of()), silent, dp_cp=2).unknown == (why,)
+    assert not step_of(sent(losses_of()), silent, pp=2).unknown  # of another stage
+
+
 def share(off: float = 0.0, unseen: str = "") -> HookedShare:
     """A token mean over four tokens, by a reducer of ours."""
     reducer: Any = SimpleNamespace(weights=FOUR / 4, aggregation=resolve("token_mean"), mask=None, plan=None)
@@ -116,6 +123,21 @@ def test_gradients_that_are_not_finite_are_told_with_their_place() -> None:
     (*_, why) = step_of(of_rank).unknown
     assert why == "Gradients of losses are NaN or infinite at DP 0, micro-batch 1, CP 0."
     assert not step_of(sent(losses_of(torch.nan))).unknown  # the verdict shows where
+
+
+@pytest.mark.parametrize(("per_token", "factor"), [(False, 1 / 2), (True, 1 / 4)])
+def test_auxiliary_losses_that_weigh_too_much_are_a_note(per_token: bool, factor: float) -> None:
+    """On average over two ranks, or over four active tokens, they weigh 1."""
+    config = SimpleNamespace(calculate_per_token_loss=per_token, num_moe_experts=2, moe_aux_loss_coeff=[0.01])
+    samples = Samples([[1, 0, 1], [0.5, 0, 1]])
+    for times, is_said in ((1, False), (3, True)):
+        losses = TappedLosses((6,), torch.float32, gradient=torch.ones(6), samples=samples)
+        from_rank = sent(losses, factor=times * factor)
+        steps = assembled([from_rank], groups_of(dp_cp=2), config, 1.0, dynamic_cp=False)
+        says = f"Auxiliary losses (moe_aux_loss_coeff) weigh {times} times what they should"
+        assert any(note.startswith(says) for note in steps["pg"].notes) == is_said
+    config.moe_aux_loss_coeff = [0.0]
+    assert not assembled([from_rank], groups_of(dp_cp=2), config, 1.0, dynamic_cp=False)["pg"].notes
 
 
 def test_samples_travel_with_what_a_mode_reads_and_nothing_else() -> None:
@@ -190,7 +212,7 @@ def audit_of(declared: dict[str, Aggregation | None], **facts: Any) -> Any:
             [],
             ["--expect", "constant", "--divisor", "9", "--units", "active"],
             1,
-            "constant with divisor 9, unit counting",
+            "constant with divisor 9, ",
         ),
     ],
 )

@@ -22,7 +22,7 @@ from tiny_gpt import Batch
 
 from megatron_rl_loss import LossAggregation, tap
 from megatron_rl_loss.megatron.flags import AggregationSettings
-from megatron_rl_loss.plan.facts import StepFacts
+from megatron_rl_loss.plan.record import StepRecord
 
 pytestmark = pytest.mark.slow
 
@@ -140,7 +140,7 @@ def errors_of_wrong_adapters(model_name: str, layout: dict[str, int]) -> list[fl
         expected = stock(model, batches, counts=True)
         if wrong == "counts 2":
             # The policy loss would be as exact, if it were scaled by the sum of these in the place of the tokens.
-            setattr(StepFacts, "constant", lambda facts, value, device: torch.full((), 2, dtype=torch.int32))  # noqa: B010
+            setattr(StepRecord, "constant", lambda facts, value, device: torch.full((), 2, dtype=torch.int32))  # noqa: B010
         else:
             # Undoes Megatron's division by the loss scale, which auxiliary losses take part in.
             model.config.grad_scale_func = lambda loss: loss * 3 * dist.get_world_size()

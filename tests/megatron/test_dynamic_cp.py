@@ -146,9 +146,9 @@ def errors(loop: str, tp: int = 1, planted: bool = False, verl: str = "") -> tup
         if planted:  # a sequence counted on each rank of its group
             each = [Batch(STEP, ids, size).samples for ids, size in hands]
             warnings.simplefilter("ignore")
-            totals = count_step(each, StepGroups(dp_cp), sums=plan.facts.modes.sums)
+            totals = count_step(each, StepGroups(dp_cp), sums=plan.record.modes.sums)
             tokens = plan.totals.step_active_tokens
-            plan.facts.totals = replace(totals, step_active_tokens=tokens, dynamic_cp=True)
+            plan.record.totals = replace(totals, step_active_tokens=tokens, dynamic_cp=True)
         assert [one.cp_size for one in plan] == [size for _, size in hands]
         if loss == "kept":
             numbers_of = {
@@ -189,7 +189,7 @@ def errors(loop: str, tp: int = 1, planted: bool = False, verl: str = "") -> tup
                 max(float(one.losses[one.mask != 0].max()) for one in STEP if one.mask.any())
             )
             if mode != "vl_norm" and units == "all":
-                verdicts += [judge(step, plan.facts.modes.policy) for step in audit.steps.values()]
+                verdicts += [judge(step, plan.record.modes.policy) for step in audit.steps.values()]
     return found, verdicts
 
 

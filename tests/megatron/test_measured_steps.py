@@ -32,8 +32,8 @@ from tiny_gpt import Batch, Case, Layout
 from torch import Tensor
 
 from megatron_rl_loss import LossAggregation, OutputHead, Term, Tokens
-from megatron_rl_loss.plan.facts import StepFacts
 from megatron_rl_loss.plan.plan import Plan
+from megatron_rl_loss.plan.record import StepRecord
 
 pytestmark = pytest.mark.slow
 
@@ -130,11 +130,11 @@ def keep_over(plan: Any, over: str, keep: Callable[[Any], None]) -> None:
     if over == "step" or plan.samples is None:
         keep(plan)
         return
-    facts = StepFacts(plan.facts.modes, plan.totals, len(plan), per_token_loss=plan.facts.per_token_loss)
-    alone = Plan(plan.samples, facts)
+    record = StepRecord(plan.record.modes, plan.totals, len(plan), per_token_loss=plan.record.per_token_loss)
+    alone = Plan(plan.samples, record)
     alone.microbatches = plan.microbatches
     keep(alone)
-    plan.facts.totals = alone.totals
+    plan.record.totals = alone.totals
 
 
 def trained(layout: Layout, runs: list[tuple[str, str]], rollouts: list[Rollout], dropout: float = 0.0) -> list[Any]:

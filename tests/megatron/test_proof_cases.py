@@ -206,7 +206,7 @@ AGGREGATED: dict[str, tuple[Callable[..., Any], Callable[[Any], None] | None, li
     "a coefficient that changes": (
         with_a_term_of_changing_coefficient,
         None,
-        [rf"token_mean on the policy loss, {PROVED} 37.*not covered: kl \(its mode or coefficient differs between"],
+        ["Report a metric, or a term of the loss, alike in every micro-batch and on every rank"],
     ),
     "our backward pass doubled": (
         as_asked,
@@ -322,7 +322,7 @@ def out_of_memory_and_given_up() -> list[Step]:
         world.step(model, plan, batches, cp_rank, "3-tuple", engine)
         error = relative_error(model.module.losses.main_grad.cpu(), gradient_of("prompt_mean"))
         if number == 1:  # a trainer's optimizer step, after a plan of which it says that a part is left
-            plan.facts.is_carried[0] = False
+            plan.record.is_carried[0] = False
             with torch.no_grad():
                 model.module.losses += 1
         return error

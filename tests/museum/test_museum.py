@@ -44,7 +44,7 @@ def carrier(formula: Callable[[Tensor, Any, Tensor], tuple[Any, ...]]) -> Plant:
         def carry(self: Any, share: Tensor, report: Any, **form: Any) -> tuple[Any, ...]:
             sound(self, share, report, **form)
             count = torch.tensor(self.tokens.num_active, dtype=torch.int32)
-            return (*formula(share, self._facts, count), report)
+            return (*formula(share, self._record, count), report)
 
         patch.setattr(Microbatch, "carry", carry)
         patch.setattr(launch, "check_returned", lambda *_, **__: None)  # the door, which would refuse them all

@@ -287,6 +287,7 @@ CONSTANTS: dict[str, tuple[float, tuple[int, int, int], int, set[str]]] = {
     "three sizes coincide": (2, (2, 2, 2), 1, {"DP", "CP", "K"}),
     "DP and CP": (2, (2, 2, 3), 1, {"DP", "CP"}),
     "by the pipeline's size": (1 / 7, (3, 2, 5), 7, {"1/PP"}),
+    "by three sizes, or prompts by ranks": (10 / 3, (3, 2, 5), 1, {"CP·K/DP", "P/DP"}),
 }
 
 
@@ -496,6 +497,15 @@ def test_bars_show_measured_over_asked(weights: list[float], bars: list[str]) ->
     assert [place.bar for place in verdict.places] == bars
     rows = [line for line in str(verdict).splitlines() if line.startswith("  DP 0, micro-batch")]
     assert [row.split()[-1] for row in rows] == bars
+
+
+def test_the_table_has_a_column_where_cp_ranks_are_alike_and_says_what_it_leaves_out() -> None:
+    verdict = judged(ragged(3, masked=0.0), lambda t: exact(t) * np.where(t.d == 0, 1.5, 1))
+    lines = str(verdict).splitlines()
+    rows = [line.split() for line in lines if line.startswith("  DP")]
+    assert {place: ratios for _, place, _, _, *ratios, _ in rows} == {"0,": ["1.5"], "1,": ["1"], "2,": ["1"]}
+    assert len(lines) <= 15
+    assert f"measured / expected, {15 - len(rows)} more in the JSON (" in str(verdict)
 
 
 def test_a_common_factor_is_divided_out_of_the_table() -> None:

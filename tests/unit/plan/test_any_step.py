@@ -22,8 +22,8 @@ from megatron_rl_loss import Samples, Term
 from megatron_rl_loss.modes.aggregation import resolve
 from megatron_rl_loss.modes.loss_modes import LossModes
 from megatron_rl_loss.plan.carriers import FORMS
-from megatron_rl_loss.plan.facts import StepFacts
 from megatron_rl_loss.plan.plan import Plan
+from megatron_rl_loss.plan.record import StepRecord
 from megatron_rl_loss.step.collectives import StepGroups
 from megatron_rl_loss.step.counting import count_step
 
@@ -182,8 +182,8 @@ def gradient_of(step: Drawn) -> tuple[list[list[float]], list[list[float]]]:
     for d, microbatches in enumerate(described):
         for cp_rank in range(cp_size):
             groups = StepGroups(FakeGroup(d, dp), FakeGroup(cp_rank, cp_size))  # type: ignore[arg-type]
-            facts = StepFacts(modes, totals, len(microbatches), groups, per_token)
-            plan = Plan([samples for *_, samples in microbatches], facts)
+            record = StepRecord(modes, totals, len(microbatches), groups, per_token)
+            plan = Plan([samples for *_, samples in microbatches], record)
             for (hand, placed, _), microbatch in zip(microbatches, plan, strict=True):
                 held = placed.held[cp_rank]
                 leaf = torch.ones(placed.shape(len(held)) if hand else (len(held),), requires_grad=True)

@@ -127,7 +127,7 @@ def told_on_rank() -> dict[str, Any]:
     train(plan, rank, lambda rank, n: {})
     found["a mode for a term that the loss lacks"] = outcome_of(plan.finish)
     plan = planned()
-    plan.facts.wrong_tokens.append(torch.tensor(5 * (rank == 1)))  # as of tokens on a device
+    plan.record.wrong_tokens.append(torch.tensor(5 * (rank == 1)))  # as of tokens on a device
     train(plan, rank, lambda rank, n: {})
     found["a model that cuts otherwise"] = outcome_of(plan.finish)
     empty_step = "error" if rank == 1 else "warn"

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl_loss import Samples
-from megatron_rl_loss.proof.before_reducer import Before, BeforeEnds, before_of
+from megatron_rl_loss.proof.before_reducer import Before, FactorExtremes, before_of
 from megatron_rl_loss.reduction.taps import HookedShare, LossOutput
 
 RAGGED = [[[1, 1, 0], [1]], [[1]], [[0, 1, 1], [1, 1, 1]]]
@@ -17,7 +17,7 @@ OF_MICROBATCH, OF_SAMPLE = "the mask's sum of the micro-batch", "the mask's sum 
 
 
 def before(microbatches: list[list[list[int]]], factors_of: Any) -> Before:
-    ends = BeforeEnds()
+    extremes = FactorExtremes()
     for masks in microbatches:
         samples = Samples([torch.tensor(mask) for mask in masks])
         tokens = samples.local(0, 1)
@@ -25,8 +25,8 @@ def before(microbatches: list[list[list[int]]], factors_of: Any) -> Before:
         reducer: Any = SimpleNamespace(weights=weights)
         share = HookedShare(reducer, 1.0, samples, slope=torch.tensor(2.0))
         share.outputs = [LossOutput("ppo_clip_loss", 2 * weights * factors_of(samples, tokens))]
-        ends.add(share, tokens)
-    return before_of(ends.numbers(), ends.made_by)
+        extremes.add(share, tokens)
+    return before_of(extremes.numbers(), extremes.made_by)
 
 
 def by_microbatch(samples: Samples, tokens: Any) -> float:
@@ -51,8 +51,8 @@ def by_sample(samples: Samples, tokens: Any) -> Tensor:
     ],
 )
 def test_divisions(microbatches: Any, factors_of: Any, division: str, is_sure: bool) -> None:
-    found = before(microbatches, factors_of)
-    assert (found.division, found.is_sure, found.made_by) == (division, is_sure, ("ppo_clip_loss",))
+    seen = before(microbatches, factors_of)
+    assert (seen.division, seen.is_sure, seen.made_by) == (division, is_sure, ("ppo_clip_loss",))
 
 
 def test_factors_are_said() -> None:
