@@ -299,10 +299,6 @@ def test_weights_that_change_between_forward_and_backward_are_refused() -> None:
     reducer = with_weights(torch.tensor([1.0, 2, 3]))
     share = reducer(losses)
     reducer.weights.copy_(torch.tensor([5.0, 5, 5]))
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):  # torch's own check
-        share.backward()
-    share = sums.sum_terms([Summand(losses, reducer, coef=2.0)])[0]
-    reducer.weights.mul_(1)
     with pytest.raises(RuntimeError, match="weights were changed in place between a forward pass and its backward"):
         share.backward()
     reducer(losses).backward()
