@@ -14,6 +14,7 @@ from megatron_rl_loss.audit.log_prob_gap import LogProbGap, compare_log_probs
 from megatron_rl_loss.audit.tokens import Floats, Ints, MeasuredStep, PlacedSamples, Split, slots_of
 from megatron_rl_loss.modes.aggregation import Aggregation
 from megatron_rl_loss.step.collectives import attempt
+from megatron_rl_loss.step.masks import on_device
 from megatron_rl_loss.step.samples import LocalTokens, Samples, read_masks
 
 #: The largest difference of gradients that should be equal, relative to the largest gradient.
@@ -133,5 +134,5 @@ def log_prob_gap(parts: Sequence[Part]) -> LogProbGap | None:
             here = slice(start, start + len(mask))
             if is_known[here].all():
                 train, rollout = torch.from_numpy(values[:, here])
-                rows.append((train, rollout, torch.from_numpy(mask)))
+                rows.append((train, rollout, on_device(mask, train.device)))
     return compare_log_probs(*zip(*rows, strict=True)) if rows else None

@@ -179,7 +179,7 @@ def masked(local: Masked, *values: Tensor) -> list[Tensor]:
 def masked_places(local: Masked, trained: Tensor) -> Tensor:
     """True at masked tokens, in the shape of a loss's input and on its device."""
     if isinstance(local, Tensor | np.ndarray):
-        mask = torch.from_numpy(local) if isinstance(local, np.ndarray) else local
+        mask = on_device(local, torch.device("cpu")) if isinstance(local, np.ndarray) else local
         check_float("a loss's input", trained, "Pass one float per token")
         check_shape("a mask", mask, trained)
         if not torch.compiler.is_compiling() and mask.numel():
