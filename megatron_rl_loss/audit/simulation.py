@@ -19,10 +19,9 @@ from torch import Tensor
 from megatron_rl_loss.audit.assembly import Part, measured_step
 from megatron_rl_loss.audit.tokens import MeasuredStep, Split
 from megatron_rl_loss.errors import check_callable, check_choice, check_mapping
-from megatron_rl_loss.step import layouts
+from megatron_rl_loss.step import further_layouts, layouts
 from megatron_rl_loss.step.collectives import StepGroups
 from megatron_rl_loss.step.counting import count_step
-from megatron_rl_loss.step.response_layout import ZigzagResponse
 from megatron_rl_loss.step.samples import Samples
 
 #: Parameters that a loss function may have beside its first two; `LossCall` describes them.
@@ -191,13 +190,13 @@ def samples_of(rows: Sequence[DrawnRow], call: LossCall, cp_size: int, described
     bounds = [0, *accumulate([max(sizes)] * len(sizes) if call.rows == "padded" else sizes)]
     layout: layouts.Layout = layouts.ZigzagTHD(bounds, total_lengths=lengths)
     if call.cp_cut == "responses":
-        layout = ZigzagResponse([length + 3 for length in lengths], lengths)
+        layout = further_layouts.ZigzagResponse([length + 3 for length in lengths], lengths)
     elif call.cp_cut == "contiguous":
-        layout = layouts.Contiguous(bounds, total_lengths=lengths, per_slot=True)
+        layout = further_layouts.Contiguous(bounds, total_lengths=lengths, per_slot=True)
     elif call.cp_cut == "gathered":
-        layout = layouts.Gathered(bounds, total_lengths=lengths)
+        layout = further_layouts.Gathered(bounds, total_lengths=lengths)
     elif call.rows == "padded":
-        layout = layouts.ZigzagBSHD(len(lengths), bounds[1], total_lengths=lengths)
+        layout = further_layouts.ZigzagBSHD(len(lengths), bounds[1], total_lengths=lengths)
     labels = {"weight": [0.5 + sum(mask) % 3 for mask in masks], "turns": [np.arange(size) // 3 for size in lengths]}
     turns = [100 * rollout + np.arange(size) // 3 for rollout, size in zip(rollouts, lengths, strict=True)]
     ids = {"session": prompts, "turn": turns} | {name: [*map(of, rows)] for name, of in described.ids.items()}

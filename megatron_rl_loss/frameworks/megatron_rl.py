@@ -25,8 +25,9 @@ from megatron_rl_loss.errors import check_choice
 from megatron_rl_loss.megatron.flags import any_flag_given, check_command_line
 from megatron_rl_loss.megatron.launch import LossAggregation
 from megatron_rl_loss.plan.microbatch import Microbatch
+from megatron_rl_loss.step.further_layouts import Gathered
 from megatron_rl_loss.step.ids import Ids
-from megatron_rl_loss.step.layouts import Gathered, Layout, ZigzagTHD
+from megatron_rl_loss.step.layouts import Layout, ZigzagTHD
 from megatron_rl_loss.step.samples import Samples
 
 __all__ = ["is_asked_for", "loss_aggregation", "loss_func", "samples_of", "with_loss_aggregation"]

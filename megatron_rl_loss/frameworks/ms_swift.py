@@ -40,7 +40,7 @@ from megatron_rl_loss.frameworks.proving import prove
 from megatron_rl_loss.frameworks.replacing import Function, Replaced
 from megatron_rl_loss.modes.loss_modes import LossModes
 from megatron_rl_loss.modes.table import Mode, ModeFunction
-from megatron_rl_loss.step.layouts import Gathered
+from megatron_rl_loss.step.further_layouts import Gathered
 from megatron_rl_loss.step.samples import Samples
 
 __all__ = ["aggregate"]

@@ -30,8 +30,8 @@ from megatron_rl_loss.modes.aggregation import Aggregation, resolve
 from megatron_rl_loss.modes.column import weights_column
 from megatron_rl_loss.modes.loss_modes import LossModes
 from megatron_rl_loss.modes.table import Mode, ModeFunction
+from megatron_rl_loss.step.further_layouts import Gathered
 from megatron_rl_loss.step.ids import as_ids
-from megatron_rl_loss.step.layouts import Gathered
 from megatron_rl_loss.step.samples import Samples
 
 __all__ = ["AggregatedPGLossFn", "aggregate"]

@@ -34,7 +34,7 @@ from megatron_rl_loss.modes.loss_modes import LossModes
 from megatron_rl_loss.modes.table import Mode, ModeFunction
 from megatron_rl_loss.modes.weights import weigh
 from megatron_rl_loss.reduction.taps import is_observed, observed_taps, tap
-from megatron_rl_loss.step.layouts import Gathered
+from megatron_rl_loss.step.further_layouts import Gathered
 from megatron_rl_loss.step.samples import Samples
 from megatron_rl_loss.step.units import UnitCounting
 

@@ -33,8 +33,8 @@ from megatron_rl_loss.reduction.sums import WeightedSum
 from megatron_rl_loss.reduction.taps import is_observed, tap
 from megatron_rl_loss.step.collectives import StepGroups, attempt, world_rank
 from megatron_rl_loss.step.counting import count_step
+from megatron_rl_loss.step.further_layouts import ZigzagResponse
 from megatron_rl_loss.step.layouts import IntList
-from megatron_rl_loss.step.response_layout import ZigzagResponse
 from megatron_rl_loss.step.samples import Samples
 
 __all__ = ["Hook", "count_steps", "make_hook", "sample_mean", "token_mean"]

@@ -16,7 +16,7 @@ from megatron_rl_loss.frameworks.columns import FACTORS, GROUPS, IDS, MASKS, MED
 from megatron_rl_loss.frameworks.places import Call, places, swapped, wrapped
 from megatron_rl_loss.frameworks.policy_tap import LossPaths, WeighedMicrobatch
 from megatron_rl_loss.reduction.taps import is_observed
-from megatron_rl_loss.step.layouts import Gathered
+from megatron_rl_loss.step.further_layouts import Gathered
 from megatron_rl_loss.step.samples import Samples
 
 StepArguments = Mapping[str, Any]  # the arguments of a call of the step method, by name

@@ -27,7 +27,7 @@ from megatron_rl_loss.frameworks.proving import prove
 from megatron_rl_loss.frameworks.replacing import Function, Replaced, announce, installed
 from megatron_rl_loss.modes.aggregation import resolve
 from megatron_rl_loss.reduction.taps import is_observed, observed_taps, tap
-from megatron_rl_loss.step.layouts import Gathered
+from megatron_rl_loss.step.further_layouts import Gathered
 from megatron_rl_loss.step.samples import Samples
 
 __all__ = ["install", "response_mask_of", "response_samples"]

@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl_loss.errors import check_float, check_int, first_order
+from megatron_rl_loss.errors import check_float, check_int
 from megatron_rl_loss.logprobs.reading import LogProbs, Places, Reading
 from megatron_rl_loss.logprobs.teacher import Comparison
+from megatron_rl_loss.losses.first_order import first_order
 from megatron_rl_loss.step.collectives import Group, all_gather_single
 
 # Newer versions of torch have the first name, and warn of the second; older ones have the second alone.

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl_loss.errors import check_bool, check_choice, check_within, first_order
+from megatron_rl_loss.errors import check_bool, check_choice, check_within
+from megatron_rl_loss.losses.first_order import first_order
 from megatron_rl_loss.losses.place import Place
 from megatron_rl_loss.losses.sequences import Sequences, Values
 from megatron_rl_loss.step.collectives import Group

@@ -9,7 +9,8 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from megatron_rl_loss.errors import check_choice, check_float, check_within, first_order
+from megatron_rl_loss.errors import check_choice, check_float, check_within
+from megatron_rl_loss.losses.first_order import first_order
 from megatron_rl_loss.losses.ratio import Masked, bounded, check_log_probs, check_shape, check_trained, masked
 from megatron_rl_loss.step.observed import reports_output
 

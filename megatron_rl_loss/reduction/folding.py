@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_rl_loss.errors import check_one_each, check_sized
 from megatron_rl_loss.modes.aggregation import resolve
 from megatron_rl_loss.modes.table import Mode, ModeFunction
-from megatron_rl_loss.modes.weights import checked_weights
+from megatron_rl_loss.modes.users_totals import checked_weights
 from megatron_rl_loss.step.masks import Mask
 from megatron_rl_loss.step.samples import Samples
 from megatron_rl_loss.step.totals import StepTotals

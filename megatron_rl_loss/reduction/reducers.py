@@ -4,10 +4,9 @@ from collections.abc import Callable, Iterable
 
 from torch import Tensor
 
-from megatron_rl_loss.errors import place_in_cp
 from megatron_rl_loss.modes.aggregation import resolve
 from megatron_rl_loss.modes.table import Mode, ModeFunction
-from megatron_rl_loss.modes.weights import checked_weights
+from megatron_rl_loss.modes.users_totals import checked_weights
 from megatron_rl_loss.reduction.sums import WeightedSum
 from megatron_rl_loss.step.ids import Ids, IdsByName
 from megatron_rl_loss.step.layouts import Layout
@@ -70,3 +69,12 @@ def make_pg_loss_reducer(
     aggregation = resolve(mode, divisor=divisor, units=units)
     local = samples.local(place_in_cp(cp_rank, cp_size), cp_size)
     return WeightedSum(checked_weights(aggregation, local, totals), local, aggregation)
+
+
+def place_in_cp(cp_rank: int | None, cp_size: int) -> int:
+    """The CP rank; None is allowed where cp_size is 1."""
+    if cp_rank is None and cp_size != 1:
+        raise ValueError(
+            f"cp_size={cp_size} without a cp_rank: each CP rank holds other tokens. Pass cp_rank=cp_group.rank()."
+        )
+    return 0 if cp_rank is None else cp_rank

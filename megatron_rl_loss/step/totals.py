@@ -8,16 +8,11 @@ from dataclasses import dataclass, field
 from types import EllipsisType
 from typing import Any
 
-import numpy as np
-
-from megatron_rl_loss.step.collectives import Group, StepGroups, attempt, stated_dp_group, world_size
+from megatron_rl_loss.step.collectives import Group, StepGroups, attempt, stated_dp_group
 from megatron_rl_loss.step.ids import Ids, IdsByName
 from megatron_rl_loss.step.masks import Mask
 from megatron_rl_loss.step.samples import Labels, Samples
-from megatron_rl_loss.step.units import COUNTINGS, Sum, Units
-
-#: Sums of fractional masks may differ in the last bit.
-_SLACK = 1 + 1e-9
+from megatron_rl_loss.step.units import Sum, Units
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -51,39 +46,6 @@ class StepTotals:
                 f"the step must count the mask of each term. Declare it: plan_step(..., term_masks=[{name!r}])."
             )
         return self if name is None else self.by_mask[name]
-
-    def check_apart(self, cp_size: int) -> None:
-        """Raise ValueError for a data-parallel group so large that it must contain context-parallel ranks."""
-        if self.dp_size > 1 and cp_size > 1 and self.dp_size * cp_size > world_size():
-            raise ValueError(
-                f"totals over a dp_group of {self.dp_size} ranks, and cp_size={cp_size}, in a job of {world_size()} "
-                "ranks: the dp_group contains context-parallel ranks, which hold the same samples. Pass the "
-                "data-parallel group without CP."
-            )
-
-    def check_covers(self, samples: Samples) -> None:
-        """Raise ValueError for totals below the counts of these samples, so of a part of the step."""
-        if not len(samples):
-            return
-        _check_fits("step_tokens", float(samples.mask_sums.sum()), self.step_tokens)
-        for name, units in self.units.items():
-            parts = samples.parts.get(name)
-            if parts is None and name in ("rollout", "sample") and (name == "sample" or units.have_ids):
-                # Without ids each sample is a unit, and a rollout is a sample.
-                for counting, number in units.number.items():
-                    counts = COUNTINGS[counting].of_parts(samples, name)
-                    _check_fits(f"{name} units ({counting})", int((counts > 0).sum()), number)
-            if parts is None:
-                continue
-            keys, at = np.unique(parts.keys, return_inverse=True)
-            if len(keys) and units.have_ids:
-                here = np.bincount(at, samples.mask_sums_by(name), len(keys))
-                whole = units.at("tokens", keys, f"{name} id")
-                worst = int((here - whole * _SLACK).argmax())
-                _check_fits(f"mask tokens of one {name}", float(here[worst]), float(whole[worst]))
-            for counting, number in units.number.items():
-                counts = np.bincount(at, COUNTINGS[counting].of_parts(samples, name))
-                _check_fits(f"{name} units ({counting})", int((counts > 0).sum()), number)
 
     @classmethod
     def from_loss_masks(
@@ -121,12 +83,3 @@ class StepTotals:
         groups = StepGroups(stated_dp_group(dp_group, "totals"), replica_groups=tuple(replica_groups))
         options: dict[str, Any] = {"rollout_ids": rollout_ids, "prompt_ids": prompt_ids, "ids": ids, "labels": labels}
         return count_step(attempt(lambda: [Samples(loss_masks, **options)]), groups, sums=sums)
-
-
-def _check_fits(name: str, here: float, whole: float) -> None:
-    """Raise ValueError for a count of the whole step that is below that of some samples in it."""
-    if here > whole * _SLACK:
-        raise ValueError(
-            f"{name} of {whole:g} in the totals, and {here:g} in these samples alone: totals must count the whole "
-            "step. Make them from all of its samples, on all ranks."
-        )

@@ -142,7 +142,7 @@ def skipped_where_no_token_is_active() -> list[Step]:
 def hand_made_reducers() -> list[Step]:
     """Two reducers without a plan; that of the KL term, of another mode, is called first."""
     from megatron_rl_loss.modes.aggregation import resolve
-    from megatron_rl_loss.modes.weights import checked_weights
+    from megatron_rl_loss.modes.users_totals import checked_weights
     from megatron_rl_loss.reduction.sums import WeightedSum
     from megatron_rl_loss.step.collectives import StepGroups
     from megatron_rl_loss.step.counting import count_step

@@ -1,9 +1,74 @@
-"""The layout of responses alone, which some engines keep; other layouts: `step/layouts.py`."""
+"""Layouts that a launch with `ZigzagTHD` does not load; that one is in `step/layouts.py`."""
 
 from itertools import accumulate
+from typing import Literal
 
-from megatron_rl_loss.errors import check_cp, check_one_each
-from megatron_rl_loss.step.layouts import SAME_MICROBATCH, IntList, Layout, Pieces, as_ints
+from megatron_rl_loss.errors import check_choice, check_cp, check_int, check_one_each
+from megatron_rl_loss.step.layouts import SAME_MICROBATCH, IntList, Layout, Pieces, Slots, as_ints
+
+
+class ZigzagBSHD(Slots):
+    """An unpacked batch ``[batch_size, seq_length]`` cut along the sequence, zigzag, row by row.
+
+    Losses: ``[batch_size, seq_length / cp_size]`` (batch first) or flat. Source: Megatron `core/utils.py`,
+    `get_batch_on_this_cp_rank`.
+    """
+
+    cut, slot = "zigzag", "row"
+
+    def __init__(
+        self, batch_size: int, seq_length: int, total_lengths: IntList | None = None, filler_slots: int = 0
+    ) -> None:
+        for name, value in (("batch_size", batch_size), ("seq_length", seq_length)):
+            check_int(name, value, 1, "Pass the padded shape")
+        super().__init__([row * seq_length for row in range(batch_size + 1)], total_lengths, filler_slots)
+
+    def loss_shapes(self, num_local_tokens: int, cp_size: int) -> list[tuple[int, ...]]:
+        return [(num_local_tokens,), self.rows(num_local_tokens)]
+
+    def rows(self, num_tokens: int) -> tuple[int, ...]:
+        return len(self.sizes), num_tokens // len(self.sizes)
+
+
+class Contiguous(Slots):
+    """Contiguous pieces, as with all-gather context parallelism: rank r holds piece r of ``cp_size`` equal ones.
+
+    The packed buffer as a whole is cut; with ``per_slot`` every slot is (each row of an unpacked batch, say).
+    """
+
+    def __init__(
+        self,
+        cu_seqlens_padded: IntList,
+        total_lengths: IntList | None = None,
+        filler_slots: int = 0,
+        *,
+        per_slot: bool = False,
+    ) -> None:
+        super().__init__(cu_seqlens_padded, total_lengths, filler_slots)
+        self.cut = "contiguous" if per_slot else "buffer"
+
+
+class Gathered(Slots):
+    """Losses gathered over CP (or never sliced) before the reducer: every CP rank holds every position.
+
+    Each rank is given 1/cp_size of the weights, so that the sum over CP ranks is the step loss. ``backward="sum"``: the
+    gather adds the gradients of the CP ranks, as Megatron's `gather_from_sequence_parallel_region` does;
+    ``backward="slice"``: each rank gets the gradient of its own loss alone, which is then multiplied by cp_size.
+    """
+
+    cut = "whole"
+
+    def __init__(
+        self,
+        cu_seqlens_padded: IntList,
+        total_lengths: IntList | None = None,
+        filler_slots: int = 0,
+        *,
+        backward: Literal["sum", "slice"] = "sum",
+    ) -> None:
+        super().__init__(cu_seqlens_padded, total_lengths, filler_slots)
+        check_choice("backward of a gather", backward, ("sum", "slice"))
+        self.gather_sums_gradients = backward == "sum"
 
 
 class ZigzagResponse(Layout):

@@ -1,0 +1,69 @@
+"""`prove_first_step`: the proof of the first step in a loop of one's own, around Megatron's schedule."""
+
+from collections.abc import Callable
+from copy import copy
+from functools import wraps
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from megatron_rl_loss.megatron.flags import ProofLevel, proof_level
+from megatron_rl_loss.modes.aggregation import resolve
+from megatron_rl_loss.modes.table import Mode, ModeFunction
+from megatron_rl_loss.plan.record import plan_of_model, plan_without_model
+from megatron_rl_loss.proof.first_step import FirstStep
+from megatron_rl_loss.step.units import UnitCounting
+
+Schedule = Callable[..., Any]
+
+_REMEDY = (
+    "Give plan_step and prove_first_step one mode, or prove_first_step none: each model is then proved by its plan's. "
+    "Return what microbatch.loss(...) returned, all of it and unchanged; put a coefficient into a Term."
+)
+
+
+def prove_first_step(
+    forward_backward_func: Schedule,
+    mode: str | Mode | ModeFunction | None = None,
+    *,
+    divisor: float | None = None,
+    units: UnitCounting | None = None,
+    level: ProofLevel | None = None,
+    pg_collection: ProcessGroupCollection | None = None,
+) -> Schedule:
+    """Wrap Megatron's schedule so that its first training step is proved; for a loop of your own.
+
+        forward_backward_func = prove_first_step(get_forward_backward_func(), "prompt_mean")
+
+    The proof covers the policy loss and every term that names a mode. The first rank prints one line. A step with a
+    gradient and without any loss of this library is a fault.
+
+    Args:
+        forward_backward_func: the schedule; all ranks call it together, with ``model=``.
+        mode, divisor, units: as in `make_pg_loss_reducer`. None: that of each model's plan, and each model is proved.
+        level: ``error`` raises on every rank before the optimizer step, ``warn`` prints, ``off`` measures nothing;
+            default: the environment's ``MEGATRON_RL_LOSS_PROOF``, else ``error``.
+        pg_collection: the process groups; default: the model's, else Megatron's parallel state.
+
+    Raises:
+        ValueError, TypeError: unusable settings.
+        BadBatchError: on every rank, in the first training step, for wrong weights, or none from this library.
+    """
+    asked = None if mode is None else resolve(mode, divisor=divisor, units=units)
+    options: Any = {"level": proof_level(level), "pg_collection": pg_collection, "remedy": _REMEDY}
+    first = FirstStep(asked, "the policy loss", **options)
+    proofs: WeakKeyDictionary[Any, FirstStep] = WeakKeyDictionary()
+
+    @wraps(forward_backward_func)
+    def proved(*args: Any, **kwargs: Any) -> Any:
+        model, trains = kwargs["model"], not kwargs.get("forward_only")
+        chunk = model[0] if isinstance(model, list) else model
+        proof = proofs.setdefault(chunk, copy(first)) if mode is None else first
+        plan = plan_of_model(chunk) if trains else None
+        if plan is None and trains and mode is not None:  # without a mode it may be another model's
+            plan = plan_without_model()
+        with proof.step(model, trains=trains, plan=plan):
+            return forward_backward_func(*args, **kwargs)
+
+    return proved
