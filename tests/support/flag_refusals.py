@@ -39,7 +39,7 @@ def flag(
 UNUSABLE = "a divisor that is ≤ 0, NaN, infinite or a bool, or with another mode"
 UNKNOWN = "unknown mode, units, empty-step handling or level of the proof"
 NO_PATH = "a path that does not load or names no function"
-ELSEWHERE = "another framework's setting that is not exact in every layout"
+ELSEWHERE = "a setting of another framework that is not exact in every layout"
 CONTRADICTED = "a divisor or counting that contradicts its name"
 AUDITED = "an audit interval that is no number of steps"
 ABSENT = "flags that were never registered, that `--yaml-cfg` dropped, or that are misspelt and ignored"
@@ -94,7 +94,7 @@ FLAG_ROWS = [
          f"{AGGREGATE} token_mean", "SystemExit"),
     flag("misspelt mode flag, unknown ones ignored", "", "--loss-agregation constant --loss-aggregation-divisor 8",
          "--loss-agregation on the command line", "Write --loss-aggregation", f"{LIMITED} 8", ignore_unknown=True),
-    flag("per-token loss and another mode", "`--calculate-per-token-loss` with an explicit other mode",
+    flag("per-token loss and another mode", "`--calculate-per-token-loss` with another mode",
          f"--calculate-per-token-loss {AGGREGATE} prompt_mean",
          "--calculate-per-token-loss with mode prompt_mean", "add --loss-aggregation-with-per-token-loss",
          f"--calculate-per-token-loss {AGGREGATE} prompt_mean {AGGREGATE}-with-per-token-loss"),
@@ -106,7 +106,7 @@ FLAG_ROWS = [
     flag("hybrid context parallelism", "hybrid context parallelism",
          f"{HYBRID} --calculate-per-token-loss", "--hybrid-context-parallel", "Use a fixed --context-parallel-size",
          "--calculate-per-token-loss"),
-    flag("GTP", "weight-rematerialising TP (GTP)", "--tensor-parallel-num-weight-shards 2", "(GTP)", "Turn it off",
+    flag("GTP", "rematerialises weights (GTP)", "--tensor-parallel-num-weight-shards 2", "(GTP)", "Turn it off",
          "--tensor-parallel-num-weight-shards 1", world=2),
     flag("full-iteration CUDA graphs", "`--cuda-graph-impl full_iteration`", f"{FULL} full_iteration",
          "--cuda-graph-impl full_iteration", "Choose another --cuda-graph-impl", f"{FULL} none"),
