@@ -152,7 +152,7 @@ STEP_ROWS = [
     step_row("samples_of gives nothing", "", made(lambda: None), "samples_of returned a NoneType",
              "Wrap the masks in Samples"),
     step_row("samples_of fails", "", made(fails), "KeyError: 'loss_masks'", "", styled=False),
-    step_row("no active token", "a step without active tokens, if asked",
+    step_row("no active token", "a step without active tokens",
              everywhere(loss_masks=masks([0.0] * 8, [0.0] * 6)), "a step without one active token",
              "Check the loss masks", everywhere(loss_masks=masks([0.0] * 8, [0.0] * 5 + [1.0])),
              empty_step="error"),
