@@ -77,7 +77,7 @@ class LossModes:
     @property
     def sums(self) -> list[Sum]:
         """The sums that the modes declare, each once, in the same order on every rank."""
-        modes = [self.policy.mode, *(one.mode for _, one in sorted(self.terms.items()))]
+        modes = [self.policy.mode, *(aggregation.mode for _, aggregation in sorted(self.terms.items()))]
         return list(dict.fromkeys(one for mode in modes for _, one in sorted(mode.sums.items())))
 
     def rehearse(self, samples: Samples, masks: Sequence[str] = ()) -> set[str]:

@@ -44,22 +44,22 @@ def check_samples(
             f"{len(samples)} Samples for {num_microbatches or 'one or more'} micro-batches: each micro-batch must have "
             "one Samples. Pass Samples([]) for filler micro-batches, and for a rank without data."
         )
-    for number, one in enumerate(samples):
-        if not isinstance(one, Samples):
+    for number, microbatch in enumerate(samples):
+        if not isinstance(microbatch, Samples):
             raise TypeError(
-                f"the samples of micro-batch {number} are a {type(one).__name__}: they must be "
+                f"the samples of micro-batch {number} are a {type(microbatch).__name__}: they must be "
                 "megatron_rl_loss.Samples. Wrap the masks in Samples."
             )
-        if one.cp_group is not None and size_of(groups.cp_group) > 1:
+        if microbatch.cp_group is not None and size_of(groups.cp_group) > 1:
             raise ValueError(
                 f"the samples of micro-batch {number} with a cp_group of their own, in a plan with a cp_group of "
                 f"{size_of(groups.cp_group)} ranks: each of these ranks would count the samples. Pass the group over "
                 "DP x CP as dp_group, and no cp_group to the plan."
             )
-        one.local(*one.place_in(groups.cp_group))  # raises if the layout cannot be cut so
+        microbatch.local(*microbatch.place_in(groups.cp_group))  # raises if the layout cannot be cut so
     read_masks(samples)
-    for one in samples:
-        modes.rehearse(one, term_masks)
+    for microbatch in samples:
+        modes.rehearse(microbatch, term_masks)
     return samples
 
 
@@ -67,8 +67,8 @@ def check_ids(totals: StepTotals, asked: Set[str], filled: Sequence[Samples]) ->
     """Warn where ids that a mode uses collide, and where every prompt group has one rollout."""
     rollouts, samples = (totals.units[key].number["all"] for key in ("rollout", "sample"))
     for key in sorted(asked & {"rollout", "session"}) if len(filled) > 1 and world_rank() == 0 else ():
-        of_microbatches = [set(one.ids.get(key, np.arange(0)).tolist()) for one in filled]
-        if of_microbatches[0] and all(one == of_microbatches[0] for one in of_microbatches):
+        of_microbatches = [set(microbatch.ids.get(key, np.arange(0)).tolist()) for microbatch in filled]
+        if of_microbatches[0] and all(ids == of_microbatches[0] for ids in of_microbatches):
             warn_on_one_rank(
                 f"all {len(filled)} micro-batches have the same {key} ids, so the step has {len(of_microbatches[0])} "
                 f"{key}s on this rank: ids that start again in each micro-batch collide. Make {key} ids unique in the "

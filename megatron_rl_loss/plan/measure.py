@@ -86,14 +86,15 @@ def keep(record: StepRecord, microbatches: Sequence[Microbatch] | None, name: st
     samples = None
     if isinstance(kept, np.ndarray) and microbatches is not None:
         flat = torch.from_numpy(kept)
-        pairs = list(zip(microbatches, flat.split([one.samples.total_tokens for one in microbatches]), strict=True))
+        sizes = [microbatch.samples.total_tokens for microbatch in microbatches]
+        pairs = list(zip(microbatches, flat.split(sizes), strict=True))
         of_groups = [(flat, record.groups.cp_group)]
         if record.dynamic_cp:
-            of_groups = [(part, one.cp_group) for one, part in pairs]
+            of_groups = [(part, microbatch.cp_group) for microbatch, part in pairs]
         for part, cp_group in of_groups:
             for group in several(cp_group):
                 all_reduce(part, group, dist.ReduceOp.MAX)
-        samples = [one.samples.with_kept_tokens(name, part.numpy().astype(bool)) for one, part in pairs]
+        samples = [microbatch.samples.with_kept_tokens(name, part.numpy().astype(bool)) for microbatch, part in pairs]
     counted = count_step(
         samples, record.groups, masks=[name], sums=record.modes.sums, settings=f"tokens to keep as {name!r}"
     )
@@ -117,8 +118,8 @@ def _begin(record: StepRecord, mine: Floats | Exception | None, *sums: float) ->
     ranks, failures, *totals = _over_step(record, of_rank).tolist()
     raise_together(failures > 0, failure, record.groups.all)
     if ranks != (expected := record.dp_size * record.cp_size):
-        given = f"values of {max(ranks, 0):.0f} of {expected} ranks of a pipeline stage"
-        raise ValueError(f"{given}: all ranks that compute the loss must give values. Pass None on other stages.")
+        counted = f"values of {max(ranks, 0):.0f} of {expected} ranks of a pipeline stage"
+        raise ValueError(f"{counted}: all ranks that compute the loss must give values. Pass None on other stages.")
     return totals
 
 
@@ -139,10 +140,10 @@ def _active_tokens(microbatches: Sequence[Microbatch], values: TokenFunction, ma
     parts = [np.zeros((2, 0))]
     for microbatch in microbatches:
         local = microbatch.tokens_of(mask)
-        given = _of_tokens("values to measure", values(microbatch), local)
+        measured = _of_tokens("values to measure", values(microbatch), local)
         if local.copies > 1 and microbatch.cp_rank > 0:
             continue  # counted on the first of the ranks that all hold them
-        parts.append(np.stack([given.astype(np.float32), local.mask])[:, local.mask != 0].astype(np.float64))
+        parts.append(np.stack([measured.astype(np.float32), local.mask])[:, local.mask != 0].astype(np.float64))
     active = np.concatenate(parts, 1)
     if not np.isfinite(active).all():
         wrong = active[~np.isfinite(active)][0]
@@ -154,17 +155,17 @@ def _flags_in_buffer(microbatches: Sequence[Microbatch], flags: TokenFunction, n
     """1 for each token that this rank keeps, uint8, in the buffers of all its micro-batches."""
     check_callable("tokens to keep", flags, _RULE, _REMEDY)
     parts = [np.zeros(0, np.uint8)]
-    if any(name in one.samples.by_mask and name not in one.kept for one in microbatches):
+    if any(name in microbatch.samples.by_mask and name not in microbatch.kept for microbatch in microbatches):
         raise ValueError(
             f"tokens to keep as {name!r}, which is a mask of the Samples: keep needs a new name. Choose another."
         )
     for microbatch in microbatches:
-        given = flags(microbatch)
-        if not isinstance(given, Tensor) or given.dtype != torch.bool:
-            kind = given.dtype if isinstance(given, Tensor) else f"a {type(given).__name__}"
+        kept = flags(microbatch)
+        if not isinstance(kept, Tensor) or kept.dtype != torch.bool:
+            kind = kept.dtype if isinstance(kept, Tensor) else f"a {type(kept).__name__}"
             raise TypeError(f"tokens to keep are {kind}: they must be a tensor of bools. Return a comparison.")
         parts.append(np.zeros(microbatch.samples.total_tokens, np.uint8))
-        parts[-1][microbatch.tokens.positions] = _of_tokens("tokens to keep", given.float(), microbatch.tokens)
+        parts[-1][microbatch.tokens.positions] = _of_tokens("tokens to keep", kept.float(), microbatch.tokens)
     return np.concatenate(parts)
 
 

@@ -54,7 +54,7 @@ def fold_into_advantages(
             active token; weights below 0; anything `make_pg_loss_reducer` refuses.
     """
     check_sized("advantages", advantages)
-    if any(hasattr(one, _MARK) for one in advantages):
+    if any(hasattr(column, _MARK) for column in advantages):
         raise ValueError(
             "advantages that were folded already: folding them again would divide by the step's counts twice. Fold "
             "once per step, before the step is cut into micro-batches."
@@ -63,7 +63,9 @@ def fold_into_advantages(
         raise ValueError("layout= with advantages to fold: these are whole rows, one per sample. Leave layout= out.")
     samples = Samples(loss_masks, **of_samples)
     check_one_each("advantages", len(advantages), "loss masks", len(samples))
-    rows = [one.detach() if isinstance(one, Tensor) else torch.tensor(one, device="cpu") for one in advantages]
+    rows = [
+        column.detach() if isinstance(column, Tensor) else torch.tensor(column, device="cpu") for column in advantages
+    ]
     flat = samples.in_buffer(rows)
     flat = flat if isinstance(flat, Tensor) else torch.from_numpy(flat)  # of no samples it is an array
     flat = flat.to(torch.promote_types(flat.dtype, torch.float32))

@@ -124,9 +124,9 @@ def reduce_notes(
         BadBatchError: on all ranks (the error itself where there is one), for a failure of any; for a micro-batch that
             has active tokens and lacks a metric; ValueError for a name of two kinds.
     """
-    mine = {(name, one.kind, one.mask, one.by) for notes in of_microbatches for name, one in notes.items()}
+    mine = {(name, note.kind, note.mask, note.by) for notes in of_microbatches for name, note in notes.items()}
     known = _agree_on(sorted(mine, key=repr), groups)
-    device = next((one.part.device for notes in of_microbatches for one in notes.values()), None)
+    device = next((note.part.device for notes in of_microbatches for note in notes.values()), None)
     device = device or (device_of(groups[0]) if groups else torch.device("cpu"))
     for name, _, mask, _ in known if failure is None else []:
         for number, notes in enumerate(of_microbatches):
@@ -180,10 +180,10 @@ def _agree_on(mine: _Names, groups: Sequence[Group]) -> _Names:
         if float(agreed[0]) != -float(agreed[1]):
             known = set(mine)
             for group in groups:
-                known |= {one for part in gather_objects(known, group) for one in part}
+                known |= {name for part in gather_objects(known, group) for name in part}
             mine = sorted(known, key=repr)
     names = [name for name, *_ in mine]
-    if twice := [one for one in mine if names.count(one[0]) > 1]:
+    if twice := [entry for entry in mine if names.count(entry[0]) > 1]:
         raise ValueError(
             f"metrics {twice}: a name must have one kind, mask, aggregation and coefficient in a step. Report a "
             "metric, or a term of the loss, alike in every micro-batch and on every rank."

@@ -11,7 +11,9 @@ from megatron_rl_loss.step.layouts import Layout
 
 def check_pieces(layout: Layout, what: str, pieces: Sequence[tuple[int, ...]]) -> None:
     """Validate pieces of a user's layout: ints, in order, without overlap, within the buffer."""
-    is_list = isinstance(pieces, Sequence) and all(isinstance(one, Sequence) and len(one) in (2, 3) for one in pieces)
+    is_list = isinstance(pieces, Sequence) and all(
+        isinstance(piece, Sequence) and len(piece) in (2, 3) for piece in pieces
+    )
     if not is_list or not all(map(is_int, [layout.total_tokens, *chain(*pieces)])):
         raise TypeError(
             f"{type(layout).__name__} puts {what} at {pieces!r}: pieces must be a list of two ints each, [begin, end), "
