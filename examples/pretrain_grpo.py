@@ -198,7 +198,7 @@ def hand_over(microbatch: Microbatch, output: tuple[Tensor, dict[str, Tensor]]) 
     share, values = output
     names = {"log_probs": "log_prob"}
     means = {names.get(name, name): microbatch.sample_mean(value) for name, value in values.items()}
-    return microbatch.carry(share, microbatch.report({"pg_loss": share, **means}))
+    return microbatch.scale_for_trainer(share, microbatch.report({"pg_loss": share, **means}))
 
 
 class OtherPolicies:

@@ -119,7 +119,7 @@ def loss_func(
         f"rl/{name}": microbatch.token_mean(values.detach().float().reshape(-1).to(share.device))
         for name, values in per_token.items()
     }
-    return microbatch.carry(share, microbatch.report({"lm loss": share, **means}))
+    return microbatch.scale_for_trainer(share, microbatch.report({"lm loss": share, **means}))
 
 
 def samples_of(batch: Any, cp_losses: CpLosses = "gathered", **ids: Any) -> Samples:

@@ -55,7 +55,7 @@ class Tokens:
 class Folded:
     """An ``output_processor_context`` that computes the loss in the same pass: the model returns (share, values).
 
-    Reduce `values` with ``microbatch.sample_mean``, and give Megatron ``microbatch.carry(share, report)``.
+    Reduce `values` with ``microbatch.sample_mean``, and give Megatron ``microbatch.scale_for_trainer(share, report)``.
 
     Attributes:
         microbatch: aggregates the losses as its step asks.

@@ -10,7 +10,7 @@ from megatron_rl_loss.plan.carriers import DEFAULT, FORMS, Form
 
 
 class Receipt(NamedTuple):
-    """What `Microbatch.carry` returned last: form, tensors, their numbers of changes in place, and noted names."""
+    """What `Microbatch.scale_for_trainer` returned last: form, tensors, their changes in place, and noted names."""
 
     form: Form
     tensors: dict[str, "ReferenceType[Tensor]"]  # by part; not the loss itself, which would keep its graph
@@ -28,7 +28,7 @@ def _version(tensor: Tensor) -> int:
 
 
 def check_returned(returned: object, receipt: Receipt | None, *, trains: bool = False) -> None:
-    """Raise ValueError unless a loss function returned the very objects that `carry` returned last, unchanged.
+    """Raise ValueError unless a loss function returned the very objects of the last `scale_for_trainer`, unchanged.
 
     Any other loss (a mean of its own, a tuple without the count, an earlier micro-batch's loss, a term added on top)
     would train on another aggregation, because Megatron scales every loss alike. A report of shares would be logged as
@@ -45,13 +45,13 @@ def check_returned(returned: object, receipt: Receipt | None, *, trains: bool = 
     if parts is None:
         shown = f"{len(returned)} values" if isinstance(returned, tuple) else f"a {type(returned).__name__}"
         raise ValueError(
-            f"loss_func returned {shown}: it must return all that this micro-batch's loss() or carry() returned. "
-            "Return microbatch.loss(per_token_loss, metrics) unchanged."
+            f"loss_func returned {shown}: it must return all that this micro-batch's loss() or "
+            "scale_for_trainer() returned. Return microbatch.loss(per_token_loss, metrics) unchanged."
         )
     for part, reason in _differences(parts, receipt):
         raise ValueError(
             f"loss_func returned a {part} that this micro-batch did not hand out: {reason}. Return the result of this "
-            "micro-batch's loss(...) or carry(share, report) unchanged; put further terms into loss({...})."
+            "micro-batch's loss(...) or scale_for_trainer(share, report) unchanged; put further terms into loss({...})."
         )
     if trains and not parts["loss"].requires_grad:
         raise ValueError(
@@ -70,7 +70,7 @@ def check_returned(returned: object, receipt: Receipt | None, *, trains: bool = 
 def _differences(parts: Mapping[str, Any], receipt: Receipt | None) -> Iterator[tuple[str, str]]:
     """The part that differs, and the likely reason."""
     if receipt is None:
-        yield "loss", "neither its loss() nor its carry() was called"
+        yield "loss", "neither its loss() nor its scale_for_trainer() was called"
         return
     for part, reference in receipt.tensors.items():
         value, carried = parts[part], reference()

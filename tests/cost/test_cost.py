@@ -67,7 +67,7 @@ def losses_of(device: str = "cpu", num_metrics: int = 5) -> tuple[Tensor, dict[s
 
 
 def loss_of(microbatch: Microbatch, losses: Tensor, metrics: Any, **options: Any) -> Any:
-    microbatch._record.restart()
+    microbatch._record.reset()
     return microbatch.loss(losses, metrics, **options)
 
 
@@ -148,8 +148,8 @@ def test_nothing_is_read_back_from_a_device(mode: str, per_token_loss: bool) -> 
     microbatch.log_probs["then"] = losses.detach()
     assert microbatch.gap("then", losses).device.type == "meta"
     for form in (form for form in FORMS.values() if per_token_loss in form.carriers):
-        microbatch._record.restart()
-        microbatch.carry(microbatch(losses), form=form.name)
+        microbatch._record.reset()
+        microbatch.scale_for_trainer(microbatch(losses), form=form.name)
     for read in (lambda: float(loss.detach()), lambda: loss.detach().cpu(), lambda: bool(loss.detach() > 0)):
         with pytest.raises((RuntimeError, NotImplementedError)):  # negative control
             read()

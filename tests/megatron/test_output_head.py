@@ -162,7 +162,7 @@ def keeps_rows_apart(chunk: Any, model: Any) -> None:
     share, of_tokens = head(hidden_states=hidden, labels=labels, context=folded, **said)
     torch.testing.assert_close(share.double(), (expected * values * weights).sum(), rtol=1e-5, atol=1e-6)
     assert torch.equal(of_tokens["seen"], values * mask)
-    plan[0].carry(share)  # is a share of this micro-batch
+    plan[0].scale_for_trainer(share)  # is a share of this micro-batch
     row, place = mask.nonzero()[-1].tolist()
     values[row, place] = torch.nan
     lines: list[str] = []
@@ -207,7 +207,7 @@ def takes_several_ids_and_a_teacher(chunk: Any, model: Any) -> None:
         losses = (expected * near).sum(-1) + divergence
         torch.testing.assert_close(share.double(), (losses * weights).sum(), **close)
         torch.testing.assert_close(values["divergence"].double(), divergence, **close)
-        microbatch.carry(share)
+        microbatch.scale_for_trainer(share)
 
 
 def reads_nothing_back(chunk: Any, model: Any) -> None:
@@ -227,7 +227,7 @@ def reads_nothing_back(chunk: Any, model: Any) -> None:
     )
     share, values = head(context=folded, **said)
     report = microbatch.report({"entropy": microbatch.sample_mean(values["entropy"])})
-    microbatch.carry(share, report)[0].backward()
+    microbatch.scale_for_trainer(share, report)[0].backward()
     assert hidden.grad is not None
     with pytest.raises(NotImplementedError, match="meta"):  # negative control
         head(context=Tokens(labels), **said)

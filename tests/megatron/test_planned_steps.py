@@ -64,9 +64,9 @@ def misused() -> dict[str, str]:
         train(plan, slice(None) if dp_rank else slice(1))
         return plan
 
-    def restarted() -> None:
+    def after_reset() -> None:
         plan = half()
-        plan.restart()
+        plan.reset()
         train(plan)
         plan.finish()
         planned()
@@ -80,7 +80,7 @@ def misused() -> dict[str, str]:
 
     def crossed() -> None:
         plan = planned()
-        plan[0].carry(plan[1](model(batches[1].local_numbers(cp_rank, CP))))
+        plan[0].scale_for_trainer(plan[1](model(batches[1].local_numbers(cp_rank, CP))))
 
     plan = planned()
     train(plan)
@@ -91,7 +91,7 @@ def misused() -> dict[str, str]:
     half()
     found["half, not finished"] = outcome_of(planned)
     found["planned again"] = outcome_of(planned)
-    found["restarted"] = outcome_of(restarted)
+    found["reset"] = outcome_of(after_reset)
     found["crossed"] = outcome_of(crossed)
     for form in IN_A_LOOP:
         found[form] = outcome_of(functools.partial(in_the_schedule, form))
@@ -100,7 +100,7 @@ def misused() -> dict[str, str]:
 
 def test_a_plan_is_trained_on_once_and_as_a_whole() -> None:
     for found in run_ranks(DP * CP, misused):
-        for name in ("trained on", "never", "after never", "planned again", "restarted"):
+        for name in ("trained on", "never", "after never", "planned again", "reset"):
             assert found[name] == "accepted", (name, found[name])
         assert "micro-batch 0 of a plan, a second time: the plan was trained on already" in found["twice"]
         for name in ("half, finished", "half, planned anew", "half, not finished"):

@@ -352,8 +352,8 @@ def returned_in_verls_form() -> list[Step]:
             def __call__(self, losses: Tensor) -> Tensor:
                 return self.microbatch(losses)
 
-            def carry(self, share: Tensor, report: Any, form: str) -> Any:
-                return self.microbatch.carry(share, report, form="verl")
+            def scale_for_trainer(self, share: Tensor, report: Any, form: str) -> Any:
+                return self.microbatch.scale_for_trainer(share, report, form="verl")
 
         world.step(model, [ForVerl(microbatch) for microbatch in plan], batches, cp_rank, "3-tuple")
         return math.nan
@@ -540,7 +540,9 @@ def trained_gpt(case: str, layout: Layout, steps: int) -> list[Step]:
 
         def loss_func(output: Any) -> Any:
             share, _ = output
-            return microbatch.carry(share * (2.0 if "doubled" in case else 1.0), microbatch.report({"pg_loss": share}))
+            return microbatch.scale_for_trainer(
+                share * (2.0 if "doubled" in case else 1.0), microbatch.report({"pg_loss": share})
+            )
 
         return output, loss_func
 

@@ -188,7 +188,7 @@ def compiled() -> list[Step]:
     def loss_of(microbatch: Any, losses: Tensor) -> Any:
         with patch.object(torch.compiler, "is_compiling", lambda: True):
             share = microbatch.pg_loss(losses)
-        return microbatch.carry(share, microbatch.report({"pg_loss": share}))
+        return microbatch.scale_for_trainer(share, microbatch.report({"pg_loss": share}))
 
     loop = Loop("prompt_mean")
     return [loop.step(loop.plan("prompt_mean"), loss_of, expected="prompt_mean")]
@@ -260,7 +260,7 @@ def microbatch_left_out_of_a_sum() -> list[Step]:
     """The last of three micro-batches is not trained on, and shares are scaled for two."""
 
     def loss_of(microbatch: Any, losses: Tensor) -> Any:
-        return microbatch.carry(microbatch.pg_loss(losses) * 2 / 3, {})
+        return microbatch.scale_for_trainer(microbatch.pg_loss(losses) * 2 / 3, {})
 
     loop = Loop("token_sum")
     return [loop.step(loop.plan("token_sum"), loss_of, expected="token_sum", num_microbatches=2)]

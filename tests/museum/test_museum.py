@@ -39,14 +39,14 @@ def carrier(formula: Callable[[Tensor, Any, Tensor], tuple[Any, ...]]) -> Plant:
     def plant(patch: pytest.MonkeyPatch) -> None:
         from megatron_rl_loss.megatron import launch
 
-        sound = Microbatch.carry
+        sound = Microbatch.scale_for_trainer
 
-        def carry(self: Any, share: Tensor, report: Any, **form: Any) -> tuple[Any, ...]:
+        def scale_for_trainer(self: Any, share: Tensor, report: Any, **form: Any) -> tuple[Any, ...]:
             sound(self, share, report, **form)
             count = torch.tensor(self.tokens.num_active, dtype=torch.int32)
             return (*formula(share, self._record, count), report)
 
-        patch.setattr(Microbatch, "carry", carry)
+        patch.setattr(Microbatch, "scale_for_trainer", scale_for_trainer)
         patch.setattr(launch, "check_returned", lambda *_, **__: None)  # the door, which would refuse them all
 
     return plant

@@ -146,7 +146,7 @@ def run_case(layout: Layout, case: Case, rollouts: Sequence[Rollout], attention:
             if "one pass" in head:
                 share, values = output
                 means = {name: microbatch.sample_mean(values[name]) for name in ("clip_fraction", "ppo_kl")}
-                return microbatch.carry(share, microbatch.report({"pg_loss": share, **means}))
+                return microbatch.scale_for_trainer(share, microbatch.report({"pg_loss": share, **means}))
             losses, metrics = losses_of(output[0] if head else -output, None, **inputs)
             return microbatch.loss(losses, metrics)
 

@@ -238,7 +238,11 @@ def earlier_ones(microbatch: Any, losses: Tensor, number: int, kept: list[Any] =
 
 def kl_in_the_share(microbatch: Any, losses: Tensor, number: int) -> Any:
     share = microbatch.pg_loss(losses) + 0.1 * microbatch.sample_mean(losses.square())
-    return microbatch.carry(share, microbatch.report({"pg_loss": share}))
+    return microbatch.scale_for_trainer(share, microbatch.report({"pg_loss": share}))
+
+
+def _scaled(microbatch: Any, share: Tensor, report: Any) -> Any:
+    return microbatch.scale_for_trainer(share, report)
 
 
 HANDED_OUT = "a loss or count that it did not hand out"
@@ -259,20 +263,20 @@ LOSS_ROWS = [
              on_dp_rank_1(["kl", "entropy"], ["entropy", "kl"]), "BadBatchError"),
     loss_row("a metric that hides the loss", "", lambda m, losses, n: m.loss(losses, {"pg_loss": 2 * losses}),
              "pg_loss", "name", lambda m, losses, n: m.loss(losses, {"pg_loss_2": 2 * losses})),
-    loss_row("share detached", "", lambda m, losses, n: m.carry(m.pg_loss(losses).detach(), {}),
-             "a loss without a graph", "Do not detach", lambda m, losses, n: m.carry(m.pg_loss(losses), {})),
-    loss_row("report of a float", "", lambda m, losses, n: m.carry(m.pg_loss(losses), m.report({"kl": 0.5})),
+    loss_row("share detached", "", lambda m, losses, n: _scaled(m, m.pg_loss(losses).detach(), {}),
+             "a loss without a graph", "Do not detach", lambda m, losses, n: _scaled(m, m.pg_loss(losses), {})),
+    loss_row("report of a float", "", lambda m, losses, n: _scaled(m, m.pg_loss(losses), m.report({"kl": 0.5})),
              "kl is 0.5", "Reduce it",
-             lambda m, losses, n: m.carry(m.pg_loss(losses), m.report({"kl": m.sample_mean(losses)}))),
+             lambda m, losses, n: _scaled(m, m.pg_loss(losses), m.report({"kl": m.sample_mean(losses)}))),
     loss_row("report of a share as it is", "",
-             lambda m, losses, n: m.carry(m.pg_loss(losses), {"kl": m.pg_loss(losses)}),
+             lambda m, losses, n: _scaled(m, m.pg_loss(losses), {"kl": m.pg_loss(losses)}),
              "a report of single numbers, kl", "through microbatch.report",
-             lambda m, losses, n: m.carry(m.pg_loss(losses), m.report({"kl": m.pg_loss(losses)}))),
+             lambda m, losses, n: _scaled(m, m.pg_loss(losses), m.report({"kl": m.pg_loss(losses)}))),
     loss_row("the stock 2-tuple", HANDED_OUT, lambda m, losses, n: (losses.mean(), {}), "loss_func returned 2 values",
              "Return microbatch.loss"),
     loss_row("the stock 3-tuple", HANDED_OUT,
              lambda m, losses, n: (losses.sum(), torch.tensor(losses.numel(), dtype=torch.int32), {}),
-             "neither its loss() nor its carry() was called", ""),
+             "neither its loss() nor its scale_for_trainer() was called", ""),
     loss_row("a bare loss", HANDED_OUT, lambda m, losses, n: losses.mean(), "loss_func returned a Tensor",
              "Return microbatch.loss"),
     loss_row("its count dropped", HANDED_OUT, changing(lambda loss, count, report: (loss, report)),
@@ -283,8 +287,8 @@ LOSS_ROWS = [
              NOT_ITS_LOSS, "put further terms into loss({...})", kl_in_the_share),
     loss_row("changed in place", HANDED_OUT, changing(lambda loss, count, report: (loss.mul_(0.5), count, report)),
              "it was changed in place", ""),
-    loss_row("a micro-batch carried twice", "a micro-batch that is carried a second time without `plan.restart()`",
-             lambda m, losses, n: (m.loss(losses), m.loss(losses))[1], "a plan, a second time", "call plan.restart()"),
+    loss_row("a micro-batch carried twice", "a micro-batch that is carried a second time without `plan.reset()`",
+             lambda m, losses, n: (m.loss(losses), m.loss(losses))[1], "a plan, a second time", "call plan.reset()"),
     loss_row("tokens cut in another way", "tokens that are not the plan's cut",
              lambda m, losses, n: (m.check_tokens(TOKENS[:8]), m.loss(losses))[1],
              "local tokens that are not those of the plan's layout", "Give Samples the model's layout",
@@ -298,7 +302,7 @@ LOSS_ROWS = [
              "a num_tokens that this micro-batch did not hand out", "Return the result",
              changing(lambda loss, count, report: (loss, count, {**report, "lr": torch.ones(())}))),
     loss_row("an earlier micro-batch's", HANDED_OUT, earlier_ones, NOT_ITS_LOSS, "Return the result"),
-    loss_row("a share of no reducer", HANDED_OUT, lambda m, losses, n: m.carry((losses * 0.1).sum(), {}),
+    loss_row("a share of no reducer", HANDED_OUT, lambda m, losses, n: _scaled(m, (losses * 0.1).sum(), {}),
              "put together without this micro-batch's reducers", ""),
     loss_row("two micro-batches taken", "", lambda m, losses, n: m.loss(losses),
              "forward_step took 2 micro-batches from its iterator", "Call next(data_iterator) once", takes=2),

@@ -224,7 +224,7 @@ def train_plan(model: Model, chunk: Any, plan: Any, form: str, run: Any, engine:
         shares = []
         for batch, microbatch in steps:
             share = microbatch(model.losses_of(model.output_of(chunk, batch), batch))
-            microbatch.carry(share, form=form).backward()
+            microbatch.scale_for_trainer(share, form=form).backward()
             shares.append(share.detach())
         finalize_model_grads([chunk], None)
         return shares
@@ -234,7 +234,7 @@ def train_plan(model: Model, chunk: Any, plan: Any, form: str, run: Any, engine:
 
         def loss_func(output: Tensor) -> Any:
             share = microbatch(model.losses_of(output, batch))
-            return engine(microbatch.carry(share, {"share": share.detach()}, form=form), batch, len(plan))
+            return engine(microbatch.scale_for_trainer(share, {"share": share.detach()}, form=form), batch, len(plan))
 
         return model.output_of(chunk, batch), loss_func
 

@@ -183,7 +183,7 @@ def plan_losses(losses: Any, step: Step, one: dict[str, Any], state: Any) -> Non
     def of_step(args: Any, batch: Any, logits: torch.Tensor, _: Any) -> Any:
         microbatch = by_first_id[int(batch["unconcat_tokens"][0][0])]
         share, log = losses.policy_loss_function(args, batch, logits, microbatch.pg_loss)
-        loss, log = microbatch.carry(share, log, form="slime")
+        loss, log = microbatch.scale_for_trainer(share, log, form="slime")
         return loss, log | {"pg_loss": loss.detach()}
 
     table: Any = importlib.import_module("logit_table")

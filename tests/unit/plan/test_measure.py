@@ -205,7 +205,7 @@ def test_masks_in_turn() -> None:
     for bound in (1.5, 2.5, 9.0):
         plan.keep("above", lambda one: values > bound)  # noqa: B023
         term = plan[0].loss({"pg": Term(values, mask="above")}, form="sum")
-        plan.restart()
+        plan.reset()
         found += [plan.measure(lambda one: values, mask="above").sum, float(term.detach())]
     assert found == pytest.approx([11, 11 / 3, 9, 4.5, 0, 0])
     assert not plan.samples[0].by_mask  # the data is as it was

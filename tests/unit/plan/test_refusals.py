@@ -31,7 +31,7 @@ def carried(form: Any, per_token_loss: bool = False, share: Any = None, of_model
     own_plan.record.for_schedule = of_model  # as plan_step(model=...) says
     one = own_plan[0]
     own = one(torch.ones(2, requires_grad=True))
-    return one.carry(own if share is None else share, form=form)
+    return one.scale_for_trainer(own if share is None else share, form=form)
 
 
 X, TWO = torch.ones(4), Samples([torch.ones(2)])
