@@ -242,6 +242,23 @@ def test_it_compiles_whole(monkeypatch: pytest.MonkeyPatch) -> None:
         assert losses.grad.tolist() == pytest.approx([x / 30 for x in (4, 2, 0, 4, 0, 0, 5, 5)])
 
 
+def test_the_loss_of_a_plan_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE")
+    plan = plan_step([Samples([[1, 1], [1, 0, 1]]), Samples([[1]])], "token_mean", dp_group=None)
+    values, is_compiling = torch.ones(5, requires_grad=True), list[bool]()
+
+    def loss_of(values: Tensor) -> Tensor:
+        is_compiling.append(torch.compiler.is_compiling())
+        loss: Tensor = plan[0].loss(values * 1.0)[0]
+        return loss
+
+    torch.compile(loss_of, backend="eager")(values).backward()
+    assert is_compiling == [True]
+    assert values.grad is not None
+    assert values.grad.tolist() == pytest.approx([0.4, 0.4, 0.4, 0, 0.4])
+    assert plan.record.is_carried == [True, False]
+
+
 # ---- on a GPU (TEST_DEVICE=cuda)
 
 

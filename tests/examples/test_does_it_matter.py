@@ -9,6 +9,7 @@ from pathlib import Path
 import does_it_matter as example
 import pytest
 import torch
+import vary_matter
 from matter.report import late
 from ranks import run_ranks
 from repository import EXAMPLES, ROOT
@@ -59,13 +60,19 @@ def test_megatrons_own_schedule_makes_the_same_gradient() -> None:
     assert max(exact, default) < 1e-5
 
 
-def test_the_pages_tables_are_those_that_are_printed() -> None:
+def test_the_pages_tables_are_those_that_are_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     runs, variations = (str(ROOT / f"docs/matter/{name}.jsonl") for name in ("runs", "variations"))
-    vary = [sys.executable, str(ROOT / "tools/vary_matter.py"), "--exact", runs, "--output", variations]
-    for printed in (run("--output", runs), subprocess.run(vary, capture_output=True, text=True, timeout=300)):
-        assert printed.returncode == 0, printed.stderr
-        assert len(printed.stdout.splitlines()) > 10
-        for line in printed.stdout.splitlines():
+    for main, words in (
+        (example.main, ["--output", runs]),
+        (vary_matter.main, ["--exact", runs, "--output", variations]),
+    ):
+        monkeypatch.setattr(sys, "argv", ["script", *words])
+        main()
+        printed = capsys.readouterr().out.splitlines()
+        assert len(printed) > 10
+        for line in printed:
             assert line in PAGE, line
 
 
@@ -78,7 +85,11 @@ def test_the_pages_tables_are_those_that_are_printed() -> None:
         (["--output", "{tmp}/runs.jsonl", "--after-wrong", "stop"], "invalid choice"),
     ],
 )
-def test_wrong_uses(words: list[str], says: str, tmp_path: Path) -> None:
-    ended = run(*(word.replace("{tmp}", str(tmp_path)) for word in words))
-    assert ended.returncode == 2
-    assert says in ended.stderr
+def test_wrong_uses(
+    words: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["script", *(word.replace("{tmp}", str(tmp_path)) for word in words)])
+    with pytest.raises(SystemExit) as ended:
+        example.main()
+    assert ended.value.code == 2
+    assert says in capsys.readouterr().err

@@ -1,19 +1,16 @@
 """The first script of README: it needs no Megatron, and prints the gradients that plain float64 arithmetic gives."""
 
 import ast
-import os
 import re
 import runpy
-import subprocess
 import sys
 
 import oracle
 import pytest
 from pages import code_of
-from repository import EXAMPLES, ROOT
+from repository import EXAMPLES
 
 SCRIPT = EXAMPLES / "quickstart.py"
-ALONE = "import runpy, sys; sys.modules['megatron'] = None; runpy.run_path(sys.argv[1], run_name='__main__')"
 PRINTED = 0.5e-5 + 3e-7  # five digits are printed of a float32 sum of 11 terms below 1
 
 
@@ -27,18 +24,20 @@ def gradient_of(weights: list[list[float]], responses: list[list[int]], advantag
     return gradient
 
 
-def test_it_prints_one_gradient_for_every_cut_and_the_other_loss_prints_one_for_each() -> None:
-    words, environment = [sys.executable, "-c", ALONE, str(SCRIPT)], os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(words, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    data = runpy.run_path(str(SCRIPT))
+def test_it_prints_one_gradient_for_every_cut_and_the_other_loss_prints_one_for_each(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """That the package itself needs no Megatron: tests/package/test_package.py."""
+    monkeypatch.setitem(sys.modules, "megatron", None)
+    data = runpy.run_path(str(SCRIPT), run_name="__main__")
+    printed = capsys.readouterr().out
     responses, advantages = data["RESPONSES"], data["ADVANTAGES"]
     samples = [
         oracle.sample([0.0] * len(tokens), [1.0] * len(tokens), prompt_id=prompt)
         for tokens, prompt in zip(responses, data["PROMPTS"], strict=True)
     ]
     exact = gradient_of(oracle.step_weights("prompt_mean", samples), responses, advantages)
-    rows = re.findall(r"^(\[\[.*\]\]) +(.*)$", done.stdout, flags=re.MULTILINE)
+    rows = re.findall(r"^(\[\[.*\]\]) +(.*)$", printed, flags=re.MULTILINE)
     others = set()
     for shown, numbers in rows:
         cut = ast.literal_eval(shown)
@@ -49,4 +48,4 @@ def test_it_prints_one_gradient_for_every_cut_and_the_other_loss_prints_one_for_
         assert found[3:] == pytest.approx(gradient_of(means, responses, advantages), abs=PRINTED)
         others.add(tuple(found[3:]))
     assert len(rows) == len(others) == 3
-    assert code_of("../README.md", "console") == [done.stdout]
+    assert code_of("../README.md", "console") == [printed]
