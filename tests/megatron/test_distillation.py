@@ -16,11 +16,11 @@ import pytest
 import torch
 from divergence_oracle import divergence
 from gpt_oracle import GptShape, Rollout
-from gpt_steps import FP32_BOUNDS, Outcome, collect, place_in, prepared, run_batches, settings_of, start_layout, whole
 from ranks import run_ranks
 from table_step import relative_error
-from tiny_gpt import Batch, Case, Layout
+from tiny_gpt import Batch, Case, Layout, Outcome, collect, place_in, prepared, run_batches, settings_of, start_layout
 from torch import Tensor
+from world import FP32_BOUNDS, whole
 
 from megatron_rl_loss import LossAggregation, Samples, Teacher, Term, Tokens, next_microbatch, ppo_clip_loss
 

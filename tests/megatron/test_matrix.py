@@ -2,7 +2,7 @@
 
 A covering array: layouts on 1 to 8 ranks, and in them cases, chosen so that all pairs of values of all axes occur. Of
 every case all gradients, the grad norm, the logged metrics and the weights after a step of Adam are compared on every
-rank. `gpt_oracle` states the step, `gpt_steps` runs it. Not exercised: experts, Transformer Engine (see
+rank. `gpt_oracle` states the step, a `World` runs it. Not exercised: experts, Transformer Engine (see
 test_transformer_engine.py).
 """
 
@@ -16,8 +16,8 @@ from typing import Any
 import gpt_oracle
 import oracle
 import pytest
-from gpt_steps import BF16_BOUNDS, beyond_bounds, errors_of, outcomes_in
 from tiny_gpt import HEADS, Case, Layout
+from world import BF16_BOUNDS, World, beyond_bounds, errors_of, trained_in
 
 pytestmark = [pytest.mark.slow, pytest.mark.gpus]
 
@@ -105,7 +105,8 @@ def test_a_whole_step_equals_the_oracle(layout: Layout, record_property: Callabl
     cases = covering_array()[layout]
     worst: dict[str, float] = defaultdict(float)
     failed = []
-    for case, outcomes in outcomes_in(layout, cases):
+    for world, outcomes, _ in trained_in(layout, [World.of(layout, case) for case in cases]):
+        case = world.case
         errors = errors_of(outcomes, gpt_oracle.step_of(case.shape(layout), case.mode, case.units))
         for what, error in errors.items():
             key = f"{'bf16' if case.bf16 else 'fp32'}_{what}_error"
@@ -122,7 +123,8 @@ def test_bf16_bounds_would_see_another_mode() -> None:
     """Every mode and unit counting against the oracle of each other one: beyond the bound that the right one keeps."""
     layout = Layout(1, False, 1, 1, 1, 1)
     cases = [Case(2, mode, units, "mean", True, "plain", False, False) for mode, units in oracle.COUNTINGS]
-    for case, outcomes in outcomes_in(layout, cases):
+    for world, outcomes, _ in trained_in(layout, [World.of(layout, case) for case in cases]):
+        case = world.case
         for mode, units in oracle.COUNTINGS:
             one_unit = mode in ("token_mean", "token_sum")
             same = mode == case.mode and (units == case.units or one_unit)

@@ -13,8 +13,13 @@ import oracle
 import pytest
 import torch
 from gpt_oracle import GptShape, Rollout
-from gpt_steps import (
-    FP32_BOUNDS,
+from logged_means import logged_means
+from ranks import run_ranks
+from table_step import relative_error
+from tiny_gpt import (
+    Batch,
+    Case,
+    Layout,
     Outcome,
     collect,
     output_of,
@@ -23,13 +28,9 @@ from gpt_steps import (
     run_batches,
     settings_of,
     start_layout,
-    whole,
 )
-from logged_means import logged_means
-from ranks import run_ranks
-from table_step import relative_error
-from tiny_gpt import Batch, Case, Layout
 from torch import Tensor
+from world import FP32_BOUNDS, whole
 
 from megatron_rl_loss import LossAggregation, OutputHead, Term, Tokens
 from megatron_rl_loss.plan.plan import Plan

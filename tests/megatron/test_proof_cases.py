@@ -20,13 +20,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import world
-from gpt_steps import output_of, prepared, run_batches, settings_of, start_layout
 from ranks import run_ranks
 from repository import ROOT
 from step_samples import dealt
 from table_step import Batch, relative_error, run_schedule, start, table_model
 from tiny_gpt import Batch as GptBatch
-from tiny_gpt import Case, Layout
+from tiny_gpt import Case, Layout, output_of, prepared, run_batches, settings_of, start_layout
 from torch import Tensor
 from world import CP, DP, TABLE, batches_of, gradient_of, start_ranks
 

@@ -11,8 +11,8 @@ import gpt_oracle
 import oracle
 import pytest
 import torch
-from gpt_steps import beyond_bounds, errors_of, outcomes_in
 from tiny_gpt import Case, Layout
+from world import World, beyond_bounds, errors_of, trained_in
 
 from megatron_rl_loss import ZigzagTHD
 
@@ -45,6 +45,7 @@ def test_our_indices_are_those_of_thd_get_partitioned_indices(cp_size: int) -> N
 def test_a_whole_step_with_its_attention_equals_the_oracle(layout: Layout) -> None:
     scalings = itertools.cycle(("mean", "per token"))
     cases = [Case(3, *of, next(scalings), True, "plain", False, False) for of in oracle.COUNTINGS]
-    for case, outcomes in outcomes_in(layout, cases, attention="te"):
+    for world, outcomes, _ in trained_in(layout, [World.of(layout, case) for case in cases], attention="te"):
+        case = world.case
         errors = errors_of(outcomes, gpt_oracle.step_of(case.shape(layout), case.mode, case.units))
         assert not beyond_bounds(case, errors), (case, errors)

@@ -15,14 +15,11 @@ import gpt_oracle
 import oracle
 import pytest
 import torch
-from gpt_oracle import GptShape
-from gpt_steps import FP32_BOUNDS, whole
 from missing import has
-from ranks import run_ranks
 from table_step import relative_error
 from tiny_gpt import Layout
 from torch import Tensor
-from world import FORM_SETTINGS, LOOPS, STEP, World, gradient_of, train_all
+from world import FORM_SETTINGS, FP32_BOUNDS, LOOPS, STEP, World, gradient_of, trained_in, whole
 
 from megatron_rl_loss.plan.carriers import FORMS
 
@@ -88,17 +85,13 @@ def test_a_step_is_the_oracles_and_its_line_says_so(
     layout: Layout, record_property: Callable[[str, Any], None]
 ) -> None:
     worlds, worst = worlds_in(layout), 0.0
-    rollouts = gpt_oracle.rollouts_of(GptShape(layout.num_layers, tied=False, bf16=False))
-    by_rank = run_ranks(layout.world_size, train_all, layout, worlds, rollouts)
-    for number, world in enumerate(worlds):
-        steps = [(place, found[number]) for place, found in by_rank]
-        gradients = list(whole([(place, trained.gradients) for place, trained in steps], "gradients"))
-        error = errors_in(world, gradients)
+    for world, outcomes, printed in trained_in(layout, worlds):
+        error = errors_in(world, list(whole(outcomes, "gradients")))
         assert error < 1, world
         worst = max(worst, error)
         if world.loop != "by hand":
-            assert re.findall(r"proved on (\d+) tokens", steps[0][1].printed) == [str(active_tokens(world))], world
-        losses = [trained.loss for _, trained in steps if trained.loss is not None]
+            assert re.findall(r"proved on (\d+) tokens", printed) == [str(active_tokens(world))], world
+        losses = [outcome.metrics["pg_loss"] for _, outcome in outcomes if outcome.metrics is not None]
         assert losses, world
         if world.model == "table":
             right, bound = table_loss(world.mode)
@@ -111,9 +104,7 @@ def test_the_comparison_sees_another_mode() -> None:
     """Negative control: each mode's step of both models against the oracle of every other one."""
     layout = LAYOUTS[0]
     worlds = [World(layout, model, "plan", mode) for model in ("table", "gpt") for mode in oracle.MODES]
-    rollouts = gpt_oracle.rollouts_of(GptShape(layout.num_layers, tied=False, bf16=False))
-    ((place, found),) = run_ranks(1, train_all, layout, worlds, rollouts)
-    for world, trained in zip(worlds, found, strict=True):
-        gradients = list(whole([(place, trained.gradients)], "gradients"))
+    for world, outcomes, _ in trained_in(layout, worlds):
+        gradients = list(whole(outcomes, "gradients"))
         for mode in oracle.MODES:
             assert (errors_in(world._replace(mode=mode), gradients) < 1) == (mode == world.mode), (world, mode)

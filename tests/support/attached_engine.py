@@ -10,8 +10,7 @@ from typing import Any
 
 import gpt_oracle
 from audited_gpt import STOCK
-from gpt_steps import output_of, prepared, run_batches, start_layout
-from tiny_gpt import Case, Layout
+from tiny_gpt import Case, Layout, output_of, prepared, run_batches, start_layout
 from torch import Tensor
 
 from megatron_rl_loss import Samples, tap

@@ -1,4 +1,4 @@
-"""A tiny real Megatron GPTModel in a given layout: its config, its data, its optimizer.
+"""A tiny real Megatron GPTModel in a given layout: its config, its data, its optimizer, a step of its schedule.
 
 Imported by forked ranks after `warm_megatron`; everything of Megatron is the real one (see `megatron_on_cpu`).
 """
@@ -14,9 +14,11 @@ import oracle
 import torch
 import torch.distributed as dist
 from gpt_oracle import GptShape, Rollout
+from table_step import run_schedule, start
 from torch import Tensor
 
 from megatron_rl_loss import Samples, ZigzagTHD
+from megatron_rl_loss.megatron.flags import AggregationSettings
 
 
 class Layout(NamedTuple):
@@ -329,3 +331,85 @@ def gather_sharded_gradients(chunks: list[Any]) -> None:
             for bucket in group.buckets:
                 mine = bucket.grad_data.chunk(ranks.size())[ranks.rank()].clone()
                 dist.all_gather_into_tensor(bucket.grad_data, mine, group=ranks)
+
+
+# ---- a step
+
+
+class Outcome(NamedTuple):
+    """One rank's shards by full name, with the dimension in which each is cut (None: whole)."""
+
+    gradients: dict[str, tuple[Any, int | None]]
+    weights: dict[str, tuple[Any, int | None]]
+    grad_norm: float
+    metrics: dict[str, float] | None  # on the last pipeline stage
+
+
+def collect(chunks: list[Any], of_gradients: bool) -> dict[str, tuple[Any, int | None]]:
+    from megatron.core.utils import unwrap_model
+
+    found = {}
+    for chunk in chunks:
+        model = unwrap_model(chunk)
+        for name, parameter in model.named_parameters():
+            value = parameter.main_grad if of_gradients else parameter.detach()
+            key = full_name(name, model)
+            # Both copies of a tied embedding must agree with the oracle: neither may hide the other.
+            while key in found:
+                key += "'"
+            found[key] = (value.double().cpu().numpy().copy(), cut_dim(parameter))
+    return found
+
+
+def start_layout(layout: Layout) -> Any:
+    """Megatron's groups on this rank: its parallel state."""
+    virtual = {"virtual_pipeline_model_parallel_size": layout.vp} if layout.vp > 1 else {}
+    return start(layout.tp, layout.pp, layout.cp, **virtual)
+
+
+def place_in(mpu: Any) -> dict[str, int]:
+    return {
+        "tp": mpu.get_tensor_model_parallel_rank(),
+        "pp": mpu.get_pipeline_model_parallel_rank(),
+        "cp": mpu.get_context_parallel_rank(),
+        "dp": mpu.get_data_parallel_rank(),
+    }
+
+
+def prepared(layout: Layout, case: Case, rollouts: Sequence[Rollout], attention: str) -> tuple[Ready, list[Batch]]:
+    """A fresh model, and this rank's micro-batches."""
+    from megatron.core import parallel_state as mpu
+
+    dp_rank, cp_rank = mpu.get_data_parallel_rank(), mpu.get_context_parallel_rank()
+    batches = batches_of(rollouts, case, layout.dp, dp_rank, layout.cp, cp_rank)
+    return build(layout, case, attention), [batch.cuda() for batch in batches]
+
+
+def mode_of(case: Case) -> dict[str, Any]:
+    divisor = gpt_oracle.DIVISOR if case.mode == "constant" else None
+    return {"mode": case.mode, "divisor": divisor, "units": case.units}
+
+
+def settings_of(case: Case, **options: Any) -> AggregationSettings:
+    return AggregationSettings.resolve(with_per_token_loss=case.scaling == "per token", **mode_of(case), **options)
+
+
+def output_of(model: Any, batch: Batch, **options: Any) -> Any:
+    params = batch.packed_seq_params()
+    return model(batch.tokens, batch.positions, None, labels=batch.labels, packed_seq_params=params, **options)
+
+
+def run_batches(
+    layout: Layout,
+    ready: Ready,
+    forward_step: Any,
+    batches: list[Any],
+    wrap: Any = None,
+    watch: Any = None,
+    **options: Any,
+) -> Any:
+    """Megatron's schedule over the step, with virtual stages where the layout has them: what it stored."""
+    ready.optimizer.zero_grad()
+    data: Any = [iter(batches) for _ in range(layout.vp)] if layout.vp > 1 else iter(batches)
+    model = ready.chunks if layout.vp > 1 else ready.chunks[0]
+    return run_schedule(forward_step, data if watch is None else watch(data), model, len(batches), wrap, **options)

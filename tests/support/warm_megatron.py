@@ -12,11 +12,11 @@ import megatron_on_cpu
 
 megatron_on_cpu.install()
 
-import gpt_steps  # noqa: F401
 import megatron.training  # noqa: F401
 import packed_attention  # noqa: F401
 import pretrain_grpo  # noqa: F401
 import table_step  # noqa: F401
+import world  # noqa: F401
 
 
 def prepare_launches() -> None:

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import io
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -17,20 +18,36 @@ import gpt_oracle
 import oracle
 import tiny_gpt
 import torch
-import torch.distributed as dist
 from example_run import MODEL
-from gpt_oracle import Rollout
-from gpt_steps import Outcome, collect, output_of, place_in, start_layout
+from gpt_oracle import GptShape, Rollout
 from logged_means import logged_means
+from ranks import run_ranks
 from step_samples import DIVISOR, dealt, step_samples
 from steps import session_of, turns_of, weights_of
 from table_step import Batch, relative_error, run_schedule, start, table_chunk, table_model
-from tiny_gpt import Case, Layout, config_of, gpt_chunk, tiny_config
+from tiny_gpt import (
+    Case,
+    Layout,
+    Outcome,
+    Ready,
+    build,
+    collect,
+    config_of,
+    gather_sharded_gradients,
+    gpt_chunk,
+    output_of,
+    place_in,
+    start_layout,
+    tiny_config,
+)
 from torch import Tensor
 
 from megatron_rl_loss import (
+    Folded,
     LossAggregation,
+    OutputHead,
     Samples,
+    Tokens,
     ZigzagTHD,
     add_loss_aggregation_args,
     plan_step,
@@ -54,18 +71,23 @@ FORM_SETTINGS = [
 ]
 #: (what a loss function returns, the micro-batch, their number) -> what Megatron's schedule is given
 Engine = Callable[[Any, Any, int], Any]
-Loop = Literal["adapter", "pretrain", "plan", "by hand"]
 
 
 class World(NamedTuple):
-    """A layout, a model and a loop, with what its loss function returns to the loop."""
+    """A layout, a model and a loop, with what its loss function returns to the loop; `settings` of a GPT's step."""
 
     layout: Layout
     model: Literal["table", "gpt"]
-    loop: Loop
+    loop: str  # of LOOPS
     mode: str
     form: str = "3-tuple"
     per_token: bool = False
+    settings: Case | None = None
+
+    @staticmethod
+    def of(layout: Layout, case: Case) -> "World":
+        per_token = case.scaling == "per token"
+        return World(layout, "gpt", case.loop, case.mode, per_token=per_token, settings=case)
 
     def __str__(self) -> str:
         return f"{self.layout}, {self.model}, {self.loop}, {self.form}{', per token' * self.per_token}, {self.mode}"
@@ -76,26 +98,41 @@ class World(NamedTuple):
         return of_model if self.mode == "constant" else None
 
     @property
+    def named(self) -> dict[str, Any]:
+        return {"mode": self.mode, "divisor": self.divisor, "units": self.case.units}
+
+    @property
     def case(self) -> Case:
-        """The GPT's step: four micro-batches, which make whole rounds of virtual stages."""
+        """The GPT's step: if not set, four micro-batches, which make whole rounds of virtual stages."""
         scaling = "per token" if self.per_token else "mean"
-        return Case(4, self.mode, "all", scaling, bf16=False, optimizer="plain", tied=False, lopsided=False)
+        return self.settings or Case(
+            4, self.mode, "all", scaling, bf16=False, optimizer="plain", tied=False, lopsided=False
+        )
 
 
 @dataclass
 class Model:
-    """A model on this rank: its chunks before DDP, its micro-batches, and the losses of its output for one of them."""
+    """A model on this rank.
+
+    Attributes:
+        config: of its chunks.
+        chunk_of: its part of a virtual stage, before DDP.
+        in_ddp: all its chunks in DDP, with an optimizer or without.
+        batches: its micro-batches.
+        forward: what it gives for one of them, and the loss function of that, as of a user's forward step.
+    """
 
     config: Any
     chunk_of: Callable[[int], Any]
+    in_ddp: Callable[[], Ready]
     batches: list[Any]
-    output_of: Callable[[Any, Any], Tensor]
-    losses_of: Callable[[Tensor, Any], Tensor]
+    forward: Callable[[Any, Any, Any], tuple[Any, Callable[[Any], Any]]]
 
 
 def table_in(world: World) -> Model:
     """Each pipeline stage has a table of its part of the losses, which they add up."""
     from megatron.core import parallel_state as mpu
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     layout = world.layout
@@ -103,145 +140,139 @@ def table_in(world: World) -> Model:
     config = tiny_config(layout, per_token=world.per_token)
     part = [loss / stages for loss in TABLE]
 
-    def forward(losses: Tensor, numbers: Tensor) -> Tensor:
-        return losses[numbers][:, None, None]  # as hidden states travel between stages
+    def as_hidden_states(losses: Tensor, numbers: Tensor) -> Tensor:
+        return losses[numbers][:, None, None]  # as they travel between stages
 
     def chunk_of(stage: int) -> Any:
-        chunk = table_chunk(part, config, forward)
+        chunk = table_chunk(part, config, as_hidden_states)
         chunk.pg_collection = ProcessGroupCollection.use_mpu_process_groups()  # which `pretrain` asks it for
         return chunk
 
-    def output(chunk: Any, batch: Batch) -> Tensor:
-        losses: Tensor = chunk(batch.local_numbers(cp_rank, layout.cp).cuda())
-        return losses
+    def in_ddp() -> Ready:
+        options = DistributedDataParallelConfig()
+        chunks = [DistributedDataParallel(config, options, chunk_of(stage)) for stage in range(layout.vp)]
+        return Ready(config, chunks, None)
+
+    def forward(chunk: Any, batch: Batch, microbatch: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
+        losses = chunk(batch.local_numbers(cp_rank, layout.cp).cuda())
+        return losses, lambda losses: microbatch.loss(losses.flatten(), form=world.form)
 
     batches = hands_of(mpu.get_data_parallel_rank(), layout.dp, layout.cp, 4)
     if layout.pp == 1 and world.loop in ("plan", "by hand"):  # which allow other numbers on other DP ranks
         batches = [batch for batch in batches if len(batch.samples)]
-    return Model(
-        config,
-        chunk_of=chunk_of,
-        batches=batches,
-        output_of=output,
-        losses_of=lambda output, batch: output.flatten(),
-    )
+    return Model(config, chunk_of, in_ddp, batches, forward)
 
 
-def gpt_in(world: World, rollouts: Sequence[Rollout]) -> Model:
+def gpt_in(world: World, rollouts: Sequence[Rollout], attention: str) -> Model:
+    """The loss is PPO's, with two metrics."""
     from megatron.core import parallel_state as mpu
+    from megatron.core.utils import unwrap_model
 
-    layout, config = world.layout, config_of(world.layout, world.case)
+    layout, case = world.layout, world.case
+    config, head = config_of(layout, case), case.head
+    processor = {"output_processor": OutputHead(chunk_tokens=3, entropy=True)} if head else {}
 
-    def losses(output: Tensor, batch: tiny_gpt.Batch) -> Tensor:
-        policy = ppo_clip_loss(
-            -output,
-            batch.old_log_probs,
-            batch.advantages,
-            batch.mask,
-            clip_low=gpt_oracle.CLIP_LOW,
-            clip_high=gpt_oracle.CLIP_HIGH,
-        )
-        return policy.per_token_loss
+    def in_ddp() -> Ready:
+        ready = build(layout, case, attention)
+        for chunk in map(unwrap_model, ready.chunks):
+            if "main grad" in head and hasattr(chunk, "output_layer"):
+                chunk.output_layer.gradient_accumulation_fusion = True
+        return ready
+
+    def losses_of(log_probs: Tensor, _: Any, old_log_probs: Tensor, advantages: Tensor, mask: Tensor) -> Any:
+        clip: Any = {"clip_low": gpt_oracle.CLIP_LOW, "clip_high": gpt_oracle.CLIP_HIGH}
+        policy = ppo_clip_loss(log_probs, old_log_probs, advantages, mask, **clip)
+        return policy.per_token_loss, {"clip_fraction": policy.clipped, "ppo_kl": policy.ppo_kl}
+
+    def forward(chunk: Any, batch: tiny_gpt.Batch, microbatch: Any) -> tuple[Any, Callable[[Any], Any]]:
+        inputs = {"old_log_probs": batch.old_log_probs, "advantages": batch.advantages, "mask": batch.mask}
+        context: Any = {}
+        if "one pass" in head:
+            context = {"output_processor_context": Folded(microbatch, losses_of, inputs, mask=batch.mask)}
+        elif head:
+            context = {"output_processor_context": Tokens(batch.mask)}
+
+        def loss_func(output: Any) -> Any:
+            if "one pass" in head:
+                share, values = output
+                means = {name: microbatch.sample_mean(values[name]) for name in ("clip_fraction", "ppo_kl")}
+                report = microbatch.report({"pg_loss": share, **means})
+                return microbatch.scale_for_trainer(share, report, form=world.form)
+            losses, metrics = losses_of(output[0] if head else -output, None, **inputs)
+            return microbatch.loss(losses, metrics, form=world.form)
+
+        return output_of(chunk, batch, **processor, **context), loss_func
 
     dp_rank, cp_rank = mpu.get_data_parallel_rank(), mpu.get_context_parallel_rank()
-    batches = tiny_gpt.batches_of(rollouts, world.case, layout.dp, dp_rank, layout.cp, cp_rank)
-    return Model(
-        config,
-        chunk_of=lambda stage: gpt_chunk(layout, world.case, config, stage),
-        batches=[batch.cuda() for batch in batches],
-        output_of=output_of,
-        losses_of=losses,
-    )
+    batches = tiny_gpt.batches_of(rollouts, case, layout.dp, dp_rank, layout.cp, cp_rank)
+    chunk_of = functools.partial(gpt_chunk, layout, case, config, attention=attention)
+    return Model(config, chunk_of, in_ddp, [batch.cuda() for batch in batches], forward)
 
 
-# ---- loops
+# ---- loops: they give the chunks, and the reports of the micro-batches
 
 
-def in_ddp(world: World, model: Model) -> list[Any]:
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-
-    chunks = [model.chunk_of(stage) for stage in range(world.layout.vp)]
-    return [DistributedDataParallel(model.config, DistributedDataParallelConfig(), chunk) for chunk in chunks]
-
-
-def aggregation_in(world: World) -> LossAggregation:
-    settings = AggregationSettings.resolve(world.mode, world.divisor, with_per_token_loss=world.per_token)
-    return LossAggregation(settings, lambda batch: batch.samples)
-
-
-def run_chunks(world: World, chunks: list[Any], forward_step: Any, steps: Sequence[Any], wrap: Any) -> Any:
+def run_chunks(world: World, ready: Ready, forward_step: Any, steps: Sequence[Any], wrap: Any, **options: Any) -> Any:
     """Megatron's schedule over the step: what it stored."""
     virtual = world.layout.vp > 1
-    data: Any = [iter(steps) for _ in chunks] if virtual else iter(steps)
-    return run_schedule(forward_step, data, chunks if virtual else chunks[0], len(steps), wrap, fresh=False)
+    data: Any = [iter(steps) for _ in ready.chunks] if virtual else iter(steps)
+    model = ready.chunks if virtual else ready.chunks[0]
+    return run_schedule(forward_step, data, model, len(steps), wrap, **options)
 
 
-def forward_step_of(world: World, model: Model) -> Any:
+def handed(model: Model) -> Any:
     """A user's forward step, in whose iterator `LossAggregation` has put micro-batches."""
 
     def forward_step(iterator: Iterator[Any], chunk: Any) -> Any:
         microbatch = next(iterator)
-        output = model.output_of(chunk, microbatch.data)
-        return output, lambda output: microbatch.loss(model.losses_of(output, microbatch.data), form=world.form)
+        return model.forward(chunk, microbatch.data, microbatch)
 
     return forward_step
 
 
-def by_adapter(world: World, model: Model) -> tuple[list[Any], Any]:
-    chunks, wrap = in_ddp(world, model), aggregation_in(world).wrap_schedule
-    return chunks, run_chunks(world, chunks, forward_step_of(world, model), model.batches, wrap)
+def by_adapter(world: World, model: Model) -> tuple[Ready, Any]:
+    settings = AggregationSettings.resolve(with_per_token_loss=world.per_token, **world.named)
+    ready, wrap = model.in_ddp(), LossAggregation(settings, lambda batch: batch.samples).wrap_schedule
+    return ready, run_chunks(world, ready, handed(model), model.batches, wrap)
 
 
-def by_plan(world: World, model: Model) -> tuple[list[Any], Any]:
-    """A plan: its shares, in the schedule whose first step is proved, or by hand where the form is a loop's."""
-    from megatron.core import parallel_state as mpu
-
-    chunks = in_ddp(world, model)
-    of_form: Any = {"model": chunks}
-    if FORMS[world.form].caller == "loop":
-        of_form = {"dp_group": mpu.get_data_parallel_group(), "cp_group": mpu.get_context_parallel_group()}
-        of_form["per_token_loss"] = world.per_token
-    plan = plan_step([batch.samples for batch in model.batches], world.mode, divisor=world.divisor, **of_form)
-    run = functools.partial(run_chunks, world, chunks, wrap=prove_first_step)
-    shares = train_plan(model, chunks[0], plan, world.form, run, as_returned)
-    if not shares:
-        return chunks, []
-    total = torch.stack(shares).sum()
-    dist.all_reduce(total, group=mpu.get_data_parallel_group(with_context_parallel=True))
-    return chunks, [{"pg_loss": total}]
-
-
-def as_returned(returned: Any, batch: Any, num_microbatches: int) -> Any:
-    return returned
-
-
-def train_plan(model: Model, chunk: Any, plan: Any, form: str, run: Any, engine: Engine) -> list[Tensor]:
-    """Forward and backward of a planned step; the shares, where losses are computed. `run` runs the schedule."""
-    from megatron.core.distributed import finalize_model_grads
-
-    steps = list(zip(model.batches, plan, strict=True))
-    if FORMS[form].caller == "loop":
-        shares = []
-        for batch, microbatch in steps:
-            share = microbatch(model.losses_of(model.output_of(chunk, batch), batch))
-            microbatch.scale_for_trainer(share, form=form).backward()
-            shares.append(share.detach())
-        finalize_model_grads([chunk], None)
-        return shares
+def by_plan(world: World, model: Model) -> tuple[Ready, Any]:
+    """A plan: evaluated, then trained on in the schedule, whose first step is proved."""
+    ready = model.in_ddp()
+    plan = plan_step([batch.samples for batch in model.batches], model=ready.chunks, **world.named)
+    steps, found = list(zip(model.batches, plan, strict=True)), []
 
     def forward_step(iterator: Iterator[Any], chunk: Any) -> Any:
-        batch, microbatch = next(iterator)
+        return model.forward(chunk, *next(iterator))
 
-        def loss_func(output: Tensor) -> Any:
-            share = microbatch(model.losses_of(output, batch))
-            return engine(microbatch.scale_for_trainer(share, {"share": share.detach()}, form=form), batch, len(plan))
+    for evaluates in (True, False):
+        with torch.set_grad_enabled(not evaluates):
+            wrap = None if evaluates else prove_first_step
+            stored = run_chunks(world, ready, forward_step, steps, wrap, forward_only=evaluates)
+        if stored:
+            plan.finish(stored)
+            found.append(logged_means(stored))
+    assert found[1:] == found[:1]
+    return ready, stored
 
-        return model.output_of(chunk, batch), loss_func
 
-    return [report["share"] for report in run(forward_step, steps)]
+def by_hand(world: World, model: Model) -> tuple[Ready, Any]:
+    """A plan in a loop without the schedule, for which nobody knows Megatron."""
+    from megatron.core import parallel_state as mpu
+    from megatron.core.distributed import finalize_model_grads
+
+    ready = model.in_ddp()
+    groups = {"dp_group": mpu.get_data_parallel_group(), "cp_group": mpu.get_context_parallel_group()}
+    samples = [batch.samples for batch in model.batches]
+    plan = plan_step(samples, per_token_loss=world.per_token, **groups, **world.named)
+    for batch, microbatch in zip(model.batches, plan, strict=True):
+        output, loss_func = model.forward(ready.chunks[0], batch, microbatch)
+        loss_func(output).backward()
+    finalize_model_grads(ready.chunks, None)
+    return ready, [plan.finish()]
 
 
-def by_pretrain(world: World, model: Model) -> tuple[list[Any], Any]:
+def by_pretrain(world: World, model: Model) -> tuple[Ready, Any]:
     """One iteration of Megatron's `pretrain`, which wraps the model, runs the schedule and logs."""
     import on_cpu
     from megatron.core import num_microbatches_calculator, rerun_state_machine
@@ -269,7 +300,7 @@ def by_pretrain(world: World, model: Model) -> tuple[list[Any], Any]:
 
     provide_data.is_distributed = True  # type: ignore[attr-defined]
 
-    training_log, step = training.training_log, forward_step_of(world, model)
+    training_log, step = training.training_log, handed(model)
 
     def catch(losses: dict[str, Tensor], *args: Any, **options: Any) -> Any:
         logged.append(losses)
@@ -288,39 +319,119 @@ def by_pretrain(world: World, model: Model) -> tuple[list[Any], Any]:
         num_microbatches_calculator.unset_num_microbatches_calculator()
         rerun_state_machine.destroy_rerun_state_machine()
         global_vars.destroy_global_vars()
-    return chunks, logged
+    return Ready(model.config, chunks, None), logged
 
 
-LOOPS: dict[Loop, Callable[[World, Model], tuple[list[Any], Any]]] = {
+LOOPS: dict[str, Callable[[World, Model], tuple[Ready, Any]]] = {
     "adapter": by_adapter,
     "pretrain": by_pretrain,
     "plan": by_plan,
-    "by hand": by_plan,
+    "by hand": by_hand,
 }
 
 
 class Trained(NamedTuple):
-    """The outcome of a step on one rank: its gradients, the step loss where it is logged, and what was printed."""
+    """The outcome of a step on one rank, and what was printed."""
 
-    gradients: Outcome
-    loss: float | None
+    outcome: Outcome
     printed: str
 
 
-def train(world: World, rollouts: Sequence[Rollout]) -> Trained:
-    model = table_in(world) if world.model == "table" else gpt_in(world, rollouts)
+def train(world: World, rollouts: Sequence[Rollout], attention: str = "packed") -> Trained:
+    model = table_in(world) if world.model == "table" else gpt_in(world, rollouts, attention)
     with contextlib.redirect_stdout(io.StringIO()) as out:
-        chunks, stored = LOOPS[world.loop](world, model)
-    loss = logged_means(stored)["pg_loss"] if stored and stored[0] else None
-    return Trained(Outcome(collect(chunks, of_gradients=True), {}, 0.0, None), loss, out.getvalue())
+        ready, stored = LOOPS[world.loop](world, model)
+    if ready.optimizer is not None and "distributed" in world.case.optimizer:
+        gather_sharded_gradients(ready.chunks)
+    gradients, weights, grad_norm = collect(ready.chunks, of_gradients=True), {}, 0.0
+    if ready.optimizer is not None:
+        succeeded, grad_norm, _ = ready.optimizer.step()
+        assert succeeded
+        weights = collect(ready.chunks, of_gradients=False)
+    metrics = logged_means(stored) if stored and stored[0] else None
+    return Trained(Outcome(gradients, weights, float(grad_norm), metrics), out.getvalue())
 
 
 def train_all(
-    layout: Layout, worlds: Sequence[World], rollouts: Sequence[Rollout]
+    layout: Layout, worlds: Sequence[World], rollouts: dict[GptShape, list[Rollout]], attention: str
 ) -> tuple[dict[str, int], list[Trained]]:
-    """On a rank: its place, and its part of each world's step."""
+    """On a rank: its place, and its part of each world's step; `attention` as in `gpt_chunk`."""
     place = place_in(start_layout(layout))
-    return place, [train(world, rollouts) for world in worlds]
+    return place, [train(world, rollouts[world.case.shape(layout)], attention) for world in worlds]
+
+
+def trained_in(
+    layout: Layout, worlds: Sequence[World], attention: str = "packed"
+) -> Iterator[tuple[World, list[tuple[dict[str, int], Outcome]], str]]:
+    """One launch of a layout: of each world the places of ranks with their outcomes, and what the first printed."""
+    rollouts = {shape: gpt_oracle.rollouts_of(shape) for shape in {world.case.shape(layout) for world in worlds}}
+    by_rank = run_ranks(layout.world_size, train_all, layout, worlds, rollouts, attention)
+    for k, world in enumerate(worlds):
+        yield world, [(place, found[k].outcome) for place, found in by_rank], by_rank[0][1][k].printed
+
+
+# ---- the errors of a GPT's step
+
+# gradients, weights: the worst tensor's largest error, relative to its largest entry. updates: the same of what Adam's
+# step added to the weights. overall: the norm of the error of all gradients, relative to the norm. grad_norm: relative.
+# metrics: relative to the same metric of absolute values.
+# Four layers at most, whose longest sums are over 32 channels or entries of the vocabulary.
+FP32_BOUNDS = dict.fromkeys(("gradients", "overall", "grad_norm", "metrics", "weights"), oracle.chain_error(4, 32))
+# Of a step that clipping and Adam's square root may make steeper in the gradient.
+FP32_BOUNDS["updates"] = 5 * FP32_BOUNDS["gradients"]
+# Results of products are rounded to 2^-9, some 2 * 4 * 6 in a chain forward and backward: sqrt(48) * 2^-9 = 0.014, and
+# for an entry many times that. What the bounds tell apart nevertheless: test_bf16_bounds_would_see_another_mode.
+# No bound for updates: storing a weight in bfloat16 rounds it by as much as a step of Adam moves it.
+BF16_BOUNDS = {"gradients": 0.25, "overall": 0.1, "grad_norm": 0.05, "metrics": 0.02, "weights": 0.02}
+
+
+def whole(outcomes: list[tuple[dict[str, int], Outcome]], of: str) -> Iterator[tuple[str, Tensor]]:
+    """Every copy of every parameter's gradient or weight, put together over TP ranks: one a stage, CP and DP rank."""
+    shards: dict[tuple[str, int, int, int], dict[int, tuple[Any, int | None]]] = defaultdict(dict)
+    for place, outcome in outcomes:
+        for name, shard in getattr(outcome, of).items():
+            shards[name, place["pp"], place["cp"], place["dp"]][place["tp"]] = shard
+    for (name, *_), by_rank in shards.items():
+        parts = [torch.from_numpy(by_rank[rank][0]) for rank in sorted(by_rank)]
+        dim = by_rank[0][1]
+        for tensor in parts if dim is None else [torch.cat(parts, dim)]:
+            yield name.rstrip("'"), tensor
+
+
+def errors_of(outcomes: list[tuple[dict[str, int], Outcome]], expected: gpt_oracle.Step) -> dict[str, float]:
+    """The worst relative errors over all ranks and tensors."""
+    errors: dict[str, float] = dict.fromkeys(FP32_BOUNDS, 0.0)
+    seen: dict[str, set[str]] = {"gradients": set(), "weights": set()}
+
+    def note(what: str, error: float) -> None:
+        errors[what] = max(errors[what], error if error == error else float("inf"))  # NaN must not pass
+
+    squares: dict[str, list[float]] = defaultdict(list)
+    for name, gradient in whole(outcomes, "gradients"):
+        seen["gradients"].add(name)
+        note("gradients", relative_error(gradient, expected.gradients[name]))
+        squares[name].append(float((gradient - expected.gradients[name]).square().sum()))
+    note("overall", sum(max(copies) for copies in squares.values()) ** 0.5 / expected.grad_norm)
+    for name, weight in whole(outcomes, "weights"):
+        seen["weights"].add(name)
+        first = expected.first_weights[name]
+        note("weights", relative_error(weight, expected.weights[name]))
+        note("updates", relative_error(weight - first, expected.weights[name] - first))
+    assert seen["gradients"] == seen["weights"] == set(expected.gradients)
+    assert any(outcome.metrics is not None for _, outcome in outcomes)
+    for _, outcome in outcomes:
+        note("grad_norm", abs(outcome.grad_norm - expected.grad_norm) / expected.grad_norm)
+        if outcome.metrics is not None:
+            assert set(outcome.metrics) == set(expected.metrics)
+            for name, value in outcome.metrics.items():
+                note("metrics", abs(value - expected.metrics[name]) / expected.scales[name])
+    return errors
+
+
+def beyond_bounds(case: Case, errors: dict[str, float]) -> list[str]:
+    """Names of errors that exceed their bounds."""
+    bounds = BF16_BOUNDS if case.bf16 else FP32_BOUNDS
+    return [what for what, bound in bounds.items() if not errors[what] <= bound]
 
 
 # ---- planned steps of the table over CP x DP, by their parts
@@ -356,18 +467,24 @@ def gradient_of(mode: str) -> Tensor:
     return torch.cat([*oracle.step_gradient(mode, STEP, divisor), torch.zeros(1)])
 
 
+def as_returned(returned: Any, batch: Any, num_microbatches: int) -> Any:
+    return returned
+
+
 def step(model: Any, plan: Any, batches: list[Batch], cp_rank: int, form: str, engine: Engine = as_returned) -> None:
-    """Forward and backward of a planned step of the table."""
+    """Megatron's schedule over a planned step of the table."""
 
-    def output(chunk: Any, batch: Batch) -> Tensor:
-        losses: Tensor = chunk(batch.local_numbers(cp_rank, CP).cuda())
-        return losses
+    def forward_step(iterator: Iterator[Any], chunk: Any) -> Any:
+        batch, microbatch = next(iterator)
 
-    def run(forward_step: Any, steps: Sequence[Any]) -> Any:
-        return run_schedule(forward_step, iter(steps), model, len(steps), fresh=False)
+        def loss_func(losses: Tensor) -> Any:
+            share = microbatch(losses)
+            returned = microbatch.scale_for_trainer(share, {"share": share.detach()}, form=form)
+            return engine(returned, batch, len(plan))
 
-    table = Model(model.config, lambda _: model, batches, output, lambda losses, _: losses)
-    train_plan(table, model, plan, form, run, engine)
+        return chunk(batch.local_numbers(cp_rank, CP).cuda()), loss_func
+
+    run_schedule(forward_step, iter(list(zip(batches, plan, strict=True))), model, len(plan), fresh=False)
 
 
 def errors_in(form: str, engine: Engine, *, per_token: bool) -> list[float]:
