@@ -2,13 +2,12 @@
 
 The model is a table with one parameter for every token of the step, which is that token's loss. So the gradient after
 Megatron's whole way (schedule scaling, DDP, reduction, per-token division) is the token's weight, to be compared with
-the float64 oracle. A layout is one launch: every mode and carrier, losses of six terms with modes, masks and
-coefficients of their own, modes over sums that they declare, and metrics of every kind, as `train_step` reduces them.
-More layouts, where a loss is one policy loss: test_matrix.py.
+the float64 oracle. A launch takes every mode and carrier, losses of six terms with modes, masks and coefficients of
+their own, and metrics of every kind, as `train_step` reduces them. All layouts, where a loss is one policy loss, and
+what an exact comparison sees: test_worlds.py. Modes over sums of one's own: examples/test_paper_modes.py.
 """
 
 import functools
-import importlib
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -20,14 +19,14 @@ import pytest
 import torch
 from ranks import run_ranks
 from step_samples import DIVISOR, dealt, step_samples
-from table_step import Batch, aggregation, logged_by_step, relative_error, run_schedule, start
+from table_step import Batch, aggregation, logged_by_step, relative_error, start
 from table_step import table_model as model_of
 from torch import Tensor
 
 from megatron_rl_loss import Metric, Term
 
 slow = pytest.mark.slow
-SAMPLES = step_samples(seed=1)
+SAMPLES, CP = step_samples(seed=1), 2
 TABLE = [float(torch.tensor(loss)) for one in SAMPLES for loss in one.losses.tolist()]
 
 
@@ -36,26 +35,22 @@ TABLE = [float(torch.tensor(loss)) for one in SAMPLES for loss in one.losses.tol
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    world_size: int
-    num_microbatches: int = 2
-    tp: int = 1
-    cp: int = 1
+    """A step on CP 2 x DP 2."""
+
     gathered: bool = False
     extra_microbatch: bool = False  # an empty one, on the first DP rank alone
     ddp_options: dict[str, Any] = field(default_factory=dict)
 
     def hands(self, dp_rank: int, dp_size: int) -> list[list[int]]:
-        hands = dealt(SAMPLES, dp_rank, dp_size, self.num_microbatches)
+        hands = dealt(SAMPLES, dp_rank, dp_size, 2)
         return [*hands, []] if self.extra_microbatch and dp_rank == 0 else hands
 
 
-QUICK = "cp 2 x dp 2"
+QUICK = "cut tokens"
 CASES = {
-    QUICK: Case(world_size=4, cp=2),
-    "dp 1": Case(world_size=1, num_microbatches=3),
-    "tp 2 x cp 2": Case(world_size=4, tp=2, cp=2),
+    QUICK: Case(),
     "gathered, an empty micro-batch more on one DP rank, overlap": Case(
-        world_size=4, cp=2, gathered=True, extra_microbatch=True, ddp_options={"overlap_grad_reduce": True}
+        gathered=True, extra_microbatch=True, ddp_options={"overlap_grad_reduce": True}
     ),
 }
 
@@ -91,43 +86,6 @@ def seen(x: Tensor) -> Tensor:
     return x.cos() + 0.25 * x + 1
 
 
-# Modes over declared sums, and the weight of a token of sample i.
-M = [float(one.mask.double().sum()) for one in SAMPLES]
-SIGNS = [[1.0, -1.0, -2.0][i % 3] for i in range(len(SAMPLES))]
-ADAPTERS = ["xxxyy"[i % 5] for i in range(len(SAMPLES))]
-IDS = {
-    "adapter": ADAPTERS,
-    "prompt_sign": [f"{one.prompt_id} {sign > 0}" for one, sign in zip(SAMPLES, SIGNS, strict=True)],
-}
-
-
-def of_vl_norm(i: int) -> float:
-    return M[i] ** -0.75 / sum(m**-0.75 for m in M if m) if M[i] else 0
-
-
-def of_balanced(i: int) -> float:
-    group = [j for j, one in enumerate(SAMPLES) if one.prompt_id == SAMPLES[i].prompt_id]
-    same = [j for j in group if SIGNS[j] * SIGNS[i] > 0]
-    tokens = sum(M[j] for j in same)
-    return len(same) / len(group) / tokens / len({one.prompt_id for one in SAMPLES}) if tokens else 0
-
-
-def of_adapters(i: int) -> float:
-    return 1 / sum(m for m, adapter in zip(M, ADAPTERS, strict=True) if adapter == ADAPTERS[i])
-
-
-#: Of examples/recipes/paper_modes.py.
-OWN: dict[str, Callable[[int], float]] = {
-    "vl_norm": of_vl_norm,
-    "balanced": of_balanced,
-    "per_adapter_token_mean": of_adapters,
-}
-
-
-def mode_of(name: str) -> Any:
-    return getattr(importlib.import_module("recipes.paper_modes"), name) if name in OWN else name
-
-
 @dataclass(frozen=True)
 class Ask:
     mode: str
@@ -141,8 +99,7 @@ class Ask:
 
 
 ASKS = [
-    Ask(mode, units, per_token=i % 2 == 1, several=i // 2 % 2 == 1)
-    for i, (mode, units) in enumerate([*oracle.COUNTINGS, *((name, "all") for name in OWN)])
+    Ask(mode, units, per_token=i % 2 == 1, several=i // 2 % 2 == 1) for i, (mode, units) in enumerate(oracle.COUNTINGS)
 ]
 
 
@@ -158,8 +115,8 @@ def step_of(case: Case, ask: Ask, state: Any) -> tuple[Tensor, dict[str, float]]
     model = model_of([*TABLE, float("nan")], per_token=ask.per_token, **case.ddp_options)
     cp_rank = state.get_context_parallel_rank()
     hands = case.hands(state.get_data_parallel_rank(), state.get_data_parallel_world_size())
-    further: Any = {"term_masks": {"correct": CORRECT}, "ids": IDS}
-    batches = [Batch(SAMPLES, hand, case.cp, case.gathered, **further) for hand in hands]
+    further: Any = {"term_masks": {"correct": CORRECT}}
+    batches = [Batch(SAMPLES, hand, CP, case.gathered, **further) for hand in hands]
 
     def forward_step(iterator: Iterator[Any], model: Any) -> Any:
         microbatch = next(iterator)
@@ -175,9 +132,9 @@ def step_of(case: Case, ask: Ask, state: Any) -> tuple[Tensor, dict[str, float]]
             }
             return microbatch.loss(terms if ask.several else x[None], {**metrics, "plain": seen(x)[None]})
 
-        return model(microbatch.data.local_numbers(cp_rank, case.cp).cuda()), loss_func
+        return model(microbatch.data.local_numbers(cp_rank, CP).cuda()), loss_func
 
-    asked = {"mode": mode_of(ask.mode), "units": ask.units, "divisor": divisor_of(ask.mode)}
+    asked = {"mode": ask.mode, "units": ask.units, "divisor": divisor_of(ask.mode)}
     whole = aggregation(
         terms=DECLARED if ask.several else None, term_masks=["correct"], with_per_token_loss=True, **asked
     )
@@ -187,7 +144,7 @@ def step_of(case: Case, ask: Ask, state: Any) -> tuple[Tensor, dict[str, float]]
 
 def steps_on(name: str) -> list[tuple[Tensor, dict[str, float]]]:
     case = CASES[name]
-    state = start(tp=case.tp, cp=case.cp)
+    state = start(cp=CP)
     return [step_of(case, ask, state) for ask in ASKS]
 
 
@@ -197,8 +154,6 @@ Numbers = dict[str, tuple[float, float]]  # by name, value and scale: what its r
 
 
 def loss_by(mode: str, samples: list[oracle.Sample], units: str) -> Tensor:
-    if mode in OWN:
-        return torch.stack([OWN[mode](i) * (one.losses * one.mask).sum() for i, one in enumerate(samples)]).sum()
     return oracle.step_loss(mode, samples, divisor_of(mode), units)
 
 
@@ -251,9 +206,9 @@ def expected_metrics() -> Numbers:
 @pytest.mark.gpus
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name == QUICK else slow) for name in CASES])
 def test_gradient_loss_and_metrics_equal_the_oracle(name: str, record_property: Callable[[str, Any], None]) -> None:
-    case, worst = CASES[name], 0.0
+    worst = 0.0
     of_sums = 4 * oracle.sum_error(oracle.num_tokens(SAMPLES))  # moments are float32 sums, two are subtracted
-    for of_rank in run_ranks(case.world_size, steps_on, name):
+    for of_rank in run_ranks(4, steps_on, name):
         for ask, (gradient, logged) in zip(ASKS, of_rank, strict=True):
             right, numbers = expected_loss(ask)
             numbers |= expected_metrics()
@@ -331,30 +286,3 @@ def test_a_metric_may_appear_late_and_be_left_out_where_it_has_no_token() -> Non
             assert mine == pytest.approx({name: all_of_them[name] for name in names}, rel=oracle.EXACT, nan_ok=True)
         names = [set(logged) for logged in changing]
         assert names == [{"pg_loss", "most"}, {"pg_loss", "twice"}] * 2
-
-
-# ---- negative control
-
-
-def stock_gradient_error() -> float:
-    """Megatron's own 3-tuple with local token counts instead of a carrier."""
-    state, model = start(cp=2), model_of([*TABLE, 0.0])
-    cp_rank = state.get_context_parallel_rank()
-
-    def forward_step(iterator: Iterator[Batch], model: Any) -> Any:
-        batch = next(iterator)
-        losses = model(batch.local_numbers(cp_rank, 2).cuda())
-        mask = torch.from_numpy(batch.samples.local(cp_rank, 2).mask).cuda()
-        return losses, lambda losses: ((losses * mask).sum(), (mask != 0).sum().int(), {})
-
-    hands = dealt(SAMPLES, state.get_data_parallel_rank(), 2, 3)
-    run_schedule(forward_step, iter([Batch(SAMPLES, hand, 2) for hand in hands]), model, 3)
-    expected = torch.cat([*oracle.step_gradient("token_mean", SAMPLES), torch.zeros(1)])
-    return relative_error(model.module.losses.main_grad.cpu(), expected)
-
-
-@slow
-@pytest.mark.gpus
-def test_the_comparison_sees_megatrons_stock_aggregation() -> None:
-    """Negative control: the same data and comparison, with mean of micro-batch means (museum rows 3 and 9)."""
-    assert min(run_ranks(4, stock_gradient_error)) > 0.1
