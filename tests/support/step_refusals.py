@@ -250,6 +250,8 @@ LOSS_ROWS = [
     loss_row("a metric on one DP rank alone", NAMES, on_dp_rank_1(["kl"], []),
              "micro-batch 1 reports ['pg_loss'], while", "in every micro-batch that has active tokens of it",
              on_dp_rank_1(["kl", "entropy"], ["entropy", "kl"]), "BadBatchError"),
+    loss_row("a metric that hides the loss", "", lambda m, losses, n: m.loss(losses, {"pg_loss": 2 * losses}),
+             "pg_loss", "name", lambda m, losses, n: m.loss(losses, {"pg_loss_2": 2 * losses})),
     loss_row("report of a share as it is", "",
              lambda m, losses, n: _scaled(m, m.pg_loss(losses), {"kl": m.pg_loss(losses)}),
              "a report of single numbers, kl", "through microbatch.report",
