@@ -1,6 +1,7 @@
 """Steps that the proof must let pass, stop, or call not proved: a row for each, on the real schedule and DDP.
 
-Each row runs on two or four ranks; what a rank prints and raises in each of its steps is compared with the row's words.
+Rows of a layout run one after the other on the same ranks; what a rank prints and raises in each of its steps is
+compared with the row's words. Loops of one's own: test_proof_loops.py.
 """
 
 import contextlib
@@ -14,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import gpt_oracle
 import pytest
@@ -27,7 +29,7 @@ from table_step import Batch, relative_error, run_schedule, start, table_model
 from tiny_gpt import Batch as GptBatch
 from tiny_gpt import Case, Layout, output_of, prepared, run_batches, settings_of, start_layout
 from torch import Tensor
-from world import CP, DP, TABLE, batches_of, gradient_of, start_ranks
+from world import CP, DP, TABLE, gradient_of, start_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -65,8 +67,7 @@ def aggregated(loss_of: Callable[..., Any], steps: int = 1, plant: Callable[[Any
     from megatron_rl_loss import LossAggregation
     from megatron_rl_loss.megatron.flags import AggregationSettings
 
-    dp_rank = start().get_data_parallel_rank()
-    batches = [Batch(world.STEP, chosen, 1) for chosen in dealt(world.STEP, dp_rank, 2, 3)]
+    batches = [Batch(world.STEP, chosen, 1) for chosen in dealt(world.STEP, dist.get_rank(), 2, 3)]
     model = table_model(TABLE)
     if plant is not None:
         plant(model)
@@ -230,15 +231,27 @@ AGGREGATED["a loss function's own output"] = (
 )
 
 
-def run_aggregated(case: str) -> list[Step]:
-    loss_of, plant, words = AGGREGATED[case]
-    return aggregated(loss_of, len(words), plant)
+def run_aggregated() -> dict[str, list[Step]]:
+    from megatron_rl_loss.reduction import sums
+
+    start()
+    found, backward = {}, sums._WithGradient.backward
+    for case, (loss_of, plant, words) in AGGREGATED.items():
+        found[case] = aggregated(loss_of, len(words), plant)
+        sums._WithGradient.backward = staticmethod(backward)  # type: ignore[method-assign]
+    return found
+
+
+@functools.cache
+def outcomes_of_aggregated() -> list[dict[str, list[Step]]]:
+    return run_ranks(2, run_aggregated)
 
 
 @pytest.mark.parametrize("case", AGGREGATED)
 def test_loss_aggregation(case: str) -> None:
     words = AGGREGATED[case][2]
-    for rank, steps in enumerate(run_ranks(2, run_aggregated, case)):
+    for rank, found in enumerate(outcomes_of_aggregated()):
+        steps = found[case]
         for step, expected in zip(steps, words, strict=True):
             if PROVED in expected or expected == "^$":
                 assert not step.raised
@@ -259,105 +272,6 @@ def schedule_of(mode: str | None) -> None:
 
     schedule = prove_first_step(pipeline_parallel.get_forward_backward_func(), mode)
     pipeline_parallel.get_forward_backward_func = lambda: schedule
-
-
-def finalised_after_the_schedule() -> list[Step]:
-    from megatron.core import parallel_state as mpu
-    from megatron.core.distributed import finalize_model_grads
-
-    from megatron_rl_loss import plan_step
-
-    cp_rank, dp_rank = start_ranks()
-    batches, model = batches_of(dp_rank), table_model(TABLE)
-    schedule_of("prompt_mean")
-
-    def run() -> float:
-        model.zero_grad_buffer()
-        model.config.finalize_model_grads_func = None
-        groups = {"dp_group": mpu.get_data_parallel_group(), "cp_group": mpu.get_context_parallel_group()}
-        plan = plan_step([batch.samples for batch in batches], "prompt_mean", **groups)
-        world.step(model, plan, batches, cp_rank, "3-tuple")
-        finalize_model_grads([model], None)
-        return relative_error(model.module.losses.main_grad.cpu(), gradient_of("prompt_mean"))
-
-    return [attempted(run) for _ in range(2)]
-
-
-def critic_first() -> list[Step]:
-    """One wrapped schedule trains a critic by token_mean and an actor by prompt_mean, twice each."""
-    from megatron_rl_loss import plan_step
-
-    cp_rank, dp_rank = start_ranks()
-    batches, models = batches_of(dp_rank), {mode: table_model(TABLE) for mode in ("token_mean", "prompt_mean")}
-    schedule_of(None)
-
-    def run(mode: str) -> float:
-        models[mode].zero_grad_buffer()
-        plan = plan_step([batch.samples for batch in batches], mode, model=models[mode])
-        world.step(models[mode], plan, batches, cp_rank, "3-tuple")
-        plan.finish()
-        return relative_error(models[mode].module.losses.main_grad.cpu(), gradient_of(mode))
-
-    return [attempted(functools.partial(run, mode)) for _ in range(2) for mode in models]
-
-
-def out_of_memory_and_given_up() -> list[Step]:
-    """Step 1 fails in its second micro-batch and is given up. Step 2 trains half of a plan, which step 3 refuses."""
-    from megatron_rl_loss import plan_step
-
-    cp_rank, dp_rank = start_ranks()
-    batches, model = batches_of(dp_rank), table_model(TABLE)
-    schedule_of("prompt_mean")
-
-    def run(number: int) -> float:
-        model.zero_grad_buffer()
-        plan = plan_step([batch.samples for batch in batches], "prompt_mean", model=model)
-
-        def engine(returned: Any, batch: Batch, _: int) -> Any:
-            if number == 0 and batch is batches[1]:
-                raise RuntimeError("CUDA out of memory")
-            return returned
-
-        world.step(model, plan, batches, cp_rank, "3-tuple", engine)
-        error = relative_error(model.module.losses.main_grad.cpu(), gradient_of("prompt_mean"))
-        if number == 1:  # a trainer's optimizer step, after a plan of which it says that a part is left
-            plan.record.is_carried[0] = False
-            with torch.no_grad():
-                model.module.losses += 1
-        return error
-
-    return [attempted(functools.partial(run, number)) for number in range(3)]
-
-
-def returned_in_verls_form() -> list[Step]:
-    """``form="verl"``, whose factor verl's own code completes, in Megatron's schedule."""
-    from megatron.core import parallel_state as mpu
-
-    from megatron_rl_loss import plan_step
-
-    cp_rank, dp_rank = start_ranks()
-    batches, model = batches_of(dp_rank), table_model(TABLE)
-    schedule_of("prompt_mean")
-
-    def run() -> float:
-        model.zero_grad_buffer()
-        groups = {"dp_group": mpu.get_data_parallel_group(), "cp_group": mpu.get_context_parallel_group()}
-        plan = plan_step([batch.samples for batch in batches], "prompt_mean", **groups)
-
-        class ForVerl:
-            def __init__(self, microbatch: Any) -> None:
-                self.microbatch = microbatch
-
-            def __call__(self, losses: Tensor) -> Tensor:
-                return self.microbatch(losses)
-
-            def scale_for_trainer(self, share: Tensor, report: Any, form: str) -> Any:
-                return self.microbatch.scale_for_trainer(share, report, form="verl")
-
-        world.step(model, [ForVerl(microbatch) for microbatch in plan], batches, cp_rank, "3-tuple")
-        return math.nan
-
-    return [attempted(run)]
 
 
 def bytes_of_a_step(length: int) -> int:
@@ -408,39 +322,6 @@ def bytes_of_a_step(length: int) -> int:
     return sent[0]
 
 
-LOOPS: dict[str, tuple[Callable[[], list[Step]], list[str]]] = {
-    "finalised after the schedule": (
-        finalised_after_the_schedule,
-        ["NOT PROVED: The schedule does not finalise gradients: the config has no finalize_model_grads_func", "^$"],
-    ),
-    "a critic first": (
-        critic_first,
-        [rf"token_mean on the policy loss, {PROVED} 37", rf"prompt_mean on the policy loss, {PROVED} 37", "^$", "^$"],
-    ),
-    "out of memory, given up": (
-        out_of_memory_and_given_up,
-        ["RuntimeError: CUDA out of memory", rf"{PROVED} 37 tokens", r"3 micro-batches, of which \[0\] were not"],
-    ),
-    "a form for another trainer": (
-        returned_in_verls_form,
-        [r"(?s)tokens weigh 0.3333 times what they should \(0.3333 = 1/micro-batches\).*"
-         "Micro-batches returned form='verl', which is for another trainer"],
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", LOOPS)
-def test_loops_of_ones_own(case: str) -> None:
-    run, words = LOOPS[case]
-    for rank, steps in enumerate(run_ranks(CP * DP, run)):
-        for step, expected in zip(steps, words, strict=True):
-            if step.raised:
-                assert re.search(expected, step.raised), (case, rank, step)
-            else:
-                assert re.search(expected if rank == 0 else "^$", step.printed), (case, rank, step)
-                assert step.error < 1e-6
-
-
 def test_what_ranks_exchange_does_not_grow_with_tokens() -> None:
     few, many = (max(run_ranks(CP * DP, bytes_of_a_step, length)) for length in (64, 65536))
     assert abs(many - few) < 200  # the digits of numbers in words
@@ -453,6 +334,7 @@ def test_what_ranks_exchange_does_not_grow_with_tokens() -> None:
 
 def leveled(of_ranks: list[str], is_wrong: bool) -> list[Step]:
     os.environ["MEGATRON_RL_LOSS_PROOF"] = of_ranks[int(os.environ["RANK"])]
+    start()
     return aggregated(as_asked, 2, double_what_ddp_reduces if is_wrong else None)
 
 
@@ -489,21 +371,23 @@ def test_intervals_that_differ_between_ranks_are_refused() -> None:
 # ---- the whole GPT: anchors, and losses in the output head
 
 
-def trained_gpt(case: str, layout: Layout, steps: int) -> list[Step]:
-    """On a rank: steps of a tiny GPT, with what `GPTS` plants."""
+def trained_gpt(case: str, layout: Layout, steps: int, stack: contextlib.ExitStack) -> list[Step]:
+    """On a rank: steps of a tiny GPT, with what `GPTS` plants until the stack is left."""
     import megatron.core.distributed as distributed
     from megatron.core import parallel_state as mpu
 
     from megatron_rl_loss import Folded, LossAggregation, OutputHead, plan_step
     from megatron_rl_loss.proof.anchor import Anchor
 
-    start_layout(layout)
+    def replace(owner: Any, name: str, planted: Any) -> None:
+        stack.enter_context(patch.object(owner, name, planted))
+
     config_class = distributed.DistributedDataParallelConfig
     reduces_bf16 = {"grad_reduce_in_fp32": False}
     if case.startswith("bf16"):
         if "fp32 accumulation" in case:
             reduces_bf16["param_name_patterns_for_fp32_local_accumulation"] = ("all",)  # type: ignore[assignment]
-        distributed.DistributedDataParallelConfig = lambda **options: config_class(**options | reduces_bf16)
+        replace(distributed, "DistributedDataParallelConfig", lambda **options: config_class(**options | reduces_bf16))
     gpt = Case(
         4, "token_mean", "all", "mean", bf16=case.startswith("bf16"), optimizer="plain", tied=False, lopsided=False
     )
@@ -512,9 +396,9 @@ def trained_gpt(case: str, layout: Layout, steps: int) -> list[Step]:
     keep, finalize = Anchor.keep, ready.config.finalize_model_grads_func
     if case == "graphs replay":  # simulated: hooks run in two of four micro-batches
         ready.config.cuda_graph_impl = "local"
-        Anchor.keep = lambda self, gradient: keep(self, gradient) if self.num_terms < 2 else None  # type: ignore[method-assign]
+        replace(Anchor, "keep", lambda self, gradient: keep(self, gradient) if self.num_terms < 2 else None)
     if case == "a silent stage" and mpu.is_pipeline_first_stage():
-        Anchor.keep = lambda self, gradient: None  # type: ignore[method-assign]
+        replace(Anchor, "keep", lambda self, gradient: None)
     if case == "a tensor-parallel rank scaled" and mpu.get_tensor_model_parallel_rank() == 0:
         double_what_ddp_reduces(ready.chunks[0])
     if case == "all but the last norm scaled":
@@ -580,11 +464,26 @@ GPTS: dict[str, tuple[Layout, list[str]]] = {
 }  # fmt: skip
 
 
+def run_gpts(layout: Layout) -> dict[str, list[Step]]:
+    start_layout(layout)
+    found = {}
+    for case, (of_case, words) in GPTS.items():
+        if of_case == layout:
+            with contextlib.ExitStack() as stack:
+                found[case] = trained_gpt(case, layout, len(words), stack)
+    return found
+
+
+@functools.cache
+def outcomes_of_gpts(layout: Layout) -> list[dict[str, list[Step]]]:
+    return run_ranks(layout.world_size, run_gpts, layout)
+
+
 @pytest.mark.parametrize("case", GPTS)
 def test_a_gpt(case: str) -> None:
     layout, words = GPTS[case]
-    for rank, steps in enumerate(run_ranks(layout.world_size, trained_gpt, case, layout, len(words))):
-        for step, expected in zip(steps, words, strict=True):
+    for rank, found in enumerate(outcomes_of_gpts(layout)):
+        for step, expected in zip(found[case], words, strict=True):
             if step.raised:
                 assert re.search(expected, step.raised), (case, rank, step)
             else:
@@ -638,9 +537,10 @@ def test_masks_that_are_0_on_other_ranks_are_named() -> None:
 
 
 def test_a_default_launch_loads_no_room_that_diagnoses() -> None:
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
-    command = [sys.executable, *launch, str(ROOT / "tests/support/launched_rooms.py")]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    """In an interpreter of its own, with torchrun's environment of one rank."""
+    rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    command = [sys.executable, str(ROOT / "tests/support/launched_rooms.py")]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300, env=os.environ | rank)
     assert run.returncode == 0, run.stderr[-3000:]
     rooms = json.loads(run.stdout.splitlines()[-1])
     assert "proof" in rooms

@@ -20,6 +20,7 @@ import oracle
 import pytest
 import torch
 from ranks import run_ranks
+from refusals import outcome_of
 from step_samples import dealt
 from table_step import Batch, relative_error, run_schedule, table_model
 from torch import Tensor
@@ -41,7 +42,13 @@ class Step(NamedTuple):
 class Loop:
     """A model and its micro-batches on a rank, in a loop around Megatron's schedule."""
 
-    def __init__(self, asked: Any = None, batches: list[Batch] | None = None, table: list[float] = TABLE) -> None:
+    def __init__(
+        self,
+        asked: Any = None,
+        batches: list[Batch] | None = None,
+        table: list[float] = TABLE,
+        level: Any = "error",
+    ) -> None:
         from megatron.core import parallel_state as mpu
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -51,7 +58,8 @@ class Loop:
         self.groups = {"dp_group": mpu.get_data_parallel_group(), "cp_group": mpu.get_context_parallel_group()}
         hands = dealt(STEP, self.dp_rank, DP, 3)
         self.batches = [Batch(STEP, hand, CP) for hand in hands] if batches is None else batches
-        self.model, self.proved = table_model(table), prove_first_step(get_forward_backward_func(), asked)
+        self.model = table_model(table)
+        self.proved = prove_first_step(get_forward_backward_func(), asked, level=level)
 
     @property
     def samples(self) -> list[Any]:
@@ -60,19 +68,19 @@ class Loop:
     def plan(self, mode: Any, **options: Any) -> Any:
         from megatron_rl_loss import plan_step
 
-        return plan_step(self.samples, mode, **self.groups, **options)
+        return plan_step(self.samples, mode, **({} if "model" in options else self.groups), **options)
 
     def step(
         self,
         plan: Any,
         loss_of: Callable[[Any, Tensor], Any] = lambda microbatch, losses: microbatch.loss(losses),
         *,
-        expected: Tensor | str,
+        expected: Tensor | str | None,
         model: Any = None,
         num_microbatches: int | None = None,
     ) -> Step:
         model = self.model if model is None else model
-        model.zero_grad_buffer()
+        getattr(model, "zero_grad_buffer", model.zero_grad)()
 
         def forward_step(iterator: Iterator[Any], model: Any) -> Any:
             batch, microbatch = next(iterator)
@@ -85,9 +93,13 @@ class Loop:
                 run_schedule(forward_step, iter(pairs), model, count, lambda schedule: self.proved, fresh=False)
             except Exception as error:
                 raised = f"{type(error).__name__}: {error}"
-        wanted = gradient_of(expected) if isinstance(expected, str) else expected
-        text = "\n".join(re.findall(r"megatron_rl_loss: .*", printed.getvalue()))
-        return Step(text, raised, relative_error(model.module.losses.main_grad.cpu(), wanted))
+        text = "".join(re.findall(r"(?s)megatron_rl_loss: .*", printed.getvalue()))
+        return Step(text, raised, 0.0 if expected is None else error_in(model, expected))
+
+
+def error_in(model: Any, expected: Tensor | str) -> float:
+    wanted = gradient_of(expected) if isinstance(expected, str) else expected
+    return relative_error(model.module.losses.main_grad.cpu(), wanted)
 
 
 def policy(microbatch: Any, losses: Tensor) -> Tensor:
@@ -99,6 +111,11 @@ def policy(microbatch: Any, losses: Tensor) -> Tensor:
 
 
 # ---- right loops
+
+
+def as_asked() -> list[Step]:
+    loop = Loop("prompt_mean")
+    return [loop.step(loop.plan("prompt_mean"), expected="prompt_mean") for _ in range(2)]
 
 
 def reduced_twice() -> list[Step]:
@@ -178,8 +195,69 @@ def critic_without_this_library() -> list[Step]:
     def squared(microbatch: Any, values: Tensor) -> Any:
         return (values**2).mean(), {}
 
-    first = loop.step(plan, squared, expected="prompt_mean", model=critic)
-    return [first._replace(error=0.0), loop.step(plan, expected="prompt_mean")]
+    first = loop.step(plan, squared, expected=None, model=critic)
+    return [first, loop.step(plan, expected="prompt_mean")]
+
+
+def critic_planned_first() -> list[Step]:
+    """One wrapped schedule trains a critic by token_mean and an actor by prompt_mean, twice each."""
+    loop, models = Loop(), {mode: table_model(TABLE) for mode in ("token_mean", "prompt_mean")}
+    steps = []
+    for mode, model in [*models.items()] * 2:
+        plan = loop.plan(mode, model=model)
+        steps.append(loop.step(plan, expected=mode, model=model))
+        plan.finish()
+    return steps
+
+
+def finalised_after_the_schedule() -> list[Step]:
+    from megatron.core.distributed import finalize_model_grads
+
+    loop, steps = Loop("prompt_mean"), []
+    loop.model.config.finalize_model_grads_func = None
+    for _ in range(2):
+        step = loop.step(loop.plan("prompt_mean"), expected=None)
+        finalize_model_grads([loop.model], None)
+        steps.append(step._replace(error=error_in(loop.model, "prompt_mean")))
+    return steps
+
+
+def another_ddp() -> list[Step]:
+    loop = Loop("prompt_mean")
+    loop.model = table_model(TABLE, ddp=False)
+    loop.model.config.finalize_model_grads_func = None
+    return [loop.step(loop.plan("prompt_mean"), expected=None) for _ in range(2)]
+
+
+def not_measured() -> list[Step]:
+    """An error in the measurement is no fault of the loss: training goes on."""
+    from megatron_rl_loss.proof.own_tokens import OwnTokens
+
+    loop = Loop("prompt_mean")
+    with patch.object(OwnTokens, "_add", lambda *_, **__: 1 / 0):
+        return [loop.step(loop.plan("prompt_mean"), expected="prompt_mean") for _ in range(2)]
+
+
+def out_of_memory_and_given_up() -> list[Step]:
+    """Step 1 fails in its second micro-batch and is given up. Step 2 trains half of a plan, which step 3 refuses."""
+    loop = Loop("prompt_mean")
+    numbers = iter(range(3))
+
+    def fails(microbatch: Any, losses: Tensor) -> Any:
+        if next(numbers) == 1:
+            raise RuntimeError("CUDA out of memory")
+        return microbatch.loss(losses)
+
+    first = loop.step(loop.plan("prompt_mean", model=loop.model), fails, expected=None)
+    loop.model.zero_grad_buffer()
+    plan = loop.plan("prompt_mean", model=loop.model)
+    second = loop.step(plan, expected="prompt_mean")
+    plan.record.is_carried[0] = False  # a trainer's optimizer step, after a plan of which it says that a part is left
+    with torch.no_grad():
+        loop.model.module.losses += 1
+    loop.model.zero_grad_buffer()
+    refused = outcome_of(lambda: loop.plan("prompt_mean", model=loop.model))
+    return [first, second, Step("", refused, math.nan)]
 
 
 def compiled() -> list[Step]:
@@ -288,6 +366,37 @@ def microbatches_of_two_plans() -> list[Step]:
     return [step._replace(error=0.0)]
 
 
+def doubled() -> list[Step]:
+    def loss_of(microbatch: Any, losses: Tensor) -> Any:
+        loss, *others = microbatch.loss(losses)
+        return 2 * loss, *others
+
+    loop = Loop("prompt_mean")
+    return [loop.step(loop.plan("prompt_mean"), loss_of, expected=None)]
+
+
+def verls_form() -> list[Step]:
+    """``form="verl"``, whose factor verl's own code completes, in Megatron's schedule."""
+    loop = Loop("prompt_mean")
+    return [loop.step(loop.plan("prompt_mean"), lambda one, losses: one.loss(losses, form="verl"), expected=None)]
+
+
+def own_mean(factor: float, microbatch: Any, losses: Tensor) -> Any:
+    """A loss function that never calls its micro-batch, and returns a multiple of its own mean."""
+    return factor * losses.mean(), torch.tensor(1, dtype=torch.int32), {}
+
+
+def not_called(level: str) -> list[Step]:
+    loop, ignoring = Loop("prompt_mean", level=level), functools.partial(own_mean, 1.0)
+    return [loop.step(loop.plan("prompt_mean"), ignoring, expected=None) for _ in range(1 + (level == "warn"))]
+
+
+def step_of_dummies() -> list[Step]:
+    loop, ignoring = Loop("prompt_mean"), functools.partial(own_mean, 0.0)
+    first = loop.step(loop.plan("prompt_mean"), ignoring, expected=None)
+    return [first, loop.step(loop.plan("prompt_mean"), expected="prompt_mean")]
+
+
 def ranks_ask_for_different_modes() -> list[Step]:
     from megatron.core import parallel_state as mpu
 
@@ -322,7 +431,11 @@ def freed_after_the_step() -> list[Step]:
 
 
 #: The loop, and what each of its steps prints on the first rank or raises on all.
+NOT_CALLED = "neither its loss.* nor its scale_for_trainer.* was called"
 LOOPS: dict[str, tuple[Callable[[], list[Step]], list[str]]] = {
+    "as asked": (
+        as_asked, [rf"prompt_mean on the policy loss, {PROVED} 37 tokens of 13 samples, 3 prompts of 3 to 7", "^$"]
+    ),
     "a loss reduced twice": (reduced_twice, [rf"prompt_mean on the policy loss, {PROVED} 37 [^;]*; by the gradient"]),
     "a term left out where no token has its mask": (
         term_left_out_where_it_has_no_token,
@@ -341,6 +454,28 @@ LOOPS: dict[str, tuple[Callable[[], list[Step]], list[str]]] = {
         critic_without_this_library,
         ["the policy loss, NOT PROVED: No loss went through", f"prompt_mean on the policy loss, {PROVED} 37"],
     ),
+    "a critic, planned first": (
+        critic_planned_first,
+        [rf"token_mean on the policy loss, {PROVED} 37", rf"prompt_mean on the policy loss, {PROVED} 37", "^$", "^$"],
+    ),
+    "finalised after the schedule": (
+        finalised_after_the_schedule,
+        ["NOT PROVED: The schedule does not finalise gradients: the config has no finalize_model_grads_func", "^$"],
+    ),
+    "another DDP": (another_ddp, ["NOT PROVED: .* is not Megatron-Core's own DistributedDataParallel", "^$"]),
+    "an error in the measurement": (not_measured, ["NOT PROVED: A rank failed to measure. ZeroDivisionError", "^$"]),
+    "out of memory, given up": (
+        out_of_memory_and_given_up,
+        [
+            "raises RuntimeError: CUDA out of memory",
+            f"{PROVED} 37 tokens",
+            r"raises 3 micro-batches, of which \[0\] were not",
+        ],
+    ),
+    "a step of dummies": (
+        step_of_dummies,
+        ["prompt_mean on the policy loss, not proved yet: the step has no gradient", f"{PROVED} 37 tokens"],
+    ),
     "a reducer under torch.compile": (compiled, [rf"{PROVED} 37 .*; from the share on \(compiled\)"]),
     "sample means by hand": (
         sample_means_by_hand,
@@ -358,9 +493,30 @@ LOOPS: dict[str, tuple[Callable[[], list[Step]], list[str]]] = {
         three_steps_without_a_gradient,
         ["not proved yet: the step has no gradient", "^$", "NOT PROVED: 3 steps had no gradient.* losses are 0", "^$"],
     ),
-    "another mode in a dict of terms": (
+    "planned by another mode": (
         another_mode_in_a_dict,
-        ["raises prompt_mean on the policy loss: tokens weigh 0.433 to 2.53 times what they should"],
+        [
+            "raises (?s)prompt_mean on the policy loss: tokens weigh 0.433 to 2.53 times what they should.*"
+            "Give plan_step and .* one mode"
+        ],
+    ),
+    "loss doubled": (
+        doubled,
+        [r"raises (?s)tokens weigh 2 times what they should \(2 = .*Return what microbatch.loss.* put a coef"],
+    ),
+    "microbatch.loss not called": (
+        functools.partial(not_called, "error"),
+        [f"raises no micro-batch of the plan handed out: {NOT_CALLED}. Return the result"],
+    ),
+    "microbatch.loss not called, warn": (
+        functools.partial(not_called, "warn"), [f"(?s){NOT_CALLED}.*Training goes on.", "^$"]
+    ),
+    "a form for another trainer": (
+        verls_form,
+        [
+            r"raises (?s)tokens weigh 0.3333 times what they should \(0.3333 = 1/micro-batches\).*"
+            "Micro-batches returned form='verl', which is for another trainer"
+        ],
     ),
     "a micro-batch left out of a sum": (
         microbatch_left_out_of_a_sum,
@@ -389,8 +545,12 @@ def outcomes() -> list[dict[str, list[Step]]]:
     return run_ranks(CP * DP, run_loops, timeout_s=300)
 
 
+#: Faults, for the table of plants.
+PLANTED = ("another DDP", "loss doubled", "planned by another mode", "microbatch.loss not called")
+
+
 @pytest.mark.parametrize("name", LOOPS)
-def test_a_loop(name: str) -> None:
+def test_a_loop(name: str, record_property: Any) -> None:
     words = LOOPS[name][1]
     for rank, of_rank in enumerate(outcomes()):
         for step, expected in zip(of_rank[name], words, strict=True):
@@ -400,3 +560,6 @@ def test_a_loop(name: str) -> None:
             assert not step.raised, (rank, step)
             assert re.search(expected if rank == 0 else "^$", step.printed), (rank, step)
             assert step.error < 1e-6, (rank, step)
+    if name in PLANTED:
+        outcome = "stopped" if words[0].startswith("raises ") else "not proved, as it says"
+        record_property("plant", ("a loop of one's own", name, outcome))

@@ -47,7 +47,7 @@ def worlds_in(layout: Layout) -> list[World]:
         if loop == "pretrain":
             settings = settings[:1] if layout.dp == 1 else settings[1:2]
         for form, per_token in settings:
-            of_table = oracle.MODES[::3] if loop == "pretrain" else MODES
+            of_table: tuple[str, ...] = oracle.MODES[::3] if loop == "pretrain" else MODES
             if layout != EVERY_MODE:
                 of_table = (next(in_turn),)
             worlds += [World(layout, "table", loop, mode, form, per_token) for mode in of_table]

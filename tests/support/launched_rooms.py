@@ -1,4 +1,4 @@
-"""The lines of this package that a default launch loads, by room, as JSON; run by torchrun in a process of its own."""
+"""The lines of this package that a default launch loads, by room, as JSON; run in a process of its own."""
 
 import json
 import sys
