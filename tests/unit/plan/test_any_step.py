@@ -1,9 +1,11 @@
 """Any step: layout, CP, DP ranks, micro-batches, ids, masks, terms and form are drawn together, and shrunk together.
 
 What a trainer makes of the returned losses is stated here, apart from the carriers that cancel it. The gradient of each
-token must be that of the terms' modes by `oracle`. `ONCE_WRONG` has a row for each kind of step that once went wrong.
+token must be that of the terms' modes by `oracle`, and so must the loss, whatever masked tokens have for losses.
+`ONCE_WRONG` has a row for each kind of step that once went wrong.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -85,7 +87,7 @@ FORM_SETTINGS = [
 
 
 @st.composite
-def rows(draw: st.DrawFn, dp: int, microbatches: tuple[int, ...]) -> Row:
+def rows(draw: st.DrawFn, dp: int, microbatches: tuple[int, ...], of_prompt: int) -> Row:
     length = draw(st.integers(0, 9))
     mask, own = (tuple(draw(st.lists(st.sampled_from(ENTRIES), min_size=length, max_size=length))) for _ in range(2))
     own = tuple(
@@ -93,19 +95,20 @@ def rows(draw: st.DrawFn, dp: int, microbatches: tuple[int, ...]) -> Row:
     )  # others: no turn
     rollout = draw(st.integers(0, 5))
     dp_rank = draw(st.integers(0, dp - 1))
-    return Row(mask, own, rollout, rollout // 2, dp_rank, draw(st.integers(0, microbatches[dp_rank] - 1)))
+    return Row(mask, own, rollout, rollout // of_prompt, dp_rank, draw(st.integers(0, microbatches[dp_rank] - 1)))
 
 
 @st.composite
 def steps(draw: st.DrawFn) -> Drawn:
     dp = draw(st.integers(1, 3))
     microbatches = tuple(draw(st.lists(st.integers(1, 3), min_size=dp, max_size=dp)))
+    of_prompt = draw(st.sampled_from([2, 1, 3, 6]))  # rollouts
     coefs = st.sampled_from([1.0, 0.05, -0.3])
     asked = st.builds(Asked, st.sampled_from(oracle.MODES), coefs, st.booleans())
     asked |= st.builds(Asked, st.sampled_from(oracle.BY_IDS), coefs, st.just(False))  # turns are those of the loss mask
     return Drawn(
         layout=draw(st.integers(0, len(LAID_OUT) - 1)),
-        rows=tuple(draw(st.lists(rows(dp, microbatches), min_size=1, max_size=8))),
+        rows=tuple(draw(st.lists(rows(dp, microbatches, of_prompt), min_size=1, max_size=8))),
         microbatches=microbatches,
         units=draw(st.sampled_from(["all", "active"])),
         terms=tuple(draw(st.lists(asked, min_size=1, max_size=3))),
@@ -153,8 +156,8 @@ def trainer_factor(step: Drawn, num_microbatches: int, cp_size: int, num_tokens:
     return 1 / ranks if form == "mean" else 1.0
 
 
-def gradient_of(step: Drawn) -> tuple[list[list[float]], list[list[float]]]:
-    """The gradient of every token that a trainer arrives at, and what it should be."""
+def gradient_of(step: Drawn) -> tuple[list[list[float]], list[list[float]], float]:
+    """The gradient of every token that a trainer arrives at, and what it should be; and the loss of losses of 1."""
     place, cp_size = LAID_OUT[step.layout]
     samples, dp = samples_in(step), len(step.microbatches)
     hands = [
@@ -177,6 +180,7 @@ def gradient_of(step: Drawn) -> tuple[list[list[float]], list[list[float]]]:
     totals = replace(count_step(flat, StepGroups(), masks=["own"], sums=sums), dp_size=dp)
     found = [[0.0] * len(row.mask) for row in step.rows]
     returned: list[tuple[int, list[int], Any, Tensor]] = []
+    losses: list[float] = []
     num_tokens = 0.0
     form, per_token = FORMS[step.form[0]], step.form[1]
     for d, microbatches in enumerate(described):
@@ -186,7 +190,9 @@ def gradient_of(step: Drawn) -> tuple[list[list[float]], list[list[float]]]:
             plan = Plan([samples for *_, samples in microbatches], record)
             for (hand, placed, _), microbatch in zip(microbatches, plan, strict=True):
                 held = placed.held[cp_rank]
-                leaf = torch.ones(placed.shape(len(held)) if hand else (len(held),), requires_grad=True)
+                counts = [at is not None and any(row_of(step, hand, at)) for at in held]
+                values = torch.tensor([1.0 if one else float("nan") for one in counts])  # a masked one must not matter
+                leaf = values.view(placed.shape(len(held)) if hand else (len(held),)).requires_grad_()
                 terms = {
                     f"term {number}": Term(
                         (number + 1) * leaf, term.mode, coef=term.coef, mask="own" if term.own else None,
@@ -200,21 +206,33 @@ def gradient_of(step: Drawn) -> tuple[list[list[float]], list[list[float]]]:
                 parts["loss"].backward()
                 assert leaf.grad is not None
                 returned.append((len(microbatches), hand, held, leaf.grad.flatten()))
-    for count, hand, held, gradient in returned:
+                losses.append(float(parts["loss"].detach()))
+    step_loss = 0.0
+    for (count, hand, held, gradient), loss in zip(returned, losses, strict=True):
         factor = trainer_factor(step, count, cp_size, num_tokens)
+        step_loss += loss * factor
         for at, value in zip(held, gradient.tolist(), strict=True):
             if at is None:
                 assert value == 0
             else:
                 found[hand[at[0]]][at[1]] += value * factor
-    return found, expected(step, samples)
+    return found, expected(step, samples), step_loss
+
+
+def row_of(step: Drawn, hand: list[int], at: tuple[int, int]) -> tuple[float, float]:
+    """The entries of a token in the loss mask and in the term's own."""
+    one = step.rows[hand[at[0]]]
+    return one.mask[at[1]], one.own[at[1]]
 
 
 def error_of(step: Drawn) -> float:
-    """The largest error of a token's gradient, relative to the step's largest."""
-    found, right = (torch.tensor([x for row in rows for x in row], dtype=torch.float64) for rows in gradient_of(step))
+    """The largest error of a token's gradient, relative to the step's largest; or that of the loss, if it is larger."""
+    *both, value = gradient_of(step)
+    found, right = (torch.tensor([x for row in rows for x in row], dtype=torch.float64) for rows in both)
     assert found.isfinite().all()
-    return float((found - right).abs().max() / right.abs().max().clamp(min=1e-30)) if len(right) else 0.0
+    assert math.isfinite(value)
+    of_loss = abs(value - float(right.sum())) / max(float(right.abs().sum()), 1e-30)
+    return max(of_loss, float((found - right).abs().max() / right.abs().max().clamp(min=1e-30))) if len(right) else 0.0
 
 
 def row(mask: str, own: str = "", rollout: int = 0, dp_rank: int = 0, microbatch: int = 0) -> Row:
@@ -256,6 +274,31 @@ ONCE_WRONG: Mapping[str, Drawn] = {
         bshd, 2, row("0011", "1000"), row("11", "00", rollout=1), terms=(*PROMPTS, Asked("token_mean", -0.3, own=True))
     ),
     "no active token": step_in(thd, 1, row("00"), form=("3-tuple", True)),
+    "one active token, which one CP rank has": step_in(
+        thd, 4, row("0001"), row("00", dp_rank=1), form=("3-tuple", True)
+    ),
+    "a loss that the schedule multiplies by the CP ranks": step_in(
+        thd, 2, row("11"), row("1", rollout=1, microbatch=1), form=("2-tuple", False)
+    ),
+    "DDP's average of ranks, in a loop": step_in(
+        plain, 1, row("11"), row("1", rollout=1, microbatch=1), row("1", dp_rank=1), form=("mean", False)
+    ),
+    "packed rows are one sequence": step_in(
+        thd, 2, row("1"), row("1111", rollout=1), terms=(Asked("sample_mean", 1.0, own=False),)
+    ),
+    "a divisor of tokens, and no number of rollouts": step_in(
+        plain, 1, row("11"), row("1", dp_rank=1), row("1", rollout=1), terms=(Asked("constant", 1.0, own=False),)
+    ),
+    "a masked prompt is a unit, or is none": step_in(
+        thd, 1, row("00", rollout=4), row("11"), row("1", rollout=2), terms=PROMPTS, units="active"
+    ),
+    "a turn that two samples of a rollout share": step_in(
+        thd, 2, row("11111"), row("111", dp_rank=1), terms=(Asked("turn_mean", 1.0, own=False),), kind_of_id=str
+    ),
+    "the token count of a term's own mask": step_in(
+        gathered, 2, row("1111", "0010"), row("11", "01", rollout=1, microbatch=1),
+        terms=(Asked("token_mean", 1.0, own=False), Asked("token_mean", 0.05, own=True)), form=("3-tuple", True),
+    ),
 }  # fmt: skip
 
 
