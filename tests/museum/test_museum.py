@@ -136,12 +136,14 @@ def visited(cp: int) -> dict[str, tuple[Tensor, Tensor, float]]:
         gradient, logged = one_step(model, [Batch(SAMPLES, chosen, cp) for chosen in hands], step, metric=False)
         return gradient, logged["pg_loss"]
 
-    found = {}
+    found, sound = {}, dict[Any, Tensor]()
     for exhibit in (one for one in MUSEUM if one.cp == cp):
-        sound, _ = outcome(exhibit)
+        launch = exhibit.mode, exhibit.per_token
+        if launch not in sound:
+            sound[launch], _ = outcome(exhibit)
         with pytest.MonkeyPatch.context() as patch:
             exhibit.plant(patch)
-            found[str(exhibit)] = sound, *outcome(exhibit)
+            found[str(exhibit)] = sound[launch], *outcome(exhibit)
     return found
 
 
