@@ -1,4 +1,7 @@
-"""Weights as factors of advantages and as columns: AReaL, ms-swift, NeMo-RL and SkyRL; see `real` too."""
+"""Weights as factors of advantages and as columns: AReaL, ms-swift, NeMo-RL and SkyRL, by code of their shape.
+
+Their own code runs in `real`, where there is a checkout; CI has none, and skips it.
+"""
 
 import pickle
 import sys

@@ -2,7 +2,7 @@
 
 `forward_step` below has the shape of train_rl.py's: it takes a batch of its iterator and returns per-token losses and a
 partial of `loss_func`. The model is a table of losses, so its gradient is the tokens' weights. Not exercised:
-train_rl.py itself (real/test_real_train_rl.py), a language model, NCCL.
+train_rl.py itself (real/test_real_train_rl.py, which CI skips: it has no checkout), a language model, NCCL.
 """
 
 import math

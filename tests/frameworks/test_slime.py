@@ -2,7 +2,8 @@
 
 `their_step` states that scaling independently (slime 624b824a, miles 31f1ca96: `loss_function`; Megatron's schedule and
 DDP), in float64, over all DP ranks, micro-batches and CP ranks, with one leaf per token, so that gradients are compared
-token by token. Not exercised: slime and miles themselves, NCCL. How steps are counted: test_step_counts.py.
+token by token. Not exercised: NCCL, and slime and miles themselves (`real`, which CI skips: it has no
+checkout). How steps are counted: test_step_counts.py.
 """
 
 import functools

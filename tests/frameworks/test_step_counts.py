@@ -1,6 +1,7 @@
 """Steps counted for the hooks of slime and miles, over Megatron's real groups: functions and iterators of their shape.
 
-slime and miles themselves are run by real/test_real_slime_miles.py and test_real_miles_fsdp.py.
+slime and miles themselves are run by real/test_real_slime_miles.py and test_real_miles_fsdp.py, which CI skips: it has
+no checkout.
 """
 
 import sys

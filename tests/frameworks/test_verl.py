@@ -1,4 +1,7 @@
-"""The guards of verl's `agg_loss`, and the installer; real/test_real_verl.py has its own formulas with them."""
+"""The guards of verl's `agg_loss`, and the installer, by modules of verl's shape.
+
+real/test_real_verl.py has verl's own formulas with them, where there is a checkout; CI has none, and skips it.
+"""
 
 import functools
 import importlib
