@@ -6,7 +6,6 @@ compared with the row's words. Loops of one's own: test_proof_loops.py.
 
 import contextlib
 import functools
-import io
 import json
 import math
 import os
@@ -14,7 +13,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 from unittest.mock import patch
 
 import gpt_oracle
@@ -22,6 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import world
+from proved_steps import PROVED, Step, attempted, policy
 from ranks import run_ranks
 from repository import ROOT
 from step_samples import dealt
@@ -38,25 +38,7 @@ PROVED_ALL = (
     "megatron_rl_loss: token_mean on the policy loss, aggregation proved on 37 tokens of 13 samples, "
     "3 prompts of 3 to 7; by the gradient of losses; masks as given$"
 )
-ABORTED, PROVED = "Step aborted on all ranks before the optimizer ran", "aggregation proved on"
-
-
-class Step(NamedTuple):
-    """A step of one's own loop: what was printed, what it raised, and the gradient's error against the oracle."""
-
-    printed: str
-    raised: str
-    error: float
-
-
-def attempted(run: Callable[[], float]) -> Step:
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out):
-        try:
-            error, raised = run(), ""
-        except Exception as exception:
-            error, raised = math.nan, f"{type(exception).__name__}: {exception}"
-    return Step("\n".join(re.findall(r"megatron_rl_loss: .*", out.getvalue())), raised, error)
+ABORTED = "Step aborted on all ranks before the optimizer ran"
 
 
 # ---- LossAggregation on a table of losses, two data-parallel ranks
@@ -87,14 +69,6 @@ def aggregated(loss_of: Callable[..., Any], steps: int = 1, plant: Callable[[Any
 
 def as_asked(microbatch: Any, losses: Tensor) -> Any:
     return microbatch.loss(losses)
-
-
-def policy(microbatch: Any, losses: Tensor) -> Any:
-    """A clipped loss of ratio 1 and advantage -1: the loss's slope by the table's entry is 1."""
-    from megatron_rl_loss import ppo_clip_loss
-
-    log_probs = losses - losses.detach() - 1
-    return ppo_clip_loss(log_probs, log_probs.detach(), torch.full_like(losses, -1), microbatch).per_token_loss
 
 
 def divided_by_the_masks_sum(microbatch: Any, losses: Tensor) -> Any:

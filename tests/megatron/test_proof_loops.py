@@ -4,21 +4,20 @@ All rows run one after the other on the same four ranks, two data- times two con
 and DDP. The gradient of a row that trains is compared with the oracle.
 """
 
-import contextlib
 import functools
 import gc
-import io
 import math
 import re
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import oracle
 import pytest
 import torch
+from proved_steps import PROVED, Step, attempted, policy
 from ranks import run_ranks
 from refusals import outcome_of
 from step_samples import dealt
@@ -27,16 +26,6 @@ from torch import Tensor
 from world import CP, DP, STEP, TABLE, gradient_of, start_ranks
 
 pytestmark = pytest.mark.slow
-
-PROVED = "aggregation proved on"
-
-
-class Step(NamedTuple):
-    """On a rank: what a step printed, what it raised, and the gradient's error against the oracle."""
-
-    printed: str
-    raised: str
-    error: float
 
 
 class Loop:
@@ -86,28 +75,19 @@ class Loop:
             batch, microbatch = next(iterator)
             return model(batch.local_numbers(self.cp_rank, CP)), functools.partial(loss_of, microbatch)
 
-        pairs, printed, raised = list(zip(self.batches, plan, strict=True)), io.StringIO(), ""
-        count = num_microbatches or len(pairs)
-        with contextlib.redirect_stdout(printed):
-            try:
-                run_schedule(forward_step, iter(pairs), model, count, lambda schedule: self.proved, fresh=False)
-            except Exception as error:
-                raised = f"{type(error).__name__}: {error}"
-        text = "".join(re.findall(r"(?s)megatron_rl_loss: .*", printed.getvalue()))
-        return Step(text, raised, 0.0 if expected is None else error_in(model, expected))
+        pairs = list(zip(self.batches, plan, strict=True))
+
+        def run() -> float:
+            count = num_microbatches or len(pairs)
+            run_schedule(forward_step, iter(pairs), model, count, lambda schedule: self.proved, fresh=False)
+            return 0.0 if expected is None else error_in(model, expected)
+
+        return attempted(run)
 
 
 def error_in(model: Any, expected: Tensor | str) -> float:
     wanted = gradient_of(expected) if isinstance(expected, str) else expected
     return relative_error(model.module.losses.main_grad.cpu(), wanted)
-
-
-def policy(microbatch: Any, losses: Tensor) -> Tensor:
-    """A clipped loss of ratio 1 and advantage -1: the loss's slope by the table's entry is 1."""
-    from megatron_rl_loss import ppo_clip_loss
-
-    log_probs = losses - losses.detach() - 1
-    return ppo_clip_loss(log_probs, log_probs.detach(), torch.full_like(losses, -1), microbatch).per_token_loss
 
 
 # ---- right loops
