@@ -12,7 +12,7 @@ import torch
 from ranks import run_ranks
 from refusals import outcome_of
 from step_samples import dealt
-from table_step import Batch, run_schedule, start, table_model
+from table_step import Batch, start, table_model
 from world import CP, DP, STEP, TABLE, batches_of, start_ranks, step
 
 from megatron_rl_loss import Samples, ZigzagTHD, plan_step
@@ -71,13 +71,6 @@ def misused() -> dict[str, str]:
         plan.finish()
         planned()
 
-    def in_the_schedule(form: Any) -> None:
-        def forward_step(iterator: Any, model: Any) -> Any:
-            batch, microbatch = next(iterator)
-            return model(batch.local_numbers(cp_rank, CP)), lambda losses: microbatch.loss(losses, form=form)
-
-        run_schedule(forward_step, zip(batches, planned(), strict=True), model, len(batches), lambda schedule: schedule)
-
     def crossed() -> None:
         plan = planned()
         plan[0].scale_for_trainer(plan[1](model(batches[1].local_numbers(cp_rank, CP))))
@@ -94,7 +87,8 @@ def misused() -> dict[str, str]:
     found["reset"] = outcome_of(after_reset)
     found["crossed"] = outcome_of(crossed)
     for form in IN_A_LOOP:
-        found[form] = outcome_of(functools.partial(in_the_schedule, form))
+        losses = model(batches[0].local_numbers(cp_rank, CP))
+        found[form] = outcome_of(functools.partial(planned()[0].loss, losses, form=form))
     return found
 
 
