@@ -299,6 +299,10 @@ def test_weights_that_change_between_forward_and_backward_are_refused() -> None:
     reducer = with_weights(torch.tensor([1.0, 2, 3]))
     share = reducer(losses)
     reducer.weights.copy_(torch.tensor([5.0, 5, 5]))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):  # of one plain row torch's own check
+        share.backward()
+    share = sums.sum_terms([Summand(losses, reducer, coef=2.0)])[0]
+    reducer.weights.mul_(1)
     with pytest.raises(RuntimeError, match="weights were changed in place between a forward pass and its backward"):
         share.backward()
     reducer(losses).backward()
@@ -356,3 +360,23 @@ test_refused_losses = refusal_tests(
         ),
     }
 )  # fmt: skip
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 7, 4096, 100_001])
+def test_one_plain_row_on_the_host_has_the_bits_of_every_other(num_tokens: int, monkeypatch: Any) -> None:
+    """One float32 row is torch's own product and sum; the way of several rows, and of devices, gives the same bits."""
+    generator = torch.Generator().manual_seed(num_tokens)
+    reducer = with_weights(torch.rand(num_tokens, generator=generator))
+    values, slope = torch.randn(num_tokens, generator=generator), torch.tensor(0.3)
+
+    def reduced() -> tuple[Tensor, Tensor]:
+        losses = values.clone().requires_grad_()
+        share = reducer(losses)
+        share.backward(slope)
+        assert losses.grad is not None
+        return share.detach(), losses.grad
+
+    plain = reduced()
+    monkeypatch.setattr(sums, "_plain_share", lambda summand: None)
+    for ours, other in zip(plain, reduced(), strict=True):
+        assert torch.equal(ours, other)
