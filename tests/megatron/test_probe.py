@@ -119,7 +119,7 @@ def test_the_installed_megatron_keeps_the_contract_and_a_changed_one_is_refused_
 
 
 def probes() -> tuple[list[int], list[Any]]:
-    """Calls of forward_step_calc_loss after each of three steps, and the scales of auxiliary losses, which it must not touch."""
+    """Calls of forward_step_calc_loss after each of three steps, and the scales of auxiliary losses, left alone."""
     from megatron.core.pipeline_parallel import schedules
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
     from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler

@@ -292,6 +292,7 @@ def test_everything_that_can_be_asked_for_is_given() -> None:
         assert seen["cu_seqlens"].tolist() == [0, 4]
 
 
+#: Of some cuts, by hand; every cut is drawn in `test_built_in_modes_are_invariant`.
 HELD = {"zigzag": [0, 1, 1, 0], "contiguous": [0, 0, 1, 1], "gathered": [-1] * 4, "responses": [1, 1, 1, 1]}
 
 

@@ -50,7 +50,7 @@ def groups_of(grid: str, rank: int, made: Made) -> StepGroups:
 
 # --- weights over ranks
 
-SEEDS = range(24)
+SEEDS = range(3 * len(PLACES))  # three kinds of groups in every layout
 
 
 def weights_on(rank: int, made: Made) -> tuple[float, int, list[bytes]]:
