@@ -17,7 +17,7 @@ class Aggregation:
     Attributes:
         mode: how token losses become a step loss.
         divisor: D of a mode that takes one, else None.
-        units: count all units, or only those with an active token.
+        units: which units count, one of `COUNTINGS`.
     """
 
     mode: Mode

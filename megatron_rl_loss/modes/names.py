@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from megatron_rl_loss.errors import did_you_mean
 from megatron_rl_loss.modes.table import available_modes, find_mode
-from megatron_rl_loss.step.units import UnitCounting
+from megatron_rl_loss.step.units import COUNTINGS, UnitCounting
 
 #: Stands for a name that is itself a number: the divisor.
 NUMBER = "<number>"
@@ -202,8 +202,10 @@ def format_modes() -> str:
     lines = [
         "A token's loss is l, its mask m; M is a sum of masks: M_i of rollout i, M_g of prompt group g, M_u of turn u.",
         "Every sum and count is over the whole optimizer step, however it is split over micro-batches and ranks.",
-        "N rollouts, P prompt groups, U turns, S sessions of n_s samples, i one of these: all, or with",
-        "--loss-aggregation-units active those with an active token.",
+        "N rollouts, P prompt groups, U turns, S sessions of n_s samples, i one of these.",
+        "",
+        f"{'--loss-aggregation-units':<26}what N, P, U, S and n_s count",
+        *(f"{row.name:<26}{row.units}" for row in COUNTINGS.values()),
         "",
         f"{'--loss-aggregation':<20}{'step loss':<46}--loss-aggregation-divisor",
     ]

@@ -79,7 +79,7 @@ class ModeInputs:
         batch: masks, ids, labels and layout of the micro-batch.
         totals: of the step; None in a rehearsal, before the step is counted: the micro-batch then stands for it.
         divisor: as the user gave it, or None.
-        counting: count units of which every token is masked (``all``) or not (``active``).
+        counting: which units count, one of `COUNTINGS`: ``all``, or ``active`` ones with a token that is not masked.
         asked: the keys that the mode has asked for.
     """
 

@@ -5,8 +5,9 @@ context-parallel (CP) rank holds: a buffer is a list of tokens, and a rank's par
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +16,23 @@ Token = tuple[int, int] | None  # (sample, position in its mask), None in paddin
 NAN = float("nan")
 MODES = ("sample_mean", "prompt_mean", "token_mean", "constant", "token_sum")
 BY_IDS = ("session_mean", "turn_mean")  # modes over units of further ids: `weights_by_ids`
-COUNTINGS = [(mode, units) for mode in MODES for units in ("all", "active")]
+
+
+class Counting(NamedTuple):
+    """A unit counting: a unit counts if one of its parts does. A part is what one sample has of the unit."""
+
+    #: Mask entries of a part, and the sample's label of that name -> whether the part counts.
+    counts: Callable[[Sequence[float], Any], bool]
+    label: str | None = None
+
+
+UNITS = {
+    "all": Counting(lambda entries, label: True),
+    "active": Counting(lambda entries, label: any(entries)),
+}
+#: Countings that need no label, which every step can be counted by.
+BY_MASKS = [name for name, row in UNITS.items() if row.label is None]
+COUNTINGS = [(mode, units) for mode in MODES for units in BY_MASKS]
 
 #: The largest relative error of rounding a number to float32.
 ROUNDING = 2.0**-24
@@ -32,6 +49,7 @@ class Sample:
     mask: Tensor  # any real dtype [length]
     rollout_id: int | str | None = None
     prompt_id: int | str | None = None
+    labels: Mapping[str, Any] = field(default_factory=dict)
 
     def poisoned(self, value: float = NAN) -> "Sample":
         """The sample with `value` as loss at masked positions, which no reader may read."""
@@ -80,6 +98,15 @@ def units_of(mode: str, samples: Sequence[Sample]) -> list[list[int]]:
     return list(units.values())
 
 
+def part_counts(units: str, entries: Sequence[float], labels: Mapping[str, Any]) -> bool:
+    row = UNITS[units]
+    return row.counts(entries, None if row.label is None else labels[row.label])
+
+
+def unit_counts(units: str, members: Sequence[Sample]) -> bool:
+    return any(part_counts(units, one.mask.double().tolist(), one.labels) for one in members)
+
+
 def mask_tokens(samples: Sequence[Sample]) -> float:
     return sum(float(one.mask.double().sum()) for one in samples)
 
@@ -104,8 +131,7 @@ def step_loss(mode: str, samples: Sequence[Sample], divisor: float | None = None
     for unit in units_of(mode, samples):
         members = [samples[i] for i in unit]
         tokens = mask_tokens(members)
-        if tokens > 0 or units == "all":
-            counted += 1
+        counted += unit_counts(units, members)
         if tokens > 0:
             active = [(one.losses[one.mask != 0] * one.mask[one.mask != 0].double()).sum() for one in members]
             total = total + torch.stack(active).sum() / size_of(mode, divisor, tokens)
@@ -118,7 +144,7 @@ def step_weights(
     """The weight of every token, mask included: m / (D * U), by plain loops."""
     of_units = units_of(mode, samples)
     sizes = [mask_tokens([samples[i] for i in unit]) for unit in of_units]
-    number = max(sum(units == "all" or size > 0 for size in sizes), 1)
+    number = max(sum(unit_counts(units, [samples[i] for i in unit]) for unit in of_units), 1)
     weights = [[0.0] * len(one.mask) for one in samples]
     for unit, size in zip(of_units, sizes, strict=True):
         beside = size_of(mode, divisor, size)
@@ -129,22 +155,37 @@ def step_weights(
 
 
 def weights_by_ids(
-    mode: str, masks: Sequence[Tensor], sessions: Sequence[object], turns: Sequence[Sequence[object]], units: str
+    mode: str,
+    masks: Sequence[Tensor],
+    sessions: Sequence[object],
+    turns: Sequence[Sequence[object]],
+    units: str,
+    labels: Sequence[Mapping[str, Any]] | None = None,
 ) -> list[list[float]]:
     """Weights of `BY_IDS`, mask included, of a session per sample and a turn per token; "" is no turn."""
     rows = [mask.double().tolist() for mask in masks]
+    of_samples = labels or [{} for _ in rows]
     if mode == "turn_mean":
         tokens: dict[object, float] = {}
-        for row, of_row in zip(rows, turns, strict=True):
+        counting = set[object]()
+        for row, of_row, of_sample in zip(rows, turns, of_samples, strict=True):
+            parts: dict[object, list[float]] = {}
             for entry, turn in zip(row, of_row, strict=True):
                 if turn != "":
-                    tokens[turn] = tokens.get(turn, 0.0) + entry
-        number = sum(units == "all" or count > 0 for count in tokens.values())
+                    parts.setdefault(turn, []).append(entry)
+            for turn, entries in parts.items():
+                tokens[turn] = tokens.get(turn, 0.0) + sum(entries)
+                counting |= {turn} if part_counts(units, entries, of_sample) else set()
+        number = len(counting)
         return [
             [entry / tokens[turn] / number if entry else 0.0 for entry, turn in zip(row, of_row, strict=True)]
             for row, of_row in zip(rows, turns, strict=True)
         ]
-    counted = [session for session, row in zip(sessions, rows, strict=True) if units == "all" or sum(row) > 0]
+    counted = [
+        session
+        for session, row, of_sample in zip(sessions, rows, of_samples, strict=True)
+        if part_counts(units, row, of_sample)
+    ]
     return [
         [entry / sum(row) / counted.count(session) / len(set(counted)) if entry else 0.0 for entry in row]
         for session, row in zip(sessions, rows, strict=True)

@@ -6,7 +6,7 @@ token must be that of the terms' modes by `oracle`. `ONCE_WRONG` has a row for e
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import oracle
 import pytest
@@ -59,7 +59,7 @@ class Drawn:
     layout: int  # a row of LAID_OUT
     rows: tuple[Row, ...]
     microbatches: tuple[int, ...]
-    units: Literal["all", "active"]
+    units: str
     terms: tuple[Asked, ...]
     form: tuple[str, bool]
     kind_of_id: type
@@ -108,7 +108,7 @@ def steps(draw: st.DrawFn) -> Drawn:
         layout=draw(st.integers(0, len(LAID_OUT) - 1)),
         rows=tuple(draw(st.lists(rows(dp, microbatches), min_size=1, max_size=8))),
         microbatches=microbatches,
-        units=draw(st.sampled_from(["all", "active"])),
+        units=draw(st.sampled_from(oracle.BY_MASKS)),
         terms=tuple(draw(st.lists(asked, min_size=1, max_size=3))),
         form=draw(st.sampled_from(FORM_SETTINGS)),
         kind_of_id=draw(st.sampled_from([int, str])),
