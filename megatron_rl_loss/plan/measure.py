@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import replace
 from functools import partial
 
@@ -15,8 +16,8 @@ from megatron_rl_loss.plan.microbatch import Microbatch
 from megatron_rl_loss.plan.record import StepRecord
 from megatron_rl_loss.step.collectives import all_reduce, attempt, failure_of, raise_together, several
 from megatron_rl_loss.step.counting import count_step
-from megatron_rl_loss.step.masks import Floats, to_array
-from megatron_rl_loss.step.samples import LocalTokens
+from megatron_rl_loss.step.masks import Array, Floats, to_array
+from megatron_rl_loss.step.samples import LocalTokens, Samples
 from megatron_rl_loss.step.values import check_values
 
 #: A micro-batch -> a value for each token that this rank holds; or bools, true for those to keep.
@@ -94,13 +95,25 @@ def keep(record: StepRecord, microbatches: Sequence[Microbatch] | None, name: st
         for part, cp_group in of_groups:
             for group in several(cp_group):
                 all_reduce(part, group, dist.ReduceOp.MAX)
-        samples = [microbatch.samples.with_kept_tokens(name, part.numpy().astype(bool)) for microbatch, part in pairs]
+        samples = [_with_kept_tokens(microbatch.samples, name, part.numpy().astype(bool)) for microbatch, part in pairs]
     counted = count_step(
         samples, record.groups, masks=[name], sums=record.modes.sums, settings=f"tokens to keep as {name!r}"
     )
     record.totals = replace(record.totals, by_mask={**record.totals.by_mask, name: counted.by_mask[name]})
     for microbatch, of_microbatch in zip(microbatches or (), samples or (), strict=True):
         microbatch.keep(name, of_microbatch)
+
+
+def _with_kept_tokens(samples: Samples, name: str, kept: Array) -> Samples:
+    """The samples with a further mask: the loss mask where ``kept``, bools [total_tokens], is true, else 0."""
+    mask = torch.from_numpy(samples.buffer * kept)
+    pairs = zip(samples.mask_starts, samples.mask_lengths, strict=True)
+    with_mask = copy(samples)
+    with_mask.by_mask = {
+        **samples.by_mask,
+        name: samples.masked_by(name, [mask[start : start + length] for start, length in pairs]),
+    }
+    return with_mask
 
 
 # --- over the step

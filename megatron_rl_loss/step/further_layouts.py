@@ -3,8 +3,8 @@
 from itertools import accumulate
 from typing import Literal
 
-from megatron_rl_loss.errors import check_choice, check_cp, check_int, check_one_each
-from megatron_rl_loss.step.layouts import SAME_MICROBATCH, IntList, Layout, Pieces, Slots, Zigzag, as_ints
+from megatron_rl_loss.errors import check_choice, check_int, check_one_each
+from megatron_rl_loss.step.layouts import SAME_MICROBATCH, IntList, Layout, Pieces, Slots, Zigzag, as_ints, check_cp
 
 
 class ZigzagBSHD(Zigzag):

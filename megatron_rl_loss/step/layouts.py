@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from megatron_rl_loss.errors import check_cp, check_int, check_one_each
+from megatron_rl_loss.errors import check_int, check_one_each, is_int
 
 IntList = Sequence[int] | Tensor | npt.NDArray[Any]
 #: [begin, end) of each piece, or (begin, end, step): a token of every `step`, as `range` and `slice` take them.
@@ -33,6 +33,15 @@ def as_ints(name: str, values: IntList) -> list[int]:
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise TypeError(f"{name} is {values!r}: it must be a list of ints. Pass one int per sample or slot.")
     return array.astype(np.int64).tolist()
+
+
+def check_cp(cp_rank: int, cp_size: int) -> None:
+    """Validate a rank's place in its context-parallel (CP) group."""
+    place, remedy = f"cp_rank={cp_rank!r}, cp_size={cp_size!r}", "Pass cp_group.rank() and cp_group.size()"
+    if not is_int(cp_rank) or not is_int(cp_size):
+        raise TypeError(f"{place}: both must be ints. {remedy}.")
+    if not 0 <= cp_rank < cp_size:
+        raise ValueError(f"{place}: cp_rank must be from 0 to cp_size - 1. {remedy}.")
 
 
 class Layout(ABC):

@@ -168,18 +168,3 @@ def sum_each(joined: Array, lengths: Sequence[int]) -> Floats:
     if filled.any():
         sums[filled] = np.add.reduceat(joined, np.array(starts)[filled], dtype=np.float64)
     return sums
-
-
-def plain_label(label: Any) -> Any:
-    """A label in the form that replicas compare: numbers and texts unchanged, sets sorted, other objects by type."""
-    if isinstance(label, Tensor | np.ndarray):
-        return to_array(label).tolist()
-    if isinstance(label, list | tuple):
-        return [plain_label(entry) for entry in label]
-    if isinstance(label, dict):
-        return sorted(repr((plain_label(key), plain_label(value))) for key, value in label.items())
-    if isinstance(label, set | frozenset):
-        return sorted(repr(plain_label(entry)) for entry in label)
-    if isinstance(label, np.generic):
-        return label.item()
-    return label if isinstance(label, str | bytes | int | float | None) else type(label).__qualname__

@@ -17,10 +17,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from megatron_rl_loss.errors import check_cp, check_mapping, check_one_each, check_sized, find_named
+from megatron_rl_loss.errors import check_mapping, check_one_each, check_sized
 from megatron_rl_loss.step.collectives import Group, rank_in, size_of
 from megatron_rl_loss.step.ids import Ids, IdsByName, Keys, check_units, kind_of_ids, parts_of
-from megatron_rl_loss.step.layouts import Layout, Pieces, as_ints, is_user_defined
+from megatron_rl_loss.step.layouts import Layout, Pieces, as_ints, check_cp, is_user_defined
 from megatron_rl_loss.step.masks import (
     Array,
     Floats,
@@ -30,7 +30,6 @@ from megatron_rl_loss.step.masks import (
     join_on_host,
     place,
     place_rows,
-    plain_label,
     sum_each,
     to_array,
     to_row,
@@ -235,23 +234,16 @@ class Samples:
             flat = values.new_zeros(self.total_tokens)
         return flat if self.layout is None else flat.reshape(self.layout.rows(len(flat)))
 
-    def with_kept_tokens(self, name: str, kept: Array) -> "Samples":
-        """These samples with a further mask: the loss mask where ``kept``, bools [total_tokens], is true, else 0."""
-        samples, kept_mask = copy.copy(self), torch.from_numpy(self.buffer * kept)
-        further = [kept_mask[begin:end] for begin, end in self._places]
-        samples.by_mask = {**self.by_mask, name: self.masked_by(name, further)}
-        return samples
-
     def label(self, name: str) -> Any:
         """The labels of that name, one per sample; ValueError where there are none."""
-        return find_named("label", name, self.labels, "labels")
+        return _find_named("label", name, self.labels, "labels")
 
     def with_mask(self, name: str | None) -> "Samples":
         """These samples with one of the further masks, for None unchanged; ValueError for an unknown mask.
 
         No samples have every mask.
         """
-        return self if name is None or not len(self) else find_named("mask", name, self.by_mask, "term_masks")
+        return self if name is None or not len(self) else _find_named("mask", name, self.by_mask, "term_masks")
 
     @property
     def counts_here(self) -> bool:
@@ -278,7 +270,7 @@ class Samples:
             plain = tokens.astype(np.int64 if tokens.dtype.kind in "biu" else np.float64)
             digest.update(f"{tokens.shape}".encode() + plain.tobytes())
         for name, entries in sorted(self.labels.items()):
-            digest.update(repr((name, [plain_label(entry) for entry in entries])).encode())
+            digest.update(repr((name, [_plain_label(entry) for entry in entries])).encode())
         return digest.digest()
 
     def local(self, cp_rank: int, cp_size: int) -> "LocalTokens":
@@ -310,6 +302,31 @@ def read_masks(microbatches: Iterable[Samples]) -> None:
     ends = np.cumsum([0, *(sum(samples.mask_lengths) for samples in waiting)])
     for samples, begin, end in zip(waiting, ends, ends[1:], strict=False):
         samples._fill(joined[begin:end])
+
+
+def _find_named(kind: str, name: str, columns: Mapping[str, Any], argument: str) -> Any:
+    """The entry of that name; ValueError where the samples lack it."""
+    if name not in columns:
+        raise ValueError(
+            f"the samples have no {kind} {name!r} (they have {', '.join(columns) or 'none'}): every micro-batch must "
+            f"bring the {kind}s that a mode or a term uses. Pass Samples(..., {argument}={{{name!r}: [...]}})."
+        )
+    return columns[name]
+
+
+def _plain_label(label: Any) -> Any:
+    """A label in the form that replicas compare: numbers and texts unchanged, sets sorted, other objects by type."""
+    if isinstance(label, Tensor | np.ndarray):
+        return to_array(label).tolist()
+    if isinstance(label, list | tuple):
+        return [_plain_label(entry) for entry in label]
+    if isinstance(label, dict):
+        return sorted(repr((_plain_label(key), _plain_label(value))) for key, value in label.items())
+    if isinstance(label, set | frozenset):
+        return sorted(repr(_plain_label(entry)) for entry in label)
+    if isinstance(label, np.generic):
+        return label.item()
+    return label if isinstance(label, str | bytes | int | float | None) else type(label).__qualname__
 
 
 class LocalTokens:
