@@ -238,5 +238,5 @@ def _format_name(peer: PeerName) -> list[str]:
     divisor = "its number" if peer.name == NUMBER else "" if peer.divisor is None else peer.divisor
     row = f"{alias:<37}{formula_of(peer):<36}{peer.mode:<12}{divisor:<22}{peer.units or ''}".rstrip()
     loss, own = LOSSES.get(alias), OWN_CODE.get(alias)
-    more = [text for given, text in ((loss, f"--policy-loss {loss}"), (own, f"its own code: {own}")) if given]
+    more = [f"--policy-loss {loss}"] * (loss is not None) + [f"its own code: {own}"] * (own is not None)
     return [row, *([f"    {'; '.join(more)}"] if more else [])]

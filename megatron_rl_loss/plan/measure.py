@@ -63,7 +63,7 @@ class Measurement:
         if not self.tokens:
             return math.inf
         share = q * self.tokens * (1 - 1e-12)  # in floating point 0.07 * 100 is above 7
-        entries, ints, before, found = self._entries, _to_ints(self._values), 0.0, 0
+        entries, ints, before, leading = self._entries, _to_ints(self._values), 0.0, 0
         for shift in (24, 16, 8, 0):
             bins = (ints >> shift) & 255
             counted = np.bincount(bins, entries, 256).astype(np.float64)  # without a token NumPy counts ints
@@ -73,9 +73,9 @@ class Measurement:
             reached = filled[sums[filled] >= share]
             byte = int(reached[0] if len(reached) else filled[-1])  # sums in another order differ in the last bit
             before = float(sums[byte] - table[byte])
-            found = found << 8 | byte
+            leading = leading << 8 | byte
             entries, ints = entries[bins == byte], ints[bins == byte]
-        return _from_int(found)
+        return _from_int(leading)
 
 
 def keep(record: StepRecord, microbatches: Sequence[Microbatch] | None, name: str, flags: TokenFunction | None) -> None:
@@ -182,10 +182,10 @@ def _flags_in_buffer(microbatches: Sequence[Microbatch], flags: TokenFunction, n
     return np.concatenate(parts)
 
 
-def _of_tokens(what: str, given: Tensor, local: LocalTokens) -> Floats:
+def _of_tokens(what: str, values: Tensor, local: LocalTokens) -> Floats:
     """The values on the host, [num_local_tokens]; ValueError for another number of tokens."""
-    check_values(what, given, local)
-    return to_array(given).reshape(-1)
+    check_values(what, values, local)
+    return to_array(values).reshape(-1)
 
 
 def _to_ints(values: Floats) -> np.ndarray:

@@ -85,8 +85,8 @@ class Samples:
         cp_group: Group | None = None,
     ) -> None:
         size_of(cp_group)  # refuses what is no group
-        for what, given_by_name in (("ids", ids), ("labels", labels), ("term_masks", term_masks)):
-            check_mapping(what, given_by_name or {}, "Pass {name: one entry per sample}")
+        for what, by_name in (("ids", ids), ("labels", labels), ("term_masks", term_masks)):
+            check_mapping(what, by_name or {}, "Pass {name: one entry per sample}")
         if not isinstance(layout, Layout | None):
             raise TypeError(f"layout is {layout!r}: it must be a Layout. Pass e.g. ZigzagTHD(cu_seqlens_padded).")
         masks, self.mask_lengths = check_masks(loss_masks)
@@ -110,7 +110,7 @@ class Samples:
         self.parts = {name: parts_of(name, values, self.mask_lengths) for name, values in by_kind.items()}
         for parts in self.parts.values():
             parts.keys.flags.writeable = False
-        self.ids = {name: one.keys for name, one in self.parts.items() if one.of_entry is None}
+        self.ids = {name: parts.keys for name, parts in self.parts.items() if parts.of_entry is None}
         self.kinds_of_ids = tuple(sorted((name, kind_of_ids(values)) for name, values in by_kind.items()))
         for name, entries in self.labels.items():
             check_sized(f"labels {name!r}", entries)
