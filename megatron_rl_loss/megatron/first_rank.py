@@ -33,6 +33,7 @@ def from_first_tp_rank(make: Callable[[], Batches], tp_group: Group, pp_group: G
         parts = gather_parts(lambda: pickle.dumps(tree_map_only(Tensor, Tensor.cpu, make())), pp_group)
         return parts[0] if pp_group is None else pickle.dumps(join_batches(map(pickle.loads, parts)))
 
+    # An error travels in the place of the batches: the other ranks of the TP group wait for one of the two.
     is_first = tp_group.rank() == 0
     mine = attempt(sent) if is_first else None
     outcome: list[Any] = [f"{type(mine).__name__}: {mine}" if isinstance(mine, Exception) else mine]

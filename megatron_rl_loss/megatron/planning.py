@@ -62,5 +62,6 @@ def settings_of(
     if DEFAULT.name not in probed:
         check_ddp(config, chunks, groups)
         check(DEFAULT)
+    # Where CP groups change, each rank of DP x CP may have samples of its own in each micro-batch.
     dp_group, cp_group = (groups.dp_cp, None) if dynamic_cp else (groups.dp, groups.cp)
     return StepGroups(dp_group, cp_group, (groups.tp, groups.pp)), bool(config.calculate_per_token_loss), check

@@ -23,8 +23,8 @@ from megatron_rl_loss.plan.carriers import DEFAULT, Count, Form, Powers, product
 from megatron_rl_loss.step.collectives import Group, device_of
 
 _LOSS = 3.0
-_NUM_TOKENS = 1
-_NUM_MICROBATCHES = 3
+_NUM_TOKENS = 1  # as without per-token loss, where the schedule divides by it
+_NUM_MICROBATCHES = 3  # unlike usual sizes of groups, so that its factor is not taken for theirs
 
 
 def check_model(config: Any, chunks: Sequence[Any], *, looks_ahead: bool) -> None:

@@ -64,6 +64,7 @@ class Measurement:
             return math.inf
         share = q * self.tokens * (1 - 1e-12)  # in floating point 0.07 * 100 is above 7
         entries, ints, before, leading = self._entries, _to_ints(self._values), 0.0, 0
+        # Each round counts the next eight bits of the values that have the leading bits of the one that is looked for.
         for shift in (24, 16, 8, 0):
             bins = (ints >> shift) & 255
             counted = np.bincount(bins, entries, 256).astype(np.float64)  # without a token NumPy counts ints
@@ -140,7 +141,9 @@ def _over_step(record: StepRecord, numbers: Tensor) -> Tensor:
     """Sums over the ranks of a stage, broadcast to stages without values, whose numbers are 0."""
     for group in record.groups.of_loss:
         all_reduce(numbers, group)
-    if not numbers.max() > 0:  # a sum of values may be negative
+    # Stages without values enter the maximum below with what loses against every number. Where there are values, a
+    # number of ranks or of tokens is above 0; their sum may be negative.
+    if not numbers.max() > 0:
         numbers.fill_(-math.inf)
     for group in several(*record.groups.replica_groups):
         all_reduce(numbers, group, dist.ReduceOp.MAX)

@@ -24,6 +24,7 @@ SAME_MICROBATCH = "Pass those of this micro-batch"
 
 def as_ints(name: str, values: IntList) -> list[int]:
     """`values` as a list; TypeError for anything but whole numbers in a row."""
+    # The usual case, for which no array is made; bools are no ints here.
     if type(values) is list and set(map(type, values)) <= {int}:
         return values.copy()
     try:

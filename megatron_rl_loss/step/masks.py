@@ -22,6 +22,7 @@ Mask = Tensor | Array | Sequence[float]
 
 #: Beyond these the float32 weight of a token could vanish, or a step's sum of masks be no count (`check_count`).
 SMALLEST, LARGEST = 1e-30, 1e9
+#: The bounds, rounded to float32, may lie a little beyond themselves.
 _ROUNDED = 1 + 1e-6
 _COMPLEX = {torch.complex32, torch.complex64, torch.complex128}
 

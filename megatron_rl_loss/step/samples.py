@@ -164,6 +164,7 @@ class Samples:
         """Fill the buffer with masks end to end on the host; ValueError for entries that are no usable weights."""
         self.holds_flags = check_entries(joined, self._given)
         check_units(self.parts, joined)
+        # Sums of a float64 mask keep its digits; a narrower mask is float32, as the weights made of it are.
         weights = joined if joined.dtype == np.float64 else joined.astype(np.float32)
         self._mask_sums = sum_each(weights, self.mask_lengths)
         self._active_tokens = self._mask_sums if self.holds_flags else sum_each(weights != 0, self.mask_lengths)
@@ -261,6 +262,7 @@ class Samples:
         digest.update(b"" if self.layout is None else self.layout.describe().encode())
         for name, samples in [("", self), *sorted(self.by_mask.items())]:
             flags = samples.buffer != 0
+            # A bit for a flag, whatever its dtype: ranks may read one mask as ints and as bools.
             packed = np.packbits(flags) if samples.holds_flags else samples.buffer.astype(np.float32)
             digest.update(name.encode() + packed.tobytes())
         for name, parts in sorted(self.parts.items()):
