@@ -4,8 +4,10 @@ A test asks `trainer_of` for the row of a form, which names the form that has no
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
+
+from torch import Tensor
 
 
 class Split(NamedTuple):
@@ -22,13 +24,17 @@ class Split(NamedTuple):
         return self.dp_size * self.cp_size
 
 
+def active_in(masks: Sequence[Tensor]) -> int:
+    return sum(int((mask != 0).sum()) for mask in masks)
+
+
 class Trainer(NamedTuple):
     """What a trainer makes of a return value."""
 
     #: What the gradient of a returned loss is multiplied by, until those of all ranks and micro-batches are added up.
     factor: Callable[[Split], float]
-    #: The counts that it takes beside loss and report, of a micro-batch with so many active tokens.
-    counts: Callable[[int], list[int]] = lambda active: []
+    #: The counts that it takes beside loss and report, of a micro-batch with these masks.
+    counts: Callable[[Sequence[Tensor]], list[int]] = lambda masks: []
     #: The first Megatron-Core whose schedule takes the form.
     since: tuple[int, int] = (0, 15)
 
@@ -36,8 +42,8 @@ class Trainer(NamedTuple):
 #: By form, and whether with per-token loss.
 TRAINERS: dict[tuple[str, bool], Trainer] = {
     # Megatron's schedule, then DDP's average; with per-token loss the division by the sum of all token counts.
-    ("3-tuple", False): Trainer(lambda s: 1 / s.num_microbatches / s.ranks, lambda active: [1]),
-    ("3-tuple", True): Trainer(lambda s: 1 / max(s.num_tokens, 1), lambda active: [active]),
+    ("3-tuple", False): Trainer(lambda s: 1 / s.num_microbatches / s.ranks, lambda masks: [1]),
+    ("3-tuple", True): Trainer(lambda s: 1 / max(s.num_tokens, 1), lambda masks: [active_in(masks)]),
     ("2-tuple", False): Trainer(lambda s: s.cp_size / s.num_microbatches / s.ranks),
     ("sum", False): Trainer(lambda s: 1),
     ("sum", True): Trainer(lambda s: 1),
