@@ -137,7 +137,9 @@ def _schedule_factor(config: Any, cp_group: Group, form: Form) -> float:
             **cp_arguments(cp_group),
         )
     except Exception as error:
-        raise _broken("forward_step_calc_loss", f"it could not be probed ({type(error).__name__}: {error})") from error
+        returned = f"a return value of ({', '.join(form.parts)})"
+        rule = f"{returned} could not be probed ({type(error).__name__}: {error})"
+        raise _broken("forward_step_calc_loss", rule, "" if form is DEFAULT else "Leave form out, or use") from error
     if int(count) != _NUM_TOKENS:
         raise _broken("forward_step_calc_loss", "it changes the token count in place, which micro-batches share")
     if "num_tokens" in form.parts and (num_tokens.is_floating_point() or int(num_tokens) != _NUM_TOKENS):
@@ -151,7 +153,8 @@ def _compare(place: str, factor: float, expected: float) -> None:
         raise _broken(place, f"it scales losses by {factor:.9g}, and this library relies on {expected:.9g}")
 
 
-def _broken(place: str, rule: str) -> ContractError:
+def _broken(place: str, rule: str, use: str = "") -> ContractError:
     return ContractError(
-        f"Megatron's {place}: {rule}. Use megatron-core 0.15 to 0.19, or a megatron_rl_loss made for this version."
+        f"Megatron's {place}: {rule}. {use or 'Use'} megatron-core 0.15 to 0.19, or a megatron_rl_loss made for this "
+        "version."
     )
