@@ -147,6 +147,26 @@ def probes() -> tuple[list[int], list[Any]]:
     return after_step, [MoEAuxLossAutoScaler.main_loss_backward_scale, untouched, model.config.num_moe_experts]
 
 
+def arguments_in_a_measured_step() -> list[str]:
+    """The CP arguments for a Megatron that takes the group alone, whose function a measurement has wrapped."""
+    from megatron.core.pipeline_parallel import schedules
+
+    from megatron_rl_loss.megatron.versions import cp_arguments
+    from megatron_rl_loss.proof.measurement import Measurement
+
+    state = start()
+
+    def forward_step_calc_loss(model: Any, output_tensor: Any, loss_func: Any, *, cp_group: Any) -> None: ...
+
+    schedules.forward_step_calc_loss = forward_step_calc_loss
+    with Measurement(table_model([0.0])):
+        return [*cp_arguments(state.get_context_parallel_group())]
+
+
+def test_a_probe_in_a_measured_step_calls_megatron_as_it_wants_to_be_called() -> None:
+    assert run_ranks(1, arguments_in_a_measured_step) == [["cp_group"]]
+
+
 def test_a_form_is_probed_once_where_it_is_returned_and_leaves_no_trace() -> None:
     """The first step probes the form that loss functions return by default, and no other."""
     assert run_ranks(1, probes) == [([1, 2, 2], [None, True, 2])]
