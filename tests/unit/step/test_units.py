@@ -50,7 +50,7 @@ def test_the_number_of_units(counting: str) -> None:
 def test_the_weights_by_a_counting(counting: str, mode: str) -> None:
     """Of samples in two micro-batches; where they lack the labels nothing is counted, and the mode is told so."""
     labels, parts = labels_of(counting), (slice(None, 1), slice(1, None))
-    ids = [{"prompt_ids": PROMPTS[at], "ids": {"session": SESSIONS[at], "turn": TURNS[at]}} for at in parts]
+    ids: list[Any] = [{"prompt_ids": PROMPTS[at], "ids": {"session": SESSIONS[at], "turn": TURNS[at]}} for at in parts]
     of_parts = [{name: values[at] for name, values in labels.items()} for at in parts]
     asked: dict[str, Any] = {"divisor": divisor_of(mode), "units": counting, "dp_group": None}
     samples = [Samples(MASKS[at], **of, labels=label) for at, of, label in zip(parts, ids, of_parts, strict=True)]
