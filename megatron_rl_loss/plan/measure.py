@@ -14,9 +14,9 @@ from torch import Tensor
 from megatron_rl_loss.errors import check_callable, check_within
 from megatron_rl_loss.plan.microbatch import Microbatch
 from megatron_rl_loss.plan.record import StepRecord
-from megatron_rl_loss.step.collectives import all_reduce, attempt, failure_of, raise_together, several
+from megatron_rl_loss.step.collectives import all_reduce, attempt, failure_of, raise_together, several, warn_on_one_rank
 from megatron_rl_loss.step.counting import count_step
-from megatron_rl_loss.step.masks import Array, Floats, to_array
+from megatron_rl_loss.step.masks import Array, Floats, on_device, to_array
 from megatron_rl_loss.step.samples import LocalTokens, Samples
 from megatron_rl_loss.step.values import check_values
 
@@ -115,6 +115,26 @@ def _with_kept_tokens(samples: Samples, name: str, kept: Array) -> Samples:
         name: samples.masked_by(name, [mask[start : start + length] for start, length in pairs]),
     }
     return with_mask
+
+
+def gap(microbatch: Microbatch, name: str, values: Tensor) -> Tensor:
+    """`Microbatch.gap`."""
+    if name not in microbatch.log_probs:
+        raise ValueError(
+            f"gap({name!r}) with values of the forward passes: {', '.join(microbatch.log_probs) or 'none'}: the pass "
+            f"must run before the step. Call forward.log_probs({name!r}, ...) in before_step."
+        )
+    check_values(f"values beside log_probs[{name!r}]", values, microbatch.tokens)
+    gaps = (values.detach().float() - microbatch.log_probs[name].float().view_as(values)).abs().flatten()
+    active = on_device(microbatch.tokens.mask != 0, gaps.device)
+    largest = torch.cat([gaps.new_zeros(1), gaps.masked_fill(~active, 0)]).max()
+    if largest.is_cpu and not largest <= 1e-4:
+        warn_on_one_rank(
+            f"{name} of the training pass and of the forward pass before it differ by up to {float(largest):.2g} at a "
+            "token: thresholds and survivors come from the earlier pass. Switch dropout off, and run the same "
+            "kernels in both."
+        )
+    return largest
 
 
 # --- over the step

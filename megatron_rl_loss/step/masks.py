@@ -5,7 +5,6 @@ Also transfers of arrays between a device and the host.
 
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
-from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -134,30 +133,6 @@ def place(joined: Array, places: Sequence[tuple[int, int]], total_tokens: int) -
         buffer[begin:end] = joined[at : at + end - begin]
         at += end - begin
     return buffer
-
-
-def to_row(value: Any, length: int) -> Any:
-    """A row of that length where the value is one number, else the value itself."""
-    if np.ndim(value):
-        return value
-    if isinstance(value, Tensor):
-        return value.expand(length)
-    if not isinstance(value, (Real, np.generic)):
-        raise TypeError(f"{value!r} for a sample: it must be a number, or a row as long as the mask. Pass either.")
-    return np.full(length, value)
-
-
-def place_rows(rows: Sequence[Any], places: Sequence[tuple[int, int]], total_tokens: int) -> Any:
-    """`place` of rows that are not joined yet; of tensors a tensor, which stays differentiable and on their device."""
-    like = next((row for row in rows if isinstance(row, Tensor)), None)
-    if like is None:
-        return place(np.concatenate([np.zeros(0), *rows]), places, total_tokens)
-    rows = [row if isinstance(row, Tensor) else torch.as_tensor(row).to(like) for row in rows]
-    parts, at = list[Tensor](), 0
-    for (begin, end), row in zip(places, rows, strict=True):
-        parts += [row.new_zeros(begin - at), row]
-        at = end
-    return torch.cat([*parts, parts[-1].new_zeros(total_tokens - at)])
 
 
 def sum_each(joined: Array, lengths: Sequence[int]) -> Floats:

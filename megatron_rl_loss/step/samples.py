@@ -29,10 +29,8 @@ from megatron_rl_loss.step.masks import (
     check_masks,
     join_on_host,
     place,
-    place_rows,
     sum_each,
     to_array,
-    to_row,
 )
 
 Labels = Mapping[str, Sequence[Any] | Tensor]
@@ -100,7 +98,7 @@ class Samples:
             if is_user_defined(layout):
                 from megatron_rl_loss.step.own_layouts import check_pieces
 
-                check_pieces(layout, "loss masks", self._places)
+                check_pieces(layout, "loss masks", self.places)
         kinds = [("rollout", rollout_ids), ("prompt", prompt_ids), *(ids or {}).items()]
         by_kind = dict(named := [(name, values) for name, values in kinds if values is not None])
         if len(by_kind) < len(named):
@@ -150,7 +148,8 @@ class Samples:
         return len(self.mask_lengths)
 
     @property
-    def _places(self) -> list[tuple[int, int]]:
+    def places(self) -> list[tuple[int, int]]:
+        """[begin, end) of each sample's mask in the buffer."""
         return [(start, start + n) for start, n in zip(self.mask_starts, self.mask_lengths, strict=True)]
 
     def _take(self, masks: list[Tensor]) -> None:
@@ -168,7 +167,7 @@ class Samples:
         weights = joined if joined.dtype == np.float64 else joined.astype(np.float32)
         self._mask_sums = sum_each(weights, self.mask_lengths)
         self._active_tokens = self._mask_sums if self.holds_flags else sum_each(weights != 0, self.mask_lengths)
-        self._buffer, self._given = place(weights, self._places, self.total_tokens), []
+        self._buffer, self._given = place(weights, self.places, self.total_tokens), []
         for counted in (self._buffer, self._mask_sums, self._active_tokens):  # as ids: a change would not be counted
             counted.flags.writeable = False
 
@@ -188,7 +187,7 @@ class Samples:
     @property
     def loss_masks(self) -> list[Array]:
         """The mask of each sample on the host, views of `buffer`."""
-        return [self.buffer[begin:end] for begin, end in self._places]
+        return [self.buffer[begin:end] for begin, end in self.places]
 
     @property
     def mask_sums(self) -> Floats:
@@ -219,21 +218,9 @@ class Samples:
         number, such as an advantage, stands at each entry of the mask. Tensors stay differentiable and on their device;
         others give a float64 array.
         """
-        check_sized("values", values)
-        check_one_each("rows", len(values), "loss masks", len(self))
-        rows = [to_row(value, length) for value, length in zip(values, self.mask_lengths, strict=True)]
-        if (shapes := [tuple(row.shape) if hasattr(row, "shape") else np.shape(row) for row in rows]) != [
-            (length,) for length in self.mask_lengths
-        ]:
-            lengths = [shape[0] if len(shape) == 1 else shape for shape in shapes[:8]]
-            raise ValueError(
-                f"rows of {lengths} values for loss masks of {self.mask_lengths[:8]}: a row must be as long as its "
-                "sample's mask. Pass one value per mask entry."
-            )
-        flat = place_rows(rows, self._places, self.total_tokens)
-        if isinstance(values, Tensor) and not rows:
-            flat = values.new_zeros(self.total_tokens)
-        return flat if self.layout is None else flat.reshape(self.layout.rows(len(flat)))
+        from megatron_rl_loss.step.rows import rows_in_buffer
+
+        return rows_in_buffer(self, values)
 
     def label(self, name: str) -> Any:
         """The labels of that name, one per sample; ValueError where there are none."""
@@ -272,7 +259,9 @@ class Samples:
             plain = tokens.astype(np.int64 if tokens.dtype.kind in "biu" else np.float64)
             digest.update(f"{tokens.shape}".encode() + plain.tobytes())
         for name, entries in sorted(self.labels.items()):
-            digest.update(repr((name, [_plain_label(entry) for entry in entries])).encode())
+            from megatron_rl_loss.step.labels import plain_label
+
+            digest.update(repr((name, [plain_label(entry) for entry in entries])).encode())
         return digest.digest()
 
     def local(self, cp_rank: int, cp_size: int) -> "LocalTokens":
@@ -288,7 +277,7 @@ class Samples:
         if is_user_defined(self.layout):
             from megatron_rl_loss.step.own_layouts import check_cut
 
-            check_cut(self.layout, self._places, cp_size)
+            check_cut(self.layout, self.places, cp_size)
         return LocalTokens(self, cp_size, list(self.layout.pieces(cp_rank, cp_size)))
 
 
@@ -314,21 +303,6 @@ def _find_named(kind: str, name: str, columns: Mapping[str, Any], argument: str)
             f"bring the {kind}s that a mode or a term uses. Pass Samples(..., {argument}={{{name!r}: [...]}})."
         )
     return columns[name]
-
-
-def _plain_label(label: Any) -> Any:
-    """A label in the form that replicas compare: numbers and texts unchanged, sets sorted, other objects by type."""
-    if isinstance(label, Tensor | np.ndarray):
-        return to_array(label).tolist()
-    if isinstance(label, list | tuple):
-        return [_plain_label(entry) for entry in label]
-    if isinstance(label, dict):
-        return sorted(repr((_plain_label(key), _plain_label(value))) for key, value in label.items())
-    if isinstance(label, set | frozenset):
-        return sorted(repr(_plain_label(entry)) for entry in label)
-    if isinstance(label, np.generic):
-        return label.item()
-    return label if isinstance(label, str | bytes | int | float | None) else type(label).__qualname__
 
 
 class LocalTokens:
@@ -451,7 +425,7 @@ class LocalTokens:
         parts = self.samples.parts.get(key)
         if parts is None or parts.of_entry is None:
             return self.counts, None
-        part = self.of(place(parts.of_entry + 1, self.samples._places, self.samples.total_tokens))
+        part = self.of(place(parts.of_entry + 1, self.samples.places, self.samples.total_tokens))
         counts = np.bincount(part, minlength=len(parts.keys) + 1)
         return counts[1:], part.argsort(kind="stable")[counts[0] :]
 
