@@ -50,10 +50,10 @@ class Mode:
         check_callable(f"mode {self.name!r}", self.function, "it must be a function of ModeInputs", "Pass a function")
         check_choice("divisor of a mode", self.divisor, get_args(TakesDivisor))
         check_mapping(f"sums of the mode {self.name!r}", self.sums, 'Pass {"name": Sum(of=..., by=...)}')
-        for name, one in self.sums.items():
-            if not isinstance(one, Sum):
+        for name, declared in self.sums.items():
+            if not isinstance(declared, Sum):
                 raise TypeError(
-                    f"the sum {name!r} is a {type(one).__name__}: it must be a Sum. Pass Sum(of=..., by=...)."
+                    f"the sum {name!r} is a {type(declared).__name__}: it must be a Sum. Pass Sum(of=..., by=...)."
                 )
 
     def __reduce__(self) -> Any:
@@ -79,7 +79,7 @@ class ModeInputs:
         batch: masks, ids, labels and layout of the micro-batch.
         totals: of the step; None in a rehearsal, before the step is counted: the micro-batch then stands for it.
         divisor: as the user gave it, or None.
-        counting: count units of which every token is masked (``all``) or not (``active``).
+        counting: which units count, one of `COUNTINGS`: ``all``, or ``active`` ones with a token that is not masked.
         asked: the keys that the mode has asked for.
     """
 

@@ -22,7 +22,11 @@ ROWS = [line for line in PAGE.splitlines() if line.startswith("| ") and "---" no
 def test_every_policy_loss_has_its_row_and_paper_and_functions_are_public() -> None:
     for name in POLICY_LOSSES:
         rows = [row for row in ROWS if re.search(rf"(--policy-loss |, )`?{name}\b", row)]
-        assert re.search(r"\(https://arxiv\.org/abs/\d{4}\.\d{5}\)", "".join(rows)), name
+        assert rows, f"policy loss {name!r}: add its row to docs/losses.md"
+        cites = re.search(r"\(https://arxiv\.org/abs/\d{4}\.\d{5}\)", "".join(rows))
+        assert cites, (
+            f"policy loss {name!r}: its row in docs/losses.md must link its paper, (https://arxiv.org/abs/...)"
+        )
     named = set(re.findall(r"`(\w+(?:_loss|_estimate|_weights|_sequences|_masks|_advantages))\b", PAGE))
     assert named
     assert named <= {"megatron_rl_loss", *vars(megatron_rl_loss)["__all__"]}

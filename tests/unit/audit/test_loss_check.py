@@ -13,6 +13,7 @@ from typing import Any
 
 import check_my_loss
 import numpy as np
+import oracle
 import published
 import pytest
 import torch
@@ -292,6 +293,7 @@ def test_everything_that_can_be_asked_for_is_given() -> None:
         assert seen["cu_seqlens"].tolist() == [0, 4]
 
 
+#: Of some cuts, by hand; every cut is drawn in `test_built_in_modes_are_invariant`.
 HELD = {"zigzag": [0, 1, 1, 0], "contiguous": [0, 0, 1, 1], "gathered": [-1] * 4, "responses": [1, 1, 1, 1]}
 
 
@@ -313,7 +315,7 @@ def test_the_help_lists_every_parameter_and_the_page_every_trainer() -> None:
     assert set(CALLS) <= set(re.findall(r"`([\w ]+)`", " ".join(page.split())))
 
 
-@pytest.mark.parametrize("units", ["all", "active"])
+@pytest.mark.parametrize("units", oracle.BY_MASKS)
 @pytest.mark.parametrize("mode", ["token_mean", "sample_mean", "prompt_mean", "session_mean", "turn_mean", *DIVISORS])
 def test_built_in_modes_are_invariant(mode: str, units: Any) -> None:
     assert check_loss(mode=mode, divisor=DIVISORS.get(mode), units=units, draws=4).sound

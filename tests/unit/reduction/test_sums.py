@@ -17,7 +17,7 @@ from steps import divisor_of, ids_of, totals_of
 from torch import Tensor
 
 from megatron_rl_loss import Gathered, Layout, StepTotals, ZigzagBSHD, ZigzagResponse, ZigzagTHD, make_pg_loss_reducer
-from megatron_rl_loss.reduction import sums
+from megatron_rl_loss.reduction import bad_values, sums
 from megatron_rl_loss.reduction.sums import Summand, WeightedSum
 
 INF = float("inf")
@@ -219,7 +219,7 @@ def test_weights_that_the_losses_cannot_hold_are_not_lost(dtype: torch.dtype) ->
 
 def test_float16_losses_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
     """Weights of 1 / 3e7 are rounded to 6e-8: gradients then add up to 1.79. A loss scale of 2^11 holds them."""
-    sums._say_float16.cache_clear()
+    bad_values.say_float16.cache_clear()
     weight = 1 / 3e7
     reducer = with_weights(torch.tensor([weight, weight, 0]))
     for dtype, by, needs_grad in (
