@@ -341,8 +341,8 @@ def test_what_a_mode_depends_on_is_found(mode: Any, cuts: Any) -> None:
 
 
 def test_modes_of_ones_own_and_functions_beside_them() -> None:
-    negative = lambda of: [torch.arange(-1.0, int(n) - 1) for n in of.batch.mask_lengths]  # noqa: E731
-    assert check_loss(mode=negative, draws=6).sound
+    rising = lambda of: [torch.arange(0.0, int(n)) for n in of.batch.mask_lengths]  # noqa: E731
+    assert check_loss(mode=rising, draws=6).sound
     assert check_loss(mode=sum_by_prompts, draws=6).sound
     assert check_loss(lambda x, m, step_prompts: total(x, m) / step_prompts, sum_by_prompts, call=ADDED, draws=6).sound
     assert "sum_by_prompts" in str(check_loss(share, sum_by_prompts, draws=6))

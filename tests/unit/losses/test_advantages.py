@@ -202,6 +202,8 @@ def test_ratios_in_the_place_of_log_ratios_are_warned_of(caplog: pytest.LogCaptu
     near = torch.tensor([0.1, -0.2, 0.05, -0.01])
     log_ratios = [near, near.abs(), near + 5, -near.exp(), near.exp() * 0.5, near.exp() * 1.6, torch.ones(1), near[:0]]
     log_ratios += torch.tensor([0.0, 1.9, 1.1]), torch.tensor([-0.1, 1.9, 1.1])  # no ratio is 0 or below
+    few, many = torch.full((15,), 0.01), torch.full((16,), 0.01)
+    log_ratios += few, torch.cat([many, torch.zeros(1)])  # which may be above 0 by chance, or are those of one policy
     for sound in log_ratios:
         importance_weights(sound, high=2.0)
         surviving_masks([torch.ones(len(sound))], [sound], high=2.0)
@@ -209,11 +211,12 @@ def test_ratios_in_the_place_of_log_ratios_are_warned_of(caplog: pytest.LogCaptu
     assert not caplog.records
     importance_weights(near.exp(), high=2.0)
     surviving_masks([[1, 0], [1, 1]], [[1.0, -9.0], [1.1, 0.9]], high=2.0)
+    importance_weights(many, high=2.0)  # small probabilities
     for record in caplog.records:
-        assert "these look like ratios" in record.message
+        assert "these look like ratios or probabilities" in record.message
         assert "Pass old_log_probs - rollout_log_probs" in record.message
     assert [record.message.split(" at least")[0] for record in caplog.records] == [
-        "log-ratios of 0.819", "log-ratios of 0.9"
+        "log-ratios of 0.819", "log-ratios of 0.9", "log-ratios of 0.01"
     ]  # fmt: skip
     importance_weights(near.exp().to("meta"), high=2.0)  # of a device nothing is read
 

@@ -178,7 +178,8 @@ NEAR = (("tv", 0.1), ("kl", 0.59))  # the KL of p = 1 and q = exp(-0.6) is 0.6
 def test_a_certain_token_has_a_divergence() -> None:
     """p = 1 or q = 1, where the other tokens' log-probability is -inf; a log-prob that rounds above 0 is one of 1."""
     likely, advantages, mask = torch.full((2,), -0.6), torch.tensor([1.0, -1.0]), torch.ones(2)
-    for certain, (divergence, threshold) in itertools.product(torch.tensor([[0.0, 0], [0.05, 0.05]]), NEAR):
+    rounded = torch.full((2,), 0.05, dtype=torch.bfloat16)
+    for certain, (divergence, threshold) in itertools.product((torch.zeros(2), rounded), NEAR):
         settings: Any = {"divergence": divergence, "threshold": threshold}
         assert dppo_loss(certain, likely, advantages, mask, **settings).clipped.tolist() == [1, 0]
         assert dppo_loss(likely, certain, advantages, mask, **settings).clipped.tolist() == [0, 1]
