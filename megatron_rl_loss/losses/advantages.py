@@ -2,14 +2,14 @@
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from types import EllipsisType
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_rl_loss.errors import check_bool, check_within, is_number
+from megatron_rl_loss.errors import check_bool, check_within, is_number, is_unordered
 from megatron_rl_loss.losses.place import Place, tokens_of
 from megatron_rl_loss.losses.scans import segment_scan
 from megatron_rl_loss.step.collectives import Group, gather_parts, rank_in, stated_dp_group
@@ -86,8 +86,15 @@ def gdpo_advantages(
     other ranks. Source: GDPO, arXiv:2601.05242 eq. 4 to 7.
     """
     check_within("epsilon", epsilon, "(0, inf)", "1e-6 is usual")
+    for name, of_rewards in (("rewards", rewards), ("weights", weights)):
+        if of_rewards is not None and (is_unordered(of_rewards) or not isinstance(of_rewards, Sized)):
+            raise TypeError(
+                f"{name} is a {type(of_rewards).__name__}: there must be one entry per reward, in order. Pass lists, "
+                "both in the same order."
+            )
     groups = _Groups(rewards, prompt_ids, rollout_ids, dp_group)
     weights = [1.0] * len(rewards) if weights is None else weights
+    weights = weights.tolist() if isinstance(weights, Tensor | np.ndarray) else weights
     if len(weights) != len(rewards) or not all(is_number(weight) and math.isfinite(weight) for weight in weights):
         raise ValueError(
             f"weights {weights} for {len(rewards)} rewards: each must have a finite number. Pass both in order."

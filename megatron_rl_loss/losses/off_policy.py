@@ -87,6 +87,7 @@ def keep_sequences(mean_kl: Tensor, *, max_kl: float, advantages: Tensor | None 
     Source: off-policy sequence masking, DeepSeek-V3.2, arXiv:2512.02556; whole sequences for all signs, as trust region
     masking, arXiv:2512.23075, whose criterion is the largest token's divergence, not the mean.
     """
+    check_float("mean_kl", mean_kl, "Pass segment_mean(old_log_probs - log_probs, ...)")
     check_within("max_kl", max_kl, "(0, inf)", "around 0.05 is usual")
     rejected = mean_kl.detach() > max_kl
     if advantages is not None:

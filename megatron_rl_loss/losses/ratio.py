@@ -215,6 +215,8 @@ def check_shape(name: str, factor: Tensor, values: Tensor, *, broadcasts: bool =
                 f"{what} is a {type(tensor).__name__}: it must be a tensor with one entry per token. Wrap it in "
                 "torch.tensor."
             )
+        if tensor.is_complex():
+            raise TypeError(f"{what} is {tensor.dtype}: it must hold real numbers. Pass a float tensor.")
     fits = factor.shape == values.shape
     if broadcasts and factor.dim() <= values.dim():
         shape = (*[1] * (values.dim() - factor.dim()), *factor.shape)

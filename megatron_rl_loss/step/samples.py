@@ -37,6 +37,11 @@ from megatron_rl_loss.step.masks import (
 )
 
 Labels = Mapping[str, Sequence[Any] | Tensor]
+#: The remedy where samples without a layout have fewer mask entries than tokens.
+MASKS_TOO_SHORT = (
+    "The masks have fewer entries: if they are of responses alone, pass masks of whole samples, 0 at the prompt; if "
+    "samples are padded, pass layout="
+)
 
 
 class Samples:
@@ -128,9 +133,12 @@ class Samples:
             raise TypeError("tokens in rows of other lengths: they must lie in one buffer. Join or pad them.") from None
         whole = None if self.layout is None or self.layout.response_lengths is None else self.layout.total_lengths
         if math.prod(shape) not in (self.total_tokens, sum(whole or [self.total_tokens])):
+            remedy = "Pass the micro-batch's input ids, padded and ordered as the layout says, not cut for a CP rank."
+            if self.layout is None and math.prod(shape) > self.total_tokens:
+                remedy = f"{MASKS_TOO_SHORT}."
             raise ValueError(
                 f"tokens of shape {shape} for a buffer of {self.total_tokens} positions: there must be one token for "
-                "each. Pass the micro-batch's input ids, padded and ordered as the layout says, not cut for a CP rank."
+                f"each. {remedy}"
             )
 
     def masked_by(self, name: str, other_masks: Iterable[Mask]) -> "Samples":
@@ -454,5 +462,10 @@ class LocalTokens:
         return int(np.count_nonzero(self.mask))
 
     def spread(self, of_samples: Array) -> Array:
-        """One value per sample, [num_samples] -> the value of each token's sample, [num_local_tokens]."""
+        """One value per sample, [num_samples] -> the value of each token's sample, [num_local_tokens].
+
+        0 at the tokens of a filler micro-batch, which has no sample.
+        """
+        if not len(self.samples):
+            return np.zeros(len(self), of_samples.dtype)
         return of_samples.repeat(self.counts)

@@ -295,6 +295,25 @@ REFUSALS = {
         lambda rewards: gdpo_advantages(rewards, [0, 0]),  # a square one could be either way round
         ((torch.eye(2),), r"rewards of shape \(2, 2\): they must be a list.* list\(rewards.T\)", (list(torch.eye(2)),)),
         ((({"a": 1}, {"b": 2}),), "rewards of dtype 'O': they must be real numbers", ([[1, 2]],)),
+        (({"a": [1, 2]},), "rewards is a dict: there must be one entry per reward, in order", ([[1, 2]],)),
+        error=TypeError,
+    ),
+    **refusals(
+        lambda weights: gdpo_advantages([[1.0, 2.0], [3.0, 1.0]], [0, 0], weights=weights),
+        (({"a": 1.0, "b": 2.0},), "weights is a dict: there must be one entry per reward, in order", ([1.0, 2.0],)),
+        (({1.0, 2.0},), "weights is a set", (torch.tensor([1.0, 2.0]),)),
+        ((1.0,), "weights is a float", (torch.tensor([1.0, 2.0]).numpy(),)),
+        error=TypeError,
+    ),
+    **refusals(
+        lambda mean_kl, **more: keep_sequences(mean_kl, max_kl=0.1, **more),
+        ((3,), "mean_kl is a int: it must be a float tensor. Pass segment_mean", (TWO,)),
+        ((torch.zeros(2).int(),), "mean_kl is torch.int32", (TWO.double(),)),
+        (
+            {"mean_kl": TWO, "advantages": TWO * 1j},
+            "advantages is torch.complex64: it must hold real numbers",
+            {"mean_kl": TWO, "advantages": TWO.int()},
+        ),
         error=TypeError,
     ),
     **refusals(

@@ -142,6 +142,8 @@ REFUSALS = {
         call,
         ({"log_probs": FIVE.numpy()}, "beside old_log_probs is a ndarray: .+ Wrap it in torch.tensor", NONE),
         ({"advantages": 1.0}, "advantages is a float", {"advantages": torch.tensor(1.0)}),
+        ({"advantages": FIVE * 1j}, "advantages is torch.complex64: it must hold real", {"advantages": FIVE.int()}),
+        ({"importance_weights": FIVE * 1j}, "importance_weights is torch.complex64", {"importance_weights": FIVE}),
         ({"local": None}, "local is a NoneType: it must say which tokens", {"local": OFTEN}),
         ({"name": "gspo", "local": OFTEN}, "local is a Tensor: it must say which tokens", {"name": "gspo"}),
         ({"cp_group": 0.3}, "a process group of type float: it must be a ProcessGroup", {"clip_low": 0.3}),

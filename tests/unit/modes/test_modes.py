@@ -12,7 +12,7 @@ import numpy as np
 import oracle
 import pytest
 import torch
-from refusals import refusal_tests, refusals
+from refusals import THREE_PARTS, refusal_tests, refusals
 from steps import token_weights
 
 from megatron_rl_loss import (
@@ -260,6 +260,13 @@ test_refusals = refusal_tests(
         ({"units": "active"}, "the term 'kl' with units or a divisor and no mode", {}),
     )
 )  # fmt: skip
+
+
+def test_a_misspelt_input_of_a_mode_is_named() -> None:
+    text = r"^step.token: a mode's inputs have no such attribute. Did you mean tokens\? Choose one of"
+    with pytest.raises(AttributeError, match=text) as caught:
+        plan_step([Samples([[1, 1]])], lambda step: 1 / step.token("step"), dp_group=None)
+    assert THREE_PARTS.fullmatch(str(caught.value))
 
 
 def test_functions_of_one_name_are_told_apart() -> None:
