@@ -319,7 +319,7 @@ test_refusals = refusal_tests(
                 ({"ids": {"session": [wrong]}}, r"ids\['session'\] with a negative or empty id.*must be in a session",
                  {"ids": {"session": [right]}}) for wrong, right in ((-1, 0), ("", "a"))
             ),
-            ({"tokens": TWO}, r"tokens of shape \(2,\) for a buffer of 1 positions.*of responses alone", {"tokens": torch.arange(1)}),
+            ({"tokens": TWO}, r"shape \(2,\) for a buffer of 1 .*of responses alone", {"tokens": torch.arange(1)}),
             ({"tokens": [[1, 2]]}, r"tokens of shape \(1, 2\) for", {"tokens": [[1]]}),
             ({"ids": {"step": [1]}}, "ids named 'step'", {"ids": {"steps": [1]}}),
             ({"ids": {"sample": [1]}}, "ids named 'sample': .*Rename them", {"ids": {"samples": [1]}}),
