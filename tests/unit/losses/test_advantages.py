@@ -4,6 +4,7 @@ import math
 import os
 import random
 import statistics
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -172,6 +173,20 @@ def test_over_ranks() -> None:
     assert all("rank 1: ValueError: 2 prompt_ids for 3" in rank["refused"] for rank in by_rank)
     assert all("ids of other kinds on other ranks" in rank["unlike"] for rank in by_rank)
     assert all(rank["of two kinds"].startswith("ValueError: ids of other kinds on other ranks") for rank in by_rank)
+
+
+def test_a_reward_at_a_masked_token_is_warned_of() -> None:
+    """At the end of the row, say, where the mask of an end token is 0."""
+    local, values = Samples([[0, 1, 0], [1, 1]]).local(0, 1), torch.zeros(5)
+    with pytest.warns(
+        UserWarning, match="sample 0 has rewards at masked tokens alone: .*last token whose mask"
+    ) as caught:
+        gae(torch.tensor([0, 0, 1.0, 0, 1]), values, local)
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        gae(torch.tensor([NAN, -1, 1.0, 0, 1]), values, local)
+        gae(torch.tensor([NAN, 0, 0, 0, 0]), values, local)
 
 
 # --- off-policy corrections

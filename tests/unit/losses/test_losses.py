@@ -130,6 +130,13 @@ OF_ANY = st.lists(
 def test_finite_inputs_have_finite_losses_and_gradients(tokens: list[tuple[float, float, float]]) -> None:
     """However far the policies are; and no gradient pushes a token against its advantage."""
     now, old, advantages = torch.tensor(tokens).t()
+    reference = old.flip(0).clamp(min=-2e3)  # r is at most e^80, and float32 holds 2981 of it
+    for drawn in (None, old):
+        leaf = now.clamp(min=-2e3).requires_grad_()
+        for estimator in ("k1", "k3"):
+            estimate = kl_estimate(leaf, reference, torch.ones(8), estimator=estimator, old_log_probs=drawn)
+            (slope,) = torch.autograd.grad(estimate.sum(), leaf)
+            assert torch.cat([estimate.detach(), slope]).isfinite().all(), estimator
     given = inputs() | {"log_probs": now, "old_log_probs": old, "advantages": advantages}
     for name in POLICY_LOSSES:
         leaf = now.clone().requires_grad_()
