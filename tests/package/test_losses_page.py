@@ -2,6 +2,7 @@
 
 import re
 from argparse import ArgumentParser
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,7 @@ from pages import code_under
 from repository import EXAMPLES, ROOT
 
 import megatron_rl_loss
-from megatron_rl_loss import Metric, Samples, add_loss_aggregation_args, plan_step
+from megatron_rl_loss import Metric, Samples, add_loss_aggregation_args, plan_step, policy_loss, ppo_clip_loss
 from megatron_rl_loss.losses.by_name import POLICY_LOSSES, check_goes_with
 from megatron_rl_loss.modes.aggregation import resolve
 
@@ -41,6 +42,20 @@ def test_what_a_row_combines_goes_together_and_its_flags_are_the_examples() -> N
     flags = {flag for span in re.findall(r"`(--[^`]+)`", PAGE) for flag in re.findall(r"--[a-z-]+", span)}
     assert flags
     assert not [flag for flag in flags if f'"{flag}"' not in text]
+
+
+def test_the_clip_range_has_one_default() -> None:
+    """That of the function, of the loss by name, of the example's flags, and on the page: 0.2 on both sides."""
+    old, advantages = torch.full((4,), -2.0), torch.tensor([1.0, 1.0, -1.0, -1.0])
+    now = old + torch.tensor([1.19, 1.21, 0.81, 0.79]).log()
+    for loss in (ppo_clip_loss, partial(policy_loss, "ppo")):
+        made = loss(now, old, advantages, torch.ones(4))
+        assert made.clipped.tolist() == [0, 1, 0, 1]
+        assert made.per_token_loss.tolist() == pytest.approx([-1.19, -1.2, 0.81, 0.8])
+    assert "`--policy-loss ppo` is the default. Its clip range is 0.2 on both sides, as in `ppo_clip_loss`." in PAGE
+    example = (EXAMPLES / "pretrain_grpo.py").read_text()
+    for flag in ("--clip-low", "--clip-high"):  # without one, the loss's own
+        assert re.search(rf'"{flag}", type=float, help="[^"]*default: the loss\'s, PPO 0\.2\."\)', example)
 
 
 def test_code_runs() -> None:
