@@ -114,8 +114,8 @@ class Samples:
         if reserved := {"step", "sample"} & by_kind.keys():
             raise ValueError(f"ids named {min(reserved)!r}: the step and each sample are units already. Rename them.")
         self.parts = {name: parts_of(name, values, self.mask_lengths) for name, values in by_kind.items()}
-        for parts in self.parts.values():
-            parts.keys.flags.writeable = False
+        for array in (array for parts in self.parts.values() for array in parts if array is not None):
+            array.flags.writeable = False
         self.ids = {name: one.keys for name, one in self.parts.items() if one.of_entry is None}
         self.kinds_of_ids = tuple(sorted((name, kind_of_ids(values)) for name, values in by_kind.items()))
         for name, entries in self.labels.items():
@@ -392,7 +392,9 @@ class LocalTokens:
     @cached_property
     def mask(self) -> Array:
         """This rank's part of the masks, [num_local_tokens]. Not to be changed."""
-        return self.of(self.samples.buffer)
+        mask = self.of(self.samples.buffer)
+        mask.flags.writeable = False
+        return mask
 
     @cached_property
     def positions(self) -> npt.NDArray[np.int64]:

@@ -265,7 +265,7 @@ test_refusals = refusal_tests(
 def test_a_misspelt_input_of_a_mode_is_named() -> None:
     text = r"^step.token: a mode's inputs have no such attribute. Did you mean tokens\? Choose one of"
     with pytest.raises(AttributeError, match=text) as caught:
-        plan_step([Samples([[1, 1]])], lambda step: 1 / step.token("step"), dp_group=None)
+        plan_step([Samples([[1, 1]])], lambda step: 1 / step.token("step"), dp_group=None)  # type: ignore[attr-defined]
     assert THREE_PARTS.fullmatch(str(caught.value))
 
 

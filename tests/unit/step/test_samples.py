@@ -81,10 +81,10 @@ def test_unsound_masks_are_refused_with_their_sample(mask: Any, beside: Any) -> 
 def test_what_a_step_counts_cannot_be_changed() -> None:
     """A mask or id that changed after the count would be weighed by denominators of another step."""
     samples = Samples([[1, 1], [0.5]], rollout_ids=[0, 1], ids={"turn": [[0, 0], [1]]}, layout=Gathered([0, 2, 3]))
-    held = samples.local(0, 1)
+    held, cut = samples.local(0, 1), Samples([[1] * 4], layout=ZigzagTHD([0, 4])).local(0, 2)
     counted = (
         samples.buffer, *samples.loss_masks, samples.mask_sums, samples.active_tokens, samples.ids["rollout"],
-        samples.parts["turn"].keys, held.mask,
+        *samples.parts["turn"], samples.parts["rollout"].sample, held.mask, cut.mask,
     )  # fmt: skip
     for values in counted:
         with pytest.raises(ValueError, match="read-only"):
