@@ -405,5 +405,5 @@ def test_a_loop(name: str) -> None:
 def test_only_a_schedule_can_be_proved() -> None:
     from megatron_rl_loss import prove_first_step
 
-    with pytest.raises(TypeError, match="the schedule is a list: it must be Megatron's function. Pass get_forward"):
+    with pytest.raises(TypeError, match=r"the schedule is a list: it must be Megatron's function. Pass get_forward"):
         prove_first_step([], "token_mean")  # type: ignore[arg-type]
