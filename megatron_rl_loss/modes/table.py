@@ -206,8 +206,8 @@ def register_pg_loss_reducer(
 ) -> Callable[[ModeFunction], Mode]:
     """Decorator: make a function of `ModeInputs` a mode, a choice of ``--loss-aggregation`` and wherever modes go.
 
-    The returned weights are multiplied by the mask, so no mode can train masked tokens. Register before flags are
-    parsed. Arguments as the attributes of `Mode`.
+    The returned weights, 0 or above, are multiplied by the mask, so no mode can train masked tokens. Register before
+    flags are parsed. Arguments as the attributes of `Mode`.
 
     >>> @register_pg_loss_reducer("task_mean")
     ... def task_mean(step):
