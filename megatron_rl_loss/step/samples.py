@@ -34,6 +34,11 @@ from megatron_rl_loss.step.masks import (
 )
 
 Labels = Mapping[str, Sequence[Any] | Tensor]
+#: The remedy where samples without a layout have fewer mask entries than tokens.
+MASKS_TOO_SHORT = (
+    "The masks have fewer entries: if they are of responses alone, pass masks of whole samples, 0 at the prompt; if "
+    "samples are padded, pass layout="
+)
 
 
 class Samples:
@@ -106,8 +111,8 @@ class Samples:
         if reserved := {"step", "sample"} & by_kind.keys():
             raise ValueError(f"ids named {min(reserved)!r}: the step and each sample are units already. Rename them.")
         self.parts = {name: parts_of(name, values, self.mask_lengths) for name, values in by_kind.items()}
-        for parts in self.parts.values():
-            parts.keys.flags.writeable = False
+        for array in (array for parts in self.parts.values() for array in parts if array is not None):
+            array.flags.writeable = False
         self.ids = {name: parts.keys for name, parts in self.parts.items() if parts.of_entry is None}
         self.kinds_of_ids = tuple(sorted((name, kind_of_ids(values)) for name, values in by_kind.items()))
         for name, entries in self.labels.items():
@@ -125,9 +130,12 @@ class Samples:
             raise TypeError("tokens in rows of other lengths: they must lie in one buffer. Join or pad them.") from None
         whole = None if self.layout is None or self.layout.response_lengths is None else self.layout.total_lengths
         if math.prod(shape) not in (self.total_tokens, sum(whole or [self.total_tokens])):
+            remedy = "Pass the micro-batch's input ids, padded and ordered as the layout says, not cut for a CP rank."
+            if self.layout is None and math.prod(shape) > self.total_tokens:
+                remedy = f"{MASKS_TOO_SHORT}."
             raise ValueError(
                 f"tokens of shape {shape} for a buffer of {self.total_tokens} positions: there must be one token for "
-                "each. Pass the micro-batch's input ids, padded and ordered as the layout says, not cut for a CP rank."
+                f"each. {remedy}"
             )
 
     def masked_by(self, name: str, other_masks: Iterable[Mask]) -> "Samples":
@@ -377,7 +385,9 @@ class LocalTokens:
     @cached_property
     def mask(self) -> Array:
         """This rank's part of the masks, [num_local_tokens]. Not to be changed."""
-        return self.of(self.samples.buffer)
+        mask = self.of(self.samples.buffer)
+        mask.flags.writeable = False
+        return mask
 
     @cached_property
     def positions(self) -> npt.NDArray[np.int64]:
@@ -447,5 +457,10 @@ class LocalTokens:
         return int(np.count_nonzero(self.mask))
 
     def spread(self, of_samples: Array) -> Array:
-        """One value per sample, [num_samples] -> the value of each token's sample, [num_local_tokens]."""
+        """One value per sample, [num_samples] -> the value of each token's sample, [num_local_tokens].
+
+        0 at the tokens of a filler micro-batch, which has no sample.
+        """
+        if not len(self.samples):
+            return np.zeros(len(self), of_samples.dtype)
         return of_samples.repeat(self.counts)

@@ -55,6 +55,8 @@ test_refusals = refusal_tests(
             plan([TWO]).finish,
             (({"pg_loss": X},), "reports is one report", ([{"pg_loss": X}],)),
             (([(X, {"pg_loss": X})],), "reports of tuples: they must be the dicts", ([{"pg_loss": X}],)),
+            ((None,), "reports is a NoneType: it must be a list of what loss.. returned last", ()),
+            ((3,), "reports is a int: it must be a list", ([3],)),
             error=TypeError,
         ),
         **refusals(
