@@ -20,7 +20,7 @@ from megatron_rl_loss.modes.aggregation import resolve
 from megatron_rl_loss.modes.column import weights_column
 from megatron_rl_loss.modes.names import format_modes
 from megatron_rl_loss.printing import print_text
-from megatron_rl_loss.step.units import UnitCounting
+from megatron_rl_loss.step.units import COUNTINGS, UnitCounting
 
 #: README's small step: losses and masks of four responses.
 LOSSES = [[1.0, 2.0, 3.0, 4.0], [5.0, 6.0], [-1.0, 0.5, 2.0, 7.0, 1.0, 3.0], [2.0]]
@@ -51,7 +51,7 @@ def main() -> int:
     )
     modes.add_argument("mode", metavar="MODE", nargs="?", help="print the weights that this mode gives a small step")
     modes.add_argument("--loss-aggregation-divisor", metavar="D", type=float, help="of constant or token_sum")
-    modes.add_argument("--loss-aggregation-units", metavar="COUNTING", help="all or active")
+    modes.add_argument("--loss-aggregation-units", metavar="COUNTING", help=" or ".join(COUNTINGS))
     example = commands.add_parser("example", help="list the examples, or copy one with the files that it needs")
     example.add_argument(
         "name", metavar="NAME", nargs="?", help="a file of the list; suffix and folder may be left out"

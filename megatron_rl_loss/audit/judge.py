@@ -168,7 +168,9 @@ def _scaled(measured: MeasuredStep, factor: float) -> MeasuredStep:
 def _nearest(measured: MeasuredStep) -> Aggregation:
     """The mode without a divisor that puts least weight on the wrong tokens."""
     names = ["token_mean", "sample_mean", *["prompt_mean"] * ("prompt" in measured.tokens.ids)]
-    choices = [resolve(name, units=units) for name in names for units, row in COUNTINGS.items() if not row.labels]
+    filled = [placed.samples for placed in measured.microbatches if len(placed.samples)]
+    known = [row.name for row in COUNTINGS.values() if all(row.can_count(samples) for samples in filled)]
+    choices = [resolve(name, units=units) for name in names for units in known]
     if not _is_finite(measured):
         return choices[0]
 

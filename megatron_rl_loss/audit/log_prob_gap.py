@@ -23,7 +23,8 @@ class LogProbGap:
     """The gap of every token and its explanation; `str` gives a table.
 
     `gaps` of each sample, float64 [length], masked tokens too; `num_tokens` of each, active and finite; texts of
-    `patterns` and `suggestions`, by name; texts on samples and tokens that were `left_out`.
+    `patterns` and `suggestions`, by name; texts on samples and tokens that were `left_out`, and on values that are no
+    log-probs.
     """
 
     def __init__(self, ids: Ids, train: Rows, rollout: Rows, masks: Rows) -> None:
@@ -120,6 +121,10 @@ def compare_log_probs(
             raise ValueError(f"lengths differ in {counts}: {_SAME}.{order}")
     gap = LogProbGap(ids, train, rollout, masks)
     on = gap.active
+    for side, values in (("train", gap.train[on]), ("rollout", gap.rollout[on])):
+        if len(values) and (values.max() > 0.1 or (values.min() >= 0 and values.max() > 1e-5)):
+            none_below = ", none below 0" * bool(values.min() >= 0)
+            gap.left_out.append(f"no log-probs: values of {side} go up to {values.max():.3g}{none_below}")
     if gap.beyond[on].any():
         for name, text, source in _moves(gap, torch.tensor(totals)):
             among = (source >= 0) & on[source] & (gap.finite if name.startswith("padded") else on)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from megatron_rl_loss.audit.judge import deviation_of, expected_weights, explain
 from megatron_rl_loss.audit.misplaced import take_off
 from megatron_rl_loss.audit.simulation import (
     CALLS,
+    LAYOUTS,
     CallFailed,
     Described,
     DrawnRow,
@@ -29,8 +30,11 @@ from megatron_rl_loss.audit.simulation import (
 )
 from megatron_rl_loss.errors import check_callable, check_choice, check_int, check_mapping
 from megatron_rl_loss.modes.aggregation import Aggregation, resolve
-from megatron_rl_loss.modes.table import ModeFunction
+from megatron_rl_loss.modes.table import Mode, ModeFunction
 from megatron_rl_loss.modes.weights import rehearse, weigh
+from megatron_rl_loss.step.collectives import StepGroups
+from megatron_rl_loss.step.counting import count_step
+from megatron_rl_loss.step.masks import Array
 from megatron_rl_loss.step.samples import LocalTokens
 from megatron_rl_loss.step.totals import StepTotals
 from megatron_rl_loss.step.units import UnitCounting
@@ -40,6 +44,7 @@ from megatron_rl_loss.step.units import UnitCounting
 TOLERANCE = 1e-5
 UNCUT, TOGETHER = "in one micro-batch on one rank", "over all of these together"
 PADDED = "with masked tokens behind rows"
+_PLAIN_ROWS = (DrawnRow((1, 1, 1)), DrawnRow((1, 1), 1, 1))
 _PLACES = {"dp_rank": "DP rank", "microbatch": "micro-batch"}
 #: Ways of cutting a step: over micro-batches (K), data-parallel (D) and context-parallel ranks (C).
 CUTS = {
@@ -194,6 +199,11 @@ def check_loss(
             fails on a plain step of two full rows (with its own error as the cause); an unknown mode or call; a wrong
             divisor.
     """
+    if isinstance(loss_fn, Mode):
+        raise TypeError(
+            f"loss_fn is the mode {loss_fn.name!r}: it must be a function of losses and masks. Check a mode alone by "
+            "check_loss(mode=...)."
+        )
     if not isinstance(call, LossCall):
         check_choice("call", call, CALLS)
         call = CALLS[call]
@@ -218,7 +228,7 @@ def check_loss(
     plain: Any = loss_fn.func if isinstance(loss_fn, partial) else loss_fn
     name = getattr(plain, "__name__", None) or type(plain).__name__
     try:
-        run(DrawnStep((DrawnRow((1, 1, 1)), DrawnRow((1, 1), 1, 1))))
+        run(DrawnStep(_PLAIN_ROWS))
     except CallFailed as failure:
         remedy = "Describe its call in LossCall(rows=..., takes=..., names=...), or wrap the function."
         if "returns a tuple" in failure.args[1]:
@@ -256,7 +266,7 @@ def check_loss(
 
 def _check_keys(expected: Aggregation, described: Described) -> None:
     """Raise ValueError for a mode that reads ids or labels which drawn rows do not have."""
-    samples = simulation.samples_of([DrawnRow((1, 1, 1)), DrawnRow((1, 1), 1, 1)], LossCall(), 1, described)
+    samples = simulation.samples_of(_PLAIN_ROWS, LossCall(), 1, described)
     try:
         rehearse(expected, samples)
     except ValueError as error:
@@ -269,6 +279,9 @@ def _check_keys(expected: Aggregation, described: Described) -> None:
 
 def _check_mode(expected: Aggregation, draws: int, seed: int, described: Described) -> LossReport:
     """Check a mode as a loss function in every layout."""
+    plain = simulation.samples_of(_PLAIN_ROWS, LossCall(), 1, described)
+    of_mode = count_step([plain], StepGroups(), sums=list(expected.mode.sums.values()))
+    weigh(expected, plain.local(0, 1), of_mode)  # a mode's own error is not one of a loss function's
 
     def loss(losses: Tensor, mask: Tensor, local: LocalTokens, totals: StepTotals) -> Tensor:
         weights = weigh(expected, local, totals)
@@ -276,9 +289,8 @@ def _check_mode(expected: Aggregation, draws: int, seed: int, described: Describ
 
     loss.sums, loss.__name__ = list(expected.mode.sums.values()), expected.mode.name  # type: ignore[attr-defined]
     findings: dict[str, Finding] = {}
-    for layout in get_args(get_type_hints(LossCall)["cp_cut"]):
-        split = layout in ("contiguous", "responses")  # rollouts over several rows
-        call = LossCall(rows="packed", dp="sum", cp="sum", cp_cut=layout, split_rollouts=split)
+    for number, layout in enumerate(LAYOUTS):  # every second one with rollouts over several rows
+        call = LossCall(rows="packed", dp="sum", cp="sum", cp_cut=layout, split_rollouts=number % 2 == 1)
         report = check_loss(loss, call=call, draws=draws, seed=seed, ids=described.ids, labels=described.labels)
         for finding in report.findings:
             cut = f"{finding.cut}, {layout}" if CUTS.get(finding.cut) == "C" else finding.cut
@@ -318,7 +330,7 @@ def _look(run: Any, mode: Aggregation | None, cut: str, step: DrawnStep) -> Find
     number = int((~np.isfinite(weights)).sum())
     if number or not np.isfinite(measured.stray[1]):
         where = f"{number} of {len(weights)} tokens" if number else "padding"
-        return Finding(cut, "NaN", f"the gradient is NaN or infinite at {where}", step)
+        return Finding(cut, "NaN", f"the gradient is NaN or infinite at {where}{_zero_by_zero(step, weights)}", step)
     for kind, says, seed in _REPEATED if cut == UNCUT else ():
         other = run(step._replace(seed=step.seed + seed))
         if deviation_of(replace(other, stray=(0, 0.0)), weights) > TOLERANCE:
@@ -340,6 +352,18 @@ def _look(run: Any, mode: Aggregation | None, cut: str, step: DrawnStep) -> Find
     low, high = float(ratio.min(initial=np.inf)), float(ratio.max(initial=-np.inf))
     name, says = (facts[0].name, facts[0].text) if facts else ("", "")
     return Finding(cut, "weights", says, step, tuple(weights.tolist()), tuple(asked.tolist()), low, high, name)
+
+
+def _zero_by_zero(step: DrawnStep, weights: Array) -> str:
+    """The likely reason of a gradient that is NaN: a mean over no token."""
+    ends = np.cumsum([len(row.mask) for row in step.rows])[:-1]
+    is_lost = [not np.isfinite(of_row).all() for of_row in np.split(weights, ends)]
+    lost = {row[3:] for row, lost_here in zip(step.rows, is_lost, strict=True) if lost_here}
+    beside = [row for row in step.rows if row[3:] in lost]  # in the same micro-batches
+    if not any(any(row.mask) for row in beside) and beside:
+        return ", perhaps by a masked mean of 0/0 in a micro-batch without an active token"
+    is_of_rows = not all(any(row.mask) for row in beside)
+    return ", perhaps by a masked mean of 0/0 over a row without an active token" * is_of_rows
 
 
 def _draw(call: LossCall, over: str, seed: str, telling: bool) -> DrawnStep:

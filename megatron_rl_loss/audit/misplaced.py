@@ -51,38 +51,38 @@ class Kept:
 def take_off(measured: MeasuredStep, expected: Floats, tolerance: float) -> Kept:
     """Remove, in this order: NaN, stray weight, shifts, weight on masked tokens, lost active tokens, flipped signs."""
     tokens, weights, wanted = measured.tokens, measured.weights, expected != 0
-    facts: list[Misplaced] = []
+    misplaced: list[Misplaced] = []
     bad = ~np.isfinite(weights)
     if bad.any():
-        facts.append(_not_finite(tokens, bad, wanted))
+        misplaced.append(_not_finite(tokens, bad, wanted))
     sizes = np.abs(np.where(bad, 0.0, weights))
     places, size = measured.stray
     if places and size:
         share = f"{100 * size / (size + sizes.sum()):.1f} % of all" if np.isfinite(size) else "NaN or infinite"
-        facts.append(Misplaced("stray", f"{share} weight lies on padding or other samples' slots", places))
+        misplaced.append(Misplaced("stray", f"{share} weight lies on padding or other samples' slots", places))
     support = sizes > tolerance * _usual(sizes, np.abs(expected))
     support[bad] = wanted[bad]
     extra, lost = support & ~wanted, wanted & ~support
     differing = int(extra.sum() + lost.sum())
     for words, source, inside in _shifts(tokens) if extra.any() else ():
         if (support == wanted[source] & inside).all():
-            facts.append(Misplaced("shift", f"weights are off by one against masks: each lies {words}", differing))
+            misplaced.append(Misplaced("shift", f"weights are off by one against masks: each lies {words}", differing))
             entries = np.flatnonzero(support & ~bad)
-            return _without_signs(Kept(source[entries], weights[entries], facts), tokens, expected)
+            return _without_signs(Kept(source[entries], weights[entries], misplaced), tokens, expected)
     if extra.any():
-        facts.append(_masked(measured, expected, extra))
+        misplaced.append(_masked(measured, expected, extra))
     if lost.any():
-        facts.append(_missing(tokens, wanted, lost))
+        misplaced.append(_missing(tokens, wanted, lost))
     if extra.any() and wanted.any() and (extra == ~wanted).all() and (lost == wanted).all():
-        facts[-2:] = [
+        misplaced[-2:] = [
             Misplaced("inverted", "the mask is inverted: masked tokens are trained, active ones are not", differing)
         ]
-    if [fact.name for fact in facts[-2:]] == ["masked_trained", "missing"]:
+    if [place.name for place in misplaced[-2:]] == ["masked_trained", "missing"]:
         text = "weights lie on the wrong tokens, as if masks and losses were cut or laid out differently"
         numbers = f"{int(extra.sum())} masked tokens have weight, {int(lost.sum())} active ones have none"
-        facts[-2:] = [Misplaced("misaligned", f"{text}: {numbers}", differing)]
+        misplaced[-2:] = [Misplaced("misaligned", f"{text}: {numbers}", differing)]
     entries = np.flatnonzero(support & wanted & ~bad)
-    return _without_signs(Kept(entries, weights[entries], facts), tokens, expected)
+    return _without_signs(Kept(entries, weights[entries], misplaced), tokens, expected)
 
 
 def _without_signs(kept: Kept, tokens: StepTokens, expected: Floats) -> Kept:

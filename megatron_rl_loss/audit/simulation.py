@@ -24,6 +24,13 @@ from megatron_rl_loss.step.collectives import StepGroups
 from megatron_rl_loss.step.counting import count_step
 from megatron_rl_loss.step.samples import Samples
 
+#: The layouts of this package by the names of their cuts, in the order of the two files.
+LAYOUTS: dict[str, Any] = {
+    layout.cut: layout
+    for module in (layouts, further_layouts)
+    for layout in vars(module).values()
+    if isinstance(layout, type) and issubclass(layout, layouts.Layout) and layout.cut is not None
+}
 #: Parameters that a loss function may have beside its first two; `LossCall` describes them.
 GIVEN = (
     *("step_tokens", "rank_tokens", "microbatch_tokens", "sample_tokens", "rollout_tokens", "prompt_tokens"),
@@ -65,8 +72,9 @@ class LossCall:
         microbatches: ``mean`` if the trainer divides by the number of micro-batches.
         dp: ``mean`` as DDP and FSDP do, ``sum`` if the trainer undoes that.
         cp: the same over context-parallel ranks; None without CP.
-        cp_cut: the part of every row that a CP rank holds. ``gathered`` is the whole row, and gradients of all copies
-            count; ``responses`` is a zigzag over prompt and response, of which the response is kept (packed rows).
+        cp_cut: the part of every row that a CP rank holds, one of `LAYOUTS`. ``gathered`` is the whole row, and
+            gradients of all copies count; ``responses`` is a zigzag over prompt and response, of which the response is
+            kept (packed rows).
         even_microbatches: all micro-batches have the same number of rows.
         masked_samples: some rows are fully masked; if False, every row has an active token.
         split_rollouts: a rollout may have several rows (turns, branches).
@@ -82,7 +90,7 @@ class LossCall:
     microbatches: Literal["sum", "mean"] = "sum"
     dp: Literal["mean", "sum"] = "mean"
     cp: Literal["mean", "sum", None] = None
-    cp_cut: Literal["zigzag", "contiguous", "gathered", "responses"] = "zigzag"
+    cp_cut: str = "zigzag"
     even_microbatches: Literal[True, False] = False
     masked_samples: Literal[True, False] = True
     split_rollouts: Literal[True, False] = False
@@ -93,10 +101,11 @@ class LossCall:
         for parameter, value in self.names.items():
             check_choice(f"value of LossCall.names[{parameter!r}]", value, GIVEN)
         for name, hint in get_type_hints(LossCall).items():
-            value, choices = repr(getattr(self, name)), list(map(repr, get_args(hint)))
+            value, choices = repr(getattr(self, name)), list(map(repr, LAYOUTS if name == "cp_cut" else get_args(hint)))
             if name != "names" and value not in choices:
                 raise ValueError(f"LossCall.{name} is {value}: it must be one of {', '.join(choices)}. Choose one.")
-        if (self.cp_cut != "zigzag" and self.cp is None) or (self.cp_cut == "responses" and self.rows != "packed"):
+        has_rows = issubclass(LAYOUTS[self.cp_cut], layouts.Slots)
+        if (self.cp_cut != "zigzag" and self.cp is None) or (not has_rows and self.rows != "packed"):
             raise ValueError(
                 f"LossCall.cp_cut is {self.cp_cut!r} with cp {self.cp!r}, rows {self.rows!r}: a cut needs CP, and "
                 'responses need packed rows. Set cp="sum" or cp="mean", and for responses rows="packed".'
@@ -188,15 +197,10 @@ def samples_of(rows: Sequence[DrawnRow], call: LossCall, cp_size: int, described
     lengths, multiple = list(map(len, masks)), 2 * cp_size if cp_size > 1 else 1
     sizes = [-(-length // multiple) * multiple for length in lengths]
     bounds = [0, *accumulate([max(sizes)] * len(sizes) if call.rows == "padded" else sizes)]
-    layout: layouts.Layout = layouts.ZigzagTHD(bounds, total_lengths=lengths)
-    if call.cp_cut == "responses":
-        layout = further_layouts.ZigzagResponse([length + 3 for length in lengths], lengths)
-    elif call.cp_cut == "contiguous":
-        layout = further_layouts.Contiguous(bounds, total_lengths=lengths, per_slot=True)
-    elif call.cp_cut == "gathered":
-        layout = further_layouts.Gathered(bounds, total_lengths=lengths)
-    elif call.rows == "padded":
-        layout = further_layouts.ZigzagBSHD(len(lengths), bounds[1], total_lengths=lengths)
+    kind = LAYOUTS[call.cp_cut]
+    if call.rows == "padded" and kind is layouts.ZigzagTHD:
+        kind = further_layouts.ZigzagBSHD  # the same cut, of rows
+    layout = kind.drawn(bounds, lengths)
     labels = {"weight": [0.5 + sum(mask) % 3 for mask in masks], "turns": [np.arange(size) // 3 for size in lengths]}
     turns = [100 * rollout + np.arange(size) // 3 for rollout, size in zip(rollouts, lengths, strict=True)]
     ids = {"session": prompts, "turn": turns} | {name: [*map(of, rows)] for name, of in described.ids.items()}
@@ -235,7 +239,7 @@ def measure(
         whole = local.samples.in_buffer([losses.split(lengths)[i] for i in here]).reshape(-1)
         x = local.of(whole).clone().requires_grad_()
         at, layout = torch.tensor(local.sample_index), cast(Any, local.samples.layout)
-        held = 1 if call.cp_cut == "gathered" else C
+        held = C // local.copies
         view = partial(_view, call.rows, [size // held for size in np.diff(layout.bounds)])
         place: dict[str, Any] = {"dp_rank": d, "cp_rank": c, "microbatch": k}
         have = {

@@ -47,7 +47,7 @@ def token_mean_factors(
     """
     plan = plan_of(modes, describe, dp_group)
     count = float(plan.totals.step_active_tokens) if tokens is None else tokens()
-    factors = [microbatch.weights * count for microbatch in plan]
+    factors = [microbatch.pg_loss.weights * count for microbatch in plan]
 
     def check() -> None:
         for microbatch, flat in zip(plan, factors, strict=True):

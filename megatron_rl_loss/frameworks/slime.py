@@ -25,8 +25,8 @@ from torch import Tensor
 from megatron_rl_loss.frameworks.places import swapped
 from megatron_rl_loss.frameworks.proving import prove
 from megatron_rl_loss.frameworks.replacing import Function, Replaced, announce, installed, once
+from megatron_rl_loss.function_paths import load_function
 from megatron_rl_loss.modes.aggregation import Aggregation, resolve
-from megatron_rl_loss.modes.function_paths import load_function
 from megatron_rl_loss.modes.weights import unit_weights
 from megatron_rl_loss.reduction.reducers import Reducer
 from megatron_rl_loss.reduction.sums import WeightedSum

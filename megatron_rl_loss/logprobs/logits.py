@@ -6,13 +6,14 @@ makes log-probs alone, at temperature 1, and keeps the softmax.
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
-from megatron_rl_loss.errors import check_callable, check_float, check_int
+from megatron_rl_loss.errors import check_callable, check_float, check_int, require
 from megatron_rl_loss.logprobs.kept_ids import Keep
 from megatron_rl_loss.logprobs.layer import make_log_probs
 from megatron_rl_loss.logprobs.reading import LogProbs, Reading, TokenMask, check_rows
-from megatron_rl_loss.step.collectives import Group
+from megatron_rl_loss.step.collectives import Group, size_of
 
 #: (logits [n, vocabulary / TP], int64 labels [n], tp_group) -> log-probs, float32 [n], differentiable.
 LogProbKernel = Callable[[Tensor, Tensor, Group | None], Tensor]
@@ -60,13 +61,21 @@ def log_probs_from_logits(
             or your own.
 
     Raises:
-        ValueError, TypeError: a temperature that is not finite and > 0; labels of another shape, not integers or
+        ValueError, TypeError: logits that are probabilities, as their first row shows where one rank has the
+            vocabulary; a temperature that is not finite and > 0; labels of another shape, not integers or
             outside the vocabulary where the token mask is not 0 (on a device: a device assertion); a keep-mask or
             token mask of another shape; a `vocab_size` beyond the columns; a kernel with settings that it lacks.
     """
     check_float("logits", logits, "Pass the output layer's result")
     check_rows("logits", logits)
     rows = logits.reshape(-1, logits.shape[-1])
+    if size_of(tp_group) == 1 and rows.shape[1] > 1 and len(rows) and not torch.compiler.is_compiling():
+        first = rows[0].detach().float()
+        require(
+            ~((first > 0).all() & ((first.sum() - 1).abs() < 1e-2)),
+            lambda: "logits whose first row is above 0 and sums to 1",
+            "these are probabilities, and a softmax of them is nearly flat. Pass what the output layer returns.",
+        )
     read = Reading(
         labels,
         logits.shape[:-1],

@@ -2,19 +2,20 @@
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from types import EllipsisType
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_rl_loss.errors import check_bool, check_within, is_number
+from megatron_rl_loss.errors import check_bool, check_within, is_number, is_unordered
 from megatron_rl_loss.losses.place import Place, tokens_of
 from megatron_rl_loss.losses.scans import segment_scan
 from megatron_rl_loss.step.collectives import Group, gather_parts, rank_in, stated_dp_group
 from megatron_rl_loss.step.ids import Ids, Keys, as_ids, kind_of_ids
 from megatron_rl_loss.step.masks import Array, Floats, on_device, to_array
+from megatron_rl_loss.step.samples import LocalTokens
 from megatron_rl_loss.step.values import check_values
 
 Rewards = Tensor | Array | Sequence[float]
@@ -86,8 +87,15 @@ def gdpo_advantages(
     other ranks. Source: GDPO, arXiv:2601.05242 eq. 4 to 7.
     """
     check_within("epsilon", epsilon, "(0, inf)", "1e-6 is usual")
+    for name, of_rewards in (("rewards", rewards), ("weights", weights)):
+        if of_rewards is not None and (is_unordered(of_rewards) or not isinstance(of_rewards, Sized)):
+            raise TypeError(
+                f"{name} is a {type(of_rewards).__name__}: there must be one entry per reward, in order. Pass lists, "
+                "both in the same order."
+            )
     groups = _Groups(rewards, prompt_ids, rollout_ids, dp_group)
     weights = [1.0] * len(rewards) if weights is None else weights
+    weights = weights.tolist() if isinstance(weights, Tensor | np.ndarray) else weights
     if len(weights) != len(rewards) or not all(is_number(weight) and math.isfinite(weight) for weight in weights):
         raise ValueError(
             f"weights {weights} for {len(rewards)} rewards: each must have a finite number. Pass both in order."
@@ -217,6 +225,23 @@ def _share_of_rollout(rewards: Floats, prompts: Keys, ids: Keys) -> Floats:
     return share
 
 
+def _warn_of_lost_rewards(rewards: Tensor, tokens: LocalTokens) -> None:
+    """Warn of a sample whose rewards are all at masked tokens; of a device, or where samples are cut, read nothing."""
+    if not rewards.is_cpu or tokens.copies != tokens.cp_size or torch.compiler.is_compiling():
+        return
+    has_reward = np.isfinite(of_tokens := to_array(rewards).reshape(-1)) & (of_tokens != 0)
+    masked, active = (
+        np.bincount(tokens.sample_index, has_reward & of_mask, len(tokens.samples))
+        for of_mask in (tokens.mask == 0, tokens.mask != 0)
+    )
+    for i in np.flatnonzero((masked > 0) & (active == 0))[:1]:
+        warnings.warn(
+            f"sample {i} has rewards at masked tokens alone: rewards there are ignored, so it is taken for a sample "
+            "without a reward. Put the reward of a sample at its last token whose mask is not 0.",
+            stacklevel=4,
+        )
+
+
 @torch.inference_mode(False)
 def gae(
     rewards: Tensor, values: Tensor, local: Place, cp_group: Group | None = None, *, gamma: float = 1, lam: float = 0.95
@@ -232,7 +257,8 @@ def gae(
     float64.
 
     Args:
-        rewards, values: of the tokens this rank holds, in the shape of its losses; ignored where masked.
+        rewards, values: of the tokens this rank holds, in the shape of its losses; ignored where masked. On the host a
+            sample whose rewards are all at masked tokens is warned of.
         local, cp_group: as in `segment_mean`. All ranks of the group call it together, as `segment_scan`.
         gamma, lam: discounts in [0, 1].
 
@@ -249,6 +275,7 @@ def gae(
             "rewards with a graph, and values without one: a critic makes values, and nobody rewards, so the two are "
             "swapped. Check the order of the arguments; rewards come first."
         )
+    _warn_of_lost_rewards(rewards.detach(), tokens)
     for name, discount in (("gamma", gamma), ("lam", lam)):
         check_within(name, discount, "[0, 1]", "gamma 1 and lam 0.95 are usual")
     r, v = rewards.detach().double(), values.detach().double()

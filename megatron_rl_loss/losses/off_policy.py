@@ -22,6 +22,8 @@ from megatron_rl_loss.step.masks import Mask
 
 logger = logging.getLogger(__name__)
 
+#: So many log-ratios are not all above 0 by chance.
+_MANY = 16
 Outside = Literal["cap", "drop"]
 Level = Literal["token", "sequence", "geometric"]
 
@@ -32,7 +34,7 @@ def importance_weights(log_ratio: Tensor, *, high: float, low: float = 0.0, outs
 
     For log-ratios of tokens ``cap`` is TIS and ``drop`` IcePop or MIS. Their `segment_sum` gives weights of sequences,
     their `segment_mean` geometric weights. `log_ratio` has any shape; subtract log-probs in float32 at least. On the
-    host, values that look like ratios are warned of: all above 0, and near 1 on average.
+    host, values that look like ratios or probabilities are warned of: all above 0, and many, or near 1 on average.
 
     Raises ValueError for bounds that are not ``0 <= low < 1 <= high < inf``, and an unknown `outside`.
     Source: TIS: Ionides 2008; for RL post-training, Yao et al. 2025. Sequence TIS and MIS: Liu, Li et al. 2025, "When
@@ -55,14 +57,15 @@ def _check_bounds(low: float, high: float) -> None:
 def _warn_of_ratios(log_ratios: Tensor) -> None:
     """Log values that are no log-ratios; of a device they are not read.
 
-    By Jensen's inequality the mean log-ratio of tokens that the other policy drew is below 0, if they are many.
+    By Jensen's inequality the mean log-ratio of tokens that the other policy drew is below 0, if they are many. So
+    not all of them are above 0, as ratios and probabilities are.
     """
     if log_ratios.is_cpu and log_ratios.numel() > 1 and not torch.compiler.is_compiling():
         least, mean = log_ratios.amin(), log_ratios.mean()
-        if least > 0 and 0.8 < mean < 1.25:
+        if least > 0 and (log_ratios.numel() >= _MANY or 0.8 < mean < 1.25):
             logger.warning(
-                f"log-ratios of {float(least):.3g} at least, and {float(mean):.3g} on average: these look like ratios, "
-                "and their exp would be near e everywhere. Pass old_log_probs - rollout_log_probs, without exp."
+                f"log-ratios of {float(least):.3g} at least, and {float(mean):.3g} on average: these look like ratios "
+                "or probabilities, of which not one is below 0. Pass old_log_probs - rollout_log_probs, without exp."
             )
 
 
@@ -84,6 +87,7 @@ def keep_sequences(mean_kl: Tensor, *, max_kl: float, advantages: Tensor | None 
     Source: off-policy sequence masking, DeepSeek-V3.2, arXiv:2512.02556; whole sequences for all signs, as trust region
     masking, arXiv:2512.23075, whose criterion is the largest token's divergence, not the mean.
     """
+    check_float("mean_kl", mean_kl, "Pass segment_mean(old_log_probs - log_probs, ...)")
     check_within("max_kl", max_kl, "(0, inf)", "around 0.05 is usual")
     rejected = mean_kl.detach() > max_kl
     if advantages is not None:

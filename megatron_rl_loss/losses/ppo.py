@@ -35,10 +35,11 @@ def ppo_clip_loss(
         dual_clip: c (3.0 in the paper), or None for none.
         importance_weights: the factor w, detached here; None for 1.
 
-    Raises ValueError for log-probs of different shapes; factors of another shape; values above 0.1, which are no
-    log-probs, and masks or weights below 0 (a device stops at them later); advantages that require grad, or other
-    constants that do while the log-probs do not; ``clip_low`` outside (0, 1], or from 0.5 to 1 without a ``clip_high``;
-    ``clip_high`` <= 0, or from 1 to 2, which looks like a bound of the ratio; ``dual_clip`` <= 1.
+    Raises ValueError for log-probs of different shapes; factors of another shape; values above 0.1, or none below 0
+    and some above 1e-5, which are no log-probs, and masks or weights below 0 (a device stops at them later); advantages
+    that require grad, or other constants that do while the log-probs do not; ``clip_low`` outside (0, 1], or from 0.5
+    to 1 without a ``clip_high``; ``clip_high`` <= 0, or from 1 to 2, which looks like a bound of the ratio;
+    ``dual_clip`` <= 1.
     Source: PPO, arXiv:1707.06347 eq. 7; separate bounds, DAPO, arXiv:2503.14476 eq. 10; dual clip, arXiv:1912.09729
     eq. 5.
     """

@@ -1,6 +1,7 @@
 """The common part of the policy losses: their inputs, checked and masked; the ratio of two policies, and its bounds."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,8 @@ from megatron_rl_loss.step.values import check_values
 Masked = Place | Tensor | Array
 #: Values above it are no log-probs. Rounding a log-prob of 0 in bfloat16 stays below it.
 _HIGHEST_LOG_PROB = 0.1
+#: Rounding a log-prob of 0 in float32 stays below it, for logits up to 100.
+_ROUNDING = 1e-5
 
 
 @dataclass(frozen=True)
@@ -108,8 +111,9 @@ class PolicyInputs:
             check_shape("importance_weights", weights, log_probs, broadcasts=True)
         check_trained("log_probs", log_probs, old_log_probs=old_log_probs, importance_weights=weights)
         factors = [] if weights is None else [weights.detach()]
+        given = {"log_probs": log_probs, "old_log_probs": old_log_probs}
         log_probs, old, advantages, *factors = masked(local, log_probs, old_log_probs.detach(), advantages, *factors)
-        check_log_probs(log_probs=log_probs.detach(), old_log_probs=old)
+        check_log_probs(given, log_probs.detach(), old)
         if factors and not torch.compiler.is_compiling() and factors[0].numel():
             require(
                 ~(factors[0].amin() < 0),  # NaN passes
@@ -211,6 +215,8 @@ def check_shape(name: str, factor: Tensor, values: Tensor, *, broadcasts: bool =
                 f"{what} is a {type(tensor).__name__}: it must be a tensor with one entry per token. Wrap it in "
                 "torch.tensor."
             )
+        if tensor.is_complex():
+            raise TypeError(f"{what} is {tensor.dtype}: it must hold real numbers. Pass a float tensor.")
     fits = factor.shape == values.shape
     if broadcasts and factor.dim() <= values.dim():
         shape = (*[1] * (values.dim() - factor.dim()), *factor.shape)
@@ -226,13 +232,24 @@ def check_shape(name: str, factor: Tensor, values: Tensor, *, broadcasts: bool =
         )
 
 
-def check_log_probs(**inputs: Tensor) -> None:
-    """Raise ValueError for values that are no log-probs, masked tokens aside; NaN passes."""
-    for name, values in inputs.items():
+def check_log_probs(given: Mapping[str, Tensor], *inputs: Tensor) -> None:
+    """Raise ValueError for values that are no log-probs; NaN passes.
+
+    Small probabilities are below the highest log-prob. But not one of them is below 0, and their size is no rounding's.
+
+    Args:
+        given: the tensors by name, in their own dtypes.
+        inputs: the same, 0 at masked tokens, in float32 at least.
+    """
+    for (name, tensor), values in zip(given.items(), inputs, strict=True):
         if values.numel() and not torch.compiler.is_compiling():
+            low, high = values.aminmax()
+            rounding = _ROUNDING if tensor.dtype.itemsize >= 4 else _HIGHEST_LOG_PROB
             require(
-                ~(values.amax() > _HIGHEST_LOG_PROB),
-                lambda name=name, values=values: f"{name} with values up to {values.amax():.3g}",  # type: ignore[misc]
+                ~((high > _HIGHEST_LOG_PROB) | ((low >= 0) & (high > rounding))),
+                lambda name=name, low=low, high=high: (  # type: ignore[misc]
+                    f"{name} with values up to {high:.3g}" + ", none below 0" * bool(low >= 0)
+                ),
                 "log-probs are at most 0. Megatron's loss is minus the log-prob: pass -loss, log-probs for "
                 "probabilities, and check the order of the arguments.",
             )

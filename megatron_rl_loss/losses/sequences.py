@@ -48,6 +48,8 @@ class Sequences:
     def of(cls, what: str, values: Values, local: Place, cp_group: Group | None, per: str) -> "Sequences":
         tokens = tokens_of(local)
         rows = list(values) if isinstance(values, Sequence) else [values]
+        if not rows:
+            raise ValueError(f"{what} of no values: there must be a tensor at least. Pass one, or a list of several.")
         for row in rows:
             check_values(f"a value of {what}", row, tokens)
         if isinstance(local, LocalTokens):

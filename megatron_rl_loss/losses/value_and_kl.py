@@ -73,7 +73,7 @@ def kl_estimate(
     of these gradients raise ValueError.
 
     Raises ValueError for an unknown estimator, shapes that differ, k2 with old log-probs, reference or old log-probs
-    that require grad while the log-probs do not, and values above 0.1, which are no log-probs.
+    that require grad while the log-probs do not, and values above 0.1, or none below 0, which are no log-probs.
     Source: Schulman, "Approximating KL divergence" (2020); k3 in GRPO, arXiv:2402.03300 eq. 4; times r, DeepSeek-V3.2,
     arXiv:2512.02556 eq. 7.
     """
@@ -90,8 +90,10 @@ def kl_estimate(
             )
         others.append(old_log_probs.detach())
     check_trained("log_probs", log_probs, ref_log_probs=ref_log_probs, old_log_probs=old_log_probs)
+    given = {"log_probs": log_probs, "ref_log_probs": ref_log_probs}
+    given |= {} if old_log_probs is None else {"old_log_probs": old_log_probs}
     log_probs, reference, *old = masked(local, log_probs, *others)
-    check_log_probs(log_probs=log_probs.detach(), ref_log_probs=reference, **({"old_log_probs": old[0]} if old else {}))
+    check_log_probs(given, log_probs.detach(), reference, *old)
     if estimator != "k3" and not old:
         d = log_probs - reference
         return d if estimator == "k1" else d.square() / 2

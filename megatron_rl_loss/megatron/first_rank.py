@@ -13,10 +13,10 @@ from torch.utils._pytree import tree_map_only
 from megatron_rl_loss.errors import BadBatchError
 from megatron_rl_loss.step.collectives import Group, attempt, gather_parts, several
 
-Made = TypeVar("Made")
+Batches = TypeVar("Batches")
 
 
-def from_first_tp_rank(make: Callable[[], Made], tp_group: Group, pp_group: Group | None = None) -> Made:
+def from_first_tp_rank(make: Callable[[], Batches], tp_group: Group, pp_group: Group | None = None) -> Batches:
     """Call `make` on the first tensor-parallel rank and return its result, tensors on the host, on all of them.
 
     For the batches of a packing scheduler, whose iterator is None on the other ranks. All ranks call it inside the
@@ -33,16 +33,17 @@ def from_first_tp_rank(make: Callable[[], Made], tp_group: Group, pp_group: Grou
         parts = gather_parts(lambda: pickle.dumps(tree_map_only(Tensor, Tensor.cpu, make())), pp_group)
         return parts[0] if pp_group is None else pickle.dumps(join_batches(map(pickle.loads, parts)))
 
+    # An error travels in the place of the batches: the other ranks of the TP group wait for one of the two.
     is_first = tp_group.rank() == 0
     mine = attempt(sent) if is_first else None
-    told: list[Any] = [f"{type(mine).__name__}: {mine}" if isinstance(mine, Exception) else mine]
+    outcome: list[Any] = [f"{type(mine).__name__}: {mine}" if isinstance(mine, Exception) else mine]
     if several(tp_group):
-        dist.broadcast_object_list(told, src=dist.get_global_rank(tp_group, 0), group=tp_group)
+        dist.broadcast_object_list(outcome, src=dist.get_global_rank(tp_group, 0), group=tp_group)
     if isinstance(mine, Exception):
         raise mine
-    if isinstance(told[0], str):
-        raise BadBatchError(f"the first tensor-parallel rank could not make its batches: {told[0]}")
-    result: Made = pickle.loads(told[0])
+    if isinstance(outcome[0], str):
+        raise BadBatchError(f"the first tensor-parallel rank could not make its batches: {outcome[0]}")
+    result: Batches = pickle.loads(outcome[0])
     return result
 
 

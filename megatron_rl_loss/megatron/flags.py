@@ -174,7 +174,7 @@ def validate_loss_aggregation_args(args: Namespace) -> AggregationSettings:
             raise ValueError(
                 f"{flag} {path} with --loss-aggregation {mode}: a launch has one mode. Drop one of the two flags."
             )
-        from megatron_rl_loss.modes.function_paths import load_function
+        from megatron_rl_loss.function_paths import load_function
 
         rule, remedy = "it must be a function of ModeInputs", "Name a function that returns weights"
         mode = load_function(path, flag, rule, remedy, Mode)

@@ -39,6 +39,7 @@ class ForwardPass:
     ) -> None:
         self.model, self.plan = model, plan
         self._schedule, self._chunks = schedule, chunks
+        # Non-loss data is what the schedule returns as it was made; a loss it would divide, and want as a scalar.
         self._options = options | {"forward_only": True, "collect_non_loss_data": True}
 
     def log_probs(self, name: str | Sequence[str], call_model: CallModel) -> None:

@@ -36,6 +36,7 @@ def look_ahead(
 
         def whole_batches() -> list[dict[str, Any]]:
             chunks = [_fetch(iterator, num_microbatches) for iterator in iterators if iterator is not None]
+            # Empty dicts beside them, for a first rank whose chunks read nothing: it sends as many as the others.
             return join_batches([[{}] * num_microbatches, *chunks])
 
         whole = from_first_tp_rank(whole_batches, groups.tp, groups.pp)
@@ -52,6 +53,7 @@ def look_ahead(
             )
         return fetched, None
     samples = [_describe(batch, samples_of) for batch in reading[-1]]
+    # Megatron gives each virtual stage an iterator of its own, and weights are made from the last one's samples.
     for chunk, batches in enumerate(fetched[:-1]):
         for i, (batch, expected) in enumerate(zip(batches or [], samples, strict=False)):
             if samples_of(batch).digest() != expected.digest():

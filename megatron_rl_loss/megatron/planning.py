@@ -1,5 +1,7 @@
 """Groups and settings of a Megatron model for counting a step, validated so that the loss is exact."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,7 +10,8 @@ from megatron.core.utils import get_model_config
 
 from megatron_rl_loss.megatron.flags import CHANGING_CP
 from megatron_rl_loss.megatron.groups import groups_of
-from megatron_rl_loss.megatron.probe import check_contract, check_finalizing, check_model
+from megatron_rl_loss.megatron.probe import check_ddp, check_finalizing, check_form, check_model
+from megatron_rl_loss.plan.carriers import DEFAULT, Form
 from megatron_rl_loss.step.collectives import StepGroups
 
 
@@ -19,15 +22,19 @@ def settings_of(
     dynamic_cp: bool = False,
     looks_ahead: bool = False,
     trains: bool | None = None,
-    probes: bool = True,
-) -> tuple[StepGroups, bool]:
-    """The groups over which a step of the model is counted, and its `calculate_per_token_loss`.
+    probed: set[str] | None = None,
+) -> tuple[StepGroups, bool, Callable[[Form], object]]:
+    """The groups over which a step of the model is counted, its `calculate_per_token_loss`, and a check of a form.
+
+    The check compares the installed schedule's scaling with a form's row. The default form is checked here; a loss
+    function that returns another form has it checked then, so that a launch needs no form that it does not return.
 
     Args:
         model, pg_collection, dynamic_cp: as in `plan_step`.
         looks_ahead: micro-batches are fetched before the schedule, which must not redistribute samples then.
         trains: the step trains the model; default: True where gradients are enabled.
-        probes: measure the scaling of the installed Megatron; the host waits for the device.
+        probed: names of the forms that earlier steps of a launch have checked, which are not checked again and to which
+            this step's are added: a check makes the host wait for the device. None: every step checks its own.
 
     Raises:
         ContractError: the carriers do not undo the scaling of this Megatron.
@@ -50,7 +57,11 @@ def settings_of(
         )
     if torch.is_grad_enabled() if trains is None else trains:
         check_finalizing(config, chunks, groups)
-    if probes:
-        check_contract(config, chunks, groups)
+    probed = set[str]() if probed is None else probed
+    check = partial(check_form, config, groups.cp, probed)
+    if DEFAULT.name not in probed:
+        check_ddp(config, chunks, groups)
+        check(DEFAULT)
+    # Where CP groups change, each rank of DP x CP may have samples of its own in each micro-batch.
     dp_group, cp_group = (groups.dp_cp, None) if dynamic_cp else (groups.dp, groups.cp)
-    return StepGroups(dp_group, cp_group, (groups.tp, groups.pp)), bool(config.calculate_per_token_loss)
+    return StepGroups(dp_group, cp_group, (groups.tp, groups.pp)), bool(config.calculate_per_token_loss), check

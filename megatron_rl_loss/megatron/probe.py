@@ -1,8 +1,8 @@
 """Checks before a launch's first step: Megatron's scaling of losses, and the model's config.
 
 A change of Megatron's scaling would be silent: every gradient would be wrong by a constant. The probe sends a known
-scalar through the installed `forward_step_calc_loss`, reads DDP's scaling factor, and compares both with the forms of
-Megatron's schedule in `plan/carriers.py`.
+scalar through the installed `forward_step_calc_loss`, reads DDP's scaling factor, and compares both with the rows of
+`plan/carriers.py`: of the default form before the first step, of another form when a loss function first returns it.
 """
 
 import copy
@@ -19,12 +19,12 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron_rl_loss.errors import ContractError
 from megatron_rl_loss.megatron.flags import check_megatron_settings
 from megatron_rl_loss.megatron.versions import cp_arguments
-from megatron_rl_loss.plan.carriers import FORMS, Count, Form, product
+from megatron_rl_loss.plan.carriers import DEFAULT, Count, Form, Powers, product
 from megatron_rl_loss.step.collectives import Group, device_of
 
 _LOSS = 3.0
-_NUM_TOKENS = 1
-_NUM_MICROBATCHES = 3
+_NUM_TOKENS = 1  # as without per-token loss, where the schedule divides by it
+_NUM_MICROBATCHES = 3  # unlike usual sizes of groups, so that its factor is not taken for theirs
 
 
 def check_model(config: Any, chunks: Sequence[Any], *, looks_ahead: bool) -> None:
@@ -78,31 +78,41 @@ def _holds_parameters(ddp_config: Any) -> bool:
     return ddp_config.overlap_param_gather and getattr(ddp_config, "reuse_grad_buf_for_mxfp8_param_ag", False)
 
 
-def check_contract(config: Any, chunks: Sequence[Any], groups: ProcessGroupCollection) -> None:
-    """Reject a Megatron whose schedule or DDP scales losses differently from the carriers for this config.
+def check_form(config: Any, cp_group: Group, checked: set[str], form: Form) -> None:
+    """Reject a Megatron whose schedule does not take a loss in that form, or scales it differently from its row.
 
-    Only Megatron-Core's own DDP exposes its scaling; for other wrappers the schedule alone is checked. All ranks of a
-    context-parallel group must call it together: a schedule may reduce over them.
+    Nothing is done for a form that was checked before, and for one that an engine's own loss function turns into
+    another before the schedule has it. All ranks of the context-parallel group must call it together: a schedule may
+    reduce over them. They do before a step, and in a loss function, which they call for the same micro-batch.
 
     Raises:
-        ContractError: a factor differs; the message has the expected factor and Megatron's.
+        ContractError: the factor differs; the message has the expected factor and Megatron's.
     """
-    counts: dict[Count, float] = {
-        "num_microbatches": _NUM_MICROBATCHES,
-        "dp_size": groups.dp.size(),
-        "cp_size": groups.cp.size(),
-    }
-    per_token = bool(config.calculate_per_token_loss)
-    forms = [form for form in FORMS.values() if form.caller == "schedule" and per_token in form.carriers]
-    carriers = [form.carriers[per_token] for form in forms]
-    for form, carrier in zip(forms, carriers, strict=True):
-        factor = _schedule_factor(config, groups.cp, form)
-        _compare(f"schedule (forward_step_calc_loss, {form.name})", factor, product(carrier.schedule, counts))
+    if form.name in checked or form.caller != "schedule":
+        return
+    carrier = form.carriers[bool(config.calculate_per_token_loss)]
+    expected = _factor(carrier.schedule, dp_size=1, cp_size=cp_group.size())
+    _compare(f"schedule (forward_step_calc_loss, {form.name})", _schedule_factor(config, cp_group, form), expected)
+    checked.add(form.name)
+
+
+def check_ddp(config: Any, chunks: Sequence[Any], groups: ProcessGroupCollection) -> None:
+    """Reject a Megatron whose DDP scales gradients differently from the default form's carrier for this config.
+
+    Only Megatron-Core's own DDP exposes its scaling; other wrappers are not checked. Raises as `check_form`.
+    """
+    carrier = DEFAULT.carriers[bool(config.calculate_per_token_loss)]
+    expected = _factor(carrier.ddp, dp_size=groups.dp.size(), cp_size=groups.cp.size())
     for chunk in chunks:
         for buffer in chunk.buffers if isinstance(chunk, DistributedDataParallel) else []:
             averaged = groups.dp_cp.size() if chunk.ddp_config.average_in_collective else 1
             factor = buffer.gradient_scaling_factor / averaged
-            _compare("DDP (gradient_scaling_factor)", factor, product(carriers[0].ddp, counts))
+            _compare("DDP (gradient_scaling_factor)", factor, expected)
+
+
+def _factor(powers: Powers, *, dp_size: int, cp_size: int) -> float:
+    counts: dict[Count, float] = {"num_microbatches": _NUM_MICROBATCHES, "dp_size": dp_size, "cp_size": cp_size}
+    return product(powers, counts)
 
 
 def _schedule_factor(config: Any, cp_group: Group, form: Form) -> float:
@@ -127,7 +137,9 @@ def _schedule_factor(config: Any, cp_group: Group, form: Form) -> float:
             **cp_arguments(cp_group),
         )
     except Exception as error:
-        raise _broken("forward_step_calc_loss", f"it could not be probed ({type(error).__name__}: {error})") from error
+        returned = f"a return value of ({', '.join(form.parts)})"
+        rule = f"{returned} could not be probed ({type(error).__name__}: {error})"
+        raise _broken("forward_step_calc_loss", rule, "" if form is DEFAULT else "Leave form out, or use") from error
     if int(count) != _NUM_TOKENS:
         raise _broken("forward_step_calc_loss", "it changes the token count in place, which micro-batches share")
     if "num_tokens" in form.parts and (num_tokens.is_floating_point() or int(num_tokens) != _NUM_TOKENS):
@@ -141,7 +153,8 @@ def _compare(place: str, factor: float, expected: float) -> None:
         raise _broken(place, f"it scales losses by {factor:.9g}, and this library relies on {expected:.9g}")
 
 
-def _broken(place: str, rule: str) -> ContractError:
+def _broken(place: str, rule: str, use: str = "") -> ContractError:
     return ContractError(
-        f"Megatron's {place}: {rule}. Use megatron-core 0.15 to 0.19, or a megatron_rl_loss made for this version."
+        f"Megatron's {place}: {rule}. {use or 'Use'} megatron-core 0.15 to 0.19, or a megatron_rl_loss made for this "
+        "version."
     )

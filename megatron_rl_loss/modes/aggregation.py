@@ -17,7 +17,7 @@ class Aggregation:
     Attributes:
         mode: how token losses become a step loss.
         divisor: D of a mode that takes one, else None.
-        units: count all units, or only those with an active token.
+        units: which units count, one of `COUNTINGS`.
     """
 
     mode: Mode
@@ -26,7 +26,7 @@ class Aggregation:
 
     def __post_init__(self) -> None:
         check_choice("unit counting", self.units, COUNTINGS)
-        given = f"divisor {self.divisor!r} with loss aggregation {self.mode.name!r}"
+        shown = f"divisor {self.divisor!r} with loss aggregation {self.mode.name!r}"
         if self.divisor is None:
             if self.mode.divisor == "required":
                 raise ValueError(
@@ -35,11 +35,11 @@ class Aggregation:
                     "divisor=40960."
                 )
         elif self.mode.divisor == "refused":
-            raise ValueError(f"{given}: this mode takes none. Drop the divisor, or choose constant or token_sum.")
+            raise ValueError(f"{shown}: this mode takes none. Drop the divisor, or choose constant or token_sum.")
         elif not is_number(self.divisor):
-            raise TypeError(f"{given}: a divisor must be a number. Pass a number of tokens.")
+            raise TypeError(f"{shown}: a divisor must be a number. Pass a number of tokens.")
         elif not 1e-30 < self.divisor < 1e30:
-            raise ValueError(f"{given}: a divisor must be between 1e-30 and 1e30. Pass a number of tokens.")
+            raise ValueError(f"{shown}: a divisor must be between 1e-30 and 1e30. Pass a number of tokens.")
         else:
             object.__setattr__(self, "divisor", float(self.divisor))  # a Fraction has no format
 

@@ -28,7 +28,7 @@ def fingerprint(mode: Mode) -> str:
     """
     parts = [
         _text_of(mode.function),
-        *(f"{name} {one.by} {_text_of(one.of)}" for name, one in sorted(mode.sums.items())),
+        *(f"{name} {declared.by} {_text_of(declared.of)}" for name, declared in sorted(mode.sums.items())),
     ]
     return f"{hashed('; '.join(parts), 32):08x}"
 

@@ -78,7 +78,7 @@ class LossModes:
     def sums(self) -> list[Sum]:
         """The sums that the modes declare, each once, in the same order on every rank."""
         modes = [self.policy.mode, *(aggregation.mode for _, aggregation in sorted(self.terms.items()))]
-        return list(dict.fromkeys(one for mode in modes for _, one in sorted(mode.sums.items())))
+        return list(dict.fromkeys(declared for mode in modes for _, declared in sorted(mode.sums.items())))
 
     def rehearse(self, samples: Samples, masks: Sequence[str] = ()) -> set[str]:
         """The keys that the modes ask for; ValueError for samples that lack a key or a label, before the count."""

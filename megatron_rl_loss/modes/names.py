@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from megatron_rl_loss.errors import did_you_mean
 from megatron_rl_loss.modes.table import available_modes, find_mode
-from megatron_rl_loss.step.units import UnitCounting
+from megatron_rl_loss.step.units import COUNTINGS, UnitCounting
 
 #: Stands for a name that is itself a number: the divisor.
 NUMBER = "<number>"
@@ -202,8 +202,10 @@ def format_modes() -> str:
     lines = [
         "A token's loss is l, its mask m; M is a sum of masks: M_i of rollout i, M_g of prompt group g, M_u of turn u.",
         "Every sum and count is over the whole optimizer step, however it is split over micro-batches and ranks.",
-        "N rollouts, P prompt groups, U turns, S sessions of n_s samples, i one of these: all, or with",
-        "--loss-aggregation-units active those with an active token.",
+        "N rollouts, P prompt groups, U turns, S sessions of n_s samples, i one of these.",
+        "",
+        f"{'--loss-aggregation-units':<26}what N, P, U, S and n_s count",
+        *(f"{row.name:<26}{row.units}" for row in COUNTINGS.values()),
         "",
         f"{'--loss-aggregation':<20}{'step loss':<46}--loss-aggregation-divisor",
     ]
@@ -236,5 +238,5 @@ def _format_name(peer: PeerName) -> list[str]:
     divisor = "its number" if peer.name == NUMBER else "" if peer.divisor is None else peer.divisor
     row = f"{alias:<37}{formula_of(peer):<36}{peer.mode:<12}{divisor:<22}{peer.units or ''}".rstrip()
     loss, own = LOSSES.get(alias), OWN_CODE.get(alias)
-    more = [text for given, text in ((loss, f"--policy-loss {loss}"), (own, f"its own code: {own}")) if given]
+    more = [f"--policy-loss {loss}"] * (loss is not None) + [f"its own code: {own}"] * (own is not None)
     return [row, *([f"    {'; '.join(more)}"] if more else [])]

@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
-from typing import Any, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, get_args
 
 import numpy as np
 
-from megatron_rl_loss.errors import check_callable, check_choice, check_mapping
+from megatron_rl_loss.errors import check_callable, check_choice, check_mapping, did_you_mean
 from megatron_rl_loss.step.ids import Parts, argument_of
 from megatron_rl_loss.step.masks import SMALLEST, Floats
 from megatron_rl_loss.step.samples import Samples
@@ -50,10 +50,10 @@ class Mode:
         check_callable(f"mode {self.name!r}", self.function, "it must be a function of ModeInputs", "Pass a function")
         check_choice("divisor of a mode", self.divisor, get_args(TakesDivisor))
         check_mapping(f"sums of the mode {self.name!r}", self.sums, 'Pass {"name": Sum(of=..., by=...)}')
-        for name, one in self.sums.items():
-            if not isinstance(one, Sum):
+        for name, declared in self.sums.items():
+            if not isinstance(declared, Sum):
                 raise TypeError(
-                    f"the sum {name!r} is a {type(one).__name__}: it must be a Sum. Pass Sum(of=..., by=...)."
+                    f"the sum {name!r} is a {type(declared).__name__}: it must be a Sum. Pass Sum(of=..., by=...)."
                 )
 
     def __reduce__(self) -> Any:
@@ -79,7 +79,7 @@ class ModeInputs:
         batch: masks, ids, labels and layout of the micro-batch.
         totals: of the step; None in a rehearsal, before the step is counted: the micro-batch then stands for it.
         divisor: as the user gave it, or None.
-        counting: count units of which every token is masked (``all``) or not (``active``).
+        counting: which units count, one of `COUNTINGS`: ``all``, or ``active`` ones with a token that is not masked.
         asked: the keys that the mode has asked for.
     """
 
@@ -88,6 +88,12 @@ class ModeInputs:
     ) -> None:
         self._mode, self.batch, self.totals, self.divisor, self.counting = mode, batch, totals, divisor, counting
         self.asked = set[str]()
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            known = [*(key for key in vars(self) if key[0] != "_"), "label", "samples", "sum", "tokens", "units"]
+            raise AttributeError(f"step.{name}: a mode's inputs have no such attribute. {did_you_mean(name, known)}.")
 
     def tokens(self, key: str) -> Floats | float:
         """Mask tokens of each sample's unit, float64 [num_samples], or of the step; at least 1e-30."""
@@ -200,8 +206,8 @@ def register_pg_loss_reducer(
 ) -> Callable[[ModeFunction], Mode]:
     """Decorator: make a function of `ModeInputs` a mode, a choice of ``--loss-aggregation`` and wherever modes go.
 
-    The returned weights are multiplied by the mask, so no mode can train masked tokens. Register before flags are
-    parsed. Arguments as the attributes of `Mode`.
+    The returned weights, 0 or above, are multiplied by the mask, so no mode can train masked tokens. Register before
+    flags are parsed. Arguments as the attributes of `Mode`.
 
     >>> @register_pg_loss_reducer("task_mean")
     ... def task_mean(step):

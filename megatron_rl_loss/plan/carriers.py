@@ -92,103 +92,109 @@ class Form:
         return dict(zip(self.parts, returned, strict=True))
 
 
-#: Without per-token loss the schedule divides a loss by its token count, 1, and by the number of micro-batches; DDP
-#: averages over its ranks. With it gradients are divided, at the end of the step, by the sum of all token counts. These
-#: are the real ones, so auxiliary losses, which Megatron divides by them too, keep their scale.
-TRIPLE = Form(
-    name="3-tuple",
-    parts=("loss", "num_tokens", "report"),
-    caller="schedule",
-    is_default=True,
-    carriers={
-        False: Carrier(
-            returned={"num_microbatches": 1, "dp_size": 1, "cp_size": 1},
-            schedule={"num_microbatches": -1},
-            ddp={"dp_size": -1, "cp_size": -1},
+#: A row for each form.
+FORMS = {
+    form.name: form
+    for form in (
+        # Without per-token loss the schedule divides a loss by its token count, 1, and by the number of micro-batches;
+        # DDP averages over its ranks. With it gradients are divided, at the end of the step, by the sum of all token
+        # counts. These are the real ones, so auxiliary losses, which Megatron divides by them too, keep their scale.
+        Form(
+            name="3-tuple",
+            parts=("loss", "num_tokens", "report"),
+            caller="schedule",
+            is_default=True,
+            carriers={
+                False: Carrier(
+                    returned={"num_microbatches": 1, "dp_size": 1, "cp_size": 1},
+                    schedule={"num_microbatches": -1},
+                    ddp={"dp_size": -1, "cp_size": -1},
+                ),
+                True: Carrier(
+                    returned={"step_active_tokens": 1},
+                    counts={"num_tokens": active_tokens},
+                    finalize={"step_active_tokens": -1},
+                    dynamic_cp=True,
+                ),
+            },
         ),
-        True: Carrier(
-            returned={"step_active_tokens": 1},
-            counts={"num_tokens": active_tokens},
-            finalize={"step_active_tokens": -1},
-            dynamic_cp=True,
+        # The schedule multiplies the loss of a pair by the CP size, and divides it by the number of micro-batches.
+        Form(
+            name="2-tuple",
+            parts=("loss", "report"),
+            caller="schedule",
+            carriers={
+                False: Carrier(
+                    returned={"num_microbatches": 1, "dp_size": 1},
+                    schedule={"num_microbatches": -1, "cp_size": 1},
+                    ddp={"dp_size": -1, "cp_size": -1},
+                )
+            },
         ),
-    },
-)
-#: The schedule multiplies the loss of a pair by the CP size, and divides it by the number of micro-batches.
-PAIR = Form(
-    name="2-tuple",
-    parts=("loss", "report"),
-    caller="schedule",
-    carriers={
-        False: Carrier(
-            returned={"num_microbatches": 1, "dp_size": 1},
-            schedule={"num_microbatches": -1, "cp_size": 1},
-            ddp={"dp_size": -1, "cp_size": -1},
-        )
-    },
-)
-#: For a trainer that adds up the gradients of ranks and micro-batches and divides by nothing.
-SUM = Form(
-    name="sum",
-    parts=("loss",),
-    caller="loop",
-    carriers=dict.fromkeys((False, True), Carrier(dynamic_cp=True)),
-)
-#: For a trainer that averages gradients over the DP and CP ranks and adds up micro-batches: torch's DDP and FSDP, or
-#: Megatron's DDP in a loop without its schedule.
-MEAN = Form(
-    name="mean",
-    parts=("loss",),
-    caller="loop",
-    carriers={False: Carrier(returned={"dp_size": 1, "cp_size": 1}, ddp={"dp_size": -1, "cp_size": -1})},
-)
-#: slime 624b824a, backends/megatron_utils/loss.py, and miles 31f1ca96, backends/training_utils/loss.py:
-#: `loss_function`. They divide by the global batch size, which counts rollouts. Not for per-token loss: there they
-#: divide by tokens of which each fully masked sample has one.
-SLIME = Form(
-    name="slime",
-    parts=("loss", "report"),
-    caller="engine",
-    carriers={
-        False: Carrier(
-            returned={"rollouts": 1},
-            engine={"num_microbatches": 1, "rollouts": -1, "dp_size": 1, "cp_size": 1},
-            schedule={"num_microbatches": -1},
-            ddp={"dp_size": -1, "cp_size": -1},
-        )
-    },
-)
-#: verl 1dda039b and 0.9.1, workers/engine/megatron/transformer_impl.py, `postprocess_micro_batch_func`. With per-token
-#: loss the step's tokens cancel: verl multiplies by them, Megatron divides. In dynamic CP dp_size is 1.
-VERL = Form(
-    name="verl",
-    parts=("loss", "report"),
-    caller="engine",
-    carriers={
-        False: Carrier(
-            returned={"dp_size": 1},
-            engine={"num_microbatches": 1},
-            schedule={"num_microbatches": -1, "cp_size": 1},
-            ddp={"dp_size": -1, "cp_size": -1},
+        # For a trainer that adds up the gradients of ranks and micro-batches and divides by nothing.
+        Form(
+            name="sum",
+            parts=("loss",),
+            caller="loop",
+            carriers=dict.fromkeys((False, True), Carrier(dynamic_cp=True)),
         ),
-        True: Carrier(returned={"dp_size": 1}, engine={"dp_size": -1}, dynamic_cp=True),
-    },
-)
-#: NeMo-RL 7ea279ab, models/megatron/train.py, `LossPostProcessor`: a pair with per-token loss, whose count of tokens is
-#: 0, so that Megatron divides by nothing.
-NEMO_RL = Form(
-    name="nemo_rl",
-    parts=("loss", "report"),
-    caller="engine",
-    carriers={
-        True: Carrier(
-            returned={"cp_size": 1},
-            engine={"num_microbatches": 1, "cp_size": -2},
-            schedule={"num_microbatches": -1, "cp_size": 1},
-        )
-    },
-)
-FORMS = {form.name: form for form in (TRIPLE, PAIR, SUM, MEAN, SLIME, VERL, NEMO_RL)}
+        # For a trainer that averages gradients over the DP and CP ranks and adds up micro-batches: torch's DDP and
+        # FSDP, or Megatron's DDP in a loop without its schedule.
+        Form(
+            name="mean",
+            parts=("loss",),
+            caller="loop",
+            carriers={False: Carrier(returned={"dp_size": 1, "cp_size": 1}, ddp={"dp_size": -1, "cp_size": -1})},
+        ),
+        # slime 624b824a, backends/megatron_utils/loss.py, and miles 31f1ca96, backends/training_utils/loss.py:
+        # `loss_function`. They divide by the global batch size, which counts rollouts. Not for per-token loss: there
+        # they divide by tokens of which each fully masked sample has one.
+        Form(
+            name="slime",
+            parts=("loss", "report"),
+            caller="engine",
+            carriers={
+                False: Carrier(
+                    returned={"rollouts": 1},
+                    engine={"num_microbatches": 1, "rollouts": -1, "dp_size": 1, "cp_size": 1},
+                    schedule={"num_microbatches": -1},
+                    ddp={"dp_size": -1, "cp_size": -1},
+                )
+            },
+        ),
+        # verl 1dda039b and 0.9.1, workers/engine/megatron/transformer_impl.py, `postprocess_micro_batch_func`. With
+        # per-token loss the step's tokens cancel: verl multiplies by them, Megatron divides. In dynamic CP dp_size is
+        # 1.
+        Form(
+            name="verl",
+            parts=("loss", "report"),
+            caller="engine",
+            carriers={
+                False: Carrier(
+                    returned={"dp_size": 1},
+                    engine={"num_microbatches": 1},
+                    schedule={"num_microbatches": -1, "cp_size": 1},
+                    ddp={"dp_size": -1, "cp_size": -1},
+                ),
+                True: Carrier(returned={"dp_size": 1}, engine={"dp_size": -1}, dynamic_cp=True),
+            },
+        ),
+        # NeMo-RL 7ea279ab, models/megatron/train.py, `LossPostProcessor`: a pair with per-token loss, whose count of
+        # tokens is 0, so that Megatron divides by nothing.
+        Form(
+            name="nemo_rl",
+            parts=("loss", "report"),
+            caller="engine",
+            carriers={
+                True: Carrier(
+                    returned={"cp_size": 1},
+                    engine={"num_microbatches": 1, "cp_size": -2},
+                    schedule={"num_microbatches": -1, "cp_size": 1},
+                )
+            },
+        ),
+    )
+}
 (DEFAULT,) = (form for form in FORMS.values() if form.is_default)
 
 

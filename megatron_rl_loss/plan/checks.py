@@ -74,6 +74,19 @@ def check_ids(totals: StepTotals, asked: Set[str], filled: Sequence[Samples]) ->
                 f"{key}s on this rank: ids that start again in each micro-batch collide. Make {key} ids unique in the "
                 "whole step."
             )
+    for key in sorted(asked & {"rollout", "session", "turn"}) if totals.dp_size > 1 and world_rank() == 0 else ():
+        of_each = [microbatch.parts[key].keys for microbatch in filled if key in microbatch.parts]
+        keys, here = np.unique(np.concatenate([np.zeros(0, np.int64), *of_each]), return_counts=True)
+        if len(keys) > 1 and (totals.units[key].at("all", keys, f"{key} id") > here).all():
+            warn_on_one_rank(
+                f"each of the {len(keys)} {key}s of this rank has samples on other ranks too: {key} ids that start "
+                f"again on each rank collide. Make {key} ids unique in the whole step."
+            )
+    if rollouts == 1 < samples and "rollout" in asked and world_rank() == 0:
+        warn_on_one_rank(
+            f"all {samples} samples of the step have one rollout id, so the step has 1 rollout: rollout ids say which "
+            "samples are parts of one rollout. Give each rollout its own id, or leave rollout_ids out."
+        )
     for key in sorted(asked - {"step", "sample", "rollout"}) if rollouts > 1 and world_rank() == 0 else ():
         units = totals.units[key]
         if units.counts["all"].max() == samples:

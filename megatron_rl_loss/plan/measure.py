@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import replace
 from functools import partial
 
@@ -13,10 +14,10 @@ from torch import Tensor
 from megatron_rl_loss.errors import check_callable, check_within
 from megatron_rl_loss.plan.microbatch import Microbatch
 from megatron_rl_loss.plan.record import StepRecord
-from megatron_rl_loss.step.collectives import all_reduce, attempt, failure_of, raise_together, several
+from megatron_rl_loss.step.collectives import all_reduce, attempt, failure_of, raise_together, several, warn_on_one_rank
 from megatron_rl_loss.step.counting import count_step
-from megatron_rl_loss.step.masks import Floats, to_array
-from megatron_rl_loss.step.samples import LocalTokens
+from megatron_rl_loss.step.masks import Array, Floats, on_device, to_array
+from megatron_rl_loss.step.samples import LocalTokens, Samples
 from megatron_rl_loss.step.values import check_values
 
 #: A micro-batch -> a value for each token that this rank holds; or bools, true for those to keep.
@@ -62,7 +63,8 @@ class Measurement:
         if not self.tokens:
             return math.inf
         share = q * self.tokens * (1 - 1e-12)  # in floating point 0.07 * 100 is above 7
-        entries, ints, before, found = self._entries, _to_ints(self._values), 0.0, 0
+        entries, ints, before, leading = self._entries, _to_ints(self._values), 0.0, 0
+        # Each round counts the next eight bits of the values that have the leading bits of the one that is looked for.
         for shift in (24, 16, 8, 0):
             bins = (ints >> shift) & 255
             counted = np.bincount(bins, entries, 256).astype(np.float64)  # without a token NumPy counts ints
@@ -72,9 +74,9 @@ class Measurement:
             reached = filled[sums[filled] >= share]
             byte = int(reached[0] if len(reached) else filled[-1])  # sums in another order differ in the last bit
             before = float(sums[byte] - table[byte])
-            found = found << 8 | byte
+            leading = leading << 8 | byte
             entries, ints = entries[bins == byte], ints[bins == byte]
-        return _from_int(found)
+        return _from_int(leading)
 
 
 def keep(record: StepRecord, microbatches: Sequence[Microbatch] | None, name: str, flags: TokenFunction | None) -> None:
@@ -94,13 +96,45 @@ def keep(record: StepRecord, microbatches: Sequence[Microbatch] | None, name: st
         for part, cp_group in of_groups:
             for group in several(cp_group):
                 all_reduce(part, group, dist.ReduceOp.MAX)
-        samples = [microbatch.samples.with_kept_tokens(name, part.numpy().astype(bool)) for microbatch, part in pairs]
+        samples = [_with_kept_tokens(microbatch.samples, name, part.numpy().astype(bool)) for microbatch, part in pairs]
     counted = count_step(
         samples, record.groups, masks=[name], sums=record.modes.sums, settings=f"tokens to keep as {name!r}"
     )
     record.totals = replace(record.totals, by_mask={**record.totals.by_mask, name: counted.by_mask[name]})
     for microbatch, of_microbatch in zip(microbatches or (), samples or (), strict=True):
         microbatch.keep(name, of_microbatch)
+
+
+def _with_kept_tokens(samples: Samples, name: str, kept: Array) -> Samples:
+    """The samples with a further mask: the loss mask where ``kept``, bools [total_tokens], is true, else 0."""
+    mask = torch.from_numpy(samples.buffer * kept)
+    pairs = zip(samples.mask_starts, samples.mask_lengths, strict=True)
+    with_mask = copy(samples)
+    with_mask.by_mask = {
+        **samples.by_mask,
+        name: samples.masked_by(name, [mask[start : start + length] for start, length in pairs]),
+    }
+    return with_mask
+
+
+def gap(microbatch: Microbatch, name: str, values: Tensor) -> Tensor:
+    """`Microbatch.gap`."""
+    if name not in microbatch.log_probs:
+        raise ValueError(
+            f"gap({name!r}) with values of the forward passes: {', '.join(microbatch.log_probs) or 'none'}: the pass "
+            f"must run before the step. Call forward.log_probs({name!r}, ...) in before_step."
+        )
+    check_values(f"values beside log_probs[{name!r}]", values, microbatch.tokens)
+    gaps = (values.detach().float() - microbatch.log_probs[name].float().view_as(values)).abs().flatten()
+    active = on_device(microbatch.tokens.mask != 0, gaps.device)
+    largest = torch.cat([gaps.new_zeros(1), gaps.masked_fill(~active, 0)]).max()
+    if largest.is_cpu and not largest <= 1e-4:
+        warn_on_one_rank(
+            f"{name} of the training pass and of the forward pass before it differ by up to {float(largest):.2g} at a "
+            "token: thresholds and survivors come from the earlier pass. Switch dropout off, and run the same "
+            "kernels in both."
+        )
+    return largest
 
 
 # --- over the step
@@ -127,7 +161,9 @@ def _over_step(record: StepRecord, numbers: Tensor) -> Tensor:
     """Sums over the ranks of a stage, broadcast to stages without values, whose numbers are 0."""
     for group in record.groups.of_loss:
         all_reduce(numbers, group)
-    if not numbers.max() > 0:  # a sum of values may be negative
+    # Stages without values enter the maximum below with what loses against every number. Where there are values, a
+    # number of ranks or of tokens is above 0; their sum may be negative.
+    if not numbers.max() > 0:
         numbers.fill_(-math.inf)
     for group in several(*record.groups.replica_groups):
         all_reduce(numbers, group, dist.ReduceOp.MAX)
@@ -169,10 +205,10 @@ def _flags_in_buffer(microbatches: Sequence[Microbatch], flags: TokenFunction, n
     return np.concatenate(parts)
 
 
-def _of_tokens(what: str, given: Tensor, local: LocalTokens) -> Floats:
+def _of_tokens(what: str, values: Tensor, local: LocalTokens) -> Floats:
     """The values on the host, [num_local_tokens]; ValueError for another number of tokens."""
-    check_values(what, given, local)
-    return to_array(given).reshape(-1)
+    check_values(what, values, local)
+    return to_array(values).reshape(-1)
 
 
 def _to_ints(values: Floats) -> np.ndarray:

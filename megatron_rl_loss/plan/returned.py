@@ -24,6 +24,7 @@ class Receipt(NamedTuple):
 
 
 def _version(tensor: Tensor) -> int:
+    """The number of changes in place, which torch does not count for tensors made in inference mode."""
     return 0 if tensor.is_inference() else tensor._version
 
 

@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from megatron_rl_loss.errors import check_callable
 from megatron_rl_loss.megatron.flags import ProofLevel, proof_level
 from megatron_rl_loss.modes.aggregation import resolve
 from megatron_rl_loss.modes.table import Mode, ModeFunction
@@ -50,6 +51,9 @@ def prove_first_step(
         ValueError, TypeError: unusable settings.
         BadBatchError: on every rank, in the first training step, for wrong weights, or none from this library.
     """
+    check_callable(
+        "the schedule", forward_backward_func, "it must be Megatron's function", "Pass get_forward_backward_func()"
+    )
     asked = None if mode is None else resolve(mode, divisor=divisor, units=units)
     options: Any = {"level": proof_level(level), "pg_collection": pg_collection, "remedy": _REMEDY}
     first = FirstStep(asked, "the policy loss", **options)

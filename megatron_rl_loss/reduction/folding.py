@@ -51,7 +51,7 @@ def fold_into_advantages(
 
     Raises:
         ValueError: advantages that were folded before, that do not match the masks, or that are NaN or infinite at an
-            active token; weights below 0; anything `make_pg_loss_reducer` refuses.
+            active token; anything `make_pg_loss_reducer` refuses.
     """
     check_sized("advantages", advantages)
     if any(hasattr(column, _MARK) for column in advantages):
@@ -71,10 +71,10 @@ def fold_into_advantages(
     flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
     aggregation = resolve(mode, divisor=divisor, units=units)
     weights = checked_weights(aggregation, samples.local(0, 1), totals).to(flat.device)
-    if bool((weights < 0).any()) or not bool(torch.isfinite(flat[weights != 0]).all()):
+    if not bool(torch.isfinite(flat[weights != 0]).all()):
         raise ValueError(
-            "weights below 0, or advantages with NaN or Inf at active tokens: folding takes finite advantages and "
-            "weights >= 0. Mask such tokens, or aggregate the losses with make_pg_loss_reducer."
+            "advantages with NaN or Inf at active tokens: folding takes finite advantages. Mask such tokens, or "
+            "aggregate the losses with make_pg_loss_reducer."
         )
     # Each in a storage of its own, so that one sent elsewhere does not take all along.
     folded = [part.clone() for part in (flat * weights).masked_fill(weights == 0, 0).split(samples.mask_lengths)]

@@ -139,12 +139,14 @@ def reduce_notes(
     of_sum, of_max = dict[str, Tensor](), dict[str, Tensor]()
     for name, kind, *_ in known:
         size, least = (3 if kind in _MOMENTS else 1), (-torch.inf if kind in _EXTREMES else 0.0)
+        # float64, for float32 parts of thousands of micro-batches and ranks are added up.
         nothing = torch.full((size,), least, dtype=torch.float64, device=device)
         parts = torch.stack([nothing, *(notes[name].part for notes in of_microbatches if name in notes)])
         if kind in _EXTREMES:
             of_max[name] = parts.amax(0)
         else:
             of_sum[name] = parts.sum(0)
+    # An error travels with the sums, so that a step without one needs no collective for it.
     failed = torch.full((1,), float(failure is not None), dtype=torch.float64, device=device)
     sums, maxima = torch.cat([failed, *of_sum.values()]), torch.cat([failed[:0], *of_max.values()])
     for values, op in ((sums, dist.ReduceOp.SUM), (maxima, dist.ReduceOp.MAX)):
@@ -173,6 +175,8 @@ _Names = list[tuple[str, Kind, str | None, str]]
 def _agree_on(mine: _Names, groups: Sequence[Group]) -> _Names:
     """Name, kind, mask and aggregation of each metric that some rank reports, in one order on all ranks."""
     if groups:
+        # The largest digest and, of the negated one, the smallest: one reduction tells whether all ranks report alike,
+        # and only if not do they exchange names. A float64 holds 48 bits exactly.
         digest = float(hashed(repr(mine), 48))
         agreed = torch.tensor([digest, -digest], dtype=torch.float64, device="cpu")
         for group in groups:

@@ -115,6 +115,7 @@ def device_of(group: Group) -> torch.device:
 
 def all_reduce(values: Tensor, group: Group, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
     """Reduce values over the group, in place."""
+    # NCCL takes tensors on its device alone; values that lie there already are reduced in place, without a copy.
     moved = values.to(device_of(group))
     dist.all_reduce(moved, op=op, group=group)
     values.copy_(moved)
@@ -128,6 +129,7 @@ def all_gather_single(received: Tensor, sent: Tensor, group: Group) -> None:
 
 def gather_objects(value: Result, group: Group) -> list[Result]:
     """The values of all ranks of the group, on each of them: one all-gather where all are small, else a second one."""
+    # torch's all_gather_object always takes two collectives: lengths, then data.
     pickled = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
     length = len(pickled).to_bytes(_LENGTH, "little")
     first = _gather_bytes((length + pickled)[:_SMALL], _SMALL, group)

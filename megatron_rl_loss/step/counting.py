@@ -118,6 +118,8 @@ def count_step(
     mine = attempted if isinstance(attempted, Tally) else Tally(hashed(settings), failed=True)
     plain: tuple[Any, ...] = tuple(mine)  # a class takes several times as long to read, from thousands of ranks
     tallies = [mine]
+    # A rank with an error joins this and every later collective, in which the others would wait for it. What was
+    # wrong is raised on all ranks together, below.
     for group in several(groups.dp_group):
         tallies = [Tally(*fields) for fields in gather_objects(plain, group)]
     failed, has_data = any(tally.failed for tally in tallies), any(tally.has_data for tally in tallies)
@@ -136,6 +138,7 @@ def count_step(
         "numbers": {of_step} if has_data else set(),
         "dynamic_cp": {any(tally.dynamic_cp for tally in tallies)},
     }
+    # Last, so that what one data-parallel group has counted, or an error in it, reaches the ranks of all others.
     for group in groups.replicas:
         of_ranks = gather_objects(seen, group)
         seen = {name: set().union(*(of_rank[name] for of_rank in of_ranks)) for name in seen}
@@ -255,6 +258,7 @@ def sum_by_key(keys: Keys, columns: Mapping[str, Floats], prompts: Keys) -> Rows
             "one rollout id is used under two prompt ids: rollout ids must be unique in the step, not only within a "
             "prompt. Join prompt and rollout index into one id."
         )
+    # bincount adds in the order of the rows, which all ranks have alike: their sums agree to the bit.
     for name, values in columns.items():
         rows[name] = np.bincount(at, values, len(unique))
     return rows
@@ -273,6 +277,7 @@ def _add_up(
         rows = np.frombuffer(data, _fields(column.name for column in columns))
         rows = sum_by_key(rows["key"], {column.name: rows[column.name] for column in columns}, rows["prompt"])
         for mask, units in of_masks.items():
+            # Copies: a column of `rows` is a view with strides, which would keep the whole table.
             values = {column.counted: rows[column.name].copy() for column in columns if column.mask == mask}
             units[kind] = Units.of(rows["key"].copy(), values)
     of_step = {mask: units["step"].counts for mask, units in of_masks.items() if "step" in units}

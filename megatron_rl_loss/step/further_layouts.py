@@ -3,18 +3,16 @@
 from itertools import accumulate
 from typing import Literal
 
-from megatron_rl_loss.errors import check_choice, check_cp, check_int, check_one_each
-from megatron_rl_loss.step.layouts import SAME_MICROBATCH, IntList, Layout, Pieces, Slots, as_ints
+from megatron_rl_loss.errors import check_choice, check_int, check_one_each
+from megatron_rl_loss.step.layouts import SAME_MICROBATCH, IntList, Layout, Pieces, Slots, Zigzag, as_ints, check_cp
 
 
-class ZigzagBSHD(Slots):
+class ZigzagBSHD(Zigzag):
     """An unpacked batch ``[batch_size, seq_length]`` cut along the sequence, zigzag, row by row.
 
     Losses: ``[batch_size, seq_length / cp_size]`` (batch first) or flat. Source: Megatron `core/utils.py`,
     `get_batch_on_this_cp_rank`.
     """
-
-    cut, slot = "zigzag", "row"
 
     def __init__(
         self, batch_size: int, seq_length: int, total_lengths: IntList | None = None, filler_slots: int = 0
@@ -29,12 +27,21 @@ class ZigzagBSHD(Slots):
     def rows(self, num_tokens: int) -> tuple[int, ...]:
         return len(self.sizes), num_tokens // len(self.sizes)
 
+    def slot_name(self, number: int) -> str:
+        return f"row {number}"
+
+    @classmethod
+    def drawn(cls, bounds: list[int], lengths: list[int]) -> Layout:
+        return cls(len(lengths), bounds[1], total_lengths=lengths)
+
 
 class Contiguous(Slots):
     """Contiguous pieces, as with all-gather context parallelism: rank r holds piece r of ``cp_size`` equal ones.
 
     The packed buffer as a whole is cut; with ``per_slot`` every slot is (each row of an unpacked batch, say).
     """
+
+    cut = "contiguous"
 
     def __init__(
         self,
@@ -45,7 +52,17 @@ class Contiguous(Slots):
         per_slot: bool = False,
     ) -> None:
         super().__init__(cu_seqlens_padded, total_lengths, filler_slots)
-        self.cut = "contiguous" if per_slot else "buffer"
+        self.per_slot = per_slot
+
+    def cut_at(self) -> list[int]:
+        return self.bounds if self.per_slot else [0, self.total_tokens]
+
+    def slot_name(self, number: int) -> str:
+        return super().slot_name(number) if self.per_slot else "the packed buffer"
+
+    @classmethod
+    def drawn(cls, bounds: list[int], lengths: list[int]) -> Layout:
+        return cls(bounds, total_lengths=lengths, per_slot=True)
 
 
 class Gathered(Slots):
@@ -56,7 +73,7 @@ class Gathered(Slots):
     ``backward="slice"``: each rank gets the gradient of its own loss alone, which is then multiplied by cp_size.
     """
 
-    cut = "whole"
+    cut, is_whole = "gathered", True
 
     def __init__(
         self,
@@ -79,6 +96,7 @@ class ZigzagResponse(Layout):
     predict a response token (logit t predicts token t + 1). Losses: ``[num_local_tokens]``.
     """
 
+    cut = "responses"
     total_lengths: list[int]
     response_lengths: list[int]
 
@@ -130,3 +148,8 @@ class ZigzagResponse(Layout):
                 end = 0 if end < 0 else response if end > response else end
                 pieces.append((start + begin, start + end))
         return pieces
+
+    @classmethod
+    def drawn(cls, bounds: list[int], lengths: list[int]) -> Layout:
+        """Responses of these lengths behind prompts of three tokens, for `check_loss`; they have no other slots."""
+        return cls([length + 3 for length in lengths], lengths)

@@ -1,38 +1,30 @@
 """Layouts: where each sample's mask lies in a micro-batch's flat buffer, and which pieces of it a CP rank holds.
 
-A layout is slots, one after the other, and a cut of them over the ranks of a context-parallel (CP) group.
-
-| layout           | slots                                | rank r of c holds                                         |
-|------------------|--------------------------------------|-----------------------------------------------------------|
-| `ZigzagTHD`      | padded packed sequences              | chunks r and 2c-1-r of every slot cut into 2c             |
-| `ZigzagBSHD`     | rows of ``seq_length``               | the same                                                  |
-| `Contiguous`     | padded packed sequences              | the r-th of c equal pieces (of the buffer or each slot)   |
-| `Gathered`       | packed sequences                     | everything                                                |
-| `ZigzagResponse` | responses                            | response tokens whose logit lies in chunks r and 2c-1-r   |
-
-All but the first are in `further_layouts.py`.
+A layout is slots, one after the other, and a cut of them over the ranks of a context-parallel (CP) group. `Slots` is
+the base of layouts whose slots are cut one by one: such a layout says what a rank holds of one slot. `ZigzagTHD`, which
+a default launch has, is here; the others are in `further_layouts.py`.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from megatron_rl_loss.errors import check_cp, check_int, check_one_each
+from megatron_rl_loss.errors import check_int, check_one_each, is_int
 
 IntList = Sequence[int] | Tensor | npt.NDArray[Any]
 #: [begin, end) of each piece, or (begin, end, step): a token of every `step`, as `range` and `slice` take them.
 Pieces = list[tuple[int, ...]]
-Cut = Literal["zigzag", "contiguous", "buffer", "whole"]
 SAME_MICROBATCH = "Pass those of this micro-batch"
 
 
 def as_ints(name: str, values: IntList) -> list[int]:
     """`values` as a list; TypeError for anything but whole numbers in a row."""
+    # The usual case, for which no array is made; bools are no ints here.
     if type(values) is list and set(map(type, values)) <= {int}:
         return values.copy()
     try:
@@ -44,6 +36,15 @@ def as_ints(name: str, values: IntList) -> list[int]:
     return array.astype(np.int64).tolist()
 
 
+def check_cp(cp_rank: int, cp_size: int) -> None:
+    """Validate a rank's place in its context-parallel (CP) group."""
+    place, remedy = f"cp_rank={cp_rank!r}, cp_size={cp_size!r}", "Pass cp_group.rank() and cp_group.size()"
+    if not is_int(cp_rank) or not is_int(cp_size):
+        raise TypeError(f"{place}: both must be ints. {remedy}.")
+    if not 0 <= cp_rank < cp_size:
+        raise ValueError(f"{place}: cp_rank must be from 0 to cp_size - 1. {remedy}.")
+
+
 class Layout(ABC):
     """Base of all layouts, and of user-defined ones, which are validated. A value: never changed once made.
 
@@ -51,12 +52,14 @@ class Layout(ABC):
         is_whole: every CP rank holds every token, so that each counts for 1/cp_size of it.
         gather_sums_gradients: a gather over CP ranks adds their gradients on the way back.
         total_lengths, response_lengths: of each sample where known: without padding, and without the prompt.
+        cut: the name of the cut in `LossCall.cp_cut`, by which `check_loss` draws the layout; none for one of yours.
     """
 
     is_whole: bool = False
     gather_sums_gradients: bool = True
     total_lengths: list[int] | None = None
     response_lengths: list[int] | None = None
+    cut: str | None = None
 
     @property
     @abstractmethod
@@ -89,15 +92,17 @@ class Layout(ABC):
 
 
 class Slots(Layout):
-    """Samples in consecutive padded slots ``[cu_seqlens_padded[i], cu_seqlens_padded[i+1])``, each cut by `cut`.
+    """Samples in consecutive padded slots ``[cu_seqlens_padded[i], cu_seqlens_padded[i+1])``, each cut for itself.
 
     A mask is as long as its slot or, with ``total_lengths``, as its unpadded sample; other lengths are refused, not
     guessed. Entry t of a mask belongs to the loss at position t. Empty slots hold no sample unless there are as many
     masks as slots; ``filler_slots`` of the last non-empty ones hold none either.
+
+    Attributes:
+        chunks_per_rank: the length of a slot must be a multiple of this times the number of CP ranks.
     """
 
-    cut: Cut
-    slot = "slot"  # what an error calls one
+    chunks_per_rank: int = 1
 
     def __init__(self, cu_seqlens_padded: IntList, total_lengths: IntList | None = None, filler_slots: int = 0) -> None:
         self.bounds = as_ints("cu_seqlens_padded", cu_seqlens_padded)
@@ -114,10 +119,6 @@ class Slots(Layout):
     @property
     def total_tokens(self) -> int:
         return self.bounds[-1]
-
-    @property
-    def is_whole(self) -> bool:  # type: ignore[override]
-        return self.cut == "whole"
 
     def mask_starts(self, mask_lengths: list[int]) -> list[int]:
         slots = list(range(len(self.sizes)))
@@ -146,25 +147,51 @@ class Slots(Layout):
         check_cp(cp_rank, cp_size)
         if cp_size == 1 or self.is_whole:
             return [(0, self.total_tokens)]
-        bounds = [0, self.total_tokens] if self.cut == "buffer" else self.bounds
-        is_zigzag = self.cut == "zigzag"
-        chunks = 2 * cp_size if is_zigzag else cp_size
-        held = (cp_rank, chunks - 1 - cp_rank) if is_zigzag else (cp_rank,)
-        pieces = Pieces()
-        for i, (begin, end) in enumerate(pairwise(bounds)):
-            size, rest = divmod(end - begin, chunks)
-            if rest:
-                rule = "2 * cp_size" if is_zigzag else "cp_size"
-                what = "the packed buffer" if self.cut == "buffer" else f"{self.slot} {i}"
+        chunks, pieces = self.chunks_per_rank * cp_size, Pieces()
+        for i, (begin, end) in enumerate(pairwise(self.cut_at())):
+            if (end - begin) % chunks:
+                rule = f"{self.chunks_per_rank} * cp_size" if self.chunks_per_rank > 1 else "cp_size"
                 raise ValueError(
-                    f"{what} has {end - begin} tokens: it must be a multiple of {rule} = {chunks}, or the cut would "
-                    "repeat and drop tokens. Pad it."
+                    f"{self.slot_name(i)} has {end - begin} tokens: it must be a multiple of {rule} = {chunks}, or the "
+                    "cut would repeat and drop tokens. Pad it."
                 )
-            pieces += [(begin + chunk * size, begin + (chunk + 1) * size) for chunk in held]
+            pieces += self.held(begin, end, cp_rank, cp_size)
         return pieces
 
+    def held(self, begin: int, end: int, cp_rank: int, cp_size: int) -> Pieces:
+        """The pieces that a rank holds of the slot [begin, end): by default its one of ``cp_size`` equal ones."""
+        size = (end - begin) // cp_size
+        return [(begin + cp_rank * size, begin + (cp_rank + 1) * size)]
 
-class ZigzagTHD(Slots):
+    def cut_at(self) -> list[int]:
+        """Where one part that is cut for itself ends and the next begins."""
+        return self.bounds
+
+    def slot_name(self, number: int) -> str:
+        """What an error calls the part of that number."""
+        return f"slot {number}"
+
+    @classmethod
+    def drawn(cls, bounds: list[int], lengths: list[int]) -> Layout:
+        """The layout of samples of these lengths in slots with these bounds, for `check_loss`."""
+        return cls(bounds, total_lengths=lengths)
+
+
+class Zigzag(Slots):
+    """Slots cut into 2 * cp_size chunks: rank r holds chunk r and chunk 2 * cp_size - 1 - r.
+
+    Under a causal mask all ranks then have about as much work: a late chunk attends to more tokens than an early one.
+    """
+
+    chunks_per_rank = 2
+
+    def held(self, begin: int, end: int, cp_rank: int, cp_size: int) -> Pieces:
+        size = (end - begin) // (2 * cp_size)
+        before = cp_rank * size  # tokens outside the two chunks, on either side
+        return [(begin + before, begin + before + size), (end - before - size, end - before)]
+
+
+class ZigzagTHD(Zigzag):
     """Packed sequences as Megatron-Core and Transformer Engine cut them over CP ranks.
 
     Of slot ``[s, e)`` with ``c = (e - s) / (2 * cp_size)`` rank r holds ``[s + r*c, s + (r+1)*c)``, then

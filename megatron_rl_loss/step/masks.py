@@ -5,7 +5,6 @@ Also transfers of arrays between a device and the host.
 
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
-from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -22,6 +21,7 @@ Mask = Tensor | Array | Sequence[float]
 
 #: Beyond these the float32 weight of a token could vanish, or a step's sum of masks be no count (`check_count`).
 SMALLEST, LARGEST = 1e-30, 1e9
+#: The bounds, rounded to float32, may lie a little beyond themselves.
 _ROUNDED = 1 + 1e-6
 _COMPLEX = {torch.complex32, torch.complex64, torch.complex128}
 
@@ -135,30 +135,6 @@ def place(joined: Array, places: Sequence[tuple[int, int]], total_tokens: int) -
     return buffer
 
 
-def to_row(value: Any, length: int) -> Any:
-    """A row of that length where the value is one number, else the value itself."""
-    if np.ndim(value):
-        return value
-    if isinstance(value, Tensor):
-        return value.expand(length)
-    if not isinstance(value, (Real, np.generic)):
-        raise TypeError(f"{value!r} for a sample: it must be a number, or a row as long as the mask. Pass either.")
-    return np.full(length, value)
-
-
-def place_rows(rows: Sequence[Any], places: Sequence[tuple[int, int]], total_tokens: int) -> Any:
-    """`place` of rows that are not joined yet; of tensors a tensor, which stays differentiable and on their device."""
-    like = next((row for row in rows if isinstance(row, Tensor)), None)
-    if like is None:
-        return place(np.concatenate([np.zeros(0), *rows]), places, total_tokens)
-    rows = [row if isinstance(row, Tensor) else torch.as_tensor(row).to(like) for row in rows]
-    parts, at = list[Tensor](), 0
-    for (begin, end), row in zip(places, rows, strict=True):
-        parts += [row.new_zeros(begin - at), row]
-        at = end
-    return torch.cat([*parts, parts[-1].new_zeros(total_tokens - at)])
-
-
 def sum_each(joined: Array, lengths: Sequence[int]) -> Floats:
     """The sum of each row, of rows with these numbers of entries, float64 [num_rows]."""
     starts = [0, *accumulate(lengths)][:-1]
@@ -168,18 +144,3 @@ def sum_each(joined: Array, lengths: Sequence[int]) -> Floats:
     if filled.any():
         sums[filled] = np.add.reduceat(joined, np.array(starts)[filled], dtype=np.float64)
     return sums
-
-
-def plain_label(label: Any) -> Any:
-    """A label in the form that replicas compare: numbers and texts unchanged, sets sorted, other objects by type."""
-    if isinstance(label, Tensor | np.ndarray):
-        return to_array(label).tolist()
-    if isinstance(label, list | tuple):
-        return [plain_label(entry) for entry in label]
-    if isinstance(label, dict):
-        return sorted(repr((plain_label(key), plain_label(value))) for key, value in label.items())
-    if isinstance(label, set | frozenset):
-        return sorted(repr(plain_label(entry)) for entry in label)
-    if isinstance(label, np.generic):
-        return label.item()
-    return label if isinstance(label, str | bytes | int | float | None) else type(label).__qualname__

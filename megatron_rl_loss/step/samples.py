@@ -17,10 +17,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from megatron_rl_loss.errors import check_cp, check_mapping, check_one_each, check_sized, find_named
+from megatron_rl_loss.errors import check_mapping, check_one_each, check_sized
 from megatron_rl_loss.step.collectives import Group, rank_in, size_of
 from megatron_rl_loss.step.ids import Ids, IdsByName, Keys, check_units, kind_of_ids, parts_of
-from megatron_rl_loss.step.layouts import Layout, Pieces, as_ints, is_user_defined
+from megatron_rl_loss.step.layouts import Layout, Pieces, as_ints, check_cp, is_user_defined
 from megatron_rl_loss.step.masks import (
     Array,
     Floats,
@@ -29,14 +29,16 @@ from megatron_rl_loss.step.masks import (
     check_masks,
     join_on_host,
     place,
-    place_rows,
-    plain_label,
     sum_each,
     to_array,
-    to_row,
 )
 
 Labels = Mapping[str, Sequence[Any] | Tensor]
+#: The remedy where samples without a layout have fewer mask entries than tokens.
+MASKS_TOO_SHORT = (
+    "The masks have fewer entries: if they are of responses alone, pass masks of whole samples, 0 at the prompt; if "
+    "samples are padded, pass layout="
+)
 
 
 class Samples:
@@ -86,8 +88,8 @@ class Samples:
         cp_group: Group | None = None,
     ) -> None:
         size_of(cp_group)  # refuses what is no group
-        for what, given_by_name in (("ids", ids), ("labels", labels), ("term_masks", term_masks)):
-            check_mapping(what, given_by_name or {}, "Pass {name: one entry per sample}")
+        for what, by_name in (("ids", ids), ("labels", labels), ("term_masks", term_masks)):
+            check_mapping(what, by_name or {}, "Pass {name: one entry per sample}")
         if not isinstance(layout, Layout | None):
             raise TypeError(f"layout is {layout!r}: it must be a Layout. Pass e.g. ZigzagTHD(cu_seqlens_padded).")
         masks, self.mask_lengths = check_masks(loss_masks)
@@ -101,7 +103,7 @@ class Samples:
             if is_user_defined(layout):
                 from megatron_rl_loss.step.own_layouts import check_pieces
 
-                check_pieces(layout, "loss masks", self._places)
+                check_pieces(layout, "loss masks", self.places)
         kinds = [("rollout", rollout_ids), ("prompt", prompt_ids), *(ids or {}).items()]
         by_kind = dict(named := [(name, values) for name, values in kinds if values is not None])
         if len(by_kind) < len(named):
@@ -109,9 +111,9 @@ class Samples:
         if reserved := {"step", "sample"} & by_kind.keys():
             raise ValueError(f"ids named {min(reserved)!r}: the step and each sample are units already. Rename them.")
         self.parts = {name: parts_of(name, values, self.mask_lengths) for name, values in by_kind.items()}
-        for parts in self.parts.values():
-            parts.keys.flags.writeable = False
-        self.ids = {name: one.keys for name, one in self.parts.items() if one.of_entry is None}
+        for array in (array for parts in self.parts.values() for array in parts if array is not None):
+            array.flags.writeable = False
+        self.ids = {name: parts.keys for name, parts in self.parts.items() if parts.of_entry is None}
         self.kinds_of_ids = tuple(sorted((name, kind_of_ids(values)) for name, values in by_kind.items()))
         for name, entries in self.labels.items():
             check_sized(f"labels {name!r}", entries)
@@ -128,9 +130,12 @@ class Samples:
             raise TypeError("tokens in rows of other lengths: they must lie in one buffer. Join or pad them.") from None
         whole = None if self.layout is None or self.layout.response_lengths is None else self.layout.total_lengths
         if math.prod(shape) not in (self.total_tokens, sum(whole or [self.total_tokens])):
+            remedy = "Pass the micro-batch's input ids, padded and ordered as the layout says, not cut for a CP rank."
+            if self.layout is None and math.prod(shape) > self.total_tokens:
+                remedy = f"{MASKS_TOO_SHORT}."
             raise ValueError(
                 f"tokens of shape {shape} for a buffer of {self.total_tokens} positions: there must be one token for "
-                "each. Pass the micro-batch's input ids, padded and ordered as the layout says, not cut for a CP rank."
+                f"each. {remedy}"
             )
 
     def masked_by(self, name: str, other_masks: Iterable[Mask]) -> "Samples":
@@ -151,7 +156,8 @@ class Samples:
         return len(self.mask_lengths)
 
     @property
-    def _places(self) -> list[tuple[int, int]]:
+    def places(self) -> list[tuple[int, int]]:
+        """[begin, end) of each sample's mask in the buffer."""
         return [(start, start + n) for start, n in zip(self.mask_starts, self.mask_lengths, strict=True)]
 
     def _take(self, masks: list[Tensor]) -> None:
@@ -165,10 +171,11 @@ class Samples:
         """Fill the buffer with masks end to end on the host; ValueError for entries that are no usable weights."""
         self.holds_flags = check_entries(joined, self._given)
         check_units(self.parts, joined)
+        # Sums of a float64 mask keep its digits; a narrower mask is float32, as the weights made of it are.
         weights = joined if joined.dtype == np.float64 else joined.astype(np.float32)
         self._mask_sums = sum_each(weights, self.mask_lengths)
         self._active_tokens = self._mask_sums if self.holds_flags else sum_each(weights != 0, self.mask_lengths)
-        self._buffer, self._given = place(weights, self._places, self.total_tokens), []
+        self._buffer, self._given = place(weights, self.places, self.total_tokens), []
         for counted in (self._buffer, self._mask_sums, self._active_tokens):  # as ids: a change would not be counted
             counted.flags.writeable = False
 
@@ -188,7 +195,7 @@ class Samples:
     @property
     def loss_masks(self) -> list[Array]:
         """The mask of each sample on the host, views of `buffer`."""
-        return [self.buffer[begin:end] for begin, end in self._places]
+        return [self.buffer[begin:end] for begin, end in self.places]
 
     @property
     def mask_sums(self) -> Floats:
@@ -219,39 +226,20 @@ class Samples:
         number, such as an advantage, stands at each entry of the mask. Tensors stay differentiable and on their device;
         others give a float64 array.
         """
-        check_sized("values", values)
-        check_one_each("rows", len(values), "loss masks", len(self))
-        rows = [to_row(value, length) for value, length in zip(values, self.mask_lengths, strict=True)]
-        if (shapes := [tuple(row.shape) if hasattr(row, "shape") else np.shape(row) for row in rows]) != [
-            (length,) for length in self.mask_lengths
-        ]:
-            lengths = [shape[0] if len(shape) == 1 else shape for shape in shapes[:8]]
-            raise ValueError(
-                f"rows of {lengths} values for loss masks of {self.mask_lengths[:8]}: a row must be as long as its "
-                "sample's mask. Pass one value per mask entry."
-            )
-        flat = place_rows(rows, self._places, self.total_tokens)
-        if isinstance(values, Tensor) and not rows:
-            flat = values.new_zeros(self.total_tokens)
-        return flat if self.layout is None else flat.reshape(self.layout.rows(len(flat)))
+        from megatron_rl_loss.step.rows import rows_in_buffer
 
-    def with_kept_tokens(self, name: str, kept: Array) -> "Samples":
-        """These samples with a further mask: the loss mask where ``kept``, bools [total_tokens], is true, else 0."""
-        samples, kept_mask = copy.copy(self), torch.from_numpy(self.buffer * kept)
-        further = [kept_mask[begin:end] for begin, end in self._places]
-        samples.by_mask = {**self.by_mask, name: self.masked_by(name, further)}
-        return samples
+        return rows_in_buffer(self, values)
 
     def label(self, name: str) -> Any:
         """The labels of that name, one per sample; ValueError where there are none."""
-        return find_named("label", name, self.labels, "labels")
+        return _find_named("label", name, self.labels, "labels")
 
     def with_mask(self, name: str | None) -> "Samples":
         """These samples with one of the further masks, for None unchanged; ValueError for an unknown mask.
 
         No samples have every mask.
         """
-        return self if name is None or not len(self) else find_named("mask", name, self.by_mask, "term_masks")
+        return self if name is None or not len(self) else _find_named("mask", name, self.by_mask, "term_masks")
 
     @property
     def counts_here(self) -> bool:
@@ -269,6 +257,7 @@ class Samples:
         digest.update(b"" if self.layout is None else self.layout.describe().encode())
         for name, samples in [("", self), *sorted(self.by_mask.items())]:
             flags = samples.buffer != 0
+            # A bit for a flag, whatever its dtype: ranks may read one mask as ints and as bools.
             packed = np.packbits(flags) if samples.holds_flags else samples.buffer.astype(np.float32)
             digest.update(name.encode() + packed.tobytes())
         for name, parts in sorted(self.parts.items()):
@@ -278,6 +267,8 @@ class Samples:
             plain = tokens.astype(np.int64 if tokens.dtype.kind in "biu" else np.float64)
             digest.update(f"{tokens.shape}".encode() + plain.tobytes())
         for name, entries in sorted(self.labels.items()):
+            from megatron_rl_loss.step.labels import plain_label
+
             digest.update(repr((name, [plain_label(entry) for entry in entries])).encode())
         return digest.digest()
 
@@ -294,7 +285,7 @@ class Samples:
         if is_user_defined(self.layout):
             from megatron_rl_loss.step.own_layouts import check_cut
 
-            check_cut(self.layout, self._places, cp_size)
+            check_cut(self.layout, self.places, cp_size)
         return LocalTokens(self, cp_size, list(self.layout.pieces(cp_rank, cp_size)))
 
 
@@ -310,6 +301,16 @@ def read_masks(microbatches: Iterable[Samples]) -> None:
     ends = np.cumsum([0, *(sum(samples.mask_lengths) for samples in waiting)])
     for samples, begin, end in zip(waiting, ends, ends[1:], strict=False):
         samples._fill(joined[begin:end])
+
+
+def _find_named(kind: str, name: str, columns: Mapping[str, Any], argument: str) -> Any:
+    """The entry of that name; ValueError where the samples lack it."""
+    if name not in columns:
+        raise ValueError(
+            f"the samples have no {kind} {name!r} (they have {', '.join(columns) or 'none'}): every micro-batch must "
+            f"bring the {kind}s that a mode or a term uses. Pass Samples(..., {argument}={{{name!r}: [...]}})."
+        )
+    return columns[name]
 
 
 class LocalTokens:
@@ -384,7 +385,9 @@ class LocalTokens:
     @cached_property
     def mask(self) -> Array:
         """This rank's part of the masks, [num_local_tokens]. Not to be changed."""
-        return self.of(self.samples.buffer)
+        mask = self.of(self.samples.buffer)
+        mask.flags.writeable = False
+        return mask
 
     @cached_property
     def positions(self) -> npt.NDArray[np.int64]:
@@ -432,7 +435,7 @@ class LocalTokens:
         parts = self.samples.parts.get(key)
         if parts is None or parts.of_entry is None:
             return self.counts, None
-        part = self.of(place(parts.of_entry + 1, self.samples._places, self.samples.total_tokens))
+        part = self.of(place(parts.of_entry + 1, self.samples.places, self.samples.total_tokens))
         counts = np.bincount(part, minlength=len(parts.keys) + 1)
         return counts[1:], part.argsort(kind="stable")[counts[0] :]
 
@@ -454,5 +457,10 @@ class LocalTokens:
         return int(np.count_nonzero(self.mask))
 
     def spread(self, of_samples: Array) -> Array:
-        """One value per sample, [num_samples] -> the value of each token's sample, [num_local_tokens]."""
+        """One value per sample, [num_samples] -> the value of each token's sample, [num_local_tokens].
+
+        0 at the tokens of a filler micro-batch, which has no sample.
+        """
+        if not len(self.samples):
+            return np.zeros(len(self), of_samples.dtype)
         return of_samples.repeat(self.counts)

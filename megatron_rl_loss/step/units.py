@@ -23,9 +23,8 @@ class Counting(NamedTuple):
         units: which units count, in words.
         counts: samples and a key -> True for each part by that key that counts, bools [num_parts]. Where ids of that
             name are not given per token, each sample is a part.
-        labels: names of the samples' labels that `counts` reads. Without any, masks and ids suffice to tell what
-            counts, so that an audit, which has no more, judges it. With labels it is counted in steps whose samples
-            have these.
+        labels: names of the samples' labels that `counts` reads. Steps are counted by it, and judged by it in an audit,
+            where the samples have these.
     """
 
     name: str
@@ -33,9 +32,13 @@ class Counting(NamedTuple):
     counts: Callable[[Samples, str], npt.NDArray[np.bool_]]
     labels: tuple[str, ...] = ()
 
+    def can_count(self, samples: Samples) -> bool:
+        """True for samples that have the labels."""
+        return all(name in samples.labels for name in self.labels)
+
     def of_parts(self, samples: Samples, key: str) -> Floats:
         """1 for each part that counts, else 0, float64 [num_parts]; NaN where the samples lack the labels."""
-        if any(name not in samples.labels for name in self.labels):
+        if not self.can_count(samples):
             return samples.at_parts(key, np.full(len(samples), np.nan))
         return self.counts(samples, key).astype(np.float64)
 

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from megatron_rl_loss.step.samples import LocalTokens, Samples
+from megatron_rl_loss.step.samples import MASKS_TOO_SHORT, LocalTokens, Samples
 
 
 def check_values(what: str, values: object, local: LocalTokens) -> None:
@@ -36,6 +36,8 @@ def _layout_hint(num_values: int, num_local: int, samples: Samples) -> str:
         return "These are the active tokens only: pass the losses of all positions, or ZigzagResponse for responses"
     if layout is not None and num_values and layout.total_tokens % num_values == 0:
         return f"These are 1/{layout.total_tokens // num_values} of the micro-batch: check that cp_size is right"
+    if layout is None and num_values > num_local and num_local:
+        return MASKS_TOO_SHORT
     if layout is None and num_values == sum(samples.mask_lengths) - len(samples):
         return "Each mask has one entry too many: it goes with the labels, so drop the entry of the first token"
     if num_values == len(samples):

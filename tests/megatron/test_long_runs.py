@@ -17,10 +17,11 @@ import psutil
 import pytest
 import torch
 from graphs import graph_nodes
+from placements import PLACES, bshd, padded_masks
 from ranks import run_ranks
 from table_step import aggregation, begun, start, table_model
 
-from megatron_rl_loss import Contiguous, Gathered, Samples, ZigzagBSHD, ZigzagResponse, ZigzagTHD
+from megatron_rl_loss import Samples
 
 pytestmark = pytest.mark.slow
 
@@ -78,16 +79,11 @@ def draw_masks(rng: random.Random) -> list[torch.Tensor]:
     return [(torch.rand(n) < kind).float() * rng.choice([1, 0.5]) for n, kind in zip(lengths, kinds, strict=True)]
 
 
-def draw_layout(rng: random.Random, lengths: list[int], cp_size: int) -> Any:
-    sizes = [-(-n // (2 * cp_size)) * 2 * cp_size for n in lengths]
-    bounds = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
-    kind = rng.choice(["thd", "bshd", "response", "contiguous", "gathered"])
-    if kind == "response":
-        return ZigzagResponse([n + rng.randint(1, 9) for n in lengths], lengths)
-    if kind == "bshd" and lengths:
-        return ZigzagBSHD(len(lengths), max(sizes), total_lengths=lengths)
-    packed: Any = {"contiguous": Contiguous, "gathered": Gathered}.get(kind, ZigzagTHD)
-    return packed(bounds, total_lengths=lengths)
+def draw_samples(rng: random.Random, masks: list[torch.Tensor], cp_size: int, **ids: Any) -> Samples:
+    """Samples in one of the layouts; there are no rows of no samples."""
+    placed = rng.choice([place for place in PLACES if masks or place is not bshd])([*map(len, masks)], cp_size)
+    chosen = [oracle.sample([], mask.tolist()) for mask in masks]
+    return Samples(padded_masks(chosen, placed), layout=placed.layout, **ids)
 
 
 def grown_by_adapter(cp: int, leak: bool, steps: int) -> list[str]:
@@ -107,8 +103,7 @@ def grown_by_adapter(cp: int, leak: bool, steps: int) -> list[str]:
         for _ in range(3):
             masks = draw_masks(rng)
             ids = [rng.randrange(20) + 100 * dp_rank for _ in masks]
-            layout = draw_layout(rng, [mask.numel() for mask in masks], cp)
-            yield Samples(masks, layout=layout, rollout_ids=ids, prompt_ids=[i // 5 for i in ids])
+            yield draw_samples(rng, masks, cp, rollout_ids=ids, prompt_ids=[i // 5 for i in ids])
 
     def step(number: int) -> int:
         torch.manual_seed(number + 1000 * dp_rank)

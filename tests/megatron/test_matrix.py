@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.gpus]
 CASE_AXES: dict[str, tuple[Any, ...]] = {
     "microbatches": (1, 3, 4),
     "mode": oracle.MODES,
-    "units": ("all", "active"),
+    "units": tuple(oracle.BY_MASKS),
     "scaling": ("mean", "averaged in collective", "per token"),
     "bf16": (False, True),
     "optimizer": ("plain", "overlap", "distributed+overlap"),

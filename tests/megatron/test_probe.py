@@ -46,6 +46,12 @@ def planted(variant: str, cp_size: int) -> Iterator[None]:
         schedules.forward_step_calc_loss = original
 
 
+def returned_as_a_pair(step: Any, data: Any, model: Any, num_microbatches: int) -> None:
+    """Begin a step, which says nothing of this form, and return a micro-batch's loss in it."""
+    microbatch = next(begun(step, data, model, num_microbatches))
+    microbatch.loss(torch.zeros(len(microbatch.tokens), requires_grad=True), form="2-tuple")
+
+
 Case = tuple[str, bool, bool]  # variant, per-token loss, averaged in the collective
 
 
@@ -66,12 +72,13 @@ def verdicts(cases: list[Case]) -> list[str]:
         data: Any = iter([Batch(samples, [first + i], 2) for i in range(3)])
         with planted("" if "DDP" in variant else variant, cp_size=2):
             given = data if chunks is model else [None, data]
-            texts.append(outcome_of(functools.partial(begun, step, given, chunks, 3)))
+            begin: Any = returned_as_a_pair if "a pair" in variant else begun
+            texts.append(outcome_of(functools.partial(begin, step, given, chunks, 3)))
         assert torch.equal(model.module.losses, before)
     return texts
 
 
-SOUND: list[Case] = [("", False, False), ("", True, False), ("", False, True)]
+SOUND: list[Case] = [("", False, False), ("", True, False), ("", False, True), ("a pair", False, False)]
 
 
 def scales(found: str, relied: str) -> str:
@@ -111,8 +118,8 @@ def test_the_installed_megatron_keeps_the_contract_and_a_changed_one_is_refused_
             assert "Use megatron-core 0.15 to 0.19, or a megatron_rl_loss made for this version" in text
 
 
-def probes() -> tuple[int, list[Any]]:
-    """Calls of forward_step_calc_loss by three steps, and the scales of auxiliary losses, which it must not touch."""
+def probes() -> tuple[list[int], list[Any]]:
+    """Calls of forward_step_calc_loss after each of three steps, and the scales of auxiliary losses, left alone."""
     from megatron.core.pipeline_parallel import schedules
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
     from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
@@ -132,11 +139,34 @@ def probes() -> tuple[int, list[Any]]:
 
     schedules.forward_step_calc_loss = counted
     step = aggregation(mode="token_mean")
-    for _ in range(3):
-        begun(step, iter([Batch(samples, [0], 1)]), model, 1)
+    after_step = []
+    for begin in (begun, returned_as_a_pair, returned_as_a_pair):
+        begin(step, iter([Batch(samples, [0], 1)]), model, 1)
+        after_step.append(calls)
     untouched = MTPLossAutoScaler.main_loss_backward_scale is before
-    return calls, [MoEAuxLossAutoScaler.main_loss_backward_scale, untouched, model.config.num_moe_experts]
+    return after_step, [MoEAuxLossAutoScaler.main_loss_backward_scale, untouched, model.config.num_moe_experts]
 
 
-def test_each_form_is_probed_once_and_leaves_no_trace() -> None:
-    assert run_ranks(1, probes) == [(2, [None, True, 2])]
+def arguments_in_a_measured_step() -> list[str]:
+    """The CP arguments for a Megatron that takes the group alone, whose function a measurement has wrapped."""
+    from megatron.core.pipeline_parallel import schedules
+
+    from megatron_rl_loss.megatron.versions import cp_arguments
+    from megatron_rl_loss.proof.measurement import Measurement
+
+    state = start()
+
+    def forward_step_calc_loss(model: Any, output_tensor: Any, loss_func: Any, *, cp_group: Any) -> None: ...
+
+    schedules.forward_step_calc_loss = forward_step_calc_loss
+    with Measurement(table_model([0.0])):
+        return [*cp_arguments(state.get_context_parallel_group())]
+
+
+def test_a_probe_in_a_measured_step_calls_megatron_as_it_wants_to_be_called() -> None:
+    assert run_ranks(1, arguments_in_a_measured_step) == [["cp_group"]]
+
+
+def test_a_form_is_probed_once_where_it_is_returned_and_leaves_no_trace() -> None:
+    """The first step probes the form that loss functions return by default, and no other."""
+    assert run_ranks(1, probes) == [([1, 2, 2], [None, True, 2])]

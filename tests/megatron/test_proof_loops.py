@@ -543,3 +543,10 @@ def test_a_loop(name: str, record_property: Any) -> None:
             assert not step.raised, (rank, step)
             assert re.search(expected if rank == 0 else "^$", step.printed), (rank, step)
             assert step.error < 1e-6, (rank, step)
+
+
+def test_only_a_schedule_can_be_proved() -> None:
+    from megatron_rl_loss import prove_first_step
+
+    with pytest.raises(TypeError, match=r"the schedule is a list: it must be Megatron's function. Pass get_forward"):
+        prove_first_step([], "token_mean")  # type: ignore[arg-type]

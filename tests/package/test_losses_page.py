@@ -1,7 +1,9 @@
 """docs/losses.md: its functions are there, its flags are the example's, its code runs."""
 
+import math
 import re
 from argparse import ArgumentParser
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,9 +11,22 @@ import pytest
 import torch
 from pages import code_under
 from repository import EXAMPLES, ROOT
+from torch import Tensor
 
 import megatron_rl_loss
-from megatron_rl_loss import Metric, Samples, add_loss_aggregation_args, plan_step
+from megatron_rl_loss import (
+    Metric,
+    Samples,
+    add_loss_aggregation_args,
+    group_relative_advantages,
+    importance_weights,
+    kl_estimate,
+    plan_step,
+    policy_loss,
+    ppo_clip_loss,
+    segment_mean,
+    to_tokens,
+)
 from megatron_rl_loss.losses.by_name import POLICY_LOSSES, check_goes_with
 from megatron_rl_loss.modes.aggregation import resolve
 
@@ -22,7 +37,11 @@ ROWS = [line for line in PAGE.splitlines() if line.startswith("| ") and "---" no
 def test_every_policy_loss_has_its_row_and_paper_and_functions_are_public() -> None:
     for name in POLICY_LOSSES:
         rows = [row for row in ROWS if re.search(rf"(--policy-loss |, )`?{name}\b", row)]
-        assert re.search(r"\(https://arxiv\.org/abs/\d{4}\.\d{5}\)", "".join(rows)), name
+        assert rows, f"policy loss {name!r}: add its row to docs/losses.md"
+        cites = re.search(r"\(https://arxiv\.org/abs/\d{4}\.\d{5}\)", "".join(rows))
+        assert cites, (
+            f"policy loss {name!r}: its row in docs/losses.md must link its paper, (https://arxiv.org/abs/...)"
+        )
     named = set(re.findall(r"`(\w+(?:_loss|_estimate|_weights|_sequences|_masks|_advantages))\b", PAGE))
     assert named
     assert named <= {"megatron_rl_loss", *vars(megatron_rl_loss)["__all__"]}
@@ -41,6 +60,62 @@ def test_what_a_row_combines_goes_together_and_its_flags_are_the_examples() -> N
     flags = {flag for span in re.findall(r"`(--[^`]+)`", PAGE) for flag in re.findall(r"--[a-z-]+", span)}
     assert flags
     assert not [flag for flag in flags if f'"{flag}"' not in text]
+
+
+def test_the_clip_range_has_one_default() -> None:
+    """That of the function, of the loss by name, of the example's flags, and on the page: 0.2 on both sides."""
+    old, advantages = torch.full((4,), -2.0), torch.tensor([1.0, 1.0, -1.0, -1.0])
+    now = old + torch.tensor([1.19, 1.21, 0.81, 0.79]).log()
+    for loss in (ppo_clip_loss, partial(policy_loss, "ppo")):
+        made = loss(now, old, advantages, torch.ones(4))
+        assert made.clipped.tolist() == [0, 1, 0, 1]
+        assert made.per_token_loss.tolist() == pytest.approx([-1.19, -1.2, 0.81, 0.8])
+    assert "`--policy-loss ppo` is the default. Its clip range is 0.2 on both sides, as in `ppo_clip_loss`." in PAGE
+    example = (EXAMPLES / "pretrain_grpo.py").read_text()
+    for flag in ("--clip-low", "--clip-high"):  # without one, the loss's own
+        assert re.search(rf'"{flag}", type=float, help="[^"]*default: the loss\'s, PPO 0\.2\."\)', example)
+
+
+def test_where_other_frameworks_differ_the_page_says_how_to_have_theirs() -> None:
+    """The table's middle column, as formulas, by its last column; their code itself: tests/frameworks/real."""
+    table = PAGE.partition("## Where other frameworks differ")[2].partition("\n## ")[0]
+    local, mask = Samples([[1, 0, 1], [1, 1, 1]]).local(0, 1), torch.tensor([[1.0, 0, 1], [1, 1, 1]])
+    old, r, k = torch.full((2, 3), -2.0), torch.tensor([[0.9, 1, 1.3], [1, 1.1, 0.8]]), torch.rand(2, 3) + 0.5
+    now, advantages, log_k = (old + r.log()).requires_grad_(), torch.tensor([[1.0] * 3, [-2.0] * 3]), k.log()
+
+    def mean(values: Tensor) -> Tensor:
+        return (values * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True)
+
+    def ours(name: str, weights: Tensor | None = None, **settings: Any) -> Tensor:
+        flat = now.flatten(), old.flatten(), advantages.flatten(), local
+        return policy_loss(name, *flat, importance_weights=weights, **settings).per_token_loss.view(2, 3) * mask
+
+    of_sequences = importance_weights(to_tokens(segment_mean(log_k.flatten(), local), local), high=9.0)
+    clipped = torch.where(advantages < 0, r.log().clamp(min=-0.4), r.log().clamp(max=0.4))
+    geo_mean = -advantages * mean(clipped).exp() * mean(log_k).exp() * mask
+    assert "`geo_mean`" in table
+    assert torch.allclose(ours("gmpo", of_sequences), geo_mean)
+    assert 'policy_loss("gspo_token", ...)' in table
+    gspo = -advantages * mean(r.log()).exp() * k * mask
+    weighed = ours("gspo_token", k.flatten(), clip_low=0.9, clip_high=5)
+    assert torch.allclose(weighed, gspo)
+    assert torch.allclose(torch.autograd.grad(weighed.sum(), now)[0], gspo)  # each token's own, also by its weight
+    assert "no gradient beyond" in table
+    far = torch.tensor([-8.0], requires_grad=True)
+    kl_estimate(far, torch.tensor([-3.0]), torch.ones(1)).backward()
+    assert far.grad is not None
+    assert far.grad.item() == pytest.approx(1 - math.exp(5))
+    assert "| the reward itself | 0 |" in table
+    rewards = [3.0, 0.0, 1.0]
+    assert group_relative_advantages(rewards, [0, 1, 1], epsilon=1e-4).tolist() == pytest.approx(
+        [0, *(sign * 0.5 / (0.5**0.5 + 1e-4) for sign in (-1, 1))]
+    )
+    assert "`epsilon=1e-4`" in table
+    assert "`clip_high=4.0`, its distance from 1" in table
+    high = policy_loss("cispo", torch.tensor([-1.0]), torch.tensor([-4.0]), torch.ones(1), torch.ones(1), clip_high=4.0)
+    assert high.per_token_loss.item() == pytest.approx(5)  # -5 A log_prob
+    assert '`2 * kl_estimate(..., estimator="k2")`' in table
+    assert torch.allclose(2 * kl_estimate(now, old, mask, estimator="k2"), r.log().square() * mask, atol=1e-6)
 
 
 def test_code_runs() -> None:

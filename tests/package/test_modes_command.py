@@ -15,7 +15,7 @@ def test_its_step_is_the_one_that_is_worked_out_by_hand() -> None:
     assert [sample.prompt_id for sample in oracle.WORKED] == [0, 0, 1, 1]  # the table's a, a, b, b
 
 
-@pytest.mark.parametrize("units", ["all", "active"])
+@pytest.mark.parametrize("units", oracle.BY_MASKS)
 @pytest.mark.parametrize("mode", [*oracle.MODES, *oracle.BY_IDS])
 def test_the_table_has_the_oracles_weights(
     mode: str, units: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -29,7 +29,7 @@ def test_the_table_has_the_oracles_weights(
     assert [row[:2] for row in rows] == [("a", "s"), ("a", "s"), ("b", "t"), ("b", "u")]
     if mode in oracle.MODES:
         expected = oracle.step_weights(mode, oracle.WORKED, divisor, units)
-        assert f"loss is {oracle.WORKED_VALUES[mode, units]:.6f}." in printed
+        assert f"loss is {oracle.step_loss(mode, oracle.WORKED, divisor, units):.6f}." in printed
     else:
         turns: list[list[object]] = [[0, 0, 1, 1], [2, 2], [3, 3, "", 4, "", ""], [""]]
         expected = oracle.weights_by_ids(mode, [row.mask for row in oracle.WORKED], ["s", "s", "t", "u"], turns, units)

@@ -9,17 +9,10 @@ from typing import Any
 import pytest
 import torch
 from interpreter import begin, finish
+from placements import PLACES, laid_out
 from repository import ROOT
 
-from megatron_rl_loss import (
-    Contiguous,
-    Gathered,
-    StepTotals,
-    ZigzagBSHD,
-    ZigzagResponse,
-    ZigzagTHD,
-    make_pg_loss_reducer,
-)
+from megatron_rl_loss import StepTotals, make_pg_loss_reducer
 from megatron_rl_loss.modes.table import available_modes
 
 FRESH = """
@@ -93,15 +86,15 @@ def test_host_work_stays_on_the_host_whatever_the_default_device() -> None:
     ids["ids"] = {"session": [3, 3], "turn": [[0, 0, -1, 1], [0, -1]]}
     with torch.device("meta"):
         totals = StepTotals.from_loss_masks(masks, **ids)
-        for layout in (
-            ZigzagTHD([0, 4, 8], total_lengths=[4, 2]),
-            ZigzagBSHD(2, 4, total_lengths=[4, 2]),
-            ZigzagResponse([5, 4], [4, 2]),
-            Contiguous([0, 4, 8], total_lengths=[4, 2]),
-            Gathered([0, 4, 6]),
-        ):
+        for placed in [laid_out(place, (4, 2), 2) for place in PLACES]:
+            sizes = placed.mask_lengths or [4, 2]
+            padded = [[*mask.tolist(), *[0] * (size - len(mask))] for mask, size in zip(masks, sizes, strict=True)]
+            turns = [[*row, *[-1] * (size - len(row))] for row, size in zip(ids["ids"]["turn"], sizes, strict=True)]
+            of_sizes = {**ids, "ids": {**ids["ids"], "turn": turns}}
             for mode in available_modes():
-                rank: Any = {"layout": layout, "cp_rank": 1, "cp_size": 2, "divisor": 8 if mode == "constant" else None}
-                assert make_pg_loss_reducer(mode, masks, totals=totals, **ids, **rank).weights.device.type == "cpu"
+                rank: Any = {"layout": placed.layout, "cp_rank": 1, "cp_size": 2}
+                rank["divisor"] = 8 if mode == "constant" else None
+                reducer = make_pg_loss_reducer(mode, padded, totals=totals, **of_sizes, **rank)
+                assert reducer.weights.device.type == "cpu"
         share = make_pg_loss_reducer("prompt_mean", masks, totals=totals, **ids)
     assert float(share(torch.tensor([1.0, 2, 3, 4, 5, 6]))) == (1 + 2 + 4 + 5) / 4

@@ -218,12 +218,11 @@ def test_the_code_of_using_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_modes_of_readme_are_the_tables_and_give_the_worked_numbers() -> None:
     table = README[README.index("## Modes") :]
-    assert (
-        re.findall(r"^\| `(\w+)`", table, flags=re.MULTILINE)
-        == list(available_modes())
-        == [*oracle.MODES, *oracle.BY_IDS]
-    )
-    given = re.search(r"the first five give ([\d., and]+?)\n\(", table)
+    of_oracle = [*oracle.MODES, *oracle.BY_IDS]
+    assert list(available_modes()) == of_oracle, "a mode lacks its row in ROWS, tests/support/oracle.py, or the order"
+    of_readme = re.findall(r"^\| `(\w+)`", table, flags=re.MULTILINE)
+    assert of_readme == of_oracle, "a mode lacks its row in README's table, or the order"
+    given = re.search(r"the first \w+ give ([\d., and]+?)\n\(", table)
     assert given is not None
     computed = [float(oracle.step_loss(mode, oracle.WORKED, 8.0)) for mode in oracle.MODES]
     assert [float(value) for value in re.findall(r"\d\.\d+", given[1])] == pytest.approx(computed, abs=1e-6)

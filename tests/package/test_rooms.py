@@ -12,7 +12,7 @@ import megatron_rl_loss
 
 PACKAGE = "megatron_rl_loss"
 #: Each room, after all that it may import.
-ORDER = ["errors", "printing", "step", "modes", "reduction", "plan", "losses", "logprobs"]
+ORDER = ["errors", "printing", "function_paths", "step", "modes", "reduction", "plan", "losses", "logprobs"]
 ORDER += ["megatron", "planning", "proof", "audit", "frameworks", "__main__"]
 #: Rooms that may import less than all before them.
 NARROW = {"losses": {"errors", "step", "modes", "losses"}}

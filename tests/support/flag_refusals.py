@@ -1,8 +1,11 @@
 """Refusals of flags, as Megatron parses them."""
 
+from argparse import ArgumentParser
 from typing import Any
 
 from refusals import Row
+
+from megatron_rl_loss import add_loss_aggregation_args
 
 AGGREGATE = "--loss-aggregation"
 LIMITED = f"{AGGREGATE} constant {AGGREGATE}-divisor"
@@ -13,17 +16,8 @@ FULL = "--no-check-for-nan-in-loss-and-grad --cuda-graph-impl"
 
 
 YAML = {"disable_msc_deprecated": False, "enable_msc": False}
-YAML_FLAGS = YAML | {
-    "loss_aggregation": "constant",
-    "loss_aggregation_divisor": 8,
-    "loss_aggregation_units": "all",
-    "loss_aggregation_empty_step": "warn",
-    "loss_aggregation_with_per_token_loss": False,
-    "loss_aggregation_audit_interval": None,
-    "loss_aggregation_proof": None,
-    "custom_pg_loss_reducer_function_path": None,
-    **dict.fromkeys(("kl_loss_aggregation", "entropy_loss_aggregation", "value_loss_aggregation")),
-}
+DEFAULTS = vars(add_loss_aggregation_args(ArgumentParser()).parse_args([]))
+YAML_FLAGS = YAML | DEFAULTS | {"loss_aggregation": "constant", "loss_aggregation_divisor": 8}
 
 
 def flag(

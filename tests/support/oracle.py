@@ -5,17 +5,32 @@ context-parallel (CP) rank holds: a buffer is a list of tokens, and a rank's par
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 Token = tuple[int, int] | None  # (sample, position in its mask), None in padding
 NAN = float("nan")
-MODES = ("sample_mean", "prompt_mean", "token_mean", "constant", "token_sum")
 BY_IDS = ("session_mean", "turn_mean")  # modes over units of further ids: `weights_by_ids`
-COUNTINGS = [(mode, units) for mode in MODES for units in ("all", "active")]
+
+
+class Counting(NamedTuple):
+    """A unit counting: a unit counts if one of its parts does. A part is what one sample has of the unit."""
+
+    #: Mask entries of a part, and the sample's label of that name -> whether the part counts.
+    counts: Callable[[Sequence[float], Any], bool]
+    label: str | None = None
+
+
+UNITS = {
+    "all": Counting(lambda entries, label: True),
+    "active": Counting(lambda entries, label: any(entries)),
+}
+#: Countings that need no label, which every step can be counted by.
+BY_MASKS = [name for name, row in UNITS.items() if row.label is None]
 
 #: The largest relative error of rounding a number to float32.
 ROUNDING = 2.0**-24
@@ -32,6 +47,7 @@ class Sample:
     mask: Tensor  # any real dtype [length]
     rollout_id: int | str | None = None
     prompt_id: int | str | None = None
+    labels: Mapping[str, Any] = field(default_factory=dict)
 
     def poisoned(self, value: float = NAN) -> "Sample":
         """The sample with `value` as loss at masked positions, which no reader may read."""
@@ -52,17 +68,40 @@ WORKED = [
     sample([2], [0], prompt_id=1),
 ]
 WORKED_DIVISOR = 8.0
+
+
+class Row(NamedTuple):
+    """A mode: ``(1/U) sum over units of (sum l*m) / D``."""
+
+    #: Number and sample -> the unit that the sample is in.
+    unit: Callable[[int, Sample], object]
+    #: Mask tokens of a unit and the divisor, if one is given -> D.
+    size: Callable[[float, float | None], float]
+    #: The loss of `WORKED`, counting all units, and those with an active token.
+    worked: tuple[float, float]
+
+
+def rollout_of(number: int, one: Sample) -> object:
+    return ("alone", number) if one.rollout_id is None else one.rollout_id
+
+
+ROWS = {
+    "sample_mean": Row(
+        rollout_of, lambda tokens, _: tokens, ((10 / 4 + 11 / 2 + 6.5 / 3) / 4, (10 / 4 + 11 / 2 + 6.5 / 3) / 3)
+    ),
+    "prompt_mean": Row(
+        lambda _, one: one.prompt_id, lambda tokens, _: tokens, ((21 / 6 + 6.5 / 3) / 2, (21 / 6 + 6.5 / 3) / 2)
+    ),
+    "token_mean": Row(lambda *_: "the step", lambda tokens, _: tokens, (27.5 / 9, 27.5 / 9)),
+    "constant": Row(rollout_of, lambda _, divisor: divisor or NAN, (27.5 / 32, 27.5 / 24)),
+    "token_sum": Row(lambda *_: "the step", lambda _, divisor: divisor or 1.0, (27.5 / 8, 27.5 / 8)),
+}
+MODES = tuple(ROWS)
+COUNTINGS = [(mode, units) for mode in MODES for units in BY_MASKS]
 WORKED_VALUES = {
-    ("token_mean", "all"): 27.5 / 9,
-    ("token_mean", "active"): 27.5 / 9,
-    ("sample_mean", "all"): (10 / 4 + 11 / 2 + 6.5 / 3) / 4,
-    ("sample_mean", "active"): (10 / 4 + 11 / 2 + 6.5 / 3) / 3,
-    ("prompt_mean", "all"): (21 / 6 + 6.5 / 3) / 2,
-    ("prompt_mean", "active"): (21 / 6 + 6.5 / 3) / 2,
-    ("constant", "all"): 27.5 / 32,
-    ("constant", "active"): 27.5 / 24,
-    ("token_sum", "all"): 27.5 / 8,
-    ("token_sum", "active"): 27.5 / 8,
+    (mode, units): value
+    for mode, row in ROWS.items()
+    for units, value in zip(("all", "active"), row.worked, strict=True)
 }
 
 
@@ -70,26 +109,21 @@ def units_of(mode: str, samples: Sequence[Sample]) -> list[list[int]]:
     """The samples of each unit of the step."""
     units: dict[object, list[int]] = {}
     for i, one in enumerate(samples):
-        if mode in ("token_mean", "token_sum"):
-            key: object = "the step"
-        elif mode == "prompt_mean":
-            key = one.prompt_id
-        else:
-            key = ("alone", i) if one.rollout_id is None else one.rollout_id
-        units.setdefault(key, []).append(i)
+        units.setdefault(ROWS[mode].unit(i, one), []).append(i)
     return list(units.values())
+
+
+def part_counts(units: str, entries: Sequence[float], labels: Mapping[str, Any]) -> bool:
+    row = UNITS[units]
+    return row.counts(entries, None if row.label is None else labels[row.label])
+
+
+def unit_counts(units: str, members: Sequence[Sample]) -> bool:
+    return any(part_counts(units, one.mask.double().tolist(), one.labels) for one in members)
 
 
 def mask_tokens(samples: Sequence[Sample]) -> float:
     return sum(float(one.mask.double().sum()) for one in samples)
-
-
-def size_of(mode: str, divisor: float | None, tokens: float) -> float:
-    """D of a unit of so many mask tokens."""
-    if mode == "constant":
-        assert divisor is not None
-        return divisor
-    return (divisor or 1.0) if mode == "token_sum" else tokens
 
 
 def step_loss(mode: str, samples: Sequence[Sample], divisor: float | None = None, units: str = "all") -> Tensor:
@@ -104,11 +138,10 @@ def step_loss(mode: str, samples: Sequence[Sample], divisor: float | None = None
     for unit in units_of(mode, samples):
         members = [samples[i] for i in unit]
         tokens = mask_tokens(members)
-        if tokens > 0 or units == "all":
-            counted += 1
+        counted += unit_counts(units, members)
         if tokens > 0:
             active = [(one.losses[one.mask != 0] * one.mask[one.mask != 0].double()).sum() for one in members]
-            total = total + torch.stack(active).sum() / size_of(mode, divisor, tokens)
+            total = total + torch.stack(active).sum() / ROWS[mode].size(tokens, divisor)
     return total / max(counted, 1)
 
 
@@ -118,33 +151,47 @@ def step_weights(
     """The weight of every token, mask included: m / (D * U), by plain loops."""
     of_units = units_of(mode, samples)
     sizes = [mask_tokens([samples[i] for i in unit]) for unit in of_units]
-    number = max(sum(units == "all" or size > 0 for size in sizes), 1)
+    number = max(sum(unit_counts(units, [samples[i] for i in unit]) for unit in of_units), 1)
     weights = [[0.0] * len(one.mask) for one in samples]
     for unit, size in zip(of_units, sizes, strict=True):
-        beside = size_of(mode, divisor, size)
+        beside = ROWS[mode].size(size, divisor)
         for i in unit if size else ():
-            count = 1 if mode in ("token_mean", "token_sum") else number
-            weights[i] = [entry / (beside * count) for entry in samples[i].mask.double().tolist()]
+            weights[i] = [entry / (beside * number) for entry in samples[i].mask.double().tolist()]
     return weights
 
 
 def weights_by_ids(
-    mode: str, masks: Sequence[Tensor], sessions: Sequence[object], turns: Sequence[Sequence[object]], units: str
+    mode: str,
+    masks: Sequence[Tensor],
+    sessions: Sequence[object],
+    turns: Sequence[Sequence[object]],
+    units: str,
+    labels: Sequence[Mapping[str, Any]] | None = None,
 ) -> list[list[float]]:
     """Weights of `BY_IDS`, mask included, of a session per sample and a turn per token; "" is no turn."""
     rows = [mask.double().tolist() for mask in masks]
+    of_samples = labels or [{} for _ in rows]
     if mode == "turn_mean":
         tokens: dict[object, float] = {}
-        for row, of_row in zip(rows, turns, strict=True):
+        counting = set[object]()
+        for row, of_row, of_sample in zip(rows, turns, of_samples, strict=True):
+            parts: dict[object, list[float]] = {}
             for entry, turn in zip(row, of_row, strict=True):
                 if turn != "":
-                    tokens[turn] = tokens.get(turn, 0.0) + entry
-        number = sum(units == "all" or count > 0 for count in tokens.values())
+                    parts.setdefault(turn, []).append(entry)
+            for turn, entries in parts.items():
+                tokens[turn] = tokens.get(turn, 0.0) + sum(entries)
+                counting |= {turn} if part_counts(units, entries, of_sample) else set()
+        number = len(counting)
         return [
             [entry / tokens[turn] / number if entry else 0.0 for entry, turn in zip(row, of_row, strict=True)]
             for row, of_row in zip(rows, turns, strict=True)
         ]
-    counted = [session for session, row in zip(sessions, rows, strict=True) if units == "all" or sum(row) > 0]
+    counted = [
+        session
+        for session, row, of_sample in zip(sessions, rows, of_samples, strict=True)
+        if part_counts(units, row, of_sample)
+    ]
     return [
         [entry / sum(row) / counted.count(session) / len(set(counted)) if entry else 0.0 for entry in row]
         for session, row in zip(sessions, rows, strict=True)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import gpt_oracle
+import megatron.core
 import oracle
 import tiny_gpt
 import torch
@@ -41,6 +42,7 @@ from tiny_gpt import (
     tiny_config,
 )
 from torch import Tensor
+from trainers import takes
 
 from megatron_rl_loss import (
     Folded,
@@ -61,13 +63,14 @@ STEP = step_samples(8)
 TABLE = [float(loss) for one in STEP for loss in one.losses] + [0.0]
 CP, DP = 2, 2
 OF_SAMPLES: Any = {"ids": {"session": [session_of(one) for one in STEP], "turn": [turns_of(one) for one in STEP]}}
-#: What a loss function returns, and whether with per-token loss: without it Megatron's DDP averages, else it sums.
+#: What a loss function may return to the installed Megatron or to a loop, and whether with per-token loss: without it
+#: Megatron's DDP averages, else it sums.
 FORM_SETTINGS = [
     (form.name, per_token)
     for form in FORMS.values()
     if form.caller != "engine"
     for per_token, carrier in form.carriers.items()
-    if per_token != bool(carrier.ddp)
+    if per_token != bool(carrier.ddp) and takes(megatron.core.__version__, form.name, per_token)
 ]
 #: (what a loss function returns, the micro-batch, their number) -> what Megatron's schedule is given
 Engine = Callable[[Any, Any, int], Any]

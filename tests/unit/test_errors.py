@@ -46,6 +46,11 @@ def test_a_close_name_is_proposed(given: str, said: str) -> None:
     assert errors.did_you_mean(given, ["token_mean", "sample-mean"]) == said
 
 
+def test_a_part_of_several_names_is_not_the_shortest_of_them() -> None:
+    assert errors.did_you_mean("mean", ["turn_mean", "sample_mean"]) == "Choose one of turn_mean, sample_mean"
+    assert errors.did_you_mean("mean", ["turn_mean", "constant"]).startswith("Did you mean turn_mean?")
+
+
 test_refusals = refusal_tests(
     refusals(
         errors.check_within,

@@ -19,11 +19,12 @@ import torch
 from counted_steps import Array, Counted, Formula, Row, Step, measured, ragged
 from published import exact, own_mean, own_piece
 
-from megatron_rl_loss import Mode, ModeInputs, Samples, Sum
+from megatron_rl_loss import Mode, ModeInputs, Samples, Sum, check_loss
 from megatron_rl_loss.audit.judge import explain, judge
-from megatron_rl_loss.audit.tokens import MeasuredStep, StepTokens
+from megatron_rl_loss.audit.tokens import MeasuredStep, PlacedSamples, StepTokens
 from megatron_rl_loss.audit.verdict import Verdict
 from megatron_rl_loss.modes.aggregation import resolve
+from megatron_rl_loss.step.units import COUNTINGS, Counting
 
 DIVISORS = {"constant": 64.0, "token_sum": 32.0}
 
@@ -71,6 +72,29 @@ def spoilt(weights: Array, tokens: StepTokens, rng: random.Random) -> Array:
         lambda: weights * noise.standard_normal(len(weights)),
     ]
     return rng.choice(changes)()
+
+
+def test_a_counting_by_labels_is_judged_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also by `check_loss`; where samples lack the labels, the nearest mode is one that counts by masks."""
+    row = Counting(
+        "wanted",
+        "wanted ones",
+        lambda samples, key: samples.at_parts(key, np.array(samples.label("wanted"))),
+        ("wanted",),
+    )
+    monkeypatch.setitem(COUNTINGS, row.name, row)
+    weights = np.array([1 / 3, 1 / 3, 1 / 3, 1 / 2, 1 / 2])  # of one prompt that counts, of two
+    for labels, nearest in (
+        ({"wanted": [False, True, False]}, "prompt_mean, counting wanted units"),
+        ({}, "prompt_mean"),
+    ):
+        samples = Samples([[1, 1], [1], [1, 1]], prompt_ids=[0, 0, 1], labels=labels)
+        placed = PlacedSamples(dp_rank=0, microbatch=0, samples=samples, cp_rank=np.zeros(5, np.int64))
+        step = MeasuredStep(microbatches=(placed,), weights=weights)
+        assert (judge(step).sound, judge(step).expected) == (bool(labels), nearest)
+        assert judge(step, asked("prompt_mean", "wanted")).sound == bool(labels)
+    described: Any = {"labels": {"wanted": lambda drawn: drawn.prompt % 2 == 0}}
+    assert check_loss(mode="prompt_mean", units="wanted", draws=2, **described).sound
 
 
 @pytest.mark.parametrize(("mode", "units"), oracle.COUNTINGS)

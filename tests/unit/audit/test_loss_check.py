@@ -13,6 +13,7 @@ from typing import Any
 
 import check_my_loss
 import numpy as np
+import oracle
 import published
 import pytest
 import torch
@@ -22,7 +23,7 @@ from refusals import refusal_tests, refusals
 from repository import ROOT
 from torch import Tensor
 
-from megatron_rl_loss import ModeInputs, check_loss
+from megatron_rl_loss import Mode, ModeInputs, check_loss
 from megatron_rl_loss.audit import simulation
 from megatron_rl_loss.audit.loss_check import PADDED, TOGETHER
 from megatron_rl_loss.audit.simulation import CALLS, GIVEN, DrawnRow, DrawnStep, LossCall, measure
@@ -208,7 +209,9 @@ FAULTS: dict[str, tuple[Callable[..., Any], str, str]] = {
     "raises": (needs_two_rows, "raises", "it raises RuntimeError: cannot normalise one row"),
     "no graph": (lambda x, m: total(x, m) if m.any() else torch.zeros(()), "no graph", "has no graph, so nothing is "),
     "a number for nothing": (lambda x, m: total(x, m) if m.any() else 0, "no loss", "it returns a int, not a tensor"),
-    "0/0": (zero_by_zero, "NaN", r"the gradient is NaN or infinite at \d of \d tokens"),
+    "0/0": (zero_by_zero, "NaN", r"NaN or infinite at \d of \d tokens, perhaps .* 0/0 over a row without an active"),
+    "0/0 of a micro-batch": (lambda x, m: total(x, m) / m.sum(), "NaN", "perhaps .* 0/0 in a micro-batch without an"),
+    "no 0/0": (lambda x, m: total(x, m) * torch.where(m.all(), torch.nan, 1.0), "NaN", r"at \d of \d tokens$"),
     "an infinite gradient": (lambda x, m: total(x, m) - total(x, 1 - m).mul(0).abs().sqrt(), "NaN", "NaN or infinite"),
     "an infinite gradient of padding": (
         lambda x, m: total(x, m) + 0 * torch.where(x == 0, x, 1).sqrt().sum(), "NaN", "NaN or infinite at padding"),
@@ -292,6 +295,7 @@ def test_everything_that_can_be_asked_for_is_given() -> None:
         assert seen["cu_seqlens"].tolist() == [0, 4]
 
 
+#: Of some cuts, by hand; every cut is drawn in `test_built_in_modes_are_invariant`.
 HELD = {"zigzag": [0, 1, 1, 0], "contiguous": [0, 0, 1, 1], "gathered": [-1] * 4, "responses": [1, 1, 1, 1]}
 
 
@@ -313,7 +317,7 @@ def test_the_help_lists_every_parameter_and_the_page_every_trainer() -> None:
     assert set(CALLS) <= set(re.findall(r"`([\w ]+)`", " ".join(page.split())))
 
 
-@pytest.mark.parametrize("units", ["all", "active"])
+@pytest.mark.parametrize("units", oracle.BY_MASKS)
 @pytest.mark.parametrize("mode", ["token_mean", "sample_mean", "prompt_mean", "session_mean", "turn_mean", *DIVISORS])
 def test_built_in_modes_are_invariant(mode: str, units: Any) -> None:
     assert check_loss(mode=mode, divisor=DIVISORS.get(mode), units=units, draws=4).sound
@@ -341,8 +345,8 @@ def test_what_a_mode_depends_on_is_found(mode: Any, cuts: Any) -> None:
 
 
 def test_modes_of_ones_own_and_functions_beside_them() -> None:
-    negative = lambda of: [torch.arange(-1.0, int(n) - 1) for n in of.batch.mask_lengths]  # noqa: E731
-    assert check_loss(mode=negative, draws=6).sound
+    rising = lambda of: [torch.arange(0.0, int(n)) for n in of.batch.mask_lengths]  # noqa: E731
+    assert check_loss(mode=rising, draws=6).sound
     assert check_loss(mode=sum_by_prompts, draws=6).sound
     assert check_loss(lambda x, m, step_prompts: total(x, m) / step_prompts, sum_by_prompts, call=ADDED, draws=6).sound
     assert "sum_by_prompts" in str(check_loss(share, sum_by_prompts, draws=6))
@@ -371,6 +375,10 @@ def check(loss_fn: Any = share, mode: Any = "token_mean", **options: Any) -> Any
 
 def by_task(step: Any) -> Any:
     return 1 / (step.tokens("sample") * step.samples("task") * step.units("task"))
+
+
+def by_turns(step: Any) -> Any:
+    return 1 / (step.tokens("turn") * step.units("turn"))
 
 
 def by_label(step: Any) -> Any:
@@ -424,7 +432,20 @@ REFUSALS = {
         ((by_typo,), "missing 1 required .* 'step_token'.*names=[.]", {"loss_fn": by_typo, "call": TYPO}),
         ((of_log_probs,), "missing 1 .* 'old_log_probs'.*takes=[.]", {"loss_fn": of_log_probs, "call": LOG_PROBS}),
     ),
-    **refusals(check, ((torch.zeros(()),), "loss_fn is a Tensor.*Pass the function", PLAIN), error=TypeError),
+    **refusals(
+        check,
+        ((torch.zeros(()),), "loss_fn is a Tensor.*Pass the function", PLAIN),
+        (
+            (Mode(name="own", function=by_turns), None),
+            "loss_fn is the mode 'own': .* alone by check_loss.mode=",
+            {"loss_fn": None, "mode": Mode(name="own", function=by_turns)},
+        ),
+        error=TypeError,
+    ),
+    **refusals(
+        check,
+        ((None, lambda step: -1.0), "^token weights down to -1 from the mode", (None, lambda step: 1.0)),
+    ),
     **refusals(
         LossCall,
         ({"cp_cut": "responses", "cp": "sum"}, "cp_cut is 'responses' with cp 'sum', rows 'padded'", PLAIN),

@@ -492,6 +492,11 @@ REFUSALS = {
         of,
         ({"logits": LOGITS[0]}, r"logits of shape \(8,\): there must be a dimension of tokens", {}),
         ({"logits": LOGITS[0], "labels": LABELS[0]}, r"logits of shape \(8,\)", {}),
+        (
+            {"logits": LOGITS.softmax(-1)},
+            "whose first row is above 0 and sums to 1",
+            {"logits": LOGITS.log_softmax(-1)},
+        ),
         ({"temperature": 0}, r"it must be a number in \(0, inf\)", {}),
         ({"labels": LABELS + 1}, "a label 8 in a vocabulary of 8", {}),
         ({"labels": LABELS - 100}, "a label -100 .*token_mask", {"labels": LABELS - 100, "token_mask": [0, 0, 0]}),

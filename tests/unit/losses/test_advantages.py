@@ -4,6 +4,7 @@ import math
 import os
 import random
 import statistics
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -174,6 +175,20 @@ def test_over_ranks() -> None:
     assert all(rank["of two kinds"].startswith("ValueError: ids of other kinds on other ranks") for rank in by_rank)
 
 
+def test_a_reward_at_a_masked_token_is_warned_of() -> None:
+    """At the end of the row, say, where the mask of an end token is 0."""
+    local, values = Samples([[0, 1, 0], [1, 1]]).local(0, 1), torch.zeros(5)
+    with pytest.warns(
+        UserWarning, match="sample 0 has rewards at masked tokens alone: .*last token whose mask"
+    ) as caught:
+        gae(torch.tensor([0, 0, 1.0, 0, 1]), values, local)
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        gae(torch.tensor([NAN, -1, 1.0, 0, 1]), values, local)
+        gae(torch.tensor([NAN, 0, 0, 0, 0]), values, local)
+
+
 # --- off-policy corrections
 
 LOG_RATIOS = torch.tensor([-9.0, math.log(0.5), -0.1, 0.0, 0.4, math.log(2.0), 3.0, 200.0], dtype=torch.float64)
@@ -202,6 +217,8 @@ def test_ratios_in_the_place_of_log_ratios_are_warned_of(caplog: pytest.LogCaptu
     near = torch.tensor([0.1, -0.2, 0.05, -0.01])
     log_ratios = [near, near.abs(), near + 5, -near.exp(), near.exp() * 0.5, near.exp() * 1.6, torch.ones(1), near[:0]]
     log_ratios += torch.tensor([0.0, 1.9, 1.1]), torch.tensor([-0.1, 1.9, 1.1])  # no ratio is 0 or below
+    few, many = torch.full((15,), 0.01), torch.full((16,), 0.01)
+    log_ratios += few, torch.cat([many, torch.zeros(1)])  # which may be above 0 by chance, or are those of one policy
     for sound in log_ratios:
         importance_weights(sound, high=2.0)
         surviving_masks([torch.ones(len(sound))], [sound], high=2.0)
@@ -209,11 +226,12 @@ def test_ratios_in_the_place_of_log_ratios_are_warned_of(caplog: pytest.LogCaptu
     assert not caplog.records
     importance_weights(near.exp(), high=2.0)
     surviving_masks([[1, 0], [1, 1]], [[1.0, -9.0], [1.1, 0.9]], high=2.0)
+    importance_weights(many, high=2.0)  # small probabilities
     for record in caplog.records:
-        assert "these look like ratios" in record.message
+        assert "these look like ratios or probabilities" in record.message
         assert "Pass old_log_probs - rollout_log_probs" in record.message
     assert [record.message.split(" at least")[0] for record in caplog.records] == [
-        "log-ratios of 0.819", "log-ratios of 0.9"
+        "log-ratios of 0.819", "log-ratios of 0.9", "log-ratios of 0.01"
     ]  # fmt: skip
     importance_weights(near.exp().to("meta"), high=2.0)  # of a device nothing is read
 
@@ -292,6 +310,25 @@ REFUSALS = {
         lambda rewards: gdpo_advantages(rewards, [0, 0]),  # a square one could be either way round
         ((torch.eye(2),), r"rewards of shape \(2, 2\): they must be a list.* list\(rewards.T\)", (list(torch.eye(2)),)),
         ((({"a": 1}, {"b": 2}),), "rewards of dtype 'O': they must be real numbers", ([[1, 2]],)),
+        (({"a": [1, 2]},), "rewards is a dict: there must be one entry per reward, in order", ([[1, 2]],)),
+        error=TypeError,
+    ),
+    **refusals(
+        lambda weights: gdpo_advantages([[1.0, 2.0], [3.0, 1.0]], [0, 0], weights=weights),
+        (({"a": 1.0, "b": 2.0},), "weights is a dict: there must be one entry per reward, in order", ([1.0, 2.0],)),
+        (({1.0, 2.0},), "weights is a set", (torch.tensor([1.0, 2.0]),)),
+        ((1.0,), "weights is a float", (torch.tensor([1.0, 2.0]).numpy(),)),
+        error=TypeError,
+    ),
+    **refusals(
+        lambda mean_kl, **more: keep_sequences(mean_kl, max_kl=0.1, **more),
+        ((3,), "mean_kl is a int: it must be a float tensor. Pass segment_mean", (TWO,)),
+        ((torch.zeros(2).int(),), "mean_kl is torch.int32", (TWO.double(),)),
+        (
+            {"mean_kl": TWO, "advantages": TWO * 1j},
+            "advantages is torch.complex64: it must hold real numbers",
+            {"mean_kl": TWO, "advantages": TWO.int()},
+        ),
         error=TypeError,
     ),
     **refusals(

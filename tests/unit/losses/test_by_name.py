@@ -75,6 +75,7 @@ def goes(name: str, mode: str = "sample_mean", divisor: float | None = None, **s
 
 
 FIVE, ONE, COLUMN, NONE, OFTEN = torch.zeros(5), torch.zeros(1), torch.zeros(5, 1), dict[str, Any](), torch.ones(5)
+LIKELY, RARE = torch.tensor([0.09, -1, 0, 0, 0]), torch.tensor([2e-5, 0.03, 0.02, 1e-4, 2e-5])  # probabilities are RARE
 WITH_GRAPH = torch.ones(5, requires_grad=True)
 CLIPPED, SAPO = {"returns": FIVE, "clip": 0.1, "old_values": FIVE}, {"name": "sapo", "tau_positive": 0.9}
 
@@ -120,8 +121,13 @@ REFUSALS = {
         ({"clip_high": 0.0}, rf"clip_high is 0.0: {RANGE} \(0, inf\)", {"clip_high": 3}),
         ({"clip_high": 1.28}, "width above 1, .* clipped at 2.28. Pass 0.28 for a bound of 1.28", {"clip_high": 0.28}),
         ({"dual_clip": 1}, rf"dual_clip is 1: {RANGE} \(1, inf\)", {"dual_clip": 1.001}),
-        ({"log_probs": FIVE + 0.2}, "log_probs with values up to 0.2: .*order of the arg", {"log_probs": FIVE + 0.09}),
+        ({"log_probs": LIKELY * 2}, "log_probs with values up to 0.18: .*order of the arg", {"log_probs": LIKELY}),
         ({"old_log_probs": -FIVE.log()}, "old_log_probs with values up to inf", {"log_probs": FIVE.log()}),
+        ({"log_probs": RARE}, "^log_probs with values up to 0.03, none below 0: .*log-probs for probabilities",
+         {"log_probs": RARE.log()}),
+        ({"old_log_probs": RARE.double()}, "^old_log_probs with values up to 0.03, none below 0",
+         {"old_log_probs": RARE.bfloat16()}),  # whose roundings are as large
+        ({"log_probs": FIVE + 2e-5}, "up to 2e-05, none below 0", {"log_probs": FIVE + 5e-6, "old_log_probs": FIVE}),
         ({"name": "sapo", "tau_negative": 0.0}, rf"tau_negative is 0.0: {RANGE} \[0.1, 100\]", {"name": "sapo"}),
         ({"name": "dppo_tv", "threshold": 1.0}, rf"1.0: {RANGE} \(0, 1\)", {"name": "dppo_kl", "threshold": 1.0}),
         ({"name": "ipo", "threshold": 1.0}, rf"1.0: {RANGE} \(0, 1\)", {"name": "ipo", "threshold": 0.99}),
@@ -136,6 +142,8 @@ REFUSALS = {
         call,
         ({"log_probs": FIVE.numpy()}, "beside old_log_probs is a ndarray: .+ Wrap it in torch.tensor", NONE),
         ({"advantages": 1.0}, "advantages is a float", {"advantages": torch.tensor(1.0)}),
+        ({"advantages": FIVE * 1j}, "advantages is torch.complex64: it must hold real", {"advantages": FIVE.int()}),
+        ({"importance_weights": FIVE * 1j}, "importance_weights is torch.complex64", {"importance_weights": FIVE}),
         ({"local": None}, "local is a NoneType: it must say which tokens", {"local": OFTEN}),
         ({"name": "gspo", "local": OFTEN}, "local is a Tensor: it must say which tokens", {"name": "gspo"}),
         ({"cp_group": 0.3}, "a process group of type float: it must be a ProcessGroup", {"clip_low": 0.3}),
@@ -157,8 +165,10 @@ REFUSALS = {
     ),
     **refusals(
         lambda reference=FIVE, **more: kl_estimate(FIVE, reference, OFTEN, **more),
-        ((FIVE + 2,), "ref_log_probs with values up to 2: log-probs are at most 0", (FIVE + 0.09,)),
-        ({"old_log_probs": FIVE + 2}, "old_log_probs with values up to 2", {"old_log_probs": FIVE + 0.09}),
+        ((FIVE + 2,), "ref_log_probs with values up to 2, none below 0: log-probs are at most 0", (LIKELY,)),
+        ({"old_log_probs": FIVE + 2}, "old_log_probs with values up to 2", {"old_log_probs": LIKELY}),
+        ((RARE,), "ref_log_probs with values up to 0.03, none below 0", (RARE.log(),)),
+        ({"old_log_probs": RARE}, "old_log_probs with values up to 0.03", {"old_log_probs": RARE.log()}),
         ({"estimator": "k4"}, "'k4': there is no such KL estimator. Choose one of", NONE),
         ((COLUMN,), r"ref_log_probs of shape \(5, 1\)", (FIVE,)),
         ({"old_log_probs": COLUMN}, r"old_log_probs of shape \(5, 1\)", {"old_log_probs": FIVE}),

@@ -35,6 +35,7 @@ from megatron_rl_loss import (
     to_tokens,
     value_loss,
 )
+from megatron_rl_loss.losses.by_name import POLICY_LOSSES
 from megatron_rl_loss.losses.sequence import gspo_loss
 
 NAN, INF = math.nan, math.inf
@@ -60,7 +61,12 @@ def at_tokens(of_samples: Tensor, t: Tokens) -> Tensor:
     return to_tokens(of_samples, t.local).view(t.values["log_probs"].shape)
 
 
+#: The names of policy losses that `named` was asked for: each needs a formula.
+NAMED = set[str]()
+
+
 def named(name: str, advantages: str = "token_advantages", **settings: Any) -> Loss:
+    NAMED.add(name)
     return lambda t: policy_loss(name, *given(t, advantages), microbatch_of(t), **settings).per_token_loss
 
 
@@ -165,6 +171,8 @@ TABLE: dict[str, tuple[Loss, Formula]] = {
     "GSPO of turns": (lambda t: gspo_here(t, microbatch_of(t), per="turn"), stated.gspo),
     "scans of rollouts": (scans_of_rollouts_here, stated.of_prefix_sum),
     "GSPO": (gspo_here, stated.gspo),
+    "GSPO by name": (named("gspo", "advantages", **NARROW), stated.gspo),
+    "LUSPO": (named("luspo", "advantages", **NARROW), stated.gspo),  # another mode makes it another loss
     "GSPO-token": (named("gspo_token"), stated.gspo_token),
     "GMPO": (named("gmpo", "advantages"), stated.gmpo),
     "PPO": (ppo_here, stated.ppo),
@@ -222,6 +230,11 @@ def on_rank() -> dict[tuple[str, str, int], cp_steps.Outcome]:
 @functools.cache
 def outcomes() -> list[dict[tuple[str, str, int], cp_steps.Outcome]]:
     return run_ranks(cp_steps.RANKS, on_rank, timeout_s=600)
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_every_policy_loss_has_a_formula(name: str) -> None:
+    assert name in NAMED, f"policy loss {name!r}: add a row named({name!r}) with its formula to TABLE"
 
 
 @pytest.mark.slow

@@ -130,6 +130,13 @@ OF_ANY = st.lists(
 def test_finite_inputs_have_finite_losses_and_gradients(tokens: list[tuple[float, float, float]]) -> None:
     """However far the policies are; and no gradient pushes a token against its advantage."""
     now, old, advantages = torch.tensor(tokens).t()
+    reference = old.flip(0).clamp(min=-2e3)  # r is at most e^80, and float32 holds 2981 of it
+    for drawn in (None, old):
+        leaf = now.clamp(min=-2e3).requires_grad_()
+        for estimator in ("k1", "k3"):
+            estimate = kl_estimate(leaf, reference, torch.ones(8), estimator=estimator, old_log_probs=drawn)
+            (slope,) = torch.autograd.grad(estimate.sum(), leaf)
+            assert torch.cat([estimate.detach(), slope]).isfinite().all(), estimator
     given = inputs() | {"log_probs": now, "old_log_probs": old, "advantages": advantages}
     for name in POLICY_LOSSES:
         leaf = now.clone().requires_grad_()
@@ -178,7 +185,8 @@ NEAR = (("tv", 0.1), ("kl", 0.59))  # the KL of p = 1 and q = exp(-0.6) is 0.6
 def test_a_certain_token_has_a_divergence() -> None:
     """p = 1 or q = 1, where the other tokens' log-probability is -inf; a log-prob that rounds above 0 is one of 1."""
     likely, advantages, mask = torch.full((2,), -0.6), torch.tensor([1.0, -1.0]), torch.ones(2)
-    for certain, (divergence, threshold) in itertools.product(torch.tensor([[0.0, 0], [0.05, 0.05]]), NEAR):
+    rounded = torch.full((2,), 0.05, dtype=torch.bfloat16)
+    for certain, (divergence, threshold) in itertools.product((torch.zeros(2), rounded), NEAR):
         settings: Any = {"divergence": divergence, "threshold": threshold}
         assert dppo_loss(certain, likely, advantages, mask, **settings).clipped.tolist() == [1, 0]
         assert dppo_loss(likely, certain, advantages, mask, **settings).clipped.tolist() == [0, 1]
@@ -335,11 +343,15 @@ def test_ratios_that_overflow(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("name", LOSSES)
 def test_an_infinite_ratio_comes_through(name: str) -> None:
     """It is an input's, and is no number of a loss: nobody may train on it unseen. Clips and gates are bounded."""
-    given = inputs()
-    given["advantages"] = -given["advantages"].abs() if name != "kl times the ratio" else given["advantages"]
-    given["old_log_probs"][1] = -INF
-    loss = LOSSES[name](given, LOCAL)
-    assert name in ("cispo", "sapo", "vespo", "ipo", "divergence") or not loss.isfinite().all()
+
+    def at(log_ratio: float) -> Tensor:
+        given = inputs()
+        given["advantages"] = -given["advantages"].abs() if name != "kl times the ratio" else given["advantages"]
+        given["old_log_probs"][1] = given["log_probs"][1].detach() - log_ratio
+        return LOSSES[name](given, LOCAL).detach()
+
+    is_bounded = torch.allclose(at(20), at(35), rtol=1e-3)
+    assert at(INF).isfinite().all() == is_bounded
 
 
 ONES = torch.ones(8)

@@ -12,7 +12,7 @@ import numpy as np
 import oracle
 import pytest
 import torch
-from refusals import refusal_tests, refusals
+from refusals import THREE_PARTS, refusal_tests, refusals
 from steps import token_weights
 
 from megatron_rl_loss import (
@@ -141,9 +141,13 @@ def test_a_mode_is_given_everything() -> None:
         ([torch.tensor([4.0, 5, 6]), torch.tensor([7.0, 8])], [4, 0, 3, 7, 8]),
         ((np.array([4, 5, 6]), torch.tensor([True, False])), [4, 0, 3, 1, 0]),
         ([[4, 5, 6], [7.0, 8]], [4, 0, 3, 7, 8]),
-        ([torch.tensor([1.0, float("nan"), -2]), torch.tensor([0.0, -1])], [1, 0, -1, 0, -1]),
+        ([torch.tensor([1.0, float("nan"), 2]), torch.tensor([0.0, 1])], [1, 0, 1, 0, 1]),
+        ([[1.0, -1, 2], [0.0, 1]], [1, 0, 1, 0, 1]),
     ],
-    ids=["int", "NumPy float", "a sample", "a list", "with a graph", "a token", "ints and bools", "lists", "any sign"],
+    ids=[
+        *("int", "NumPy float", "a sample", "a list", "with a graph", "a token", "ints and bools", "lists"),
+        *("NaN at a masked token", "below 0 at a masked token"),
+    ],
 )
 def test_weights_beside_the_mask(beside: Any, expected: list[float]) -> None:
     weights = token_weights(lambda step: beside, Samples(MASK), StepTotals.from_loss_masks(MASK))
@@ -189,7 +193,7 @@ def term(*arguments: Any, **options: Any) -> Any:
 
 
 def own(beside: Any) -> torch.Tensor:
-    masks = [torch.ones(3), torch.ones(2)]
+    masks = [torch.tensor([1.0, 0, 1]), torch.ones(2)]
     return token_weights(lambda step: beside, Samples(masks), StepTotals.from_loss_masks(masks))
 
 
@@ -227,6 +231,8 @@ test_refusals = refusal_tests(
             (([torch.ones(2), torch.ones(3)],), r"rows of \[2, 3\] values for loss masks of \[3, 2\]", (FINITE,)),
             ((math.nan,), "token weights with NaN or Inf", (0.0,)),
             ((1e39,), "token weights with NaN or Inf", (1e38,)),
+            (([2.0, -1.0],), "weights down to -1 from the mode .*would train a token away.*Term's coef", ([2.0, 0.0],)),
+            (([[1, 1, 1], [1, -1]],), "token weights down to -1", ([[1, -1, 1], [1, 1]],)),  # the second is masked
             ((1e-50,), "float32 rounds to 0", (1e-30,)),
             ((LAST_INF,), "token weights with NaN or Inf.*Use 0 to leave tokens out", (FINITE,)),
         ),
@@ -254,6 +260,13 @@ test_refusals = refusal_tests(
         ({"units": "active"}, "the term 'kl' with units or a divisor and no mode", {}),
     )
 )  # fmt: skip
+
+
+def test_a_misspelt_input_of_a_mode_is_named() -> None:
+    text = r"^step.token: a mode's inputs have no such attribute. Did you mean tokens\? Choose one of"
+    with pytest.raises(AttributeError, match=text) as caught:
+        plan_step([Samples([[1, 1]])], lambda step: 1 / step.token("step"), dp_group=None)  # type: ignore[attr-defined]
+    assert THREE_PARTS.fullmatch(str(caught.value))
 
 
 def test_functions_of_one_name_are_told_apart() -> None:

@@ -8,7 +8,7 @@ token must be that of the terms' modes by `oracle`, and so must the loss, whatev
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import oracle
 import pytest
@@ -19,6 +19,7 @@ from oracle import Sample
 from placements import LAID_OUT, bshd, gathered, laid_out, padded_masks, plain, response, thd
 from steps import divisor_of, samples_of, weights_of
 from torch import Tensor
+from trainers import Split, trainer_of
 
 from megatron_rl_loss import Samples, Term
 from megatron_rl_loss.modes.aggregation import resolve
@@ -60,7 +61,7 @@ class Drawn:
     layout: int  # a row of LAID_OUT
     rows: tuple[Row, ...]
     microbatches: tuple[int, ...]
-    units: Literal["all", "active"]
+    units: str
     terms: tuple[Asked, ...]
     form: tuple[str, bool]
     kind_of_id: type
@@ -110,7 +111,7 @@ def steps(draw: st.DrawFn) -> Drawn:
         layout=draw(st.integers(0, len(LAID_OUT) - 1)),
         rows=tuple(draw(st.lists(rows(dp, microbatches, of_prompt), min_size=1, max_size=8))),
         microbatches=microbatches,
-        units=draw(st.sampled_from(["all", "active"])),
+        units=draw(st.sampled_from(oracle.BY_MASKS)),
         terms=tuple(draw(st.lists(asked, min_size=1, max_size=3))),
         form=draw(st.sampled_from(FORM_SETTINGS)),
         kind_of_id=draw(st.sampled_from([int, str])),
@@ -147,13 +148,8 @@ def expected(step: Drawn, samples: list[Sample]) -> list[list[float]]:
 
 def trainer_factor(step: Drawn, num_microbatches: int, cp_size: int, num_tokens: float) -> float:
     """What a trainer multiplies the gradient of a returned loss by, until all ranks' gradients are added up."""
-    ranks = len(step.microbatches) * cp_size
-    form, per_token = step.form
-    if form == "3-tuple":  # Megatron's schedule, then DDP's average; or the division by the sum of all counts
-        return 1 / max(num_tokens, 1) if per_token else 1 / num_microbatches / ranks
-    if form == "2-tuple":
-        return cp_size / num_microbatches / ranks
-    return 1 / ranks if form == "mean" else 1.0
+    rollouts = len({row.rollout for row in step.rows})
+    return trainer_of(*step.form).factor(Split(num_microbatches, len(step.microbatches), cp_size, num_tokens, rollouts))
 
 
 def gradient_of(step: Drawn) -> tuple[list[list[float]], list[list[float]], float]:

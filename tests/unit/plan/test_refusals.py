@@ -28,7 +28,7 @@ def pair(x: Tensor, kl: Any = None) -> Any:
 
 def carried(form: Any, per_token_loss: bool = False, share: Any = None, of_model: bool = False) -> Any:
     own_plan = plan([TWO], per_token_loss=per_token_loss)
-    own_plan.record.for_schedule = of_model  # as plan_step(model=...) says
+    own_plan.record.check_form = (lambda form: None) if of_model else None  # as plan_step(model=...) says
     one = own_plan[0]
     own = one(torch.ones(2, requires_grad=True))
     return one.scale_for_trainer(own if share is None else share, form=form)
@@ -55,6 +55,8 @@ test_refusals = refusal_tests(
             plan([TWO]).finish,
             (({"pg_loss": X},), "reports is one report", ([{"pg_loss": X}],)),
             (([(X, {"pg_loss": X})],), "reports of tuples: they must be the dicts", ([{"pg_loss": X}],)),
+            ((None,), "reports is a NoneType: it must be a list of what loss.. returned last", ()),
+            ((3,), "reports is a int: it must be a list", ([3],)),
             error=TypeError,
         ),
         **refusals(

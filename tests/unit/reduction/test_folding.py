@@ -77,7 +77,7 @@ def of_two(advantages: Any, mode: Any = "token_mean") -> list[Tensor]:
     return fold_into_advantages(advantages, PAIR, mode=mode, totals=StepTotals.from_loss_masks(PAIR))
 
 
-UNFOLDABLE, INF_AT_MASKED = "weights below 0, or advantages with NaN or Inf", [torch.tensor([1, float("inf")]), 1.0]
+UNFOLDABLE, INF_AT_MASKED = "advantages with NaN or Inf at active tokens", [torch.tensor([1, float("inf")]), 1.0]
 
 
 def laid_out(layout: Any) -> list[Tensor]:
@@ -99,7 +99,7 @@ test_refusals = refusal_tests(
             (([1.0],), "1 advantages for 2 loss masks", SOUND),
             (([torch.ones(2), torch.ones(2)],), r"rows of \[2, 2\] values for loss masks of \[2, 1\]", SOUND),
             (([float("nan"), 1.0],), UNFOLDABLE, (INF_AT_MASKED,)),
-            ((SOUND[0], lambda step: [2.0, -1.0]), UNFOLDABLE, (SOUND[0], lambda step: [2.0, 1.0])),
+            ((SOUND[0], lambda step: [2.0, -1.0]), "token weights down to -1", (SOUND[0], lambda step: [2.0, 1.0])),
         ),
         **refusals(
             of_two, (({0: 1.0, 1: 3.0},), "advantages is a dict: there must be one entry", SOUND), error=TypeError

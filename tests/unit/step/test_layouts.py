@@ -1,17 +1,22 @@
 """Positions that a context-parallel (CP) rank holds: literal vectors, and what is refused.
 
-The cut that the oracle makes of every layout is compared in tests/unit/modes/test_weights.py.
+Every layout is one of `placements`, whose oracle says token by token what a rank holds.
 """
 
 import functools
 from typing import Any
 
 import numpy as np
+import oracle
 import pytest
 import torch
+from placements import PLACES, Place, every_layout, laid_out, padded_masks
 from refusals import refusal_tests, refusals
 
+import megatron_rl_loss
 from megatron_rl_loss import Contiguous, Gathered, Layout, Samples, ZigzagBSHD, ZigzagResponse, ZigzagTHD
+from megatron_rl_loss.step import further_layouts, layouts
+from megatron_rl_loss.step.layouts import Slots
 from megatron_rl_loss.step.samples import LocalTokens
 
 TE = [[0, 1, 6, 7, 8, 9, 14, 15], [2, 3, 4, 5, 10, 11, 12, 13]]  # Transformer Engine's own expected vector
@@ -52,6 +57,43 @@ def test_literal_vectors(layout: Layout, expected: list[list[int]]) -> None:
 )
 def test_mask_starts(layout: Layout, lengths: list[int], expected: list[int]) -> None:
     assert layout.mask_starts(lengths) == expected
+
+
+#: The package's layouts; `Layout`, `Slots` and `Zigzag` are bases of others.
+DEFINED = [
+    kind
+    for module in (layouts, further_layouts)
+    for kind in vars(module).values()
+    if isinstance(kind, type) and issubclass(kind, Layout)
+]
+BASES = {base for kind in DEFINED for base in kind.__mro__[1:]}
+LAYOUTS = {kind.__name__: kind for kind in DEFINED if kind not in BASES}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_layout_is_placed_and_public(name: str) -> None:
+    placed = {type(laid_out(place, (4, 2), 2).layout) for place in PLACES}
+    assert LAYOUTS[name] in placed, f"{name}: add a function that places it to PLACES, tests/support/placements.py"
+    assert name in vars(megatron_rl_loss)["__all__"], f"{name}: add its line to megatron_rl_loss/__init__.pyi"
+
+
+@every_layout
+def test_a_rank_holds_the_oracles_tokens(place: Place, cp_size: int) -> None:
+    lengths = (5, 1, 3, 8)
+    placed = laid_out(place, lengths, cp_size)
+    chosen = [oracle.sample([0.0] * length, [1] * length) for length in lengths]
+    samples = Samples(padded_masks(chosen, placed), layout=placed.layout)
+    tokens: list[oracle.Token] = [None] * samples.total_tokens
+    for number, (start, length) in enumerate(zip(samples.mask_starts, lengths, strict=True)):
+        tokens[start : start + length] = [(number, t) for t in range(length)]
+    for rank, held in enumerate(placed.held):
+        assert [tokens[position] for position in samples.local(rank, cp_size).positions] == held
+
+
+@pytest.mark.parametrize("kind", [kind for kind in LAYOUTS.values() if issubclass(kind, Slots) and not kind.is_whole])
+def test_a_slot_that_ranks_cannot_share_evenly_is_refused(kind: Any) -> None:
+    with pytest.raises(ValueError, match=r"has 7 tokens: it must be a multiple of .*cp_size = "):
+        kind.drawn([0, 7], [7]).pieces(0, 2)
 
 
 class Own(Layout):

@@ -81,10 +81,10 @@ def test_unsound_masks_are_refused_with_their_sample(mask: Any, beside: Any) -> 
 def test_what_a_step_counts_cannot_be_changed() -> None:
     """A mask or id that changed after the count would be weighed by denominators of another step."""
     samples = Samples([[1, 1], [0.5]], rollout_ids=[0, 1], ids={"turn": [[0, 0], [1]]}, layout=Gathered([0, 2, 3]))
-    held = samples.local(0, 1)
+    held, cut = samples.local(0, 1), Samples([[1] * 4], layout=ZigzagTHD([0, 4])).local(0, 2)
     counted = (
         samples.buffer, *samples.loss_masks, samples.mask_sums, samples.active_tokens, samples.ids["rollout"],
-        samples.parts["turn"].keys, held.mask,
+        *samples.parts["turn"], samples.parts["rollout"].sample, held.mask, cut.mask,
     )  # fmt: skip
     for values in counted:
         with pytest.raises(ValueError, match="read-only"):
@@ -222,6 +222,11 @@ def test_fractional_weights_apart_are_told_apart() -> None:
     assert len(digests) == 4
 
 
+def test_tokens_of_a_filler_micro_batch_have_no_sample() -> None:
+    local = Samples([], layout=ZigzagTHD([0, 4], filler_slots=1)).local(0, 1)
+    assert (local.spread(np.ones(0)).tolist(), local.sample_index.tolist()) == ([0.0] * 4, [0] * 4)
+
+
 # --- refusals, each beside its nearest legal neighbour
 
 TWO, of_one = torch.ones(2), partial(Samples, [torch.ones(1)])
@@ -314,7 +319,7 @@ test_refusals = refusal_tests(
                 ({"ids": {"session": [wrong]}}, r"ids\['session'\] with a negative or empty id.*must be in a session",
                  {"ids": {"session": [right]}}) for wrong, right in ((-1, 0), ("", "a"))
             ),
-            ({"tokens": TWO}, r"tokens of shape \(2,\) for a buffer of 1 positions", {"tokens": torch.arange(1)}),
+            ({"tokens": TWO}, r"shape \(2,\) for a buffer of 1 .*of responses alone", {"tokens": torch.arange(1)}),
             ({"tokens": [[1, 2]]}, r"tokens of shape \(1, 2\) for", {"tokens": [[1]]}),
             ({"ids": {"step": [1]}}, "ids named 'step'", {"ids": {"steps": [1]}}),
             ({"ids": {"sample": [1]}}, "ids named 'sample': .*Rename them", {"ids": {"samples": [1]}}),
