@@ -19,6 +19,7 @@ from megatron_rl_loss.audit.judge import deviation_of, expected_weights, explain
 from megatron_rl_loss.audit.misplaced import take_off
 from megatron_rl_loss.audit.simulation import (
     CALLS,
+    GIVEN,
     LAYOUTS,
     CallFailed,
     Described,
@@ -164,7 +165,7 @@ class LossReport:
 
 def check_loss(
     loss_fn: Callable[..., Tensor] | None = None,
-    mode: str | ModeFunction | None = None,
+    mode: str | Mode | ModeFunction | None = None,
     *,
     call: LossCall | str = "pytorch",
     divisor: float | None = None,
@@ -231,13 +232,17 @@ def check_loss(
         run(DrawnStep(_PLAIN_ROWS))
     except CallFailed as failure:
         remedy = "Describe its call in LossCall(rows=..., takes=..., names=...), or wrap the function."
+        if "missing" in failure.args[1]:
+            remedy = f"Parameters named {', '.join(GIVEN)} get values. {remedy}"
         if "returns a tuple" in failure.args[1]:
             remedy = (
                 'Megatron scales a tuple such as (loss, num_tokens, report): pass call="megatron", or '
                 '"megatron_per_token" with calculate_per_token_loss.'
             )
+        tuples = "(loss, num_tokens, report) or (loss, report) to Megatron's schedule, the loss"
+        result = "one number" if call.returns == "loss" else f"{tuples} one number"
         raise ValueError(
-            f"{name} with a step of two full rows: {failure.args[1]}; it must return one number with a gradient, given "
+            f"{name} with a step of two full rows: {failure.args[1]}; it must return {result} with a gradient, given "
             f"{call.takes}, the mask and the parameters that help(LossCall) lists. {remedy}"
         ) from failure.__cause__
     parameters = list(inspect.signature(run.args[0]).parameters.values())[2:]
@@ -296,7 +301,10 @@ def _check_mode(expected: Aggregation, draws: int, seed: int, described: Describ
             cut = f"{finding.cut}, {layout}" if CUTS.get(finding.cut) == "C" else finding.cut
             findings.setdefault(cut, replace(finding, cut=cut))
     assumed = "its own weights, in every layout"
-    return LossReport(expected.mode.name, expected, assumed, draws, seed, tuple(findings.values()))
+    notes = (
+        "this compares cuts of a step; whether the formula is the one that you mean, compare with your own numbers",
+    )
+    return LossReport(expected.mode.name, expected, assumed, draws, seed, tuple(findings.values()), notes=notes)
 
 
 def _findings(run: Any, call: LossCall, mode: Aggregation | None, draws: int, seed: int, cut: str) -> list[Finding]:

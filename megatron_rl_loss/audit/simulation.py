@@ -48,7 +48,7 @@ class LossCall:
     """A trainer's call of its loss function, and the divisions that follow. The defaults are plain PyTorch: DDP, no CP.
 
     >>> LossCall(microbatches="mean", names={"total": "step_tokens"}).describe()
-    'padded rows, micro-batches averaged, DP ranks averaged'
+    'padded rows, micro-batches averaged, DP ranks averaged, no CP'
 
     Further parameters of the function get these values by name. Tokens are sums of masks; a step is all micro-batches
     of all DP ranks.
@@ -115,7 +115,7 @@ class LossCall:
         """The assumed call in one line."""
         done = {"sum": "summed", "mean": "averaged"}
         rows = "a tensor per row" if self.rows == "lists" else f"{self.rows} rows"
-        cp = f", {self.cp_cut} CP ranks {done[self.cp]}" if self.cp else ""
+        cp = f", {self.cp_cut} CP ranks {done[self.cp]}" if self.cp else ", no CP"
         parts = f"{rows}, micro-batches {done[self.microbatches]}, DP ranks {done[self.dp]}{cp}"
         before = "log-probs, " if self.takes == "log_probs" else ""
         through = {"loss": "", "megatron": "Megatron's schedule, ", "megatron_per_token": "Megatron, per-token loss, "}
@@ -142,6 +142,10 @@ CALLS: dict[str, LossCall] = {
     # `compute_loss`: lists of sequences, one global `loss_scale`; FSDP's division is undone.
     "prime_rl": LossCall(rows="lists", names={"loss_scale": "step_tokens"}, dp="sum"),
 }
+
+
+class NotForSchedule(Exception):
+    """Raised for a value that Megatron's schedule does not take from a loss function."""
 
 
 class CallFailed(Exception):
@@ -276,7 +280,7 @@ def _scheduled(call: Callable[[], Any], cp_size: int, num_tokens: list[float], p
     returned = call()
     if not isinstance(returned, tuple) or len(returned) not in (2, 3):
         values = f"{len(returned)} values" if isinstance(returned, tuple) else f"a {type(returned).__name__}"
-        raise ValueError(f"{values} for Megatron's schedule, not (loss, num_tokens, report) or (loss, report)")
+        raise NotForSchedule(values)
     if len(returned) == 2:
         return returned[0] * cp_size
     count = float(returned[1])
@@ -288,6 +292,8 @@ def _derivative(call: Callable[[], Any], values: Tensor, where: str) -> Tensor:
     """The derivative of the returned loss by each value; NaN if the loss is not finite."""
     try:
         loss = call()
+    except NotForSchedule as error:
+        raise CallFailed("no loss", f"it returns {error}{where}") from None
     except Exception as error:
         said = f"{error}".partition("\n")[0][:120]
         raise CallFailed("raises", f"it raises {type(error).__name__}: {said}{where}") from error

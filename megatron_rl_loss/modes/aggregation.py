@@ -92,7 +92,7 @@ def resolve(
         if not callable(mode):
             raise TypeError(
                 f"loss aggregation {asked!r} ({type(asked).__name__}): it must be a mode, its name or a function of "
-                "ModeInputs. Pass one of them."
+                "ModeInputs. Pass one of them; a Term takes a factor as coef=."
             )
         mode = Mode(name=_name_of(mode), function=mode)
     return Aggregation(mode=mode, divisor=divisor, units=units or "all")

@@ -134,7 +134,7 @@ class ModeInputs:
         return max(self._known(units.number, self.counting, key), 1)
 
     def label(self, name: str) -> Any:
-        """The samples' labels of that name, one per sample; ValueError where there are none."""
+        """The samples' labels of that name, an array where each is a number; ValueError where there are none."""
         return self.batch.label(name)
 
     def _is_sample(self, key: str) -> bool:

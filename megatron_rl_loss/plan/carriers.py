@@ -202,7 +202,7 @@ def find_form(name: str) -> Form:
     """The form of that name; ValueError for an unknown one."""
     if name not in FORMS:
         known = ", ".join(map(repr, FORMS))
-        raise ValueError(f"form={name!r}: there is no such form. Choose one of {known}.")
+        raise ValueError(f"form={name!r}: there is no such form. Choose one of {known}; 'mean' is for DDP and FSDP.")
     return FORMS[name]
 
 

@@ -88,7 +88,8 @@ def aggregation_over(over: str, of_loss: UnitCounting, totals: StepTotals) -> Ag
     if name is None and mode is None and over not in totals.units:
         known = dict.fromkeys([*MODE_OF, *available_modes(), *totals.units])
         raise ValueError(
-            f"a metric over {over!r}: there are no such units or ids in the step. {did_you_mean(over, list(known))}."
+            f"a metric over {over!r}: there are no such units or ids in the step. "
+            + (f"Pass kind={over!r}." if over in get_args(Kind) else f"{did_you_mean(over, list(known))}.")
         )
     if mode is not None and mode.divisor == "required":
         raise ValueError(f"a metric over {over!r}: a metric has no divisor. Pass 'none' for the plain sum.")

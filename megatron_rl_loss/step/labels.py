@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from megatron_rl_loss.errors import is_number
 from megatron_rl_loss.step.masks import to_array
 
 
@@ -21,3 +22,9 @@ def plain_label(label: Any) -> Any:
     if isinstance(label, np.generic):
         return label.item()
     return label if isinstance(label, str | bytes | int | float | None) else type(label).__qualname__
+
+
+def as_numbers(labels: Any) -> Any:
+    """A list of numbers as an array, so that modes may calculate with it; other labels as they are."""
+    is_list = isinstance(labels, list | tuple) and all(is_number(label) for label in labels)
+    return np.array(labels) if is_list else labels

@@ -231,8 +231,10 @@ class Samples:
         return rows_in_buffer(self, values)
 
     def label(self, name: str) -> Any:
-        """The labels of that name, one per sample; ValueError where there are none."""
-        return _find_named("label", name, self.labels, "labels")
+        """The labels of that name, an array where each is a number; ValueError where there are none."""
+        from megatron_rl_loss.step.labels import as_numbers
+
+        return as_numbers(_find_named("label", name, self.labels, "labels"))
 
     def with_mask(self, name: str | None) -> "Samples":
         """These samples with one of the further masks, for None unchanged; ValueError for an unknown mask.

@@ -417,7 +417,7 @@ REFUSALS = {
         ({"call": LossCall(rows="lists")}, "raises TypeError", LISTS),
         (
             {"loss_fn": total, "mode": "token_sum", "call": "megatron"},
-            r"a Tensor for Megatron's schedule, not \(loss, num_tokens",
+            r"it returns a Tensor .*must return \(loss, num_tokens, report\) or \(loss, report\) to Megatron's",
             MEGATRON,
         ),
         ((None, by_task), r"without ids\['task'\].*rows have .* and turn ids: give check_loss .*ids={", WITH_TASKS),
@@ -429,7 +429,11 @@ REFUSALS = {
             "takes 1 positional argument but 2 were given.*wrap the function",
             (total, "token_sum"),
         ),
-        ((by_typo,), "missing 1 required .* 'step_token'.*names=[.]", {"loss_fn": by_typo, "call": TYPO}),
+        (
+            (by_typo,),
+            "missing 1 required .* 'step_token'.*named step_tokens, rank_tokens.*names=[.]",
+            {"loss_fn": by_typo, "call": TYPO},
+        ),
         ((of_log_probs,), "missing 1 .* 'old_log_probs'.*takes=[.]", {"loss_fn": of_log_probs, "call": LOG_PROBS}),
     ),
     **refusals(

@@ -113,7 +113,8 @@ def test_a_mode_is_given_everything() -> None:
     make_pg_loss_reducer(spy, [torch.ones(1)], totals=totals, divisor=3.0, units="active", **ids, **place)
     (step,) = seen
     assert (step.divisor, step.counting, step.totals is totals, step.batch.layout) == (3.0, "active", True, layout)
-    assert step.label("weight") == [2.5]
+    assert (1 / step.label("weight")).tolist() == [0.4]  # numbers are an array, so that a mode calculates with them
+    assert Samples([[1], [1]], labels={"kind": ["math", "code"]}).label("kind") == ["math", "code"]
     keys = ("rollout", "prompt", "task")
     assert [float(step.tokens(key)[0]) for key in keys] == [1, 2, 2]  # type: ignore[index]
     assert [float(step.samples(key)[0]) for key in (*keys, "step", "sample")] == [1, 2, 2, 2, 1]
