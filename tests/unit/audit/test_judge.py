@@ -506,6 +506,15 @@ def test_the_table_has_a_column_where_cp_ranks_are_alike_and_says_what_it_leaves
     assert {place: ratios for _, place, _, _, *ratios, _ in rows} == {"0,": ["1.5"], "1,": ["1"], "2,": ["1"]}
     assert len(lines) <= 15
     assert f"measured / expected, {15 - len(rows)} more in the JSON (" in str(verdict)
+    assert "expected, 1 more in the JSON (" in str(replace(verdict, places=verdict.places[: len(rows) + 1]))
+    assert "more in the JSON" not in str(replace(verdict, places=verdict.places[: len(rows)]))
+
+
+def test_a_micro_batch_of_one_token_has_its_place() -> None:
+    small = Step([[[Row((1.0,))], [Row((1.0, 1.0), 1)]], [[Row((1.0,), 2)], [Row((1.0,), 3)]]])
+    places = judge(measured(small, np.array([3.0, 1, 1, 1, 1]) / 5), asked("token_mean")).places
+    assert [(place.dp_rank, place.microbatch) for place in places] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert [place.bar for place in places] == ["█", "▄▄", "▄", "▄"]
 
 
 def test_a_common_factor_is_divided_out_of_the_table() -> None:
