@@ -85,6 +85,18 @@ def test_an_audit_sees_the_losses() -> None:
 
 
 @pytest.mark.parametrize(
+    ("kept", "is_doubted"), [(MASK, False), (torch.tensor([[1, 0, 0], [1, 0, 0]]), True), (torch.ones(2, 3), False)]
+)
+def test_a_loss_function_may_leave_tokens_of_the_batch_out(kept: Tensor, is_doubted: bool) -> None:
+    """As a recipe that drops outliers: its weights are not those of the response mask, and that is no fault."""
+    taps, losses = Taps(), torch.ones(2, 3, requires_grad=True) * 1
+    arguments = {"loss_mat": losses, "loss_mask": kept, "loss_agg_mode": "token-mean", **WHOLE}
+    with observe(taps):
+        verl._agg_loss(verl._Running(mask=MASK), lambda: verls_own(**arguments), arguments)
+    assert ("leaves out tokens" in taps.losses["pg"][0].doubt) == is_doubted
+
+
+@pytest.mark.parametrize(
     ("mode", "changes", "text"),
     [
         ("token-mean", {"batch_num_tokens": None}, "token-mean without batch_num_tokens: verl would count this "),
