@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_rl_loss import Microbatch, Samples, Term, plan_step, tap
+from megatron_rl_loss import Microbatch, Samples, StepTotals, Term, make_pg_loss_reducer, plan_step, tap
 from megatron_rl_loss.modes.aggregation import resolve
 from megatron_rl_loss.proof.anchor import Factor
 from megatron_rl_loss.proof.own_tokens import named, state_of
@@ -60,6 +60,29 @@ def test_weights_as_asked_are_proved() -> None:
     assert 0 <= found.deviation < 1e-6
     assert (state.losses, state.factor_state, state.gradient, state.uses_plan) == ("seen", "certified", "finite", True)
     assert (state.reached, state.forms, state.dtypes, state.off) == ({"pg"}, {"sum"}, {"float32"}, 0)
+
+
+def test_of_several_losses_without_a_name_the_policy_loss_is_the_one_in_the_asked_mode() -> None:
+    """Whichever is made first: a reducer made by hand says nothing else of its loss."""
+    totals = StepTotals.from_loss_masks([[1, 1, 0], [1], [0, 1]])
+
+    def by_hand(microbatch: Microbatch) -> Tensor:
+        masks = microbatch.samples.loss_masks
+        other, policy = (make_pg_loss_reducer(mode, masks, totals=totals) for mode in ("sample_mean", "token_mean"))
+        return other(losses_of(microbatch)) + policy(losses_of(microbatch))
+
+    state, found = compared(by_hand)
+    assert state.asked == {resolve("token_mean").compared}
+    assert (found.proved, found.faults) == ([POLICY], [])
+    assert found.uncovered == ["loss number 2 of a micro-batch (no mode of its own)"]
+
+
+def test_larger_groups_than_were_generated_are_told() -> None:
+    """Two samples of prompt a, where one was generated of each: a fault, or a doubt where prompts may come twice."""
+    for is_sure, of_kind in ((True, "faults"), (False, "unknown")):
+        _, found = compared(loss, mode="prompt_mean", group_size=1, is_group_size_sure=is_sure)
+        assert "A prompt has 2 samples where 1 are generated: prompts share an id" in getattr(found, of_kind)[0]
+        assert len(found.faults) == is_sure
 
 
 def test_a_factor_is_told_with_its_place() -> None:
