@@ -1,5 +1,6 @@
 """The guards of verl's `agg_loss`, and the installer; real/test_real_verl.py has its own formulas with them."""
 
+import contextlib
 import functools
 import importlib
 import itertools
@@ -82,6 +83,24 @@ def test_an_audit_sees_the_losses() -> None:
     assert (tapped.aggregation.mode.name, tapped.aggregation.divisor) == ("constant", 8)
     assert tapped.coef is not None
     assert math.isnan(tapped.coef), "in a loss of one's own"
+    assert tapped.samples is not None
+    assert tapped.samples.layout is None, "without Megatron no rank shares rows"
+
+
+def test_steps_of_another_engine_are_said_not_to_be_proved(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr(replacing, "_REGISTRY", {})
+    call(losses=LOSSES.clone().requires_grad_())
+    assert "verl: NOT PROVED: only steps of verl's Megatron engine are measured" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("calls", [0, 1])
+def test_what_a_loss_leaves_behind_is_not_the_next_ones(calls: int) -> None:
+    """Also where it raises, for want of a call: a call of agg_loss by itself has no term and no batch."""
+    running = verl._Running()
+    checked = functools.partial(verl._checked, running, lambda arguments: [("pg", 0.5)])
+    with contextlib.suppress(ValueError):
+        checked(lambda: running.terms[:calls] and running.terms.pop(0), {"data": {"response_mask": MASK}})
+    assert (running.terms, running.mask) == ([], None)
 
 
 @pytest.mark.parametrize(
