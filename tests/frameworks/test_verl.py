@@ -109,7 +109,7 @@ def test_what_a_loss_leaves_behind_is_not_the_next_ones(calls: int) -> None:
 def test_a_loss_function_may_leave_tokens_of_the_batch_out(kept: Tensor, is_doubted: bool) -> None:
     """As a recipe that drops outliers: its weights are not those of the response mask, and that is no fault."""
     taps, losses = Taps(), torch.ones(2, 3, requires_grad=True) * 1
-    arguments = {"loss_mat": losses, "loss_mask": kept, "loss_agg_mode": "token-mean", **WHOLE}
+    arguments: dict[str, Any] = {"loss_mat": losses, "loss_mask": kept, "loss_agg_mode": "token-mean", **WHOLE}
     with observe(taps):
         verl._agg_loss(verl._Running(mask=MASK), lambda: verls_own(**arguments), arguments)
     assert ("leaves out tokens" in taps.losses["pg"][0].doubt) == is_doubted

@@ -112,8 +112,8 @@ def test_other_weights_are_told_with_the_token_that_is_furthest_off() -> None:
 
     _, found = compared(masked_too)
     assert found.faults == [
-        f"{POLICY}: masked tokens weigh up to 0.5 times what the heaviest token should; furthest off: token 2 of sample "
-        "0 of micro-batch 0 on DP 0, CP 0 (rank 0)."
+        f"{POLICY}: masked tokens weigh up to 0.5 times what the heaviest token should; furthest off: token 2 of "
+        "sample 0 of micro-batch 0 on DP 0, CP 0 (rank 0)."
     ]
 
 
@@ -196,7 +196,7 @@ def test_a_micro_batch_that_was_not_trained_on_weighs_nothing() -> None:
 
     state, found = compared(first_alone, factor=Factor("norm", 0.5, 1e-6, 1e-8))
     assert state.unknown == []
-    says = f"{POLICY}: tokens weigh 0 to 1 times what they should; furthest off: token 0 of sample 0 of micro-batch 1 on"
+    says = f"{POLICY}: tokens weigh 0 to 1 times what they should; furthest off: token 0 of sample 0 of micro-batch 1"
     assert found.faults[0].startswith(says)
     state, found = compared(partial(first_alone, form="sum"))
     assert state.unknown == ["One call trained on 1 of 2 micro-batches of the plan, which others may follow."]

@@ -393,7 +393,7 @@ def test_a_terms_coefficient_is_no_deviation(coef: float) -> None:
     assert not judge(replace(term, weights=2 * term.weights), asked("prompt_mean")).sound
     stray = judge(replace(term, stray=(3, 0.25 * abs(coef))), asked("prompt_mean"))
     assert stray.wrong_share == pytest.approx(0.2, rel=1e-3)
-    assert stray.deviation == pytest.approx(0.25 * (right != 0).sum(), rel=1e-3), "of the mean weight of an active token"
+    assert stray.deviation == pytest.approx(0.25 * (right != 0).sum(), rel=1e-3)  # of an active token's mean weight
     assert stray.headline.endswith(", 20.0 % of all weight is on wrong tokens")
     assert "of all weight" not in judge(replace(term, weights=2 * term.weights), asked("prompt_mean")).headline
     nothing = replace(term, weights=0 * right, facts={"coefficient": 0.0})
