@@ -508,7 +508,7 @@ def test_the_functions_own_error_is_the_cause() -> None:
 
 
 def test_a_mode_over_a_sum_that_it_declares_is_checked() -> None:
-    declared = Mode(
+    declared: Any = Mode(
         name="declared", function=lambda step: 1 / step.sum("all"), sums={"all": Sum(of=lambda rows: rows.mask_sums)}
     )
     assert check_loss(mode=declared, draws=3).sound
