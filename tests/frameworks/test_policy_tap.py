@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_rl_loss import LossPaths, Samples, WeighedMicrobatch, prove_policy_loss
 from megatron_rl_loss.frameworks.places import places, swapped, wrapped
-from megatron_rl_loss.frameworks.policy_tap import tap_policy
+from megatron_rl_loss.frameworks.policy_tap import tap_policy, tap_sum
 from megatron_rl_loss.reduction.taps import TappedLosses, Taps
 from megatron_rl_loss.step.observed import observe
 
@@ -142,6 +142,22 @@ def test_paths() -> None:
 
 def returned(value: Any, arguments: Any) -> Any:
     return value
+
+
+def test_sums_over_the_same_rows_add_up_and_one_over_others_is_of_another_micro_batch() -> None:
+    """Rows that an engine trains on twice weigh twice; without labels nobody knows which rows they are."""
+    weights, taps = torch.tensor([0.5, 0.25]), Taps()
+    labels: list[Any] = [{"row": ["a"]}, {"row": ["a"]}, {"row": ["b"]}, None, None]
+    with observe(taps):
+        taps.begin_microbatch()
+        for of_row in labels:
+            total = torch.ones(2, requires_grad=True).sum() * 2
+            tap_sum(total, weights, "pg", samples=Samples([[1, 1]], labels=of_row))
+            total.backward()
+    gradients = [tapped.gradient for tapped in taps.losses["pg"].values()]
+    assert [gradient.tolist() for gradient in gradients if gradient is not None] == [
+        [1.0, 0.5], [0.5, 0.25], [0.5, 0.25], [0.5, 0.25]
+    ]  # fmt: skip
 
 
 def test_a_proof_asks_for_the_advantages_before_weighing(capsys: Any) -> None:

@@ -3,6 +3,7 @@
 real/test_real_verl.py has verl's own formulas with them, where there is a checkout; CI has none, and skips it.
 """
 
+import contextlib
 import functools
 import importlib
 import itertools
@@ -85,6 +86,36 @@ def test_an_audit_sees_the_losses() -> None:
     assert (tapped.aggregation.mode.name, tapped.aggregation.divisor) == ("constant", 8)
     assert tapped.coef is not None
     assert math.isnan(tapped.coef), "in a loss of one's own"
+    assert tapped.samples is not None
+    assert tapped.samples.layout is None, "without Megatron no rank shares rows"
+
+
+def test_steps_of_another_engine_are_said_not_to_be_proved(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr(replacing, "_REGISTRY", {})
+    call(losses=LOSSES.clone().requires_grad_())
+    assert "verl: NOT PROVED: only steps of verl's Megatron engine are measured" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("calls", [0, 1])
+def test_what_a_loss_leaves_behind_is_not_the_next_ones(calls: int) -> None:
+    """Also where it raises, for want of a call: a call of agg_loss by itself has no term and no batch."""
+    running = verl._Running()
+    checked = functools.partial(verl._checked, running, lambda arguments: [("pg", 0.5)])
+    with contextlib.suppress(ValueError):
+        checked(lambda: running.terms[:calls] and running.terms.pop(0), {"data": {"response_mask": MASK}})
+    assert (running.terms, running.mask) == ([], None)
+
+
+@pytest.mark.parametrize(
+    ("kept", "is_doubted"), [(MASK, False), (torch.tensor([[1, 0, 0], [1, 0, 0]]), True), (torch.ones(2, 3), False)]
+)
+def test_a_loss_function_may_leave_tokens_of_the_batch_out(kept: Tensor, is_doubted: bool) -> None:
+    """As a recipe that drops outliers: its weights are not those of the response mask, and that is no fault."""
+    taps, losses = Taps(), torch.ones(2, 3, requires_grad=True) * 1
+    arguments: dict[str, Any] = {"loss_mat": losses, "loss_mask": kept, "loss_agg_mode": "token-mean", **WHOLE}
+    with observe(taps):
+        verl._agg_loss(verl._Running(mask=MASK), lambda: verls_own(**arguments), arguments)
+    assert ("leaves out tokens" in taps.losses["pg"][0].doubt) == is_doubted
 
 
 @pytest.mark.parametrize(

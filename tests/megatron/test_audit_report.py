@@ -199,6 +199,7 @@ def audit_of(declared: dict[str, Aggregation | None], **facts: Any) -> Any:
     ("flags", "words", "status", "says"),
     [
         ([], [], 0, "SOUND: nearest mode token_mean"),
+        (["--loss", "ppo", "--kl-loss=0.1"], [], 0, "SOUND: nearest mode"),  # a script's own, which ours begin with
         (["--loss-aggregation", "token_mean"], [], 0, "SOUND: token_mean"),
         (["--lr", "1", "--loss-aggregation", "sample_mean"], [], 1, "NOT SOUND: expected sample_mean"),
         (

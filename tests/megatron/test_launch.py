@@ -23,6 +23,7 @@ from table_step import Batch, aggregation, begun, one_step, run_schedule, start,
 from megatron_rl_loss import LossAggregation, Samples, from_first_tp_rank, next_microbatch, plan_step
 from megatron_rl_loss.megatron.flags import AggregationSettings
 from megatron_rl_loss.megatron.iterator import MicrobatchIterator
+from megatron_rl_loss.megatron.versions import iteration_of
 
 SAMPLES = step_samples(seed=1)
 EVERYTHING = list(range(len(SAMPLES)))
@@ -143,6 +144,18 @@ def on_one() -> tuple[dict[str, str], str, dict[str, float]]:
 def test_attached_puts_back_what_it_replaced_and_logs_values_below_0() -> None:
     skip_without("pretrain")
     run_ranks(1, attached)
+
+
+def test_the_iteration_of_a_log_by_its_name_or_its_place() -> None:
+    """A wrapper of the user's may take any arguments; Megatron's own are named, and moved in 0.16."""
+
+    def before_016(losses: Any, total: Any, lr: float, decoupled_lr: float, iteration: int) -> None: ...
+
+    def wrapper(*args: Any, **kwargs: Any) -> None: ...
+
+    assert iteration_of(before_016, {}, {}, 0.1, 0.2, 7) == 7
+    assert iteration_of(wrapper, {}, {}, 0.1, 7, 1.0) == 7
+    assert iteration_of(wrapper, {}, {}, iteration=7) == 7
 
 
 def test_the_look_ahead_and_the_first_line() -> None:

@@ -417,6 +417,9 @@ def test_a_terms_coefficient_is_no_deviation(coef: float) -> None:
     assert not judge(replace(term, weights=2 * term.weights), asked("prompt_mean")).sound
     stray = judge(replace(term, stray=(3, 0.25 * abs(coef))), asked("prompt_mean"))
     assert stray.wrong_share == pytest.approx(0.2, rel=1e-3)
+    assert stray.deviation == pytest.approx(0.25 * (right != 0).sum(), rel=1e-3)  # of an active token's mean weight
+    assert stray.headline.endswith(", 20.0 % of all weight is on wrong tokens")
+    assert "of all weight" not in judge(replace(term, weights=2 * term.weights), asked("prompt_mean")).headline
     nothing = replace(term, weights=0 * right, facts={"coefficient": 0.0})
     assert judge(nothing, asked("prompt_mean")).unknown == ("The term's coefficient is 0, so the term trains nothing.",)
 
@@ -530,6 +533,15 @@ def test_the_table_has_a_column_where_cp_ranks_are_alike_and_says_what_it_leaves
     assert {place: ratios for _, place, _, _, *ratios, _ in rows} == {"0,": ["1.5"], "1,": ["1"], "2,": ["1"]}
     assert len(lines) <= 15
     assert f"measured / expected, {15 - len(rows)} more in the JSON (" in str(verdict)
+    assert "expected, 1 more in the JSON (" in str(replace(verdict, places=verdict.places[: len(rows) + 1]))
+    assert "more in the JSON" not in str(replace(verdict, places=verdict.places[: len(rows)]))
+
+
+def test_a_micro_batch_of_one_token_has_its_place() -> None:
+    small = Step([[[Row((1.0,))], [Row((1.0, 1.0), 1)]], [[Row((1.0,), 2)], [Row((1.0,), 3)]]])
+    places = judge(measured(small, np.array([3.0, 1, 1, 1, 1]) / 5), asked("token_mean")).places
+    assert [(place.dp_rank, place.microbatch) for place in places] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert [place.bar for place in places] == ["█", "▄▄", "▄", "▄"]
 
 
 def test_a_common_factor_is_divided_out_of_the_table() -> None:

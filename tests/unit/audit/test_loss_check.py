@@ -23,7 +23,7 @@ from refusals import refusal_tests, refusals
 from repository import ROOT
 from torch import Tensor
 
-from megatron_rl_loss import Mode, ModeInputs, check_loss
+from megatron_rl_loss import Mode, ModeInputs, Sum, check_loss
 from megatron_rl_loss.audit import simulation
 from megatron_rl_loss.audit.loss_check import PADDED, TOGETHER
 from megatron_rl_loss.audit.simulation import CALLS, GIVEN, DrawnRow, DrawnStep, LossCall, measure
@@ -530,3 +530,10 @@ def test_the_functions_own_error_is_the_cause() -> None:
     with pytest.raises(ValueError, match="it raises KeyError") as caught:
         check_loss(lambda losses, mask: losses.sum() / dict[str, float]()["n"])
     assert isinstance(caught.value.__cause__, KeyError)
+
+
+def test_a_mode_over_a_sum_that_it_declares_is_checked() -> None:
+    declared: Any = Mode(
+        name="declared", function=lambda step: 1 / step.sum("all"), sums={"all": Sum(of=lambda rows: rows.mask_sums)}
+    )
+    assert check_loss(mode=declared, draws=3).sound

@@ -21,6 +21,7 @@ from megatron_rl_loss import (
     Samples,
     divergence_at_ids,
     gae,
+    gdpo_advantages,
     group_relative_advantages,
     importance_weights,
     keep_sequences,
@@ -464,6 +465,7 @@ def test_what_is_made_in_inference_mode_is_trained_on() -> None:
             *gae(ratio, ratio, local),
             group_relative_advantages(ratio, [0] * 8),
             rloo_advantages(ratio, [0] * 8),
+            gdpo_advantages([ratio], [0] * 8),
         )
     for name, loss in LOSSES.items():
         right = share_and_gradient(loss, given)

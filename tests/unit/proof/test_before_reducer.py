@@ -60,4 +60,7 @@ def test_factors_are_said() -> None:
         f"a factor of 0.1 (1 / {OF_SAMPLE}) on tokens between ppo_clip_loss"
     )
     assert str(before(RAGGED, lambda *_: 0.5)) == "a factor of 0.5 on tokens between ppo_clip_loss and the reducer"
+    ragged = before(OF_10, lambda samples, tokens: torch.arange(2.0, len(tokens) + 2))
+    assert str(ragged) == "factors of 2 to 11 on tokens between ppo_clip_loss and the reducer"
+    assert not ragged.is_one
     assert before(RAGGED, lambda *_: 1.0).is_one

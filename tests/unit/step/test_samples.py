@@ -123,6 +123,16 @@ def test_masks_on_a_device_are_read_in_one_transfer(monkeypatch: pytest.MonkeyPa
     assert of_steps[1].with_mask("kl").mask_sums.tolist() == [1, 2]
 
 
+def test_masks_on_the_host_and_on_a_device_stay_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "megatron_rl_loss.step.masks.to_array",
+        lambda values: np.arange(len(values)) % 2 if values.is_meta else values.numpy(),
+    )
+    device: dict[str, Any] = {"device": "meta", "dtype": torch.int64}
+    samples = Samples([torch.tensor([1, 0]), torch.ones(3, **device), torch.tensor([0, 1]), torch.ones(1, **device)])
+    assert [mask.tolist() for mask in samples.loss_masks] == [[1, 0], [0, 1, 0], [0, 1], [1]]
+
+
 def test_samples_without_a_sample() -> None:
     for layout, size in ((None, 0), (ZigzagTHD([0, 8], filler_slots=1), 8)):
         samples = Samples([], layout=layout)

@@ -1,0 +1,214 @@
+"""The comparison of a step's terms with what was asked, on one rank and without a launch."""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_rl_loss import Microbatch, Samples, StepTotals, Term, make_pg_loss_reducer, plan_step, tap
+from megatron_rl_loss.modes.aggregation import resolve
+from megatron_rl_loss.proof.anchor import Factor
+from megatron_rl_loss.proof.own_tokens import named, state_of
+from megatron_rl_loss.proof.step_state import StepState
+from megatron_rl_loss.proof.terms import OfTerms, compare_terms
+from megatron_rl_loss.reduction.taps import Taps
+from megatron_rl_loss.step.observed import observe
+
+ALONE = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+GROUPS = SimpleNamespace(dp=ALONE, cp=ALONE, tp=ALONE, pp=ALONE, dp_cp=ALONE)
+RIGHT = Factor("decoder.final_layernorm.weight", 1.0, 1e-6, 1e-8)
+STEP = [Samples([[1, 1, 0]], prompt_ids=["a"]), Samples([[1], [0, 1]], prompt_ids=["a", "b"])]
+POLICY = "token_mean on the policy loss"
+
+
+def compared(
+    loss_of: Callable[[Microbatch], Tensor], *, factor: Factor = RIGHT, mode: str = "token_mean", **options: Any
+) -> tuple[StepState, OfTerms]:
+    """What is found of a step in which each micro-batch's loss goes back, and gradients are scaled by the factor."""
+    plan, taps = plan_step(STEP, mode, dp_group=None), Taps()
+    measured: Any = SimpleNamespace(
+        groups=GROUPS, taps=taps, faults=[], unknown=[], uncertain=[], gradients={"finite"}, factors=[factor],
+        computes_loss=True, expected=resolve(mode), loss_scale=1.0,
+    )  # fmt: skip
+    with observe(taps):
+        for microbatch in plan:
+            taps.begin_microbatch()
+            loss_of(microbatch).backward()
+    state, own = state_of(measured, plan.record.use, None)
+    return state, compare_terms(measured, state, own, **options)
+
+
+def losses_of(microbatch: Microbatch) -> Tensor:
+    return torch.arange(1.0, len(microbatch.tokens) + 1, requires_grad=True) * 1.0
+
+
+def loss(microbatch: Microbatch, **terms: Any) -> Tensor:
+    """The policy loss, with terms of other values and these modes and coefficients."""
+    by_name = {name: Term(losses_of(microbatch), **given) for name, given in terms.items()}
+    losses = losses_of(microbatch)
+    return microbatch.loss({"pg": losses, **by_name} if by_name else losses, form="sum")
+
+
+def test_weights_as_asked_are_proved() -> None:
+    state, found = compared(loss)
+    assert (found.proved, found.faults, found.unknown, found.weights) == ([POLICY], [], [], "as asked")
+    assert 0 <= found.deviation < 1e-6
+    assert (state.losses, state.factor_state, state.gradient, state.uses_plan) == ("seen", "certified", "finite", True)
+    assert (state.reached, state.forms, state.dtypes, state.off) == ({"pg"}, {"sum"}, {"float32"}, 0)
+
+
+def test_of_several_losses_without_a_name_the_policy_loss_is_the_one_in_the_asked_mode() -> None:
+    """Whichever is made first: a reducer made by hand says nothing else of its loss."""
+    totals = StepTotals.from_loss_masks([[1, 1, 0], [1], [0, 1]])
+
+    def by_hand(microbatch: Microbatch) -> Tensor:
+        masks = microbatch.samples.loss_masks
+        other, policy = (make_pg_loss_reducer(mode, masks, totals=totals) for mode in ("sample_mean", "token_mean"))
+        return other(losses_of(microbatch)) + policy(losses_of(microbatch))
+
+    state, found = compared(by_hand)
+    assert state.asked == {resolve("token_mean").compared}
+    assert (found.proved, found.faults) == ([POLICY], [])
+    assert found.uncovered == ["loss number 2 of a micro-batch (no mode of its own)"]
+
+
+def test_larger_groups_than_were_generated_are_told() -> None:
+    """Two samples of prompt a, where one was generated of each: a fault, or a doubt where prompts may come twice."""
+    for is_sure, of_kind in ((True, "faults"), (False, "unknown")):
+        _, found = compared(loss, mode="prompt_mean", group_size=1, is_group_size_sure=is_sure)
+        assert "A prompt has 2 samples where 1 are generated: prompts share an id" in getattr(found, of_kind)[0]
+        assert len(found.faults) == is_sure
+
+
+def test_a_factor_is_told_with_its_place() -> None:
+    _, found = compared(loss, factor=Factor("norm", 0.25, 1e-6, 1e-8))
+    (fault,) = found.faults
+    assert fault.startswith(f"{POLICY}: tokens weigh 0.25 times what they should; furthest off: token 0 of sample 0 of")
+    assert (found.weights, found.proved) == ("other", [])
+
+
+def test_other_weights_are_told_with_the_token_that_is_furthest_off() -> None:
+    def of_own(microbatch: Microbatch) -> Tensor:
+        weights = microbatch.weights.clone()
+        if len(weights) == 3 and len(microbatch.samples) == 2:  # the second micro-batch: the last token weighs thrice
+            weights[2] *= 3
+        losses = tap(losses_of(microbatch), samples=microbatch.samples)
+        return (losses * weights).sum()
+
+    _, found = compared(of_own)
+    assert found.faults == [
+        f"{POLICY}: tokens weigh 1 to 3 times what they should; furthest off: token 1 of sample 1 of micro-batch 1 on "
+        "DP 0, CP 0 (rank 0)."
+    ]
+
+    def masked_too(microbatch: Microbatch) -> Tensor:
+        losses = tap(losses_of(microbatch), samples=microbatch.samples)
+        return (losses * (microbatch.weights + 0.125 * (microbatch.weights == 0))).sum()
+
+    _, found = compared(masked_too)
+    assert found.faults == [
+        f"{POLICY}: masked tokens weigh up to 0.5 times what the heaviest token should; furthest off: token 2 of "
+        "sample 0 of micro-batch 0 on DP 0, CP 0 (rank 0)."
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kl", "proved", "uncovered"),
+    [
+        ([{"mode": "sample_mean"}] * 2, ["sample_mean on kl"], []),
+        ([{"mode": "sample_mean", "coef": 0.5}] * 2, ["sample_mean on kl"], []),
+        ([{}] * 2, ["token_mean on kl"], []),
+        ([{"coef": 0.5}] * 2, ["token_mean on kl"], []),
+        ([{"coef": 0}] * 2, [], ["kl (coefficient 0)"]),
+        ([{"coef": 0.5}, {"coef": 0.25}], [],
+         ["kl (its mode or coefficient differs between micro-batches, or is not known)"]),
+        ([{"mode": "sample_mean"}, {"mode": "prompt_mean"}], [],
+         ["kl (its mode or coefficient differs between micro-batches, or is not known)"]),
+    ],
+)  # fmt: skip
+def test_further_terms(kl: list[Any], proved: list[str], uncovered: list[str]) -> None:
+    """By their own modes and coefficients; what nobody can know of a term is said, and is no fault."""
+    given = iter(kl)
+    _, found = compared(lambda microbatch: loss(microbatch, kl=next(given)))
+    assert (found.proved, found.uncovered, found.faults) == ([POLICY, *proved], uncovered, [])
+
+
+def test_taps_of_further_terms() -> None:
+    """A tap without a mode of its own or with a coefficient that may be any is not compared."""
+    for options, reason in (
+        ({}, "no mode of its own"),
+        ({"coef": math.nan, "aggregation": plan_step(STEP, "token_mean", dp_group=None).record.modes.policy},
+         "its mode or coefficient differs between micro-batches, or is not known"),
+    ):  # fmt: skip
+
+        def of_taps(microbatch: Microbatch, options: dict[str, Any] = options) -> Tensor:
+            tapped = tap(losses_of(microbatch), "kl", samples=microbatch.samples, **options)
+            return loss(microbatch) + (tapped * microbatch.weights).sum()
+
+        _, found = compared(of_taps)
+        assert (found.proved, found.uncovered) == ([POLICY], [f"kl ({reason})"])
+
+
+def test_a_term_that_nothing_reaches_is_a_fault() -> None:
+    """A term with a coefficient; and one that must be there, once."""
+    policy = plan_step(STEP, "token_mean", dp_group=None).record.modes.policy
+
+    def unreached(microbatch: Microbatch) -> Tensor:
+        tap(losses_of(microbatch), "kl", samples=microbatch.samples, aggregation=policy, coef=0.5)
+        return loss(microbatch)
+
+    _, found = compared(unreached)
+    assert found.faults == ["The kl term has a coefficient, 0.5, and no gradient reaches it."]
+    _, found = compared(loss, required=["pg", "kl"])
+    assert found.faults == ["The kl term went through a reducer of this library in no micro-batch."]
+
+    def twice(microbatch: Microbatch) -> Tensor:
+        return loss(microbatch) + sum(microbatch.token_mean(losses_of(microbatch)) for _ in range(2))
+
+    _, found = compared(twice, required=["token_mean"])
+    assert found.faults[0] == (
+        "The token_mean term went through a reducer of this library several times in a micro-batch."
+    )
+
+
+def test_losses_that_were_made_and_thrown_away_do_not_count() -> None:
+    def thrown_away(microbatch: Microbatch) -> Tensor:
+        microbatch(losses_of(microbatch))
+        return microbatch.scale_for_trainer(microbatch(losses_of(microbatch)), form="sum")
+
+    state, found = compared(thrown_away)
+    assert ([*state.terms], found.proved, found.faults) == (["pg"], [POLICY], [])
+
+
+def test_a_micro_batch_that_was_not_trained_on_weighs_nothing() -> None:
+    """In the schedule; a loop of one's own may train on the rest in a further call."""
+
+    def first_alone(microbatch: Microbatch, form: Any = "3-tuple") -> Tensor:
+        if len(microbatch.samples) > 1:
+            return torch.zeros(1, requires_grad=True).sum()
+        returned = microbatch.loss(losses_of(microbatch), form=form)
+        return returned if isinstance(returned, Tensor) else returned[0]
+
+    state, found = compared(first_alone, factor=Factor("norm", 0.5, 1e-6, 1e-8))
+    assert state.unknown == []
+    says = f"{POLICY}: tokens weigh 0 to 1 times what they should; furthest off: token 0 of sample 0 of micro-batch 1"
+    assert found.faults[0].startswith(says)
+    state, found = compared(partial(first_alone, form="sum"))
+    assert state.unknown == ["One call trained on 1 of 2 micro-batches of the plan, which others may follow."]
+    assert (found.proved, found.faults) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.5, " (0.5 = 1/CP = 1/DP)"), (2.00001, " (2 = CP = DP)"), (1 / 12.0001, " (0.08333 = 1/(CP*K) = 1/(DP*K))"),
+        (12, " (12 = CP*K = DP*K)"), (5, ""),
+    ],
+)  # fmt: skip
+def test_a_constant_factor_is_named_by_the_counts_of_the_step(value: float, text: str) -> None:
+    assert named(value, {"CP": 2, "DP": 2, "TP": 1, "K": 6}) == text
