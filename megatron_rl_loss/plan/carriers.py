@@ -64,14 +64,12 @@ class Form:
             returned without a tuple.
         caller: who calls the loss function.
         carriers: by the value of Megatron's `calculate_per_token_loss` for which the form is exact.
-        is_default: the form of a loss function that names none.
     """
 
     name: str
     parts: tuple[str, ...]
     caller: Caller
     carriers: Mapping[bool, Carrier]
-    is_default: bool = False
 
     @property
     def counts(self) -> list[str]:
@@ -92,114 +90,36 @@ class Form:
         return dict(zip(self.parts, returned, strict=True))
 
 
-#: A row for each form.
-FORMS = {
-    form.name: form
-    for form in (
-        # Without per-token loss the schedule divides a loss by its token count, 1, and by the number of micro-batches;
-        # DDP averages over its ranks. With it gradients are divided, at the end of the step, by the sum of all token
-        # counts. These are the real ones, so auxiliary losses, which Megatron divides by them too, keep their scale.
-        Form(
-            name="3-tuple",
-            parts=("loss", "num_tokens", "report"),
-            caller="schedule",
-            is_default=True,
-            carriers={
-                False: Carrier(
-                    returned={"num_microbatches": 1, "dp_size": 1, "cp_size": 1},
-                    schedule={"num_microbatches": -1},
-                    ddp={"dp_size": -1, "cp_size": -1},
-                ),
-                True: Carrier(
-                    returned={"step_active_tokens": 1},
-                    counts={"num_tokens": active_tokens},
-                    finalize={"step_active_tokens": -1},
-                    dynamic_cp=True,
-                ),
-            },
+#: The form of a loss function that names none. Without per-token loss the schedule divides a loss by its token count,
+#: 1, and by the number of micro-batches; DDP averages over its ranks. With it gradients are divided, at the end of the
+#: step, by the sum of all token counts. These are the real ones, so auxiliary losses, which Megatron divides by them
+#: too, keep their scale.
+DEFAULT = Form(
+    name="3-tuple",
+    parts=("loss", "num_tokens", "report"),
+    caller="schedule",
+    carriers={
+        False: Carrier(
+            returned={"num_microbatches": 1, "dp_size": 1, "cp_size": 1},
+            schedule={"num_microbatches": -1},
+            ddp={"dp_size": -1, "cp_size": -1},
         ),
-        # The schedule multiplies the loss of a pair by the CP size, and divides it by the number of micro-batches.
-        Form(
-            name="2-tuple",
-            parts=("loss", "report"),
-            caller="schedule",
-            carriers={
-                False: Carrier(
-                    returned={"num_microbatches": 1, "dp_size": 1},
-                    schedule={"num_microbatches": -1, "cp_size": 1},
-                    ddp={"dp_size": -1, "cp_size": -1},
-                )
-            },
+        True: Carrier(
+            returned={"step_active_tokens": 1},
+            counts={"num_tokens": active_tokens},
+            finalize={"step_active_tokens": -1},
+            dynamic_cp=True,
         ),
-        # For a trainer that adds up the gradients of ranks and micro-batches and divides by nothing.
-        Form(
-            name="sum",
-            parts=("loss",),
-            caller="loop",
-            carriers=dict.fromkeys((False, True), Carrier(dynamic_cp=True)),
-        ),
-        # For a trainer that averages gradients over the DP and CP ranks and adds up micro-batches: torch's DDP and
-        # FSDP, or Megatron's DDP in a loop without its schedule.
-        Form(
-            name="mean",
-            parts=("loss",),
-            caller="loop",
-            carriers={False: Carrier(returned={"dp_size": 1, "cp_size": 1}, ddp={"dp_size": -1, "cp_size": -1})},
-        ),
-        # slime 624b824a, backends/megatron_utils/loss.py, and miles 31f1ca96, backends/training_utils/loss.py:
-        # `loss_function`. They divide by the global batch size, which counts rollouts. Not for per-token loss: there
-        # they divide by tokens of which each fully masked sample has one.
-        Form(
-            name="slime",
-            parts=("loss", "report"),
-            caller="engine",
-            carriers={
-                False: Carrier(
-                    returned={"rollouts": 1},
-                    engine={"num_microbatches": 1, "rollouts": -1, "dp_size": 1, "cp_size": 1},
-                    schedule={"num_microbatches": -1},
-                    ddp={"dp_size": -1, "cp_size": -1},
-                )
-            },
-        ),
-        # verl 1dda039b and 0.9.1, workers/engine/megatron/transformer_impl.py, `postprocess_micro_batch_func`. With
-        # per-token loss the step's tokens cancel: verl multiplies by them, Megatron divides. In dynamic CP dp_size is
-        # 1.
-        Form(
-            name="verl",
-            parts=("loss", "report"),
-            caller="engine",
-            carriers={
-                False: Carrier(
-                    returned={"dp_size": 1},
-                    engine={"num_microbatches": 1},
-                    schedule={"num_microbatches": -1, "cp_size": 1},
-                    ddp={"dp_size": -1, "cp_size": -1},
-                ),
-                True: Carrier(returned={"dp_size": 1}, engine={"dp_size": -1}, dynamic_cp=True),
-            },
-        ),
-        # NeMo-RL 7ea279ab, models/megatron/train.py, `LossPostProcessor`: a pair with per-token loss, whose count of
-        # tokens is 0, so that Megatron divides by nothing.
-        Form(
-            name="nemo_rl",
-            parts=("loss", "report"),
-            caller="engine",
-            carriers={
-                True: Carrier(
-                    returned={"cp_size": 1},
-                    engine={"num_microbatches": 1, "cp_size": -2},
-                    schedule={"num_microbatches": -1, "cp_size": 1},
-                )
-            },
-        ),
-    )
-}
-(DEFAULT,) = (form for form in FORMS.values() if form.is_default)
+    },
+)
 
 
 def find_form(name: str) -> Form:
     """The form of that name; ValueError for an unknown one."""
+    if name == DEFAULT.name:
+        return DEFAULT
+    from megatron_rl_loss.plan.forms import FORMS  # which few launches need
+
     if name not in FORMS:
         known = ", ".join(map(repr, FORMS))
         raise ValueError(f"form={name!r}: there is no such form. Choose one of {known}; 'mean' is for DDP and FSDP.")
@@ -208,28 +128,11 @@ def find_form(name: str) -> Form:
 
 def find_carrier(form: Form, per_token: bool, dynamic_cp: bool, for_schedule: bool) -> Carrier:
     """The scaling that a form cancels with these settings; ValueError where it is not exact with them."""
-    if for_schedule and form.caller == "loop":
-        raise ValueError(
-            f"form={form.name!r} in a plan of a Megatron model: such a plan is for Megatron's schedule, which takes "
-            f"({', '.join(DEFAULT.parts)}), and the form is for loops without the schedule. Leave form out; in a loop "
-            "of your own without the schedule, give plan_step dp_group= and cp_group= in place of model=."
-        )
-    has = "with" if per_token else "without"
     carrier = form.carriers.get(per_token)
-    if carrier is None:
-        known = ", ".join(repr(other.name) for other in FORMS.values() if per_token in other.carriers)
-        raise ValueError(
-            f"form={form.name!r} {has} per-token loss: Megatron's scaling is then another than this form cancels. Turn "
-            f"calculate_per_token_loss {'off' if per_token else 'on'}, or choose one of {known}."
-        )
-    if dynamic_cp and not carrier.dynamic_cp:
-        with_per_token = {name: other.carriers[True] for name, other in FORMS.items() if True in other.carriers}
-        exact = [repr(name) for name, other in with_per_token.items() if other.dynamic_cp]
-        raise ValueError(
-            f"form={form.name!r} {has} per-token loss, in a step whose cp_groups change between micro-batches: this "
-            "form scales by group sizes and numbers of micro-batches, which then differ between ranks. Plan with "
-            f"per-token loss, and return one of {', '.join(exact)}."
-        )
+    if carrier is None or (for_schedule and form.caller == "loop") or (dynamic_cp and not carrier.dynamic_cp):
+        from megatron_rl_loss.plan.forms import refusal
+
+        raise refusal(form, per_token, for_schedule)
     return carrier
 
 

@@ -6,7 +6,7 @@ from weakref import ReferenceType, ref
 
 from torch import Tensor
 
-from megatron_rl_loss.plan.carriers import DEFAULT, FORMS, Form
+from megatron_rl_loss.plan.carriers import DEFAULT, Form
 
 
 class Receipt(NamedTuple):
@@ -38,6 +38,8 @@ def check_returned(returned: object, receipt: Receipt | None, *, trains: bool = 
     form = DEFAULT if receipt is None else receipt.form
     parts = form.read(returned)
     if isinstance(returned, Tensor) and receipt is not None:
+        from megatron_rl_loss.plan.forms import FORMS
+
         alone = " or ".join(f"form={row.name!r}" for row in FORMS.values() if row.parts == ("loss",))
         raise ValueError(
             f"loss_func returned a loss alone, the result of {alone}: Megatron's schedule takes "

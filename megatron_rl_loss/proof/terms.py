@@ -31,16 +31,16 @@ class OfTerms:
     deviation: float = -1.0
     totals: StepTotals | None = None
 
-    def add(self, aim: str, compared: Compared, tolerance: float, doubt: str, *, averages: bool) -> None:
+    def add(self, aim: str, compared: Compared, tolerance: float, doubt: str) -> None:
         """Add a term's weights; `doubt` is why a difference is no evidence.
 
-        Only a mode that `averages` divides a second time what somebody has divided by a count of tokens.
+        Only a mode that averages divides a second time what somebody has divided by a count of tokens.
         """
         self.totals = self.totals or compared.totals
         self.deviation = max(self.deviation, compared.deviation)
         if not compared.deviation <= tolerance:
             (self.unknown if doubt else self.faults).append(f"{aim}: {compared}. {doubt}".rstrip())
-        elif compared.before.is_sure and averages:
+        elif compared.before.is_sure and compared.averages:
             self.faults.append(f"{aim}: {compared.before.fault}")
         elif compared.totals.step_active_tokens:
             self.proved.append(aim)
@@ -112,8 +112,7 @@ def compare_terms(
             of_terms.faults += ids.faults
             of_terms.unknown += ids.doubts
             doubt = doubt or other_count(declared.count, compared)
-        averages = asked.mode.divisor == "refused"
-        of_terms.add(f"{asked} on {loss}", compared, state.tolerance, doubt, averages=averages)
+        of_terms.add(f"{asked} on {loss}", compared, state.tolerance, doubt)
     return of_terms
 
 

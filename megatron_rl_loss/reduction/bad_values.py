@@ -2,7 +2,10 @@
 
 import functools
 import logging
+import math
+from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from megatron_rl_loss.step.collectives import world_rank
@@ -23,6 +26,18 @@ def log_not_finite(what: str, values: Tensor, weights: Tensor, local: LocalToken
             "micro-batch: the token's mask is not 0, so the step's sum is not finite. Check the token's log-probs "
             "and advantage, or mask it."
         )
+
+
+def warn_of_float16(rows: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Log float16 losses whose gradient cannot hold the weights, of (losses, weights); looks at weights on the host.
+
+    The gradient is scaled in float32 and rounded once, so a loss scale helps. bfloat16 has the range of float32.
+    """
+    for values, weights in rows:
+        if values.dtype == torch.float16 and values.requires_grad and weights.is_cpu and weights.any():
+            smallest = float(weights[weights != 0].abs().amin())
+            if smallest < torch.finfo(torch.float16).tiny:
+                say_float16(math.ceil(-math.log2(smallest)) - 14)  # its normal numbers begin at 2^-14
 
 
 @functools.cache  # once for each size, not for each micro-batch

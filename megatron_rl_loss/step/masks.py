@@ -19,7 +19,7 @@ Floats = npt.NDArray[np.float64]
 #: One per sample: a 1-D tensor on any device, a 1-D array, or a list of numbers.
 Mask = Tensor | Array | Sequence[float]
 
-#: Beyond these the float32 weight of a token could vanish, or a step's sum of masks be no count (`check_count`).
+#: Beyond these the float32 weight of a token could vanish, or a step's sum of masks be too large to count in float64.
 SMALLEST, LARGEST = 1e-30, 1e9
 #: The bounds, rounded to float32, may lie a little beyond themselves.
 _ROUNDED = 1 + 1e-6

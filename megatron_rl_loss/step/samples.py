@@ -34,11 +34,6 @@ from megatron_rl_loss.step.masks import (
 )
 
 Labels = Mapping[str, Sequence[Any] | Tensor]
-#: The remedy where samples without a layout have fewer mask entries than tokens.
-MASKS_TOO_SHORT = (
-    "The masks have fewer entries: if they are of responses alone, pass masks of whole samples, 0 at the prompt; if "
-    "samples are padded, pass layout="
-)
 
 
 class Samples:
@@ -132,6 +127,8 @@ class Samples:
         if math.prod(shape) not in (self.total_tokens, sum(whole or [self.total_tokens])):
             remedy = "Pass the micro-batch's input ids, padded and ordered as the layout says, not cut for a CP rank."
             if self.layout is None and math.prod(shape) > self.total_tokens:
+                from megatron_rl_loss.step.value_hints import MASKS_TOO_SHORT
+
                 remedy = f"{MASKS_TOO_SHORT}."
             raise ValueError(
                 f"tokens of shape {shape} for a buffer of {self.total_tokens} positions: there must be one token for "

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from megatron_rl_loss.step.samples import MASKS_TOO_SHORT, LocalTokens, Samples
+from megatron_rl_loss.step.samples import LocalTokens
 
 
 def check_values(what: str, values: object, local: LocalTokens) -> None:
@@ -15,31 +15,8 @@ def check_values(what: str, values: object, local: LocalTokens) -> None:
         kind = values.dtype if isinstance(values, Tensor) else type(values).__name__
         raise TypeError(f"{what} is {kind}: it must be a float tensor. Pass one unreduced value per token.")
     if values.shape not in local.loss_shapes:
-        hint = _layout_hint(values.numel(), len(local), local.samples)
+        from megatron_rl_loss.step.value_hints import layout_hint
+
+        hint = layout_hint(values.numel(), len(local), local.samples)
         shown = " or ".join(map(str, local.loss_shapes))
         raise ValueError(f"{what} of shape {tuple(values.shape)}: this rank's part of the layout is {shown}. {hint}.")
-
-
-def _layout_hint(num_values: int, num_local: int, samples: Samples) -> str:
-    """The most likely reason for a wrong number of values."""
-    if num_values == 1:
-        return "Pass unreduced losses, one per token"
-    if num_values == num_local:
-        return "The number of tokens fits: transpose to batch first if it is [s, b], or flatten in the layout's order"
-    layout = samples.layout
-    if layout is not None and num_values == layout.total_tokens:
-        cut = "cut them with microbatch.local(...); if losses are not cut over CP ranks, the layout is Gathered"
-        return f"These are all tokens of the micro-batch: {cut}"
-    if num_values == sum(samples.mask_lengths):
-        return "These are the unpadded, uncut tokens: cut and pad them as the layout says, or change the layout"
-    if num_values == int(samples.active_tokens.sum()):
-        return "These are the active tokens only: pass the losses of all positions, or ZigzagResponse for responses"
-    if layout is not None and num_values and layout.total_tokens % num_values == 0:
-        return f"These are 1/{layout.total_tokens // num_values} of the micro-batch: check that cp_size is right"
-    if layout is None and num_values > num_local and num_local:
-        return MASKS_TOO_SHORT
-    if layout is None and num_values == sum(samples.mask_lengths) - len(samples):
-        return "Each mask has one entry too many: it goes with the labels, so drop the entry of the first token"
-    if num_values == len(samples):
-        return "These are one per sample: samples.in_buffer gives each token its sample's value"
-    return "Pass the values of this micro-batch's tokens, cut as its layout says"

@@ -29,7 +29,7 @@ from megatron_rl_loss import (
     plan_step,
     segment_scan,
 )
-from megatron_rl_loss.plan.carriers import FORMS
+from megatron_rl_loss.plan.forms import FORMS
 from megatron_rl_loss.plan.plan import Plan
 from megatron_rl_loss.step.collectives import StepGroups
 

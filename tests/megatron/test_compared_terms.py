@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_rl_loss import Microbatch, Samples, StepTotals, Term, make_pg_loss_reducer, plan_step, tap
+from megatron_rl_loss import Microbatch, Samples, StepTotals, Term, make_pg_loss_reducer, plan_step, ppo_clip_loss, tap
 from megatron_rl_loss.modes.aggregation import resolve
 from megatron_rl_loss.proof.anchor import Factor
-from megatron_rl_loss.proof.own_tokens import named, state_of
+from megatron_rl_loss.proof.difference import named
+from megatron_rl_loss.proof.own_tokens import state_of
 from megatron_rl_loss.proof.step_state import StepState
 from megatron_rl_loss.proof.terms import OfTerms, compare_terms
 from megatron_rl_loss.reduction.taps import Taps
@@ -27,10 +28,15 @@ POLICY = "token_mean on the policy loss"
 
 
 def compared(
-    loss_of: Callable[[Microbatch], Tensor], *, factor: Factor = RIGHT, mode: str = "token_mean", **options: Any
+    loss_of: Callable[[Microbatch], Tensor],
+    *,
+    factor: Factor = RIGHT,
+    mode: Any = "token_mean",
+    samples: list[Samples] = STEP,
+    **options: Any,
 ) -> tuple[StepState, OfTerms]:
     """What is found of a step in which each micro-batch's loss goes back, and gradients are scaled by the factor."""
-    plan, taps = plan_step(STEP, mode, dp_group=None), Taps()
+    plan, taps = plan_step(samples, mode, dp_group=None), Taps()
     measured: Any = SimpleNamespace(
         groups=GROUPS, taps=taps, faults=[], unknown=[], uncertain=[], gradients={"finite"}, factors=[factor],
         computes_loss=True, expected=resolve(mode), loss_scale=1.0,
@@ -212,3 +218,27 @@ def test_a_micro_batch_that_was_not_trained_on_weighs_nothing() -> None:
 )  # fmt: skip
 def test_a_constant_factor_is_named_by_the_counts_of_the_step(value: float, text: str) -> None:
     assert named(value, {"CP": 2, "DP": 2, "TP": 1, "K": 6}) == text
+
+
+@pytest.mark.parametrize(
+    ("mode", "divides_again"),
+    [
+        ("sample_mean", True),
+        (lambda step: 1 / (step.tokens("sample") * step.units("sample")), True),  # a mode of one's own averages, too
+        (lambda step: 1 / step.units("prompt"), False),  # a mean over prompts of sums: losses may be divided before
+        ("token_sum", False),
+    ],
+)
+def test_losses_that_are_divided_before_a_mode_that_averages(mode: Any, divides_again: bool) -> None:
+    """A mode divides by numbers of tokens if it reads them, whether or not it takes a divisor."""
+
+    def divided(microbatch: Microbatch) -> Tensor:
+        log_probs = torch.full((len(microbatch.tokens),), -1.0, requires_grad=True) * 1.0
+        policy = ppo_clip_loss(log_probs, log_probs.detach(), torch.ones(len(log_probs)), microbatch)
+        of_samples = torch.tensor([1.0, 3.0] if len(microbatch.samples) == 2 else [7.0])
+        sizes = of_samples.repeat_interleave(torch.tensor(microbatch.samples.mask_lengths))
+        return microbatch.loss(policy.per_token_loss / sizes, form="sum")
+
+    samples = [Samples([[1] * 7], prompt_ids=["a"]), Samples([[1], [1, 1, 1]], prompt_ids=["a", "b"])]
+    _, found = compared(divided, mode=mode, samples=samples)
+    assert ["averages them again" in fault for fault in found.faults] == [True] * divides_again

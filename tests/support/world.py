@@ -57,7 +57,7 @@ from megatron_rl_loss import (
     prove_first_step,
 )
 from megatron_rl_loss.megatron.flags import AggregationSettings
-from megatron_rl_loss.plan.carriers import FORMS
+from megatron_rl_loss.plan.forms import FORMS
 
 STEP = step_samples(8)
 TABLE = [float(loss) for one in STEP for loss in one.losses] + [0.0]

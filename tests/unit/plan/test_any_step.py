@@ -24,7 +24,7 @@ from trainers import Split, trainer_of
 from megatron_rl_loss import Samples, Term
 from megatron_rl_loss.modes.aggregation import resolve
 from megatron_rl_loss.modes.loss_modes import LossModes
-from megatron_rl_loss.plan.carriers import FORMS
+from megatron_rl_loss.plan.forms import FORMS
 from megatron_rl_loss.plan.plan import Plan
 from megatron_rl_loss.plan.record import StepRecord
 from megatron_rl_loss.step.collectives import StepGroups
