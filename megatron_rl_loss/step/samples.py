@@ -102,7 +102,11 @@ class Samples:
         kinds = [("rollout", rollout_ids), ("prompt", prompt_ids), *(ids or {}).items()]
         by_kind = dict(named := [(name, values) for name, values in kinds if values is not None])
         if len(by_kind) < len(named):
-            raise ValueError("rollout_ids or prompt_ids, and ids= of that name: each must be given once. Drop one.")
+            twice = next(name for name in by_kind if sum(name == other for other, _ in named) > 1)
+            raise ValueError(
+                f"{twice}_ids= together with ids={{{twice!r}: ...}}: both are the ids of the {twice}s, which must be "
+                "given once. Drop one of the two."
+            )
         if reserved := {"step", "sample"} & by_kind.keys():
             raise ValueError(f"ids named {min(reserved)!r}: the step and each sample are units already. Rename them.")
         self.parts = {name: parts_of(name, values, self.mask_lengths) for name, values in by_kind.items()}

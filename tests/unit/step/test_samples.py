@@ -311,7 +311,8 @@ test_refusals = refusal_tests(
             ({"rollout_ids": []}, "0 rollout_ids for 1 loss masks", {"rollout_ids": [0]}),
             ({"prompt_ids": [0, 1]}, "2 prompt_ids for 1 loss masks", {"prompt_ids": [0]}),
             *(
-                ({f"{kind}_ids": [1], "ids": {kind: [2]}}, "and ids= of that name: each must", {f"{kind}_ids": [1]})
+                ({f"{kind}_ids": [1], "ids": {kind: [2]}}, rf"{kind}_ids= together with ids=.*'{kind}': .*Drop one",
+                 {f"{kind}_ids": [1]})
                 for kind in ("rollout", "prompt")
             ),
             ({"ids": {"session": []}}, r"0 ids\['session'\] for 1", {"ids": {"session": [1]}}),
