@@ -28,8 +28,8 @@ class PolicyLoss:
 
     Attributes:
         per_token_loss: one value per token, differentiable, float32 (float64 of float64); a reducer aggregates it.
-        clipped: 1.0 where a clip decided the loss, so that its gradient is 0, else 0.0; detached. Its sample mean is
-            the clip fraction.
+        clipped: 1.0 where a clip decided the loss, else 0.0; detached. The gradient is then 0, but not of a loss that
+            clips a weight, as CISPO does. Its sample mean is the clip fraction.
         ppo_kl: ``old_log_probs - log_probs`` (estimator k1 of KL(old || new)), detached.
     """
 

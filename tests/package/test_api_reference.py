@@ -1,10 +1,11 @@
-"""The API reference, which `tools/docs.sh` builds: every public name stands there with its docstring."""
+"""The API reference, which `tools/docs.sh` builds: every public name, and every loss, stands there."""
 
 import inspect
 
 import api_reference
 
 import megatron_rl_loss
+from megatron_rl_loss.losses.by_name import POLICY_LOSSES
 
 
 def test_every_public_name_is_shown_once_with_its_docstring() -> None:
@@ -25,3 +26,10 @@ def test_no_other_name_is_public_and_each_is_shown_once() -> None:
         for name in names:
             assert name not in vars(megatron_rl_loss)["__all__"]
             assert texts.count(f"```python\nfrom megatron_rl_loss.{module} import {name}\n") == 1, name
+
+
+def test_every_policy_loss_is_shown() -> None:
+    shown = {name for names in (*api_reference.PUBLIC.values(), *api_reference.OTHERS.values()) for name in names}
+    for loss in POLICY_LOSSES.values():
+        function = getattr(loss.compute, "func", loss.compute).__name__
+        assert function in shown, f"{function} lacks its row in OTHERS, tools/api_reference.py"

@@ -222,10 +222,11 @@ def test_the_modes_of_readme_are_the_tables_and_give_the_worked_numbers() -> Non
     assert list(available_modes()) == of_oracle, "a mode lacks its row in ROWS, tests/support/oracle.py, or the order"
     of_readme = re.findall(r"^\| `(\w+)`", table, flags=re.MULTILINE)
     assert of_readme == of_oracle, "a mode lacks its row in README's table, or the order"
-    given = re.search(r"the first \w+ give ([\d., and]+?)\n\(", table)
-    assert given is not None
-    computed = [float(oracle.step_loss(mode, oracle.WORKED, 8.0)) for mode in oracle.MODES]
-    assert [float(value) for value in re.findall(r"\d\.\d+", given[1])] == pytest.approx(computed, abs=1e-6)
+    values = re.search(r"the first \w+ give ([\d., and]+?)\n\(", table)
+    assert values is not None, "README's sentence of worked values, below its table, reads otherwise"
+    shown = dict(zip(oracle.MODES, map(float, re.findall(r"\d+\.\d+", values[1])), strict=False))
+    computed = {mode: float(oracle.step_loss(mode, oracle.WORKED, 8.0)) for mode in oracle.MODES}
+    assert shown == pytest.approx(computed, abs=1e-6), "README's sentence of worked values has one for each mode"
 
 
 def test_the_flags_of_using_are_the_parsers() -> None:

@@ -4,6 +4,7 @@ import inspect
 from functools import partial
 from typing import Any
 
+import oracle
 import pytest
 import torch
 from refusals import refusal_tests, refusals
@@ -13,7 +14,6 @@ from megatron_rl_loss.losses.by_name import POLICY_LOSSES, check_goes_with
 from megatron_rl_loss.losses.token import dppo_loss
 from megatron_rl_loss.modes.aggregation import resolve
 
-MODES = ("sample_mean", "prompt_mean", "token_mean", "constant", "token_sum")
 HELD = Samples([[1, 1, 0], [1, 1]]).local(0, 1)
 OLDS, ACTIVE = torch.full((5,), -2.0), [0, 1, 3, 4]
 # Mean log-ratios over the masks: 0.2 and -0.1. The third token is masked.
@@ -49,7 +49,7 @@ GOES_WITH: dict[str, Aggregations] = {
     "gmpo": [("sample_mean", None)],
     "luspo": [("constant", 1.0)],
 }
-AGGREGATIONS: Aggregations = [(mode, 3.0 if mode in ("constant", "token_sum") else None) for mode in MODES]
+AGGREGATIONS: Aggregations = [(mode, 3.0 if mode in ("constant", "token_sum") else None) for mode in oracle.MODES]
 AGGREGATIONS += [("constant", 1.0)]
 
 
