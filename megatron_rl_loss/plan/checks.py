@@ -64,9 +64,11 @@ def check_samples(
 
 
 def check_ids(totals: StepTotals, asked: Set[str], filled: Sequence[Samples]) -> None:
-    """Warn where ids that a mode uses collide, and where every prompt group has one rollout."""
+    """Warn, on the first rank, where ids that a mode uses collide, and where every prompt group has one rollout."""
+    if world_rank() != 0:
+        return
     rollouts, samples = (totals.units[key].number["all"] for key in ("rollout", "sample"))
-    for key in sorted(asked & {"rollout", "session"}) if len(filled) > 1 and world_rank() == 0 else ():
+    for key in sorted(asked & {"rollout", "session"}) if len(filled) > 1 else ():
         of_microbatches = [set(microbatch.ids.get(key, np.arange(0)).tolist()) for microbatch in filled]
         if of_microbatches[0] and all(ids == of_microbatches[0] for ids in of_microbatches):
             warn_on_one_rank(
@@ -74,7 +76,7 @@ def check_ids(totals: StepTotals, asked: Set[str], filled: Sequence[Samples]) ->
                 f"{key}s on this rank: ids that start again in each micro-batch collide. Make {key} ids unique in the "
                 "whole step."
             )
-    for key in sorted(asked & {"rollout", "session", "turn"}) if totals.dp_size > 1 and world_rank() == 0 else ():
+    for key in sorted(asked & {"rollout", "session", "turn"}) if totals.dp_size > 1 else ():
         of_each = [microbatch.parts[key].keys for microbatch in filled if key in microbatch.parts]
         keys, here = np.unique(np.concatenate([np.zeros(0, np.int64), *of_each]), return_counts=True)
         if len(keys) > 1 and (totals.units[key].at("all", keys, f"{key} id") > here).all():
@@ -82,12 +84,12 @@ def check_ids(totals: StepTotals, asked: Set[str], filled: Sequence[Samples]) ->
                 f"each of the {len(keys)} {key}s of this rank has samples on other ranks too: {key} ids that start "
                 f"again on each rank collide. Make {key} ids unique in the whole step."
             )
-    if rollouts == 1 < samples and "rollout" in asked and world_rank() == 0:
+    if rollouts == 1 < samples and "rollout" in asked:
         warn_on_one_rank(
             f"all {samples} samples of the step have one rollout id, so the step has 1 rollout: rollout ids say which "
             "samples are parts of one rollout. Give each rollout its own id, or leave rollout_ids out."
         )
-    for key in sorted(asked - {"step", "sample", "rollout"}) if rollouts > 1 and world_rank() == 0 else ():
+    for key in sorted(asked - {"step", "sample", "rollout"}) if rollouts > 1 else ():
         units = totals.units[key]
         if units.counts["all"].max() == samples:
             warn_on_one_rank(
@@ -100,7 +102,7 @@ def check_ids(totals: StepTotals, asked: Set[str], filled: Sequence[Samples]) ->
                 "Check the prompt ids: all responses to a prompt must share its id."
             )
     prompts = totals.units["prompt"].number["all"] if "prompt" in totals.units else None
-    if prompts == rollouts < samples and "rollout" in asked and world_rank() == 0:
+    if prompts == rollouts < samples and "rollout" in asked:
         warn_on_one_rank(
             f"each of the {rollouts} rollouts of the step is a whole prompt group, of {samples} samples in all: a mean "
             "over rollouts is then a mean over prompts. Check the rollout ids: responses to a prompt are rollouts of "

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from megatron_rl_loss.proof.measurement import Measurement
+from megatron_rl_loss.proof.measurement import StepMeasurement
 from megatron_rl_loss.proof.outcomes import Weights
 from megatron_rl_loss.proof.own_tokens import Compared, OwnTokens
 from megatron_rl_loss.proof.step_state import StepState
@@ -56,7 +56,7 @@ class OfTerms:
 
 
 def compare_terms(
-    measured: Measurement,
+    measured: StepMeasurement,
     state: StepState,
     own: OwnTokens | None,
     *,

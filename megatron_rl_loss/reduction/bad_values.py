@@ -19,8 +19,7 @@ def log_not_finite(what: str, values: Tensor, weights: Tensor, local: LocalToken
     flat = values.detach().reshape(-1)
     wrong = ((weights != 0) & ~flat.isfinite()).nonzero()[:1, 0].tolist()
     for token in wrong:  # none where the sum of finite losses overflows
-        sample = int(local.sample_index[token])
-        place = int(local.positions[token]) - local.samples.mask_starts[sample]
+        sample, place = local.place_of(token)
         logger.warning(
             f"rank {world_rank()}: {what} is {float(flat[token])} at token {place} of sample {sample} of a "
             "micro-batch: the token's mask is not 0, so the step's sum is not finite. Check the token's log-probs "

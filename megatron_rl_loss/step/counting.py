@@ -134,7 +134,8 @@ def count_step(
     seen: dict[str, set[Any]] = {
         "failed": {failed},
         "settings": {tally.settings for tally in tallies},
-        "data": {_digest(tallies, sums)} if has_data and groups.replicas else {0} if has_data else set(),
+        # Nothing on a stage without data; 0 where there is data and no replica to compare it with.
+        "data": {_digest(tallies, sums) if groups.replicas else 0} if has_data else set(),
         "numbers": {of_step} if has_data else set(),
         "dynamic_cp": {any(tally.dynamic_cp for tally in tallies)},
     }

@@ -447,6 +447,11 @@ class LocalTokens:
         """The sample that each token belongs to, int64 [num_local_tokens]; padding has that of a sample beside it."""
         return self.spread(np.arange(len(self.samples)))
 
+    def place_of(self, token: int) -> tuple[int, int]:
+        """The sample of a local token, and the token's place in the sample's mask."""
+        sample = int(self.sample_index[token])
+        return sample, int(self.positions[token]) - self.samples.mask_starts[sample]
+
     @cached_property
     def runs_of_ranks(self) -> list[tuple[int, int, int]]:
         """The runs of all CP ranks, in the order of the buffer; of this rank alone where it holds everything."""

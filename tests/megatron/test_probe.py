@@ -152,14 +152,14 @@ def arguments_in_a_measured_step() -> list[str]:
     from megatron.core.pipeline_parallel import schedules
 
     from megatron_rl_loss.megatron.versions import cp_arguments
-    from megatron_rl_loss.proof.measurement import Measurement
+    from megatron_rl_loss.proof.measurement import StepMeasurement
 
     state = start()
 
     def forward_step_calc_loss(model: Any, output_tensor: Any, loss_func: Any, *, cp_group: Any) -> None: ...
 
     schedules.forward_step_calc_loss = forward_step_calc_loss
-    with Measurement(table_model([0.0])):
+    with StepMeasurement(table_model([0.0])):
         return [*cp_arguments(state.get_context_parallel_group())]
 
 

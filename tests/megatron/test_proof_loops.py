@@ -390,7 +390,7 @@ def freed_after_the_step() -> list[Step]:
     from megatron_rl_loss.proof import first_step
 
     references: list[Any] = []
-    measurement = vars(first_step)["Measurement"]
+    measurement = vars(first_step)["StepMeasurement"]
 
     def noted(*args: Any, **options: Any) -> Any:
         measured = measurement(*args, **options)
@@ -398,7 +398,7 @@ def freed_after_the_step() -> list[Step]:
         return measured
 
     loop = Loop("prompt_mean")
-    vars(first_step)["Measurement"] = noted
+    vars(first_step)["StepMeasurement"] = noted
     gc.collect()
     gc.disable()
     try:
@@ -406,7 +406,7 @@ def freed_after_the_step() -> list[Step]:
         left = [type(reference()).__name__ for reference in references if reference() is not None]
     finally:
         gc.enable()
-        vars(first_step)["Measurement"] = measurement
+        vars(first_step)["StepMeasurement"] = measurement
     return [step._replace(error=math.inf if left or not references else step.error)]
 
 

@@ -42,7 +42,7 @@ from torch import Tensor
 from megatron_rl_loss import Audit, LossAggregation, Samples
 from megatron_rl_loss.megatron.flags import AggregationSettings
 from megatron_rl_loss.proof.intervals import deviation
-from megatron_rl_loss.proof.measurement import Measurement
+from megatron_rl_loss.proof.measurement import StepMeasurement
 
 LENGTH = 4096  # of a sample
 
@@ -114,7 +114,7 @@ def main() -> None:
         return audit
 
     def proved() -> float | None:
-        measured = Measurement(model)
+        measured = StepMeasurement(model)
         step(measured)
         return deviation(measured)[0]
 
