@@ -213,7 +213,7 @@ def find_carrier(form: Form, per_token: bool, dynamic_cp: bool, for_schedule: bo
     if carrier is None:
         known = ", ".join(repr(other.name) for other in FORMS.values() if per_token in other.carriers)
         raise ValueError(
-            f"form={form.name!r} {has} per-token loss: Megatron's scaling is then another than this form cancels. Turn "
+            f"form={form.name!r} {has} per-token loss: this form does not cancel Megatron's scaling then. Turn "
             f"calculate_per_token_loss {'off' if per_token else 'on'}, or choose one of {known}."
         )
     if dynamic_cp and not carrier.dynamic_cp:
