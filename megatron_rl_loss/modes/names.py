@@ -114,7 +114,7 @@ LOSSES = {
     **{f"trl:{name}": name for name in ("sapo", "luspo", "cispo", "vespo")},
 }
 
-_EQUALLY = "averages micro-batches equally: exact only where all have as many rows"
+_EQUALLY = "averages micro-batches equally: exact only if all have equally many rows"
 _GENERATED = "divides by the tokens of the generation batch"
 #: What a framework's own code does otherwise, in the version read, or since when it does as the name says.
 OWN_CODE = {

@@ -97,7 +97,7 @@ def refusal(form: Form, per_token: bool, for_schedule: bool) -> ValueError:
     has, alike = "with" if per_token else "without", [row for row in FORMS.values() if per_token in row.carriers]
     if per_token not in form.carriers:
         return ValueError(
-            f"form={form.name!r} {has} per-token loss: Megatron's scaling is then another than this form cancels. Turn "
+            f"form={form.name!r} {has} per-token loss: this form does not cancel Megatron's scaling then. Turn "
             f"calculate_per_token_loss {'off' if per_token else 'on'}, or choose one of "
             f"{', '.join(repr(row.name) for row in alike)}."
         )

@@ -121,8 +121,8 @@ def gap(microbatch: Microbatch, name: str, values: Tensor) -> Tensor:
     """`Microbatch.gap`."""
     if name not in microbatch.log_probs:
         raise ValueError(
-            f"gap({name!r}) with values of the forward passes: {', '.join(microbatch.log_probs) or 'none'}: the pass "
-            f"must run before the step. Call forward.log_probs({name!r}, ...) in before_step."
+            f"gap({name!r}), but forward passes gave {', '.join(microbatch.log_probs) or 'nothing'}: the pass of that "
+            f"name must run before the step. Call forward.log_probs({name!r}, ...) in before_step."
         )
     check_values(f"values beside log_probs[{name!r}]", values, microbatch.tokens)
     gaps = (values.detach().float() - microbatch.log_probs[name].float().view_as(values)).abs().flatten()

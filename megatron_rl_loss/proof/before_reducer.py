@@ -57,10 +57,10 @@ class Before:
 
 #: Counts that code before a reducer may divide losses by, of a micro-batch's tokens on a rank.
 _COUNTS = (
-    "the mask's sum of each sample",
-    "the mask's sum of each sample's part on the CP rank",
-    "the mask's sum of the micro-batch",
-    "the mask's sum of the micro-batch's part on the CP rank",
+    "the sum of the mask over each sample",
+    "the sum of the mask over each sample's part on the CP rank",
+    "the sum of the mask over the micro-batch",
+    "the sum of the mask over the micro-batch's part on the CP rank",
     "the number of tokens of the micro-batch",
 )
 

@@ -126,7 +126,9 @@ class Samples:
         try:
             shape = tuple(tokens.shape) if isinstance(tokens, Tensor) else np.asarray(tokens).shape
         except ValueError:  # ragged
-            raise TypeError("tokens in rows of other lengths: they must lie in one buffer. Join or pad them.") from None
+            raise TypeError(
+                "tokens in rows of different lengths: all must lie in one buffer. Join or pad them."
+            ) from None
         whole = None if self.layout is None or self.layout.response_lengths is None else self.layout.total_lengths
         if math.prod(shape) not in (self.total_tokens, sum(whole or [self.total_tokens])):
             remedy = "Pass the micro-batch's input ids, padded and ordered as the layout says, not cut for a CP rank."

@@ -149,12 +149,12 @@ AGGREGATED: dict[str, tuple[Callable[..., Any], Callable[[Any], None] | None, li
     "divided by the mask's sum": (
         divided_by_the_masks_sum,
         None,
-        ["Losses are divided by the mask's sum of the micro-batch.* between ppo_clip_loss and the reducer"],
+        ["Losses are divided by the sum of the mask over the micro-batch.* between ppo_clip_loss and the reducer"],
     ),
     "divided by each sample's mask": (
         divided_by_samples,
         None,
-        ["Losses are divided by the mask's sum of each sample between ppo_clip_loss and the reducer"],
+        ["Losses are divided by the sum of the mask over each sample between ppo_clip_loss and the reducer"],
     ),
     "weighed by token": (
         weighed_by_token,

@@ -459,11 +459,11 @@ LOOPS: dict[str, tuple[Callable[[], list[Step]], list[str]]] = {
     "a reducer under torch.compile": (compiled, [rf"{PROVED} 37 .*; from the share on \(compiled\)"]),
     "sample means by hand": (
         sample_means_by_hand,
-        [rf"token_sum on .*{PROVED} 37 .*not covered: factors of .* \(1 / the mask's sum of each sample\) on tokens"],
+        [rf"token_sum on .*{PROVED} 37 .*not covered: factors of .* \(1 / the sum of the mask over each sample\) on"],
     ),
     "a coefficient like a division": (
         coefficient_like_a_division,
-        [rf"{PROVED} 80 .*not covered: a factor of 0.1 \(1 / the mask's sum of each sample\) on tokens between"],
+        [rf"{PROVED} 80 .*not covered: a factor of 0.1 \(1 / the sum of the mask over each sample\) on tokens between"],
     ),
     "two terms that read labels": (
         two_terms_that_read_labels,
@@ -506,7 +506,7 @@ LOOPS: dict[str, tuple[Callable[[], list[Step]], list[str]]] = {
         microbatch_with_a_loss_of_its_own,
         ["raises token_mean on the policy loss: tokens weigh 0 to 1 times what they should; .* of micro-batch 1 on"],
     ),
-    "micro-batches of two plans": (microbatches_of_two_plans, ["NOT PROVED: Micro-batches of several plans were"]),
+    "micro-batches of two plans": (microbatches_of_two_plans, ["NOT PROVED: One step trained on .* several plans"]),
     "ranks that ask for different modes": (
         ranks_ask_for_different_modes,
         [r"NOT PROVED: Nothing was compared: the policy loss \(ranks ask for different modes\)"],

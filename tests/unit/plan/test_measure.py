@@ -263,6 +263,6 @@ test_refusals = refusal_tests(
             error=TypeError,
         ),
         **refusals(kept, ((X > 0, "ok"), "tokens to keep as 'ok', which is a mask of the Samples", (X > 0, "good"))),
-        **refusals(gap, (("now",), r"gap\('now'\) with values of the forward passes", ("then",))),
+        **refusals(gap, (("now",), r"gap\('now'\), but forward passes gave then", ("then",))),
     }
 )

@@ -101,7 +101,7 @@ test_refusals = refusal_tests(
         ),
         **refusals(
             of_terms,
-            ((lambda x: {},), "there must be one at least", (pair,)),
+            ((lambda x: {},), "there must be at least one", (pair,)),
             ((lambda x: {"loss": x, "kl": x},), r"a loss of the terms \['loss', 'kl'\]", (pair,)),
             ((pair, Metric(X)), "a metric named 'kl'", (lambda x: {"pg": x}, Metric(X))),
             *(

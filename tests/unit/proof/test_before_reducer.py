@@ -13,7 +13,7 @@ from megatron_rl_loss.reduction.taps import HookedShare, LossOutput
 
 RAGGED = [[[1, 1, 0], [1]], [[1]], [[0, 1, 1], [1, 1, 1]]]
 OF_13, OF_10 = [[[1] * 13]] * 3, [[[1] * 10]] * 3
-OF_MICROBATCH, OF_SAMPLE = "the mask's sum of the micro-batch", "the mask's sum of each sample"
+OF_MICROBATCH, OF_SAMPLE = "the sum of the mask over the micro-batch", "the sum of the mask over each sample"
 
 
 def before(microbatches: list[list[list[int]]], factors_of: Any) -> Before:

@@ -278,7 +278,7 @@ test_refusals = refusal_tests(
             of_one,
             ({"prompt_ids": iter("a")}, "prompt_ids is <.* one id per sample", {"prompt_ids": ["a"]}),
             ({"labels": {"a": iter([1])}}, "labels 'a' is a list_iterator: there must be one", {"labels": {"a": [1]}}),
-            ({"tokens": [[1, 2], [3]]}, "tokens in rows of other lengths", {"tokens": [[1]]}),
+            ({"tokens": [[1, 2], [3]]}, "tokens in rows of different lengths", {"tokens": [[1]]}),
             *(
                 ({"labels": {"a": wrong}}, f"labels 'a' is a {type(wrong).__name__}: there must be one",
                  {"labels": {"a": ["b"]}}) for wrong in ({"b"}, {0: "b"}, "b")
