@@ -81,14 +81,14 @@ class ModeInputs:
         divisor: as the user gave it, or None.
         counting: which units count, one of `COUNTINGS`: ``all``, or ``active`` ones with a token that is not masked.
         asked: the keys that the mode has asked for.
-        asks_tokens: it has asked for numbers of tokens.
+        averages: it has asked for numbers of tokens, by which it divides.
     """
 
     def __init__(
         self, mode: Mode, batch: Samples, totals: StepTotals | None, divisor: float | None, counting: UnitCounting
     ) -> None:
         self._mode, self.batch, self.totals, self.divisor, self.counting = mode, batch, totals, divisor, counting
-        self.asked, self.asks_tokens = set[str](), False
+        self.asked, self.averages = set[str](), False
 
     if not TYPE_CHECKING:
 
@@ -98,7 +98,7 @@ class ModeInputs:
 
     def tokens(self, key: str) -> Floats | float:
         """Mask tokens of each sample's unit, float64 [num_samples], or of the step; at least 1e-30."""
-        self.asks_tokens = True
+        self.averages = True
         if key == "step":
             return max(self.batch.mask_sums.sum() if self.totals is None else self.totals.step_tokens, SMALLEST)
         return self._at_samples(key, "tokens", self.batch.mask_sums, SMALLEST)
