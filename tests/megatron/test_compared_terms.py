@@ -205,7 +205,7 @@ def test_a_micro_batch_that_was_not_trained_on_weighs_nothing() -> None:
     says = f"{POLICY}: tokens weigh 0 to 1 times what they should; furthest off: token 0 of sample 0 of micro-batch 1"
     assert found.faults[0].startswith(says)
     state, found = compared(partial(first_alone, form="sum"))
-    assert state.unknown == ["One call trained on 1 of 2 micro-batches of the plan, which others may follow."]
+    assert state.unknown == ["A call trained on 1 of 2 micro-batches of the plan; others may train on the rest."]
     assert (found.proved, found.faults) == ([], [])
 
 
