@@ -23,7 +23,7 @@ from replacements import undone
 from repository import EXAMPLES, ROOT
 
 import megatron_rl_loss
-from megatron_rl_loss import Microbatch, Samples, add_loss_aggregation_args
+from megatron_rl_loss import Microbatch, Samples, add_loss_aggregation_args, weights_column
 from megatron_rl_loss.frameworks import replacing
 from megatron_rl_loss.modes import names as mode_names
 from megatron_rl_loss.modes import table as modes
@@ -208,12 +208,17 @@ def test_the_diff_of_readme_ends_in_the_recipe() -> None:
 def test_the_code_of_using_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(modes, "_MODES", {**modes._MODES})
     few_lines = code_under("using.md", "Without Megatron")
-    own_mode = code_under("using.md", "Your own mode")
+    own_modes = code_under("using.md", "Your own mode") + code_under("using.md", "Sums of your own")
     names: dict[str, Any] = {}
     exec(few_lines, names)
     assert f"# {names['share']!r}" in few_lines
-    exec(own_mode, {})
+    exec(own_modes, {})
     assert "task_mean" in available_modes()
+    # Levels x with prompts a (two responses) and b, and y with prompt c: 1 / 2 levels, 2 prompts, 3 tokens each.
+    rows, levels = [[1, 1], [1], [1, 1, 1], [1]], {"level": ["x", "x", "x", "y"]}
+    ids: Any = {"prompt_ids": ["a", "a", "b", "c"], "ids": levels, "labels": {"group_size": [2, 2, 1, 1]}}
+    weights = torch.cat(weights_column("level_mean", rows, **ids))
+    assert weights.tolist() == pytest.approx([1 / 12] * 6 + [1 / 2])
 
 
 def test_the_modes_of_readme_are_the_tables_and_give_the_worked_numbers() -> None:
