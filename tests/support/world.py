@@ -277,8 +277,9 @@ def by_hand(world: World, model: Model) -> tuple[Ready, Any]:
 
 def by_pretrain(world: World, model: Model) -> tuple[Ready, Any]:
     """One iteration of Megatron's `pretrain`, which wraps the model, runs the schedule and logs."""
-    import on_cpu
+    import megatron_on_cpu
     from megatron.core import num_microbatches_calculator, rerun_state_machine
+    from megatron.core.datasets import utils as dataset_utils
     from megatron.core.enums import ModelType
     from megatron.training import global_vars, training
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
@@ -309,14 +310,21 @@ def by_pretrain(world: World, model: Model) -> tuple[Ready, Any]:
         logged.append(losses)
         return training_log(losses, *args, **options)
 
-    on_cpu.prepare()
+    megatron_on_cpu.prepare_training()
+    vars(dataset_utils)["compile_helpers"] = lambda: None  # the wheel lacks its Makefile
     sys.argv = ["pretrain.py", *flags.split()]
     args = parse_and_validate_args(extra_args_provider=add_loss_aggregation_args)
     container = pretrain_cfg_container_from_args(args)
     training.training_log = catch
     try:
         with LossAggregation.from_args(args, lambda batch: batch.samples).attached():
-            training.pretrain(container, provide_data, ModelType.encoder_or_decoder, step, provide_model)
+            training.pretrain(  # by name, since 0.18 has them in another order
+                container,
+                train_valid_test_dataset_provider=provide_data,
+                model_type=ModelType.encoder_or_decoder,
+                forward_step_func=step,
+                model_provider=provide_model,
+            )
     finally:
         training.training_log = training_log
         num_microbatches_calculator.unset_num_microbatches_calculator()
