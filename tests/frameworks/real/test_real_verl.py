@@ -627,6 +627,8 @@ PLANTS = {
         f"{LOG_PROBS}; log_prob = (log_prob + log_prob.detach()) / 2",
         "on advantages: tokens weigh 0.5",
     ),
+    "KL of another estimator": (TERMS, "kl_penalty=config.kl_loss_type", 'kl_penalty="k2"', "is not the kl of kl_pen"),
+    "KL clamped": (TERMS, "loss_mat=kld,", "loss_mat=kld.clamp(max=0.1),", "a KL penalty that is not the kl of kl_pen"),
     "KL not linear": (TERMS, "kl_loss * config", "kl_loss ** 2 * config", "on kl: tokens weigh"),
     "value loss doubled": (ALGORITHMS, "vf_loss = 0.5 * agg_loss(", "vf_loss = agg_loss(", OTHER),
     "mask shifted in ppo_loss": (
