@@ -13,6 +13,7 @@ from megatron_rl_loss.plan.plan import Plan, make_plan
 from megatron_rl_loss.step.collectives import Group, StepGroups, attempt, check_together, several
 from megatron_rl_loss.step.ids import as_ids
 from megatron_rl_loss.step.samples import Samples
+from megatron_rl_loss.step.totals import StepTotals
 
 Batch = MutableMapping[str, Any]
 #: Columns of a batch: a number for each row's prompt; what the advantages were multiplied by; and what they were; the
@@ -38,15 +39,20 @@ def token_mean_factors(
     *,
     dp_group: Group | None,
     even: str = "",
-    tokens: Callable[[], float] | None = None,
+    tokens: Callable[[StepTotals], float] | None = None,
 ) -> tuple[list[Tensor], float]:
-    """Factors ``w * T`` of tokens, a 1-D host tensor per micro-batch of this rank, and T, by default the step's tokens.
+    """Factors ``w * T`` of tokens, a 1-D host tensor per micro-batch of this rank, and T.
+
+    T is the number of the step's active tokens, or what `tokens` returns; an error that it raises does so on all ranks.
 
     The sum over tokens of factor * loss / T is the step loss of the policy's mode. With `even`, a remedy, factors that
     differ within a sample raise on all ranks of the group.
     """
     plan = plan_of(modes, describe, dp_group)
-    count = float(plan.totals.step_active_tokens) if tokens is None else tokens()
+    counts = [float(plan.totals.step_active_tokens)]
+    if tokens is not None:
+        check_together(lambda: counts.append(tokens(plan.totals)), several(dp_group))
+    count = counts[-1]
     factors = [microbatch.pg_loss.weights * count for microbatch in plan]
 
     def check() -> None:

@@ -52,13 +52,18 @@ def loss_aggregation(
         cp_losses: ``gathered`` if a context-parallel rank gets all S - 1 losses of a row (main), ``sliced`` if a rank
             gets its S / cp zigzag positions (0.19).
         ids_of: a batch of `train_rl.py`'s iterator -> ids of its rows, ``{"prompt_ids": [...]}`` for ``prompt_mean``;
-            ``rollout_ids`` where `train_rl.py` splits a rollout into turns: by default a row is one.
+            ``rollout_ids`` where `train_rl.py` splits a rollout into turns: by default a row is one. The proof of the
+            first step compares prompts with ``--grpo-group-size``.
 
     Raises ValueError and TypeError as `LossAggregation.from_args`, and for an unknown `cp_losses`, unit counting
     ``all`` (`train_rl.py` pads the batch with fully masked rows), ``--check-for-spiky-loss``.
     """
     check_choice("value of cp_losses", cp_losses, ("gathered", "sliced"))
-    aggregation = LossAggregation.from_args(args, lambda batch: samples_of(batch, cp_losses, **ids_of(batch)))
+    aggregation = LossAggregation.from_args(
+        args,
+        lambda batch: samples_of(batch, cp_losses, **ids_of(batch)),
+        group_size=getattr(args, "grpo_group_size", None),
+    )
     policy = aggregation.settings.modes.policy
     if policy.mode.name != "token_mean" and policy.units == "all":
         raise ValueError(

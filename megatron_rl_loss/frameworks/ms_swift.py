@@ -186,6 +186,11 @@ def _weigh(batches: Sequence[Any], trainer: Any, modes: LossModes) -> None:
     _, columns, tokens = weigh_advantages(row, modes, batches, dp_group=mpu.get_data_parallel_group())
     ranks, num_microbatches = mpu.get_data_parallel_world_size(), len(batches)
     scale = _scale(trainer, batches[0], ranks)
+    if scale == 0:
+        raise ValueError(
+            "a loss function that is 0 for a token to train on whose advantage is 1: weights that are multiplied into "
+            f"advantages would not reach the loss. Use the loss_func of ms-swift {_VERSIONS}."
+        )
     if not any(math.isclose(scale, known, rel_tol=2.0**-6) for known in (1, num_microbatches)):
         raise ValueError(
             f"a loss function that multiplies the policy loss by {scale:.4g}: a KL penalty beside it keeps its weight "

@@ -131,8 +131,8 @@ class AggregatedPGLossFn:
         """Unpickle in a worker, whose first step is then proved."""
         self.__dict__.update(state)
         proof = once(self._number, self._prove)  # a loss is unpickled for each step
-        if self._doubt and proof is not None and not proof.is_over:
-            proof.give_up(self._doubt)
+        if proof is not None:
+            proof.doubt = self._doubt  # not said here: ranks unpickle when they like
 
     def doubt(self, prompts: list[str], data: Any) -> None:
         """Send workers the reason why prompts may stand at other rows, by the tokens before the first trained one."""

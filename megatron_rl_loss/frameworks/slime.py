@@ -15,7 +15,7 @@ import re
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -69,10 +69,17 @@ class StepCounts(NamedTuple):
 
 @dataclass
 class Now:
-    """The `now` of slime's `Replaced` in a step: its counts, if kept; args and whole masks, from its first loss on."""
+    """The `now` of slime's `Replaced` in a step.
+
+    Attributes:
+        counts: the step's, if kept.
+        loss: args and whole masks of the micro-batch whose loss is computed.
+        masks: whole masks of each micro-batch that is still to come, as the step's iterator has them.
+    """
 
     counts: StepCounts | None = None
     loss: tuple[Namespace, list[Tensor]] | None = None
+    masks: list[list[Tensor]] = field(default_factory=list)
 
 
 def _engine() -> str:
@@ -309,10 +316,11 @@ def _replaced(engine: str, keeps_counts: bool) -> Replaced:
         elif replaced.proof is not None and replaced.proof.is_over:
             return stock()
         iterators, num_microbatches, rollouts = (arguments[name] for name in needed)
-        counts = _counts(iterators[0], num_microbatches, rollouts)
+        masks: list[list[Tensor]] = []
+        counts = _counts(iterators[0], num_microbatches, rollouts, masks)
         if args.loss_type == "policy_loss":  # a critic has another
             _prove(replaced, engine, args, counts)
-        with swapped(vars(replaced), {"now": Now(counts if keeps_counts else None)}):
+        with swapped(vars(replaced), {"now": Now(counts if keeps_counts else None, masks=masks)}):
             return stock()
 
     step = Function(model, "train_one_step", ("args", *needed), counted)
@@ -369,8 +377,10 @@ def _rejects(args: Namespace) -> bool:
 
 def _with_mask_tokens(stock: Callable[[], Any], arguments: dict[str, Any]) -> Any:
     """The engine's scaled loss; Megatron and the engine's report then divide by the micro-batch's mask tokens."""
-    now = _now()
-    now.loss = args, masks = arguments["args"], arguments["batch"]["loss_masks"]  # for a recomputed loss too
+    now, args, masks = _now(), arguments["args"], arguments["batch"]["loss_masks"]
+    of_step = now.masks.pop(0) if now.masks else masks
+    is_cut_alike = [*map(len, of_step)] == [*map(len, masks)]  # responses may have been expanded
+    now.loss = args, of_step if is_cut_alike else masks  # for a recomputed loss too
     loss, tokens, log = stock()
     if args.calculate_per_token_loss and now.counts is not None:
         tokens = sum((mask.sum() for mask in masks), start=tokens * 0)
@@ -378,16 +388,23 @@ def _with_mask_tokens(stock: Callable[[], Any], arguments: dict[str, Any]) -> An
     return loss, tokens, log
 
 
-def _counts(iterator: Any, num_microbatches: int, num_rollouts: int) -> StepCounts:
-    """Counts of the step that comes next in the engine's `DataIterator`."""
+def _counts(
+    iterator: Any, num_microbatches: int, num_rollouts: int, masks_of_step: list[list[Tensor]] | None = None
+) -> StepCounts:
+    """Counts of the step that comes next in the engine's `DataIterator`; masks of each micro-batch are appended."""
     from megatron.core import parallel_state
 
     def describe() -> list[Samples]:
         masks: list[Tensor] = iterator.rollout_data["loss_masks"]
         if iterator.micro_batch_indices is None:
-            return [Samples(masks[iterator.offset : iterator.offset + num_microbatches * iterator.micro_batch_size])]
-        microbatches = iterator.micro_batch_indices[iterator.offset : iterator.offset + num_microbatches]
-        return [Samples([masks[i] for indices in microbatches for i in indices])]
+            size, end = iterator.micro_batch_size, iterator.offset + num_microbatches * iterator.micro_batch_size
+            microbatches = [range(begin, begin + size) for begin in range(iterator.offset, end, size)]
+        else:
+            microbatches = iterator.micro_batch_indices[iterator.offset : iterator.offset + num_microbatches]
+        of_step = [[masks[i] for i in indices] for indices in microbatches]
+        if masks_of_step is not None:
+            masks_of_step.extend([mask.clone() for mask in of_batch] for of_batch in of_step)
+        return [Samples([mask for of_batch in of_step for mask in of_batch])]
 
     groups = StepGroups(
         parallel_state.get_data_parallel_group(with_context_parallel=False),

@@ -18,6 +18,7 @@ from megatron_rl_loss.frameworks.policy_tap import LossPaths, WeighedMicrobatch
 from megatron_rl_loss.reduction.taps import is_observed
 from megatron_rl_loss.step.further_layouts import Gathered
 from megatron_rl_loss.step.samples import Samples
+from megatron_rl_loss.step.totals import StepTotals
 
 StepArguments = Mapping[str, Any]  # the arguments of a call of the step method, by name
 
@@ -42,7 +43,7 @@ class TokenMeanEngine(NamedTuple):
         unproved: the reason why a call cannot be proved, else empty.
         group_size: the number of rows to generate for a prompt, if known.
         trains: True if an instance of the class trains a policy.
-        tokens: its divisor, if that is not the number of the step's active tokens.
+        tokens: its divisor, if that is not the number of the step's active tokens; checked against what the step has.
         further: other methods that are replaced.
         runs: another method that calls Megatron's schedule, if the class has it.
     """
@@ -63,7 +64,7 @@ class TokenMeanEngine(NamedTuple):
     group_size: Callable[[Any], int | None] = lambda owner: None
     trains: Callable[[Any], bool] = lambda owner: True
     of_samples: Callable[[StepArguments], str] = lambda step: ""
-    tokens: Callable[[StepArguments], float] | None = None
+    tokens: Callable[[StepArguments, StepTotals], float] | None = None
     further: Sequence[tuple[str, Sequence[str], Callable[[Callable[[], Any], dict[str, Any]], Any]]] = ()
     runs: str = ""
     mends: bool = False
@@ -222,6 +223,21 @@ def _put_rlinf(step: StepArguments, call: Call) -> Iterator[None]:
         yield
 
 
+def _rlinf_tokens(step: StepArguments, totals: StepTotals) -> float:
+    """RLinf's count of the tokens of all `n_minibatches` steps of a batch.
+
+    Weights cancel another count in the policy loss, but not in terms beside it.
+    """
+    tokens, number = float(step["self"].global_valid_token), step["self"].cfg.algorithm.n_minibatches
+    if tokens < totals.step_tokens or (number == 1 and tokens != totals.step_tokens):
+        raise ValueError(
+            f"global_valid_token={tokens:g} in a step of {totals.step_tokens:g} tokens and n_minibatches={number}: it "
+            "must be the count of all steps of the batch, or a KL penalty and entropy would have another weight. Use "
+            "RLinf a3816b59, and change no masks after _setup_valid_token_scale."
+        )
+    return tokens
+
+
 def _rlinf_wrong(step: StepArguments) -> Sequence[tuple[bool, str, str]]:
     config, batch = step["self"].cfg.algorithm, step["batch"]
     is_pipeline = not isinstance(batch, Mapping)
@@ -323,6 +339,6 @@ ENGINES = {
         correction=_rlinf_correction,
         facts=lambda step, batch: {"temperature": None},  # the model's output is a dict, no logits
         runs="run_forward_backward",
-        tokens=lambda step: float(step["self"].global_valid_token),  # of all the n_minibatches steps of a batch
+        tokens=_rlinf_tokens,
     ),
 }  # fmt: skip

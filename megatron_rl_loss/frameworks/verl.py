@@ -72,6 +72,9 @@ class _Running:
     Attributes:
         terms: those that it has still to aggregate; then one for a call too many.
         mask: the response mask of its batch, not as the function changed it since.
+        estimator: of the KL penalty, as the config names it; empty without a KL penalty.
+        kl: the KL penalty of that estimator.
+        is_other_kl: another one was aggregated.
         policy: what the policy loss was tapped as, if it was.
         taps: losses are measured.
         on_megatron: a step of verl's Megatron engine came.
@@ -79,6 +82,9 @@ class _Running:
 
     terms: _Terms = field(default_factory=list)
     mask: Tensor | None = None
+    estimator: str = ""
+    kl: Tensor | None = None
+    is_other_kl: bool = False
     policy: Any = None
     taps: bool = True
     on_megatron: bool = False
@@ -110,6 +116,7 @@ def _replace(running: _Running) -> Replaced:
     functions = [
         Function(core_algos, "agg_loss", needed, partial(_agg_loss, running), lambda module: module not in _TRAINERS),
         Function(core_algos, "get_policy_loss_fn", ("name",), partial(_uncut, running), bool),
+        Function(core_algos, "kl_penalty", ["kl_penalty"], partial(_kl_penalty, running), bool),
         Function(losses, "ppo_loss", ("config", "model_output", "data"), partial(_ppo_loss, running), bool),
         Function(losses, "value_loss", ("data",), partial(_checked, running, lambda arguments: [("pg", 0.5)]), bool),
     ]
@@ -128,6 +135,7 @@ def _agg_loss(running: _Running, stock: Callable[[], Any], arguments: dict[str, 
     """verl's share of the step loss; 0 for a step whose count is 0."""
     term, coef = running.terms.pop(0) if running.terms else _OF_A_LOSS_OF_YOURS
     losses, mask, mode = arguments["loss_mat"], arguments["loss_mask"], arguments["loss_agg_mode"]
+    running.is_other_kl |= term == "kl" and losses is not running.kl
     divisors = _DIVISORS.get(mode, ["global_batch_size"])
     for name in divisors:
         if arguments.get(name) is None:
@@ -149,6 +157,13 @@ def _agg_loss(running: _Running, stock: Callable[[], Any], arguments: dict[str, 
         announce("verl: NOT PROVED: only steps of verl's Megatron engine are measured")
     arguments["loss_mat"] = losses.masked_fill(mask == 0, 0).to(torch.promote_types(losses.dtype, torch.float32))
     return stock()
+
+
+def _kl_penalty(running: _Running, stock: Callable[[], Any], arguments: dict[str, Any]) -> Any:
+    """The KL penalty of `ppo_loss`, noted if it is the config's."""
+    penalty = stock()
+    running.kl = penalty if arguments["kl_penalty"] == running.estimator else None
+    return penalty
 
 
 def _of_step(name: str, count: float | Tensor, here: Tensor) -> float | Tensor:
@@ -207,17 +222,23 @@ def _checked(
     running: _Running, terms_of: Callable[[dict[str, Any]], _Terms], stock: Callable[[], Any], arguments: dict[str, Any]
 ) -> Any:
     """verl's loss; raises if the loss calls `agg_loss` fewer times than it has terms."""
-    terms = terms_of(arguments)
+    terms, running.is_other_kl = terms_of(arguments), False
     running.terms, running.mask = [*terms, _OF_A_LOSS_OF_YOURS], response_mask_of(arguments["data"])
+    running.estimator = str(getattr(arguments["config"], "kl_loss_type", ""))
     try:
         returned, left = stock(), len(running.terms)
     finally:
-        running.terms, running.mask = [], None
+        running.terms, running.mask, running.kl = [], None, None
     if left > 1:
         raise ValueError(
             f"a loss of {len(terms)} terms and {len(terms) + 1 - left} calls of agg_loss: each term must call "
             "agg_loss, or it may depend on how the step is cut. Use a policy loss that calls core_algos.agg_loss, or "
             "drop model.external_lib."
+        )
+    if left == 1 and running.is_other_kl:
+        raise ValueError(
+            f"a KL penalty that is not the {running.estimator} of kl_penalty: ppo_loss must aggregate the one that "
+            f"kl_loss_type names. Use verl {_VERSIONS}, or drop model.external_lib."
         )
     if not left and (taps := observed_taps()):  # calls are no longer told apart
         for of_term in (of_term for term, of_term in taps.losses.items() if term != "pg"):

@@ -22,29 +22,38 @@ class Misgrouped(NamedTuple):
     doubts: list[str]
 
 
-def misgrouped(totals: StepTotals, promised: Any, asked: Aggregation, *, is_sure: bool) -> Misgrouped:
+def misgrouped(totals: StepTotals, promised: Any, asked: Aggregation, *, is_sure: bool, remedy: str = "") -> Misgrouped:
     """Groups that the promised number of samples of each prompt cannot explain, for a mode by prompt.
 
+    Where a rollout has several samples, such as turns, samples are not what was promised, and nothing is found. Where
+    a mode leaves out fully masked units, so does this: engines fill up batches with them.
+
     Filters only make groups smaller. A shuffled mini-batch may have one sample of each prompt. Unless the number is
-    sure, it may be meant for something else, or a prompt may have come several times.
+    sure, it may be meant for something else, or a prompt may have come several times. `remedy`: words for whoever gives
+    the ids.
     """
-    findings = Misgrouped([], [])
+    findings, remedy = Misgrouped([], []), f" {remedy}".rstrip()
     if not isinstance(promised, int) or "prompt" not in totals.units:
         return findings
     keys = attempt(lambda: rehearse(asked, Samples([np.ones(1)], prompt_ids=["0"])))  # others need further ids
     if isinstance(keys, Exception) or "prompt" not in keys:
         return findings
-    sizes = totals.units["prompt"].counts["all"]
+    rollouts, prompts = totals.units["rollout"], totals.units["prompt"]
+    if rollouts.have_ids and rollouts.counts["all"].max(initial=0) > 1:
+        return findings
+    sizes = prompts.counts["all"]
+    if asked.units == "active":
+        sizes = sizes[prompts.counts["active"] > 0]
     if sizes.max(initial=0) > promised:
         says = f"A prompt has {sizes.max():g} samples where {promised} are generated: "
         if is_sure:
-            findings.faults.append(f"{says}prompts share an id.")
+            findings.faults.append(f"{says}prompts share an id.{remedy}")
         else:
-            findings.doubts.append(f"{says}prompts share an id, or a prompt came several times.")
+            findings.doubts.append(f"{says}prompts share an id, or a prompt came several times.{remedy}")
     if sizes.max(initial=0) == 1 < promised and len(sizes) > 1:
         findings.doubts.append(
             f"Each of {len(sizes)} prompts has one sample where {promised} are generated: ids differ within a group, "
-            "or the mini-batch was shuffled."
+            f"or the mini-batch was shuffled.{remedy}"
         )
     return findings
 

@@ -64,6 +64,7 @@ def compare_terms(
     required: Sequence[str] = (),
     group_size: int | None = None,
     is_group_size_sure: bool = False,
+    group_remedy: str = "",
 ) -> OfTerms:
     """Compare each term; all ranks of the last stage call it, others have nothing to compare.
 
@@ -71,7 +72,7 @@ def compare_terms(
         state, own: of `state_of`.
         policy: words for the policy loss.
         required: names of terms that each micro-batch must have exactly once; otherwise a fault.
-        group_size, is_group_size_sure: as of `FirstStep`.
+        group_size, is_group_size_sure, group_remedy: as of `FirstStep`.
     """
     of_terms = OfTerms(faults=[*state.faults])
     if own is None or state.factor_state == "unknown" or state.gradient != "finite" or not state.terms:
@@ -108,7 +109,7 @@ def compare_terms(
         if group_size is not None or declared.count is not None:  # an engine said so
             from megatron_rl_loss.proof.promises import misgrouped, other_count
 
-            ids = misgrouped(compared.totals, group_size, asked, is_sure=is_group_size_sure)
+            ids = misgrouped(compared.totals, group_size, asked, is_sure=is_group_size_sure, remedy=group_remedy)
             of_terms.faults += ids.faults
             of_terms.unknown += ids.doubts
             doubt = doubt or other_count(declared.count, compared)

@@ -268,6 +268,9 @@ def test_ms_swift_where_it_could_not_be_exact(trainers: Any) -> None:
         ValueError, match=r"multiplies the policy loss by 0\.5: a KL penalty beside it keeps its weight"
     ):
         trainer._on_train_step_batch(step(trainers))
+    trainer.factor = 0
+    with pytest.raises(ValueError, match=r"is 0 for a token to train on whose advantage is 1: .* Use the loss_func of"):
+        trainer._on_train_step_batch(step(trainers))
     trainer.factor, trainer.loss_type = 1, "grpo"
     with pytest.raises(ValueError, match="--loss_type grpo with a loss aggregation"):
         trainer._on_train_step_batch(step(trainers))

@@ -5,6 +5,8 @@ partial of `loss_func`. The model is a table of losses, so its gradient is the t
 train_rl.py itself (real/test_real_train_rl.py, which CI skips: it has no checkout), a language model, NCCL.
 """
 
+import contextlib
+import io
 import math
 import sys
 from argparse import ArgumentParser, Namespace
@@ -57,6 +59,7 @@ class Case:
     cp_losses: Any = "gathered"
     seed: int = 3
     masks_by: int = 0  # positions that masks are wrong by
+    group_size: int | None = None
 
     def step(self, dp: int, cp: int) -> tuple[list[Row], list[list[Bin]]]:
         return step_of(self.seed, dp, cp, packed=self.packed, cp_losses=self.cp_losses)
@@ -104,7 +107,9 @@ def run_on_megatron(cp: int, cases: list[Case]) -> list[tuple[Tensor, dict[str, 
         if case.mode is not None:
             flags = ["--loss-aggregation", case.mode, "--loss-aggregation-units", "active"]
             flags += ["--loss-aggregation-divisor", str(case.divisor)] if case.divisor else []
-            aggregation = megatron_rl.loss_aggregation(parsed(*flags), cp_losses=case.cp_losses, ids_of=prompts)
+            aggregation = megatron_rl.loss_aggregation(
+                parsed(*flags, grpo_group_size=case.group_size), cp_losses=case.cp_losses, ids_of=prompts
+            )
             schedule, wrapped = aggregation.wrap_schedule(schedule), megatron_rl.with_loss_aggregation(forward_step)
         model = table_model(table)
         model.zero_grad_buffer()
@@ -113,6 +118,23 @@ def run_on_megatron(cp: int, cases: list[Case]) -> list[tuple[Tensor, dict[str, 
         return model.module.losses.main_grad.double().cpu(), logged_means(stored)
 
     return [run(case) for case in cases]
+
+
+def printed_on_megatron(cp: int, cases: list[Case]) -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        run_on_megatron(cp, cases)
+    return printed.getvalue()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("packed", [False, True])
+def test_groups_are_compared_with_the_samples_of_each_prompt(packed: bool) -> None:
+    """A prompt has three rows, of which one may be masked."""
+    for size, says in ((3, "aggregation proved on "), (2, "A prompt has 3 samples where 2 are generated: ")):
+        case = Case("prompt_mean", packed=packed, group_size=size)
+        printed, _ = run_ranks(2, printed_on_megatron, 1, [case])
+        assert says in printed, printed
+        assert ("NOT PROVED" in printed) == ("Give the samples of each generated group" in printed) == (size == 2)
 
 
 def error_of(gradient: Tensor, expected: list[Tensor]) -> float:

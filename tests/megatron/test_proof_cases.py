@@ -6,6 +6,7 @@ compared with the row's words. Loops of one's own: test_proof_loops.py.
 
 import contextlib
 import functools
+import io
 import json
 import math
 import os
@@ -22,7 +23,7 @@ import torch
 import torch.distributed as dist
 import world
 from proved_steps import PROVED, Step, attempted, policy
-from ranks import run_ranks
+from ranks import run_ranks, start_process_group
 from repository import ROOT
 from step_samples import dealt
 from table_step import Batch, relative_error, run_schedule, start, table_model
@@ -320,6 +321,30 @@ def test_the_strictest_level_of_all_ranks_holds(of_ranks: list[str], is_wrong: b
             assert bool(step.raised) == is_wrong
             assert ABORTED in step.raised or not is_wrong
         assert ("MEGATRON_RL_LOSS_PROOF differs between ranks" in steps[0].printed) == (rank == 0)
+
+
+def given_up(of_ranks: list[str], way: str) -> tuple[str, bool]:
+    """What is printed, and if a step would be measured, where nothing can be proved before there is a step."""
+    from megatron_rl_loss.proof.first_step import FirstStep
+
+    start_process_group() if way == "no groups of Megatron" else start()
+    proof = FirstStep(None, "the policy loss", level=of_ranks[int(os.environ["RANK"])])
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        if way == "in a step":
+            proof.doubt = "ids moved."
+            with proof.step(table_model(TABLE)):
+                pass
+        else:
+            proof.give_up("ids moved.")
+    return printed.getvalue(), proof.is_over
+
+
+@pytest.mark.parametrize("of_ranks", [["off", "off"], ["off", "warn"]], ids=str)
+@pytest.mark.parametrize("way", ["before a step", "in a step", "no groups of Megatron"])
+def test_nothing_is_said_to_be_unproved_where_no_rank_asks(of_ranks: list[str], way: str) -> None:
+    for rank, (printed, is_over) in enumerate(run_ranks(2, given_up, of_ranks, way, timeout_s=120)):
+        assert is_over
+        assert ("NOT PROVED: ids moved." in printed) == (rank == 0 and "warn" in of_ranks), printed
 
 
 def of_interval(intervals: list[int]) -> str:

@@ -15,10 +15,15 @@ from ranks import run_ranks
 from table_step import relative_error, table_model
 from torch import Tensor
 
-VOCABULARY, ROWS, LENGTH, BETA = 11, 12, 17, 0.03
+VOCABULARY, LENGTH, BETA = 11, 17, 0.03
 CLIP_LOW, CLIP_HIGH = 0.2, 0.28
-CUTS = [(0, 1), (1, 4), (4, 6)]  # micro-batches of six rows
+#: The rows of a step. A test of other rows puts its own here, and where these are imported, on its ranks.
+ROWS = 12
+CUTS = [(0, 1), (1, 4), (4, 6)]  # micro-batches, in sixths of a rank's rows
 PROMPTS = [0, 0, 0, 0, 1, 1, 2, 3, 3, 4, 5, 5]
+LATE, SPARSE, INVALID, SHORT = [1, 7], [10], [4], list[int]()  # see `make_batch`
+SEED = 3
+STAGES, FROZEN = 1, False  # of the model, see `table_model`
 #: Numbers of further rows that are fully masked, and of those with a response of one token, in a launch's environment.
 MASKED_ROWS, SHORT_ROWS = "ROWS_WITHOUT_TOKENS", "ROWS_OF_ONE_TOKEN"
 #: Log-probs are float32 sums over the vocabulary.
@@ -26,25 +31,30 @@ TOLERANCE = 2e-6
 
 
 def make_batch() -> dict[str, Tensor]:
-    """Ragged rows of six prompts of one to four responses each; of two turns; one not valid."""
-    generator = torch.Generator().manual_seed(3)
+    """Ragged rows of six prompts of one to four responses each; of two turns.
+
+    The first token of a response is masked in the rows `LATE`, most tokens in `SPARSE`; `INVALID` rows are fully
+    masked, and `SHORT` ones have a response of one token.
+    """
+    generator = torch.Generator().manual_seed(SEED)
 
     def drawn(*shape: int) -> Tensor:
         return torch.rand(*shape, generator=generator)
 
     ids = torch.randint(1, VOCABULARY, (ROWS, LENGTH), generator=generator)
     lengths = torch.randint(6, LENGTH + 1, (ROWS,), generator=generator)
-    lengths[rows_in(SHORT_ROWS)] = 4
+    lengths[[*SHORT, *rows_in(SHORT_ROWS)]] = 4
     mask = torch.zeros(ROWS, LENGTH)
     for row, prompt in enumerate(PROMPTS):
         ids[row, :3] = torch.tensor([1 + prompt, 2, 1 + prompt])
         mask[row, 3 : lengths[row]] = 1
         mask[row, 5] = 0  # a tool's token
-    mask[[1, 7], 3] = 0  # the first token of a response
-    mask[10, 3 : lengths[10]] = (drawn(int(lengths[10]) - 3) < 0.3).float()
-    mask[10, 3] = 1
+    mask[LATE, 3] = 0
+    for row in SPARSE:
+        mask[row, 3 : lengths[row]] = (drawn(int(lengths[row]) - 3) < 0.3).float()
+        mask[row, 3] = 1
     valid = torch.ones(ROWS)
-    valid[[4, *rows_in(MASKED_ROWS)]] = 0
+    valid[[*INVALID, *rows_in(MASKED_ROWS)]] = 0
     old = -2.4 + 0.3 * torch.randn(ROWS, LENGTH, generator=generator)
     return {
         "input_ids": ids,
@@ -73,7 +83,8 @@ def bigram_model(**options: Any) -> Any:
     def forward(table: Tensor, ids: Tensor) -> Tensor:
         return table.view(VOCABULARY, -1)[ids.long()]
 
-    return table_model(make_table().flatten().tolist(), forward=forward, **options)
+    of_model: dict[str, Any] = {"stages": STAGES, "frozen": FROZEN}
+    return table_model(make_table().flatten().tolist(), forward=forward, **of_model, **options)
 
 
 def k3(log_probs: Tensor, reference: Tensor) -> Tensor:

@@ -55,16 +55,17 @@ class Step:
 
 
 def make_step(
-    seed: int, dp: int, *, masked: bool = True, rejected: bool = False, split: bool = False, microbatches: int = 2
-) -> Step:
+    seed: int, dp: int, *, masked: bool = True, rejected: bool = False, split: bool = False, microbatches: int = 2,
+    count: int = 12, empty: Sequence[int] = (3, 7),
+) -> Step:  # fmt: skip
     """Ragged samples; some fully masked from the start, some emptied by rejection, some two of one rollout."""
     rng = random.Random(seed)
     samples, next_id = [], FIRST
-    for i in range(12):
+    for i in range(count):
         prompt, response = rng.choice([1, 2, 5, 9]), rng.choice([1, 2, 3, 6, 11])
         mask = torch.tensor([rng.choice([0, 1, 1]) for _ in range(response)], dtype=torch.int32)
         mask[rng.randrange(response)] = 1
-        if masked and i in (3, 7):
+        if masked and i in empty:
             mask.zero_()
         kept = mask.clone()
         if rejected and i in (5, 8):

@@ -82,12 +82,13 @@ def table_chunk(table: list[float], config: Any, forward: Any = lambda losses, n
             self.pre_process = self.share_embeddings_and_output_weights = False
             self.received: Any = [None]  # from an earlier pipeline stage, to which this one adds its own
             self.losses = torch.nn.Parameter(torch.tensor(table))
+            self.forward_of = forward
 
         def set_input_tensor(self, received: Any) -> None:
             self.received = received if isinstance(received, list) else [received]
 
         def forward(self, input_ids: torch.Tensor, *_: Any, **__: Any) -> Any:
-            own = forward(self.losses, input_ids)
+            own = self.forward_of(self.losses, input_ids)
             return own if self.received[0] is None else own + self.received[0]
 
     return Table().cuda()
@@ -99,9 +100,15 @@ def table_model(
     per_token: bool = False,
     ddp: bool = True,
     forward: Any = lambda losses, numbers: losses[numbers],
+    stages: int = 1,
+    frozen: bool = False,
     **ddp_options: Any,
 ) -> Any:
-    """The losses of all tokens (or what `forward` makes of the table) as a parameter, in Megatron's own DDP."""
+    """The losses of all tokens (or what `forward` makes of the table) as a parameter, in Megatron's own DDP.
+
+    `stages` of a pipeline have equal parts of the table each, which they add up. With `frozen`, as under LoRA, a half
+    of the table is a parameter that is not trained.
+    """
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.transformer import TransformerConfig
 
@@ -113,7 +120,15 @@ def table_model(
         use_cpu_initialization=True,
     )
     config.finalize_model_grads_func = finalize_model_grads
-    table_in_megatron = table_chunk(table, config, forward)
+    if stages > 1:
+        config.pipeline_model_parallel_size, config.pipeline_dtype = stages, torch.float32
+        config.variable_seq_lengths = True
+    part = [entry / stages / (2 if frozen else 1) for entry in table]
+    table_in_megatron = table_chunk(part, config, forward)
+    if frozen:
+        base = torch.nn.Parameter(torch.tensor(part), requires_grad=False)
+        table_in_megatron.base = base
+        table_in_megatron.forward_of = lambda losses, numbers: forward(losses + base, numbers)
     if not ddp:
         return table_in_megatron
     model = DistributedDataParallel(config, DistributedDataParallelConfig(**ddp_options), table_in_megatron)

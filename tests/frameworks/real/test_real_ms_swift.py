@@ -17,6 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import bigram_step
 import pytest
 import torch
 import torch.distributed as dist
@@ -139,7 +140,7 @@ def fill(of_batch: Any, samples: list[Any], cp: int, case: Any) -> None:
 
 def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """On a rank: the errors of each case."""
-    state = start(cp=cp)
+    state = start(cp=cp, pp=bigram_step.STAGES)
     names = ("megatron.trainers.grpo_trainer", "ray.megatron.grpo_trainer", "ray.megatron.megatron_worker")
     trainers, driver, workers, losses = load(
         MS_SWIFT, root, *(f"swift.{name}" for name in names), "swift.ray.megatron.loss.grpo"
@@ -186,8 +187,9 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
         trainers.MegatronGRPOTrainer.loss_func = in_place if case.get("in_place") else loss_func
         model, trainer = bigram_model(), object.__new__(trainers.MegatronGRPOTrainer)
         args = Settings(
-            padding_free=True, context_parallel_size=cp, pipeline_model_parallel_size=1, overlong_filter=True,
-            num_microbatches=3, seq_length=64, micro_batch_size=ROWS // dp // 3, global_batch_size=1,
+            padding_free=True, context_parallel_size=cp, pipeline_model_parallel_size=bigram_step.STAGES,
+            overlong_filter=True,
+            num_microbatches=len(CUTS), seq_length=64, micro_batch_size=ROWS // dp // len(CUTS), global_batch_size=1,
             task_type="causal_lm", report_to=(), cp_partition_mode="zigzag", router_replay_mode="disabled",
             delta=case.get("delta"),
         )  # fmt: skip
@@ -201,7 +203,7 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
             loss_type=loss_type, beta=case.get("beta", BETA), temperature=1.0, epsilon_low=CLIP_LOW,
             epsilon_high=case.get("epsilon_high", CLIP_HIGH), importance_sampling_level="token",
             disable_rollout_importance_sampling=True,
-            steps_per_generation=1, num_generations=4, top_entropy_quantile=1.0,
+            steps_per_generation=1, num_generations=case.get("num_generations", 4), top_entropy_quantile=1.0,
             _metrics={"train": defaultdict(list)}, _step=0,
             unwrapped_models=[model.module], max_completion_length=20, template=template,
             _flush_log_completions=lambda: None, _all_reduce_metric=averaged,
@@ -223,7 +225,7 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
 
                 reports = step_of_trainer(trainers, trainer, generated(expand, case)[dp_rank::dp], cp, case)
         assert proof is None or proof.outcome == ("" if "proof" in case else case.get("outcome", "proved"))
-        mean = sum(float(report["loss"]) for report in reports) / len(reports)
+        mean = sum(float(report["loss"]) for report in reports) / len(reports) if reports else None
         errors = errors_of(model, case | {"settings": settings}, mean, kl=k3)
         results.append({"errors": errors, "bits": bits_of(model)})
     return results

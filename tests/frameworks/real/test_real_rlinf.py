@@ -179,6 +179,22 @@ PLANTS = [
             )
         },
     ),
+    Plant(
+        "valid tokens counted on one rank",
+        {
+            _WORKER: (
+                "global_valid_token, group=parallel_state.get_data_parallel_group()",
+                "global_valid_token, group=parallel_state.get_tensor_model_parallel_group()",
+            )
+        },
+        "global_valid_token=.* in a step of .* tokens and n_minibatches=1",
+        world=(2, 1),
+    ),
+    Plant(
+        "valid tokens counted twice",
+        {_WORKER: ("self.global_valid_token = global_valid_token", "self.global_valid_token = 2 * global_valid_token")},
+        "global_valid_token=.* in a step of .* tokens and n_minibatches=1",
+    ),
     Plant("mask shifted", {_ACTOR: ("loss_mask=mask,", "loss_mask=mask.roll(1),")}),
     Plant(
         "loss not linear in advantages",

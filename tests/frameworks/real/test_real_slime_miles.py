@@ -359,7 +359,7 @@ def test_an_audit_and_counts_by_one_flag(tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("refused", ["masked", "rejected", "split"])
 def test_refused(peer: str, refused: str) -> None:
     """A sample without a token, masked or rejected, of which nobody has counted; a rollout of two samples."""
-    options = {refused: True} if refused != "rejected" else {"masked": False, "rejected": True}
+    options: dict[str, Any] = {refused: True} if refused != "rejected" else {"masked": False, "rejected": True}
     steps = [partial(make_step, 5, 1, **options)]
     flags = {"calculate_per_token_loss": True, "use_tis": refused == "rejected"}
     one, error = (
@@ -380,6 +380,12 @@ ARGUMENTS, PER_STEP, LAST_MASKS = (
     "* num_microbatches\n",
     'else batch["loss_masks"]\n',
 )
+MODEL_OF_MILES, OF_BATCH = (
+    "miles/backends/megatron_utils/model.py",
+    '"rollout_mask_sums",\n            ],\n            args.data_pad_size_multiplier,\n            args.qkv_format,\n'
+    "            allgather_cp=args.allgather_cp,\n        )\n",
+)
+SHIFTED = 'batch["loss_masks"] = [mask.roll(1) for mask in batch["loss_masks"]]'
 REDUCED, READS = "pg_loss = pg_loss_reducer(pg_loss)", "custom_pg_loss_reducer_function_path"
 OWN, TWICE = "sum_of_sample_mean(pg_loss)", (REDUCED, f"{REDUCED} + pg_loss_reducer(pg_loss)")
 
@@ -421,6 +427,11 @@ PLANTS = {
     ("slime", "train_one_step renamed"): Plant((MODEL, "def train_one_step(", "def train_a_step("), REFUSED),
     ("slime", "its argument renamed"): Plant((MODEL, "step_global_batch_size: int", "global_size: int"), REFUSED),
     ("slime", "our weights times 1.25"): Plant(None),
+    ("miles", "masks shifted in a batch"): Plant((MODEL_OF_MILES, OF_BATCH, f"{OF_BATCH}        {SHIFTED}\n")),
+    ("miles", "masks changed in place, per-token loss"): Plant(
+        (MODEL_OF_MILES, OF_BATCH, f"{OF_BATCH}        [mask.__setitem__(0, 1) for mask in batch['loss_masks']]\n"),
+        hook="token_mean",
+    ),
     ("miles", "scaling doubled"): Plant((OF_MILES, "* num_microbatches", "* num_microbatches * 2")),
     ("miles", "option renamed"): Plant((LOSSES, f"if args.{READS}", "if args.custom_reducer"), "never called"),
     ("miles", "hook called twice"): Plant((LOSSES, *TWICE)),

@@ -354,13 +354,20 @@ def test_every_mode_in_its_megatron_engine(per_token: bool, install: bool, recor
         record_errors(record_property, VERL, setting, **{"ours" if install else "own": worst})
 
 
-def first_steps(root: str, per_token: bool, modes: list[str], told: int = 0) -> list[tuple[str, list[float]]]:
+def as_hidden_states(table: Tensor, numbers: Tensor) -> Tensor:
+    return table[numbers][:, None, None]
+
+
+def first_steps(
+    root: str, per_token: bool, modes: list[str], told: int = 0, **of_model: Any
+) -> list[tuple[str, list[float]]]:
     """On a rank: what is printed in two steps of an actor in each mode, and in two of a critic; and the gradients.
 
     With verl's gather of CP ranks, its losses and its Megatron engine. Of the CP ranks' table one entry is a token's
     log-prob, and its value; the entropy is a half of it. verl was told of mini-batches larger by `told` rows.
+    `of_model`: options of `table_model`, of whose pipeline stages the last one is two ranks.
     """
-    state = start(cp=CP)
+    state = start(cp=CP, pp=of_model.get("stages", 1))
     _, losses, config_module, import_utils, util = load_verl(root, "models.mcore.util")
     own, engine = megatron_engine(root, per_token)
     import_utils.import_external_libs(INSTALL)
@@ -377,7 +384,7 @@ def first_steps(root: str, per_token: bool, modes: list[str], told: int = 0) -> 
             edges = torch.tensor([0, *(len(slot) for slot in batch.numbers)]).cumsum(0)
             ids = torch.nested.nested_tensor(masks, layout=torch.jagged)
             packed = SimpleNamespace(cu_seqlens_q_padded=edges)
-            whole = util.postprocess_thd_engine(output[None], packed, ids, len(rows))
+            whole = util.postprocess_thd_engine(output.flatten()[None], packed, ids, len(rows))
             flat = torch.cat([torch.cat([row, torch.zeros(1)]) for row in whole.unbind()])  # behind prompts of a token
             lengths = [len(mask) for mask in masks]
             attention = torch.tensor([[1] * (1 + length) + [0] * (max(lengths) - length) for length in lengths])
@@ -414,7 +421,8 @@ def first_steps(root: str, per_token: bool, modes: list[str], told: int = 0) -> 
         )  # fmt: skip
         critic = SimpleNamespace(**options, cliprange_value=0.5)
         for loss in (partial(losses.ppo_loss, config), partial(losses.value_loss, critic)):
-            results.append(train(table_model(TABLE, per_token=per_token), loss))
+            model = table_model(TABLE, per_token=per_token, forward=as_hidden_states, **of_model)
+            results.append(train(model, loss))
     return results
 
 
@@ -594,6 +602,14 @@ def test_the_first_step_of_actor_and_critic_is_proved(per_token: bool, monkeypat
         assert re.search(f": {words} on verl's loss, aggregation proved on ", critic), critic
 
 
+@pytest.mark.parametrize("of_model", [{"stages": 2}, {"frozen": True}], ids=["PP 2", "LoRA"])
+def test_pipelines_and_frozen_parameters_are_no_faults(of_model: dict[str, Any]) -> None:
+    launch = partial(first_steps, **of_model)
+    actor, critic = run_ranks(CP * DP * of_model.get("stages", 1), launch, checkout(VERL), False, ["token-mean"])[0]
+    assert "aggregation proved on" in actor[0]
+    assert "aggregation proved on" in critic[0]
+
+
 def test_a_mini_batch_smaller_than_verl_was_told_is_not_proved() -> None:
     (actor, _), (critic, _) = run_ranks(DP * CP, first_steps, checkout(VERL), False, ["seq-mean-token-sum"], 4)[0]
     for text in (actor, critic):
@@ -627,6 +643,8 @@ PLANTS = {
         f"{LOG_PROBS}; log_prob = (log_prob + log_prob.detach()) / 2",
         "on advantages: tokens weigh 0.5",
     ),
+    "KL of another estimator": (TERMS, "kl_penalty=config.kl_loss_type", 'kl_penalty="k2"', "is not the kl of kl_pen"),
+    "KL clamped": (TERMS, "loss_mat=kld,", "loss_mat=kld.clamp(max=0.1),", "a KL penalty that is not the kl of kl_pen"),
     "KL not linear": (TERMS, "kl_loss * config", "kl_loss ** 2 * config", "on kl: tokens weigh"),
     "value loss doubled": (ALGORITHMS, "vf_loss = 0.5 * agg_loss(", "vf_loss = agg_loss(", OTHER),
     "mask shifted in ppo_loss": (

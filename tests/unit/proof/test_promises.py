@@ -36,6 +36,21 @@ def test_groups(ids: str, promised: int | None, mode: str, says: str, is_sure: b
 
 
 @pytest.mark.parametrize(
+    ("rollouts", "masks", "units", "says"),
+    [
+        ("rstu", MASKS, "all", SHARED),
+        ("rrst", MASKS, "all", ""),  # two turns of a rollout
+        ("rstu", [[0, 0], [0], [0, 0, 0], [0, 1]], "active", ""),  # rows that fill a batch up
+        ("rstu", [[0, 0], [1], [0, 0, 0], [0, 1]], "active", SHARED),
+    ],
+)
+def test_turns_and_rows_that_fill_a_batch_up(rollouts: str, masks: Any, units: str, says: str) -> None:
+    totals = StepTotals.from_loss_masks(masks, prompt_ids=list("aaab"), rollout_ids=list(rollouts))
+    found = misgrouped(totals, 2, resolve("prompt_mean", units=units), is_sure=False, remedy="Give ids.")
+    assert [says in one and one.endswith(". Give ids.") for one in found.doubts] == [True] * bool(says)
+
+
+@pytest.mark.parametrize(
     ("count", "low", "high", "is_reason"),
     [
         (8.0, 0.5, 0.5, True),
