@@ -224,7 +224,7 @@ def _checked(
     """verl's loss; raises if the loss calls `agg_loss` fewer times than it has terms."""
     terms, running.is_other_kl = terms_of(arguments), False
     running.terms, running.mask = [*terms, _OF_A_LOSS_OF_YOURS], response_mask_of(arguments["data"])
-    running.estimator = str(getattr(arguments["config"], "kl_loss_type", ""))
+    running.estimator = str(getattr(arguments.get("config"), "kl_loss_type", ""))
     try:
         returned, left = stock(), len(running.terms)
     finally:

@@ -153,6 +153,7 @@ def core_algos(monkeypatch: pytest.MonkeyPatch) -> Any:
     modules[3].agg_loss = modules[4]._aggregate = modules[5].agg_loss = own
     modules[2].core_algos = modules[3]
     modules[3].get_policy_loss_fn = lambda name: f"verl's {name}"
+    modules[3].kl_penalty = lambda logprob, ref_logprob, kl_penalty: LOSSES * 1
     modules[4].ppo_loss = lambda config, model_output, data: config.loss(modules[4]._aggregate)
     modules[4].value_loss = lambda config, model_output, data: config.loss(modules[4]._aggregate)
     monkeypatch.delitem(sys.modules, "megatron_rl_loss.frameworks.verl_install", raising=False)
@@ -169,8 +170,9 @@ def test_importing_the_installer_guards_agg_loss_everywhere_but_in_trainers(
     assert core_algos.agg_loss is losses._aggregate
     assert trainer.agg_loss is own
     assert float(core_algos.agg_loss(LOSSES, MASK, "token-mean", **WHOLE)) == pytest.approx(7 / 12)
-    line = f"{core_algos.__name__}.agg_loss, {core_algos.__name__}.get_policy_loss_fn, {LOSSES_MODULE}._aggregate, "
-    line = f"verl: replaced {line}{LOSSES_MODULE}.ppo_loss, {LOSSES_MODULE}.value_loss"
+    of_algos = ", ".join(f"{core_algos.__name__}.{name}" for name in ("agg_loss", "get_policy_loss_fn", "kl_penalty"))
+    of_losses = ", ".join(f"{LOSSES_MODULE}.{name}" for name in ("_aggregate", "ppo_loss", "value_loss"))
+    line = f"verl: replaced {of_algos}, {of_losses}"
     assert replacing.active() == [line]
     losses._aggregate = own  # type: ignore[attr-defined]
     replaced = verl.install()
@@ -195,17 +197,29 @@ def test_what_the_installer_refuses(core_algos: Any) -> None:
         with pytest.raises(ValueError, match=f"the policy loss {name}: it .*, so it depends on how the step is cut"):
             core_algos.get_policy_loss_fn(name)
 
-    def of_terms(calls: int) -> Any:
-        return lambda aggregate: sum(aggregate(LOSSES, MASK, "token-mean", **WHOLE) for _ in range(calls))
+    def of_terms(calls: int, estimator: str = "") -> Any:
+        """A loss of so many terms, the last of which is a KL penalty by that estimator."""
+
+        def loss(aggregate: Any) -> Any:
+            kl = [core_algos.kl_penalty(LOSSES, LOSSES, estimator)] if estimator else []
+            values = [LOSSES] * (calls - len(kl)) + kl
+            return sum(aggregate(term, MASK, "token-mean", **WHOLE) for term in values)
+
+        return loss
 
     losses: Any = sys.modules[LOSSES_MODULE]
     for entropy, kl in itertools.product((None, LOSSES), (False, True)):
         terms = 1 + (entropy is not None) + kl
-        config, output = SimpleNamespace(loss=of_terms(terms), use_kl_loss=kl, **COEFS), {"entropy": entropy}
+        loss, output = of_terms(terms, "low_var_kl" * kl), {"entropy": entropy}
+        config = SimpleNamespace(loss=loss, use_kl_loss=kl, kl_loss_type="low_var_kl", **COEFS)
         assert float(losses.ppo_loss(config, output, BATCH)) == pytest.approx(7 / 12 * terms)
         config.loss = of_terms(terms - 1)
         with pytest.raises(ValueError, match=f"a loss of {terms} terms and {terms - 1} calls of agg_loss"):
             losses.ppo_loss(config, output, BATCH)
+        for other in ("", "kl") if kl else ():
+            config.loss = of_terms(terms, other)
+            with pytest.raises(ValueError, match="a KL penalty that is not the low_var_kl of kl_penalty"):
+                losses.ppo_loss(config, output, BATCH)
     with pytest.raises(ValueError, match="a loss of 1 terms and 0 calls of agg_loss"):
         losses.value_loss(SimpleNamespace(loss=of_terms(0)), {}, BATCH)
 

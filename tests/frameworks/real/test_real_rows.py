@@ -1,4 +1,4 @@
-"""Rows that no other test has, through every engine's real code in every mode, against float64: set checkouts as there.
+"""Rows that no other test has, through engines' real code in every mode, against float64: set checkouts as there.
 
 Steps are those of the engines' own files. Their rows are replaced on the ranks: another number of micro-batches of
 other sizes, responses of one token, first tokens that are masked, fully masked rows, prompts on several ranks; and
@@ -6,12 +6,15 @@ steps of one row, on one rank or beside another rank's fully masked row.
 """
 
 import importlib
+from functools import partial
 from typing import Any, NamedTuple
 
 import bigram_step
 import pytest
 from checkouts import Framework, checkout, record_errors
+from logit_table import make_step
 from ranks import run_ranks
+from slime_launches import case as slime_case
 
 #: What float32 leaves of a step loss and of a gradient, relative to the largest entry.
 BOUND = 5e-7
@@ -86,3 +89,27 @@ def test_pipelines_and_frozen_parameters_are_no_faults(engine: str, rows: Names,
     """The table stands for a model with adapters: a half of it is not trained."""
     (steps,) = (one for one in ENGINES if one.engine == engine)
     assert_exact(record_property, steps, rows, (rows.get("STAGES", 1) * 2, 1), {})
+
+
+# ---- engines that call hooks, whose steps are of `logit_table`: (ranks, context-parallel ranks, step)
+
+OF_HOOKS: dict[str, tuple[int, int, Names]] = {
+    "uneven": (4, 2, {"seed": 46, "dp": 2, "count": 11, "empty": (0, 5), "microbatches": 3}),
+    "alone": (2, 2, {"seed": 34, "dp": 1, "count": 1, "empty": (), "microbatches": 1}),
+    "beside a masked row": (4, 2, {"seed": 24, "dp": 2, "count": 2, "empty": (1,), "microbatches": 1}),
+}
+
+
+@pytest.mark.parametrize("rows", OF_HOOKS)
+@pytest.mark.parametrize("peer", ["slime", "miles", "vime"])
+def test_rows_of_hooks(peer: str, rows: str, record_property: Any) -> None:
+    module = importlib.import_module("test_real_slime_miles")
+    framework, (ranks, cp, of_step) = module.PEERS[peer], OF_HOOKS[rows]
+    steps = [partial(make_step, **of_step)]
+    hooks = {"sample_mean": "sample_mean", "constant": "constant_40", "token_mean": "token_mean"}
+    cases = [slime_case(peer, mode, hook, steps, counted=True) for mode, hook in hooks.items()]
+    cases.append(slime_case(peer, "token_mean", "token_mean", steps, counted=True, calculate_per_token_loss=True))
+    for errors_of_cases in run_ranks(ranks, module.train, peer, checkout(framework), cp, cases):
+        worst = max(map(max, errors_of_cases))
+        assert worst < BOUND, errors_of_cases
+        record_errors(record_property, framework, "every mode, other rows", ours=worst)
