@@ -41,6 +41,7 @@ ENGINES: dict[str, dict[str, Functions]] = {
                 "loss_mat", "loss_mask", "loss_agg_mode", "batch_num_tokens", "global_batch_size", "loss_scale_factor",
             ],
             "get_policy_loss_fn": ["name"],
+            "kl_penalty": ["kl_penalty"],
         },
         "verl/workers/utils/losses.py": {
             "ppo_loss": ["config", "model_output", "data"], "value_loss": ["data"], "no_padding_2_padding": None,
