@@ -6,6 +6,7 @@ micro-batches are averaged, times 1/D if data-parallel ranks are averaged, times
 
 import inspect
 import math
+from abc import ABCMeta
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,12 +25,13 @@ from megatron_rl_loss.step.collectives import StepGroups
 from megatron_rl_loss.step.counting import count_step
 from megatron_rl_loss.step.samples import Samples
 
-#: The layouts of this package by the names of their cuts, in the order of the two files.
+#: The layouts of this package by the names of their cuts, in the order of the two files. In Python 3.10 `list[int]`
+#: passes for a class, which the metaclass tells apart.
 LAYOUTS: dict[str, Any] = {
     layout.cut: layout
     for module in (layouts, further_layouts)
     for layout in vars(module).values()
-    if isinstance(layout, type) and issubclass(layout, layouts.Layout) and layout.cut is not None
+    if isinstance(layout, ABCMeta) and issubclass(layout, layouts.Layout) and layout.cut is not None
 }
 #: Parameters that a loss function may have beside its first two; `LossCall` describes them.
 GIVEN = (

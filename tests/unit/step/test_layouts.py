@@ -4,6 +4,7 @@ Every layout is one of `placements`, whose oracle says token by token what a ran
 """
 
 import functools
+from abc import ABCMeta
 from typing import Any
 
 import numpy as np
@@ -64,7 +65,7 @@ DEFINED = [
     kind
     for module in (layouts, further_layouts)
     for kind in vars(module).values()
-    if isinstance(kind, type) and issubclass(kind, Layout)
+    if isinstance(kind, ABCMeta) and issubclass(kind, Layout)
 ]
 BASES = {base for kind in DEFINED for base in kind.__mro__[1:]}
 LAYOUTS = {kind.__name__: kind for kind in DEFINED if kind not in BASES}
