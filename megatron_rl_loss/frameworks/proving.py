@@ -22,7 +22,7 @@ def prove(
     each_model: bool = False,
     **words: Any,
 ) -> Any:
-    """The `FirstStep`, with its `words`, of this process's next training step, at the environment's level.
+    """The `EngineStep`, with its `words`, of this process's next training step, at the environment's level.
 
     Returns None, and prints that nothing is proved, without Megatron.
 
@@ -33,11 +33,11 @@ def prove(
     if "megatron.core.pipeline_parallel" not in sys.modules:
         announce(f"{engine}: NOT PROVED: Megatron-Core is not loaded")
         return None
+    from megatron_rl_loss.frameworks.engine_step import EngineStep
     from megatron_rl_loss.megatron.flags import proof_level
-    from megatron_rl_loss.proof.first_step import FirstStep
 
-    proof = FirstStep(asked, f"{engine}'s {loss}", level=proof_level(), **words)
-    proofs: WeakKeyDictionary[Any, FirstStep] = WeakKeyDictionary()  # an address is used again
+    proof = EngineStep(asked, f"{engine}'s {loss}", level=proof_level(), **words)
+    proofs: WeakKeyDictionary[Any, EngineStep] = WeakKeyDictionary()  # an address is used again
 
     def run(schedule: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         model = kwargs["model"]

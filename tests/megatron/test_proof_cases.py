@@ -325,10 +325,10 @@ def test_the_strictest_level_of_all_ranks_holds(of_ranks: list[str], is_wrong: b
 
 def given_up(of_ranks: list[str], way: str) -> tuple[str, bool]:
     """What is printed, and if a step would be measured, where nothing can be proved before there is a step."""
-    from megatron_rl_loss.proof.first_step import FirstStep
+    from megatron_rl_loss.frameworks.engine_step import EngineStep
 
     start_process_group() if way == "no groups of Megatron" else start()
-    proof = FirstStep(None, "the policy loss", level=of_ranks[int(os.environ["RANK"])])
+    proof = EngineStep(None, "the policy loss", level=of_ranks[int(os.environ["RANK"])])
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         if way == "in a step":
             proof.doubt = "ids moved."

@@ -1,0 +1,56 @@
+"""A step that is not proved, in words; loaded where there is one."""
+
+from megatron_rl_loss.megatron.flags import PROOF_VARIABLE
+from megatron_rl_loss.plan.carriers import find_form
+from megatron_rl_loss.proof.outcomes import Losses, Outcome
+from megatron_rl_loss.proof.step_state import StepState
+from megatron_rl_loss.proof.terms import OfTerms
+
+#: A loop of one's own may return any loss; `LossAggregation` refuses another one than `Microbatch.loss` made.
+_UNTRAINED = (
+    "loss_func returned losses that no micro-batch of the plan handed out: neither its loss() nor its "
+    "scale_for_trainer() was called. Return the result of microbatch.loss(per_token_loss) unchanged; a loss that you "
+    "weigh yourself must go through tap(per_token_loss, samples=...)."
+)
+_CAUSE = "For the cause run: python -m megatron_rl_loss audit SCRIPT ..."
+
+
+def line_of(outcome: str, text: str, aim: str, level: str) -> str:
+    """What the first rank prints, or all ranks raise.
+
+    Args:
+        text: the reasons.
+        aim: what was asked of which loss.
+        level: as in `prove_first_step`.
+    """
+    if outcome == "unknown":
+        return f"{aim}, NOT PROVED: {text}"
+    if outcome == "wrong":
+        stops = f"All ranks aborted before the optimizer step; {PROOF_VARIABLE}=warn trains on."
+        goes_on = stops if level == "error" else "Training goes on."
+        return f"{aim} was expected, but the first training step does something else.\n{text}\n{goes_on}"
+    return f"{aim}, not proved yet: the step has no gradient, so the next one is measured. {text}".rstrip()
+
+
+def reasons(
+    outcome: Outcome, losses: Losses, state: StepState, of_terms: OfTerms, *, never: str = "", remedy: str = ""
+) -> str:
+    """Why a step is wrong, unknown or without a gradient.
+
+    Args:
+        never, remedy: words, as in `FirstStep`.
+    """
+    if outcome == "wrong" and losses == "untrained":
+        return never or _UNTRAINED
+    if outcome == "wrong":
+        forms = sorted(name for name in state.forms if find_form(name).caller != "schedule")
+        returned = [f"Micro-batches returned form={forms[0]!r}, which is for another trainer."] if forms else []
+        return "\n".join([*of_terms.faults, *returned, *[remedy] * bool(remedy), _CAUSE])
+    if outcome in ("wait", "overflow"):
+        return " ".join(state.uncertain)
+    texts = [*state.unknown, *state.uncertain * (not state.factors), *of_terms.unknown]
+    if losses == "unseen":
+        texts.append("No loss went through a reducer or a tap of this library.")
+    if not texts:
+        texts.append(f"Nothing was compared: {', '.join(of_terms.uncovered) or 'there is no loss'}.")
+    return " ".join(dict.fromkeys(texts))
