@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_rl_loss.losses.ratio import not_log_probs, range_in_words
+
 FEWEST = 8  # a pattern must bring so many tokens at least from beyond rounding to within it
 _SAME = "both sides need one row per sample and one entry per token. Cut both to the same tokens"
 _DUMP = "a dump is a .pt without code or a .jsonl, with a list of log-probs per sample. Write torch.save([tensor, ...])"
@@ -122,9 +124,8 @@ def compare_log_probs(
     gap = LogProbGap(ids, train, rollout, masks)
     on = gap.active
     for side, values in (("train", gap.train[on]), ("rollout", gap.rollout[on])):
-        if len(values) and (values.max() > 0.1 or (values.min() >= 0 and values.max() > 1e-5)):
-            none_below = ", none below 0" * bool(values.min() >= 0)
-            gap.left_out.append(f"no log-probs: values of {side} go up to {values.max():.3g}{none_below}")
+        if len(values) and not_log_probs(*values.aminmax(), values.dtype):
+            gap.left_out.append(f"no log-probs: {side} has {range_in_words(*values.aminmax())}")
     if gap.beyond[on].any():
         for name, text, source in _moves(gap, torch.tensor(totals)):
             among = (source >= 0) & on[source] & (gap.finite if name.startswith("padded") else on)

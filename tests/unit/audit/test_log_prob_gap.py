@@ -246,8 +246,8 @@ DUMPS: dict[str, tuple[str, Any, Any, int, str]] = {
     "2-D": ("a.pt", torch.zeros(2, 1, 3), torch.zeros(2, 3), 2, r"sample 0: rollout of shape \[1, 3\].*1-D tensor"),
     "NaN": ("a.pt", [row / row.ne(row[2]) for row in STEP.ours], STEP.ours, 2, "left out: 7 tokens with NaN or inf"),
     "probabilities": (
-        "a.pt", [[0.5, 0.25]], [[0.5, 0.25]], 2, "no log-probs: values of train go up to 0.5, none below 0"),
-    "losses": ("a.pt", [[-0.5, -1.0]], [[0.5, -1.0]], 2, "no log-probs: values of train go up to 0.5\n"),
+        "a.pt", [[0.5, 0.25]], [[0.5, 0.25]], 2, "no log-probs: train has values up to 0.5, none below 0"),
+    "losses": ("a.pt", [[-0.5, -1.0]], [[0.5, -1.0]], 2, "no log-probs: train has values up to 0.5\n"),
     "no samples": ("a.jsonl", b"", STEP.ours, 2, "a.jsonl: no log-probs .*EOFError"),
     "text": ("a.pt", b"log-probs", STEP.ours, 2, "a.pt: no log-probs .*UnpicklingError"),
     "code": ("a.pt", [re.compile("a")], STEP.ours, 2, "a.pt: it holds code, re._compile .*; a dump"),
