@@ -179,16 +179,16 @@ def run_schedule(
 
 def begun(step: Any, data: Any, model: Any, num_microbatches: int) -> Any:
     """The iterators that a schedule is given for an evaluation step, which this one does not run."""
-    given: list[Any] = []
+    iterators: list[Any] = []
 
     def keep(**options: Any) -> list[Any]:
-        given.append(options["data_iterator"])
+        iterators.append(options["data_iterator"])
         return []
 
     schedule = step.wrap_schedule(keep)
     options = {"data_iterator": data, "model": model, "num_microbatches": num_microbatches, "forward_only": True}
     schedule(forward_step_func=print, **options)
-    return given[0]
+    return iterators[0]
 
 
 def logged_by_step(loss_aggregation: Any, forward_step: Any, batches: list[Batch], model: Any) -> dict[str, float]:
