@@ -150,7 +150,7 @@ def test_values_and_gradients_in_any_chunks(name: str, way: str) -> None:
     options: list[dict[str, Any]] = [{"chunk_tokens": number} for number in (1, 7, TOKENS)]
     options += [{}, {"gradient_in_place": True}] if way == "logits" else []
     options += [{"keep": kept_ids()}, {"keep": kept_ids(), "chunk_tokens": 5}] if CASES[name].get("keep") else []
-    for dtype, wanted in {*itertools.product([torch.float32], WANTED.values()), *((dtype_, BOTH) for dtype_ in BOUNDS)}:
+    for dtype, wanted in {*itertools.product([torch.float32], WANTED.values()), *((dtype, BOTH) for dtype in BOUNDS)}:
         for more in options if (dtype, wanted) == (torch.float32, BOTH) else options[1:2]:
             check(found_of(way, name, dtype, wanted, **more), expected_of(name, dtype, wanted), dtype)
 

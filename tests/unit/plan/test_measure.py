@@ -66,7 +66,7 @@ def on_ranks() -> list[Any]:
         step, described, held = drawn_step(seed, 4 // size, 2), [], []
         for hand in step.hands[rank // size]:
             chosen = [step.samples[i] for i in hand]
-            at = place([len(one.mask) for one in chosen], size) if hand else None
+            at = place([len(sample.mask) for sample in chosen], size) if hand else None
             described.append(samples_of(chosen, at) if at else Samples([]))
             held.append([(hand[t[0]], t[1]) if t else None for t in at.held[rank % size]] if at else [])
         groups = {"dp_group": dp[size][rank % size], "cp_group": cp[size][rank // size]}
