@@ -111,9 +111,9 @@ class PolicyInputs:
             check_shape("importance_weights", weights, log_probs, broadcasts=True)
         check_trained("log_probs", log_probs, old_log_probs=old_log_probs, importance_weights=weights)
         factors = [] if weights is None else [weights.detach()]
-        given = {"log_probs": log_probs, "old_log_probs": old_log_probs}
+        by_name = {"log_probs": log_probs, "old_log_probs": old_log_probs}
         log_probs, old, advantages, *factors = masked(local, log_probs, old_log_probs.detach(), advantages, *factors)
-        check_log_probs(given, log_probs.detach(), old)
+        check_log_probs(by_name, log_probs.detach(), old)
         if factors and not torch.compiler.is_compiling() and factors[0].numel():
             require(
                 ~(factors[0].amin() < 0),  # NaN passes
@@ -232,16 +232,16 @@ def check_shape(name: str, factor: Tensor, values: Tensor, *, broadcasts: bool =
         )
 
 
-def check_log_probs(given: Mapping[str, Tensor], *inputs: Tensor) -> None:
+def check_log_probs(by_name: Mapping[str, Tensor], *inputs: Tensor) -> None:
     """Raise ValueError for values that are no log-probs; NaN passes.
 
     Small probabilities are below the highest log-prob. But not one of them is below 0, and their size is no rounding's.
 
     Args:
-        given: the tensors by name, in their own dtypes.
+        by_name: the tensors, in their own dtypes.
         inputs: the same, 0 at masked tokens, in float32 at least.
     """
-    for (name, tensor), values in zip(given.items(), inputs, strict=True):
+    for (name, tensor), values in zip(by_name.items(), inputs, strict=True):
         if values.numel() and not torch.compiler.is_compiling():
             low, high = values.aminmax()
             rounding = _ROUNDING if tensor.dtype.itemsize >= 4 else _HIGHEST_LOG_PROB

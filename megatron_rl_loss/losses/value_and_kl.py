@@ -90,10 +90,10 @@ def kl_estimate(
             )
         others.append(old_log_probs.detach())
     check_trained("log_probs", log_probs, ref_log_probs=ref_log_probs, old_log_probs=old_log_probs)
-    given = {"log_probs": log_probs, "ref_log_probs": ref_log_probs}
-    given |= {} if old_log_probs is None else {"old_log_probs": old_log_probs}
+    by_name = {"log_probs": log_probs, "ref_log_probs": ref_log_probs}
+    by_name |= {} if old_log_probs is None else {"old_log_probs": old_log_probs}
     log_probs, reference, *old = masked(local, log_probs, *others)
-    check_log_probs(given, log_probs.detach(), reference, *old)
+    check_log_probs(by_name, log_probs.detach(), reference, *old)
     if estimator != "k3" and not old:
         d = log_probs - reference
         return d if estimator == "k1" else d.square() / 2

@@ -75,7 +75,7 @@ def drawn_step(seed: int, dp_size: int = 1, num_microbatches: int = 3) -> Step:
     return Step(step, hands)
 
 
-def as_given(rng: random.Random, mask: Tensor) -> Any:
+def as_any_type(rng: random.Random, mask: Tensor) -> Any:
     """A mask as users give it: a tensor, an array or a list."""
     if mask.dtype == torch.bfloat16:
         return mask
@@ -84,7 +84,7 @@ def as_given(rng: random.Random, mask: Tensor) -> Any:
 
 def samples_of(chosen: Sequence[Sample], placed: Placement, **options: Any) -> Samples:
     rng = random.Random(len(chosen))
-    masks = [as_given(rng, mask) for mask in padded_masks(chosen, placed)]
+    masks = [as_any_type(rng, mask) for mask in padded_masks(chosen, placed)]
     turns = [
         [*turns_of(sample), *[""] * (len(mask) - len(sample.mask))] for sample, mask in zip(chosen, masks, strict=True)
     ]

@@ -94,9 +94,12 @@ def train(peer: str, root: str, cp: int, cases: list[dict[str, Any]]) -> list[li
                 opt_param_scheduler=SimpleNamespace(step=lambda increment: None),
                 **step_arguments(step_id),
             )
-            found_loss, options = report["pg_loss"], {} if weights[step_id] is None else {"weights": weights[step_id]}
+            reported_loss, options = (
+                report["pg_loss"],
+                {} if weights[step_id] is None else {"weights": weights[step_id]},
+            )
             mode = "token_sum" if options else launch["mode"]
-            errors.append(errors_of(step, mode, launch["divisor"], found_loss, optimizer.gradients[0], **options))
+            errors.append(errors_of(step, mode, launch["divisor"], reported_loss, optimizer.gradients[0], **options))
             if measured and measured[-1] is not None and args.custom_pg_loss_reducer_function_path:
                 errors.append(audit_error(measured[-1], launch, step))
         says = [line for line in replacing.active() if line.startswith(f"{peer}: policy loss by {launch['mode']}")]

@@ -120,7 +120,7 @@ def values_of(
     return {key: value for key, value in results.items() if value is not None}
 
 
-def found_of(way: str, name: str, dtype: torch.dtype, wanted: Wanted, parallel: Any = None, **more: Any) -> Outputs:
+def results_of(way: str, name: str, dtype: torch.dtype, wanted: Wanted, parallel: Any = None, **more: Any) -> Outputs:
     leaves = leaves_of(name, dtype, parallel)
     results = values_of(way, name, leaves, wanted, parallel, **more)
     assert {value.dtype for value in results.values()} == {torch.promote_types(dtype, torch.float32)}
@@ -152,7 +152,7 @@ def test_values_and_gradients_in_any_chunks(name: str, way: str) -> None:
     options += [{"keep": kept_ids()}, {"keep": kept_ids(), "chunk_tokens": 5}] if CASES[name].get("keep") else []
     for dtype, wanted in {*itertools.product([torch.float32], WANTED.values()), *((dtype, BOTH) for dtype in BOUNDS)}:
         for more in options if (dtype, wanted) == (torch.float32, BOTH) else options[1:2]:
-            check(found_of(way, name, dtype, wanted, **more), expected_of(name, dtype, wanted), dtype)
+            check(results_of(way, name, dtype, wanted, **more), expected_of(name, dtype, wanted), dtype)
 
 
 def on_tp_rank() -> dict[Any, tuple[Outputs, list[int]]]:
@@ -164,11 +164,11 @@ def on_tp_rank() -> dict[Any, tuple[Outputs, list[int]]]:
         if (wanted == "both" or name == "plain") and (way, name) in WAYS_OF:
             parallel = {"group": group, "sequence_parallel": sequence_parallel}
             more: Any = {"keep": kept_ids()} if name == "kept ids" else {}
-            of = found_of(way, name, torch.float32, WANTED[wanted], parallel, chunk_tokens=7, **more)
+            of = results_of(way, name, torch.float32, WANTED[wanted], parallel, chunk_tokens=7, **more)
             by_case[way, sequence_parallel, name, wanted] = of, [*sent]
             sent.clear()
     alone = {"group": group, "sum_gradient": False}
-    by_case["not summed"] = found_of("two passes", "plain", torch.float32, BOTH, alone), []
+    by_case["not summed"] = results_of("two passes", "plain", torch.float32, BOTH, alone), []
     return by_case
 
 
@@ -251,7 +251,7 @@ def test_the_default_device_does_not_matter(name: str, way: str) -> None:
     expected = expected_of(name, torch.float32)
     more = {"keep": kept_ids()} if name == "kept ids" else {}
     with torch.device("meta"):
-        results = found_of(way, name, torch.float32, BOTH, **more)
+        results = results_of(way, name, torch.float32, BOTH, **more)
     check(results, expected, torch.float32)
 
 

@@ -93,7 +93,7 @@ def train(plan: Plan, rank: int, metrics: MetricsOf) -> list[Any]:
     return [loss(number, microbatch) for number, microbatch in enumerate(plan)]
 
 
-def told_on_rank() -> dict[str, Any]:
+def outcomes_on_rank() -> dict[str, Any]:
     start_process_group()
     rank = int(os.environ["RANK"])
     dp = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])][rank % 2]
@@ -153,7 +153,7 @@ def told_on_rank() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def by_rank() -> list[Any]:
-    return run_ranks(RANKS, told_on_rank)
+    return run_ranks(RANKS, outcomes_on_rank)
 
 
 def step_values() -> dict[str, float]:

@@ -24,8 +24,8 @@ SHARES = (0.01, 0.2, 0.5, 0.8, 1.0)
 Pairs = Sequence[tuple[float, float]]  # value and mask entry of each token
 
 
-def found_by_hand(pairs: Pairs, shares: Sequence[float] = SHARES) -> list[float]:
-    """Tokens, sum, and for each share the smallest value that enough tokens do not exceed, as by `found_in`."""
+def measured_by_hand(pairs: Pairs, shares: Sequence[float] = SHARES) -> list[float]:
+    """Tokens, sum, and for each share the smallest value that enough tokens do not exceed, as by `measured_in`."""
     pairs = sorted((value, entry) for value, entry in pairs if entry)
     tokens = sum(Fraction(entry) for _, entry in pairs)
     quantiles = []
@@ -40,7 +40,7 @@ def found_by_hand(pairs: Pairs, shares: Sequence[float] = SHARES) -> list[float]
     return [float(tokens), float(sum(Fraction(entry) * Fraction(value) for value, entry in pairs)), *quantiles]
 
 
-def found_in(plan: Plan, values: Any, shares: Sequence[float] = SHARES) -> list[float]:
+def measured_in(plan: Plan, values: Any, shares: Sequence[float] = SHARES) -> list[float]:
     measured = plan.measure(values)
     assert math.isnan(measured.mean) or measured.mean == measured.sum / measured.tokens
     return [measured.tokens, measured.sum, *(measured.quantile(q) for q in shares)]
@@ -77,7 +77,7 @@ def on_ranks() -> list[Any]:
             )
             for microbatch, of_one in zip(plan, held, strict=True)
         }
-        numbers = found_in(plan, lambda microbatch: values[id(microbatch)], [0.5])  # noqa: B023
+        numbers = measured_in(plan, lambda microbatch: values[id(microbatch)], [0.5])  # noqa: B023
         half = numbers[2]
         plan.keep("above", lambda microbatch: values[id(microbatch)] > half)  # noqa: B023
         shares = [
@@ -98,7 +98,7 @@ def test_in_every_layout_over_ranks() -> None:
             (value_at(i, t), float(entry))
             for i, sample in enumerate(step.samples) for t, entry in enumerate(sample.mask.double().tolist())
         ]  # fmt: skip
-        tokens, total, half = found_by_hand(pairs, [0.5])
+        tokens, total, half = measured_by_hand(pairs, [0.5])
         for numbers, _ in (of_cases[seed] for of_cases in by_rank):
             assert [numbers[0], numbers[2]] == [pytest.approx(tokens, rel=1e-12), half]
             assert numbers[1] == pytest.approx(total, rel=1e-12, abs=1e-12)
@@ -196,7 +196,7 @@ def test_against_sorted_lists(kind: str, number: int) -> None:
     plan = plan_of([torch.tensor(mask, dtype=torch.float32) for mask in masks], 2)
     tensors = dict(zip(map(id, plan), values.split([number - 1, 1]), strict=True))
     pairs = list(zip(values.tolist(), [*masks[0], *masks[1]], strict=True))
-    measured, by_hand = found_in(plan, lambda microbatch: tensors[id(microbatch)]), found_by_hand(pairs)
+    measured, by_hand = measured_in(plan, lambda microbatch: tensors[id(microbatch)]), measured_by_hand(pairs)
     assert (measured[0], measured[2:]) == (by_hand[0], by_hand[2:])
     assert measured[1] == pytest.approx(by_hand[1], abs=1e-14 * float(values.double().abs().sum()))
 

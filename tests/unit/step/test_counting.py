@@ -220,7 +220,7 @@ CASES: dict[str, Case] = {
                                            lambda r: {"own group": 4}),
 }  # fmt: skip
 NAMES = [name for name in dir(dist) if name.startswith(("all_", "reduce", "broadcast", "gather", "scatter", "barrier"))]
-Told = tuple[str, dict[str, int], list[str]]
+Observed = tuple[str, dict[str, int], list[str]]
 
 
 def counting(calls: dict[str, int], name: str, function: Any) -> Any:
@@ -231,7 +231,7 @@ def counting(calls: dict[str, int], name: str, function: Any) -> Any:
     return counted
 
 
-def told(case: Case, rank: int, by_ranks: Groups) -> Told:
+def observed(case: Case, rank: int, by_ranks: Groups) -> Observed:
     """Outcome, collectives that were called, warnings."""
     options, groups = case.options(rank), groups_of(case.grid, rank, by_ranks)
     if "replicas of" in options:
@@ -260,13 +260,13 @@ def told(case: Case, rank: int, by_ranks: Groups) -> Told:
     return outcome, calls, [str(warning.message) for warning in seen if warning.category is UserWarning]
 
 
-def on_rank() -> tuple[tuple[float, int, list[bytes]], dict[str, Told]]:
+def on_rank() -> tuple[tuple[float, int, list[bytes]], dict[str, Observed]]:
     start_process_group()
     rank, by_ranks = int(os.environ["RANK"]), all_groups()
     of_weights = weights_on(rank, by_ranks)
     of_cases = {}
     for name, case in CASES.items():
-        of_cases[name] = told(case, rank, by_ranks)
+        of_cases[name] = observed(case, rank, by_ranks)
         dist.barrier()
     return of_weights, of_cases
 
