@@ -119,6 +119,6 @@ def _fork(value: Any) -> Any:
     """A copy of dicts and lists, at any depth, with the same values."""
     if isinstance(value, MutableMapping):
         forked = copy.copy(value)
-        forked.update({key: _fork(item) for key, item in value.items()})
+        forked.update({key: _fork(inner) for key, inner in value.items()})
         return forked
     return copy.copy(value) if isinstance(value, list) else value

@@ -73,17 +73,17 @@ def operations(function: Callable[[], Any]) -> list[str]:
     """The outermost operations that are not wrappers, in order of their begin."""
     with profile(activities=[ProfilerActivity.CPU]) as recorded:
         function()
-    found: list[str] = []
+    names: list[str] = []
 
     def visit(events: list[Any]) -> None:
         for event in sorted(events, key=lambda event: event.time_range.start):
             if event.name.startswith("aten::") and event.name not in WRAPPERS:
-                found.append(event.name)
+                names.append(event.name)
             else:
                 visit(event.cpu_children)
 
     visit([event for event in recorded.events() if event.cpu_parent is None])
-    return found
+    return names
 
 
 @pytest.fixture(params=["on the host", "as on a device"])
@@ -98,9 +98,9 @@ def test_launches_grow_neither_with_samples_nor_with_metrics(mode: str) -> None:
     def launches(num_samples: int, num_metrics: int) -> list[str]:
         microbatch, (losses, metrics) = microbatch_of(num_samples, mode), losses_of(num_metrics=num_metrics)
         loss_of(microbatch, losses, metrics)  # the weights are made
-        found = operations(lambda: torch.autograd.grad(loss_of(microbatch, losses, metrics)[0], losses))
+        names = operations(lambda: torch.autograd.grad(loss_of(microbatch, losses, metrics)[0], losses))
         # A placeholder of each number of the report; and on the host, reads.
-        return [name for name in found if name not in READS | {"aten::full"}]
+        return [name for name in names if name not in READS | {"aten::full"}]
 
     assert launches(2, 5) == launches(1024, 5)
     assert len(launches(64, 40)) == len(launches(64, 5)) <= 20
@@ -117,8 +117,8 @@ def test_launches_of_a_scan_do_not_grow_with_samples() -> None:
 
 def test_launches_are_counted() -> None:
     """Negative control: a closure that loops over samples."""
-    x = torch.randn(4096)
-    assert len(operations(lambda: sum((part * 2).sum() for part in x.split(64)))) >= 2 * 64
+    values = torch.randn(4096)
+    assert len(operations(lambda: sum((part * 2).sum() for part in values.split(64)))) >= 2 * 64
 
 
 @each_kind
@@ -143,7 +143,7 @@ def test_nothing_is_read_back_from_a_device(mode: str, per_token_loss: bool) -> 
     loss, num_tokens, report = microbatch.loss(terms, {**metrics, **kinds})
     loss.backward()
     tensors = [loss, num_tokens, *report.values(), losses.grad, microbatch.pg_loss(losses)]
-    assert {one.device.type for one in tensors} == {"meta"}
+    assert {tensor.device.type for tensor in tensors} == {"meta"}
     assert num_tokens.dtype == torch.int32
     microbatch.log_probs["then"] = losses.detach()
     assert microbatch.gap("then", losses).device.type == "meta"
@@ -157,17 +157,17 @@ def test_nothing_is_read_back_from_a_device(mode: str, per_token_loss: bool) -> 
 
 def reading_copies(root: Path) -> list[str]:
     """Copies that may be asynchronous, and are not plainly from the host: ``x.to(device, non_blocking=...)``."""
-    found = []
+    copies = []
     for path in sorted(root.rglob("*.py")):
         for call in (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)):
             for keyword in call.keywords:
                 if keyword.arg != "non_blocking":
                     continue
-                source, given = ast.unparse(call.func).rpartition(".")[0], ast.unparse(keyword.value)
-                is_host = given.endswith(".is_cpu") and given.removesuffix(".is_cpu") in source
-                if not is_host and not (given == "True" and source.startswith("torch.from_numpy(")):
-                    found.append(f"{path.relative_to(root)}:{call.lineno}: {ast.unparse(call)}")
-    return found
+                source, flag = ast.unparse(call.func).rpartition(".")[0], ast.unparse(keyword.value)
+                is_host = flag.endswith(".is_cpu") and flag.removesuffix(".is_cpu") in source
+                if not is_host and not (flag == "True" and source.startswith("torch.from_numpy(")):
+                    copies.append(f"{path.relative_to(root)}:{call.lineno}: {ast.unparse(call)}")
+    return copies
 
 
 def test_no_copy_to_the_host_is_asynchronous(tmp_path: Path) -> None:
@@ -185,14 +185,16 @@ def small_step(values: Callable[[], Tensor]) -> list[float]:
     masks = {"own": [[1, 1], [0, 1]]}
     samples = Samples([[1, 1], [1, 0]], layout=ZigzagTHD([0, 2, 4]), prompt_ids=["a", "b"], term_masks=masks)
     plan = plan_step([samples] * 2, "sample_mean", terms={"kl": "token_mean"}, term_masks=["own"], dp_group=None)
-    found = [plan.measure(lambda one: values()).quantile(0.5)]
-    plan.keep("kept", lambda one: values() > 0)
-    for one in plan:
-        x = values().requires_grad_()
+    numbers = [plan.measure(lambda microbatch: values()).quantile(0.5)]
+    plan.keep("kept", lambda microbatch: values() > 0)
+    for microbatch in plan:
+        losses = values().requires_grad_()
         kinds: Any = {kind: Metric(values(), kind=kind) for kind in ("mean", "max", "variance")}
-        one.loss({"pg": x, "kl": Term(x * 2), "x": Term(x, mask="own"), "y": Term(x, mask="kept")}, kinds)[0].backward()
-        found += x.grad.tolist()
-    return found + [float(value) for _, value in sorted(plan.finish().items())]
+        microbatch.loss(
+            {"pg": losses, "kl": Term(losses * 2), "x": Term(losses, mask="own"), "y": Term(losses, mask="kept")}, kinds
+        )[0].backward()
+        numbers += losses.grad.tolist()
+    return numbers + [float(value) for _, value in sorted(plan.finish().items())]
 
 
 def test_under_a_default_device_that_is_not_the_host() -> None:

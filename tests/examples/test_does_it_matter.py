@@ -28,7 +28,7 @@ def test_the_cut_decides_and_where_wrong_answers_end_at_once_it_does_not(tmp_pat
     for words in (["--seeds", "0"], ["--seeds", "0", "--after-wrong", "end"]):
         assert run("--output", output, *words).returncode == 0
     runs = [json.loads(line) for line in Path(output).read_text().splitlines()]
-    rewards = {(one["after_wrong"], one["arm"], one["seed"]): late(one, "reward") for one in runs}
+    rewards = {(run["after_wrong"], run["arm"], run["seed"]): late(run, "reward") for run in runs}
     exact, one_row = (rewards["limit", arm.name, 0] for arm in (example.EXACT, example.ONE_ROW))
     assert exact is not None
     assert one_row is not None

@@ -37,7 +37,7 @@ def prompts_and_uniforms() -> tuple[torch.Tensor, torch.Tensor]:
     from online.sampler import draw_uniforms
 
     problems = draw_problems("training", PROBLEMS, random.Random(2))
-    return torch.tensor([encode(one.prompt) for one in problems]), draw_uniforms(PROBLEMS, seed=3)
+    return torch.tensor([encode(problem.prompt) for problem in problems]), draw_uniforms(PROBLEMS, seed=3)
 
 
 def drawn_responses(tp: int, cp: int) -> dict[str, Any]:
@@ -173,9 +173,9 @@ def replayed(folder: Path, steps: int, *, empty: float = 0.1) -> list[str]:
 
 def test_the_first_ratio_is_one_and_the_second_is_not(tmp_path: Path) -> None:
     made_up = replayed(tmp_path / "rollouts", 1, empty=0)  # metrics are sample means: an empty mask is a 0 in them
-    one, two = ([*SHORT, *made_up, "--output", str(tmp_path / n), "--inner-steps", n] for n in ("1", "2"))
-    run_ranks(1, run_online, [*one, "--lr-warmup-steps", "0"])
-    run_ranks(1, run_online, [*two, "--lr-warmup-steps", "0", "--lr", "3e-3"])
+    once, twice = ([*SHORT, *made_up, "--output", str(tmp_path / n), "--inner-steps", n] for n in ("1", "2"))
+    run_ranks(1, run_online, [*once, "--lr-warmup-steps", "0"])
+    run_ranks(1, run_online, [*twice, "--lr-warmup-steps", "0", "--lr", "3e-3"])
     for step in steps_of(tmp_path / "1")[1:]:
         assert step["ratio"] == pytest.approx(1, abs=1e-6)
         assert step["ratio_gap"] < 1e-6
@@ -249,10 +249,10 @@ def test_steps_are_the_same_in_every_layout(mode: str, begun: tuple[Path, list[s
     for layout in LAYOUTS if mode == "sample_mean" else list(LAYOUTS)[-1:]:
         world_size, flags = LAYOUTS[layout]
         run = finished(world_size, f"{mode} on {layout}", [*flags, *MODES[mode]], begun)
-        found = differences(run, reference, start)
-        assert all(found[name] <= bound for name, bound in BOUNDS.items()), (layout, found)
-        record_property("relative_error_of_online_losses", found["loss"])
-        record_property("relative_error_of_online_grad_norms", found["grad norm"])
+        errors = differences(run, reference, start)
+        assert all(errors[name] <= bound for name, bound in BOUNDS.items()), (layout, errors)
+        record_property("relative_error_of_online_losses", errors["loss"])
+        record_property("relative_error_of_online_grad_norms", errors["grad norm"])
 
 
 def test_steps_with_a_teacher_are_the_same_over_tp_and_cp(begun: tuple[Path, list[str]]) -> None:
@@ -261,8 +261,8 @@ def test_steps_with_a_teacher_are_the_same_over_tp_and_cp(begun: tuple[Path, lis
     reference = finished(1, "taught", taught, begun)
     assert min(step["teacher_kl"] for step in steps_of(reference)[1:]) > 1e-5
     start, (world_size, flags) = weights_in(begun[0] / "start"), LAYOUTS["tp 2 x cp 2"]
-    found = differences(finished(world_size, "taught over tp and cp", [*taught, *flags], begun), reference, start)
-    assert all(found[name] <= bound for name, bound in BOUNDS.items()), found
+    errors = differences(finished(world_size, "taught over tp and cp", [*taught, *flags], begun), reference, start)
+    assert all(errors[name] <= bound for name, bound in BOUNDS.items()), errors
     untaught = differences(finished(1, "sample_mean", [], begun), reference, start)  # negative control
     assert untaught["grad norm"] > 10 * BOUNDS["grad norm"]
 
@@ -272,5 +272,5 @@ def test_other_modes_would_be_seen(begun: tuple[Path, list[str]]) -> None:
     start = weights_in(begun[0] / "start")
     runs = [finished(1, mode, flags, begun) for mode, flags in MODES.items()]
     for a, b in itertools.combinations(runs, 2):
-        found = differences(a, b, start)
-        assert min(found["loss"], found["grad norm"]) > 10 * BOUNDS["loss"], (a, b, found)
+        errors = differences(a, b, start)
+        assert min(errors["loss"], errors["grad norm"]) > 10 * BOUNDS["loss"], (a, b, errors)

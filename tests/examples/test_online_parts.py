@@ -61,16 +61,16 @@ def test_rows_hold_what_each_position_predicts() -> None:
     rollouts = with_advantages(some_rollouts(2, 3, seed=0))
     rows = make_rows(rollouts, multiple=4)
     assert rows.tokens.shape[1] % 4 == 0
-    for row, one in enumerate(rollouts):
-        text = one.prompt_tokens + one.response_tokens
+    for row, rollout in enumerate(rollouts):
+        text = rollout.prompt_tokens + rollout.response_tokens
         assert rows.tokens[row, : len(text) - 1].tolist() == text[:-1]
         assert rows.labels[row, : len(text) - 1].tolist() == text[1:]
-        predicted = [t for t in range(len(text) - 1) if t + 1 >= len(one.prompt_tokens)]
-        assert rows.samples.loss_masks[row][predicted].tolist() == one.loss_mask
-        assert rows.samples.loss_masks[row].sum() == sum(one.loss_mask)
+        predicted = [t for t in range(len(text) - 1) if t + 1 >= len(rollout.prompt_tokens)]
+        assert rows.samples.loss_masks[row][predicted].tolist() == rollout.loss_mask
+        assert rows.samples.loss_masks[row].sum() == sum(rollout.loss_mask)
         assert rows.sampler_log_probs is not None
-        assert rows.sampler_log_probs[row, predicted].tolist() == pytest.approx(one.old_log_probs)
-        assert rows.advantages[row, predicted].tolist() == pytest.approx([one.advantage] * len(predicted))
+        assert rows.sampler_log_probs[row, predicted].tolist() == pytest.approx(rollout.old_log_probs)
+        assert rows.advantages[row, predicted].tolist() == pytest.approx([rollout.advantage] * len(predicted))
         assert not rows.advantages[row, len(text) - 1 :].any()
 
 

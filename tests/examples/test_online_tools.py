@@ -21,13 +21,13 @@ def test_what_a_run_left_is_collected(tmp_path: Path) -> None:
 
 def test_layouts_are_compared(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The differences themselves are measured in test_online.py."""
-    found = {
+    errors_of = {
         "same": {"loss": 1e-5, "grad norm": 0.0, "weights": 1e-5},
         "off": {"loss": 0, "grad norm": 0, "weights": 0.1},
     }
     monkeypatch.setattr(compare_layouts, "weights_in", lambda _: {})
     monkeypatch.setattr(compare_layouts, "layout_of", str)
-    monkeypatch.setattr(compare_layouts, "differences", lambda run, *_: found[str(run)])
+    monkeypatch.setattr(compare_layouts, "differences", lambda run, *_: errors_of[str(run)])
     for runs, status in ((["same"], 0), (["same", "off"], 1)):
         monkeypatch.setattr(sys, "argv", ["compare", "--start", "s", "first", *runs])
         with pytest.raises(SystemExit) as ended:

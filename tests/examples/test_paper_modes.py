@@ -88,7 +88,7 @@ def mode_of(name: str) -> Any:
 
 def samples_of(chosen: Sequence[int], cp: int = 1) -> Samples:
     ids: Any = {"rollout_ids": ROLLOUTS, "prompt_ids": PROMPTS}
-    given: Any = {
+    columns: Any = {
         **{name: [of[i] for i in chosen] for name, of in ids.items()},
         "ids": {name: [of[i] for i in chosen] for name, of in IDS.items()},
         "labels": {name: [of[i] for i in chosen] for name, of in LABELS.items()},
@@ -96,7 +96,7 @@ def samples_of(chosen: Sequence[int], cp: int = 1) -> Samples:
     lengths = [len(MASKS[i]) for i in chosen]
     slots = [-(-length // (2 * cp)) * 2 * cp for length in lengths]
     layout = ZigzagTHD([0, *itertools.accumulate(slots)], total_lengths=lengths) if cp > 1 else None
-    return Samples([MASKS[i] for i in chosen], layout=layout, **given)
+    return Samples([MASKS[i] for i in chosen], layout=layout, **columns)
 
 
 def expected(rule: Rule, chosen: Sequence[int] = N) -> Tensor:
@@ -104,8 +104,8 @@ def expected(rule: Rule, chosen: Sequence[int] = N) -> Tensor:
     return torch.tensor(weights, dtype=torch.float64)
 
 
-def assert_close(found: Tensor, right: Tensor) -> None:
-    torch.testing.assert_close(found.double(), right, rtol=oracle.EXACT, atol=0)
+def assert_close(weights: Tensor, right: Tensor) -> None:
+    torch.testing.assert_close(weights.double(), right, rtol=oracle.EXACT, atol=0)
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -140,22 +140,22 @@ def weights_on_rank(hands: list[list[int]], cp: int) -> dict[str, Any]:
     mine = hands[rank // cp]
     held = [samples_of(part, cp) for part in (mine[:1], mine[1:])]
     groups = {"dp_group": in_dp[rank % cp], "cp_group": in_cp[rank // cp]}
-    found = {}
+    parts_of = {}
     for name in RULES:
         plan = plan_step(held, mode_of(name), **groups)
-        found[name] = [(one.weights, torch.from_numpy(one.tokens.positions)) for one in plan]
-    return found
+        parts_of[name] = [(microbatch.weights, torch.from_numpy(microbatch.tokens.positions)) for microbatch in plan]
+    return parts_of
 
 
 @pytest.mark.parametrize(("hands", "cp"), [([[], [6, 5, 3], [0], [4, 1, 2]], 1), ([[6, 5, 3, 0], [4, 1, 2]], 2)])
 def test_over_ranks(hands: list[list[int]], cp: int) -> None:
     """Units lie on several ranks; the parts of CP ranks are put together."""
-    found = run_ranks(len(hands) * cp, weights_on_rank, hands, cp)
+    by_rank = run_ranks(len(hands) * cp, weights_on_rank, hands, cp)
     for (r, mine), (name, rule) in itertools.product(enumerate(hands), RULES.items()):
         for number, chosen in enumerate((mine[:1], mine[1:])):
             samples = samples_of(chosen, cp)
             whole = torch.zeros(samples.total_tokens)
-            for weights, positions in (of[name][number] for of in found[r * cp : (r + 1) * cp]):
+            for weights, positions in (of[name][number] for of in by_rank[r * cp : (r + 1) * cp]):
                 whole[positions] = weights
             rows = expected(rule, chosen).split(samples.mask_lengths)
             assert_close(whole, torch.as_tensor(samples.in_buffer(list(rows))))

@@ -41,11 +41,11 @@ def test_it_prints_one_gradient_for_every_cut_and_the_other_loss_prints_one_for_
     others = set()
     for shown, numbers in rows:
         cut = ast.literal_eval(shown)
-        sizes = {row: sum(len(responses[one]) for one in rows_of) for rows_of in cut for row in rows_of}
+        sizes = {row: sum(len(responses[response]) for response in rows_of) for rows_of in cut for row in rows_of}
         means = [[1 / sizes[row] / len(cut)] * len(tokens) for row, tokens in enumerate(responses)]
-        found = [float(number) for number in numbers.split()]
-        assert found[:3] == pytest.approx(exact, abs=PRINTED)
-        assert found[3:] == pytest.approx(gradient_of(means, responses, advantages), abs=PRINTED)
-        others.add(tuple(found[3:]))
+        gradient = [float(number) for number in numbers.split()]
+        assert gradient[:3] == pytest.approx(exact, abs=PRINTED)
+        assert gradient[3:] == pytest.approx(gradient_of(means, responses, advantages), abs=PRINTED)
+        others.add(tuple(gradient[3:]))
     assert len(rows) == len(others) == 3
     assert code_of("../README.md", "console") == [printed]

@@ -78,13 +78,13 @@ def plain_oracle(mode: str) -> tuple[float, float, list[Tensor]]:
     """The step loss, what its rounding is relative to, and the gradient of every parameter."""
     model = plain_model().double()
     samples = []
-    for i, one in enumerate(SAMPLES):
+    for i, sample in enumerate(SAMPLES):
         values = token_values(i)
-        log_probs = model(values["tokens"]).log_softmax(-1)[torch.arange(len(one.mask)), values["labels"]]
+        log_probs = model(values["tokens"]).log_softmax(-1)[torch.arange(len(sample.mask)), values["labels"]]
         losses = clipped(log_probs, values["old_log_probs"].float().double(), values["advantages"].float().double())
-        samples.append(oracle.Sample(losses, one.mask, None, one.prompt_id))
+        samples.append(oracle.Sample(losses, sample.mask, None, sample.prompt_id))
     loss = oracle.step_loss(mode, samples, divisor_of(mode))
-    detached = [dataclasses.replace(one, losses=one.losses.detach()) for one in samples]
+    detached = [dataclasses.replace(sample, losses=sample.losses.detach()) for sample in samples]
     scale = oracle.step_scale(mode, detached, divisor_of(mode))
     return float(loss.detach()), scale, list(torch.autograd.grad(loss, list(model.parameters())))
 
@@ -100,7 +100,7 @@ def plain_steps(recipe: str) -> dict[str, tuple[float, list[Tensor]]]:
     chosen = dealt(SAMPLES, rank, ranks, 2)
     if recipe == "plain_ddp" and rank == 1:
         chosen = [[i for part in chosen for i in part]]  # one micro-batch where others have two
-    found = {}
+    by_mode = {}
     for mode in MODES:
         model: Any = plain_model()
         if recipe == "plain_ddp":
@@ -111,8 +111,8 @@ def plain_steps(recipe: str) -> dict[str, tuple[float, list[Tensor]]]:
         batches = [plain_batch(part) for part in chosen]
         loss = names["train_step"](model, optimizer, batches, mode, divisor_of(mode))
         gradients = [parameter.grad for parameter in model.parameters()]
-        found[mode] = float(loss), [g.full_tensor() if hasattr(g, "full_tensor") else g for g in gradients]
-    return found
+        by_mode[mode] = float(loss), [g.full_tensor() if hasattr(g, "full_tensor") else g for g in gradients]
+    return by_mode
 
 
 PLAIN_ERROR = oracle.chain_error(2, oracle.num_tokens(SAMPLES))
@@ -121,11 +121,11 @@ PLAIN_ERROR = oracle.chain_error(2, oracle.num_tokens(SAMPLES))
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["plain_ddp", "plain_fsdp2"])
 def test_plain_torch_trains_on_the_step_loss(recipe: str) -> None:
-    for found in run_ranks(3, plain_steps, recipe):
+    for by_mode in run_ranks(3, plain_steps, recipe):
         for mode in MODES:
             loss, scale, gradients = plain_oracle(mode)
-            assert found[mode][0] == pytest.approx(loss, abs=PLAIN_ERROR * scale), mode
-            for gradient, expected in zip(found[mode][1], gradients, strict=True):
+            assert by_mode[mode][0] == pytest.approx(loss, abs=PLAIN_ERROR * scale), mode
+            for gradient, expected in zip(by_mode[mode][1], gradients, strict=True):
                 assert relative_error(gradient, expected) < PLAIN_ERROR, mode
 
 
@@ -150,7 +150,7 @@ def test_plain_torch_runs_as_it_is_launched() -> None:
 
 def table() -> list[float]:
     """A log-prob a token, and one that stands for padding."""
-    return [-0.1 - abs(float(loss)) for one in SAMPLES for loss in one.losses] + [-1.0]
+    return [-0.1 - abs(float(loss)) for sample in SAMPLES for loss in sample.losses] + [-1.0]
 
 
 def of_tokens(seed: int, scale: float, shift: float) -> Tensor:
@@ -158,8 +158,10 @@ def of_tokens(seed: int, scale: float, shift: float) -> Tensor:
 
 
 def as_samples(losses: Tensor) -> list[oracle.Sample]:
-    parts = losses[:-1].split([len(one.mask) for one in SAMPLES])
-    return [oracle.Sample(part, one.mask, None, one.prompt_id) for part, one in zip(parts, SAMPLES, strict=True)]
+    parts = losses[:-1].split([len(sample.mask) for sample in SAMPLES])
+    return [
+        oracle.Sample(part, sample.mask, None, sample.prompt_id) for part, sample in zip(parts, SAMPLES, strict=True)
+    ]
 
 
 BETA = 0.3
@@ -195,27 +197,30 @@ def gradients_of_own_loop() -> dict[tuple[str, str], tuple[Tensor, dict[str, flo
     of_tokens = {"old_log_probs": old_log_probs(), "ref_log_probs": ref_log_probs(), "advantages": advantages()}
     forms = {"pair": (own_loop.policy_loss, False), "per token": (loss, True)}
     forms |= {"kl": (with_kl, False), "kl per token": (with_kl, True)}
-    found = {}
+    by_case = {}
     for mode, form in itertools.product((mode for mode in MODES if mode != "constant"), forms):
         batches = []
         for part in dealt(SAMPLES, state.get_data_parallel_rank(), 2, 3):
             packed = Batch(SAMPLES, part, 2)
-            given, numbers = packed.samples, packed.local_numbers(0, 1)
-            batch = {"loss_masks": given.loss_masks, "layout": given.layout, "prompt_ids": given.ids["prompt"]}
+            samples, numbers = packed.samples, packed.local_numbers(0, 1)
+            batch = {"loss_masks": samples.loss_masks, "layout": samples.layout, "prompt_ids": samples.ids["prompt"]}
             batches.append(batch | {"tokens": numbers} | {name: of[numbers] for name, of in of_tokens.items()})
         function, per_token = forms[form]
         model = table_model(table(), per_token=per_token)
         values = own_loop.forward_backward(get_forward_backward_func(), model, batches, function, mode)
-        found[mode, form] = model.module.losses.main_grad.clone(), {name: float(one) for name, one in values.items()}
-    return found
+        by_case[mode, form] = (
+            model.module.losses.main_grad.clone(),
+            {name: float(value) for name, value in values.items()},
+        )
+    return by_case
 
 
 @pytest.mark.slow
 def test_a_loop_of_ones_own_and_a_kl_term_have_the_oracles_gradient() -> None:
     bound = oracle.chain_error(1, oracle.num_tokens(SAMPLES))
     old, ref, of_tokens = (values.double() for values in (old_log_probs(), ref_log_probs(), advantages()))
-    for found in run_ranks(4, gradients_of_own_loop):
-        for (mode, form), (gradient, logged) in found.items():
+    for by_case in run_ranks(4, gradients_of_own_loop):
+        for (mode, form), (gradient, logged) in by_case.items():
             log_probs = torch.tensor(table()).double().requires_grad_()
             losses = -log_probs if form == "per token" else clipped(log_probs, old, of_tokens)
             # Without rollout ids, which the recipe does not pass: each sample is one.

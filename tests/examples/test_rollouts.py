@@ -143,11 +143,13 @@ def decoded(tokens: list[int]) -> str:
 
 def test_rewards_are_those_of_a_verifier() -> None:
     rollouts = read_rollouts(EXAMPLES / "arithmetic.jsonl", vocab_size=32)
-    for one in rollouts:
-        a, b = decoded(one.prompt_tokens).removesuffix("=").split("+")
-        ended = one.response_tokens[-1] == make_rollouts.END
-        assert one.reward == (ended and decoded(one.response_tokens).rpartition("=")[2] == str(int(a) + int(b)))
-        assert ended or not any(one.loss_mask), "cut off responses are fully masked"
-    assert 0.3 < sum(one.reward for one in rollouts) / len(rollouts) < 0.9
-    assert len({len(one.response_tokens) for one in rollouts}) > 20, "ragged"
-    assert any(0 < sum(one.loss_mask) < len(one.loss_mask) for one in rollouts), "what the calculator wrote is masked"
+    for rollout in rollouts:
+        a, b = decoded(rollout.prompt_tokens).removesuffix("=").split("+")
+        ended = rollout.response_tokens[-1] == make_rollouts.END
+        assert rollout.reward == (ended and decoded(rollout.response_tokens).rpartition("=")[2] == str(int(a) + int(b)))
+        assert ended or not any(rollout.loss_mask), "cut off responses are fully masked"
+    assert 0.3 < sum(rollout.reward for rollout in rollouts) / len(rollouts) < 0.9
+    assert len({len(rollout.response_tokens) for rollout in rollouts}) > 20, "ragged"
+    assert any(0 < sum(rollout.loss_mask) < len(rollout.loss_mask) for rollout in rollouts), (
+        "what the calculator wrote is masked"
+    )

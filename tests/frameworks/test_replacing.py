@@ -56,7 +56,7 @@ def test_replaced_wherever_it_is_and_put_back(engine: Any, capsys: pytest.Captur
     replaced.undo()
     assert active() == []
     holders = (engine.home.scale, engine.by_name.scale, engine.renamed._s, engine.other.late, engine.other.ours)
-    assert all(one is engine.stock for one in holders)
+    assert all(function is engine.stock for function in holders)
 
 
 def test_one_module_alone_by_default(engine: Any) -> None:
@@ -70,7 +70,7 @@ class Trainer:
         return loss + 1
 
     @classmethod
-    def made(cls, loss: float) -> str:
+    def describe(cls, loss: float) -> str:
         return f"{cls.__name__} {loss}"
 
 
@@ -94,11 +94,11 @@ def test_methods_of_a_class_and_of_one_object() -> None:
     assert (trainer.step(3), Trainer().step(3)) == (7.5, 4)
     replaced.undo()
     assert vars(trainer) == {}
-    raw = vars(Trainer)["made"]
-    replaced = Replaced("Engine", "1.0", [Function(Trainer, "made", ["loss"], lambda stock, arguments: stock())])
-    assert Trainer.made(2) == "Trainer 2"
+    raw = vars(Trainer)["describe"]
+    replaced = Replaced("Engine", "1.0", [Function(Trainer, "describe", ["loss"], lambda stock, arguments: stock())])
+    assert Trainer.describe(2) == "Trainer 2"
     replaced.undo()
-    assert vars(Trainer)["made"] is raw
+    assert vars(Trainer)["describe"] is raw
 
 
 @pytest.mark.parametrize(("first", "second"), [(Trainer, Trainer), (Trainer, Actor), (Trainer, Overriding)])

@@ -92,19 +92,19 @@ def step_of(case: Case, dp: int) -> Step:
         kept[0].zero_()
         for mask in kept[1::3]:
             mask[0] = 0
-    totals = [len(one.mask) + rng.choice([1, 2, 7, 30]) for one in samples]
+    totals = [len(sample.mask) + rng.choice([1, 2, 7, 30]) for sample in samples]
     dealt: list[list[list[int]]] = [[[] for _ in range(3)] for _ in range(dp)]
     for i in range(len(samples)):
         rng.choice(rng.choice(dealt)).append(i)
-    return Step(samples, kept, totals, dealt, len({one.rollout_id or i for i, one in enumerate(samples)}))
+    return Step(samples, kept, totals, dealt, len({sample.rollout_id or i for i, sample in enumerate(samples)}))
 
 
 def their_step(step: Step, case: Case, cp: int, hook_of: HookOfRank) -> tuple[float, torch.Tensor]:
     """Value and gradient of the step's policy loss after slime's or miles's scaling, Megatron's schedule and DDP."""
     samples, dp = step.samples, len(step.dealt)
     leaves = [
-        replace(one, mask=kept).poisoned().losses.float().requires_grad_()
-        for one, kept in zip(samples, step.kept, strict=True)
+        replace(sample, mask=kept).poisoned().losses.float().requires_grad_()
+        for sample, kept in zip(samples, step.kept, strict=True)
     ]
     value, num_tokens = torch.zeros((), dtype=torch.float64), 0.0
     for microbatches in step.dealt:
@@ -165,7 +165,7 @@ def error_of(case: Case, dp: int, cp: int, hook_of: HookOfRank | None = None, **
 
     with in_step(step.counts(case)._replace(**wrong) if case.counted else None):
         value, gradient = their_step(step, case, cp, hook_of or ours)
-    left = [replace(one, mask=kept) for one, kept in zip(step.samples, step.kept, strict=True)]
+    left = [replace(sample, mask=kept) for sample, kept in zip(step.samples, step.kept, strict=True)]
     share = oracle.mask_tokens(left) / oracle.mask_tokens(step.samples) if case.mode == "token_mean" else 1.0
     expected = torch.cat(oracle.step_gradient(case.mode, left, case.divisor)) * share
     in_value = abs(value - float(oracle.step_loss(case.mode, left, case.divisor)) * share)

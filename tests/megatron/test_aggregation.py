@@ -27,7 +27,7 @@ from megatron_rl_loss import Metric, Term
 
 slow = pytest.mark.slow
 SAMPLES, CP = step_samples(seed=1), 2
-TABLE = [float(torch.tensor(loss)) for one in SAMPLES for loss in one.losses.tolist()]
+TABLE = [float(torch.tensor(loss)) for sample in SAMPLES for loss in sample.losses.tolist()]
 
 
 # ---- layouts
@@ -70,8 +70,8 @@ DECLARED = {"declared": "prompt_mean"}
 ALONE = {"pg_loss": TERMS["pg"]}
 #: The NLL's mask: every third sample, without its first token.
 CORRECT = [
-    one.mask * (i % 3 == 0) * (torch.arange(len(one.mask)) > 0 if len(one.mask) > 1 else 1)
-    for i, one in enumerate(SAMPLES)
+    sample.mask * (i % 3 == 0) * (torch.arange(len(sample.mask)) > 0 if len(sample.mask) > 1 else 1)
+    for i, sample in enumerate(SAMPLES)
 ]
 MODE_OF = {"samples": "sample_mean", "tokens": "token_mean", "prompts": "prompt_mean", "none": "token_sum"}
 KINDS = ("mean", "min", "max", "variance", "ess")
@@ -81,9 +81,9 @@ METRICS = {
 }
 
 
-def seen(x: Tensor) -> Tensor:
+def seen(losses: Tensor) -> Tensor:
     """A metric's values."""
-    return x.cos() + 0.25 * x + 1
+    return losses.cos() + 0.25 * losses + 1
 
 
 @dataclass(frozen=True)
@@ -121,16 +121,16 @@ def step_of(case: Case, ask: Ask, state: Any) -> tuple[Tensor, dict[str, float]]
     def forward_step(iterator: Iterator[Any], model: Any) -> Any:
         microbatch = next(iterator)
 
-        def loss_func(x: Tensor) -> Any:
+        def loss_func(losses: Tensor) -> Any:
             terms = {
-                name: Term(of(x)[None], mode, coef=coef, mask=mask, divisor=divisor_of(mode or ""))
+                name: Term(of(losses)[None], mode, coef=coef, mask=mask, divisor=divisor_of(mode or ""))
                 for name, (of, mode, coef, mask) in TERMS.items()
             }
             metrics: dict[str, Any] = {
-                name: Metric(seen(x)[None], over, kind=kind, mask=mask)  # type: ignore[arg-type]
+                name: Metric(seen(losses)[None], over, kind=kind, mask=mask)  # type: ignore[arg-type]
                 for name, (over, kind, mask) in METRICS.items()
             }
-            return microbatch.loss(terms if ask.several else x[None], {**metrics, "plain": seen(x)[None]})
+            return microbatch.loss(terms if ask.several else losses[None], {**metrics, "plain": seen(losses)[None]})
 
         return model(microbatch.data.local_numbers(cp_rank, CP).cuda()), loss_func
 
@@ -160,16 +160,18 @@ def loss_by(mode: str, samples: list[oracle.Sample], units: str) -> Tensor:
 def expected_loss(ask: Ask) -> tuple[Tensor, Numbers]:
     """Gradient, and the loss and its terms, in float64."""
     leaf = torch.tensor(TABLE, dtype=torch.float64, requires_grad=True)
-    parts = leaf.split([len(one.mask) for one in SAMPLES])
+    parts = leaf.split([len(sample.mask) for sample in SAMPLES])
     numbers, loss, scale = {}, torch.zeros((), dtype=torch.float64), 0.0
     for name, (of, own, coef, mask) in ask.terms.items():
         mode = own or DECLARED.get(name, ask.mode)
         of_term = [
-            replace(one, losses=of(part), mask=CORRECT[i] if mask else one.mask)
-            for i, (one, part) in enumerate(zip(SAMPLES, parts, strict=True))
+            replace(sample, losses=of(part), mask=CORRECT[i] if mask else sample.mask)
+            for i, (sample, part) in enumerate(zip(SAMPLES, parts, strict=True))
         ]
         term = loss_by(mode, of_term, ask.units)
-        absolute = loss_by(mode, [replace(one, losses=one.losses.detach().abs()) for one in of_term], ask.units)
+        absolute = loss_by(
+            mode, [replace(sample, losses=sample.losses.detach().abs()) for sample in of_term], ask.units
+        )
         loss, scale = loss + coef * term, scale + abs(coef) * float(absolute)
         numbers[name] = float(term.detach()), float(absolute)
     if ask.several:
@@ -180,27 +182,27 @@ def expected_loss(ask: Ask) -> tuple[Tensor, Numbers]:
 @functools.cache
 def expected_metrics() -> Numbers:
     """Means over active units, however the loss counts."""
-    values = seen(torch.tensor(TABLE, dtype=torch.float64)).split([len(one.mask) for one in SAMPLES])
-    found = {}
+    values = seen(torch.tensor(TABLE, dtype=torch.float64)).split([len(sample.mask) for sample in SAMPLES])
+    expected = {}
     for name, (over, kind, mask) in METRICS.items():
-        masks = [CORRECT[i] if mask else one.mask for i, one in enumerate(SAMPLES)]
+        masks = [CORRECT[i] if mask else sample.mask for i, sample in enumerate(SAMPLES)]
         weight, first, second = (
             float(loss_by(
                 MODE_OF[over],
-                [replace(one, losses=x**power, mask=m) for one, x, m in zip(SAMPLES, values, masks, strict=True)],
+                [replace(sample, losses=x**power, mask=m) for sample, x, m in zip(SAMPLES, values, masks, strict=True)],
                 "active",
             ))
             for power in range(3)
         )  # fmt: skip
-        active = torch.cat([x[m != 0] for x, m in zip(values, masks, strict=True)])
-        found[name] = {
+        active = torch.cat([loss[m != 0] for loss, m in zip(values, masks, strict=True)])
+        expected[name] = {
             "mean": (first, abs(first)),
             "min": (float(active.min()), 1.0),
             "max": (float(active.max()), 1.0),
             "variance": (second / weight - (first / weight) ** 2, second / weight),
             "ess": (first**2 / weight / second, 1.0),
         }[kind]
-    return found | {"plain": found["samples, mean, None"]}
+    return expected | {"plain": expected["samples, mean, None"]}
 
 
 @pytest.mark.gpus

@@ -50,8 +50,8 @@ def in_ray(scaling: str, options: str | None, out: Path) -> Trained:
     ray.init(num_cpus=world_size, runtime_env=job, include_dashboard=False, log_to_driver=False)
     try:
         workers = [actor.remote() for _ in range(world_size)]
-        found: Trained = ray.get([worker.train.remote(rank) for rank, worker in enumerate(workers)], timeout=600)
-        return found
+        by_rank: Trained = ray.get([worker.train.remote(rank) for rank, worker in enumerate(workers)], timeout=600)
+        return by_rank
     finally:
         ray.shutdown()
 
@@ -73,7 +73,7 @@ def alone(name: str) -> Trained:
 def same(left: Trained, right: Trained) -> bool:
     """True if they are equal to the bit."""
     pairs = zip(left, right, strict=True)
-    return all(np.array_equal(a, b) for one, other in pairs for a, b in zip(one[0], other[0], strict=True))
+    return all(np.array_equal(a, b) for mine, theirs in pairs for a, b in zip(mine[0], theirs[0], strict=True))
 
 
 @pytest.mark.parametrize("name", LAUNCHES)

@@ -80,7 +80,7 @@ def without_auxiliary_losses(config: Any) -> dict[str, Any]:
 
 
 def cases_of(model_name: str, layout: dict[str, int]) -> list[dict[str, Any]]:
-    found = []
+    cases = []
     for per_token in (False, True):
         model = build(model_name, per_token, **layout)
         for num_microbatches in (1, 3) if per_token else (3,):
@@ -93,7 +93,7 @@ def cases_of(model_name: str, layout: dict[str, int]) -> list[dict[str, Any]]:
                 # Not its experts: some get no token.
                 mtp = [name for name in expected if name.startswith("mtp.") and "expert" not in name]
                 largest = [float(expected[name].abs().max()) for name in (*routers, *mtp)]
-                found.append(
+                cases.append(
                     case
                     | {"what": f"stock, counts={counts}", "error": worst_error(auxiliary, expected)}
                     | {"routers": len(routers), "mtp": len(mtp), "smallest": min(largest, default=1.0)}
@@ -104,12 +104,12 @@ def cases_of(model_name: str, layout: dict[str, int]) -> list[dict[str, Any]]:
             policy = ours(model, batches)
             vars(model.config).update(kept)
             added = {name: policy[name] + auxiliary[name] for name in policy}
-            found.append(
+            cases.append(
                 case
                 | {"what": "sum", "error": worst_error(both, added)}
                 | {"without auxiliary": worst_error(policy, both), "without policy": worst_error(auxiliary, both)}
             )
-    return found
+    return cases
 
 
 @pytest.mark.parametrize(("layout", "model"), MODELS.items())
@@ -133,7 +133,7 @@ def test_auxiliary_gradients_are_those_of_megatron_alone(layout: str, model: str
 
 
 def errors_of_wrong_adapters(model_name: str, layout: dict[str, int]) -> list[float]:
-    found, controlled = [], ["router", "mtp."][: 1 + ("mtp" in model_name)]
+    errors, controlled = [], ["router", "mtp."][: 1 + ("mtp" in model_name)]
     for wrong in ("scales by grad_scale_func", "counts 2"):
         model = build(model_name, per_token=wrong == "counts 2", **layout)
         batches = step_data(3, with_policy=False)
@@ -144,8 +144,8 @@ def errors_of_wrong_adapters(model_name: str, layout: dict[str, int]) -> list[fl
         else:
             # Undoes Megatron's division by the loss scale, which auxiliary losses take part in.
             model.config.grad_scale_func = lambda loss: loss * 3 * dist.get_world_size()
-        found += [worst_error(ours(model, batches), expected, of) for of in controlled]
-    return found
+        errors += [worst_error(ours(model, batches), expected, of) for of in controlled]
+    return errors
 
 
 def test_the_comparison_sees_adapters_that_rescale_auxiliary_losses(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,15 +174,15 @@ def audited(model_name: str, layout: dict[str, int]) -> list[Any]:
     """With per-token loss off and on: our sample mean, and the stock 3-tuple; then that one with another count."""
     from megatron_rl_loss import Audit
 
-    found = []
+    audits = []
     for per_token in (False, True):
         model = build(model_name, per_token, **layout)
         steps: list[Any] = [ours, tapped, *[functools.partial(tapped, count=2)] * per_token]
         for step in steps:
             with Audit(model) as audit:
                 step(model, step_data(3, with_policy=True))
-            found.append(audit.measured)
-    return found
+            audits.append(audit.measured)
+    return audits
 
 
 @pytest.mark.parametrize("layout", ["ep 2", "pp 2"])
@@ -206,5 +206,5 @@ def test_measured_weights_are_those_of_the_policy_loss(layout: str) -> None:
     for step, expected in zip(first, (sample_mean, by_microbatch, sample_mean, token_mean), strict=True):
         np.testing.assert_allclose(step.weights, expected, rtol=1e-6, atol=0)
     # The masks are ragged: these three are not one and the same.
-    for one, other in ((sample_mean, by_microbatch), (token_mean, by_microbatch)):
-        assert np.abs(one - other).max() > 0.01 * one.max()
+    for weights, other in ((sample_mean, by_microbatch), (token_mean, by_microbatch)):
+        assert np.abs(weights - other).max() > 0.01 * weights.max()

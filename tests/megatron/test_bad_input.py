@@ -111,7 +111,7 @@ def on_ranks() -> dict[str, Verdict]:
     state = start(cp=2)
     dp_rank, cp_rank = state.get_data_parallel_rank(), state.get_context_parallel_rank()
     weights = torch.arange(8.0)
-    found = {}
+    verdicts = {}
 
     def samples_of(record: Record) -> Any:
         return record["make"]() if "make" in record else Samples(**record)
@@ -162,7 +162,7 @@ def on_ranks() -> dict[str, Verdict]:
         bad, good = (
             functools.partial(train, model, data_of(change), of_row, row.options) for change in (row.bad, row.good)
         )
-        found[row.name] = verdict(bad, model, good, model)
+        verdicts[row.name] = verdict(bad, model, good, model)
     for row in CONFIG_ROWS:
         changed = table_model(weights.tolist(), per_token=row.bad.get("calculate_per_token_loss", False))
         if "average_in_collective" in row.bad:
@@ -172,17 +172,17 @@ def on_ranks() -> dict[str, Verdict]:
         for name, value in row.bad.items():
             if name not in ("wrapper", "average_in_collective"):
                 setattr(changed.config, name, value)
-        bad, good = (functools.partial(train, one, data_of(), right, row.options) for one in (changed, model))
-        found[row.name] = verdict(bad, changed, good, model)
+        bad, good = (functools.partial(train, of_model, data_of(), right, row.options) for of_model in (changed, model))
+        verdicts[row.name] = verdict(bad, changed, good, model)
     for number, row in enumerate(LOSS_ROWS):
         of_carrier, settings = models[number % 2], {"mode": "token_mean"}
         bad = functools.partial(train, of_carrier, data_of(), row.bad, settings, **row.options)
         good = functools.partial(train, of_carrier, data_of(), row.good or right, settings)
-        found[row.name] = verdict(bad, of_carrier, good, of_carrier)
+        verdicts[row.name] = verdict(bad, of_carrier, good, of_carrier)
         if row.covers == HANDED_OUT:
             evaluated = outcome_of(functools.partial(bad, forward_only=True))
-            assert evaluated == found[row.name].outcome, evaluated
-    return found
+            assert evaluated == verdicts[row.name].outcome, evaluated
+    return verdicts
 
 
 # ---- the tests

@@ -55,15 +55,20 @@ def losses_of(microbatch: Microbatch) -> Tensor:
 
 def loss(microbatch: Microbatch, **terms: Any) -> Tensor:
     """The policy loss, with terms of other values and these modes and coefficients."""
-    by_name = {name: Term(losses_of(microbatch), **given) for name, given in terms.items()}
+    by_name = {name: Term(losses_of(microbatch), **settings) for name, settings in terms.items()}
     losses = losses_of(microbatch)
     return microbatch.loss({"pg": losses, **by_name} if by_name else losses, form="sum")
 
 
 def test_weights_as_asked_are_proved() -> None:
-    state, found = compared(loss)
-    assert (found.proved, found.faults, found.unknown, found.weights) == ([POLICY], [], [], "as asked")
-    assert 0 <= found.deviation < 1e-6
+    state, comparison = compared(loss)
+    assert (comparison.proved, comparison.faults, comparison.unknown, comparison.weights) == (
+        [POLICY],
+        [],
+        [],
+        "as asked",
+    )
+    assert 0 <= comparison.deviation < 1e-6
     assert (state.losses, state.factor_state, state.gradient, state.uses_plan) == ("seen", "certified", "finite", True)
     assert (state.reached, state.forms, state.dtypes, state.off) == ({"pg"}, {"sum"}, {"float32"}, 0)
 
@@ -77,25 +82,25 @@ def test_of_several_losses_without_a_name_the_policy_loss_is_the_one_in_the_aske
         other, policy = (make_pg_loss_reducer(mode, masks, totals=totals) for mode in ("sample_mean", "token_mean"))
         return other(losses_of(microbatch)) + policy(losses_of(microbatch))
 
-    state, found = compared(by_hand)
+    state, comparison = compared(by_hand)
     assert state.asked == {resolve("token_mean").compared}
-    assert (found.proved, found.faults) == ([POLICY], [])
-    assert found.uncovered == ["loss number 2 of a micro-batch (no mode of its own)"]
+    assert (comparison.proved, comparison.faults) == ([POLICY], [])
+    assert comparison.uncovered == ["loss number 2 of a micro-batch (no mode of its own)"]
 
 
 def test_larger_groups_than_were_generated_are_told() -> None:
     """Two samples of prompt a, where one was generated of each: a fault, or a doubt where prompts may come twice."""
     for is_sure, of_kind in ((True, "faults"), (False, "unknown")):
-        _, found = compared(loss, mode="prompt_mean", group_size=1, is_group_size_sure=is_sure)
-        assert "A prompt has 2 samples where 1 are generated: prompts share an id" in getattr(found, of_kind)[0]
-        assert len(found.faults) == is_sure
+        _, comparison = compared(loss, mode="prompt_mean", group_size=1, is_group_size_sure=is_sure)
+        assert "A prompt has 2 samples where 1 are generated: prompts share an id" in getattr(comparison, of_kind)[0]
+        assert len(comparison.faults) == is_sure
 
 
 def test_a_factor_is_told_with_its_place() -> None:
-    _, found = compared(loss, factor=Factor("norm", 0.25, 1e-6, 1e-8))
-    (fault,) = found.faults
+    _, comparison = compared(loss, factor=Factor("norm", 0.25, 1e-6, 1e-8))
+    (fault,) = comparison.faults
     assert fault.startswith(f"{POLICY}: tokens weigh 0.25 times what they should; furthest off: token 0 of sample 0 of")
-    assert (found.weights, found.proved) == ("other", [])
+    assert (comparison.weights, comparison.proved) == ("other", [])
 
 
 def test_other_weights_are_told_with_the_token_that_is_furthest_off() -> None:
@@ -106,8 +111,8 @@ def test_other_weights_are_told_with_the_token_that_is_furthest_off() -> None:
         losses = tap(losses_of(microbatch), samples=microbatch.samples)
         return (losses * weights).sum()
 
-    _, found = compared(of_own)
-    assert found.faults == [
+    _, comparison = compared(of_own)
+    assert comparison.faults == [
         f"{POLICY}: tokens weigh 1 to 3 times what they should; furthest off: token 1 of sample 1 of micro-batch 1 on "
         "DP 0, CP 0 (rank 0)."
     ]
@@ -116,8 +121,8 @@ def test_other_weights_are_told_with_the_token_that_is_furthest_off() -> None:
         losses = tap(losses_of(microbatch), samples=microbatch.samples)
         return (losses * (microbatch.weights + 0.125 * (microbatch.weights == 0))).sum()
 
-    _, found = compared(masked_too)
-    assert found.faults == [
+    _, comparison = compared(masked_too)
+    assert comparison.faults == [
         f"{POLICY}: masked tokens weigh up to 0.5 times what the heaviest token should; furthest off: token 2 of "
         "sample 0 of micro-batch 0 on DP 0, CP 0 (rank 0)."
     ]
@@ -139,9 +144,9 @@ def test_other_weights_are_told_with_the_token_that_is_furthest_off() -> None:
 )  # fmt: skip
 def test_further_terms(kl: list[Any], proved: list[str], uncovered: list[str]) -> None:
     """By their own modes and coefficients; what nobody can know of a term is said, and is no fault."""
-    given = iter(kl)
-    _, found = compared(lambda microbatch: loss(microbatch, kl=next(given)))
-    assert (found.proved, found.uncovered, found.faults) == ([POLICY, *proved], uncovered, [])
+    settings = iter(kl)
+    _, comparison = compared(lambda microbatch: loss(microbatch, kl=next(settings)))
+    assert (comparison.proved, comparison.uncovered, comparison.faults) == ([POLICY, *proved], uncovered, [])
 
 
 def test_taps_of_further_terms() -> None:
@@ -156,8 +161,8 @@ def test_taps_of_further_terms() -> None:
             tapped = tap(losses_of(microbatch), "kl", samples=microbatch.samples, **options)
             return loss(microbatch) + (tapped * microbatch.weights).sum()
 
-        _, found = compared(of_taps)
-        assert (found.proved, found.uncovered) == ([POLICY], [f"kl ({reason})"])
+        _, comparison = compared(of_taps)
+        assert (comparison.proved, comparison.uncovered) == ([POLICY], [f"kl ({reason})"])
 
 
 def test_a_term_that_nothing_reaches_is_a_fault() -> None:
@@ -168,16 +173,16 @@ def test_a_term_that_nothing_reaches_is_a_fault() -> None:
         tap(losses_of(microbatch), "kl", samples=microbatch.samples, aggregation=policy, coef=0.5)
         return loss(microbatch)
 
-    _, found = compared(unreached)
-    assert found.faults == ["The kl term has a coefficient, 0.5, and no gradient reaches it."]
-    _, found = compared(loss, required=["pg", "kl"])
-    assert found.faults == ["The kl term went through a reducer of this library in no micro-batch."]
+    _, comparison = compared(unreached)
+    assert comparison.faults == ["The kl term has a coefficient, 0.5, and no gradient reaches it."]
+    _, comparison = compared(loss, required=["pg", "kl"])
+    assert comparison.faults == ["The kl term went through a reducer of this library in no micro-batch."]
 
     def twice(microbatch: Microbatch) -> Tensor:
         return loss(microbatch) + sum(microbatch.token_mean(losses_of(microbatch)) for _ in range(2))
 
-    _, found = compared(twice, required=["token_mean"])
-    assert found.faults[0] == (
+    _, comparison = compared(twice, required=["token_mean"])
+    assert comparison.faults[0] == (
         "The token_mean term went through a reducer of this library several times in a micro-batch."
     )
 
@@ -187,8 +192,8 @@ def test_losses_that_were_made_and_thrown_away_do_not_count() -> None:
         microbatch(losses_of(microbatch))
         return microbatch.scale_for_trainer(microbatch(losses_of(microbatch)), form="sum")
 
-    state, found = compared(thrown_away)
-    assert ([*state.terms], found.proved, found.faults) == (["pg"], [POLICY], [])
+    state, comparison = compared(thrown_away)
+    assert ([*state.terms], comparison.proved, comparison.faults) == (["pg"], [POLICY], [])
 
 
 def test_a_micro_batch_that_was_not_trained_on_weighs_nothing() -> None:
@@ -200,13 +205,13 @@ def test_a_micro_batch_that_was_not_trained_on_weighs_nothing() -> None:
         returned = microbatch.loss(losses_of(microbatch), form=form)
         return returned if isinstance(returned, Tensor) else returned[0]
 
-    state, found = compared(first_alone, factor=Factor("norm", 0.5, 1e-6, 1e-8))
+    state, comparison = compared(first_alone, factor=Factor("norm", 0.5, 1e-6, 1e-8))
     assert state.unknown == []
     says = f"{POLICY}: tokens weigh 0 to 1 times what they should; furthest off: token 0 of sample 0 of micro-batch 1"
-    assert found.faults[0].startswith(says)
-    state, found = compared(partial(first_alone, form="sum"))
+    assert comparison.faults[0].startswith(says)
+    state, comparison = compared(partial(first_alone, form="sum"))
     assert state.unknown == ["A call trained on 1 of 2 micro-batches of the plan; others may train on the rest."]
-    assert (found.proved, found.faults) == ([], [])
+    assert (comparison.proved, comparison.faults) == ([], [])
 
 
 @pytest.mark.parametrize(
@@ -240,5 +245,5 @@ def test_losses_that_are_divided_before_a_mode_that_averages(mode: Any, divides_
         return microbatch.loss(policy.per_token_loss / sizes, form="sum")
 
     samples = [Samples([[1] * 7], prompt_ids=["a"]), Samples([[1], [1, 1, 1]], prompt_ids=["a", "b"])]
-    _, found = compared(divided, mode=mode, samples=samples)
-    assert ["averages them again" in fault for fault in found.faults] == [True] * divides_again
+    _, comparison = compared(divided, mode=mode, samples=samples)
+    assert ["averages them again" in fault for fault in comparison.faults] == [True] * divides_again

@@ -40,10 +40,10 @@ pytestmark = pytest.mark.slow
 
 def likeliest(rollout: Rollout) -> tuple[Tensor, Tensor]:
     """Ids and log-probs [length, K] of the teacher; every third token has K - 2."""
-    found = gpt_oracle.distributions_of(TEACHER, gpt_oracle.weights_of(TEACHER), rollout.tokens).topk(K)
-    log_probs = found.values.float()
+    top = gpt_oracle.distributions_of(TEACHER, gpt_oracle.weights_of(TEACHER), rollout.tokens).topk(K)
+    log_probs = top.values.float()
     log_probs[::3, K - 2 :] = -torch.inf
-    return found.indices, log_probs
+    return top.indices, log_probs
 
 
 def hidden_states(rollout: Rollout) -> Tensor:
@@ -65,29 +65,29 @@ def pack_of(batch: Batch, rollouts: list[Rollout]) -> dict[str, Any]:
     """A whole pack, as a data loader lays it out: columns of all tokens, and the samples."""
 
     def column(of_rollouts: list[Tensor]) -> Tensor:
-        made = of_rollouts[0].new_zeros(int(batch.bounds[-1]), *of_rollouts[0].shape[1:])
+        values_of_pack = of_rollouts[0].new_zeros(int(batch.bounds[-1]), *of_rollouts[0].shape[1:])
         for values, (begin, _) in zip(of_rollouts, pairwise(batch.bounds.tolist()), strict=False):  # filler is behind
-            made[begin : begin + len(values)] = values
-        return made
+            values_of_pack[begin : begin + len(values)] = values
+        return values_of_pack
 
     columns = {
-        "tokens": lambda one: torch.tensor(one.tokens),
-        "positions": lambda one: torch.arange(len(one.tokens)),
-        "labels": lambda one: torch.tensor(one.labels),
-        "old_log_probs": lambda one: torch.tensor(one.old_log_probs),
-        "advantages": lambda one: torch.tensor(one.advantages),
-        "teacher_ids": lambda one: likeliest(one)[0],
-        "teacher_log_probs": lambda one: likeliest(one)[1],
+        "tokens": lambda rollout: torch.tensor(rollout.tokens),
+        "positions": lambda rollout: torch.arange(len(rollout.tokens)),
+        "labels": lambda rollout: torch.tensor(rollout.labels),
+        "old_log_probs": lambda rollout: torch.tensor(rollout.old_log_probs),
+        "advantages": lambda rollout: torch.tensor(rollout.advantages),
+        "teacher_ids": lambda rollout: likeliest(rollout)[0],
+        "teacher_log_probs": lambda rollout: likeliest(rollout)[1],
         "teacher_hidden": hidden_states,
     }
     shown = rollouts or gpt_oracle.rollouts_of(SHAPE)[:1]  # a pack without samples has columns too
-    pack = {name: column([of(one) for one in shown][: len(rollouts) or 1]) for name, of in columns.items()}
+    pack = {name: column([of(rollout) for rollout in shown][: len(rollouts) or 1]) for name, of in columns.items()}
     samples = Samples(
-        [torch.tensor(one.mask) for one in rollouts],
+        [torch.tensor(rollout.mask) for rollout in rollouts],
         layout=batch.samples.layout,
-        rollout_ids=[one.rollout_id for one in rollouts],
-        prompt_ids=[one.prompt_id for one in rollouts],
-        term_masks={"taught": [taught(one) for one in rollouts]},
+        rollout_ids=[rollout.rollout_id for rollout in rollouts],
+        prompt_ids=[rollout.prompt_id for rollout in rollouts],
+        term_masks={"taught": [taught(rollout) for rollout in rollouts]},
     )
     return pack | {"packed": batch.packed_seq_params(), "samples": samples}
 
@@ -120,7 +120,7 @@ def gradients(rollouts: list[Rollout]) -> tuple[dict[str, int], list[Outcome]]:
     """On a rank: its place, and its part of the gradients in each setting."""
     from recipes.distill import forward_step
 
-    place, found = place_in(start_layout(LAYOUT)), []
+    place, outcomes = place_in(start_layout(LAYOUT)), []
     for mode, of_kl, is_hidden in SETTINGS:
         case = Case(2, mode, "all", "mean", False, "plain", False, False)
         ready, batches = prepared(LAYOUT, case, rollouts, "packed")
@@ -130,28 +130,28 @@ def gradients(rollouts: list[Rollout]) -> tuple[dict[str, int], list[Outcome]]:
         )
         step = from_hidden_states if is_hidden else forward_step
         run_batches(LAYOUT, ready, step, packs, aggregation.wrap_schedule)
-        found.append(Outcome(collect(ready.chunks, of_gradients=True), {}, 0.0, None))
-    return place, found
+        outcomes.append(Outcome(collect(ready.chunks, of_gradients=True), {}, 0.0, None))
+    return place, outcomes
 
 
 def expected(setting: Setting, tail: str = "bucket") -> dict[str, Tensor]:
     mode, of_kl, is_hidden = setting
     weights = {name: weight.requires_grad_() for name, weight in gpt_oracle.weights_of(SHAPE).items()}
     of_policy, of_teacher = [], []
-    for one in gpt_oracle.rollouts_of(SHAPE):
-        of_all = gpt_oracle.distributions_of(SHAPE, weights, one.tokens)
-        advantages, old = (torch.tensor(x).double() for x in (one.advantages, one.old_log_probs))
-        ratios = (of_all[torch.arange(len(one.tokens)), torch.tensor(one.labels)] - old).exp()
+    for rollout in gpt_oracle.rollouts_of(SHAPE):
+        of_all = gpt_oracle.distributions_of(SHAPE, weights, rollout.tokens)
+        advantages, old = (torch.tensor(values).double() for values in (rollout.advantages, rollout.old_log_probs))
+        ratios = (of_all[torch.arange(len(rollout.tokens)), torch.tensor(rollout.labels)] - old).exp()
         losses = -torch.minimum(ratios * advantages, ratios.clamp(0.8, 1.2) * advantages)
         if is_hidden:
-            q = (hidden_states(one).double() @ teacher_weight().double().T).softmax(-1)
+            q = (hidden_states(rollout).double() @ teacher_weight().double().T).softmax(-1)
             kl = divergence(of_all.exp(), q, "reverse_kl")
         else:
-            ids, log_probs = likeliest(one)
+            ids, log_probs = likeliest(rollout)
             parts = zip(of_all.gather(1, ids).exp(), log_probs.double().exp(), strict=True)
             kl = torch.stack([divergence(p[q > 0], q[q > 0], "reverse_kl", tail) for p, q in parts])
-        of_policy.append(oracle.Sample(losses, torch.tensor(one.mask), one.rollout_id, one.prompt_id))
-        of_teacher.append(oracle.Sample(kl, taught(one), one.rollout_id, one.prompt_id))
+        of_policy.append(oracle.Sample(losses, torch.tensor(rollout.mask), rollout.rollout_id, rollout.prompt_id))
+        of_teacher.append(oracle.Sample(kl, taught(rollout), rollout.rollout_id, rollout.prompt_id))
     loss = oracle.step_loss(mode, of_policy) + COEF * oracle.step_loss(of_kl, of_teacher)
     return dict(zip(weights, torch.autograd.grad(loss, list(weights.values())), strict=True))
 
@@ -160,11 +160,11 @@ def test_policy_and_divergence_in_8_processes_are_those_of_one(record_property: 
     by_rank = run_ranks(LAYOUT.world_size, gradients, gpt_oracle.rollouts_of(SHAPE))
     right = {setting: expected(setting) for setting in SETTINGS}
     for k, setting in enumerate(SETTINGS):
-        parts = list(whole([(place, found[k]) for place, found in by_rank], "gradients"))
+        parts = list(whole([(place, outcomes[k]) for place, outcomes in by_rank], "gradients"))
         assert {name for name, _ in parts} == set(right[setting])
 
         def error(to: dict[str, Tensor], parts: list[tuple[str, Tensor]] = parts) -> float:
-            return max(relative_error(one, to[name]) for name, one in parts)
+            return max(relative_error(gradient, to[name]) for name, gradient in parts)
 
         record_property("relative_error_of_policy_and_divergence", error(right[setting]))
         assert error(right[setting]) <= FP32_BOUNDS["gradients"], setting

@@ -44,7 +44,7 @@ PACKS: Groups = [
 
 _rng = random.Random(3)
 #: What GSPO takes beside log-probs; float32 numbers.
-OLD = torch.tensor([x + _rng.uniform(-0.002, 0.002) for x in TABLE])
+OLD = torch.tensor([entry + _rng.uniform(-0.002, 0.002) for entry in TABLE])
 ADVANTAGES = torch.tensor([_rng.choice([-1, 1]) * _rng.uniform(0.5, 2) for _ in STEP] + [0.0])
 SIZES = [*LENGTHS, 1]
 ADVANTAGES = ADVANTAGES.repeat_interleave(torch.tensor(SIZES))
@@ -55,31 +55,32 @@ KEPT = torch.arange(len(TABLE)) % 3 > 0
 
 def gspo_of_step() -> list[tuple[Tensor, oracle.Sample]]:
     """The log-probs of each sequence, float32 numbers as the model has them, and its GSPO losses in float64."""
-    firsts, found = [sum(LENGTHS[:i]) for i in range(len(STEP))], []
-    for one, first in zip(STEP, firsts, strict=True):
-        of = slice(first, first + len(one.mask))
+    firsts, sequences = [sum(LENGTHS[:i]) for i in range(len(STEP))], []
+    for sample, first in zip(STEP, firsts, strict=True):
+        of = slice(first, first + len(sample.mask))
         log_probs = torch.tensor(TABLE[of]).double().requires_grad_()
         values = {"log_probs": log_probs, "old_log_probs": OLD[of].double(), "advantages": ADVANTAGES[of]}
-        found.append((log_probs, replace(one, losses=gspo(values, one.mask.double()))))
-    return found
+        sequences.append((log_probs, replace(sample, losses=gspo(values, sample.mask.double()))))
+    return sequences
 
 
 def expected(mode: str, units: str, loss: str) -> tuple[Tensor, float, float]:
     """The step's gradient by each entry of the table, the loss, and the scale of the loss's error."""
-    leaves = [one.losses.float().double().requires_grad_() for one in STEP]
+    leaves = [sample.losses.float().double().requires_grad_() for sample in STEP]
     masks = [
-        one.mask * kept if loss == "kept" else one.mask for one, kept in zip(STEP, KEPT.split(SIZES), strict=False)
+        sample.mask * kept if loss == "kept" else sample.mask
+        for sample, kept in zip(STEP, KEPT.split(SIZES), strict=False)
     ]
     losses = leaves
     if loss == "scan":
         losses = [scan(leaf, mask, GAMMA) for leaf, mask in zip(leaves, masks, strict=True)]
-    samples = [replace(one, losses=of, mask=mask) for one, of, mask in zip(STEP, losses, masks, strict=True)]
+    samples = [replace(sample, losses=of, mask=mask) for sample, of, mask in zip(STEP, losses, masks, strict=True)]
     if loss == "gspo":
         leaves, samples = map(list, zip(*gspo_of_step(), strict=True))
     divisor = DIVISOR if mode == "constant" else None
     total = oracle.vl_norm(samples) if mode == "vl_norm" else oracle.step_loss(mode, samples, divisor, units)
     slopes = torch.autograd.grad(total, leaves, materialize_grads=True)
-    of = [replace(one, losses=one.losses.detach().abs()) for one in samples]
+    of = [replace(sample, losses=sample.losses.detach().abs()) for sample in samples]
     scale = oracle.vl_norm(of) if mode == "vl_norm" else oracle.step_loss(mode, of, divisor, units)
     return torch.cat([*slopes, torch.zeros(1)]), float(total.detach()), float(scale)
 
@@ -116,10 +117,10 @@ def engine_of_verl(root: str) -> Callable[[Any, Tensor], Any]:
     return scale
 
 
-Found = dict[tuple[str, str, str], tuple[float, float]]
+Errors = dict[tuple[str, str, str], tuple[float, float]]
 
 
-def errors(loop: str, tp: int = 1, planted: bool = False, verl: str = "") -> tuple[Found, list[Any]]:
+def errors(loop: str, tp: int = 1, planted: bool = False, verl: str = "") -> tuple[Errors, list[Any]]:
     """On a rank: of every mode and loss the errors of gradient and logged loss; and the audits of every mode."""
     from logged_means import logged_means
     from recipes.paper_modes import vl_norm
@@ -132,7 +133,7 @@ def errors(loop: str, tp: int = 1, planted: bool = False, verl: str = "") -> tup
     groups = balanced(dp_cp, LENGTHS) if hybrid else of_dev(dp_cp) if loop == "dev" else PACKS
     hands = hands_of(groups, dp_cp.rank(), hybrid)
     batches = [Batch(STEP, ids, size, cp_group=group_of(size)) for ids, size in hands]
-    found, verdicts = {}, []
+    errors_by_case, verdicts = {}, []
     further = itertools.product((("token_mean", "all"), ("prompt_mean", "all")), ("gspo", "scan", "kept"))
     plain = [((mode, units), "plain") for mode, units in (*oracle.COUNTINGS, ("vl_norm", "all"))]
     for (mode, units), loss in [*plain, *further]:
@@ -149,12 +150,13 @@ def errors(loop: str, tp: int = 1, planted: bool = False, verl: str = "") -> tup
             totals = count_step(each, StepGroups(dp_cp), sums=plan.record.modes.sums)
             tokens = plan.totals.step_active_tokens
             plan.record.totals = replace(totals, step_active_tokens=tokens, dynamic_cp=True)
-        assert [one.cp_size for one in plan] == [size for _, size in hands]
+        assert [microbatch.cp_size for microbatch in plan] == [size for _, size in hands]
         if loss == "kept":
             numbers_of = {
-                id(one): batch.local_numbers(one.cp_rank, one.cp_size) for batch, one in zip(batches, plan, strict=True)
+                id(microbatch): batch.local_numbers(microbatch.cp_rank, microbatch.cp_size)
+                for batch, microbatch in zip(batches, plan, strict=True)
             }
-            plan.keep("kept", lambda one, numbers_of=numbers_of: KEPT[numbers_of[id(one)]])  # type: ignore[misc]
+            plan.keep("kept", lambda microbatch, numbers_of=numbers_of: KEPT[numbers_of[id(microbatch)]])  # type: ignore[misc]
         turns = iter(zip(batches, plan, strict=True))
 
         def forward_step(iterator: Iterator[Any] | None, model: Any, turns: Any = turns, loss: str = loss) -> Any:
@@ -183,14 +185,17 @@ def errors(loop: str, tp: int = 1, planted: bool = False, verl: str = "") -> tup
         gradient, value, scale = expected(mode, units, loss)
         logged = logged_means(stored)
         in_gradient = relative_error(model.module.losses.main_grad.cpu(), gradient)
-        found[mode, units, loss] = in_gradient, abs(logged["pg" if loss == "kept" else "pg_loss"] - value) / scale
+        errors_by_case[mode, units, loss] = (
+            in_gradient,
+            abs(logged["pg" if loss == "kept" else "pg_loss"] - value) / scale,
+        )
         if loss == "plain":
             assert logged["most"] == pytest.approx(
-                max(float(one.losses[one.mask != 0].max()) for one in STEP if one.mask.any())
+                max(float(sample.losses[sample.mask != 0].max()) for sample in STEP if sample.mask.any())
             )
             if mode != "vl_norm" and units == "all":
                 verdicts += [judge(step, plan.record.modes.policy) for step in audit.steps.values()]
-    return found, verdicts
+    return errors_by_case, verdicts
 
 
 @pytest.fixture(autouse=True)
@@ -206,18 +211,18 @@ def test_every_mode_is_exact(loop: str, tp: int, ranks: int, record_property: An
         skip_without("hybrid" if loop == "hybrid" else "DefaultDynamicCPScheduler")
     of_sum = oracle.sum_error(oracle.num_tokens(STEP))
     verl = checkout(VERL) if loop == "verl" else ""
-    for rank, (found, verdicts) in enumerate(run_ranks(ranks, errors, loop, tp, False, verl)):
-        for case, (of_gradient, of_value) in found.items():
+    for rank, (errors_by_case, verdicts) in enumerate(run_ranks(ranks, errors, loop, tp, False, verl)):
+        for case, (of_gradient, of_value) in errors_by_case.items():
             assert of_gradient < oracle.EXACT, (case, of_gradient)
             assert of_value < of_sum, (case, of_value)
-        record_property("dynamic_cp_error", max(error for error, _ in found.values()))
+        record_property("dynamic_cp_error", max(error for error, _ in errors_by_case.values()))
         assert len(verdicts) == (len(oracle.MODES) if rank == 0 else 0)
         assert all(verdict.sound for verdict in verdicts), [str(verdict) for verdict in verdicts]
 
 
 def test_a_sequence_counted_on_each_rank_of_its_group_is_seen() -> None:
-    (found, verdicts), *_ = run_ranks(RANKS, errors, "packs", 1, True)
-    for (mode, units, loss), (of_gradient, _) in found.items():
+    (errors_by_case, verdicts), *_ = run_ranks(RANKS, errors, "packs", 1, True)
+    for (mode, units, loss), (of_gradient, _) in errors_by_case.items():
         # Rollouts are told apart by their ids; what is kept is counted anew.
         right = loss == "kept" or mode in ("constant", "token_sum")
         assert (of_gradient < oracle.EXACT) if right else (of_gradient > 0.05), (mode, units, loss, of_gradient)
@@ -238,10 +243,10 @@ def refused() -> dict[str, str]:
         return [Batch(STEP, ids, size, cp_group=group_of(size), **changes).samples for ids, size in hands]
 
     def other() -> list[Samples]:
-        given = samples()
+        of_microbatches = samples()
         if dp_cp.rank() == 1:
-            given[1] = Batch(STEP, [2, 1], 2, cp_group=group_of(2)).samples
-        return given
+            of_microbatches[1] = Batch(STEP, [2, 1], 2, cp_group=group_of(2)).samples
+        return of_microbatches
 
     static = [Batch(STEP, ids, 4).samples for ids, _ in hands]
     staged = SimpleNamespace(tp=dist.group.WORLD, pp=dp_cp, cp=dp_cp, dp=dp_cp, dp_cp=dp_cp)

@@ -60,14 +60,14 @@ class Launch(NamedTuple):
 
     def chunks(self, size: int) -> list[Any]:
         """A table for each stage, whose entries the stages add up."""
-        found = []
+        chunks = []
         for _ in range(self.vp):
-            found.append(
+            chunks.append(
                 table_model(
                     TABLE, per_token=self.per_token, forward=lambda losses, numbers: losses[numbers][:, None, None]
                 )
             )
-            config = found[-1].config
+            config = chunks[-1].config
             config.sequence_packing_scheduler = self.scheduler
             config.dynamic_context_parallel = self.is_dynamic
             config.max_seqlen_per_dp_cp_rank = 64 // (size if self.is_dynamic else self.cp)
@@ -78,7 +78,7 @@ class Launch(NamedTuple):
                 config.virtual_pipeline_model_parallel_size = self.vp
                 config.microbatch_group_size_per_vp_stage = self.pp
                 config.overlap_p2p_comm, config.batch_p2p_comm = True, False
-        return found
+        return chunks
 
 
 #: The scheduler fills whole rounds of virtual stages, one in each step.
@@ -140,11 +140,11 @@ def packed_errors(launch: Launch, planted: bool = False) -> list[tuple[str, int,
         )
 
     def forward_step(iterator: Any, model: Any) -> Any:
-        given = next(iterator)
-        batch, microbatch = given if launch.loop == "own" else (given.data, given)
+        drawn = next(iterator)
+        batch, microbatch = drawn if launch.loop == "own" else (drawn.data, drawn)
         return model(microbatch.local(batch["tokens"]).cuda()), lambda output: microbatch.loss(output.flatten())
 
-    found = []
+    errors = []
     for mode, units in oracle.COUNTINGS:
         chunks = launch.chunks(size)
         model = chunks if launch.vp > 1 else chunks[0]
@@ -155,17 +155,19 @@ def packed_errors(launch: Launch, planted: bool = False) -> list[tuple[str, int,
             wrap = LossAggregation(settings, samples_of).wrap_schedule
         for step in (range(len(STEP)), [0, 2, 3, 7, 8, 12]):
             mine = list(step)[dp_rank::dp]
-            given = [iter(rows_of(mine, 2 * size)) if reads else None for _ in range(launch.vp)]
-            data, count, *_ = wrap_data_iterator(given if launch.vp > 1 else given[0], chunks[0].config, len(mine))
+            of_chunks = [iter(rows_of(mine, 2 * size)) if reads else None for _ in range(launch.vp)]
+            data, count, *_ = wrap_data_iterator(
+                of_chunks if launch.vp > 1 else of_chunks[0], chunks[0].config, len(mine)
+            )
             if launch.loop == "own":
                 iterators = data if launch.vp > 1 else [data]
 
                 def whole(iterators: Any = iterators, count: int = count) -> list[Any]:
-                    of_steps = ([next(one) for one in iterators] for _ in range(count))
+                    of_steps = ([next(chunk_data) for chunk_data in iterators] for _ in range(count))
                     return [functools.reduce(operator.or_, of_chunks) for of_chunks in of_steps]
 
                 batches = from_first_tp_rank(whole, tp_group, pp_group)
-                plan = plan_step([samples_of(one) for one in batches], model=model, num_microbatches=count, **named)
+                plan = plan_step([samples_of(rows) for rows in batches], model=model, num_microbatches=count, **named)
                 data = [iter(list(zip(batches, plan, strict=True))) for _ in chunks]
                 data = data if launch.vp > 1 else data[0]
             run_schedule(forward_step, data, model, count, wrap)
@@ -175,23 +177,23 @@ def packed_errors(launch: Launch, planted: bool = False) -> list[tuple[str, int,
                 right[i] = slope
             expected = torch.cat([*right, torch.zeros(1)])
             for chunk in chunks:
-                found.append((mode, count, relative_error(chunk.module.losses.main_grad.cpu(), expected)))
-    return found
+                errors.append((mode, count, relative_error(chunk.module.losses.main_grad.cpu(), expected)))
+    return errors
 
 
 @pytest.mark.parametrize("launch", SCHEDULED, ids=str)
 def test_a_step_that_a_scheduler_packed(launch: Launch, record_property: Any) -> None:
     skip_without(launch.scheduler)
-    for found in run_ranks(launch.ranks, packed_errors, launch):
-        assert len({count for _, count, _ in found}) == 2 - (launch == IN_ROUNDS)  # it changes from step to step
-        assert max(error for *_, error in found) < oracle.EXACT, found
-        record_property("dynamic_cp_error", max(error for *_, error in found))
+    for errors in run_ranks(launch.ranks, packed_errors, launch):
+        assert len({count for _, count, _ in errors}) == 2 - (launch == IN_ROUNDS)  # it changes from step to step
+        assert max(error for *_, error in errors) < oracle.EXACT, errors
+        record_property("dynamic_cp_error", max(error for *_, error in errors))
 
 
 def test_totals_of_one_rank_are_seen() -> None:
     skip_without("dp_balanced")
-    for found in run_ranks(RANKS, packed_errors, Launch("dp_balanced", "adapter", tp=2), True):
-        assert min(error for mode, _, error in found if mode == "token_mean") > 0.05, found
+    for errors in run_ranks(RANKS, packed_errors, Launch("dp_balanced", "adapter", tp=2), True):
+        assert min(error for mode, _, error in errors if mode == "token_mean") > 0.05, errors
 
 
 # --- pretrain
@@ -245,9 +247,9 @@ def pretrained(flags: list[str]) -> list[dict[str, float]]:
     logged: list[dict[str, float]] = []
     training_log = training.training_log
 
-    def catch(loss_dict: dict[str, Any], *given: Any, **named: Any) -> Any:
-        logged.append({name: float(value) for name, value in loss_dict.items()} | {"grad_norm": float(given[6])})
-        return training_log(loss_dict, *given, **named)
+    def catch(loss_dict: dict[str, Any], *args: Any, **named: Any) -> Any:
+        logged.append({name: float(value) for name, value in loss_dict.items()} | {"grad_norm": float(args[6])})
+        return training_log(loss_dict, *args, **named)
 
     training.training_log = catch
     megatron_on_cpu.prepare_training()

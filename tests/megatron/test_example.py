@@ -42,8 +42,8 @@ class Runs:
 
     def __init__(self, folder: Path) -> None:
         rng = random.Random(11)
-        uneven = [one for i, one in enumerate(some_rollouts(8, 6, seed=11)) if i % 6 < 2 + i // 6 % 5]
-        rollouts = [split_over_samples(one, rng.choice([1, 1, 2, 3])) for one in uneven]
+        uneven = [rollout for i, rollout in enumerate(some_rollouts(8, 6, seed=11)) if i % 6 < 2 + i // 6 % 5]
+        rollouts = [split_over_samples(rollout, rng.choice([1, 1, 2, 3])) for rollout in uneven]
         write_rollouts(folder / "rollouts.jsonl", list(itertools.chain(*rollouts)))
         self.folder = folder
         self.steps = functools.cache(self._steps)

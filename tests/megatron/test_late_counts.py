@@ -53,7 +53,7 @@ def over_data_and_context() -> tuple[list[Tensor], Tensor, str]:
 
     cp_rank, dp_rank = start_ranks()
     run = functools.partial(step, cp_rank=cp_rank, form="3-tuple")
-    found = []
+    gradients = []
     for options in DDP_OPTIONS:
         model = table_model(TABLE, **options)
         for _ in range(2):
@@ -61,10 +61,10 @@ def over_data_and_context() -> tuple[list[Tensor], Tensor, str]:
             if "use_distributed_optimizer" in options:
                 gather_sharded_gradients([model])
                 gradient = model.module.losses.main_grad.clone().cpu()
-            found.append(gradient)
+            gradients.append(gradient)
     wrong = trained(table_model(TABLE), dp_rank, CP, run, halved=True)
     per_token = table_model(TABLE, per_token=True)
-    return found, wrong, outcome_of(lambda: trained(per_token, dp_rank, CP, run))
+    return gradients, wrong, outcome_of(lambda: trained(per_token, dp_rank, CP, run))
 
 
 def over_stages() -> list[Tensor]:
@@ -86,12 +86,16 @@ def over_stages() -> list[Tensor]:
 
 def test_calls_add_up_to_the_step() -> None:
     expected = gradient_of("sample_mean")
-    for found, wrong, refused in run_ranks(DP * CP, over_data_and_context):
-        assert [relative_error(one, expected) < oracle.EXACT for one in found] == [True] * 2 * len(DDP_OPTIONS)
+    for gradients, wrong, refused in run_ranks(DP * CP, over_data_and_context):
+        assert [relative_error(gradient, expected) < oracle.EXACT for gradient in gradients] == [True] * 2 * len(
+            DDP_OPTIONS
+        )
         assert relative_error(wrong, expected) > 0.5  # negative control
         assert "late counts with calculate_per_token_loss" in refused
 
 
 def test_calls_over_pipeline_stages_add_up_to_the_step() -> None:
-    for found in run_ranks(2 * DP, over_stages):
-        assert [relative_error(one, gradient_of("sample_mean")) < oracle.EXACT for one in found] == [True] * 2
+    for gradients in run_ranks(2 * DP, over_stages):
+        assert [relative_error(gradient, gradient_of("sample_mean")) < oracle.EXACT for gradient in gradients] == [
+            True
+        ] * 2

@@ -43,15 +43,19 @@ def iterators_of_every_kind() -> None:
 
     source = iter(batches(5))  # exactly the step's micro-batches are taken
     handed = list(begun(step, source, model, 3))
-    assert [one.data.samples.mask_lengths for one in handed] == [one.samples.mask_lengths for one in batches(3)]
-    assert len({id(one.totals) for one in handed}) == 1
+    assert [microbatch.data.samples.mask_lengths for microbatch in handed] == [
+        microbatch.samples.mask_lengths for microbatch in batches(3)
+    ]
+    assert len({id(microbatch.totals) for microbatch in handed}) == 1
     assert len(list(source)) == 2
     get_rerun_state_machine().set_mode(RerunMode.VALIDATE_RESULTS)
     rerun = RerunDataIterator(iter(batches(4)))
     first = list(begun(step, rerun, model, 2))
     rerun.rewind()
     again = list(begun(step, rerun, model, 2))
-    assert [one.totals.step_tokens for one in again] == [one.totals.step_tokens for one in first]
+    assert [microbatch.totals.step_tokens for microbatch in again] == [
+        microbatch.totals.step_tokens for microbatch in first
+    ]
 
 
 def chunks_of_every_kind() -> None:
@@ -75,13 +79,13 @@ def attached() -> None:
 
     start()
     lines: list[str] = []
-    given: list[Any] = []
+    calls: list[Any] = []
 
     def training_log(loss_dict: Any, total: Any = None, lr: float = 0.0, iteration: int = 0, scale: float = 1.0) -> str:
         lines.append("Megatron's line")
         return "logged"
 
-    training.get_forward_backward_func = lambda: lambda **kwargs: given.append(kwargs) or "stored"
+    training.get_forward_backward_func = lambda: lambda **kwargs: calls.append(kwargs) or "stored"
     training.training_log = training_log
     training.get_args = lambda: SimpleNamespace(log_interval=2)
     training.print_rank_last = lines.append
@@ -101,8 +105,8 @@ def attached() -> None:
     with pytest.raises(KeyError), aggregation().attached():
         raise KeyError
     assert (training.get_forward_backward_func, training.training_log) == before
-    (kwargs,) = given
-    assert [len(one.data.samples) for one in kwargs.pop("data_iterator")] == [1, 1]
+    (kwargs,) = calls
+    assert [len(batch.data.samples) for batch in kwargs.pop("data_iterator")] == [1, 1]
     assert kwargs.pop("forward_step_func").__wrapped__ is print
     assert kwargs == options
     below = " iteration        2, values below 0 | pg_loss: -2.500000E-01 | gap: NAN |"
@@ -120,10 +124,10 @@ def on_one() -> tuple[dict[str, str], str, dict[str, float]]:
 
     def begin(*iterators: Any) -> Any:
         several = len(iterators) > 1
-        given, chunks = (list(iterators), [model] * 2) if several else (iterators[0], model)
-        return begun(aggregation(mode="token_mean"), given, chunks, 1)
+        data, chunks = (list(iterators), [model] * 2) if several else (iterators[0], model)
+        return begun(aggregation(mode="token_mean"), data, chunks, 1)
 
-    found = {
+    outcomes = {
         "a data set": outcome_of(lambda: begin([Batch(SAMPLES, [0], 1)])),
         "a list of one": outcome_of(lambda: begin([of(0)])),
         "one inside another": outcome_of(lambda: begin(begin(of(0)))),
@@ -138,7 +142,7 @@ def on_one() -> tuple[dict[str, str], str, dict[str, float]]:
     with contextlib.redirect_stdout(out):
         for _ in range(2):
             begun(step, iter([Batch(SAMPLES, EVERYTHING, 1)]), model, 1)
-    return found, out.getvalue(), step.summary
+    return outcomes, out.getvalue(), step.summary
 
 
 def test_attached_puts_back_what_it_replaced_and_logs_values_below_0() -> None:
@@ -159,21 +163,22 @@ def test_the_iteration_of_a_log_by_its_name_or_its_place() -> None:
 
 
 def test_the_look_ahead_and_the_first_line() -> None:
-    found, line, summary = run_ranks(1, on_one)[0]
-    assert "a data iterator of type Batch: the schedule needs an iterator of micro-batches" in found["a data set"]
-    assert "a list with one for each model chunk. Pass iter(...)" in found["a data set"]
-    assert "wrapped by LossAggregation twice: a step is counted once." in found["one inside another"]
-    assert "without validation data pass --eval-iters 0" in found["None"]
-    assert "a data iterator that gives dict: next_microbatch needs the iterator of a" in found["not attached"]
-    assert "microbatch['tokens']: a Microbatch is not your batch" in found["indexed"]
+    outcomes, line, summary = run_ranks(1, on_one)[0]
+    assert "a data iterator of type Batch: the schedule needs an iterator of micro-batches" in outcomes["a data set"]
+    assert "a list with one for each model chunk. Pass iter(...)" in outcomes["a data set"]
+    assert "wrapped by LossAggregation twice: a step is counted once." in outcomes["one inside another"]
+    assert "without validation data pass --eval-iters 0" in outcomes["None"]
+    assert "a data iterator that gives dict: next_microbatch needs the iterator of a" in outcomes["not attached"]
+    assert "microbatch['tokens']: a Microbatch is not your batch" in outcomes["indexed"]
     assert (
         "the iterators of model chunk 0 and of the last chunk give different samples"
-        in found["two chunks of other data"]
+        in outcomes["two chunks of other data"]
     )
-    assert found["a list of one"] == found["attached"] == found["two chunks"] == "accepted"
-    rollouts, prompts = ({getattr(one, f"{name}_id") for one in SAMPLES} for name in ("rollout", "prompt"))
+    assert outcomes["a list of one"] == outcomes["attached"] == outcomes["two chunks"] == "accepted"
+    rollouts, prompts = ({getattr(sample, f"{name}_id") for sample in SAMPLES} for name in ("rollout", "prompt"))
     active_rollouts, active_prompts = (
-        len({getattr(one, f"{name}_id") for one in SAMPLES if one.mask.any()}) for name in ("rollout", "prompt")
+        len({getattr(sample, f"{name}_id") for sample in SAMPLES if sample.mask.any()})
+        for name in ("rollout", "prompt")
     )
     entries, active = (
         sum(map(count, SAMPLES)) for count in (lambda s: len(s.mask), lambda s: int((s.mask != 0).sum()))
@@ -200,25 +205,25 @@ def groups_of_models() -> list[Any]:
     whole = ProcessGroupCollection.use_mpu_process_groups(names)
     alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     one_rank = ProcessGroupCollection(**dict.fromkeys(names, alone))
-    found: list[Any] = []
-    for given, of_model in ((None, None), (one_rank, None), (None, one_rank), (whole, one_rank)):
+    lengths: list[Any] = []
+    for collection, of_model in ((None, None), (one_rank, None), (None, one_rank), (whole, one_rank)):
         model = table_model([0.0], ddp=False)
         if of_model is not None:
             model.pg_collection = of_model
-        step = LossAggregation(AggregationSettings.resolve(), lambda batch: batch.samples, pg_collection=given)
-        cp = 2 if (given or of_model or whole) is whole else 1
-        found.append(len(next(begun(step, iter([Batch(SAMPLES, [0], cp)]), model, 1)).weights))
+        step = LossAggregation(AggregationSettings.resolve(), lambda batch: batch.samples, pg_collection=collection)
+        cp = 2 if (collection or of_model or whole) is whole else 1
+        lengths.append(len(next(begun(step, iter([Batch(SAMPLES, [0], cp)]), model, 1)).weights))
     partial = ProcessGroupCollection(dp=dist.group.WORLD)
     step = LossAggregation(AggregationSettings.resolve(), lambda batch: batch.samples, pg_collection=partial)
-    return [*found, outcome_of(lambda: begun(step, iter([]), table_model([0.0], ddp=False), 1))]
+    return [*lengths, outcome_of(lambda: begun(step, iter([]), table_model([0.0], ddp=False), 1))]
 
 
 def test_the_groups_are_the_launchs_or_the_models_or_megatrons() -> None:
     """A rank that is its own context-parallel group holds all tokens of its micro-batch, one of two holds half."""
     length = len(SAMPLES[0].mask)
     halves, all_of_it = -(-length // 4) * 4 // 2, -(-length // 2) * 2
-    for *found, partial in run_ranks(2, groups_of_models):
-        assert found == [halves, all_of_it, all_of_it, halves]
+    for *lengths, partial in run_ranks(2, groups_of_models):
+        assert lengths == [halves, all_of_it, all_of_it, halves]
         assert "a ProcessGroupCollection without tp, pp, cp, dp_cp" in partial
 
 
@@ -247,24 +252,24 @@ def test_a_pipeline_stage_reads_the_same_data_or_none_unless_it_computes_the_los
 def actor_and_critic(state: Any) -> list[str]:
     """Groups of one rank each, and of both; made in another order on each rank. What each trains on."""
     rank, names = dist.get_rank(), ("tp", "pp", "cp", "dp", "dp_cp")
-    alone = ProcessGroupCollection(**dict.fromkeys(names, [dist.new_group([one]) for one in range(2)][rank]))
+    alone = ProcessGroupCollection(**dict.fromkeys(names, [dist.new_group([member]) for member in range(2)][rank]))
     makes: Any = [lambda: LossAggregation(AggregationSettings.resolve("token_mean"), lambda batch: batch.samples,
                                      pg_collection=alone),
              lambda: aggregation(mode="token_mean")]  # fmt: skip
-    made = {number: makes[number]() for number in ([0, 1] if rank else [1, 0])}
+    aggregations = {number: makes[number]() for number in ([0, 1] if rank else [1, 0])}
     with contextlib.suppress(ValueError):  # the critic of one rank meets a bad batch, and goes on
         if rank:
-            begun(made[0], iter([]), table_model(TABLE), 1)
-    found = []
-    for step in (made[1], made[0], made[1]):
+            begun(aggregations[0], iter([]), table_model(TABLE), 1)
+    tokens = []
+    for step in (aggregations[1], aggregations[0], aggregations[1]):
         (microbatch,) = begun(step, iter([Batch(SAMPLES, EVERYTHING[rank::2], 1)]), table_model(TABLE, ddp=False), 1)
-        found.append(f"{microbatch.totals.step_tokens:g}")
-    return found
+        tokens.append(f"{microbatch.totals.step_tokens:g}")
+    return tokens
 
 
 def steps_without_zeros() -> list[str]:
     """Three steps on two DP ranks, with fresh gradients; then without on one of them, evaluated and trained on."""
-    found = []
+    outcomes = []
     for forgetful in (False, True):
         model, step = table_model(TABLE), aggregation(mode="token_mean")
         batches = [Batch(SAMPLES, EVERYTHING[dist.get_rank() :: 2], 1)]
@@ -272,8 +277,8 @@ def steps_without_zeros() -> list[str]:
         run()
         if forgetful and dist.get_rank():
             model.zero_grad_buffer = lambda: None
-        found += [outcome_of(run), outcome_of(run)]
-    return found
+        outcomes += [outcome_of(run), outcome_of(run)]
+    return outcomes
 
 
 def steps_of_mxfp8() -> list[str]:
@@ -320,7 +325,7 @@ def loaded() -> list[str]:
 
     def planned(make: Any) -> Any:
         def describe() -> list[Samples]:
-            return [Samples([one["mask"]]) for one in from_first_tp_rank(make, tp)]
+            return [Samples([batch["mask"]]) for batch in from_first_tp_rank(make, tp)]
 
         return plan_step(describe, "token_mean", dp_group=dp, replica_groups=[tp], num_microbatches=1)
 
@@ -340,12 +345,12 @@ def test_what_cannot_be_sent_from_the_first_tensor_parallel_rank_is_refused_on_a
 def empty_steps() -> list[Any]:
     """Results with either carrier, and the batches alive while the last loss of a step is computed."""
     start(cp=2)
-    samples, found = [oracle.sample([1.0] * 4, [0] * 4, rollout_id=f"r{i}", prompt_id="p") for i in range(2)], []
+    samples, steps = [oracle.sample([1.0] * 4, [0] * 4, rollout_id=f"r{i}", prompt_id="p") for i in range(2)], []
     for per_token in (False, True):
         step = aggregation(mode="sample_mean", units="active", with_per_token_loss=True)
         batches = [Batch(samples, [0, 1], 2), Batch(samples, [], 2)]
         gradient, logged = one_step(table_model([1.0] * 9, per_token=per_token), batches, step)
-        found.append((gradient.abs().max().item(), logged))
+        steps.append((gradient.abs().max().item(), logged))
     held: list[Any] = []
 
     def forward_step(iterator: Any, model: Any) -> Any:
@@ -355,7 +360,7 @@ def empty_steps() -> list[Any]:
 
     batches = [Batch(samples, [i % 2], 2) for i in range(4)]
     run_schedule(forward_step, iter(batches), table_model([1.0] * 9), 4, aggregation().wrap_schedule)
-    return [*found, [one.data is None for one in held]]
+    return [*steps, [microbatch.data is None for microbatch in held]]
 
 
 def test_a_step_without_active_tokens_and_batches_that_are_let_go() -> None:

@@ -44,7 +44,7 @@ def grown_in(step: Callable[[int], int], steps: int, every: int) -> list[str]:
         nodes = step(number)
         if number % every == every - 1:
             gc.collect()
-            live = sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
+            live = sum(issubclass(type(value), torch.Tensor) for value in gc.get_objects())
             readings.append((process.memory_info().rss, process.num_fds(), live, nodes))
     third = len(readings) // 3
     before, after = (

@@ -64,7 +64,7 @@ def axes_in(layout: Layout) -> dict[str, tuple[Any, ...]]:
 def pairs_of(axes: dict[str, tuple[Any, ...]]) -> set[Any]:
     """All pairs of values of two axes."""
     cells = [[(name, value) for value in values] for name, values in axes.items()]
-    return {pair for one, other in itertools.combinations(cells, 2) for pair in itertools.product(one, other)}
+    return {pair for axis, further in itertools.combinations(cells, 2) for pair in itertools.product(axis, further)}
 
 
 def pairs_in(layout: Layout, case: Case) -> set[Any]:
@@ -93,7 +93,9 @@ def test_the_layouts_hold_every_pair_of_sizes_1_and_2() -> None:
         return set(itertools.combinations(enumerate(sizes), 2))
 
     sizes = itertools.product(((1, False), (2, False), (2, True)), ((1, 1), (2, 1), (2, 2)), (1, 2), (1, 2))
-    assert set().union(*map(pairs, sizes)) <= set().union(*(pairs((x[:2], x[2:4], *x[4:])) for x in LAYOUTS))
+    assert set().union(*map(pairs, sizes)) <= set().union(
+        *(pairs((sizes[:2], sizes[2:4], *sizes[4:])) for sizes in LAYOUTS)
+    )
     assert {layout.world_size for layout in LAYOUTS} == {1, 2, 4, 8}
 
 

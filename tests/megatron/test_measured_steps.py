@@ -48,15 +48,15 @@ LOW, HIGH, TOP = 0.8, 1.28, 0.8
 
 
 def keep_survivors(plan: Any) -> None:
-    def ratio(one: Any) -> Tensor:
-        return (one.log_probs["now"] - one.data.old_log_probs).exp()
+    def ratio(microbatch: Any) -> Tensor:
+        return (microbatch.log_probs["now"] - microbatch.data.old_log_probs).exp()
 
-    plan.keep("kept", lambda one: (ratio(one) > LOW) & (ratio(one) < HIGH))
+    plan.keep("kept", lambda microbatch: (ratio(microbatch) > LOW) & (ratio(microbatch) < HIGH))
 
 
 def keep_top(plan: Any) -> None:
-    bound = plan.measure(lambda one: one.log_probs["entropy"]).quantile(TOP)
-    plan.keep("kept", lambda one: one.log_probs["entropy"] > bound)
+    bound = plan.measure(lambda microbatch: microbatch.log_probs["entropy"]).quantile(TOP)
+    plan.keep("kept", lambda microbatch: microbatch.log_probs["entropy"] > bound)
 
 
 # --- the same stated for all tokens of the step: mask entries, and how near a threshold a number is
@@ -103,11 +103,11 @@ def expected(name: str) -> tuple[float, dict[str, Tensor], float]:
     """The step loss, its gradient, and the margin."""
     example, rollouts = EXAMPLES[name], gpt_oracle.rollouts_of(SHAPE)
     weights = {key: weight.requires_grad_() for key, weight in gpt_oracle.weights_of(SHAPE).items()}
-    of_rollouts = [gpt_oracle.distributions_of(SHAPE, weights, one.tokens) for one in rollouts]
-    sizes = [len(one.tokens) for one in rollouts]
+    of_rollouts = [gpt_oracle.distributions_of(SHAPE, weights, rollout.tokens) for rollout in rollouts]
+    sizes = [len(rollout.tokens) for rollout in rollouts]
 
     def joined(field: str) -> Tensor:
-        return torch.tensor([value for one in rollouts for value in getattr(one, field)]).double()
+        return torch.tensor([value for rollout in rollouts for value in getattr(rollout, field)]).double()
 
     spread = torch.cat(of_rollouts)
     log_ratios = spread[torch.arange(len(spread)), joined("labels").long()] - joined("old_log_probs")
@@ -115,8 +115,8 @@ def expected(name: str) -> tuple[float, dict[str, Tensor], float]:
     masks, margin = example.stated(tokens)
     losses = -log_ratios.exp() * joined("advantages")
     samples = [
-        oracle.Sample(loss, mask, one.rollout_id, one.prompt_id)
-        for one, loss, mask in zip(rollouts, losses.split(sizes), masks.split(sizes), strict=True)
+        oracle.Sample(loss, mask, rollout.rollout_id, rollout.prompt_id)
+        for rollout, loss, mask in zip(rollouts, losses.split(sizes), masks.split(sizes), strict=True)
     ]
     step_loss = oracle.step_loss(example.mode, samples)
     gradients = torch.autograd.grad(step_loss, list(weights.values()))
@@ -142,7 +142,7 @@ def trained(layout: Layout, runs: list[tuple[str, str]], rollouts: list[Rollout]
     """On a rank: its place, and of each run its gradients, the logged loss, the gap of the passes, and warnings."""
     mpu = start_layout(layout)
     place = place_in(mpu)
-    head, found = OutputHead(chunk_tokens=3, entropy=True), []
+    head, results = OutputHead(chunk_tokens=3, entropy=True), []
     for name, over in runs:
         example = EXAMPLES[name]
         scaling = "per token" if layout.tp > 1 else "mean"
@@ -154,25 +154,30 @@ def trained(layout: Layout, runs: list[tuple[str, str]], rollouts: list[Rollout]
         ready.config.hidden_dropout = dropout
         gaps = [0.0]
 
-        def call_model(one: Any, model: Any) -> Any:
-            return output_of(model, one.data, output_processor=head, output_processor_context=Tokens(one.data.mask))
+        def call_model(microbatch: Any, model: Any) -> Any:
+            return output_of(
+                model, microbatch.data, output_processor=head, output_processor_context=Tokens(microbatch.data.mask)
+            )
 
         def before_step(forward: Any, example: Example = example, over: str = over) -> None:
             forward.log_probs(("now", "entropy"), call_model)
             if dropout:  # the pass itself has none
                 forward.log_probs("again", call_model)
-                assert all(torch.equal(one.log_probs["now"], one.log_probs["again"]) for one in forward.plan)
+                assert all(
+                    torch.equal(microbatch.log_probs["now"], microbatch.log_probs["again"])
+                    for microbatch in forward.plan
+                )
             keep_over(forward.plan, over, example.keep)
 
         def forward_step(iterator: Iterator[Any], model: Any, gaps: Any = gaps) -> Any:
-            one = next(iterator)
+            microbatch = next(iterator)
 
             def loss_func(output: Any) -> Any:
-                gaps.append(float(one.gap("now", output[0])))
-                losses = -(output[0] - one.data.old_log_probs).exp() * one.data.advantages
-                return one.loss({"pg": Term(losses, mask="kept")})
+                gaps.append(float(microbatch.gap("now", output[0])))
+                losses = -(output[0] - microbatch.data.old_log_probs).exp() * microbatch.data.advantages
+                return microbatch.loss({"pg": Term(losses, mask="kept")})
 
-            return call_model(one, model), loss_func
+            return call_model(microbatch, model), loss_func
 
         settings = settings_of(case, proof="error" if over == "step" else "off")
         wrap = LossAggregation(settings, Batch.described, before_step=before_step).wrap_schedule
@@ -181,14 +186,14 @@ def trained(layout: Layout, runs: list[tuple[str, str]], rollouts: list[Rollout]
             stored = run_batches(layout, ready, forward_step, batches, wrap)
         last = mpu.is_pipeline_last_stage(ignore_virtual=True)
         outcome = Outcome(collect(ready.chunks, of_gradients=True), {}, 0.0, logged_means(stored) if last else None)
-        found.append((place, outcome, max(gaps), [str(one.message) for one in caught]))
-    return found
+        results.append((place, outcome, max(gaps), [str(warning.message) for warning in caught]))
+    return results
 
 
 def errors_of(by_rank: list[Any], number: int, name: str) -> tuple[float, float]:
     """The worst relative error of a gradient, and that of the logged loss."""
     loss, gradients, _ = expected(name)
-    outcomes = [found[number][:2] for found in by_rank]
+    outcomes = [results[number][:2] for results in by_rank]
     errors = [relative_error(gradient, gradients[key]) for key, gradient in whole(outcomes, "gradients")]
     logged = [outcome.metrics["pg"] for _, outcome in outcomes if outcome.metrics is not None]
     return oracle.worst_of(*errors), oracle.worst_of(*(abs(value - loss) for value in logged))
@@ -208,15 +213,15 @@ def test_the_gradient_is_that_of_the_step(layout: Layout) -> None:
             continue
         assert in_gradient < FP32_BOUNDS["gradients"], name
         assert in_loss < FP32_BOUNDS["metrics"], name
-        for found in by_rank:
-            _, _, gap, warned = found[number]
+        for results in by_rank:
+            _, _, gap, warned = results[number]
             assert gap == 0
             assert not [text for text in warned if "forward pass" in text]
 
 
 def test_dropout_is_warned_of() -> None:
-    (found,) = run_ranks(1, trained, ALONE, [("survivors", "step")], gpt_oracle.rollouts_of(SHAPE), 0.3)
-    _, _, gap, warned = found[0]
+    (results,) = run_ranks(1, trained, ALONE, [("survivors", "step")], gpt_oracle.rollouts_of(SHAPE), 0.3)
+    _, _, gap, warned = results[0]
     assert gap > 0.01
     assert any("a forward pass without dropout, of a model that trains with dropout 0.3" in text for text in warned)
     assert any("now of the training pass and of the forward pass before it differ by up to" in text for text in warned)

@@ -26,11 +26,11 @@ def on_models() -> dict[str, Any]:
 
     start()
     case = Case(1, "sample_mean", "all", "mean", False, "plain", False, False)
-    found: dict[str, Any] = {}
+    outcomes: dict[str, Any] = {}
     for check in CHECKS:
         chunk = build(Layout(1, False, 1, 1, 1, 1), case, "packed").chunks[0]
-        found[check.__name__] = check(chunk, unwrap_model(chunk))
-    return found
+        outcomes[check.__name__] = check(chunk, unwrap_model(chunk))
+    return outcomes
 
 
 def call(chunk: Any, context: Any = None, labels: Tensor | None = IDS, **settings: Any) -> Any:
@@ -151,8 +151,8 @@ def keeps_rows_apart(chunk: Any, model: Any) -> None:
     expected = logits.log_softmax(-1).gather(-1, labels[..., None])[..., 0] * mask
     head: Any = OutputHead(chunk_tokens=3)
     said = {"output_layer": model.output_layer, "output_weight": None}
-    found, _ = head(hidden_states=hidden, labels=labels, context=Tokens(mask), **said)
-    torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-6)
+    log_probs, _ = head(hidden_states=hidden, labels=labels, context=Tokens(mask), **said)
+    torch.testing.assert_close(log_probs.double(), expected, rtol=1e-6, atol=1e-6)
 
     def per_token(log_probs: Tensor, _: Any, values: Tensor) -> Any:
         return log_probs * values, {"seen": values}
@@ -193,9 +193,9 @@ def takes_several_ids_and_a_teacher(chunk: Any, model: Any) -> None:
         log_q = ((column @ weight.t()).double() / (temperature or 2)).log_softmax(-1)
         divergence = (log_p.exp() * (log_p - log_q)).sum(-1)
         teacher = Teacher(hidden=column, weight=weight, kind="reverse_kl", temperature=temperature)
-        found = head(context=Tokens(teacher=teacher), **said)
-        assert found[1] is None
-        torch.testing.assert_close([found[0].double(), found[2].double()], [expected, divergence], **close)
+        outputs = head(context=Tokens(teacher=teacher), **said)
+        assert outputs[1] is None
+        torch.testing.assert_close([outputs[0].double(), outputs[2].double()], [expected, divergence], **close)
         microbatch = planned(weights)[0]
         folded = Folded(
             microbatch,
@@ -267,8 +267,8 @@ def refuses(chunk: Any, model: Any) -> dict[str, str]:
         ("a hook that changes its input", layer.register_forward_pre_hook, lambda module, inputs: inputs),
         ("legal hook", layer.register_forward_hook, _release_module_fp8_transpose_cache),
         ("a softcap", layer.register_forward_hook, lambda module, inputs, output: (output[0].tanh(), output[1])),
-        ("a backward hook", layer.register_full_backward_hook, lambda module, given, got: None),
-        ("one before it", layer.register_full_backward_pre_hook, lambda module, got: None),
+        ("a backward hook", layer.register_full_backward_hook, lambda module, grad_in, grad_out: None),
+        ("one before it", layer.register_full_backward_pre_hook, lambda module, grad_out: None),
     ):
         handle = register(hook)
         tried(name)
@@ -316,9 +316,9 @@ REFUSED = {
 
 def test_the_head_of_a_model_and_output_layers_that_do_more() -> None:
     skip_without("output_processor")
-    (found,) = run_ranks(1, on_models)
-    said = found.pop("refuses")
-    assert {name: value for name, value in found.items() if value is not None} == EXPECTED
+    (outcomes,) = run_ranks(1, on_models)
+    said = outcomes.pop("refuses")
+    assert {name: value for name, value in outcomes.items() if value is not None} == EXPECTED
     assert set(said) == set(REFUSED)
     for name, text in REFUSED.items():
         assert text in said[name]

@@ -32,7 +32,10 @@ def evaluated() -> tuple[float, bool]:
     if not last:
         return plan.totals.step_active_tokens or 0, False
     with torch.no_grad():
-        reports = [one.loss(model(batch.local_numbers(0, 1)))[-1] for batch, one in zip(batches, plan, strict=True)]
+        reports = [
+            microbatch.loss(model(batch.local_numbers(0, 1)))[-1]
+            for batch, microbatch in zip(batches, plan, strict=True)
+        ]
     assert all(report["pg_loss"].isnan() for report in reports)  # until the step's numbers are known
     values = plan.finish(reports)
     assert all(report == values for report in reports)
@@ -42,7 +45,7 @@ def evaluated() -> tuple[float, bool]:
 def test_a_stage_without_data_plans_too() -> None:
     (tokens, _), (total, is_last) = run_ranks(2, evaluated)
     assert is_last
-    assert tokens == sum(int((one.mask != 0).sum()) for one in STEP)
+    assert tokens == sum(int((sample.mask != 0).sum()) for sample in STEP)
     of_sum = oracle.sum_error(oracle.num_tokens(STEP)) * oracle.step_scale("prompt_mean", STEP)
     assert total == pytest.approx(float(oracle.step_loss("prompt_mean", STEP)), abs=of_sum)
 
@@ -77,32 +80,32 @@ def misused() -> dict[str, str]:
 
     plan = planned()
     train(plan)
-    found = {"trained on": outcome_of(plan.finish), "never": outcome_of(planned), "after never": outcome_of(planned)}
-    found["twice"] = outcome_of(lambda: train(plan))
-    found["half, finished"] = outcome_of(lambda: half().finish())
-    found["half, planned anew"] = outcome_of(planned)
+    outcomes = {"trained on": outcome_of(plan.finish), "never": outcome_of(planned), "after never": outcome_of(planned)}
+    outcomes["twice"] = outcome_of(lambda: train(plan))
+    outcomes["half, finished"] = outcome_of(lambda: half().finish())
+    outcomes["half, planned anew"] = outcome_of(planned)
     half()
-    found["half, not finished"] = outcome_of(planned)
-    found["planned again"] = outcome_of(planned)
-    found["reset"] = outcome_of(after_reset)
-    found["crossed"] = outcome_of(crossed)
+    outcomes["half, not finished"] = outcome_of(planned)
+    outcomes["planned again"] = outcome_of(planned)
+    outcomes["reset"] = outcome_of(after_reset)
+    outcomes["crossed"] = outcome_of(crossed)
     for form in IN_A_LOOP:
         losses = model(batches[0].local_numbers(cp_rank, CP))
-        found[form] = outcome_of(functools.partial(planned()[0].loss, losses, form=form))
-    return found
+        outcomes[form] = outcome_of(functools.partial(planned()[0].loss, losses, form=form))
+    return outcomes
 
 
 def test_a_plan_is_trained_on_once_and_as_a_whole() -> None:
-    for found in run_ranks(DP * CP, misused):
+    for outcomes in run_ranks(DP * CP, misused):
         for name in ("trained on", "never", "after never", "planned again", "reset"):
-            assert found[name] == "accepted", (name, found[name])
-        assert "micro-batch 0 of a plan, a second time: the plan was trained on already" in found["twice"]
+            assert outcomes[name] == "accepted", (name, outcomes[name])
+        assert "micro-batch 0 of a plan, a second time: the plan was trained on already" in outcomes["twice"]
         for name in ("half, finished", "half, planned anew", "half, not finished"):
-            assert found[name].startswith("BadBatchError: Step aborted on all ranks"), (name, found[name])
-            assert "ranks 0, 1: ValueError: a plan of 3 micro-batches, of which [1, 2] were not" in found[name]
-        assert "a share that was put together without this micro-batch's reducers" in found["crossed"]
+            assert outcomes[name].startswith("BadBatchError: Step aborted on all ranks"), (name, outcomes[name])
+            assert "ranks 0, 1: ValueError: a plan of 3 micro-batches, of which [1, 2] were not" in outcomes[name]
+        assert "a share that was put together without this micro-batch's reducers" in outcomes["crossed"]
         for form in IN_A_LOOP:
-            assert f"form='{form}' in a plan of a Megatron model" in found[form]
+            assert f"form='{form}' in a plan of a Megatron model" in outcomes[form]
 
 
 BAD_LISTS: dict[str, tuple[Any, str]] = {
@@ -127,30 +130,32 @@ DIFFERENT: dict[str, dict[str, Any]] = {
 def refused_plans() -> dict[str, str]:
     """On a rank: what each list and each difference comes to."""
     cp_rank, dp_rank = start_ranks()
-    model, found = table_model(TABLE), {}
+    model, outcomes = table_model(TABLE), {}
     good = [batch.samples for batch in batches_of(dp_rank)]
     for name, (bad, _) in BAD_LISTS.items():
         samples = bad if dp_rank == 1 else good
-        found[name] = outcome_of(functools.partial(plan_step, samples, "prompt_mean", model=model, num_microbatches=3))
+        outcomes[name] = outcome_of(
+            functools.partial(plan_step, samples, "prompt_mean", model=model, num_microbatches=3)
+        )
     for name, changes in DIFFERENT.items():
         changed = (dp_rank, cp_rank) == (0, 1) or (dp_rank == 1 and name != "a divisor of one rank")
         asked = CONSTANT | (changes if changed else {})
-        found[name] = outcome_of(functools.partial(plan_step, good, model=model, **asked))
+        outcomes[name] = outcome_of(functools.partial(plan_step, good, model=model, **asked))
     model.config.finalize_model_grads_func = None
     plan = functools.partial(plan_step, good, "token_mean", model=model)
-    found["to train"] = outcome_of(plan)
+    outcomes["to train"] = outcome_of(plan)
     with torch.no_grad():
-        found["to evaluate"] = outcome_of(plan)
-    return found
+        outcomes["to evaluate"] = outcome_of(plan)
+    return outcomes
 
 
 def test_a_list_or_setting_of_one_rank_and_a_schedule_that_sums_no_gradients_are_refused_on_all() -> None:
-    for found in run_ranks(DP * CP, refused_plans):
+    for outcomes in run_ranks(DP * CP, refused_plans):
         for name, (_, text) in BAD_LISTS.items():
-            assert found[name].startswith("BadBatchError: Step aborted on all ranks"), found[name]
-            assert text in found[name]
+            assert outcomes[name].startswith("BadBatchError: Step aborted on all ranks"), outcomes[name]
+            assert text in outcomes[name]
         for name in DIFFERENT:
-            assert "this rank asks for loss aggregation: constant" in found[name]
-            assert "all ranks must aggregate alike" in found[name]
-        assert "a model config without finalize_model_grads_func" in found["to train"]
-        assert found["to evaluate"] == "accepted"
+            assert "this rank asks for loss aggregation: constant" in outcomes[name]
+            assert "all ranks must aggregate alike" in outcomes[name]
+        assert "a model config without finalize_model_grads_func" in outcomes["to train"]
+        assert outcomes["to evaluate"] == "accepted"

@@ -71,9 +71,9 @@ def verdicts(cases: list[Case]) -> list[str]:
         before = model.module.losses.detach().clone()
         data: Any = iter([Batch(samples, [first + i], 2) for i in range(3)])
         with planted("" if "DDP" in variant else variant, cp_size=2):
-            given = data if chunks is model else [None, data]
+            iterators = data if chunks is model else [None, data]
             begin: Any = returned_as_a_pair if "a pair" in variant else begun
-            texts.append(outcome_of(functools.partial(begin, step, given, chunks, 3)))
+            texts.append(outcome_of(functools.partial(begin, step, iterators, chunks, 3)))
         assert torch.equal(model.module.losses, before)
     return texts
 
@@ -81,8 +81,8 @@ def verdicts(cases: list[Case]) -> list[str]:
 SOUND: list[Case] = [("", False, False), ("", True, False), ("", False, True), ("a pair", False, False)]
 
 
-def scales(found: str, relied: str) -> str:
-    return f"scales losses by {found}, and this library relies on {relied}"
+def scales(product: str, relied: str) -> str:
+    return f"scales losses by {product}, and this library relies on {relied}"
 
 
 OF_DDP = "DDP (gradient_scaling_factor): it "

@@ -210,11 +210,11 @@ def run_aggregated() -> dict[str, list[Step]]:
     from megatron_rl_loss.reduction import sums
 
     start()
-    found, backward = {}, sums._WithGradient.backward
+    steps_of, backward = {}, sums._WithGradient.backward
     for case, (loss_of, plant, words) in AGGREGATED.items():
-        found[case] = aggregated(loss_of, len(words), plant)
+        steps_of[case] = aggregated(loss_of, len(words), plant)
         sums._WithGradient.backward = staticmethod(backward)  # type: ignore[method-assign]
-    return found
+    return steps_of
 
 
 @functools.cache
@@ -225,8 +225,8 @@ def outcomes_of_aggregated() -> list[dict[str, list[Step]]]:
 @pytest.mark.parametrize("case", AGGREGATED)
 def test_loss_aggregation(case: str) -> None:
     words = AGGREGATED[case][2]
-    for rank, found in enumerate(outcomes_of_aggregated()):
-        steps = found[case]
+    for rank, steps_of in enumerate(outcomes_of_aggregated()):
+        steps = steps_of[case]
         for step, expected in zip(steps, words, strict=True):
             if PROVED in expected or expected == "^$":
                 assert not step.raised
@@ -465,12 +465,12 @@ GPTS: dict[str, tuple[Layout, list[str]]] = {
 
 def run_gpts(layout: Layout) -> dict[str, list[Step]]:
     start_layout(layout)
-    found = {}
+    steps_of = {}
     for case, (of_case, words) in GPTS.items():
         if of_case == layout:
             with contextlib.ExitStack() as stack:
-                found[case] = trained_gpt(case, layout, len(words), stack)
-    return found
+                steps_of[case] = trained_gpt(case, layout, len(words), stack)
+    return steps_of
 
 
 @functools.cache
@@ -481,8 +481,8 @@ def outcomes_of_gpts(layout: Layout) -> list[dict[str, list[Step]]]:
 @pytest.mark.parametrize("case", GPTS)
 def test_a_gpt(case: str) -> None:
     layout, words = GPTS[case]
-    for rank, found in enumerate(outcomes_of_gpts(layout)):
-        for step, expected in zip(found[case], words, strict=True):
+    for rank, steps_of in enumerate(outcomes_of_gpts(layout)):
+        for step, expected in zip(steps_of[case], words, strict=True):
             if step.raised:
                 assert re.search(expected, step.raised), (case, rank, step)
             else:
@@ -496,7 +496,7 @@ def planned_dummies(mode: str) -> list[str]:
     """On one of four data-parallel ranks: in the second step two of them hold an engine's fully masked row alone."""
     from megatron_rl_loss import Samples, plan_step
 
-    state, found = start(), []
+    state, messages = start(), []
     dp_rank = state.get_data_parallel_rank()
     for number in range(2):
         ids = [f"{dp_rank} {number} {k}" for k in range(2)]
@@ -505,10 +505,10 @@ def planned_dummies(mode: str) -> list[str]:
             samples = [Samples([[0]], rollout_ids=["dummy"], prompt_ids=["dummy"])]
         try:
             plan = plan_step(samples, mode, units="active", dp_group=state.get_data_parallel_group())
-            found.append(f"{plan.totals.step_active_tokens} tokens")
+            messages.append(f"{plan.totals.step_active_tokens} tokens")
         except Exception as error:
-            found.append(str(error))
-    return found
+            messages.append(str(error))
+    return messages
 
 
 def test_ranks_that_hold_an_engines_dummies_train() -> None:

@@ -113,7 +113,7 @@ def reduced_twice() -> list[Step]:
 def term_left_out_where_it_has_no_token() -> list[Step]:
     from megatron_rl_loss import Term
 
-    masks = [one.mask * (number % 3 == 0) for number, one in enumerate(STEP)]
+    masks = [sample.mask * (number % 3 == 0) for number, sample in enumerate(STEP)]
     loop = Loop("token_mean")
     loop.batches = [Batch(STEP, hand, CP, term_masks={"good": masks}) for hand in dealt(STEP, loop.dp_rank, DP, 6)]
 
@@ -259,7 +259,7 @@ def sample_means_by_hand() -> list[Step]:
         sums = torch.from_numpy(microbatch.tokens.spread(microbatch.samples.mask_sums + 1e-9)).float()
         return microbatch.loss(policy(microbatch, losses) / sums)
 
-    rows = oracle.step_gradient("sample_mean", [oracle.Sample(one.losses, one.mask) for one in STEP])
+    rows = oracle.step_gradient("sample_mean", [oracle.Sample(sample.losses, sample.mask) for sample in STEP])
     loop = Loop("token_sum")
     return [loop.step(loop.plan("token_sum"), loss_of, expected=len(STEP) * torch.cat([*rows, torch.zeros(1)]))]
 
@@ -267,7 +267,7 @@ def sample_means_by_hand() -> list[Step]:
 def coefficient_like_a_division() -> list[Step]:
     """A coefficient of 0.1, and ten tokens in each sample."""
     step = [oracle.sample([0.1 * t - k for t in range(10)], [1.0] * 10, f"r{k}", f"p{k // 2}") for k in range(8)]
-    loop = Loop("token_mean", [], [float(loss) for one in step for loss in one.losses] + [0.0])
+    loop = Loop("token_mean", [], [float(loss) for sample in step for loss in sample.losses] + [0.0])
     loop.batches = [Batch(step, [4 * loop.dp_rank + k, 4 * loop.dp_rank + k + 1], CP) for k in (0, 2)]
     expected = 0.1 * torch.cat([*oracle.step_gradient("token_mean", step), torch.zeros(1)])
 
@@ -358,7 +358,11 @@ def doubled() -> list[Step]:
 def verls_form() -> list[Step]:
     """``form="verl"``, whose factor verl's own code completes, in Megatron's schedule."""
     loop = Loop("prompt_mean")
-    return [loop.step(loop.plan("prompt_mean"), lambda one, losses: one.loss(losses, form="verl"), expected=None)]
+    return [
+        loop.step(
+            loop.plan("prompt_mean"), lambda microbatch, losses: microbatch.loss(losses, form="verl"), expected=None
+        )
+    ]
 
 
 def own_mean(factor: float, microbatch: Any, losses: Tensor) -> Any:

@@ -20,7 +20,7 @@ def overlapping() -> tuple[dict[str, Any], bool]:
     from megatron.core.pipeline_parallel import schedules
 
     start()
-    own, found = schedules.forward_step_calc_loss, dict[str, Any]()
+    own, errors = schedules.forward_step_calc_loss, dict[str, Any]()
     first_begun, second_begun, first_left = (threading.Event() for _ in range(3))
     models = {mode: table_model(TABLE) for mode in MODES}
 
@@ -42,9 +42,9 @@ def overlapping() -> tuple[dict[str, Any], bool]:
         try:
             with megatron_on_cpu._CudaMeansCpu():
                 run_schedule(forward_step, iter(batches), models[mode], 3, aggregation.wrap_schedule)
-            found[mode] = relative_error(models[mode].module.losses.main_grad, gradient_of(mode))
+            errors[mode] = relative_error(models[mode].module.losses.main_grad, gradient_of(mode))
         except Exception as error:
-            found[mode] = str(error)
+            errors[mode] = str(error)
         finally:
             if mode == MODES[0]:
                 first_left.set()
@@ -54,11 +54,11 @@ def overlapping() -> tuple[dict[str, Any], bool]:
         thread.start()
     for thread in threads:
         thread.join()
-    return found, schedules.forward_step_calc_loss is own
+    return errors, schedules.forward_step_calc_loss is own
 
 
 def test_steps_that_overlap() -> None:
-    ((found, is_own),) = run_ranks(1, overlapping)
-    assert set(found) == set(MODES)
-    assert all(isinstance(error, float) and error < 1e-6 for error in found.values()), found
+    ((errors, is_own),) = run_ranks(1, overlapping)
+    assert set(errors) == set(MODES)
+    assert all(isinstance(error, float) and error < 1e-6 for error in errors.values()), errors
     assert is_own

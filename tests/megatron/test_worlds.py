@@ -58,7 +58,7 @@ def worlds_in(layout: Layout) -> list[World]:
 @functools.cache
 def table_loss(mode: str) -> tuple[float, float]:
     """The step loss, and what its rounding errors are relative to."""
-    losses, weights = torch.cat([one.losses for one in STEP]), gradient_of(mode)[:-1]
+    losses, weights = torch.cat([sample.losses for sample in STEP]), gradient_of(mode)[:-1]
     return float(weights @ losses), float(weights @ losses.abs()) * oracle.sum_error(oracle.num_tokens(STEP))
 
 
@@ -74,9 +74,9 @@ def errors_in(world: World, gradients: list[tuple[str, Tensor]]) -> float:
 
 
 def active_tokens(world: World) -> int:
-    masks: Any = [one.mask.tolist() for one in STEP]
+    masks: Any = [sample.mask.tolist() for sample in STEP]
     if world.model == "gpt":
-        masks = [one.mask for one in gpt_oracle.rollouts_without_old_policy()]
+        masks = [rollout.mask for rollout in gpt_oracle.rollouts_without_old_policy()]
     return sum(entry != 0 for mask in masks for entry in mask)
 
 

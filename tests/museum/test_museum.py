@@ -25,11 +25,11 @@ from megatron_rl_loss.step.collectives import StepGroups
 
 pytestmark = pytest.mark.slow
 
-SAMPLES = [replace(one, mask=(one.mask > 0).float()) for one in step_samples(1)]
+SAMPLES = [replace(sample, mask=(sample.mask > 0).float()) for sample in step_samples(1)]
 C, D, K = 2, 2, 3
 ONE = torch.ones((), dtype=torch.int32)
 ACTIVE, ROLLOUTS = oracle.mask_tokens(SAMPLES), len(oracle.units_of("sample_mean", SAMPLES))
-MASKED = sum(not one.mask.any() for one in SAMPLES)
+MASKED = sum(not sample.mask.any() for sample in SAMPLES)
 Plant = Callable[[pytest.MonkeyPatch], None]
 
 
@@ -65,8 +65,8 @@ def changed_totals(change: Callable[[StepTotals], StepTotals], of_rank: bool = F
     def plant(patch: pytest.MonkeyPatch) -> None:
         sound = vars(planning)["count_step"]
 
-        def count(held: Any, groups: StepGroups, **given: Any) -> StepTotals:
-            return change(sound(held, StepGroups() if of_rank else groups, **given))
+        def count(held: Any, groups: StepGroups, **options: Any) -> StepTotals:
+            return change(sound(held, StepGroups() if of_rank else groups, **options))
 
         patch.setattr(planning, "count_step", count)
 
@@ -136,21 +136,21 @@ def visited(cp: int) -> dict[str, tuple[Tensor, Tensor, float]]:
         gradient, logged = one_step(model, [Batch(SAMPLES, chosen, cp) for chosen in hands], step, metric=False)
         return gradient, logged["pg_loss"]
 
-    found, sound = {}, dict[Any, Tensor]()
-    for exhibit in (one for one in MUSEUM if one.cp == cp):
+    by_exhibit, sound = {}, dict[Any, Tensor]()
+    for exhibit in (exhibit for exhibit in MUSEUM if exhibit.cp == cp):
         launch = exhibit.mode, exhibit.per_token
         if launch not in sound:
             sound[launch], _ = outcome(exhibit)
         with pytest.MonkeyPatch.context() as patch:
             exhibit.plant(patch)
-            found[str(exhibit)] = sound[launch], *outcome(exhibit)
-    return found
+            by_exhibit[str(exhibit)] = sound[launch], *outcome(exhibit)
+    return by_exhibit
 
 
 @pytest.mark.parametrize("cp", [C, 1])
 def test_each_mutant_is_caught_and_off_by_the_published_factor(cp: int) -> None:
     for by_exhibit in run_ranks(4, visited, cp):
-        for exhibit in (one for one in MUSEUM if one.cp == cp):
+        for exhibit in (exhibit for exhibit in MUSEUM if exhibit.cp == cp):
             divisor = DIVISOR if exhibit.mode == "constant" else None
             right = torch.cat([*oracle.step_gradient(exhibit.mode, SAMPLES, divisor), torch.zeros(1)])
             sound, mutant, logged = by_exhibit[str(exhibit)]

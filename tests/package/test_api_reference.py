@@ -14,10 +14,10 @@ def test_every_public_name_is_shown_once_with_its_docstring() -> None:
     for name in vars(megatron_rl_loss)["__all__"]:
         assert f"- [`{name}`](" in pages["README.md"]
         (text,) = (text for text in pages.values() if f"\n## `{name}`\n" in text)
-        found = getattr(megatron_rl_loss, name)
+        public = getattr(megatron_rl_loss, name)
         assert f"```python\nfrom megatron_rl_loss import {name}\n" in text
-        first = (inspect.getdoc(found) or "").partition("\n")[0].replace("``", "`")
-        assert not callable(found) or (first and first in text), name
+        first = (inspect.getdoc(public) or "").partition("\n")[0].replace("``", "`")
+        assert not callable(public) or (first and first in text), name
 
 
 def test_no_other_name_is_public_and_each_is_shown_once() -> None:

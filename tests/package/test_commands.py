@@ -115,7 +115,7 @@ def test_the_tests_that_tools_and_guides_name_are_there() -> None:
     assert named - there == set()
 
 
-HERE = [one for one in COMMANDS if (row := row_of(one)) and row.by == "here"]
+HERE = [command for command in COMMANDS if (row := row_of(command)) and row.by == "here"]
 
 
 @pytest.mark.parametrize("command", HERE)

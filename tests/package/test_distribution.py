@@ -71,8 +71,8 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def files_below(folder: Path) -> set[str]:
-    found = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-    return {name for name in found if "__pycache__" not in name}
+    paths = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    return {name for name in paths if "__pycache__" not in name}
 
 
 def test_the_sdist_is_the_repository_and_its_tests_run(sdist: Path) -> None:

@@ -46,14 +46,14 @@ def test_the_rehearsal_runs_every_part(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(sys, "argv", ["gpu_proof.py", "--rehearse", "--out", str(tmp_path)])
     with pytest.raises(SystemExit) as ended:
         gpu_proof.main()
-    found = {one["part"]: one for one in json.loads((tmp_path / "gpu-rehearsal.json").read_text())["parts"]}
-    assert {one["outcome"] for one in found.values()} == {"passed"}, found
+    by_part = {part["part"]: part for part in json.loads((tmp_path / "gpu-rehearsal.json").read_text())["parts"]}
+    assert {part["outcome"] for part in by_part.values()} == {"passed"}, by_part
     assert not ended.value.code
-    assert list(found) == [part.name for part in parts(True, tmp_path)]
+    assert list(by_part) == [part.name for part in parts(True, tmp_path)]
     for name in ("reducers", "logprobs", "segments", "totals"):
-        assert found[name]["figures"]
-    assert "--nproc-per-node 4" in "\n".join(found["launch at TP 2 x CP 2"]["output"])
-    assert all(f"\n## {name}\n" in (tmp_path / "gpu-rehearsal.md").read_text() for name in found)
+        assert by_part[name]["figures"]
+    assert "--nproc-per-node 4" in "\n".join(by_part["launch at TP 2 x CP 2"]["output"])
+    assert all(f"\n## {name}\n" in (tmp_path / "gpu-rehearsal.md").read_text() for name in by_part)
 
 
 def test_a_part_that_fails_or_cannot_run_is_told(tmp_path: Path) -> None:

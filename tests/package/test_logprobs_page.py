@@ -39,7 +39,7 @@ def test_the_loop_gives_the_gradient_of_policy_and_divergence() -> None:
         batches,
         lambda: [Samples(mask, prompt_ids=ids) for mask, ids in zip(masks, prompts, strict=True)],
     )
-    found = [model.weight.grad.double() for model in models]
+    gradients = [model.weight.grad.double() for model in models]
 
     embedding, head, *taught = (model.weight.detach().double().requires_grad_() for model in [*models, *teachers])
     policy, kl = list[oracle.Sample](), list[oracle.Sample]()
@@ -54,9 +54,9 @@ def test_the_loop_gives_the_gradient_of_policy_and_divergence() -> None:
             parts = zip(values.split(lengths), of_batch, of_prompts, strict=True)
             into += [oracle.Sample(part, torch.tensor(mask), None, prompt) for part, mask, prompt in parts]
     loss = oracle.step_loss("prompt_mean", policy) + 0.5 * oracle.step_loss("token_mean", kl)
-    for one, right in zip(found, torch.autograd.grad(loss, [embedding, head]), strict=True):
+    for gradient, right in zip(gradients, torch.autograd.grad(loss, [embedding, head]), strict=True):
         torch.testing.assert_close(
-            one, right, rtol=0, atol=float(oracle.chain_error(2, VOCABULARY) * right.abs().max())
+            gradient, right, rtol=0, atol=float(oracle.chain_error(2, VOCABULARY) * right.abs().max())
         )
 
 
@@ -85,9 +85,11 @@ def test_memory_and_times_of_log_probs_are_those_of_the_file() -> None:
     assert shown
     for tokens, ids, cells in shown:
         ways = of_size[f"{tokens} by {ids}"]
-        two, one = (ways[f"ours, {way}, entropy"] for way in ("two passes", "one pass"))
+        unfused, fused = (ways[f"ours, {way}, entropy"] for way in ("two passes", "one pass"))
         megatron = f"{ways['megatron']['peak extra MB']:,.0f}" if "megatron" in ways else "not run"
-        numbers = [f"{number:,.0f}" for number in (two["logits MB"], two["peak extra MB"], one["peak extra MB"])]
+        numbers = [
+            f"{number:,.0f}" for number in (unfused["logits MB"], unfused["peak extra MB"], fused["peak extra MB"])
+        ]
         assert cells.split(" | ") == [numbers[0], megatron, *numbers[1:]]
     times = {row["way"]: row["to megatron"] for row in tables["time from hidden states"]}
     one_pass, two_passes = (f"{times[f'ours, {way}, entropy']:.2f}" for way in ("one pass", "two passes"))
@@ -116,10 +118,10 @@ def test_the_code_for_a_megatron_model_gives_the_step_loss(monkeypatch: pytest.M
     (microbatch,) = plan = plan_step([Samples([[1, 1, 0], [1]])], "token_mean", dp_group=None)
     log_probs, entropy = torch.tensor([[-1.0, -2, -3, -4]], requires_grad=True), torch.tensor([[1.0, 2, 3, 4]])
 
-    def model(*_: Any, output_processor_context: Any = None, **given: Any) -> Any:
+    def model(*_: Any, output_processor_context: Any = None, **options: Any) -> Any:
         if (folded := output_processor_context) is None:
             return log_probs, entropy
-        inputs = {name: one.flatten() for name, one in folded.inputs.items()}
+        inputs = {name: column.flatten() for name, column in folded.inputs.items()}
         losses, metrics = folded.per_token_loss(log_probs.flatten(), entropy.flatten(), **inputs)
         share = folded.microbatch.folded((losses * folded.microbatch.weights).sum(), losses)
         return share, {"log_probs": log_probs, "entropy": entropy, **metrics}

@@ -67,9 +67,9 @@ def test_the_clip_range_has_one_default() -> None:
     old, advantages = torch.full((4,), -2.0), torch.tensor([1.0, 1.0, -1.0, -1.0])
     now = old + torch.tensor([1.19, 1.21, 0.81, 0.79]).log()
     for loss in (ppo_clip_loss, partial(policy_loss, "ppo")):
-        made = loss(now, old, advantages, torch.ones(4))
-        assert made.clipped.tolist() == [0, 1, 0, 1]
-        assert made.per_token_loss.tolist() == pytest.approx([-1.19, -1.2, 0.81, 0.8])
+        outputs = loss(now, old, advantages, torch.ones(4))
+        assert outputs.clipped.tolist() == [0, 1, 0, 1]
+        assert outputs.per_token_loss.tolist() == pytest.approx([-1.19, -1.2, 0.81, 0.8])
     assert "`--policy-loss ppo` is the default. Its clip range is 0.2 on both sides, as in `ppo_clip_loss`." in PAGE
     example = (EXAMPLES / "pretrain_grpo.py").read_text()
     for flag in ("--clip-low", "--clip-high"):  # without one, the loss's own
@@ -129,7 +129,7 @@ def test_code_runs() -> None:
         tokens=local,
         cp_group=None,
         totals=None,
-        loss=lambda *given, **metrics: handed.append((*given, *metrics.values())),
+        loss=lambda *terms, **metrics: handed.append((*terms, *metrics.values())),
     )
     old = torch.full((1, 5), -2.0)
     names: dict[str, Any] = {
@@ -143,13 +143,13 @@ def test_code_runs() -> None:
     exec(terms, names | dict.fromkeys(("losses", "kl", "entropy"), torch.ones(1, 5)))
     values = dict.fromkeys(("losses", "kl", "entropy", "ratio", "weights"), torch.ones(1, 5))
     exec(metrics, names | values)
-    (given, _), (_, asked) = handed
-    assert {(one.over, one.kind) for one in asked.values() if isinstance(one, Metric)} == {
+    (terms, _), (_, asked) = handed
+    assert {(metric.over, metric.kind) for metric in asked.values() if isinstance(metric, Metric)} == {
         ("tokens", "mean"), ("sample_mean", "mean"), ("samples", "max"), ("tokens", "variance"), ("tokens", "ess"),
         ("turn", "mean"),
     }  # fmt: skip
-    assert given["kl"].mode == given["nll"].mode == "token_mean"
-    assert (given["nll"].mask, given["entropy"].mode, given["entropy"].coef) == ("correct", None, -0.001)
+    assert terms["kl"].mode == terms["nll"].mode == "token_mean"
+    assert (terms["nll"].mask, terms["entropy"].mode, terms["entropy"].coef) == ("correct", None, -0.001)
     loss = names["policy"].per_token_loss
     assert loss.tolist() == [pytest.approx([-1.0004] * 3 + [0] * 2, rel=1e-3)]
     loss.sum().backward()

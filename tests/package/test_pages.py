@@ -130,7 +130,7 @@ def test_the_versions_of_megatron_are_those_of_the_printed_table() -> None:
     printed = (ROOT / "docs/bench/versions-cpu.txt").read_text()
     lines = re.findall(r"^\| .*", printed, flags=re.MULTILINE)
     head, *rows = ([cell.strip() for cell in line.split("|")[1:-1]] for line in lines)
-    found = {}
+    table = {}
     for version, *counts in rows:
         parts = dict(zip(head[1:], counts, strict=True))
         assert not [count for count in counts if not re.fullmatch(r"\d+ passed|(\d+ passed, )?\d+ skipped", count)]
@@ -138,9 +138,9 @@ def test_the_versions_of_megatron_are_those_of_the_printed_table() -> None:
         some = [part for part, count in parts.items() if "passed" in count and "skipped" in count]
         said = [f"{word} of {', '.join(names)}" for word, names in (("all", of_all), ("some", some)) if names]
         name = version.replace("Megatron-LM@", "main ").replace("Megatron-dev@", "dev ")
-        found[name] = "; ".join(said)
-    assert found
-    assert dict(re.findall(r"^\| ((?:main |dev )?[\da-f.]+) \| ([^|]*) \|", SUPPORT, flags=re.MULTILINE)) == found
+        table[name] = "; ".join(said)
+    assert table
+    assert dict(re.findall(r"^\| ((?:main |dev )?[\da-f.]+) \| ([^|]*) \|", SUPPORT, flags=re.MULTILINE)) == table
     script = (ROOT / "tools/test_versions.sh").read_text()
     assert " ".join(head[1:]) in script
     named = SUPPORT.partition("these parts: ")[2]
@@ -202,7 +202,7 @@ def test_the_diff_of_readme_ends_in_the_recipe() -> None:
             assert set(imported[1].split(", ")) <= of_package
         elif line.strip() != "...":
             code = line[1:].partition("(")[0] + "(" if line[1:].startswith("def ") else line[1:]  # without types
-            at += next(n for n, one in enumerate(script[at:], start=1) if one.startswith(code))
+            at += next(n for n, candidate in enumerate(script[at:], start=1) if candidate.startswith(code))
 
 
 def test_the_code_of_using_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,8 +247,8 @@ def test_the_tables_of_names_are_the_codes() -> None:
 
 
 def test_every_name_of_a_mode_is_in_its_frameworks_section_and_no_other() -> None:
-    found = re.findall(r"^## (.*)\n([^#]*)", NAMES, flags=re.MULTILINE)
-    sections = {title.lower().replace("-", "_"): text for title, text in found}
+    headed = re.findall(r"^## (.*)\n([^#]*)", NAMES, flags=re.MULTILINE)
+    sections = {title.lower().replace("-", "_"): text for title, text in headed}
     aliases = (f"{peer.framework}:{peer.name}".replace(mode_names.NUMBER, "8192") for peer in mode_names.NAMES)
     peers = dict(zip(aliases, mode_names.NAMES, strict=True))
     assert set(sections) == {peer.framework for peer in peers.values()}
@@ -274,7 +274,7 @@ def test_the_messages_of_troubleshooting_are_the_codes() -> None:
     """Symptoms that quote this library. A number in the page stands for any value in the code."""
     page = (ROOT / "docs/troubleshooting.md").read_text()
     symptoms = re.findall(r"^\| ([^|]+) \|", page[page.index("### Errors") :], flags=re.MULTILINE)
-    quoted = {quote for one in symptoms for quote in re.findall(r"`([^`]* [^`]*)`", one)}
+    quoted = {quote for symptom in symptoms for quote in re.findall(r"`([^`]* [^`]*)`", symptom)}
     assert quoted
     texts = [text for path in (ROOT / "megatron_rl_loss").rglob("*.py") for text in _texts(path)]
     absent = [quote for quote in quoted if not any(re.sub(r"\d[\d.]*", "0", quote) in text for text in texts)]
@@ -286,7 +286,7 @@ def _texts(path: Path) -> Iterator[str]:
     """The strings of a file, with 0 for a value that is formatted into one."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.JoinedStr):
-            yield "".join(str(one.value) if isinstance(one, ast.Constant) else "0" for one in node.values)
+            yield "".join(str(part.value) if isinstance(part, ast.Constant) else "0" for part in node.values)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield node.value
 
@@ -295,7 +295,7 @@ def test_versions_are_the_same_on_all_pages() -> None:
     dates: dict[str, set[str]] = {}
     for commit, date in re.findall(r"`([0-9a-f]{8})` \((\d{4}-\d\d-\d\d)\)", FRAMEWORKS + NAMES):
         dates.setdefault(commit, set()).add(date)
-    assert all(len(found) == 1 for found in dates.values())
+    assert all(len(named) == 1 for named in dates.values())
     assert set(re.findall(r"`([0-9a-f]{8})`", README)) <= set(re.findall(r"`([0-9a-f]{8})`", FRAMEWORKS))
 
 
@@ -408,7 +408,7 @@ def test_the_code_of_frameworks_that_needs_none_runs(monkeypatch: pytest.MonkeyP
 def test_the_recipe_for_bridge_wraps_the_schedule_of_its_loops(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = next(code for code in code_of("frameworks.md") if "bridge_grpo" in code)
     below = ("", ".train", ".eval", ".config", ".pretrain")
-    for name in ("megatron.bridge", *(f"megatron.bridge.training{one}" for one in below)):
+    for name in ("megatron.bridge", *(f"megatron.bridge.training{module}" for module in below)):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
         if name != "megatron.bridge":
             parent, _, child = name.rpartition(".")
@@ -416,7 +416,7 @@ def test_the_recipe_for_bridge_wraps_the_schedule_of_its_loops(monkeypatch: pyte
 
     def stock(**_: Any) -> None: ...
 
-    *loops, config, entry = (sys.modules[f"megatron.bridge.training{one}"] for one in below[1:])
+    *loops, config, entry = (sys.modules[f"megatron.bridge.training{module}"] for module in below[1:])
     for loop in loops:
         loop.get_forward_backward_func = lambda: stock  # type: ignore[attr-defined]
     recipe, seen = ModuleType("bridge_grpo"), list[Any]()

@@ -35,10 +35,10 @@ def imports_of(tree: ast.AST) -> Iterator[tuple[str, bool]]:
         yield from ((name, late or is_function) for name, late in imports_of(node))
         if isinstance(node, ast.ImportFrom) and node.module:
             names = [f"{node.module}.{alias.name}" for alias in node.names]
-            found = [name if name in FILES else node.module for name in names]
+            modules = [name if name in FILES else node.module for name in names]
         else:
-            found = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        yield from ((name, False) for name in found if name.split(".")[0] == PACKAGE)
+            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        yield from ((name, False) for name in modules if name.split(".")[0] == PACKAGE)
 
 
 def room_of(module: str) -> str:
@@ -56,8 +56,8 @@ def is_allowed(module: str, imported: str, *, late: bool) -> bool:
 
 
 def test_imports_run_one_way() -> None:
-    found = [(module, name, late) for module, tree in TREES.items() for name, late in imports_of(tree)]
-    assert [one for one in found if not is_allowed(one[0], one[1], late=one[2])] == []
+    imports = [(module, name, late) for module, tree in TREES.items() for name, late in imports_of(tree)]
+    assert [edge for edge in imports if not is_allowed(edge[0], edge[1], late=edge[2])] == []
 
 
 def test_no_circle() -> None:

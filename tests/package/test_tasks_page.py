@@ -31,10 +31,10 @@ def test_other_code_is_of_the_files_that_it_names() -> None:
     blocks = [code for code in code_of("tasks.md") if FROM_FILE.match(code)]
     assert blocks
     for code in blocks:
-        found = FROM_FILE.match(code)
-        assert found is not None
-        lines = iter(RECIPES[found[1]].splitlines())
-        assert all(line in lines for line in code[found.end() :].splitlines()), found[1]
+        heading = FROM_FILE.match(code)
+        assert heading is not None
+        lines = iter(RECIPES[heading[1]].splitlines())
+        assert all(line in lines for line in code[heading.end() :].splitlines()), heading[1]
 
 
 def test_the_index_has_every_section() -> None:
@@ -52,4 +52,4 @@ def test_every_recipe_has_a_link_and_stands_alone(tmp_path: Path) -> None:
         assert f"](../examples/recipes/{name})" in pages
         assert f"recipes/{name}" in example_names()
         needed = {"own_loop.py": ["megatron_on_cpu.py"], "verl_rows_proof.py": ["verl_rows.py"]}.get(name, [])
-        assert copy_example(f"recipes/{name}", tmp_path) == [tmp_path / one for one in (name, *needed)]
+        assert copy_example(f"recipes/{name}", tmp_path) == [tmp_path / file for file in (name, *needed)]

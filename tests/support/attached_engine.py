@@ -26,12 +26,12 @@ class Later:
         self._finalize = config.finalize_model_grads_func
         config.finalize_model_grads_func = self._defer_finalize_model_grads
 
-    def _defer_finalize_model_grads(self, *given: Any, **options: Any) -> None:
-        self._given = given, options
+    def _defer_finalize_model_grads(self, *args: Any, **options: Any) -> None:
+        self._given = args, options
 
     def run_pending_grad_sync(self) -> None:
-        given, options = self._given
-        self._finalize(*given, **options)
+        args, options = self._given
+        self._finalize(*args, **options)
 
 
 def train(

@@ -40,7 +40,7 @@ EXAMPLES: dict[str, Callable[[], str]] = {
 
 def with_examples(page: str) -> str:
     """The page with every example made anew."""
-    return BLOCK.sub(lambda found: f"<!-- example: {found[1]} -->\n```text\n{EXAMPLES[found[1]]()}\n```", page)
+    return BLOCK.sub(lambda comment: f"<!-- example: {comment[1]} -->\n```text\n{EXAMPLES[comment[1]]()}\n```", page)
 
 
 def main() -> None:

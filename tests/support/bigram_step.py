@@ -163,7 +163,7 @@ def assert_proof_changes_nothing(
     """The gradient of each case is to the bit that of a step that is not measured."""
     both = [case | proof for case in cases for proof in ({}, {"proof": "off"})]
     for results in run_ranks(world[0], train, checkout(framework), world[1], both):
-        bits = [found["bits"] for found in results]
+        bits = [outcome["bits"] for outcome in results]
         assert bits[::2] == bits[1::2]
 
 
@@ -177,9 +177,9 @@ def assert_exact(
     """Every error on every rank, of launches of (ranks, context-parallel ranks), in cases that are our modes."""
     for ranks, cp in worlds:
         for results in run_ranks(ranks, train, checkout(framework), cp, cases):
-            for case, found in zip(cases, results, strict=True):
-                assert max(found["errors"].values()) < TOLERANCE, (case, found)
-                record_errors(record_property, framework, "every mode", ours=found["errors"]["gradient"])
+            for case, outcome in zip(cases, results, strict=True):
+                assert max(outcome["errors"].values()) < TOLERANCE, (case, outcome)
+                record_errors(record_property, framework, "every mode", ours=outcome["errors"]["gradient"])
 
 
 def compare(
@@ -187,9 +187,9 @@ def compare(
 ) -> list[Any]:
     """Rank 0's findings for each case: with the engine's own setting and, exact, with ours in the same step."""
     both = [case | {"stock": stock} for case in cases for stock in (case.get("stock", True), None)]
-    found = run_ranks(world[0], train, checkout(framework), world[1], both)[0]
-    for case, *pair in zip(cases, found[::2], found[1::2], strict=True):
-        own, ours = (one["errors"]["gradient"] for one in pair)
+    outcomes = run_ranks(world[0], train, checkout(framework), world[1], both)[0]
+    for case, *pair in zip(cases, outcomes[::2], outcomes[1::2], strict=True):
+        own, ours = (outcome["errors"]["gradient"] for outcome in pair)
         assert ours < TOLERANCE, case
         record_errors(record_property, framework, case["setting"], own, ours)
-    return list(zip(found[::2], found[1::2], strict=True))
+    return list(zip(outcomes[::2], outcomes[1::2], strict=True))

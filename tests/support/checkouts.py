@@ -41,7 +41,7 @@ class Framework:
 
 
 def _packages(name: str, *below: str) -> tuple[str, ...]:
-    return name, *(f"{name}.{one}" for one in below)
+    return name, *(f"{name}.{part}" for part in below)
 
 
 SLIME = Framework(
@@ -275,7 +275,7 @@ class _StandIns:
         self.names = names
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        mine = any(name == one or name.startswith(f"{one}.") for one in self.names)
+        mine = any(name == package or name.startswith(f"{package}.") for package in self.names)
         return ModuleSpec(name, self, is_package=True) if mine else None  # type: ignore[arg-type]
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:

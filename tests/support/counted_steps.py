@@ -68,9 +68,9 @@ class Counted:
         self.samples = [row for rank in step.rows for chosen in rank for row in chosen]
         where = [(d, k) for d, rank in enumerate(step.rows) for k, chosen in enumerate(rank) for _ in chosen]
         entries = [(i, t) for i, row in enumerate(self.samples) for t in range(len(row.mask))]
-        self.i, self.t = (np.array([entry[x] for entry in entries], np.int64) for x in (0, 1))
+        self.i, self.t = (np.array([entry[column] for entry in entries], np.int64) for column in (0, 1))
         self.m = np.array([self.samples[i].mask[t] for i, t in entries])
-        self.d, self.k = (np.array([place[x] for place in where], np.int64)[self.i] for x in (0, 1))
+        self.d, self.k = (np.array([place[column] for place in where], np.int64)[self.i] for column in (0, 1))
         self.c = np.array([step.holder(t, len(self.samples[i].mask)) for i, t in entries], np.int64)
         self.rollout = np.array([row.rollout for row in self.samples], np.int64)[self.i]
         self.prompt = np.array([row.prompt for row in self.samples], np.int64)[self.i]

@@ -126,8 +126,8 @@ def run_on_ranks(
     start_process_group()
     # Of consecutive ranks; every rank must make every group.
     groups = {size: [dist.new_group(list(range(k, k + size))) for k in range(0, RANKS, size)] for size in CP_SIZES}
-    rank, step, found = int(os.environ["RANK"]), rollouts(), {}
-    masks = [one.mask for one in step]
+    rank, step, outcomes = int(os.environ["RANK"]), rollouts(), {}
+    masks = [rollout.mask for rollout in step]
     totals = StepTotals.from_loss_masks(masks, dp_group=None, **ids_of(step, [*map(len, masks)]))
     for place, cp_size in CASES:
         dp_rank, cp_rank = divmod(rank, cp_size)
@@ -156,14 +156,19 @@ def run_on_ranks(
                     else:
                         key = chosen[at[0]], at[1]
                         slopes[key] = slopes.get(key, 0) + slope
-            found[name, place.__name__, cp_size] = Outcome(share, slopes)
+            outcomes[name, place.__name__, cp_size] = Outcome(share, slopes)
     dist.barrier()
-    return found
+    return outcomes
 
 
 def ids_of(step: Sequence[Rollout], lengths: Sequence[int]) -> dict[str, Any]:
-    turns = [[*one.turns, *[""] * (length - len(one.mask))] for one, length in zip(step, lengths, strict=True)]
-    named = {"rollout_ids": [one.rollout_id for one in step], "prompt_ids": [one.prompt_id for one in step]}
+    turns = [
+        [*rollout.turns, *[""] * (length - len(rollout.mask))] for rollout, length in zip(step, lengths, strict=True)
+    ]
+    named = {
+        "rollout_ids": [rollout.rollout_id for rollout in step],
+        "prompt_ids": [rollout.prompt_id for rollout in step],
+    }
     return {**named, "ids": {"turn": turns}}
 
 
@@ -187,11 +192,11 @@ def hand_of(
 def expected(formula: Formula, per: str) -> tuple[float, dict[Token, float], float]:
     """Value, slope at each token, and scale of the step's loss; `per` rollout or turn joins its tokens."""
     step = rollouts()
-    leaves = [one.values["log_probs"].clone().requires_grad_() for one in step]
+    leaves = [rollout.values["log_probs"].clone().requires_grad_() for rollout in step]
     units: dict[object, list[tuple[int, int]]] = {}
-    for i, one in enumerate(step):
-        for t, turn in enumerate(one.turns):
-            units.setdefault({"rollout": one.rollout_id, "sample": i, "turn": turn}[per], []).append((i, t))
+    for i, rollout in enumerate(step):
+        for t, turn in enumerate(rollout.turns):
+            units.setdefault({"rollout": rollout.rollout_id, "sample": i, "turn": turn}[per], []).append((i, t))
     units.pop("", None)  # tokens of no turn are masked
     terms = list[Tensor]()
     for members in units.values():
@@ -201,16 +206,18 @@ def expected(formula: Formula, per: str) -> tuple[float, dict[Token, float], flo
         terms.append((formula(joined, mask) * mask * joined["coefficients"])[mask != 0])
     loss = torch.cat(terms)
     slopes = torch.autograd.grad(loss.sum(), leaves, materialize_grads=True)
-    of_tokens: dict[Token, float] = {(i, t): x for i, slope in enumerate(slopes) for t, x in enumerate(slope.tolist())}
+    of_tokens: dict[Token, float] = {
+        (i, t): entry for i, slope in enumerate(slopes) for t, entry in enumerate(slope.tolist())
+    }
     return float(loss.detach().sum()), of_tokens, float(loss.detach().abs().sum())
 
 
 def error_of(parts: Sequence[Outcome], value: float, slopes: dict[Token, float], scale: float) -> float:
     """The worse of value's and gradient's error of the sum over all ranks, as `oracle.worst_error`."""
-    found: dict[Token, float] = {}
-    for at, slope in (item for part in parts for item in part.slopes.items()):
-        found[at] = found.get(at, 0) + slope
-    assert found.keys() == slopes.keys()
+    slopes_of_ranks: dict[Token, float] = {}
+    for at, slope in (entry for part in parts for entry in part.slopes.items()):
+        slopes_of_ranks[at] = slopes_of_ranks.get(at, 0) + slope
+    assert slopes_of_ranks.keys() == slopes.keys()
     largest = max(map(abs, slopes.values()))
-    in_gradient = oracle.worst_of(*(abs(found[at] - slopes[at]) / largest for at in slopes))
+    in_gradient = oracle.worst_of(*(abs(slopes_of_ranks[at] - slopes[at]) / largest for at in slopes))
     return oracle.worst_error(abs(sum(part.share for part in parts) - value) / scale, in_gradient, len(slopes))

@@ -7,9 +7,9 @@ from torch import Tensor
 def divergence(p: Tensor, q: Tensor, kind: str, tail: str = "drop", beta: float = 0.5) -> Tensor:
     """Divergence per token of probabilities [..., ids], all above 0, differentiable; tails are equal with all ids."""
     if tail == "bucket":
-        p, q = (torch.cat([one, 1 - one.sum(-1, keepdim=True)], -1) for one in (p, q))
+        p, q = (torch.cat([probs, 1 - probs.sum(-1, keepdim=True)], -1) for probs in (p, q))
     if tail == "renormalise":
-        p, q = (one / one.sum(-1, keepdim=True) for one in (p, q))
+        p, q = (probs / probs.sum(-1, keepdim=True) for probs in (p, q))
     mixture = beta * q + (1 - beta) * p
     forward, reverse = q * (q / p).log(), p * (p / q).log()
     jsd = beta * q * (q / mixture).log() + (1 - beta) * p * (p / mixture).log()
@@ -20,5 +20,5 @@ def logits_of(tokens: int, vocabulary: int, spread: float = 2.0, noise: float = 
     """Logits of student and teacher, exact in float32; the student is the teacher with noise."""
     generator = torch.Generator().manual_seed(0)
     drawn = (torch.randn(tokens, vocabulary, generator=generator) for _ in range(2))
-    teacher, noises = (one * scale for one, scale in zip(drawn, (spread, noise), strict=True))
+    teacher, noises = (unit * scale for unit, scale in zip(drawn, (spread, noise), strict=True))
     return (teacher + noises).float(), teacher

@@ -28,7 +28,7 @@ def step_of_lengths() -> list[oracle.Sample]:
 
 
 STEP = step_of_lengths()
-TABLE = [float(x) for one in STEP for x in one.losses] + [0.0]
+TABLE = [float(loss) for sample in STEP for loss in sample.losses] + [0.0]
 
 
 def start_dynamic(tp: int = 1, cp: int | None = None, **more: Any) -> tuple[Any, Any, Callable[[int], Any]]:

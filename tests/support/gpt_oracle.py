@@ -156,10 +156,10 @@ class _Forward:
 def _forward(shape: GptShape) -> _Forward:
     weights = {name: weight.requires_grad_() for name, weight in weights_of(shape).items()}
     rollouts, log_probs = [], []
-    for one in rollouts_without_old_policy():
-        log_probs.append(log_probs_of(shape, weights, one.tokens, one.labels))
-        old = log_probs[-1].detach() - torch.tensor(one.log_ratios, dtype=torch.float64)
-        rollouts.append(replace(one, old_log_probs=old.float().tolist()))
+    for rollout in rollouts_without_old_policy():
+        log_probs.append(log_probs_of(shape, weights, rollout.tokens, rollout.labels))
+        old = log_probs[-1].detach() - torch.tensor(rollout.log_ratios, dtype=torch.float64)
+        rollouts.append(replace(rollout, old_log_probs=old.float().tolist()))
     return _Forward(weights, log_probs, rollouts)
 
 
@@ -184,9 +184,9 @@ class Step:
 def step_of(shape: GptShape, mode: str, units: str) -> Step:
     forward = _forward(shape)
     losses, clipped, kl = [], [], []
-    for one, log_probs in zip(forward.rollouts, forward.log_probs, strict=True):
-        advantages = torch.tensor(one.advantages).double()  # float32 is what the model's side is given
-        log_ratios = log_probs - torch.tensor(one.old_log_probs, dtype=torch.float64)
+    for rollout, log_probs in zip(forward.rollouts, forward.log_probs, strict=True):
+        advantages = torch.tensor(rollout.advantages).double()  # float32 is what the model's side is given
+        log_ratios = log_probs - torch.tensor(rollout.old_log_probs, dtype=torch.float64)
         ratios = log_ratios.exp()
         bounded = ratios.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
         losses.append(-torch.minimum(ratios * advantages, bounded * advantages))
@@ -195,8 +195,8 @@ def step_of(shape: GptShape, mode: str, units: str) -> Step:
 
     def samples(values: list[Tensor]) -> list[oracle.Sample]:
         return [
-            oracle.Sample(value, torch.tensor(one.mask), one.rollout_id, one.prompt_id)
-            for value, one in zip(values, forward.rollouts, strict=True)
+            oracle.Sample(value, torch.tensor(rollout.mask), rollout.rollout_id, rollout.prompt_id)
+            for value, rollout in zip(values, forward.rollouts, strict=True)
         ]
 
     divisor = DIVISOR if mode == "constant" else None
@@ -219,7 +219,7 @@ def step_of(shape: GptShape, mode: str, units: str) -> Step:
             **{name: float(oracle.step_loss("sample_mean", samples(v), None, "active")) for name, v in means.items()},
         },
         scales={
-            "pg_loss": oracle.step_scale(mode, samples([one.detach() for one in losses]), divisor, units),
+            "pg_loss": oracle.step_scale(mode, samples([loss.detach() for loss in losses]), divisor, units),
             **{name: oracle.step_scale("sample_mean", samples(v), None, "active") for name, v in means.items()},
         },
         weights=after,

@@ -110,7 +110,7 @@ TOKENS, VOCABULARY, HIDDEN = 32, 24, 16
 BOUNDS = {torch.float64: 1e-12, torch.float32: oracle.chain_error(1, TOKENS), torch.bfloat16: 4 * 2.0**-8}
 FP32 = BOUNDS[torch.float32]
 assert FP32 < 2e-5
-Found = dict[str, Tensor]
+Outputs = dict[str, Tensor]
 Wanted = tuple[float, float]
 #: Of log-probs and entropy, in the loss.
 WANTED = {"log-probs": (1.0, 0.0), "entropy": (0.0, 1.0), "both": (1.0, -0.3)}
@@ -140,7 +140,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def given(name: str, dtype: torch.dtype = torch.float32) -> tuple[Batch, Tensor, Tensor, dict[str, Any]]:
+def inputs_of(name: str, dtype: torch.dtype = torch.float32) -> tuple[Batch, Tensor, Tensor, dict[str, Any]]:
     """The batch, labels, mask, and what both sides are told."""
     batch, case = batch_of(TOKENS, VOCABULARY, HIDDEN, dtype), CASES[name]
     mask = torch.full_like(batch.mask, case["mask"]) if "mask" in case else batch.mask
@@ -153,7 +153,7 @@ def given(name: str, dtype: torch.dtype = torch.float32) -> tuple[Batch, Tensor,
 
 def losses_of(
     log_probs: Tensor, entropy: Tensor | None, near: Tensor, divergence: Tensor | None = None, *, wanted: Wanted
-) -> tuple[Tensor, Found]:
+) -> tuple[Tensor, Outputs]:
     """A loss whose slope depends on its values, and a metric."""
     if log_probs.dim() == 2:
         log_probs = log_probs @ torch.linspace(1, -0.5, log_probs.shape[1]).to(log_probs)
@@ -163,23 +163,23 @@ def losses_of(
 
 
 @functools.cache
-def expected_of(name: str, dtype: torch.dtype, wanted: Wanted = BOTH) -> Found:
+def expected_of(name: str, dtype: torch.dtype, wanted: Wanted = BOTH) -> Outputs:
     """The loss, its values and gradients."""
-    (batch, labels, mask, options), case = given(name, dtype), CASES[name]
+    (batch, labels, mask, options), case = inputs_of(name, dtype), CASES[name]
     leaves = {key: getattr(batch, key).clone().requires_grad_() for key in ("hidden", "weight", "bias")}
     logits = leaves["hidden"] @ leaves["weight"].T + leaves["bias"] * case.get("bias", False)
     keep = batch.keep if case.get("keep") else None
     both = log_probs_and_entropy(logits, labels, keep=keep, **options)
-    log_probs, entropy = (one.masked_fill(~mask.view(-1, *[1] * (one.dim() - 1)), 0) for one in both)
-    found = {"log_probs": log_probs, "entropy": entropy}
+    log_probs, entropy = (column.masked_fill(~mask.view(-1, *[1] * (column.dim() - 1)), 0) for column in both)
+    outputs = {"log_probs": log_probs, "entropy": entropy}
     if "teacher" in case:
         teacher, size = dict(case["teacher"]), options.get("vocab_size")
         temperature = options.get("temperature", 1.0)
         taught = batch.taught["hidden"] @ batch.taught["weight"].T / teacher.pop("temperature", temperature)
         both = (logits / temperature)[:, :size], taught[:, :size]
-        found["divergence"] = divergence(*both, labels, keep=keep, **teacher) * mask
-    losses = losses_of(log_probs, entropy, batch.near, found.get("divergence"), wanted=wanted)[0]
-    found["share"] = share = (losses * batch.weights * mask).sum()
+        outputs["divergence"] = divergence(*both, labels, keep=keep, **teacher) * mask
+    losses = losses_of(log_probs, entropy, batch.near, outputs.get("divergence"), wanted=wanted)[0]
+    outputs["share"] = share = (losses * batch.weights * mask).sum()
     share.backward()
-    found |= {key: leaf.grad for key, leaf in leaves.items() if key != "bias" or case.get("bias")}
-    return {key: one.detach() for key, one in found.items() if wanted[1] or key != "entropy"}
+    outputs |= {key: leaf.grad for key, leaf in leaves.items() if key != "bias" or case.get("bias")}
+    return {key: tensor.detach() for key, tensor in outputs.items() if wanted[1] or key != "entropy"}

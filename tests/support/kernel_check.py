@@ -20,11 +20,11 @@ def check(kernel: Any, device: str = "cpu", bound: float = 1e-6) -> None:
     logits = leaf.detach().float().to(device).requires_grad_()
     labels = batch.labels.masked_fill(~batch.mask, -7).int().to(device)
     before = logits.detach().clone()
-    found = log_probs_from_logits(logits, labels, token_mask=batch.mask, kernel=kernel)
-    (given,) = torch.autograd.grad((found.log_probs * slopes.to(device)).sum(), logits)
-    assert found.entropy is None
-    assert relative(found.log_probs.cpu(), expected) <= bound
-    assert relative(given.cpu(), gradient) <= bound
+    outputs = log_probs_from_logits(logits, labels, token_mask=batch.mask, kernel=kernel)
+    (slope,) = torch.autograd.grad((outputs.log_probs * slopes.to(device)).sum(), logits)
+    assert outputs.entropy is None
+    assert relative(outputs.log_probs.cpu(), expected) <= bound
+    assert relative(slope.cpu(), gradient) <= bound
     assert torch.equal(logits.detach(), before)
 
 
@@ -37,23 +37,23 @@ def errors_from_hidden(
 ) -> Errors:
     """Relative errors of this rank's part, at a temperature and with entropy; 32 tokens, some of them masked."""
     batch, temperature = batch_of(32, VOCABULARY, 8, dtype), 0.7
-    leaves = [one.clone().requires_grad_() for one in (batch.hidden, batch.weight)]
-    found = head_oracle.log_probs_and_entropy(leaves[0] @ leaves[1].T, batch.labels, temperature)
-    log_probs, entropy = (one * batch.mask for one in found)
+    leaves = [leaf.clone().requires_grad_() for leaf in (batch.hidden, batch.weight)]
+    of_head = head_oracle.log_probs_and_entropy(leaves[0] @ leaves[1].T, batch.labels, temperature)
+    log_probs, entropy = (column * batch.mask for column in of_head)
     slopes = torch.linspace(-1, 2, 32)
     gradients = torch.autograd.grad(((log_probs - 0.3 * entropy) * slopes).sum(), leaves)
     rank, size = (0, 1) if group is None else (group.rank(), group.size())
     columns = slice(rank * VOCABULARY // size, (rank + 1) * VOCABULARY // size)
     part = slice(rank * 32 // size, (rank + 1) * 32 // size) if parallel.get("sequence_parallel") else slice(None)
     hidden, weight = batch.hidden[part], batch.weight[columns]
-    mine = [one.detach().to(device, dtype).requires_grad_() for one in (hidden, weight)]
+    mine = [leaf.detach().to(device, dtype).requires_grad_() for leaf in (hidden, weight)]
     tensor_parallel = TensorParallel(group=group, **parallel)
     labels = batch.labels.masked_fill(~batch.mask, -7).to(device)
     output_layer = OutputLayer(mine[1], tensor_parallel=tensor_parallel, temperature=temperature)
     ours: Any = log_probs_from_hidden(mine[0], output_layer, labels, entropy=True, token_mask=batch.mask, kernel=kernel)
-    given = torch.autograd.grad(((ours.log_probs - 0.3 * ours.entropy) * slopes.to(device)).sum(), mine)
+    grads = torch.autograd.grad(((ours.log_probs - 0.3 * ours.entropy) * slopes.to(device)).sum(), mine)
     expected = log_probs, entropy, gradients[0][part], gradients[1][columns]
-    return tuple(relative(one.cpu(), other) for one, other in zip((*ours, *given), expected, strict=True))
+    return tuple(relative(computed.cpu(), right) for computed, right in zip((*ours, *grads), expected, strict=True))
 
 
 def fallback_on_rank() -> dict[str, Errors]:

@@ -73,15 +73,15 @@ def make_step(
         elif rejected:
             kept *= torch.tensor([rng.choice([0, 1, 1, 1]) for _ in range(response)], dtype=torch.int32)
         values = torch.tensor([[rng.uniform(-2, 2), rng.uniform(-0.4, 0.4)] for _ in range(response)])
-        one = Rollout(prompt, mask, kept, values[:, 0], values[:, 1], i - i % 2 if split else i)
-        one.ids = torch.arange(next_id, next_id + one.total)
-        next_id += one.total
-        samples.append(one)
+        rollout = Rollout(prompt, mask, kept, values[:, 0], values[:, 1], i - i % 2 if split else i)
+        rollout.ids = torch.arange(next_id, next_id + rollout.total)
+        next_id += rollout.total
+        samples.append(rollout)
     table = torch.tensor([rng.uniform(-1, 1) for _ in range(next_id + 1)])
-    step = Step(samples, _deal(rng, len(samples), dp, microbatches), len({one.rollout for one in samples}), table)
+    step = Step(samples, _deal(rng, len(samples), dp, microbatches), len({sample.rollout for sample in samples}), table)
     log_probs = _log_probs(step, table.double())
-    for one, current in zip(samples, log_probs, strict=True):
-        one.old_log_probs = (current + one.old_log_probs).float()  # ratios on both sides of the clip
+    for sample, current in zip(samples, log_probs, strict=True):
+        sample.old_log_probs = (current + sample.old_log_probs).float()  # ratios on both sides of the clip
     return step
 
 
@@ -96,11 +96,11 @@ def _deal(rng: random.Random, count: int, dp: int, microbatches: int) -> list[li
 
 def _log_probs(step: Step, table: Tensor) -> list[Tensor]:
     """Log-probs of response tokens: each is the table's entry of the token before it, against zeros."""
-    found = []
-    for one in step.samples:
-        entries = table[one.ids[one.prompt - 1 : -1]]
-        found.append(entries - torch.log(entries.exp() + step.vocabulary - 1))
-    return found
+    log_probs = []
+    for sample in step.samples:
+        entries = table[sample.ids[sample.prompt - 1 : -1]]
+        log_probs.append(entries - torch.log(entries.exp() + step.vocabulary - 1))
+    return log_probs
 
 
 def expected(
@@ -117,16 +117,18 @@ def expected(
     """
     table = step.table.double().requires_grad_()
     samples = list[oracle.Sample]()
-    for one, log_probs in zip(step.samples, _log_probs(step, table), strict=True):
-        ratio = (log_probs - one.old_log_probs.double()).exp()
-        advantages = one.advantages.double()
+    for sample, log_probs in zip(step.samples, _log_probs(step, table), strict=True):
+        ratio = (log_probs - sample.old_log_probs.double()).exp()
+        advantages = sample.advantages.double()
         losses = torch.maximum(-ratio * advantages, -ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH) * advantages)
-        of_row = one.kept if weights is None else torch.tensor(weights[len(samples)], dtype=torch.float64)
-        samples.append(oracle.Sample(losses, of_row, one.rollout))
+        of_row = sample.kept if weights is None else torch.tensor(weights[len(samples)], dtype=torch.float64)
+        samples.append(oracle.Sample(losses, of_row, sample.rollout))
     loss = oracle.step_loss(mode, samples, divisor, units)
     scale = oracle.step_scale(mode, samples, divisor, units)
     if mode == "token_mean":
-        share = sum(float(one.kept.sum()) for one in step.samples) / sum(float(one.mask.sum()) for one in step.samples)
+        share = sum(float(sample.kept.sum()) for sample in step.samples) / sum(
+            float(sample.mask.sum()) for sample in step.samples
+        )
         loss, scale = loss * share, scale * share
     (gradient,) = torch.autograd.grad(loss, table)
     return float(loss.detach()), gradient, scale
@@ -140,16 +142,17 @@ def rollout_data(steps: Sequence[Step], dp_rank: int, slice_with_cp: Any) -> dic
         for chosen in step.dealt[dp_rank]:
             begun = len(data.get("tokens", []))
             indices.append(list(range(begun, begun + len(chosen))))
-            for one in (step.samples[i] for i in chosen):
-                siblings = [other for other in step.samples if other.rollout == one.rollout]
+            for sample in (step.samples[i] for i in chosen):
+                siblings = [other for other in step.samples if other.rollout == sample.rollout]
                 old, advantages = (
-                    slice_with_cp(values, one.total, one.response) for values in (one.old_log_probs, one.advantages)
+                    slice_with_cp(values, sample.total, sample.response)
+                    for values in (sample.old_log_probs, sample.advantages)
                 )
                 row = {
-                    "tokens": one.ids,
-                    "total_lengths": one.total,
-                    "response_lengths": one.response,
-                    "loss_masks": one.mask,
+                    "tokens": sample.ids,
+                    "total_lengths": sample.total,
+                    "response_lengths": sample.response,
+                    "loss_masks": sample.mask,
                     "log_probs": old,
                     "rollout_log_probs": old,
                     "advantages": advantages,
@@ -167,7 +170,7 @@ def rollout_data(steps: Sequence[Step], dp_rank: int, slice_with_cp: Any) -> dic
 
 def reject(steps: Sequence[Step]) -> Any:
     """A function for their ``--custom-tis-function-path``: it rejects tokens as the steps say, and weights none."""
-    kept = {id(one.mask): one.kept for step in steps for one in step.samples}
+    kept = {id(sample.mask): sample.kept for step in steps for sample in step.samples}
 
     def rejecting(*, pg_loss: Tensor, loss_masks: list[Tensor], **_: Any) -> Any:
         return pg_loss, [kept[id(mask)] for mask in loss_masks], {}
@@ -204,4 +207,4 @@ def errors_of(step: Step, mode: str, divisor: float | None, value: float, gradie
     """The worse of value's and gradient's error, as `oracle.worst_error`; `options` as in `expected`."""
     loss, by_entry, scale = expected(step, mode, divisor, **options)
     in_gradient = float((gradient.double() - by_entry).abs().max() / by_entry.abs().max())
-    return oracle.worst_error(abs(value - loss) / scale, in_gradient, sum(one.response for one in step.samples))
+    return oracle.worst_error(abs(value - loss) / scale, in_gradient, sum(sample.response for sample in step.samples))

@@ -8,10 +8,10 @@ import pytest
 
 def _text(file: str) -> str:
     """The text of a file of the package `megatron`; empty for a missing file."""
-    found = importlib.util.find_spec("megatron.core")
-    assert found is not None
-    assert found.origin is not None
-    path = Path(found.origin).parent.parent / file
+    spec = importlib.util.find_spec("megatron.core")
+    assert spec is not None
+    assert spec.origin is not None
+    path = Path(spec.origin).parent.parent / file
     return path.read_text() if path.exists() else ""
 
 

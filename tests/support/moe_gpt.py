@@ -69,12 +69,12 @@ def step_data(num_microbatches: int, with_policy: bool) -> list[Batch]:
 
     rollouts = [
         replace(
-            one,
-            mask=[float(weight > 0) for weight in one.mask],
-            advantages=[with_policy * 4 * advantage for advantage in one.advantages],
-            old_log_probs=[0.0] * len(one.mask),
+            rollout,
+            mask=[float(weight > 0) for weight in rollout.mask],
+            advantages=[with_policy * 4 * advantage for advantage in rollout.advantages],
+            old_log_probs=[0.0] * len(rollout.mask),
         )
-        for one in rollouts_without_old_policy()[:8]
+        for rollout in rollouts_without_old_policy()[:8]
     ]
     case = Case(num_microbatches, "sample_mean", "all", "mean", False, "plain", False, False)
     dp, dp_rank = mpu.get_data_parallel_world_size(), mpu.get_data_parallel_rank()
@@ -89,8 +89,8 @@ def run_step(model: Any, batches: list[Batch], loss_of: Any, wrap: Any = None) -
     MTPLossLoggingHelper.tracker.clear()  # the dev branch refuses to log per-token loss after loss of another kind
 
     def forward_step(iterator: Iterator[Any], model: Any) -> Any:
-        given = next(iterator)
-        batch = given if isinstance(given, Batch) else given.data
+        drawn = next(iterator)
+        batch = drawn if isinstance(drawn, Batch) else drawn.data
         output = model(
             batch.tokens,
             batch.positions,
@@ -99,7 +99,7 @@ def run_step(model: Any, batches: list[Batch], loss_of: Any, wrap: Any = None) -
             loss_mask=batch.mask,
             packed_seq_params=batch.packed_seq_params(),
         )
-        return output, functools.partial(loss_of, given)
+        return output, functools.partial(loss_of, drawn)
 
     run_schedule(forward_step, iter(batches), model, len(batches), wrap)
     return {name: parameter.main_grad.clone() for name, parameter in model.module.named_parameters()}

@@ -81,8 +81,8 @@ class Row(NamedTuple):
     worked: tuple[float, float]
 
 
-def rollout_of(number: int, one: Sample) -> object:
-    return ("alone", number) if one.rollout_id is None else one.rollout_id
+def rollout_of(number: int, sample: Sample) -> object:
+    return ("alone", number) if sample.rollout_id is None else sample.rollout_id
 
 
 ROWS = {
@@ -90,7 +90,7 @@ ROWS = {
         rollout_of, lambda tokens, _: tokens, ((10 / 4 + 11 / 2 + 6.5 / 3) / 4, (10 / 4 + 11 / 2 + 6.5 / 3) / 3)
     ),
     "prompt_mean": Row(
-        lambda _, one: one.prompt_id, lambda tokens, _: tokens, ((21 / 6 + 6.5 / 3) / 2, (21 / 6 + 6.5 / 3) / 2)
+        lambda _, sample: sample.prompt_id, lambda tokens, _: tokens, ((21 / 6 + 6.5 / 3) / 2, (21 / 6 + 6.5 / 3) / 2)
     ),
     "token_mean": Row(lambda *_: "the step", lambda tokens, _: tokens, (27.5 / 9, 27.5 / 9)),
     "constant": Row(rollout_of, lambda _, divisor: divisor or NAN, (27.5 / 32, 27.5 / 24)),
@@ -108,8 +108,8 @@ WORKED_VALUES = {
 def units_of(mode: str, samples: Sequence[Sample]) -> list[list[int]]:
     """The samples of each unit of the step."""
     units: dict[object, list[int]] = {}
-    for i, one in enumerate(samples):
-        units.setdefault(ROWS[mode].unit(i, one), []).append(i)
+    for i, sample in enumerate(samples):
+        units.setdefault(ROWS[mode].unit(i, sample), []).append(i)
     return list(units.values())
 
 
@@ -119,11 +119,11 @@ def part_counts(units: str, entries: Sequence[float], labels: Mapping[str, Any])
 
 
 def unit_counts(units: str, members: Sequence[Sample]) -> bool:
-    return any(part_counts(units, one.mask.double().tolist(), one.labels) for one in members)
+    return any(part_counts(units, sample.mask.double().tolist(), sample.labels) for sample in members)
 
 
 def mask_tokens(samples: Sequence[Sample]) -> float:
-    return sum(float(one.mask.double().sum()) for one in samples)
+    return sum(float(sample.mask.double().sum()) for sample in samples)
 
 
 def step_loss(mode: str, samples: Sequence[Sample], divisor: float | None = None, units: str = "all") -> Tensor:
@@ -140,7 +140,9 @@ def step_loss(mode: str, samples: Sequence[Sample], divisor: float | None = None
         tokens = mask_tokens(members)
         counted += unit_counts(units, members)
         if tokens > 0:
-            active = [(one.losses[one.mask != 0] * one.mask[one.mask != 0].double()).sum() for one in members]
+            active = [
+                (sample.losses[sample.mask != 0] * sample.mask[sample.mask != 0].double()).sum() for sample in members
+            ]
             total = total + torch.stack(active).sum() / ROWS[mode].size(tokens, divisor)
     return total / max(counted, 1)
 
@@ -152,7 +154,7 @@ def step_weights(
     of_units = units_of(mode, samples)
     sizes = [mask_tokens([samples[i] for i in unit]) for unit in of_units]
     number = max(sum(unit_counts(units, [samples[i] for i in unit]) for unit in of_units), 1)
-    weights = [[0.0] * len(one.mask) for one in samples]
+    weights = [[0.0] * len(sample.mask) for sample in samples]
     for unit, size in zip(of_units, sizes, strict=True):
         beside = ROWS[mode].size(size, divisor)
         for i in unit if size else ():
@@ -201,11 +203,11 @@ def weights_by_ids(
 def vl_norm(samples: Sequence[Sample], alpha: float = 0.75) -> Tensor:
     """sum_i M_i^-alpha (sum_t l*m) / sum_j M_j^-alpha, over samples with an active token."""
     total, powers = torch.zeros((), dtype=torch.float64), 0.0
-    for one in samples:
-        if mask_tokens([one]) > 0:
-            power = mask_tokens([one]) ** -alpha
+    for sample in samples:
+        if mask_tokens([sample]) > 0:
+            power = mask_tokens([sample]) ** -alpha
             powers += power
-            total = total + power * (one.losses[one.mask != 0] * one.mask[one.mask != 0].double()).sum()
+            total = total + power * (sample.losses[sample.mask != 0] * sample.mask[sample.mask != 0].double()).sum()
     return total / powers
 
 
@@ -213,8 +215,8 @@ def step_gradient(
     mode: str, samples: Sequence[Sample], divisor: float | None = None, units: str = "all"
 ) -> list[Tensor]:
     """d step_loss / d loss of every token, a float64 tensor a sample."""
-    leaves = [one.losses.clone().requires_grad_() for one in samples]
-    moved = [replace(one, losses=leaf) for one, leaf in zip(samples, leaves, strict=True)]
+    leaves = [sample.losses.clone().requires_grad_() for sample in samples]
+    moved = [replace(sample, losses=leaf) for sample, leaf in zip(samples, leaves, strict=True)]
     loss = step_loss(mode, moved, divisor, units)
     if not loss.requires_grad:  # no active token
         return [torch.zeros_like(leaf) for leaf in leaves]
@@ -223,7 +225,7 @@ def step_gradient(
 
 def step_scale(mode: str, samples: Sequence[Sample], divisor: float | None = None, units: str = "all") -> float:
     """The step loss of the absolute losses: what rounding errors of the step loss are relative to."""
-    return float(step_loss(mode, [replace(one, losses=one.losses.abs()) for one in samples], divisor, units))
+    return float(step_loss(mode, [replace(sample, losses=sample.losses.abs()) for sample in samples], divisor, units))
 
 
 def sum_error(num_terms: int) -> float:
@@ -244,7 +246,7 @@ def chain_error(num_layers: int, longest: int) -> float:
 
 
 def num_tokens(samples: Sequence[Sample]) -> int:
-    return sum(len(one.mask) for one in samples)
+    return sum(len(sample.mask) for sample in samples)
 
 
 def worst_of(*errors: float) -> float:

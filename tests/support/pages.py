@@ -36,7 +36,7 @@ def code_under(page: str, heading: str) -> str:
     """The only Python block under a heading of a page, up to the next heading."""
     text = (ROOT / "docs" / page).read_text()
     fences = r"^```.*?^```|(^#+ [^\n]*)$"  # a comment in a block is no heading
-    titles = [found for found in re.finditer(fences, text, flags=re.MULTILINE | re.DOTALL) if found[1]]
+    titles = [match for match in re.finditer(fences, text, flags=re.MULTILINE | re.DOTALL) if match[1]]
     ends = [*(title.start() for title in titles[1:]), len(text)]
     bodies = {title[1].lstrip("# "): text[title.end() : end] for title, end in zip(titles, ends, strict=True)}
     (block,) = re.findall(r"^```python\n(.*?)^```", bodies[heading], flags=re.MULTILINE | re.DOTALL)

@@ -28,11 +28,11 @@ def random_batch(seed: int) -> Batch:
     rng = random.Random(seed)
     prompts = [0, *(1 + rng.randrange(3) for _ in range(rng.randint(5, 10)))]
     samples = random_samples(rng, [(None, prompt) for prompt in prompts], range(3, rng.randint(6, 14)), (0, 1, 1))
-    for i, one in enumerate(samples):
-        one.mask[0] = 1  # of those that are not
-        one.mask.mul_(i > 1)
-    masks = pad_sequence([one.mask for one in samples], batch_first=True)
-    losses = pad_sequence([one.losses.float() for one in samples], batch_first=True, padding_value=7.0)
+    for i, sample in enumerate(samples):
+        sample.mask[0] = 1  # of those that are not
+        sample.mask.mul_(i > 1)
+    masks = pad_sequence([sample.mask for sample in samples], batch_first=True)
+    losses = pad_sequence([sample.losses.float() for sample in samples], batch_first=True, padding_value=7.0)
     return Batch(losses, masks, prompts)
 
 

@@ -120,7 +120,8 @@ every_layout = pytest.mark.parametrize(
 
 
 def padded_masks(chosen: Sequence[oracle.Sample], placed: Placement) -> list[torch.Tensor]:
-    lengths = placed.mask_lengths or [len(one.mask) for one in chosen]
+    lengths = placed.mask_lengths or [len(sample.mask) for sample in chosen]
     return [
-        torch.cat([one.mask, one.mask.new_zeros(n - len(one.mask))]) for one, n in zip(chosen, lengths, strict=True)
+        torch.cat([sample.mask, sample.mask.new_zeros(n - len(sample.mask))])
+        for sample, n in zip(chosen, lengths, strict=True)
     ]

@@ -24,7 +24,7 @@ def planted(framework: Framework, folder: Path, edits: dict[str, tuple[str, str]
     Files are links to the checkout's, but for the edited ones.
     """
     root, package = Path(checkout(framework)), framework.proof.partition("/")[0]
-    for source in (one for one in (root / package).rglob("*") if one.is_file()):
+    for source in (path for path in (root / package).rglob("*") if path.is_file()):
         copy = folder / source.relative_to(root)
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.symlink_to(source)

@@ -16,9 +16,9 @@ def undone() -> Iterator[None]:
     try:
         yield
     finally:
-        for one in [one for one in replacing._REGISTRY if one not in before]:
-            if isinstance(one, replacing.Replaced):
-                one.undo()
+        for entry in [entry for entry in replacing._REGISTRY if entry not in before]:
+            if isinstance(entry, replacing.Replaced):
+                entry.undo()
 
 
 _FACTORS_OF_OURS = columns.token_mean_factors
@@ -26,7 +26,7 @@ _FACTORS_OF_OURS = columns.token_mean_factors
 
 def _factors(column: float, *args: Any, **options: Any) -> Any:
     factors, tokens = _FACTORS_OF_OURS(*args, **options)
-    return [column * one for one in factors], tokens
+    return [column * factor for factor in factors], tokens
 
 
 @contextmanager

@@ -122,12 +122,12 @@ def scan(
     x: Tensor, m: Tensor, gamma: float, steps: str = "active", reverse: bool = False, exclusive: bool = False
 ) -> Tensor:
     """S_t = m_t x_t + gamma S_{t-1} at active tokens, by loops over places; masked ones are steps or not."""
-    found, state = [torch.zeros((), dtype=torch.float64)] * len(m), torch.zeros((), dtype=torch.float64)
+    states, state = [torch.zeros((), dtype=torch.float64)] * len(m), torch.zeros((), dtype=torch.float64)
     for t in range(len(m))[:: -1 if reverse else 1]:
         if m[t] != 0 or steps == "all":
             before, state = state, gamma * state + (m[t] * x[t] if m[t] != 0 else 0)
-            found[t] = (before if exclusive else state) if m[t] != 0 else found[t]
-    return torch.stack(found)
+            states[t] = (before if exclusive else state) if m[t] != 0 else states[t]
+    return torch.stack(states)
 
 
 #: Discount, steps, direction, and whether a token's own value is left out.

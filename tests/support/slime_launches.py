@@ -35,9 +35,9 @@ def arguments(**changed: Any) -> Any:
     return Settings(**VALUES | changed)
 
 
-def with_steps(one: dict[str, Any]) -> dict[str, Any]:
+def with_steps(launch: dict[str, Any]) -> dict[str, Any]:
     """Tensors are made on the rank: a process is handed few of them."""
-    return one | {"steps": [make() for make in one["steps"]]}
+    return launch | {"steps": [make() for make in launch["steps"]]}
 
 
 def compute_in_float32() -> None:

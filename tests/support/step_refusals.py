@@ -60,7 +60,7 @@ def late_error(good: list[Record], dp: int, cp: int) -> Iterator[Record]:
     yield good[1]
 
 
-def made(make: Callable[[], Any]) -> Change:
+def calling(make: Callable[[], Any]) -> Change:
     """A `samples_of` that calls this on DP rank 1."""
     return put(make=make)
 
@@ -78,8 +78,8 @@ EMPTY: Record = {"loss_masks": [], "layout": ZigzagTHD([0]), "rollout_ids": [], 
 
 
 def one_sample(record: Record, number: int) -> Record:
-    one = {name: record[name][number : number + 1] for name in ("loss_masks", "rollout_ids", "prompt_ids")}
-    return one | {"layout": ZigzagTHD([0, 8], total_lengths=[8 - 2 * number]), "tokens": TOKENS[:8]}
+    columns = {name: record[name][number : number + 1] for name in ("loss_masks", "rollout_ids", "prompt_ids")}
+    return columns | {"layout": ZigzagTHD([0, 8], total_lengths=[8 - 2 * number]), "tokens": TOKENS[:8]}
 
 
 def step_row(
@@ -138,9 +138,9 @@ STEP_ROWS = [
              "the samples have no mask 'correct'", "Pass Samples(..., term_masks=",
              lambda good, dp, cp: [r | {"term_masks": {"correct": r["loss_masks"]}} for r in good],
              term_masks=["correct"]),
-    step_row("samples_of gives nothing", "", made(lambda: None), "samples_of returned a NoneType",
+    step_row("samples_of gives nothing", "", calling(lambda: None), "samples_of returned a NoneType",
              "Wrap the masks in Samples"),
-    step_row("samples_of fails", "", made(fails), "KeyError: 'loss_masks'", "", styled=False),
+    step_row("samples_of fails", "", calling(fails), "KeyError: 'loss_masks'", "", styled=False),
     step_row("no active token", "a step without active tokens",
              everywhere(loss_masks=masks([0.0] * 8, [0.0] * 6)), "a step without one active token",
              "Check the loss masks", everywhere(loss_masks=masks([0.0] * 8, [0.0] * 5 + [1.0])),

@@ -23,7 +23,7 @@ MASK_DTYPES = (torch.bool, torch.uint8, torch.int32, torch.int64, torch.float64,
 
 def ids_of(samples: Sequence[Sample]) -> dict[str, Any]:
     """Keyword arguments: the rollout and prompt ids, where the step has some."""
-    rollouts, prompts = [one.rollout_id for one in samples], [one.prompt_id for one in samples]
+    rollouts, prompts = [sample.rollout_id for sample in samples], [sample.prompt_id for sample in samples]
     return {"rollout_ids": None if None in rollouts else rollouts, "prompt_ids": None if None in prompts else prompts}
 
 
@@ -35,7 +35,7 @@ def token_weights(
 
 
 def totals_of(step: Sequence[Sample]) -> StepTotals:
-    return StepTotals.from_loss_masks([one.mask for one in step], **(ids_of(step) if step else {}))
+    return StepTotals.from_loss_masks([sample.mask for sample in step], **(ids_of(step) if step else {}))
 
 
 def divisor_of(mode: Any) -> float | None:
@@ -65,17 +65,17 @@ def drawn_step(seed: int, dp_size: int = 1, num_microbatches: int = 3) -> Step:
             named = [(ids(rollout) if split else None, ids(prompt))]
             fractions = [0.0, rng.uniform(0.001, 0.1), rng.uniform(0.1, 3.0)]
             weights = rng.choice([[1.0], [0.0, 1.0, 1.0], fractions, [0.0]])
-            for one in random_samples(rng, named * rng.choice([1, 2] if split else [1]), [0, 1, 2, 7, 13], weights):
+            for sample in random_samples(rng, named * rng.choice([1, 2] if split else [1]), [0, 1, 2, 7, 13], weights):
                 as_type = dtype or rng.choice(MASK_DTYPES)
-                mask = (one.mask if as_type.is_floating_point else one.mask.clamp(max=1)).to(as_type)
-                step.append(replace(one, mask=mask))
+                mask = (sample.mask if as_type.is_floating_point else sample.mask.clamp(max=1)).to(as_type)
+                step.append(replace(sample, mask=mask))
     hands: list[list[list[int]]] = [[[] for _ in range(num_microbatches)] for _ in range(dp_size)]
     for i in rng.sample(range(len(step)), len(step)):
         rng.choice(rng.choice(hands)).append(i)
     return Step(step, hands)
 
 
-def as_given(rng: random.Random, mask: Tensor) -> Any:
+def as_any_type(rng: random.Random, mask: Tensor) -> Any:
     """A mask as users give it: a tensor, an array or a list."""
     if mask.dtype == torch.bfloat16:
         return mask
@@ -84,39 +84,41 @@ def as_given(rng: random.Random, mask: Tensor) -> Any:
 
 def samples_of(chosen: Sequence[Sample], placed: Placement, **options: Any) -> Samples:
     rng = random.Random(len(chosen))
-    masks = [as_given(rng, mask) for mask in padded_masks(chosen, placed)]
-    turns = [[*turns_of(one), *[""] * (len(mask) - len(one.mask))] for one, mask in zip(chosen, masks, strict=True)]
-    ids: Any = {"session": [session_of(one) for one in chosen], "turn": turns}
+    masks = [as_any_type(rng, mask) for mask in padded_masks(chosen, placed)]
+    turns = [
+        [*turns_of(sample), *[""] * (len(mask) - len(sample.mask))] for sample, mask in zip(chosen, masks, strict=True)
+    ]
+    ids: Any = {"session": [session_of(sample) for sample in chosen], "turn": turns}
     return Samples(masks, layout=placed.layout, ids=ids, **(ids_of(chosen) if chosen else {}), **options)
 
 
-def session_of(one: Sample) -> str:
-    return f"session {len(str(one.prompt_id))} {len(one.mask) % 2}"
+def session_of(sample: Sample) -> str:
+    return f"session {len(str(sample.prompt_id))} {len(sample.mask) % 2}"
 
 
-def turns_of(one: Sample) -> list[str]:
+def turns_of(sample: Sample) -> list[str]:
     """Turns of tokens: three go on in other samples of the session, and come again; some masked tokens have none."""
-    return ["" if not m and t % 2 else f"{session_of(one)} {t // 3 % 2}" for t, m in enumerate(one.mask.tolist())]
+    return ["" if not m and t % 2 else f"{session_of(sample)} {t // 3 % 2}" for t, m in enumerate(sample.mask.tolist())]
 
 
 def weights_of(mode: str, samples: Sequence[Sample], units: str) -> list[list[float]]:
     """The weight of every token of the step, by the oracle."""
     if mode not in oracle.BY_IDS:
         return oracle.step_weights(mode, samples, divisor_of(mode), units)
-    ids = [session_of(one) for one in samples], [turns_of(one) for one in samples]
-    return oracle.weights_by_ids(mode, [one.mask for one in samples], *ids, units)
+    ids = [session_of(sample) for sample in samples], [turns_of(sample) for sample in samples]
+    return oracle.weights_by_ids(mode, [sample.mask for sample in samples], *ids, units)
 
 
 def placed(step: Step, dp_rank: int, place: Any, cp_size: int) -> list[tuple[list[Sample], Placement]]:
     hands = [[step.samples[i] for i in hand] for hand in step.hands[dp_rank]]
-    return [(hand, laid_out(place, tuple(len(one.mask) for one in hand), cp_size)) for hand in hands if hand]
+    return [(hand, laid_out(place, tuple(len(sample.mask) for sample in hand), cp_size)) for hand in hands if hand]
 
 
-def error_of(found: Tensor, expected: Iterable[float]) -> float:
+def error_of(weights: Tensor, expected: Iterable[float]) -> float:
     """The largest relative error of a token's weight; infinite for one that should be 0 and is not."""
     right = np.array(list(expected), np.float64)
-    assert found.dtype == torch.float32
-    assert found.shape == right.shape
+    assert weights.dtype == torch.float32
+    assert weights.shape == right.shape
     with np.errstate(divide="ignore", invalid="ignore"):
-        errors = np.abs(found.numpy() - right) / np.abs(right)
-    return oracle.worst_of(0.0, *np.where(found.numpy() == right, 0, errors).tolist())
+        errors = np.abs(weights.numpy() - right) / np.abs(right)
+    return oracle.worst_of(0.0, *np.where(weights.numpy() == right, 0, errors).tolist())

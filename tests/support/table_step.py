@@ -12,7 +12,8 @@ import torch
 from logged_means import logged_means
 from ranks import start_process_group
 
-from megatron_rl_loss import Gathered, LossAggregation, Samples, ZigzagTHD
+import megatron_rl_loss
+from megatron_rl_loss import LossAggregation, Samples, ZigzagTHD
 from megatron_rl_loss.megatron.flags import AggregationSettings
 
 
@@ -46,7 +47,8 @@ class Batch:
         }
         self.samples = Samples(
             [samples[i].mask for i in chosen],
-            layout=(Gathered if gathered else ZigzagTHD)(cu_seqlens, total_lengths=lengths),
+            # Looked up late: a launch with zigzag does not load other layouts.
+            layout=(megatron_rl_loss.Gathered if gathered else ZigzagTHD)(cu_seqlens, total_lengths=lengths),
             rollout_ids=[str(samples[i].rollout_id) for i in chosen],
             prompt_ids=[str(samples[i].prompt_id) for i in chosen],
             cp_group=cp_group,
@@ -179,16 +181,16 @@ def run_schedule(
 
 def begun(step: Any, data: Any, model: Any, num_microbatches: int) -> Any:
     """The iterators that a schedule is given for an evaluation step, which this one does not run."""
-    given: list[Any] = []
+    iterators: list[Any] = []
 
     def keep(**options: Any) -> list[Any]:
-        given.append(options["data_iterator"])
+        iterators.append(options["data_iterator"])
         return []
 
     schedule = step.wrap_schedule(keep)
     options = {"data_iterator": data, "model": model, "num_microbatches": num_microbatches, "forward_only": True}
     schedule(forward_step_func=print, **options)
-    return given[0]
+    return iterators[0]
 
 
 def logged_by_step(loss_aggregation: Any, forward_step: Any, batches: list[Batch], model: Any) -> dict[str, float]:

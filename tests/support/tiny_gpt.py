@@ -95,7 +95,7 @@ class Batch:
         self, rollouts: Sequence[Rollout], cp_rank: int, cp_size: int, filler: bool, cp_group: Any = None
     ) -> None:
         multiple = 2 * cp_size
-        lengths = [len(one.tokens) for one in rollouts]
+        lengths = [len(rollout.tokens) for rollout in rollouts]
         sizes = [-(-length // multiple) * multiple for length in lengths]
         # A pack without samples still needs tokens; in other packs filler must not count either.
         fillers = [multiple] if filler or not rollouts else []
@@ -120,10 +120,10 @@ class Batch:
     def described(self, correct: Callable[[Sequence[Rollout]], list[Tensor]] | None = None) -> Samples:
         """Whole samples, as a data loader describes them, not this rank's part; `correct`: a term's masks."""
         return Samples(
-            [torch.tensor(one.mask) for one in self._rollouts],
+            [torch.tensor(rollout.mask) for rollout in self._rollouts],
             layout=self._layout,
-            rollout_ids=[one.rollout_id for one in self._rollouts],
-            prompt_ids=[one.prompt_id for one in self._rollouts],
+            rollout_ids=[rollout.rollout_id for rollout in self._rollouts],
+            prompt_ids=[rollout.prompt_id for rollout in self._rollouts],
             cp_group=self.cp_group,
             term_masks=None if correct is None else {"correct": correct(self._rollouts)},
         )
@@ -151,7 +151,7 @@ class Batch:
 
 
 def fully_masked(rollouts: Sequence[Rollout]) -> list[int]:
-    return [i for i, one in enumerate(rollouts) if not any(one.mask)]
+    return [i for i, rollout in enumerate(rollouts) if not any(rollout.mask)]
 
 
 def batches_of(rollouts: Sequence[Rollout], case: Case, dp: int, dp_rank: int, cp: int, cp_rank: int) -> list[Batch]:
@@ -348,17 +348,17 @@ class Outcome(NamedTuple):
 def collect(chunks: list[Any], of_gradients: bool) -> dict[str, tuple[Any, int | None]]:
     from megatron.core.utils import unwrap_model
 
-    found = {}
+    values = {}
     for chunk in chunks:
         model = unwrap_model(chunk)
         for name, parameter in model.named_parameters():
             value = parameter.main_grad if of_gradients else parameter.detach()
             key = full_name(name, model)
             # Both copies of a tied embedding must agree with the oracle: neither may hide the other.
-            while key in found:
+            while key in values:
                 key += "'"
-            found[key] = (value.double().cpu().numpy().copy(), cut_dim(parameter))
-    return found
+            values[key] = (value.double().cpu().numpy().copy(), cut_dim(parameter))
+    return values
 
 
 def start_layout(layout: Layout) -> Any:

@@ -97,10 +97,10 @@ class Bin:
 
 def runtime_state(bins: list[Bin], rows: list[Row]) -> SimpleNamespace:
     """Megatron's RL runtime state, as far as it tells of the packing of one DP rank."""
-    masks = torch.cat([one.token_masks(rows) for one in bins]) if bins else torch.zeros(0, SEQ_LENGTH)
+    masks = torch.cat([packed_bin.token_masks(rows) for packed_bin in bins]) if bins else torch.zeros(0, SEQ_LENGTH)
     info = SimpleNamespace(
-        bin_seq_indices=[one.numbers for one in bins],
-        seq_starts={k: one.starts if one.numbers else [] for k, one in enumerate(bins)},
+        bin_seq_indices=[packed_bin.numbers for packed_bin in bins],
+        seq_starts={k: packed_bin.starts if packed_bin.numbers else [] for k, packed_bin in enumerate(bins)},
         seq_lengths=[len(row.token_mask) for row in rows],
     )
     return SimpleNamespace(packing_context=SimpleNamespace(packed_loss_mask=masks, packing_info=info))
@@ -112,11 +112,11 @@ def install_state(state: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setitem(sys.modules, name, value)
 
 
-def batch_of(one: Bin, rows: list[Row], index: int) -> Any:
-    if one.packed:
+def batch_of(packed_bin: Bin, rows: list[Row], index: int) -> Any:
+    if packed_bin.packed:
         return (torch.tensor(index),)
-    masks = one.token_masks(rows)
-    nothing = torch.zeros(len(one.numbers))
+    masks = packed_bin.token_masks(rows)
+    nothing = torch.zeros(len(packed_bin.numbers))
     return [nothing, nothing, nothing, masks, nothing, nothing, nothing]
 
 

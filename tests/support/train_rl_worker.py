@@ -39,11 +39,11 @@ FLAGS = f"""--seq-length {SEQ_LENGTH} --max-position-embeddings {SEQ_LENGTH} --m
 def make_step(seed: int, dp: int) -> logit_table.Step:
     """Sequences of one advantage each, dealt to ranks in turn; the last two of them fill the batch up, fully masked."""
     step = logit_table.make_step(seed, dp, masked=False)
-    for i, one in enumerate(step.samples):
-        one.advantages[:] = one.advantages[0]
+    for i, sample in enumerate(step.samples):
+        sample.advantages[:] = sample.advantages[0]
         if i >= len(step.samples) - 2:
-            one.mask.zero_()
-            one.kept.zero_()
+            sample.mask.zero_()
+            sample.kept.zero_()
     return step
 
 
@@ -52,11 +52,11 @@ def tensors_of(step: logit_table.Step) -> dict[str, torch.Tensor]:
     rows = len(step.samples)
     tensors = {name: torch.zeros(rows, SEQ_LENGTH) for name in ("masks", "old_logprobs")}
     trajectories = torch.full((rows, SEQ_LENGTH), PAD, dtype=torch.int64)
-    for i, one in enumerate(step.samples):
-        trajectories[i, : one.total] = one.ids
-        tensors["masks"][i, one.prompt : one.total] = one.mask.float()
-        tensors["old_logprobs"][i, one.prompt - 1 : one.total - 1] = one.old_log_probs
-    advantages = torch.stack([one.advantages[0] for one in step.samples])
+    for i, sample in enumerate(step.samples):
+        trajectories[i, : sample.total] = sample.ids
+        tensors["masks"][i, sample.prompt : sample.total] = sample.mask.float()
+        tensors["old_logprobs"][i, sample.prompt - 1 : sample.total - 1] = sample.old_log_probs
+    advantages = torch.stack([sample.advantages[0] for sample in step.samples])
     return tensors | {"trajectories": trajectories, "advantages": advantages}
 
 
@@ -120,7 +120,7 @@ def main(root: str, cp: int, cases: list[dict[str, Any]]) -> None:
         num_microbatches_calculator.unset_num_microbatches_calculator()
         global_vars.destroy_global_vars()
         step = make_step(case["seed"], parallel_state.get_data_parallel_world_size())
-        found: dict[str, Any] = {}
+        outcome: dict[str, Any] = {}
 
         def one_step(
             config: Any,
@@ -129,7 +129,7 @@ def main(root: str, cp: int, cases: list[dict[str, Any]]) -> None:
             forward_step: Any,
             provider: Any,
             step: logit_table.Step = step,
-            found: dict[str, Any] = found,
+            outcome: dict[str, Any] = outcome,
         ) -> None:
             args = global_vars.get_args()
             global_vars._GLOBAL_TOKENIZER = SimpleNamespace(pad=PAD, eod=PAD)
@@ -145,10 +145,10 @@ def main(root: str, cp: int, cases: list[dict[str, Any]]) -> None:
                     seq_length=SEQ_LENGTH,
                     micro_batch_size=1,
                 )
-            found["audit"] = audit.measured
-            found["stock"] = forward_step is train_rl.forward_step
-            found["lm loss"] = reduced([report["lm loss"] for report in reports])
-            found["gradient"] = model.module.losses.main_grad.double()
+            outcome["audit"] = audit.measured
+            outcome["stock"] = forward_step is train_rl.forward_step
+            outcome["lm loss"] = reduced([report["lm loss"] for report in reports])
+            outcome["gradient"] = model.module.losses.main_grad.double()
 
         example.pretrain = one_step
         sys.argv = ["train_rl.py", *MODEL.split(), *FLAGS.split(), "--context-parallel-size", str(cp), *case["flags"]]
@@ -160,12 +160,12 @@ def main(root: str, cp: int, cases: list[dict[str, Any]]) -> None:
             result: dict[str, Any] = {"refused": str(error)}
         else:
             value, gradient, scale = logit_table.expected(step, case["mode"], case["divisor"], "active")
-            in_gradient = float((found["gradient"] - gradient).abs().max() / gradient.abs().max())
-            in_value = abs(found["lm loss"] - value) / scale
-            result = {"stock": found["stock"], "gradient": in_gradient, "error": max(in_gradient, in_value)}
+            in_gradient = float((outcome["gradient"] - gradient).abs().max() / gradient.abs().max())
+            in_value = abs(outcome["lm loss"] - value) / scale
+            result = {"stock": outcome["stock"], "gradient": in_gradient, "error": max(in_gradient, in_value)}
             result["proof"] = "".join(re.findall(r"megatron_rl_loss: (.* proved on .*)", printed.getvalue()))
-            if found["audit"] is not None:
-                result |= audited(found["audit"], case, found["stock"])
+            if outcome["audit"] is not None:
+                result |= audited(outcome["audit"], case, outcome["stock"])
         if dist.get_rank() == 0:
             print("RESULT " + json.dumps(result), flush=True)
 
@@ -198,7 +198,7 @@ def groups() -> Any:
 
 def reduced(reported: list[torch.Tensor]) -> float:
     """A report, reduced as by `train_step`: numbers over micro-batches, or stock pairs of sum and count over ranks."""
-    values = torch.stack([one.detach().double().view(-1) for one in reported])
+    values = torch.stack([report.detach().double().view(-1) for report in reported])
     if values.size(1) == 1:
         return float(values.mean())
     total = values.sum(0)

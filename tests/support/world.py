@@ -60,9 +60,11 @@ from megatron_rl_loss.megatron.flags import AggregationSettings
 from megatron_rl_loss.plan.forms import FORMS
 
 STEP = step_samples(8)
-TABLE = [float(loss) for one in STEP for loss in one.losses] + [0.0]
+TABLE = [float(loss) for sample in STEP for loss in sample.losses] + [0.0]
 CP, DP = 2, 2
-OF_SAMPLES: Any = {"ids": {"session": [session_of(one) for one in STEP], "turn": [turns_of(one) for one in STEP]}}
+OF_SAMPLES: Any = {
+    "ids": {"session": [session_of(sample) for sample in STEP], "turn": [turns_of(sample) for sample in STEP]}
+}
 #: What a loss function may return to the installed Megatron or to a loop, and whether with per-token loss: without it
 #: Megatron's DDP averages, else it sums.
 FORM_SETTINGS = [
@@ -243,7 +245,7 @@ def by_plan(world: World, model: Model) -> tuple[Ready, Any]:
     """A plan: evaluated, then trained on in the schedule, whose first step is proved."""
     ready = model.in_ddp()
     plan = plan_step([batch.samples for batch in model.batches], model=ready.chunks, **world.named)
-    steps, found = list(zip(model.batches, plan, strict=True)), []
+    steps, reports = list(zip(model.batches, plan, strict=True)), []
 
     def forward_step(iterator: Iterator[Any], chunk: Any) -> Any:
         return model.forward(chunk, *next(iterator))
@@ -254,8 +256,8 @@ def by_plan(world: World, model: Model) -> tuple[Ready, Any]:
             stored = run_chunks(world, ready, forward_step, steps, wrap, forward_only=evaluates)
         if stored:
             plan.finish(stored)
-            found.append(logged_means(stored))
-    assert found[1:] == found[:1]
+            reports.append(logged_means(stored))
+    assert reports[1:] == reports[:1]
     return ready, stored
 
 
@@ -378,7 +380,7 @@ def trained_in(
     rollouts = {shape: gpt_oracle.rollouts_of(shape) for shape in {world.case.shape(layout) for world in worlds}}
     by_rank = run_ranks(layout.world_size, train_all, layout, worlds, rollouts, attention)
     for k, world in enumerate(worlds):
-        yield world, [(place, found[k].outcome) for place, found in by_rank], by_rank[0][1][k].printed
+        yield world, [(place, trained[k].outcome) for place, trained in by_rank], by_rank[0][1][k].printed
 
 
 # ---- the errors of a GPT's step
@@ -501,11 +503,11 @@ def step(model: Any, plan: Any, batches: list[Batch], cp_rank: int, form: str, e
 def errors_in(form: str, engine: Engine, *, per_token: bool) -> list[float]:
     """On a rank: the largest error of a token's gradient in the step of each mode, relative to the largest one."""
     cp_rank, dp_rank = start_ranks()
-    batches, found = batches_of(dp_rank), []
+    batches, errors = batches_of(dp_rank), []
     for mode in oracle.MODES:
         divisor = DIVISOR if mode == "constant" else None
         model = table_model(TABLE, per_token=per_token)
         plan = plan_step([batch.samples for batch in batches], mode, divisor=divisor, model=model)
         step(model, plan, batches, cp_rank, form, engine)
-        found.append(relative_error(model.module.losses.main_grad.cpu(), gradient_of(mode)))
-    return found
+        errors.append(relative_error(model.module.losses.main_grad.cpu(), gradient_of(mode)))
+    return errors

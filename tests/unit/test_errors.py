@@ -33,7 +33,7 @@ def test_whole_numbers(value: Any, whole: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("name", "remedy"),
     [
         ("token_men", "Did you mean token_mean? Choose one of token_mean, sample-mean"),
         ("token-mean", "Did you mean token_mean? Choose one of token_mean, sample-mean"),
@@ -42,8 +42,8 @@ def test_whole_numbers(value: Any, whole: bool) -> None:
         ("mean", "Choose one of token_mean, sample-mean"),  # it may be either
     ],
 )
-def test_a_close_name_is_proposed(given: str, said: str) -> None:
-    assert errors.did_you_mean(given, ["token_mean", "sample-mean"]) == said
+def test_a_close_name_is_proposed(name: str, remedy: str) -> None:
+    assert errors.did_you_mean(name, ["token_mean", "sample-mean"]) == remedy
 
 
 def test_a_part_of_several_names_is_not_the_shortest_of_them() -> None:

@@ -74,14 +74,14 @@ def of_nemo_rl(root: str, student: Tensor, teacher: Tensor, ids: Tensor, kind: s
     losses, utils = load(NEMO_RL, root, *names)
     cfg = SimpleNamespace(kl_type=kind, mixed_kl_weight=0.25, zero_outside_topk=zero_outside)
     # It leaves out the last position: one more stands there.
-    student, teacher, ids = (torch.cat([one, one[:1]])[None] for one in (student, teacher, ids))
+    student, teacher, ids = (torch.cat([column, column[:1]])[None] for column in (student, teacher, ids))
     entropy = zero_outside and kind != "forward"
     group = dist.group.WORLD
-    found = utils.get_distillation_topk_logprobs_from_logits(
+    columns = utils.get_distillation_topk_logprobs_from_logits(
         student, teacher.gather(-1, ids), ids, zero_outside, entropy, dist.get_rank(), group
     )
     data = {"token_mask": torch.cat([torch.zeros(1), SLOPES])[None], "sample_mask": torch.ones(1), "input_ids": ids}
-    loss, _ = losses.DistillationLossFn(cfg)(*found, data, None, torch.tensor(1.0))
+    loss, _ = losses.DistillationLossFn(cfg)(*columns, data, None, torch.tensor(1.0))
     return loss
 
 
@@ -90,14 +90,14 @@ def of_ms_swift(
 ) -> Tensor:
     names = "rlhf_trainers.gkd_loss", "megatron.trainers.gkd_utils", "megatron.trainers.vocab_parallel_utils"
     gkd, utils, vocabulary = load(MS_SWIFT, root, *(f"swift.{name}" for name in names))
-    given = (teacher.log_softmax(-1) if of_server else teacher).gather(-1, ids)
+    log_probs = (teacher.log_softmax(-1) if of_server else teacher).gather(-1, ids)
     functions = utils.tp_gather_topk, vocabulary.vocab_parallel_log_softmax, vocabulary.vocab_parallel_kl_div
     totals = []
     for t in range(TOKENS):  # it gives the sum of all: one token after the other, to weigh them apart
-        one = slice(t, t + 1)
-        output = gkd.TeacherOutput(topk_logprobs=given[one][None], topk_indices=ids[one][None])
+        token = slice(t, t + 1)
+        output = gkd.TeacherOutput(topk_logprobs=log_probs[token][None], topk_indices=ids[token][None])
         labels = torch.zeros(1, 1, dtype=torch.int64)
-        total, count = gkd.gkd_loss(student[one][None], output, labels, beta, temperature, *functions)
+        total, count = gkd.gkd_loss(student[token][None], output, labels, beta, temperature, *functions)
         assert count == 1
         totals.append(total)
     return torch.stack(totals)
@@ -166,10 +166,10 @@ def ours(case: Case, logits: Tensor, teacher: Tensor, ids: Tensor, **settings: A
         return divergence_from_hidden(logits, layer, teacher=Teacher(teacher, **settings)).divergence
     at_ids, _ = log_probs_from_logits(logits, ids, tp_group=dist.group.WORLD, temperature=t)
     late = t if case.tail == "renormalise" else 1.0  # the teacher's temperature, when only log-probs are there
-    given = (teacher * late / t).log_softmax(-1).gather(-1, ids)
-    given = given.log_softmax(-1) if case.restricted else given
+    log_probs = (teacher * late / t).log_softmax(-1).gather(-1, ids)
+    log_probs = log_probs.log_softmax(-1) if case.restricted else log_probs
     everything = torch.ones(TOKENS)
-    return divergence_at_ids(at_ids, given, everything, tail=case.tail, teacher_temperature=late, **settings)
+    return divergence_at_ids(at_ids, log_probs, everything, tail=case.tail, teacher_temperature=late, **settings)
 
 
 def errors(framework: Framework, tp: int, root: str) -> list[tuple[float, float]]:
@@ -178,11 +178,11 @@ def errors(framework: Framework, tp: int, root: str) -> list[tuple[float, float]
     held = VOCABULARY // tp
     columns = slice(dist.get_rank() * held, (dist.get_rank() + 1) * held)
     student, teacher = logits_of(TOKENS, VOCABULARY)
-    found = list[Any]()
+    errors_of_cases = list[Any]()
     for case in CASES[framework]:
         ids, t = teacher.topk(case.ids).indices, case.temperature
         whole = student.double().requires_grad_()
-        p, q = ((one / t).softmax(-1).gather(-1, ids) for one in (whole, teacher.double()))
+        p, q = ((logits / t).softmax(-1).gather(-1, ids) for logits in (whole, teacher.double()))
         q = q / q.sum(-1, keepdim=True) if case.restricted else q
         of_kinds = (coef * divergence(p, q, kind, case.tail, case.beta) for kind, coef in case.terms.items())
         (sum(of_kinds) * SLOPES).sum().backward()
@@ -195,18 +195,20 @@ def errors(framework: Framework, tp: int, root: str) -> list[tuple[float, float]
             beta = case.beta if kind == "jsd" else None
             values = ours(case, mine, teacher, ids, kind=kind, beta=beta)
             (coef * values * SLOPES).sum().backward()
-        found.append(tuple(relative(one.grad, whole.grad[:, columns]) for one in (theirs, mine)))
-    return found
+        errors_of_cases.append(tuple(relative(leaf.grad, whole.grad[:, columns]) for leaf in (theirs, mine)))
+    return errors_of_cases
 
 
-WHERE = [(one, tp) for one in CASES for tp in ((1,) if one is TRL else (1, 2))]  # TRL has no tensor parallelism
+WHERE = [
+    (framework, tp) for framework in CASES for tp in ((1,) if framework is TRL else (1, 2))
+]  # TRL has no tensor parallelism
 
 
-@pytest.mark.parametrize(("framework", "tp"), WHERE, ids=lambda one: getattr(one, "variable", one))
+@pytest.mark.parametrize(("framework", "tp"), WHERE, ids=lambda value: getattr(value, "variable", value))
 def test_their_distillation_losses_are_ours(framework: Framework, tp: int, record_property: Any) -> None:
     by_rank = run_ranks(tp, errors, framework, tp, checkout(framework))
-    for case, *found in zip(CASES[framework], *by_rank, strict=True):
-        own, ours = map(max, zip(*found, strict=True))
+    for case, *of_ranks in zip(CASES[framework], *by_rank, strict=True):
+        own, ours = map(max, zip(*of_ranks, strict=True))
         assert ours <= TOLERANCE, case.setting
         assert (own <= TOLERANCE) == case.same, (case.setting, own)
         assert case.same or own > 0.01

@@ -83,7 +83,7 @@ def of_prime_rl(module: Any, x: Tensor, v: dict[str, Tensor]) -> Tensor:
     config = Settings(ipo_threshold=0.1, eps=0.1, adv_tau=1.0, kl_tau=BETA)
     rows = zip(x, v["old_log_probs"], v["token_advantages"], v["mask"].bool(), strict=True)
     inputs = [module.LossInputs(row, old, None, advantages, mask) for row, old, advantages, mask in rows]
-    return sum(module.ipo_loss_fn(one, config).loss for one in inputs) / v["mask"].sum()
+    return sum(module.ipo_loss_fn(row_inputs, config).loss for row_inputs in inputs) / v["mask"].sum()
 
 
 def of_verl_loss(module: Any, x: Tensor, v: dict[str, Tensor], *, loss: str, **weights: float) -> Tensor:
@@ -92,7 +92,7 @@ def of_verl_loss(module: Any, x: Tensor, v: dict[str, Tensor], *, loss: str, **w
     config = Settings(clip_ratio=0.2, clip_ratio_low=0.1, clip_ratio_high=0.15, global_batch_info={})
     of_rows = []
     for i, mask in enumerate(v["mask"]):
-        row = [one[None] for one in (v["old_log_probs"][i], x[i], v["token_advantages"][i], mask)]
+        row = [column[None] for column in (v["old_log_probs"][i], x[i], v["token_advantages"][i], mask)]
         of_rows.append(
             getattr(module, loss)(*row, config=config, rollout_is_weights=capped(v, **weights)[i : i + 1])[0]
         )
@@ -210,12 +210,12 @@ def errors(root: str, setting: str) -> list[float]:
     (module,) = load(framework, root + below, name)
     v = batch()
     exact = {key: value.double() for key, value in v.items()}
-    leaves = [one["log_probs"].clone().requires_grad_() for one in (exact, v, v)]
+    leaves = [columns["log_probs"].clone().requires_grad_() for columns in (exact, v, v)]
     rows = exact | {"log_probs": leaves[0]}
-    losses = [formula({key: one[i] for key, one in rows.items()}, exact["mask"][i]) for i in range(len(LENGTHS))]
+    losses = [formula({key: column[i] for key, column in rows.items()}, exact["mask"][i]) for i in range(len(LENGTHS))]
     of_tokens = torch.stack(losses), mine(v | {"log_probs": leaves[1]})
-    expected, found = (torch.where(v["mask"] > 0, one, 0).sum() / v["mask"].sum() for one in of_tokens)
-    for loss in (expected, found, theirs(module, leaves[2], v)):
+    expected, ours = (torch.where(v["mask"] > 0, of_way, 0).sum() / v["mask"].sum() for of_way in of_tokens)
+    for loss in (expected, ours, theirs(module, leaves[2], v)):
         loss.backward()
     right, *gradients = (leaf.grad for leaf in leaves)
     return [relative_error(gradient, right) for gradient in gradients[::-1]]
@@ -244,12 +244,12 @@ def of_verl(module: Any) -> Tensor:
     size = len(rewards())
     named = {f"reward{k}": column.numpy() for k, column in enumerate(rewards().T)}
     prompts = torch.arange(size).div(GROUP, rounding_mode="floor").numpy()
-    found, _ = module.compute_gdpo_outcome_advantage(
+    advantages, _ = module.compute_gdpo_outcome_advantage(
         torch.zeros(size, 1), torch.ones(size, 1), prompts, non_tensor_batch=named,
         config={"gdpo_reward_keys": list(named), "gdpo_reward_weights": WEIGHTS},
         batch={"prompts": torch.zeros(size, 1), "attention_mask": torch.ones(size, 2).long()},
     )  # fmt: skip
-    return found[:, 0]
+    return advantages[:, 0]
 
 
 def of_nemo_rl(module: Any) -> Tensor:
@@ -287,6 +287,6 @@ def test_their_gdpo_is_ours(name: str, record_property: Any) -> None:
     right = (together - together.mean()) / (together.std() + epsilon)
     prompts = [i // GROUP for i in range(len(right))]
     mine = gdpo_advantages(list(rewards().T), prompts, weights=WEIGHTS, epsilon=epsilon)
-    own, with_ours = (relative_error(one, right) for one in (theirs, mine))
+    own, with_ours = (relative_error(values, right) for values in (theirs, mine))
     record_errors(record_property, framework, "GDPO", own, with_ours)
     assert max(own, with_ours) < TOLERANCE

@@ -33,9 +33,9 @@ def train_on_fsdp(root: str, *cases: dict[str, Any]) -> list[list[float]]:
     state = fsdp_parallel.create_fsdp_parallel_state(SimpleNamespace(dp_replicate_size=1))
     parallel.set_parallel_state(state)
     results = []
-    for one in map(with_steps, cases):
-        (step,) = one["steps"]
-        args = arguments(global_batch_size=step.num_rollouts, **one["flags"])
+    for launch in map(with_steps, cases):
+        (step,) = launch["steps"]
+        args = arguments(global_batch_size=step.num_rollouts, **launch["flags"])
         data = data_of([step], state.intra_dp.rank, lambda values, total, response: values)
         iterators, num_microbatches = data_module.get_data_iterator(args, None, data)
         model = ShardedTable(step.table)
@@ -52,7 +52,7 @@ def train_on_fsdp(root: str, *cases: dict[str, Any]) -> list[list[float]]:
         report = importlib.import_module("miles.backends.training_utils.log_utils").aggregate_train_losses(reports)
         gradient = cast(Any, model.table.grad).full_tensor()
         value = report["pg_loss"] * len(step.samples) / step.num_rollouts  # it reports a mean over samples
-        results.append([errors_of(step, one["mode"], one["divisor"], value, gradient)])
+        results.append([errors_of(step, launch["mode"], launch["divisor"], value, gradient)])
     return results
 
 

@@ -84,14 +84,14 @@ def collate(cp: int) -> Any:
 
     def collator(encoded: list[dict[str, Any]], padding_to: Any = None) -> dict[str, Any]:
         rows: dict[str, list[int]] = {"input_ids": [], "labels": [], "position_ids": []}
-        for one in encoded:
-            padding = -len(one["input_ids"]) % (2 * cp)
-            one["input_ids"] += [0] * padding  # in place, as theirs
-            one["labels"] += [-100] * padding
+        for row in encoded:
+            padding = -len(row["input_ids"]) % (2 * cp)
+            row["input_ids"] += [0] * padding  # in place, as theirs
+            row["labels"] += [-100] * padding
             for name in ("input_ids", "labels"):
-                rows[name] += one[name]
-            rows["position_ids"] += range(len(one["input_ids"]))
-        lengths = [len(one["input_ids"]) for one in encoded]
+                rows[name] += row[name]
+            rows["position_ids"] += range(len(row["input_ids"]))
+        lengths = [len(row["input_ids"]) for row in encoded]
         return {name: torch.tensor([values]) for name, values in rows.items()} | {"seq_lens": lengths}
 
     return collator
@@ -155,7 +155,7 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
 
     def weighed(times: float, *arguments: Any, **more: Any) -> Any:
         factors, tokens = factors_of_ours(*arguments, **more)
-        return [times * one for one in factors], tokens
+        return [times * factor for factor in factors], tokens
 
     def as_it_is(value: Any) -> Any:
         return value

@@ -87,7 +87,7 @@ def test_a_step_of_one_row_is_proved(steps: Steps, rows: str, record_property: A
 @pytest.mark.parametrize("rows", [STAGED, FROZEN], ids=["PP 2", "LoRA"])
 def test_pipelines_and_frozen_parameters_are_no_faults(engine: str, rows: Names, record_property: Any) -> None:
     """The table stands for a model with adapters: a half of it is not trained."""
-    (steps,) = (one for one in ENGINES if one.engine == engine)
+    (steps,) = (candidate for candidate in ENGINES if candidate.engine == engine)
     assert_exact(record_property, steps, rows, (rows.get("STAGES", 1) * 2, 1), {})
 
 

@@ -291,7 +291,7 @@ def test_rows_of_sessions_by_the_recipe(record_property: Any) -> None:
     cases = [case | sizes | {"recipe": mode, "weights": weights[mode]} for mode in weights for sizes in SIZES]
     wrong = [case | {"recipe": "prompt_mean", "weights": weights["session_mean"]}]
     for *results, control in run_ranks(4, train, checkout(SKYRL), 2, cases + wrong):
-        worst = max(one["errors"]["gradient"] for one in results)
+        worst = max(outcome["errors"]["gradient"] for outcome in results)
         assert worst < TOLERANCE < 1e-2 < control["errors"]["gradient"], results
         record_errors(record_property, SKYRL, "rows of sessions, by weights", ours=worst)
 
@@ -309,7 +309,7 @@ def test_theirs_are_means_of_means(record_property: Any) -> None:
     pairs = compare(record_property, train, SKYRL, cases, world=(2, 1))
     exact = [own["errors"]["gradient"] < TOLERANCE for own, _ in pairs]
     assert exact == [True] * 2 + [False] * 4 + [True] * 3 + [False]
-    for own, ours in ((one["errors"]["mtp"] for one in pair) for pair in pairs[:2]):
+    for own, ours in ((outcome["errors"]["mtp"] for outcome in pair) for pair in pairs[:2]):
         assert ours < TOLERANCE < 1e-2 < own
         record_errors(record_property, SKYRL, "MTP loss", own, ours)
 
@@ -327,11 +327,13 @@ def test_reported_terms_are_those_of_one_micro_batch(record_property: Any) -> No
     case: dict[str, Any] = {"mode": "token_mean", "settings": {"kl": "sample_mean"}}
     stock, root = case | {"stock": "regular"}, checkout(SKYRL)
     ((whole,),) = run_ranks(1, train, root, 1, [stock | {"rows": ROWS}])
-    *ours, theirs = run_ranks(2, train, root, 1, [*(case | one for one in SIZES), stock])[0]
+    *ours, theirs = run_ranks(2, train, root, 1, [*(case | sizes for sizes in SIZES), stock])[0]
     terms = {name: whole["metrics"][name] for name in ("policy_kl", "policy_entropy", "final_loss", "mtp_loss")}
     for results in ours:
         assert {name: results["metrics"][name] for name in terms} == pytest.approx(terms, rel=1e-5, abs=1e-7)
-    by_case = [[abs(one["metrics"][name] / x - 1) for name, x in terms.items()] for one in (theirs, *ours)]
+    by_case = [
+        [abs(outcome["metrics"][name] / value - 1) for name, value in terms.items()] for outcome in (theirs, *ours)
+    ]
     assert min(by_case[0]) > 1e-3
     record_errors(record_property, SKYRL, "reported terms", *map(max, by_case[:2]))
 
@@ -449,7 +451,7 @@ def test_a_rank_without_a_token_trains(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(MASKED_ROWS, " ".join(map(str, range(1, ROWS, 2))))
     cases: list[Any] = [{"mode": mode, "settings": {}} for mode in ("prompt_mean", "sample_mean")]
     for results in run_ranks(4, train, checkout(SKYRL), 2, cases):
-        assert max(one["errors"]["gradient"] for one in results) < TOLERANCE
+        assert max(outcome["errors"]["gradient"] for outcome in results) < TOLERANCE
 
 
 def test_gradients_finalised_by_another_name_are_not_proved(record_property: Any, tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def errors(root: str) -> list[tuple[float, float]]:
             results.append(tuple(relative(value, right) for value in of_both))
         for value, of_entropy in values:
             ((value + 0.3 * of_entropy if entropy else value) * slopes).sum().backward()
-        results.append(tuple(relative(one.grad, whole.grad[:, columns]) for one in (theirs, mine)))
+        results.append(tuple(relative(leaf.grad, whole.grad[:, columns]) for leaf in (theirs, mine)))
     return results
 
 

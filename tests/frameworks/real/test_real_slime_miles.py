@@ -61,26 +61,28 @@ def train(peer: str, root: str, cp: int, cases: list[dict[str, Any]]) -> list[li
         model_module.get_forward_backward_func = lambda: audited
     results = []
     cases = list(map(with_steps, cases))
-    every_step = [step for one in cases for step in one["steps"]]
+    every_step = [step for launch in cases for step in launch["steps"]]
     importlib.import_module("logit_table").rejecting = reject(every_step)  # type: ignore[attr-defined]
-    for one in cases:
-        args, steps = arguments(**one["flags"]), one["steps"]
+    for launch in cases:
+        args, steps = arguments(**launch["flags"]), launch["steps"]
         global_vars._GLOBAL_ARGS = args
         if args.use_tis:
             args.custom_tis_function_path = "logit_table.rejecting"
-        model_module.loss_function = without_phantom(own_loss_function) if one["mended"] else own_loss_function
-        vars(slime)["unit_weights"] = one.get("weights", unit_weights)
+        model_module.loss_function = without_phantom(own_loss_function) if launch["mended"] else own_loss_function
+        vars(slime)["unit_weights"] = launch.get("weights", unit_weights)
         weights: list[Any] = [None] * len(steps)
-        if "recipe" in one:
-            steps, weights, one["rewards"] = by_the_recipe(peer, one["recipe"], one["right"], args, steps, state)
+        if "recipe" in launch:
+            steps, weights, launch["rewards"] = by_the_recipe(
+                peer, launch["recipe"], launch["right"], args, steps, state
+            )
         replacing._REGISTRY.clear()
         if args.custom_megatron_init_path is not None:  # as their `init` does
             load_function(args.custom_megatron_init_path)(args)
-        step_arguments = setup.prepare(args, one | {"steps": steps}, state.get_data_parallel_rank())
+        step_arguments = setup.prepare(args, launch | {"steps": steps}, state.get_data_parallel_rank())
         errors = []
         for step_id, step in enumerate(steps):
             if args.loss_type == "custom_loss":
-                plan_losses(setup.losses, step, one, state)
+                plan_losses(setup.losses, step, launch, state)
             model = logit_model(step.table, per_token=args.calculate_per_token_loss)
             optimizer = KeepsGradients(model)
             report, *_ = model_module.train_one_step(
@@ -92,12 +94,15 @@ def train(peer: str, root: str, cp: int, cases: list[dict[str, Any]]) -> list[li
                 opt_param_scheduler=SimpleNamespace(step=lambda increment: None),
                 **step_arguments(step_id),
             )
-            found_loss, options = report["pg_loss"], {} if weights[step_id] is None else {"weights": weights[step_id]}
-            mode = "token_sum" if options else one["mode"]
-            errors.append(errors_of(step, mode, one["divisor"], found_loss, optimizer.gradients[0], **options))
+            reported_loss, options = (
+                report["pg_loss"],
+                {} if weights[step_id] is None else {"weights": weights[step_id]},
+            )
+            mode = "token_sum" if options else launch["mode"]
+            errors.append(errors_of(step, mode, launch["divisor"], reported_loss, optimizer.gradients[0], **options))
             if measured and measured[-1] is not None and args.custom_pg_loss_reducer_function_path:
-                errors.append(audit_error(measured[-1], one, step))
-        says = [line for line in replacing.active() if line.startswith(f"{peer}: policy loss by {one['mode']}")]
+                errors.append(audit_error(measured[-1], launch, step))
+        says = [line for line in replacing.active() if line.startswith(f"{peer}: policy loss by {launch['mode']}")]
         assert len(says) == (args.custom_pg_loss_reducer_function_path is not None), replacing.active()
         if says:  # without counts, the hook is loaded inside the first step
             (replaced,) = (line for line in replacing._REGISTRY if isinstance(line, replacing.Replaced))
@@ -119,19 +124,19 @@ def by_the_recipe(peer: str, mode: str, right: str, args: Any, steps: list[Step]
     numbers, rng = [session for session, size in enumerate([1, 3, 2, 1, 3, 2]) for _ in range(size)], random.Random(4)
     sessions = [number + 6 * k for k in range(len(steps)) for number in numbers]
     reward = {session: rng.uniform(-1, 1) for session in sessions}
-    rollouts = [one for step in steps for one in step.samples]
+    rollouts = [sample for step in steps for sample in step.samples]
     samples = [
         types.Sample(
-            group_index=session // 2, rollout_id=session, reward=reward[session], response_length=one.response,
-            loss_mask=one.mask.tolist() if one.mask.any() else None, remove_sample=not one.mask.any(),
-        ) for session, one in zip(sessions, rollouts, strict=True)
+            group_index=session // 2, rollout_id=session, reward=reward[session], response_length=sample.response,
+            loss_mask=sample.mask.tolist() if sample.mask.any() else None, remove_sample=not sample.mask.any(),
+        ) for session, sample in zip(sessions, rollouts, strict=True)
     ]  # fmt: skip
     raw, rewards = recipe["rewards"](args, samples)
     assert raw == [reward[session] for session in sessions]
     parallel = {"dp_size": state.get_data_parallel_world_size(), "cp_size": state.get_context_parallel_world_size()}
     partitions, indices, counts, of_steps = schedule.build_dp_schedule(
-        args, parallel | {"vpp_size": 1, "microbatch_group_size_per_vp_stage": 1}, [one.total for one in rollouts],
-        global_batch_size=args.global_batch_size, rollout_indices=sessions,
+        args, parallel | {"vpp_size": 1, "microbatch_group_size_per_vp_stage": 1},
+        [sample.total for sample in rollouts], global_batch_size=args.global_batch_size, rollout_indices=sessions,
     )  # fmt: skip
     dealt = [
         [[partition[i] for i in chosen] for chosen in of_rank]
@@ -142,12 +147,14 @@ def by_the_recipe(peer: str, mode: str, right: str, args: Any, steps: list[Step]
         begin, end = sum(counts[:k]), sum(counts[: k + 1])
         of_step = [[[i - 12 * k for i in chosen] for chosen in of_rank[begin:end]] for of_rank in dealt]
         rows = []
-        for one, number in zip(step.samples, numbers, strict=True):
+        for sample, number in zip(step.samples, numbers, strict=True):
             ours, other = reward[number + 6 * k], reward[(number ^ 1) + 6 * k]
             advantage = (ours - other) / 2 / (abs(ours - other) / 2**0.5 + 1e-6)  # of two; std with Bessel's correction
-            rows.append(dataclasses.replace(one, rollout=number, advantages=torch.full_like(one.advantages, advantage)))
+            rows.append(
+                dataclasses.replace(sample, rollout=number, advantages=torch.full_like(sample.advantages, advantage))
+            )
         results.append(dataclasses.replace(step, samples=rows, dealt=of_step, num_rollouts=of_steps[k]))
-        masks = [one.mask for one in rows]
+        masks = [row.mask for row in rows]
         grouped = [oracle.Sample(mask, mask, None, number // 2) for mask, number in zip(masks, numbers, strict=True)]
         by_ids = oracle.weights_by_ids("session_mean", masks, numbers, [], "all")
         weights.append(by_ids if right == "session_mean" else oracle.step_weights("prompt_mean", grouped))
@@ -163,19 +170,19 @@ def without_phantom(loss_function: Any) -> Any:
     return names["loss_function"]
 
 
-def plan_losses(losses: Any, step: Step, one: dict[str, Any], state: Any) -> None:
+def plan_losses(losses: Any, step: Step, launch: dict[str, Any], state: Any) -> None:
     """A function for their ``--custom-loss-function-path``: their policy loss by a planned step."""
     mine = [[step.samples[i] for i in chosen] for chosen in step.dealt[state.get_data_parallel_rank()]]
     plan = plan_step(
         [
             Samples(
-                [one_.mask for one_ in of_batch],
-                layout=ZigzagResponse([one_.total for one_ in of_batch], [one_.response for one_ in of_batch]),
-                rollout_ids=[one_.rollout for one_ in of_batch],
+                [sample.mask for sample in of_batch],
+                layout=ZigzagResponse([sample.total for sample in of_batch], [sample.response for sample in of_batch]),
+                rollout_ids=[sample.rollout for sample in of_batch],
             )
             for of_batch in mine
         ],
-        one["mode"], divisor=one["divisor"], dp_group=state.get_data_parallel_group(),
+        launch["mode"], divisor=launch["divisor"], dp_group=state.get_data_parallel_group(),
         cp_group=state.get_context_parallel_group(),
     )  # fmt: skip
     by_first_id = {int(of_batch[0].ids[0]): microbatch for of_batch, microbatch in zip(mine, plan, strict=True)}
@@ -201,10 +208,10 @@ def setup_slime(peer: str, root: str) -> Any:
             device=lambda index: cpu, current_device=lambda: cpu
         )
 
-    def prepare(args: Any, one: dict[str, Any], dp_rank: int) -> Any:
-        data = data_of(one["steps"], dp_rank, cp_utils.slice_log_prob_with_cp)
-        if "rewards" in one:
-            of_steps = zip(one["steps"], one["rewards"], strict=True)
+    def prepare(args: Any, launch: dict[str, Any], dp_rank: int) -> Any:
+        data = data_of(launch["steps"], dp_rank, cp_utils.slice_log_prob_with_cp)
+        if "rewards" in launch:
+            of_steps = zip(launch["steps"], launch["rewards"], strict=True)
             data["rewards"] = [
                 rewards[i] for step, rewards in of_steps for chosen in step.dealt[dp_rank] for i in chosen
             ]
@@ -229,20 +236,20 @@ def setup_miles(root: str) -> Any:
     group_info = importlib.import_module("miles.utils.ft_utils.process_group_utils")
     compute_in_float32()
 
-    def prepare(args: Any, one: dict[str, Any], dp_rank: int) -> Any:
+    def prepare(args: Any, launch: dict[str, Any], dp_rank: int) -> Any:
         alone = group_info.GroupInfo(rank=0, size=1, group=None)
         parallel.set_parallel_state(megatron_parallel.create_megatron_parallel_state(indep_dp=alone))
-        padded = one.get("padded")
+        padded = launch.get("padded")
 
         def cut(values: Any, total: int, response: int) -> Any:
             return cp_utils.slice_log_prob_with_cp(values, total, response, args.qkv_format, padded)
 
-        data = data_of(one["steps"], dp_rank, cut) | ({} if padded is None else {"max_seq_lens": [padded] * 100})
+        data = data_of(launch["steps"], dp_rank, cut) | ({} if padded is None else {"max_seq_lens": [padded] * 100})
         iterators, num_microbatches = data_module.get_data_iterator(args, None, data)
         return lambda step_id: {
             "data_iterator": iterators,
             "num_microbatches": num_microbatches[step_id],
-            "num_rollouts": data_module.get_num_rollouts(args, data, len(one["steps"]))[step_id],
+            "num_rollouts": data_module.get_num_rollouts(args, data, len(launch["steps"]))[step_id],
             "witness_info": None,
             "attempt": 0,
         }
@@ -250,14 +257,16 @@ def setup_miles(root: str) -> Any:
     return SimpleNamespace(model=model, prepare=prepare, losses=losses)
 
 
-def audit_error(measured: Any, one: dict[str, Any], step: Step) -> float:
+def audit_error(measured: Any, launch: dict[str, Any], step: Step) -> float:
     """The largest relative error of a weight, by an audit of their step, whose loss our hook taps."""
     if measured.unknown:
         raise AssertionError(measured.unknown)
     tokens = measured.tokens
     sums = np.bincount(tokens.sample, tokens.mask).clip(1)[tokens.sample]
     in_step = sum(float(sample.mask.sum()) for sample in step.samples)  # before any rejection
-    size = {"sample_mean": sums, "token_mean": in_step / step.num_rollouts, "constant": one["divisor"]}[one["mode"]]
+    size = {"sample_mean": sums, "token_mean": in_step / step.num_rollouts, "constant": launch["divisor"]}[
+        launch["mode"]
+    ]
     expected = tokens.mask / size / step.num_rollouts
     return float(np.abs(measured.weights - expected).max() / expected.max())
 
@@ -278,8 +287,8 @@ def errors(peer: str, dp: int, cp: int, *cases: dict[str, Any]) -> list[list[lis
 
 def assert_exact(record_property: Any, peer: str, dp: int, cp: int, *cases: dict[str, Any]) -> None:
     for of_rank in errors(peer, dp, cp, *cases):
-        for one, of_steps in zip(cases, of_rank, strict=True):
-            assert max(of_steps) < TOLERANCE, (one["mode"], one["flags"])
+        for launch, of_steps in zip(cases, of_rank, strict=True):
+            assert max(of_steps) < TOLERANCE, (launch["mode"], launch["flags"])
             record_errors(record_property, PEERS[peer], "every hook and `plan_step`", ours=max(of_steps))
 
 
@@ -349,8 +358,8 @@ def test_an_audit_and_counts_by_one_flag(tmp_path: Path, monkeypatch: pytest.Mon
     verdict = tmp_path / "verdict.json"
     monkeypatch.setenv("MEGATRON_RL_LOSS_AUDIT", f"--expect token_mean --json {verdict}")
     of_tokens = {"counted": True, "calculate_per_token_loss": True}
-    one = case("miles", "token_mean", "token_mean", [partial(make_step, 7, 2)], **of_tokens)
-    assert_exact(record_property, "miles", 2, 1, one)
+    counted = case("miles", "token_mean", "token_mean", [partial(make_step, 7, 2)], **of_tokens)
+    assert_exact(record_property, "miles", 2, 1, counted)
     (results,) = json.loads(verdict.read_text()).values()
     assert results["sound"] is True
 
@@ -362,14 +371,14 @@ def test_refused(peer: str, refused: str) -> None:
     options: dict[str, Any] = {refused: True} if refused != "rejected" else {"masked": False, "rejected": True}
     steps = [partial(make_step, 5, 1, **options)]
     flags = {"calculate_per_token_loss": True, "use_tis": refused == "rejected"}
-    one, error = (
+    launch, error = (
         case(peer, "token_mean", "token_mean", steps, **flags),
         r"rejection \(TIS\) left.*slime\.count_steps",
     )
     if refused == "split":
-        one, error = case(peer, "sample_mean", "sample_mean", steps, counted=True), "Run without the hook"
+        launch, error = case(peer, "sample_mean", "sample_mean", steps, counted=True), "Run without the hook"
     with pytest.raises(RankError, match=error):
-        errors(peer, 1, 1, one)
+        errors(peer, 1, 1, launch)
 
 
 LOSS, MODEL = "slime/backends/megatron_utils/loss.py", "slime/backends/megatron_utils/model.py"
@@ -450,10 +459,10 @@ def test_a_fault_stops_the_first_step(peer: str, name: str, tmp_path: Path, reco
     plant, framework = PLANTS[peer, name], PEERS[peer]
     mode, (dp, cp) = "constant" if plant.hook == "constant_40" else plant.hook or "sample_mean", plant.ranks
     steps, per_token = [partial(make_step, 7, dp)], plant.hook == "token_mean"
-    one = case(peer, mode, plant.hook, steps, counted=True, calculate_per_token_loss=per_token)
-    one |= {"weights": too_large} if "our weights" in name else {}
+    launch = case(peer, mode, plant.hook, steps, counted=True, calculate_per_token_loss=per_token)
+    launch |= {"weights": too_large} if "our weights" in name else {}
     root = planted(framework, tmp_path, {plant.edit[0]: plant.edit[1:]}) if plant.edit else checkout(framework)
-    assert_stopped(record_property, framework, name, plant.says, dp * cp, train, peer, root, cp, [one])
+    assert_stopped(record_property, framework, name, plant.says, dp * cp, train, peer, root, cp, [launch])
 
 
 @pytest.mark.parametrize("peer", ["slime", "vime"])

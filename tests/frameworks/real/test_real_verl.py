@@ -56,7 +56,12 @@ class Rows(dict[str, Any]):
         return Rows({name: self[name] for name in names})
 
     def to_padded_tensor(self) -> "Rows":
-        return Rows({name: torch.nested.to_padded_tensor(x, 0.0) if x.is_nested else x for name, x in self.items()})
+        return Rows(
+            {
+                name: torch.nested.to_padded_tensor(column, 0.0) if column.is_nested else column
+                for name, column in self.items()
+            }
+        )
 
 
 def load_verl(root: str, *modules: str) -> list[Any]:
@@ -299,12 +304,17 @@ def modes_in_its_engine(root: str, per_token: bool, install: bool) -> dict[str, 
     core_algos, _, _, import_utils, util = load_verl(root, "models.mcore.util")
     if install:
         import_utils.import_external_libs(INSTALL)
-    samples = [oracle.sample(one.losses.tolist(), one.mask.tolist(), rollout_id=i) for i, one in enumerate(STEP)]
+    samples = [
+        oracle.sample(sample.losses.tolist(), sample.mask.tolist(), rollout_id=i) for i, sample in enumerate(STEP)
+    ]
     scale, cp_rank = scaling_of(root, per_token), state.get_context_parallel_rank()
     chosen = [dealt(STEP, rank, DP, 3) for rank in range(DP)]
     routed = [[sum(len(STEP[i].mask) for i in rows) for rows in rank] for rank in chosen]
     of_step = sum(map(sum, routed))
-    counts: dict[str, Any] = {"dp_size": DP, "batch_num_tokens": float(torch.cat([one.mask for one in STEP]).sum())}
+    counts: dict[str, Any] = {
+        "dp_size": DP,
+        "batch_num_tokens": float(torch.cat([sample.mask for sample in STEP]).sum()),
+    }
     counts |= {"global_batch_size": len(STEP), "loss_scale_factor": MODES["seq-mean-token-sum-norm"][1]}
     results: dict[str, float | str] = {}
     for name, (mode, divisor) in MODES.items():
@@ -320,7 +330,7 @@ def modes_in_its_engine(root: str, per_token: bool, install: bool) -> dict[str, 
                 ids = torch.nested.nested_tensor(masks, layout=torch.jagged)
                 packed = SimpleNamespace(cu_seqlens_q_padded=edges)
                 whole = util.postprocess_thd_engine(output[None], packed, ids, len(rows))
-                padded = [torch.nested.to_padded_tensor(one, 0.0) for one in (whole, ids)]
+                padded = [torch.nested.to_padded_tensor(column, 0.0) for column in (whole, ids)]
                 loss = core_algos.agg_loss(*padded, name, **counts)
                 return scale((loss, {}), tokens, of_step, len(chosen[0]), name)
 
@@ -372,9 +382,9 @@ def first_steps(
     own, engine = megatron_engine(root, per_token)
     import_utils.import_external_libs(INSTALL)
     cp_rank, chosen = state.get_context_parallel_rank(), dealt(STEP, state.get_data_parallel_rank(), DP, 3)
-    counts: dict[str, Any] = {"dp_size": DP, "batch_num_tokens": sum(int((one.mask != 0).sum()) for one in STEP)}
+    counts: dict[str, Any] = {"dp_size": DP, "batch_num_tokens": sum(int((sample.mask != 0).sum()) for sample in STEP)}
     counts |= {"global_batch_size": len(STEP) + told, "num_micro_batch": len(chosen)}
-    counts |= {"routed_num_tokens": sum(1 + len(one.mask) for one in STEP)}
+    counts |= {"routed_num_tokens": sum(1 + len(sample.mask) for sample in STEP)}
 
     def forward_step(iterator: Any, model: Any, loss: Any) -> Any:
         rows = next(iterator)
@@ -534,7 +544,7 @@ def by_the_recipe(root: str, per_token: bool, forgotten: bool = False) -> dict[s
         trainer._update_actor(put(KEYS, "train", {}), {})
         assert sent[-1].extra_info["mini_batch_size"] == share * DP
         column, units = stored["rollout_is_weights"].unbind(), stored["unit_numbers"].unbind()
-        column = [torch.ones_like(one) for one in column] if forgotten else column
+        column = [torch.ones_like(row) for row in column] if forgotten else column
         for number in range(2):
             dealt_to = [list(range(len(KEYS)))[rank * 8 + number * share :][:share] for rank in ranks]  # verl's chunks
             step = [i for of_rank in dealt_to for i in of_rank]

@@ -37,7 +37,7 @@ def drawn(seed: int = 1, vocabulary: int = 48, longest: int = 60, number: int = 
 
 def at_temperature(step: Any, temperature: float) -> Rows:
     of = zip(step.logits, step.labels, strict=True)
-    return [(z.double() / temperature).log_softmax(-1)[torch.arange(len(y)), y].float() for z, y in of]
+    return [(z.double() / temperature).log_softmax(-1)[torch.arange(len(ids)), ids].float() for z, ids in of]
 
 
 def noise(rows: Rows, size: float, seed: int = 0) -> Rows:
@@ -165,9 +165,9 @@ def test_random_gaps_have_no_name() -> None:
     for seed in range(7 * 3 * 4):
         step = drawn(seed, number=[7, 40][seed % 2], longest=[12, 60][seed // 2 % 2])
         theirs = unrelated(seed % 7, [0.03, 0.3, 1.0][seed % 3], seed, step)
-        one, other = (step.ours, theirs)[:: -1 if seed // 7 % 2 else 1]
+        first, second = (step.ours, theirs)[:: -1 if seed // 7 % 2 else 1]
         top = [z.log_softmax(-1) for z in step.logits] if seed % 5 == 0 else ()
-        gap = compared(one, other, step.masks, [n + seed % 9 for n in step.lengths], top)
+        gap = compared(first, second, step.masks, [n + seed % 9 for n in step.lengths], top)
         assert (gap.patterns, gap.suggestions) == ({}, {}), (seed, str(gap))
 
 

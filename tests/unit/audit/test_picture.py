@@ -43,7 +43,7 @@ def test_bars_are_as_high_as_weights_and_lines_are_where_they_should_be(tmp_path
         red = sum(round(width) for _, width, _, colour in bars if to_hex(colour) == "#d62728")
         assert red == (~active).sum() * (title == "all")  # a colour of their own for masked tokens that are trained
         lines = [segment for lines in place.collections for segment in lines.get_segments()]
-        assert {round(float(y), 5) for line in lines for _, y in line} == {1.0}
+        assert {round(float(height), 5) for line in lines for _, height in line} == {1.0}
         assert sum(float(line[1][0] - line[0][0]) for line in lines) == pytest.approx(active.sum())
     assert "every token weighs what it should" in [text.get_text() for text in figure.axes[1].texts]
     assert any("on wrong tokens" in text.get_text() for text in figure.axes[0].texts)

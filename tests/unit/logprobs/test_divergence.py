@@ -47,7 +47,7 @@ ROWS = [
 def test_infinite_and_far_logits(kind: str) -> None:
     """Infinite where the formula is, and nowhere NaN; of equal distributions 0."""
     for student, teacher, infinite in ROWS:
-        logits, taught = (torch.tensor([one], dtype=torch.float64) for one in (student, teacher))
+        logits, taught = (torch.tensor([row], dtype=torch.float64) for row in (student, teacher))
         p, q = logits.softmax(1), taught.softmax(1)
         log_p, log_q = logits.log_softmax(1), taught.log_softmax(1)
         m = (0.3 * q + 0.7 * p).log()
@@ -55,17 +55,17 @@ def test_infinite_and_far_logits(kind: str) -> None:
         terms["jsd"] = [(0.3, q, log_q, m), (0.7, p, log_p, m)]
         expected = sum(
             share * float(a * (log_a - log_b))
-            for share, *one in terms[kind]
-            for a, log_a, log_b in zip(*(x[0] for x in one), strict=True)
+            for share, *measures in terms[kind]
+            for a, log_a, log_b in zip(*(x[0] for x in measures), strict=True)
             if a > 0
         )
         leaf = logits.detach().float().T.requires_grad_()
         of_teacher = Teacher(taught.float(), **KINDS[kind])
-        found = divergence_from_hidden(torch.ones(1, 1), OutputLayer(leaf), teacher=of_teacher).divergence
+        divergences = divergence_from_hidden(torch.ones(1, 1), OutputLayer(leaf), teacher=of_teacher).divergence
         assert (expected == INF) == (kind in infinite)
-        assert found.item() == pytest.approx(expected, rel=1e-5, abs=1e-7)
+        assert divergences.item() == pytest.approx(expected, rel=1e-5, abs=1e-7)
         if kind not in infinite:
-            (gradient,) = torch.autograd.grad(found.sum(), leaf)
+            (gradient,) = torch.autograd.grad(divergences.sum(), leaf)
             assert gradient.isfinite().all()
             if p.tolist() == q.tolist():
                 assert gradient.count_nonzero() == 0
@@ -79,30 +79,30 @@ def test_small_divergences_are_not_lost_and_never_negative(kind: str) -> None:
     steps = torch.tensor([0, 1e-3, 3e-3, 1e-2, 1e-1, 1])[:, None]
     student = teacher + steps * torch.randn(6, 32768, generator=generator)
     of_teacher = Teacher(teacher, **KINDS[kind])
-    found = divergence_from_hidden(
+    divergences = divergence_from_hidden(
         torch.eye(6), OutputLayer(student.T.contiguous()), teacher=of_teacher
     ).divergence.double()
     taught = teacher.double() + 0 * steps
     expected = head_oracle.divergence(student.double(), taught, torch.zeros(6, 0).long(), **KINDS[kind])
-    assert ((found - expected).abs() <= ROUNDING + 1e-6 * expected).all()
-    assert (found >= -ROUNDING).all()
+    assert ((divergences - expected).abs() <= ROUNDING + 1e-6 * expected).all()
+    assert (divergences >= -ROUNDING).all()
 
 
 @every_kind
 def test_the_teacher_gets_no_gradient_and_may_come_as_logits_or_be_the_student(kind: str) -> None:
     batch = batch_of(9, 24, 16)
-    hidden, weight = (one.float().requires_grad_() for one in (batch.hidden, batch.weight))
-    taught: dict[str, Any] = {key: one.float().requires_grad_() for key, one in batch.taught.items()}
+    hidden, weight = (leaf.float().requires_grad_() for leaf in (batch.hidden, batch.weight))
+    taught: dict[str, Any] = {key: leaf.float().requires_grad_() for key, leaf in batch.taught.items()}
     layer = OutputLayer(weight, chunk_tokens=4)
-    found = divergence_from_hidden(hidden, layer, teacher=Teacher(**taught, **KINDS[kind]))
-    assert found.log_probs is None
-    assert found.entropy is None
-    found.divergence.sum().backward()
-    assert all(one.grad is None for one in taught.values())
+    outputs = divergence_from_hidden(hidden, layer, teacher=Teacher(**taught, **KINDS[kind]))
+    assert outputs.log_probs is None
+    assert outputs.entropy is None
+    outputs.divergence.sum().backward()
+    assert all(leaf.grad is None for leaf in taught.values())
     assert hidden.grad is not None
     logits = taught["hidden"] @ taught["weight"].T
     of_logits = divergence_from_hidden(hidden, layer, teacher=Teacher(logits, **KINDS[kind]))
-    torch.testing.assert_close(of_logits.divergence, found.divergence)
+    torch.testing.assert_close(of_logits.divergence, outputs.divergence)
     itself = divergence_from_hidden(hidden, layer, teacher=Teacher(hidden, weight, **KINDS[kind])).divergence
     assert itself.abs().max() <= ROUNDING
     (gradient,) = torch.autograd.grad(itself.sum(), hidden)
@@ -114,16 +114,16 @@ def test_the_teacher_gets_no_gradient_and_may_come_as_logits_or_be_the_student(k
 def test_autocast_is_its_casts(to: torch.dtype, kind: str) -> None:
     batch = batch_of(9, 24, 16)
 
-    def found(dtype: torch.dtype) -> Tensor:
-        taught: dict[str, Any] = {key: one.to(dtype) for key, one in batch.taught.items()}
+    def divergences_as(dtype: torch.dtype) -> Tensor:
+        taught: dict[str, Any] = {key: tensor.to(dtype) for key, tensor in batch.taught.items()}
         teacher = Teacher(**taught, **KINDS[kind])
         layer = OutputLayer(batch.weight.to(dtype))
         return divergence_from_hidden(batch.hidden.to(dtype), layer, teacher=teacher).divergence
 
     with torch.autocast("cpu", dtype=to):
-        inside = found(torch.float32)
-    assert torch.equal(inside, found(to))
-    assert not torch.equal(inside, found(torch.float32))  # negative control
+        inside = divergences_as(torch.float32)
+    assert torch.equal(inside, divergences_as(to))
+    assert not torch.equal(inside, divergences_as(torch.float32))  # negative control
 
 
 # --- memory and cuts
@@ -135,13 +135,13 @@ def test_what_is_kept_for_backward(ids: int, taught: bool) -> None:
     kept: list[Tensor] = []
     hidden, weight = torch.randn(50, 6, requires_grad=True), torch.randn(64, 6, requires_grad=True)
     labels, layer = torch.zeros(50, ids, dtype=torch.int64), OutputLayer(weight, chunk_tokens=8)
-    with torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one) or one, lambda one: one):
+    with torch.autograd.graph.saved_tensors_hooks(lambda saved: kept.append(saved) or saved, lambda saved: saved):
         if taught:
             teacher = Teacher(hidden, weight, kind="jsd")
             divergence_from_hidden(hidden, layer, labels, teacher=teacher)
         else:
             log_probs_from_hidden(hidden, layer, labels)
-    assert sorted(one.numel() for one in kept) == sorted([3 * 50, 50 * 6, 64 * 6] + [4 * 50] * taught)
+    assert sorted(saved.numel() for saved in kept) == sorted([3 * 50, 50 * 6, 64 * 6] + [4 * 50] * taught)
 
 
 @pytest.mark.parametrize("cp_size", [1, 2, 4])
@@ -167,14 +167,14 @@ def test_packed_rows_cut_over_cp(cp_size: int) -> None:
         tokens = samples.local(cp_rank, cp_size)
         local, of_rank = tokens.of, tokens.mask  # `microbatch.local` is the former
         teacher = Teacher(local(taught), its_weight, kind="jsd")
-        found = divergence_from_hidden(
+        outputs = divergence_from_hidden(
             local(hidden), OutputLayer(weight), local(batch.ids), teacher=teacher, token_mask=of_rank
         )
         kept = torch.as_tensor(of_rank) > 0
         assert torch.equal(kept, local(whole_mask) > 0)
         seen += int(kept.sum())
-        assert relative(found.divergence, local(expected) * kept) <= FP32
-        assert relative(found.log_probs, local(log_probs) * kept[:, None]) <= FP32
+        assert relative(outputs.divergence, local(expected) * kept) <= FP32
+        assert relative(outputs.log_probs, local(log_probs) * kept[:, None]) <= FP32
     assert seen == int(whole_mask.sum())
 
 
@@ -183,8 +183,8 @@ def test_packed_rows_cut_over_cp(cp_size: int) -> None:
 H, W, T, U = torch.zeros(3, 4), torch.zeros(8, 4), torch.zeros(3, 2), torch.zeros(8, 2)
 
 
-def of(*given: Tensor, labels: Tensor | None = None, **of_teacher: Any) -> Any:
-    teacher = Teacher(*(given or (T, U)), **{"kind": "jsd"} | of_teacher)
+def of(*of_model: Tensor, labels: Tensor | None = None, **of_teacher: Any) -> Any:
+    teacher = Teacher(*(of_model or (T, U)), **{"kind": "jsd"} | of_teacher)
     return divergence_from_hidden(H, OutputLayer(W), labels, teacher=teacher)
 
 
@@ -222,8 +222,8 @@ JSD = Teacher(T, U, kind="jsd")
 REFUSALS |= refusals(
     taught,
     *(
-        ((one,), f"teacher is a {type(one).__name__}: it must be a Teacher", (JSD,))
-        for one in ([T, U], T, {"hidden": T})
+        ((wrong,), f"teacher is a {type(wrong).__name__}: it must be a Teacher", (JSD,))
+        for wrong in ([T, U], T, {"hidden": T})
     ),
     error=TypeError,
 )

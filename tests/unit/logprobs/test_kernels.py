@@ -74,10 +74,12 @@ def test_kernels_on_a_gpu(name: str) -> None:
 @needs_liger
 def test_ligers_fallback_from_hidden_states_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     """TP 2 and 1, on the CPU; with -s the test prints the errors to float64."""
-    found = {f"{name}, rank {n}": of[name] for n, of in enumerate(run_ranks(2, fallback_on_rank)) for name in of}
+    errors_by_way = {
+        f"{name}, rank {n}": of[name] for n, of in enumerate(run_ranks(2, fallback_on_rank)) for name in of
+    }
     monkeypatch.setattr(kernels, "_unsupported", lambda *_: [])
-    found |= {"liger, one rank": errors_from_hidden("liger"), "None, one rank": errors_from_hidden(None)}
-    for name, errors in found.items():
+    errors_by_way |= {"liger, one rank": errors_from_hidden("liger"), "None, one rank": errors_from_hidden(None)}
+    for name, errors in errors_by_way.items():
         print(f"{name}: log-probs {errors[0]:.1e}, entropy {errors[1]:.1e}, gradients {max(errors[2:]):.1e}")
         assert max(errors) <= 2e-5
 

@@ -18,11 +18,11 @@ from head_oracle import (
     TOKENS,
     VOCABULARY,
     WANTED,
-    Found,
+    Outputs,
     Wanted,
     batch_of,
     expected_of,
-    given,
+    inputs_of,
     relative,
 )
 from ranks import bytes_reduced, run_ranks, start_process_group
@@ -52,22 +52,22 @@ of_hidden = pytest.mark.parametrize("way", WAYS[1:])
 Parallel = dict[str, Any]
 
 
-def leaves_of(name: str, dtype: torch.dtype = torch.float32, parallel: Parallel | None = None) -> Found:
+def leaves_of(name: str, dtype: torch.dtype = torch.float32, parallel: Parallel | None = None) -> Outputs:
     """This rank's leaves: its part of the vocabulary and, with sequence parallelism, of tokens."""
-    batch, group = given(name, dtype)[0], (parallel or {}).get("group")
+    batch, group = inputs_of(name, dtype)[0], (parallel or {}).get("group")
     rank, size = (0, 1) if group is None else (group.rank(), group.size())
     columns = slice(rank * VOCABULARY // size, (rank + 1) * VOCABULARY // size)
     mine = slice(rank * TOKENS // size, (rank + 1) * TOKENS // size)
     mine = mine if (parallel or {}).get("sequence_parallel") else slice(None)
     leaves = {"hidden": batch.hidden[mine], "weight": batch.weight[columns], "bias": batch.bias[columns]}
     return {
-        key: one.to(dtype).requires_grad_() for key, one in leaves.items() if key != "bias" or CASES[name].get("bias")
+        key: leaf.to(dtype).requires_grad_() for key, leaf in leaves.items() if key != "bias" or CASES[name].get("bias")
     }
 
 
 def teacher_of(name: str, dtype: torch.dtype, device: torch.device, parallel: Parallel) -> dict[str, Any]:
     """This rank's teacher: its part of the vocabulary and, for hidden states with sequence parallelism, of tokens."""
-    taught, group = given(name, dtype)[0].taught, parallel.get("group")
+    taught, group = inputs_of(name, dtype)[0].taught, parallel.get("group")
     rank, size = (0, 1) if group is None else (group.rank(), group.size())
     columns = slice(rank * VOCABULARY // size, (rank + 1) * VOCABULARY // size)
     mine = slice(rank * TOKENS // size, (rank + 1) * TOKENS // size)
@@ -76,15 +76,15 @@ def teacher_of(name: str, dtype: torch.dtype, device: torch.device, parallel: Pa
         of_rank = {"hidden": (taught["hidden"] @ taught["weight"].T)[:, columns]}
     else:
         of_rank = {"hidden": taught["hidden"][mine].to(dtype), "weight": taught["weight"][columns].to(dtype)}
-    return {key: one.to(device) for key, one in of_rank.items()} | CASES[name]["teacher"]
+    return {key: tensor.to(device) for key, tensor in of_rank.items()} | CASES[name]["teacher"]
 
 
 def values_of(
-    way: str, name: str, leaves: Found, wanted: Wanted = BOTH, parallel: Parallel | None = None, **more: Any
-) -> Found:
+    way: str, name: str, leaves: Outputs, wanted: Wanted = BOTH, parallel: Parallel | None = None, **more: Any
+) -> Outputs:
     """The same as `expected_of` but gradients, of the code under test."""
     hidden, weight, bias = leaves["hidden"], leaves["weight"], leaves.get("bias")
-    (batch, labels, mask, options), parallel = given(name, hidden.dtype), parallel or {}
+    (batch, labels, mask, options), parallel = inputs_of(name, hidden.dtype), parallel or {}
     group, device = parallel.get("group"), hidden.device
     first = 0 if group is None else group.rank() * len(weight)
     exact = torch.promote_types(hidden.dtype, torch.float32)
@@ -112,31 +112,31 @@ def values_of(
         inputs = {"near": near.masked_fill(weights.to(device) == 0, torch.nan)}  # is ignored there
         share, values = loss_from_hidden(hidden, layer, labels, weights, loss, inputs, **options)
         assert set(values) - {"entropy", "divergence"} == {"log_probs", "losses", "mixed"}
-        assert not any(one.requires_grad for one in values.values())
+        assert not any(value.requires_grad for value in values.values())
         log_probs, entropy, divergence = (values.get(key) for key in ("log_probs", "entropy", "divergence"))
     else:
         share = (loss(log_probs, entropy, near, divergence)[0] * weights.to(device)).sum()
-    found = {"log_probs": log_probs, "share": share, "entropy": entropy, "divergence": divergence}
-    return {key: one for key, one in found.items() if one is not None}
+    results = {"log_probs": log_probs, "share": share, "entropy": entropy, "divergence": divergence}
+    return {key: value for key, value in results.items() if value is not None}
 
 
-def found_of(way: str, name: str, dtype: torch.dtype, wanted: Wanted, parallel: Any = None, **more: Any) -> Found:
+def results_of(way: str, name: str, dtype: torch.dtype, wanted: Wanted, parallel: Any = None, **more: Any) -> Outputs:
     leaves = leaves_of(name, dtype, parallel)
-    found = values_of(way, name, leaves, wanted, parallel, **more)
-    assert {one.dtype for one in found.values()} == {torch.promote_types(dtype, torch.float32)}
-    (found["share"] * 3).backward()
+    results = values_of(way, name, leaves, wanted, parallel, **more)
+    assert {value.dtype for value in results.values()} == {torch.promote_types(dtype, torch.float32)}
+    (results["share"] * 3).backward()
     assert all(leaf.grad is not None and leaf.grad.dtype == dtype for leaf in leaves.values())
-    found |= {key: leaf.grad.double() / 3 for key, leaf in leaves.items()}
-    return {key: one.detach() for key, one in found.items()}
+    results |= {key: leaf.grad.double() / 3 for key, leaf in leaves.items()}
+    return {key: value.detach() for key, value in results.items()}
 
 
-def check(found: Found, expected: Found, dtype: torch.dtype) -> None:
-    assert set(found) == set(expected)
+def check(results: Outputs, expected: Outputs, dtype: torch.dtype) -> None:
+    assert set(results) == set(expected)
     for key, value in expected.items():
         if value.abs().max() > 0:
-            assert relative(found[key], value) <= BOUNDS[dtype], key
+            assert relative(results[key], value) <= BOUNDS[dtype], key
         else:
-            assert found[key].count_nonzero() == 0, key
+            assert results[key].count_nonzero() == 0, key
 
 
 def kept_ids() -> KeptIds:
@@ -150,26 +150,26 @@ def test_values_and_gradients_in_any_chunks(name: str, way: str) -> None:
     options: list[dict[str, Any]] = [{"chunk_tokens": number} for number in (1, 7, TOKENS)]
     options += [{}, {"gradient_in_place": True}] if way == "logits" else []
     options += [{"keep": kept_ids()}, {"keep": kept_ids(), "chunk_tokens": 5}] if CASES[name].get("keep") else []
-    for dtype, wanted in {*itertools.product([torch.float32], WANTED.values()), *((one, BOTH) for one in BOUNDS)}:
+    for dtype, wanted in {*itertools.product([torch.float32], WANTED.values()), *((dtype, BOTH) for dtype in BOUNDS)}:
         for more in options if (dtype, wanted) == (torch.float32, BOTH) else options[1:2]:
-            check(found_of(way, name, dtype, wanted, **more), expected_of(name, dtype, wanted), dtype)
+            check(results_of(way, name, dtype, wanted, **more), expected_of(name, dtype, wanted), dtype)
 
 
-def on_tp_rank() -> dict[Any, tuple[Found, list[int]]]:
+def on_tp_rank() -> dict[Any, tuple[Outputs, list[int]]]:
     """Every way's values and gradients, and the bytes of each `all_reduce`."""
     start_process_group()
-    group, sent, found = torch.distributed.group.WORLD, bytes_reduced(), dict[Any, Any]()
+    group, sent, by_case = torch.distributed.group.WORLD, bytes_reduced(), dict[Any, Any]()
     ways = [("logits", False), *itertools.product(WAYS[1:], (False, True))]
     for (way, sequence_parallel), name, wanted in itertools.product(ways, CASES, WANTED):
         if (wanted == "both" or name == "plain") and (way, name) in WAYS_OF:
             parallel = {"group": group, "sequence_parallel": sequence_parallel}
             more: Any = {"keep": kept_ids()} if name == "kept ids" else {}
-            of = found_of(way, name, torch.float32, WANTED[wanted], parallel, chunk_tokens=7, **more)
-            found[way, sequence_parallel, name, wanted] = of, [*sent]
+            of = results_of(way, name, torch.float32, WANTED[wanted], parallel, chunk_tokens=7, **more)
+            by_case[way, sequence_parallel, name, wanted] = of, [*sent]
             sent.clear()
     alone = {"group": group, "sum_gradient": False}
-    found["not summed"] = found_of("two passes", "plain", torch.float32, BOTH, alone), []
-    return found
+    by_case["not summed"] = results_of("two passes", "plain", torch.float32, BOTH, alone), []
+    return by_case
 
 
 @pytest.mark.slow
@@ -191,7 +191,7 @@ def test_vocabulary_and_tokens_over_several_ranks(ranks: int) -> None:
         for part in parts:
             check(part | whole, expected_of(name, torch.float32, WANTED[wanted]), torch.float32)
         if way == "logits":  # one maximum and one sum, whatever the chunks
-            tokens, numbers = int(given(name)[2].sum()), CASES[name].get("ids", 1) + (2 if WANTED[wanted][1] else 1)
+            tokens, numbers = int(inputs_of(name)[2].sum()), CASES[name].get("ids", 1) + (2 if WANTED[wanted][1] else 1)
             numbers += CASES[name].get("rest", False)
             assert all(rank[at][1] == [4 * tokens, 4 * numbers * tokens][: 2 * bool(tokens)] for rank in by_rank)
 
@@ -213,15 +213,15 @@ def test_autocast_is_its_casts(to: torch.dtype, way: str, at: tuple[bool, bool])
             leaves = {
                 key: leaves[key].detach().to(dtype).requires_grad_() for key, dtype in zip(leaves, dtypes, strict=True)
             }
-            cast = {key: one.to(to) if at[0] and one.dtype != torch.float64 else one for key, one in leaves.items()}
+            cast = {key: leaf.to(to) if at[0] and leaf.dtype != torch.float64 else leaf for key, leaf in leaves.items()}
             with contextlib.nullcontext() if by_hand else forward:
                 share = values_of(way, "plain", cast if by_hand else leaves)["share"]
             alone = way == "logits" and not at[0]  # the product's backward is autograd's: torch casts it
             with contextlib.nullcontext() if by_hand or alone else backward:
                 share.backward()
             gradients.append([leaf.grad for leaf in leaves.values()])
-        for one, other in zip(*gradients, strict=True):
-            torch.testing.assert_close(one, other, rtol=0, atol=0)
+        for slope, other in zip(*gradients, strict=True):
+            torch.testing.assert_close(slope, other, rtol=0, atol=0)
 
 
 # --- devices
@@ -231,7 +231,7 @@ def test_autocast_is_its_casts(to: torch.dtype, way: str, at: tuple[bool, bool])
 @pytest.mark.parametrize("name", ["cold, bias", "kept ids", "padded vocabulary", "hot, all tokens"])
 def test_nothing_is_read_back_from_a_device(name: str, way: str) -> None:
     """`meta` has shapes and no numbers: whatever reads them, or copies them to the host, raises."""
-    on_device = {key: one.detach().to("meta").requires_grad_() for key, one in leaves_of(name).items()}
+    on_device = {key: leaf.detach().to("meta").requires_grad_() for key, leaf in leaves_of(name).items()}
     keep = {"keep": batch_of(TOKENS, VOCABULARY, HIDDEN).keep.to("meta")}
     ids = KeptIds(kept_ids().ids.to("meta"), kept_ids().offsets)
     further: list[Any] = [keep, {"keep": kept_ids()}, {"keep": ids}] if "kept" in name else [{}]
@@ -241,7 +241,7 @@ def test_nothing_is_read_back_from_a_device(name: str, way: str) -> None:
     if way == "one pass":  # the tokens are those with a weight, on the host
         values_of(way, name, on_device, token_mask=None, **more)["share"].backward()
     with pytest.raises(NotImplementedError, match="meta"):  # negative control: a mask on the device must be read
-        values_of(way, name, on_device, token_mask=given(name)[2].to("meta"), **more)
+        values_of(way, name, on_device, token_mask=inputs_of(name)[2].to("meta"), **more)
 
 
 @every_way
@@ -251,8 +251,8 @@ def test_the_default_device_does_not_matter(name: str, way: str) -> None:
     expected = expected_of(name, torch.float32)
     more = {"keep": kept_ids()} if name == "kept ids" else {}
     with torch.device("meta"):
-        found = found_of(way, name, torch.float32, BOTH, **more)
-    check(found, expected, torch.float32)
+        results = results_of(way, name, torch.float32, BOTH, **more)
+    check(results, expected, torch.float32)
 
 
 # --- what chunks cost
@@ -289,7 +289,7 @@ def test_no_tensor_has_the_logits_of_more_than_a_chunk_nor_of_masked_tokens(chun
     largest = max(TOKENS * HIDDEN, VOCABULARY * HIDDEN)  # hidden states and the weight are there anyway
     assert watched(way, chunk_tokens, "hot, all tokens").largest <= largest < TOKENS * VOCABULARY
     assert watched(way, TOKENS, "hot, all tokens").largest >= TOKENS * VOCABULARY  # negative control
-    active = int(given("plain")[2].sum())
+    active = int(inputs_of("plain")[2].sum())
     assert 0 < active < TOKENS
     assert watched(way, chunk_tokens, "plain").tokens == (1 + (way == "two passes")) * active
     assert watched(way, chunk_tokens, "plain", differentiate=False).tokens == active
@@ -302,10 +302,10 @@ def test_no_tensor_has_the_logits_of_more_than_a_chunk_nor_of_masked_tokens(chun
 def test_nothing_is_kept_but_the_logits_and_a_few_numbers_a_token() -> None:
     kept: list[Tensor] = []
     logits = torch.randn(50, 64, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one) or one, lambda one: one):
+    with torch.autograd.graph.saved_tensors_hooks(lambda saved: kept.append(saved) or saved, lambda saved: saved):
         log_probs_from_logits(logits, torch.zeros(50, dtype=torch.int64), entropy=True)
-    assert sorted(one.numel() for one in kept) == [3 * 50, 50 * 64]
-    assert logits.data_ptr() in [one.data_ptr() for one in kept]
+    assert sorted(saved.numel() for saved in kept) == [3 * 50, 50 * 64]
+    assert logits.data_ptr() in [saved.data_ptr() for saved in kept]
 
 
 # --- gradients that go elsewhere, or nowhere
@@ -336,7 +336,7 @@ def test_the_weights_gradient_goes_to_the_main_gradient_and_frozen_sides_get_non
 
 def test_weights_that_float16_cannot_hold_are_not_lost() -> None:
     """1e-9 per token, scaled up afterwards as a carrier and a loss scale do."""
-    labels, gradients = given("plain")[1], []
+    labels, gradients = inputs_of("plain")[1], []
     for scale in (1.0, 1e9):
         leaves, weights = leaves_of("plain", torch.float16), torch.full((TOKENS,), 1 / scale)
         layer = OutputLayer(leaves["weight"])
@@ -351,7 +351,7 @@ def test_a_chunk_whose_loss_has_no_gradient_gives_none() -> None:
     def first_half(log_probs: Tensor, _: Tensor | None, place: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         return log_probs if place[0] < TOKENS // 2 else torch.ones_like(log_probs), {}
 
-    (hidden, weight), labels = leaves_of("plain").values(), given("plain")[1]
+    (hidden, weight), labels = leaves_of("plain").values(), inputs_of("plain")[1]
     inputs, ones = {"place": torch.arange(TOKENS)}, torch.ones(TOKENS)
     layer = OutputLayer(weight, chunk_tokens=TOKENS // 4)
     loss_from_hidden(hidden, layer, labels, ones, first_half, inputs)[0].backward()
@@ -386,18 +386,18 @@ def logits_of(batch: head_oracle.Batch) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float64, *DTYPES])
 @pytest.mark.parametrize("name", ["plain", "cold, bias", "kept ids", "padded vocabulary"])
 def test_only_logits_and_their_gradient_are_rounded_to_their_dtype(name: str, dtype: torch.dtype) -> None:
-    batch, labels, mask, options = given(name)
+    batch, labels, mask, options = inputs_of(name)
     keep, slopes = batch.keep if "kept" in name else None, torch.linspace(-2, 3, TOKENS).double() * mask
     leaf = logits_of(batch).to(dtype).double().requires_grad_()
-    expected = [one * mask for one in head_oracle.log_probs_and_entropy(leaf, labels, keep=keep, **options)]
+    expected = [value * mask for value in head_oracle.log_probs_and_entropy(leaf, labels, keep=keep, **options)]
     (gradient,) = torch.autograd.grad(((expected[0] - 0.3 * expected[1]) * slopes).sum(), leaf)
     exact = 1e-13 if dtype == torch.float64 else 1e-6  # sums over the vocabulary, an exponential and a logarithm
     ways: list[Any] = [{}, {"gradient_in_place": True}, {"chunk_tokens": 3}]
     for more in ways:
         logits = leaf.detach().to(dtype).requires_grad_() * 1
-        found = log_probs_from_logits(logits, labels, keep=keep, entropy=True, token_mask=mask, **options, **more)
-        assert all(relative(one, other) <= exact for one, other in zip(found, expected, strict=True))
-        total = ((found.log_probs - 0.3 * found.entropy) * slopes.to(found.entropy.dtype)).sum()
+        outputs = log_probs_from_logits(logits, labels, keep=keep, entropy=True, token_mask=mask, **options, **more)
+        assert all(relative(value, right) <= exact for value, right in zip(outputs, expected, strict=True))
+        total = ((outputs.log_probs - 0.3 * outputs.entropy) * slopes.to(outputs.entropy.dtype)).sum()
         (of_logits,) = torch.autograd.grad(total, logits, retain_graph=True)
         assert relative(of_logits, gradient) <= max(exact, torch.finfo(dtype).eps if dtype.itemsize == 2 else 0)
         if "gradient_in_place" in more:
@@ -419,7 +419,7 @@ def far(columns: slice = slice(None), group: Any = None) -> list[Tensor]:
     leaf = torch.tensor(FAR)[:, columns].requires_grad_()
     log_probs, entropy = log_probs_from_logits(leaf, torch.tensor(FAR_LABELS), entropy=True, tp_group=group)
     (gradient,) = torch.autograd.grad((log_probs - entropy).sum(), leaf)
-    return [one.detach().double() for one in (log_probs, entropy, gradient)]
+    return [value.detach().double() for value in (log_probs, entropy, gradient)]
 
 
 def far_on_rank() -> list[Tensor]:
@@ -442,7 +442,7 @@ def test_logits_far_apart_and_infinite_ones() -> None:
 
 
 def test_shapes_and_dtypes() -> None:
-    (hidden, weight), labels = leaves_of("plain").values(), given("plain")[1]
+    (hidden, weight), labels = leaves_of("plain").values(), inputs_of("plain")[1]
     layer = OutputLayer(weight)
     plain = log_probs_from_hidden(hidden, layer, labels).log_probs
     cut_layer = OutputLayer(weight, chunk_tokens=5)
@@ -453,8 +453,8 @@ def test_shapes_and_dtypes() -> None:
     torch.testing.assert_close([cut, of_logits.T], [plain.view(8, 4)] * 2)
     ragged = kept_ids().mask(np.arange(TOKENS), 8, 16, torch.device("cpu"))  # as a rank in the middle has them
     assert torch.equal(ragged, batch_of(TOKENS, VOCABULARY, HIDDEN).keep[:, 8:16])
-    one = torch.arange(VOCABULARY) < 9  # for all tokens
-    both = [log_probs_from_hidden(hidden, layer, labels, keep=keep) for keep in (one, one.expand(TOKENS, -1))]
+    for_all = torch.arange(VOCABULARY) < 9  # for all tokens
+    both = [log_probs_from_hidden(hidden, layer, labels, keep=keep) for keep in (for_all, for_all.expand(TOKENS, -1))]
     assert torch.equal(both[0].log_probs, both[1].log_probs)
 
 

@@ -36,27 +36,27 @@ NAN = float("nan")
 
 def stated(batch: Sequence[tuple[float, Any, Any]], kind: str, epsilon: float = 1e-6) -> list[float]:
     """Advantages from each sample's (reward, prompt, rollout); a rollout counts once in its group."""
-    found = []
+    advantages = []
     for reward, group, rollout in batch:
         of_group = {o: r for r, g, o in batch if g == group}
         mean = statistics.fmean(of_group.values())
         std = statistics.stdev(of_group.values()) if len(of_group) > 1 else 0.0
         others = [r for o, r in of_group.items() if o != rollout]
-        found.append({
+        advantages.append({
             "centred": reward - mean,
             "by std": (reward - mean) / (std + epsilon),
             "leave one out": reward - statistics.fmean(others) if others else 0.0,
         }[kind])  # fmt: skip
-    return found
+    return advantages
 
 
 def stated_together(batches: Sequence[Any], weights: Sequence[float], epsilon: float = 1e-6) -> list[float]:
     """GDPO, of a batch as above for each reward."""
     parts = [stated(batch, "by std", epsilon) for batch in batches]
-    sums = [sum(w * one for w, one in zip(weights, ones, strict=True)) for ones in zip(*parts, strict=True)]
-    of_rollouts = list({rollout: one for one, (_, _, rollout) in zip(sums, batches[0], strict=True)}.values())
+    sums = [sum(w * advantage for w, advantage in zip(weights, ones, strict=True)) for ones in zip(*parts, strict=True)]
+    of_rollouts = list({rollout: total for total, (_, _, rollout) in zip(sums, batches[0], strict=True)}.values())
     mean, std = (statistics.fmean(of_rollouts), statistics.stdev(of_rollouts)) if len(of_rollouts) > 1 else (0, 0)
-    return [(one - mean) / (std + epsilon) for one in sums]
+    return [(total - mean) / (std + epsilon) for total in sums]
 
 
 @settings(deadline=None, derandomize=True, max_examples=100)
@@ -75,16 +75,16 @@ def test_advantages_of_samples(
     batch = [(r, rename(g), rename(i)) for i, (r, g, parts) in enumerate(drawn) for _ in range(parts if split else 1)]
     random.Random(7).shuffle(batch)
     rewards, prompts, rollouts = (list(column) for column in zip(*batch, strict=True)) if batch else ([], [], [])
-    given = torch.tensor(rewards, dtype=torch.float64), prompts
+    rewards_by_prompt = torch.tensor(rewards, dtype=torch.float64), prompts
     ids: Any = {"rollout_ids": rollouts if split else None}
-    for kind, found in {
-        "centred": group_relative_advantages(*given, **ids, normalize_by_std=False),
-        "by std": group_relative_advantages(*given, **ids, epsilon=epsilon),
-        "leave one out": rloo_advantages(*given, **ids),
+    for kind, advantages in {
+        "centred": group_relative_advantages(*rewards_by_prompt, **ids, normalize_by_std=False),
+        "by std": group_relative_advantages(*rewards_by_prompt, **ids, epsilon=epsilon),
+        "leave one out": rloo_advantages(*rewards_by_prompt, **ids),
     }.items():
-        assert found.dtype == torch.float32
+        assert advantages.dtype == torch.float32
         # Computed in float64, then rounded once.
-        assert found.tolist() == pytest.approx(stated(batch, kind, epsilon), rel=2 * oracle.ROUNDING, abs=1e-6)
+        assert advantages.tolist() == pytest.approx(stated(batch, kind, epsilon), rel=2 * oracle.ROUNDING, abs=1e-6)
 
 
 @settings(deadline=None, derandomize=True, max_examples=50)
@@ -97,14 +97,14 @@ def test_advantages_of_samples(
 )  # fmt: skip
 def test_advantages_of_several_rewards(drawn: list[Any], weights: Any, split: bool) -> None:
     """Each reward is normalised in its group, then all by their spread over the step."""
-    rows = [(one, i) for i, one in enumerate(drawn) for _ in range(one[3] if split else 1)]
+    rows = [(reward, i) for i, reward in enumerate(drawn) for _ in range(reward[3] if split else 1)]
     random.Random(7).shuffle(rows)
-    batches = [[(one[k], one[2], i) for one, i in rows] for k in range(2)]
+    batches = [[(row[k], row[2], i) for row, i in rows] for k in range(2)]
     rewards = [torch.tensor([r for r, _, _ in batch], dtype=torch.float64) for batch in batches]
     prompts, rollouts = ([row[k] for row in batches[0]] for k in (1, 2))
-    found = gdpo_advantages(rewards, prompts, weights=weights, rollout_ids=rollouts if split else None)
+    advantages = gdpo_advantages(rewards, prompts, weights=weights, rollout_ids=rollouts if split else None)
     expected = stated_together(batches, weights or (1, 1))
-    assert found.tolist() == pytest.approx(expected, rel=2 * oracle.ROUNDING, abs=1e-6)
+    assert advantages.tolist() == pytest.approx(expected, rel=2 * oracle.ROUNDING, abs=1e-6)
 
 
 def test_scales_of_rewards_do_not_matter_to_gdpo() -> None:
@@ -131,26 +131,28 @@ def on_rank() -> dict[str, Any]:
     start_process_group()
     rank = int(os.environ["RANK"])
     rewards, prompts, rollouts = map(list, zip(*BATCH[3 * rank : 3 * rank + 3], strict=True))
-    found: dict[str, Any] = {}
+    outcomes: dict[str, Any] = {}
     for kind, function in {"by std": group_relative_advantages, "leave one out": rloo_advantages}.items():
         how: dict[str, Any] = {"rollout_ids": rollouts, "dp_group": dist.group.WORLD}
-        found[kind] = function(torch.tensor(rewards), prompts, **how).tolist()
-        found["refused"] = outcome_of(lambda: function(torch.tensor(rewards), prompts[rank:], **how))  # noqa: B023
+        outcomes[kind] = function(torch.tensor(rewards), prompts, **how).tolist()
+        outcomes["refused"] = outcome_of(lambda: function(torch.tensor(rewards), prompts[rank:], **how))  # noqa: B023
         how["rollout_ids"] = rollouts if rank else None
-        found["unlike"] = outcome_of(lambda: function(torch.tensor(rewards), prompts, **how))  # noqa: B023
+        outcomes["unlike"] = outcome_of(lambda: function(torch.tensor(rewards), prompts, **how))  # noqa: B023
         several = [torch.tensor(rewards), torch.arange(3.0) * (rank + 1)]
-        found["gdpo"] = gdpo_advantages(several, prompts, weights=(1, 3), dp_group=dist.group.WORLD).tolist()
+        outcomes["gdpo"] = gdpo_advantages(several, prompts, weights=(1, 3), dp_group=dist.group.WORLD).tolist()
         masks = [[1.0]] * (1 + rank)
-        found["weights"] = [float(one) for one in weights_column("token_mean", masks, dp_group=dist.group.WORLD)]
-        found["weights alone"] = [float(one) for one in weights_column("token_mean", masks, dp_group=None)]
-        found["weights, unstated"] = outcome_of(lambda: weights_column("token_mean", masks))  # noqa: B023
-        found["unstated"] = outcome_of(lambda: function(torch.tensor(rewards), prompts))  # noqa: B023
-        found["gdpo, unstated"] = outcome_of(lambda: gdpo_advantages(several, prompts))  # noqa: B023
-        found["alone"] = function(torch.tensor(rewards), prompts, dp_group=None).tolist()
-        found["fewer"] = outcome_of(lambda: gdpo_advantages(several[rank:], prompts, dp_group=dist.group.WORLD))  # noqa: B023
+        outcomes["weights"] = [
+            float(column) for column in weights_column("token_mean", masks, dp_group=dist.group.WORLD)
+        ]
+        outcomes["weights alone"] = [float(column) for column in weights_column("token_mean", masks, dp_group=None)]
+        outcomes["weights, unstated"] = outcome_of(lambda: weights_column("token_mean", masks))  # noqa: B023
+        outcomes["unstated"] = outcome_of(lambda: function(torch.tensor(rewards), prompts))  # noqa: B023
+        outcomes["gdpo, unstated"] = outcome_of(lambda: gdpo_advantages(several, prompts))  # noqa: B023
+        outcomes["alone"] = function(torch.tensor(rewards), prompts, dp_group=None).tolist()
+        outcomes["fewer"] = outcome_of(lambda: gdpo_advantages(several[rank:], prompts, dp_group=dist.group.WORLD))  # noqa: B023
         ids = ["1", "1", "2"] if rank else [1, 1, 2]
-        found["of two kinds"] = outcome_of(lambda: function(torch.tensor(rewards), ids, dp_group=dist.group.WORLD))  # noqa: B023
-    return found
+        outcomes["of two kinds"] = outcome_of(lambda: function(torch.tensor(rewards), ids, dp_group=dist.group.WORLD))  # noqa: B023
+    return outcomes
 
 
 def test_over_ranks() -> None:
@@ -266,10 +268,10 @@ FRACTIONS, NONE = [0.5, 0.25, 1.0], [0, 0, 0]
     ],
 )
 def test_surviving_masks(level: Any, bounds: dict[str, float], expected: list[list[float]]) -> None:
-    before = [one.clone() for one in MASKS]
+    before = [mask.clone() for mask in MASKS]
     survivors = surviving_masks(MASKS, RATIOS, level=level, **bounds)
-    assert [one.tolist() for one in survivors] == expected
-    assert [one.dtype for one in survivors] == [one.dtype for one in MASKS]
+    assert [mask.tolist() for mask in survivors] == expected
+    assert [mask.dtype for mask in survivors] == [mask.dtype for mask in MASKS]
     assert all(map(torch.equal, MASKS, before))
     assert surviving_masks([[0.25]], [[1.0]], high=2.0, level="geometric")[0].tolist() == [0]
 

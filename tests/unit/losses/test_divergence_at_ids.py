@@ -54,14 +54,14 @@ def at_ids(log_probs: Tensor, teacher_log_probs: Tensor, **settings: Any) -> Ten
 @pytest.mark.parametrize("missing", [0, 2, K])
 def test_values_are_the_formulas(kind: Any, tail: Any, missing: int) -> None:
     """Float32 inputs of which float64 is computed: one rounding, of the result."""
-    student, teacher = (one[:, :K].clone() for one in drawn())
+    student, teacher = (logs[:, :K].clone() for logs in drawn())
     teacher[::2, K - missing :] = -INF
     for beta in (0.1, 0.5, 0.9) if kind == "jsd" else (None,):
-        found = at_ids(student, teacher, kind=kind, tail=tail, beta=beta)
-        assert (found.shape, found.dtype) == ((TOKENS,), torch.float32)
-        for token, value in enumerate(found.tolist()):
-            given = [i for i in range(K) if teacher[token, i] > -INF]
-            p, q = ([math.exp(one[token, i]) for i in given] for one in (student, teacher))
+        divergences = at_ids(student, teacher, kind=kind, tail=tail, beta=beta)
+        assert (divergences.shape, divergences.dtype) == ((TOKENS,), torch.float32)
+        for token, value in enumerate(divergences.tolist()):
+            known = [i for i in range(K) if teacher[token, i] > -INF]
+            p, q = ([math.exp(logs[token, i]) for i in known] for logs in (student, teacher))
             right = stated(p, q, kind, tail, *([beta] if beta else [])) if p else 0.0
             # Sums of K + 1 float64 terms, each below a few times 10, then rounded to float32.
             assert value == pytest.approx(right, rel=ROUNDING, abs=1e-14)
@@ -70,7 +70,7 @@ def test_values_are_the_formulas(kind: Any, tail: Any, missing: int) -> None:
 @EVERY
 def test_gradients_are_the_formulas(kind: Any, tail: Any) -> None:
     """Those of ids that the teacher did not give, and of masked tokens, are 0."""
-    student, teacher = (one[:, :K].clone() for one in drawn())
+    student, teacher = (logs[:, :K].clone() for logs in drawn())
     teacher[::2, 4:], teacher[6], student[5] = -INF, -INF, NAN
     mask = torch.ones(TOKENS)
     mask[[5, 7]] = 0
@@ -78,11 +78,11 @@ def test_gradients_are_the_formulas(kind: Any, tail: Any) -> None:
     divergence_at_ids(leaf, teacher, mask, kind=kind, tail=tail).backward(upstream)
     right = torch.zeros(TOKENS, K, dtype=torch.float64)
     for token in (i for i in range(TOKENS) if i not in (5, 6, 7)):
-        given = teacher[token] > -INF
-        exact = student[token, given].double().requires_grad_()
-        value = divergence(exact.exp(), teacher[token, given].double().exp(), kind, tail)
+        known = teacher[token] > -INF
+        exact = student[token, known].double().requires_grad_()
+        value = divergence(exact.exp(), teacher[token, known].double().exp(), kind, tail)
         (slope,) = torch.autograd.grad(value, exact)
-        right[token, given] = slope * upstream[token]
+        right[token, known] = slope * upstream[token]
     assert leaf.grad is not None
     assert (leaf.grad[right == 0] == 0).all()
     torch.testing.assert_close(leaf.grad.double(), right, rtol=2 * ROUNDING, atol=1e-13)
@@ -108,9 +108,9 @@ def test_dropping_the_tail_is_no_divergence() -> None:
     """The sum is negative where the student is surer of these ids than the teacher, and falls beyond p = q."""
     teacher = torch.tensor([[0.5, 0.2]]).log()
     surer = torch.tensor([[0.6, 0.3]]).log()
-    found = {tail: at_ids(surer, teacher, kind="forward_kl", tail=tail).item() for tail in TAILS}
-    assert found["drop"] == pytest.approx(0.5 * math.log(5 / 6) + 0.2 * math.log(2 / 3))
-    assert found["drop"] < 0 < found["renormalise"] < found["bucket"]
+    by_tail = {tail: at_ids(surer, teacher, kind="forward_kl", tail=tail).item() for tail in TAILS}
+    assert by_tail["drop"] == pytest.approx(0.5 * math.log(5 / 6) + 0.2 * math.log(2 / 3))
+    assert by_tail["drop"] < 0 < by_tail["renormalise"] < by_tail["bucket"]
     for tail, least in (("drop", False), ("bucket", True), ("renormalise", True)):
         leaf = teacher.clone().requires_grad_()
         at_ids(leaf, teacher, kind="reverse_kl", tail=tail).sum().backward()
@@ -151,25 +151,25 @@ def with_a_rest_of(exponent: float, missing: int = 0) -> tuple[Tensor, Tensor, T
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_rest_that_is_made_of_the_logits(kind: Any, exponent: float, missing: int) -> None:
     """Value and gradient of the term of other ids, to a sum and a few roundings; of K log-probs alone it is noise."""
-    student, teacher, labels, given = with_a_rest_of(exponent, missing)
+    student, teacher, labels, known = with_a_rest_of(exponent, missing)
     leaves = student.clone().requires_grad_(), student.double().requires_grad_()
-    found = []
+    by_model = []
     for logits in (leaves[0], teacher):
-        log_probs, _ = log_probs_from_logits(logits, labels, rest_without=given)
-        found.append((log_probs[..., :K], log_probs[..., K]))
-    (p, p_rest), (q, q_rest) = found
-    q = q.masked_fill(~given, -INF)
+        log_probs, _ = log_probs_from_logits(logits, labels, rest_without=known)
+        by_model.append((log_probs[..., :K], log_probs[..., K]))
+    (p, p_rest), (q, q_rest) = by_model
+    q = q.masked_fill(~known, -INF)
     value = at_ids(p, q, kind=kind, log_rest=p_rest, teacher_log_rest=q_rest)
     bits = K - missing
-    p_exact, q_exact = (one.double().softmax(-1) for one in (leaves[1], teacher))
+    p_exact, q_exact = (probs.double().softmax(-1) for probs in (leaves[1], teacher))
     p_exact, q_exact = (
-        torch.cat([one[:, :bits], one[:, bits:].sum(-1, keepdim=True)], -1) for one in (p_exact, q_exact)
+        torch.cat([probs[:, :bits], probs[:, bits:].sum(-1, keepdim=True)], -1) for probs in (p_exact, q_exact)
     )
     right = divergence(p_exact, q_exact, kind)
     torch.testing.assert_close(value.double(), right, rtol=2e-6, atol=1e-12)
     # Of the ids that the teacher did not give: a gradient of the size of their probability.
-    for one, of_logits in ((value, leaves[0]), (right, leaves[1])):
-        one.sum().backward(inputs=[of_logits])
+    for losses, of_logits in ((value, leaves[0]), (right, leaves[1])):
+        losses.sum().backward(inputs=[of_logits])
     mine, exact = leaves[0].grad[:, K:].double(), leaves[1].grad[:, K:]
     assert ((mine - exact).norm() / exact.norm()) < 1e-5
     if exponent < -6 and kind == "forward_kl" and not missing:  # negative control
@@ -218,17 +218,17 @@ def test_an_impossible_id_of_the_student(kind: Any, tail: Any) -> None:
 def test_the_teachers_temperature() -> None:
     """Renormalised log-probs at a temperature are the softmax of logits at it over the ids, whatever their norm."""
     student, teacher = drawn(torch.float64)
-    found = at_ids(student[:, :K], teacher[:, :K], kind="forward_kl", tail="renormalise", teacher_temperature=2.0)
+    divergences = at_ids(student[:, :K], teacher[:, :K], kind="forward_kl", tail="renormalise", teacher_temperature=2.0)
     at_two = ((teacher - 3) / 2)[:, :K].log_softmax(-1)
     right = divergence(student[:, :K].exp(), at_two.exp(), "forward_kl", "renormalise")
-    torch.testing.assert_close(found, right)
+    torch.testing.assert_close(divergences, right)
 
 
 def test_the_teacher_is_a_constant_and_half_precision_is_raised() -> None:
-    student, teacher = (one[:, :K].bfloat16().requires_grad_() for one in drawn())
-    found = at_ids(student, teacher, kind="jsd")
-    assert torch.equal(found, at_ids(student.float(), teacher.float(), kind="jsd"))
-    found.sum().backward()
+    student, teacher = (logs[:, :K].bfloat16().requires_grad_() for logs in drawn())
+    divergences = at_ids(student, teacher, kind="jsd")
+    assert torch.equal(divergences, at_ids(student.float(), teacher.float(), kind="jsd"))
+    divergences.sum().backward()
     assert (student.grad is None, teacher.grad is None) == (False, True)
 
 
@@ -236,7 +236,7 @@ def test_a_mixture_is_two_terms_each_with_its_mode_and_mask() -> None:
     """Policy loss by prompt_mean, and 0.5 of the divergence by token_mean over the tokens that the teacher saw."""
     masks, seen = [[1, 1, 0, 1], [0, 1, 1]], [[1, 0, 0, 1], [0, 1, 0]]
     samples = Samples(masks, prompt_ids=["a", "b"], term_masks={"seen": seen})
-    student, teacher = (one[:7, :K] for one in drawn())
+    student, teacher = (logs[:7, :K] for logs in drawn())
     leaf, policy = student.clone().requires_grad_(), torch.arange(7.0, requires_grad=True)
     (microbatch,) = plan_step([samples], "prompt_mean", dp_group=None, term_masks=["seen"])
     kl = divergence_at_ids(leaf, teacher, microbatch, kind="reverse_kl")
@@ -274,16 +274,16 @@ WRONG: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("message", "given", "settings"), WRONG)
-def test_wrong_uses_are_refused(message: str, given: tuple[Any, ...], settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("message", "log_probs", "settings"), WRONG)
+def test_wrong_uses_are_refused(message: str, log_probs: tuple[Any, ...], settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=message):
-        divergence_at_ids(given[0], given[1], LOCAL, **{"kind": "forward_kl"} | settings)
+        divergence_at_ids(log_probs[0], log_probs[1], LOCAL, **{"kind": "forward_kl"} | settings)
 
 
 def test_log_probs_must_be_float_tensors() -> None:
-    for given, name in (((FINE.long(), FINE), "log_probs"), ((FINE, FINE.long()), "teacher_log_probs")):
+    for log_probs, name in (((FINE.long(), FINE), "log_probs"), ((FINE, FINE.long()), "teacher_log_probs")):
         with pytest.raises(TypeError, match=f"^{name} is torch.int64: it must be a float tensor"):
-            divergence_at_ids(*given, LOCAL, kind="forward_kl")
+            divergence_at_ids(*log_probs, LOCAL, kind="forward_kl")
     lists: Any = FINE.tolist()
     with pytest.raises(TypeError, match="log_probs is a list: it must be a float"):
         divergence_at_ids(lists, FINE, LOCAL, kind="forward_kl")

@@ -45,7 +45,7 @@ NARROW: dict[str, Any] = {"clip_low": 3e-4, "clip_high": 4e-4}
 # --- the formulas from the package, on a rank's tokens
 
 
-def given(t: Tokens, advantages: str = "advantages") -> tuple[Tensor, Tensor, Tensor]:
+def log_probs_of(t: Tokens, advantages: str = "advantages") -> tuple[Tensor, Tensor, Tensor]:
     return t.values["log_probs"], t.values["old_log_probs"], t.values[advantages]
 
 
@@ -68,7 +68,7 @@ NAMED = set[str]()
 
 def named(name: str, advantages: str = "token_advantages", **settings: Any) -> Loss:
     NAMED.add(name)
-    return lambda t: policy_loss(name, *given(t, advantages), microbatch_of(t), **settings).per_token_loss
+    return lambda t: policy_loss(name, *log_probs_of(t, advantages), microbatch_of(t), **settings).per_token_loss
 
 
 def ppo_here(t: Tokens, weights: Tensor | None = None) -> Tensor:
@@ -76,22 +76,22 @@ def ppo_here(t: Tokens, weights: Tensor | None = None) -> Tensor:
 
 
 def value_here(t: Tokens) -> Tensor:
-    x, old, target = (t.values[name] for name in ("log_probs", "old_log_probs", "rollout_log_probs"))
-    return value_loss(x, target, t.local, old_values=old, clip=0.2)
+    values, old, target = (t.values[name] for name in ("log_probs", "old_log_probs", "rollout_log_probs"))
+    return value_loss(values, target, t.local, old_values=old, clip=0.2)
 
 
 def kl_here(estimator: Any) -> Loss:
-    return lambda t: kl_estimate(*given(t)[:2], t.local, estimator=estimator)
+    return lambda t: kl_estimate(*log_probs_of(t)[:2], t.local, estimator=estimator)
 
 
 def weighted_k3_here(t: Tokens) -> Tensor:
-    return kl_estimate(t.values["log_probs"], t.values["rollout_log_probs"], t.local, old_log_probs=given(t)[1])
+    return kl_estimate(t.values["log_probs"], t.values["rollout_log_probs"], t.local, old_log_probs=log_probs_of(t)[1])
 
 
 def gspo_here(t: Tokens, at: Any = None, **more: Any) -> Tensor:
     at = place(t) if at is None else (at,)
     loss: Any = gspo_loss
-    per_token_loss: Tensor = loss(*given(t), *at, **NARROW, **more).per_token_loss
+    per_token_loss: Tensor = loss(*log_probs_of(t), *at, **NARROW, **more).per_token_loss
     return per_token_loss
 
 
@@ -110,23 +110,23 @@ def off_policy_mask_here(t: Tokens) -> Tensor:
 
 def three_here(t: Tokens) -> Tensor:
     """One with gradient by two ways, one without, one of data."""
-    x, old = t.values["log_probs"], t.values["old_log_probs"]
-    a, b, c = segment_mean([x, x.detach().exp(), old], *place(t))
-    return at_tokens(a.square() * b + c * a, t) + x
+    now, old = t.values["log_probs"], t.values["old_log_probs"]
+    a, b, c = segment_mean([now, now.detach().exp(), old], *place(t))
+    return at_tokens(a.square() * b + c * a, t) + now
 
 
 def scans_here(t: Tokens) -> Tensor:
-    x, total = t.values["log_probs"], torch.zeros_like(t.values["log_probs"])
+    now, total = t.values["log_probs"], torch.zeros_like(t.values["log_probs"])
     for n, (gamma, steps, reverse, exclusive) in enumerate(stated.SCANS):
         how: dict[str, Any] = {"gamma": gamma, "steps": steps, "reverse": reverse, "exclusive": exclusive}
-        _, found = segment_scan([x.detach().exp(), x], *place(t), **how)
-        total = total + (found / 9 + n).sin()
+        _, sums = segment_scan([now.detach().exp(), now], *place(t), **how)
+        total = total + (sums / 9 + n).sin()
     return total
 
 
 def scans_of_rollouts_here(t: Tokens) -> Tensor:
-    x = t.values["log_probs"]
-    return (segment_scan(x, microbatch_of(t), per="rollout") / 9).sin() * x
+    now = t.values["log_probs"]
+    return (segment_scan(now, microbatch_of(t), per="rollout") / 9).sin() * now
 
 
 def gae_here(t: Tokens) -> Tensor:
@@ -140,7 +140,7 @@ OWN = runpy.run_path(str(EXAMPLES / "recipes/paper_losses.py"))
 
 
 def own(name: str) -> Loss:
-    return lambda t: OWN[name](*given(t, "token_advantages"), microbatch_of(t))
+    return lambda t: OWN[name](*log_probs_of(t, "token_advantages"), microbatch_of(t))
 
 
 # --- planted bugs: each shows where tokens are cut
@@ -154,15 +154,15 @@ def alone(t: Tokens, statistic: Any) -> Tensor:
 
 def sum_without_backward_sum(t: Tokens) -> Tensor:
     """The other ranks' part is a constant: the value is right, the gradient is not."""
-    x, own = t.values["log_probs"], alone(t, segment_sum)
-    return (at_tokens(segment_sum(x.detach(), *place(t)) + own - own.detach(), t) / 9).sin() * x
+    now, own = t.values["log_probs"], alone(t, segment_sum)
+    return (at_tokens(segment_sum(now.detach(), *place(t)) + own - own.detach(), t) / 9).sin() * now
 
 
 def scan_without_backward_exchange(t: Tokens) -> Tensor:
     """The gradient is that of prefix sums of this rank's tokens alone."""
-    x, own = t.values["log_probs"], alone(t, segment_scan)
-    own = torch.cat([own, x.new_zeros(x.numel() - len(own))]).view(x.shape)
-    return ((segment_scan(x.detach(), *place(t)) + own - own.detach()) / 9).sin() * x
+    now, own = t.values["log_probs"], alone(t, segment_scan)
+    own = torch.cat([own, now.new_zeros(now.numel() - len(own))]).view(now.shape)
+    return ((segment_scan(now.detach(), *place(t)) + own - own.detach()) / 9).sin() * now
 
 
 TABLE: dict[str, tuple[Loss, Formula]] = {
@@ -278,6 +278,6 @@ def test_the_data_shows_every_branch() -> None:
         "CPPO's": (stated.prefix_budget, lambda v, m: -v["token_advantages"] * log_ratio(v).exp()),
     }  # fmt: skip
     for name, (bounded, free) in pairs.items():
-        shown = [(bounded(one.values, one.mask.double()) - free(one.values, one.mask.double())).abs() > 1e-9
-                 for one in cp_steps.rollouts()]  # fmt: skip
+        of_rollouts = [(rollout.values, rollout.mask.double()) for rollout in cp_steps.rollouts()]
+        shown = [(bounded(*inputs) - free(*inputs)).abs() > 1e-9 for inputs in of_rollouts]
         assert 0.03 < float(torch.cat(shown).double().mean()) < 0.97, name

@@ -60,8 +60,8 @@ def test_the_gradient_of_k3_times_the_ratio_is_that_of_the_kl() -> None:
     (right,) = torch.autograd.grad((leaf.softmax(0) * (leaf.log_softmax(0) - reference)).sum(), leaf)
     tokens = reference, torch.ones(7)
     for estimator in ("k1", "k3"):
-        found = gradient(lambda now: kl_estimate(now, *tokens, estimator=estimator, old_log_probs=old))  # noqa: B023
-        assert torch.allclose(found, right, atol=1e-15)
+        slopes = gradient(lambda now: kl_estimate(now, *tokens, estimator=estimator, old_log_probs=old))  # noqa: B023
+        assert torch.allclose(slopes, right, atol=1e-15)
     assert not torch.allclose(gradient(lambda now: kl_estimate(now, *tokens)), right, atol=1e-3)
 
 
@@ -81,14 +81,17 @@ def test_estimates_far_from_the_reference(estimator: Any, times_ratio: bool) -> 
     now = -0.75 + d.clamp(max=0)
     reference, old = now - d, now - gap  # exact as float64 takes them
     leaf = now.clone().requires_grad_()
-    found = kl_estimate(
+    estimates = kl_estimate(
         leaf, reference, torch.ones(len(d)), estimator=estimator, old_log_probs=old if times_ratio else None
     )
-    found.sum().backward()
+    estimates.sum().backward()
     d, ratio = now.double() - reference.double(), (now.double() - old.double()).exp()
     value, slope = (formula(ratio, d) for formula in EXACT[estimator, times_ratio])
-    for one, right, cancels in ((found.detach(), value, 1e-7), (leaf.grad, slope, 1e-6 if estimator == "k1" else 0)):
-        torch.testing.assert_close(one.double(), right, rtol=1e-5 if right is value else 5e-7, atol=cancels)
+    for computed, right, cancels in (
+        (estimates.detach(), value, 1e-7),
+        (leaf.grad, slope, 1e-6 if estimator == "k1" else 0),
+    ):
+        torch.testing.assert_close(computed.double(), right, rtol=1e-5 if right is value else 5e-7, atol=cancels)
 
 
 OF_TOKEN = st.floats(-200, 0, width=32)
@@ -99,20 +102,22 @@ OF_TOKEN = st.floats(-200, 0, width=32)
 def test_estimates_of_any_log_probs(now: float, reference: float, gap: float) -> None:
     """Against float64 of the same float32 inputs: an exp errs by the rounding of its argument, a sum by its terms'."""
     old = torch.tensor([min(now - gap, 0.0)]).clamp(min=-60 + max(now, reference))  # exps below e^60
-    given = torch.tensor([now]), torch.tensor([reference])
-    x, y = (one.double() - old.double() for one in given)
-    d, unit = given[0].double() - given[1].double(), torch.finfo(torch.float32).eps
+    log_probs = torch.tensor([now]), torch.tensor([reference])
+    from_old, reference_from_old = (log_prob.double() - old.double() for log_prob in log_probs)
+    d, unit = log_probs[0].double() - log_probs[1].double(), torch.finfo(torch.float32).eps
     for (estimator, times_ratio), (of_value, of_slope) in EXACT.items():
         if not times_ratio and d < -60:
             continue
-        leaf = given[0].clone().requires_grad_()
+        leaf = log_probs[0].clone().requires_grad_()
         value = kl_estimate(
-            leaf, given[1], torch.ones(1), estimator=estimator, old_log_probs=old if times_ratio else None
+            leaf, log_probs[1], torch.ones(1), estimator=estimator, old_log_probs=old if times_ratio else None
         )
         (slope,) = torch.autograd.grad(value, leaf)
-        ratio = x.exp() if times_ratio else torch.ones_like(x)
-        terms = ratio * (1 + d.abs()) + ((y.exp() if times_ratio else (-d).exp()) if estimator == "k3" else 0)
-        bound = unit * (x.abs() + y.abs() + d.abs() + 4)
+        ratio = from_old.exp() if times_ratio else torch.ones_like(from_old)
+        terms = ratio * (1 + d.abs()) + (
+            (reference_from_old.exp() if times_ratio else (-d).exp()) if estimator == "k3" else 0
+        )
+        bound = unit * (from_old.abs() + reference_from_old.abs() + d.abs() + 4)
         assert ((value.detach().double() - of_value(ratio, d)).abs() <= bound * terms + 1e-37).all()
         right = of_slope(ratio, d)
         size = ratio if estimator == "k1" else 0  # r + r d may cancel, r d does not
@@ -138,10 +143,10 @@ def test_finite_inputs_have_finite_losses_and_gradients(tokens: list[tuple[float
             estimate = kl_estimate(leaf, reference, torch.ones(8), estimator=estimator, old_log_probs=drawn)
             (slope,) = torch.autograd.grad(estimate.sum(), leaf)
             assert torch.cat([estimate.detach(), slope]).isfinite().all(), estimator
-    given = inputs() | {"log_probs": now, "old_log_probs": old, "advantages": advantages}
+    data = inputs() | {"log_probs": now, "old_log_probs": old, "advantages": advantages}
     for name in POLICY_LOSSES:
         leaf = now.clone().requires_grad_()
-        loss = LOSSES[name](given | {"log_probs": leaf}, LOCAL)
+        loss = LOSSES[name](data | {"log_probs": leaf}, LOCAL)
         loss.sum().backward()
         assert loss.isfinite().all(), name
         assert leaf.grad.isfinite().all(), name
@@ -152,14 +157,14 @@ def test_finite_inputs_have_finite_losses_and_gradients(tokens: list[tuple[float
 def test_infinite_log_probs_give_no_nan() -> None:
     """The policy cannot give a token: r d is 0 there, as its limit, and so is the gradient."""
     mask, never = torch.ones(1), torch.tensor([-INF])
-    found = dict[bool, Any]()
+    by_old = dict[bool, Any]()
     for old in (None, torch.tensor([-1.0])):
         leaf = never.clone().requires_grad_()
         kl_estimate(leaf, torch.tensor([-3.0]), mask, old_log_probs=old).backward()
         value = kl_estimate(never, torch.tensor([-3.0]), mask, old_log_probs=old)
-        found[old is None] = value.item(), leaf.grad.item()
-    assert found[True] == (INF, -INF)
-    assert found[False] == (pytest.approx(torch.tensor(-2.0).exp().item()), 0)
+        by_old[old is None] = value.item(), leaf.grad.item()
+    assert by_old[True] == (INF, -INF)
+    assert by_old[False] == (pytest.approx(torch.tensor(-2.0).exp().item()), 0)
     for now, reference, drawn in itertools.product((-INF, -1.0), repeat=3):
         leaf = torch.tensor([now], requires_grad=True)
         for estimator in ("k1", "k3"):
@@ -204,21 +209,21 @@ MASK = torch.tensor(MASKS[0] + MASKS[1])
 MASKED, LOCAL = MASK == 0, Samples(MASKS).local(0, 1)
 
 
-def of_policy(name: str, given: Inputs, local: Any) -> Tensor:
-    now, old, advantages = (given[key] for key in ("log_probs", "old_log_probs", "advantages"))
-    return policy_loss(name, now, old, advantages, local, importance_weights=given["importance_weights"]).per_token_loss
+def of_policy(name: str, data: Inputs, local: Any) -> Tensor:
+    now, old, advantages = (data[key] for key in ("log_probs", "old_log_probs", "advantages"))
+    return policy_loss(name, now, old, advantages, local, importance_weights=data["importance_weights"]).per_token_loss
 
 
 LOSSES: dict[str, LossOf] = {name: functools.partial(of_policy, name) for name in POLICY_LOSSES}
-LOSSES["kl"] = lambda given, local: kl_estimate(given["log_probs"], given["old_log_probs"], local)
-LOSSES["kl times the ratio"] = lambda given, local: kl_estimate(
-    given["log_probs"], -given["advantages"].abs(), local, old_log_probs=given["old_log_probs"]
+LOSSES["kl"] = lambda data, local: kl_estimate(data["log_probs"], data["old_log_probs"], local)
+LOSSES["kl times the ratio"] = lambda data, local: kl_estimate(
+    data["log_probs"], -data["advantages"].abs(), local, old_log_probs=data["old_log_probs"]
 )
-LOSSES["value"] = lambda given, local: value_loss(
-    given["log_probs"], given["old_log_probs"], local, old_values=given["advantages"], clip=0.2
+LOSSES["value"] = lambda data, local: value_loss(
+    data["log_probs"], data["old_log_probs"], local, old_values=data["advantages"], clip=0.2
 )
-LOSSES["divergence"] = lambda given, local: divergence_at_ids(
-    given["log_probs"][..., None], given["old_log_probs"][..., None], local, kind="jsd"
+LOSSES["divergence"] = lambda data, local: divergence_at_ids(
+    data["log_probs"][..., None], data["old_log_probs"][..., None], local, kind="jsd"
 )
 OF_SEQUENCES = {name for name, loss in POLICY_LOSSES.items() if loss.of_sequence}
 PLACES = [*((name, LOCAL) for name in LOSSES), *((name, MASK) for name in LOSSES if name not in OF_SEQUENCES)]
@@ -231,14 +236,14 @@ def inputs(dtype: torch.dtype = torch.float32) -> Inputs:
     log_ratio = torch.tensor([0.5, -0.25, 0.125, -0.5, 0.25, 0.25, 0.75, -0.125])
     advantages = torch.tensor([1.0, 1.0, -1.0, -2.0, 1.0, -1.0, -1.0, 0.5])
     weights = torch.tensor([1.0, 0.5, 1.0, 1.5, 1.0, 2.0, 1.0, 1.0])
-    made = {"log_probs": old + log_ratio, "old_log_probs": old, "advantages": advantages, "importance_weights": weights}
-    return {name: one.to(dtype) for name, one in made.items()}
+    data = {"log_probs": old + log_ratio, "old_log_probs": old, "advantages": advantages, "importance_weights": weights}
+    return {name: column.to(dtype) for name, column in data.items()}
 
 
-def share_and_gradient(loss: LossOf, given: Inputs, local: Any = LOCAL) -> tuple[Tensor, Tensor]:
+def share_and_gradient(loss: LossOf, data: Inputs, local: Any = LOCAL) -> tuple[Tensor, Tensor]:
     """The masked sum of a loss, and its gradient."""
-    leaf = given["log_probs"].clone().requires_grad_()
-    share = (loss(given | {"log_probs": leaf}, local) * MASK).sum()
+    leaf = data["log_probs"].clone().requires_grad_()
+    share = (loss(data | {"log_probs": leaf}, local) * MASK).sum()
     share.backward()
     assert leaf.grad is not None
     return share.detach(), leaf.grad
@@ -252,8 +257,8 @@ def test_masked_tokens_change_no_bit(name: str, local: Any) -> None:
     assert (gradient[MASKED] == 0).all()
     for key, poison in itertools.product(inputs(), (NAN, INF, -INF, 1e30)):
         poisoned = inputs() | {key: inputs()[key].masked_fill(MASKED, poison)}
-        found = share_and_gradient(LOSSES[name], poisoned, local)
-        assert all(map(torch.equal, found, (share, gradient))), (key, poison)
+        of_poisoned = share_and_gradient(LOSSES[name], poisoned, local)
+        assert all(map(torch.equal, of_poisoned, (share, gradient))), (key, poison)
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
@@ -261,43 +266,43 @@ def test_masked_tokens_change_no_bit(name: str, local: Any) -> None:
 def test_a_token_of_weight_0_has_loss_and_gradient_0(name: str, unlikely: float) -> None:
     """The ratio does not matter: the engine's log-prob may be -inf. A rejected sequence has no gradient either."""
     for sign, rejected in itertools.product((1, -1), ([5, 6, 7], [1])):
-        given = inputs()
-        given["advantages"] = sign * given["advantages"].abs()
-        given["importance_weights"][rejected] = 0
-        right = share_and_gradient(LOSSES[name], given)
-        given["old_log_probs"][rejected] = unlikely
-        found = share_and_gradient(LOSSES[name], given)
-        assert found[0].isfinite()
-        assert found[1].isfinite().all()
+        data = inputs()
+        data["advantages"] = sign * data["advantages"].abs()
+        data["importance_weights"][rejected] = 0
+        right = share_and_gradient(LOSSES[name], data)
+        data["old_log_probs"][rejected] = unlikely
+        of_unlikely = share_and_gradient(LOSSES[name], data)
+        assert of_unlikely[0].isfinite()
+        assert of_unlikely[1].isfinite().all()
         if name not in OF_SEQUENCES or len(rejected) > 1:
-            assert all(map(torch.equal, found, right))
-            assert not found[1][rejected].any()
+            assert all(map(torch.equal, of_unlikely, right))
+            assert not of_unlikely[1][rejected].any()
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
 def test_factors_are_constants_and_multiply_the_loss_alone(name: str) -> None:
     """A rejected token of a finite ratio counts in its sequence's."""
     plain = LOSSES[name](inputs() | {"importance_weights": torch.ones(8)}, LOCAL)
-    given = inputs() | {"importance_weights": torch.tensor([0, 2.0, 1, 1, 1, 1, 0.5, 1])}
-    leaves = [given[key].requires_grad_() for key in given if key != "advantages"]
-    now, old, advantages = list(given.values())[:3]
-    found = policy_loss(name, now, old, advantages, LOCAL, importance_weights=given["importance_weights"])
-    assert torch.equal(found.per_token_loss, plain * given["importance_weights"])
-    assert (found.clipped[0].item(), found.clipped.requires_grad, found.ppo_kl.requires_grad) == (0, False, False)
-    found.per_token_loss.sum().backward()
+    data = inputs() | {"importance_weights": torch.tensor([0, 2.0, 1, 1, 1, 1, 0.5, 1])}
+    leaves = [data[key].requires_grad_() for key in data if key != "advantages"]
+    now, old, advantages = list(data.values())[:3]
+    loss = policy_loss(name, now, old, advantages, LOCAL, importance_weights=data["importance_weights"])
+    assert torch.equal(loss.per_token_loss, plain * data["importance_weights"])
+    assert (loss.clipped[0].item(), loss.clipped.requires_grad, loss.ppo_kl.requires_grad) == (0, False, False)
+    loss.per_token_loss.sum().backward()
     assert [leaf.grad is None for leaf in leaves] == [False, True, True]
 
 
 @everywhere
 def test_half_precision_is_float32_of_the_same_inputs(name: str, local: Any) -> None:
-    given = inputs()
-    given["old_log_probs"][6] = -15.5  # with A < 0: its ratio, e^11.75, is more than float16 can hold
-    given["log_probs"][6] = -3.75
-    share, gradient = share_and_gradient(LOSSES[name], given, local)
+    data = inputs()
+    data["old_log_probs"][6] = -15.5  # with A < 0: its ratio, e^11.75, is more than float16 can hold
+    data["log_probs"][6] = -3.75
+    share, gradient = share_and_gradient(LOSSES[name], data, local)
     for dtype in (torch.bfloat16, torch.float16):
-        found = share_and_gradient(LOSSES[name], {key: x.to(dtype) for key, x in given.items()}, local)
-        assert torch.equal(found[0], share)
-        assert torch.equal(found[1], gradient.to(dtype))
+        of_half = share_and_gradient(LOSSES[name], {key: column.to(dtype) for key, column in data.items()}, local)
+        assert torch.equal(of_half[0], share)
+        assert torch.equal(of_half[1], gradient.to(dtype))
 
 
 HELD, ROW = Samples([[1, 1, 0], [1, 1]]).local(0, 1), torch.ones(1, 5)
@@ -317,12 +322,12 @@ def test_ratios_that_overflow(name: str, dtype: torch.dtype) -> None:
     for far, sign in itertools.product((12.0, 44.5, 90.0, 900.0, 3e4), (1, -1)):
         leaf = torch.zeros(1, 5, dtype=dtype, requires_grad=True)
         below = torch.full((1, 5), -far, dtype=dtype)
-        given = {"log_probs": leaf, "old_log_probs": below}
+        data = {"log_probs": leaf, "old_log_probs": below}
         factors = {"advantages": sign * torch.ones(1, 1, dtype=dtype), "importance_weights": torch.ones(5, dtype=dtype)}
         if name in ("kl times the ratio", "value"):  # for the first it is the reference
             factors["advantages"] = -torch.ones(1, 5, dtype=dtype)
         local = HELD if name in OF_SEQUENCES else ROW
-        loss = LOSSES[name](given | factors, local)
+        loss = LOSSES[name](data | factors, local)
         assert (loss.shape, loss.dtype) == ((1, 5), torch.promote_types(dtype, torch.float32))
         loss.sum().backward()
         assert loss.isfinite().all()
@@ -346,10 +351,10 @@ def test_an_infinite_ratio_comes_through(name: str) -> None:
     """It is an input's, and is no number of a loss: nobody may train on it unseen. Clips and gates are bounded."""
 
     def at(log_ratio: float) -> Tensor:
-        given = inputs()
-        given["advantages"] = -given["advantages"].abs() if name != "kl times the ratio" else given["advantages"]
-        given["old_log_probs"][1] = given["log_probs"][1].detach() - log_ratio
-        return LOSSES[name](given, LOCAL).detach()
+        data = inputs()
+        data["advantages"] = -data["advantages"].abs() if name != "kl times the ratio" else data["advantages"]
+        data["old_log_probs"][1] = data["log_probs"][1].detach() - log_ratio
+        return LOSSES[name](data, LOCAL).detach()
 
     is_bounded = torch.allclose(at(20), at(35), rtol=1e-3)
     assert at(INF).isfinite().all() == is_bounded
@@ -392,20 +397,20 @@ def test_swapped_arguments_are_refused(name: str) -> None:
 
 NODES = {"gspo": LOSSES["gspo"], "gmpo": LOSSES["gmpo"]}
 NODES |= {
-    "segment_mean": lambda given, local: segment_mean(given["log_probs"], local),
-    "segment_scan": lambda given, local: segment_scan(given["log_probs"], local),
+    "segment_mean": lambda data, local: segment_mean(data["log_probs"], local),
+    "segment_scan": lambda data, local: segment_scan(data["log_probs"], local),
 }
 
 
 @pytest.mark.parametrize("name", NODES)
 def test_a_gradient_penalty_is_refused(name: str) -> None:
     """The gradients of those nodes have no graph; others are autograd's own."""
-    given = inputs(torch.float64)
-    leaf = given["log_probs"].requires_grad_()
-    (gradient,) = torch.autograd.grad(NODES[name](given, LOCAL).sum(), leaf, retain_graph=True)
+    data = inputs(torch.float64)
+    leaf = data["log_probs"].requires_grad_()
+    (gradient,) = torch.autograd.grad(NODES[name](data, LOCAL).sum(), leaf, retain_graph=True)
     assert gradient.any()
     with pytest.raises(ValueError, match=r"create_graph=True through .+: its gradient has no graph"):
-        torch.autograd.grad(NODES[name](given, LOCAL).sum(), leaf, create_graph=True)
+        torch.autograd.grad(NODES[name](data, LOCAL).sum(), leaf, create_graph=True)
 
 
 # --- devices and modes of torch
@@ -416,8 +421,8 @@ class Transfers(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, str(function)
-        tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
-        on_host = [one for one in tensors if one.is_cpu]
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        on_host = [leaf for leaf in tensors if leaf.is_cpu]
         assert not re.search("_local_scalar|item|new_full", name), name
         if on_host and "_to_copy" in name and torch.device(kwargs.get("device", "cpu")).type != "cpu":
             assert kwargs.get("non_blocking"), "a copy that the host waits for"
@@ -429,11 +434,11 @@ class Transfers(TorchDispatchMode):
 @everywhere
 def test_no_loss_waits_for_a_device(name: str, local: Any) -> None:
     """The meta device has nothing to read; no constant of one number is made on the host and copied."""
-    given = {key: one.to("meta") for key, one in inputs().items()}
-    given["log_probs"].requires_grad_()
+    data = {key: column.to("meta") for key, column in inputs().items()}
+    data["log_probs"].requires_grad_()
     with Transfers():  # type: ignore[no-untyped-call]
-        LOSSES[name](given, local).sum().backward()
-    assert given["log_probs"].grad.shape == (8,)
+        LOSSES[name](data, local).sum().backward()
+    assert data["log_probs"].grad.shape == (8,)
 
 
 def test_no_statistic_waits_for_a_device() -> None:
@@ -454,12 +459,12 @@ def test_no_copy_to_the_host_is_non_blocking() -> None:
 
 
 def test_what_is_made_in_inference_mode_is_trained_on() -> None:
-    given = inputs()
+    on_host = inputs()
     with torch.inference_mode():
-        data = {key: one.clone() for key, one in given.items()}
+        data = {key: column.clone() for key, column in on_host.items()}
         local = Samples(MASKS).local(0, 1)
         ratio = data["log_probs"] - data["old_log_probs"]
-        made = (
+        factors = (
             importance_weights(ratio, high=2.0),
             keep_sequences(ratio, max_kl=0.1),
             *gae(ratio, ratio, local),
@@ -468,31 +473,31 @@ def test_what_is_made_in_inference_mode_is_trained_on() -> None:
             gdpo_advantages([ratio], [0] * 8),
         )
     for name, loss in LOSSES.items():
-        right = share_and_gradient(loss, given)
-        trained = data | {"log_probs": given["log_probs"]}
+        right = share_and_gradient(loss, on_host)
+        trained = data | {"log_probs": on_host["log_probs"]}
         assert all(map(torch.equal, share_and_gradient(loss, trained, local), right)), name
-    for one in made:  # a product keeps its factors for the backward
-        (given["log_probs"].requires_grad_() * one).sum().backward()
+    for factor in factors:  # a product keeps its factors for the backward
+        (on_host["log_probs"].requires_grad_() * factor).sum().backward()
 
 
 def test_a_default_device_is_not_where_data_goes() -> None:
     held = inputs()
 
     def results() -> list[Tensor]:
-        x, rows = held["log_probs"], list(held["log_probs"].split([5, 3]))
+        now, rows = held["log_probs"], list(held["log_probs"].split([5, 3]))
         return [
             *(share_and_gradient(loss, held)[1] for loss in LOSSES.values()),
-            segment_scan(x, LOCAL, gamma=0.9),
-            *gae(x, x, LOCAL),
-            group_relative_advantages(x, [0] * 8),
-            rloo_advantages(x, [0] * 8, rollout_ids=list(range(8))),
+            segment_scan(now, LOCAL, gamma=0.9),
+            *gae(now, now, LOCAL),
+            group_relative_advantages(now, [0] * 8),
+            rloo_advantages(now, [0] * 8, rollout_ids=list(range(8))),
             *surviving_masks(MASKS, rows, high=2.0, level="sequence"),
         ]
 
     right = results()
     torch.set_default_device("meta")
     try:
-        found = results()
+        computed = results()
     finally:
         torch.set_default_device(None)
-    assert all(map(torch.equal, found, right))
+    assert all(map(torch.equal, computed, right))

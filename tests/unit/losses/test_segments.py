@@ -49,9 +49,9 @@ def count_on_rank() -> None:
                 both = 8 * (trained + data + 1) * CHUNKS
                 sizes = {segment_sum: [8 * (trained + data) * NUM_SAMPLES, 8 * trained * NUM_SAMPLES]}
                 for function, expected in {**sizes, segment_scan: [both, both]}.items():
-                    found = function(rows[::-1], local, dist.group.WORLD if cp_size > 1 else None)
+                    results = function(rows[::-1], local, dist.group.WORLD if cp_size > 1 else None)
                     if trained:
-                        found.square().sum().backward()
+                        results.square().sum().backward()
                     assert sent == expected[: 2 if trained else 1] * cut, (layout, length, trained, data, function)
                     sent.clear()
             turns = [[i // 2] * (length - 1) + [100] for i in range(NUM_SAMPLES)]  # two of each sample
@@ -59,9 +59,9 @@ def count_on_rank() -> None:
                 rank % cp_size, cp_size
             )
             group = dist.group.WORLD if cp_size > 1 else None
-            found = segment_sum(torch.ones(len(local), requires_grad=True), local, group, per="turn")
-            found.sum().backward()
-            assert found.tolist() == [2 * (length - 1), NUM_SAMPLES] * NUM_SAMPLES
+            sums = segment_sum(torch.ones(len(local), requires_grad=True), local, group, per="turn")
+            sums.sum().backward()
+            assert sums.tolist() == [2 * (length - 1), NUM_SAMPLES] * NUM_SAMPLES
             assert sent == [8 * 2 * NUM_SAMPLES] * 2 * cut
             sent.clear()
 
@@ -114,31 +114,31 @@ BY_HAND: list[tuple[Any, dict[str, Any], list[float], list[float]]] = [
 @pytest.mark.parametrize(("function", "how", "expected", "gradient"), BY_HAND)
 def test_by_hand(function: Any, how: dict[str, Any], expected: list[float], gradient: list[float]) -> None:
     values = torch.tensor(VALUES, requires_grad=True)
-    found = function(values, local_of(MASKS, **IDS), **how)
-    assert found.tolist() == pytest.approx(expected)
-    (found * torch.arange(1, len(found) + 1)).sum().backward()
+    results = function(values, local_of(MASKS, **IDS), **how)
+    assert results.tolist() == pytest.approx(expected)
+    (results * torch.arange(1, len(results) + 1)).sum().backward()
     assert values.grad.tolist() == pytest.approx(gradient)
 
 
 def test_the_future_kl_of_fipo_counts_positions() -> None:
     """FutureKL_t = sum_{k >= t} gamma^(k - t) M_k log r_k: masked tokens are steps (ms-swift's loss_type fipo)."""
     mask = [1, 0, 0, 0, 0, 0, 0, 1]
-    found = segment_scan(torch.tensor([0.1] * 8), local_of([mask]), gamma=0.9, steps="all", reverse=True)
-    assert float(found[0]) == pytest.approx(0.1 + 0.9**7 * 0.1)
+    sums = segment_scan(torch.tensor([0.1] * 8), local_of([mask]), gamma=0.9, steps="all", reverse=True)
+    assert float(sums[0]) == pytest.approx(0.1 + 0.9**7 * 0.1)
     assert float(segment_scan(torch.full((8,), 0.1), local_of([mask]), gamma=0.9, reverse=True)[0]) == pytest.approx(
         0.19
     )
     padded = Samples([[1, 1], [1]], layout=Gathered([0, 4, 6], total_lengths=[2, 1]), rollout_ids=[0, 0]).local(0, 1)
-    found = segment_scan(torch.ones(6), padded, gamma=0.5, steps="all", per="rollout")
-    assert found.tolist() == [1, 1.5, 0, 0, 1.75, 0]  # padding is no step
+    sums = segment_scan(torch.ones(6), padded, gamma=0.5, steps="all", per="rollout")
+    assert sums.tolist() == [1, 1.5, 0, 0, 1.75, 0]  # padding is no step
 
 
 def test_dtypes_and_none() -> None:
     local = local_of(MASKS)
-    for dtype, found in [(torch.float64,) * 2, (torch.float32,) * 2, (torch.bfloat16, torch.float32)]:
+    for dtype, of_sum in [(torch.float64,) * 2, (torch.float32,) * 2, (torch.bfloat16, torch.float32)]:
         values = torch.ones(6, dtype=dtype, requires_grad=True)
         total = segment_sum(values, local)
-        assert total.dtype == found
+        assert total.dtype == of_sum
         total.sum().backward()
         assert values.grad.dtype == dtype
     for empty in (torch.zeros(0, requires_grad=True), torch.zeros(1, 0, requires_grad=True)):
@@ -152,17 +152,17 @@ def test_long_sums_are_exact() -> None:
     """Float32 tokens, added in float64: only the result is rounded. 0.9 ** 100,000 is 0 even in float64."""
     values, local = torch.full((2**22,), 0.1), local_of([torch.ones(2**22, dtype=torch.bool)])
     assert float(segment_sum(values, local)) == pytest.approx(float(values[0]) * 2**22, rel=oracle.ROUNDING)
-    found = segment_scan(torch.ones(100_000), local_of([torch.ones(100_000)]), gamma=0.9, reverse=True)
-    assert found[[0, 50_000, -2, -1]].tolist() == pytest.approx([10, 10, 1.9, 1], rel=oracle.ROUNDING)
+    sums = segment_scan(torch.ones(100_000), local_of([torch.ones(100_000)]), gamma=0.9, reverse=True)
+    assert sums[[0, 50_000, -2, -1]].tolist() == pytest.approx([10, 10, 1.9, 1], rel=oracle.ROUNDING)
 
 
 def test_what_is_not_finite_stays_in_its_sequence() -> None:
     for bad in (math.nan, math.inf, -math.inf):
         values = torch.tensor([1.0, bad, 2, 3, 4, bad, 5])
         local = local_of([torch.ones(4), torch.ones(1), torch.tensor([0, 1])])
-        found = segment_scan(values, local)
-        assert found.isfinite().tolist() == [True, *[False] * 3, True, True, True]
-        assert found[[0, 4, 5, 6]].tolist() == [1, 4, 0, 5]
+        sums = segment_scan(values, local)
+        assert sums.isfinite().tolist() == [True, *[False] * 3, True, True, True]
+        assert sums[[0, 4, 5, 6]].tolist() == [1, 4, 0, 5]
         assert segment_sum(values, local)[1:].tolist() == [4, 5]
     values.requires_grad_()
     segment_sum(values, local_of([[1, 1, 1, 1], [0], [0, 1]])).log().sum().backward()

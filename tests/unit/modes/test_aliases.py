@@ -106,8 +106,8 @@ def ours(alias: str, batch: Batch) -> Tensor:
     for part in (slice(batch.rows // 2), slice(batch.rows // 2, None)):
         samples = Samples(masks[part], prompt_ids=batch.prompts[part])
         own = token_weights(alias.replace(NUMBER, str(DIVISOR)), samples, totals, divisor=divisor).split(lengths[part])
-        for row, one in zip(range(batch.rows)[part], own, strict=True):
-            weights[row, : len(one)] = one
+        for row, of_row in zip(range(batch.rows)[part], own, strict=True):
+            weights[row, : len(of_row)] = of_row
     return weights
 
 
@@ -206,7 +206,7 @@ def test_what_stands_beside_a_name_is_of_one_that_is() -> None:
     """A policy loss goes with its aggregation, too."""
     assert set(LOSSES) | set(OWN_CODE) <= set(THEIRS)
     assert {peer.framework for peer in NAMES} == set(FRAMEWORKS)
-    assert all((f"{name}:{one.default}") in THEIRS for name, one in FRAMEWORKS.items())
+    assert all((f"{name}:{framework.default}") in THEIRS for name, framework in FRAMEWORKS.items())
     for alias, loss in LOSSES.items():
         check_goes_with(loss, resolve(alias))
 

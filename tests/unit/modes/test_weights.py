@@ -66,11 +66,11 @@ by_roots = Mode(name="by_roots", function=lambda step: 1 / step.sum("roots").cli
 
 def of_own_modes(samples: list[Sample]) -> dict[Any, list[list[float]]]:
     """Weights of `by_roots`; those of `numbered` count positions in a micro-batch."""
-    tokens, roots = [float(one.mask.double().sum()) for one in samples], dict[Any, float]()
-    for one, number in zip(samples, tokens, strict=True):
-        roots[one.prompt_id] = roots.get(one.prompt_id, 0.0) + number**0.5
-    besides = [1 / roots[one.prompt_id] if t else 0 for one, t in zip(samples, tokens, strict=True)]
-    masks = [one.mask.double().tolist() for one in samples]
+    tokens, roots = [float(sample.mask.double().sum()) for sample in samples], dict[Any, float]()
+    for sample, number in zip(samples, tokens, strict=True):
+        roots[sample.prompt_id] = roots.get(sample.prompt_id, 0.0) + number**0.5
+    besides = [1 / roots[sample.prompt_id] if t else 0 for sample, t in zip(samples, tokens, strict=True)]
+    masks = [sample.mask.double().tolist() for sample in samples]
     return {by_roots: [[entry * beside for entry in mask] for mask, beside in zip(masks, besides, strict=True)]}
 
 
@@ -81,20 +81,21 @@ def worst_error(step: Step, place: Any, cp_size: int, units: Any) -> tuple[float
     totals = count_step(described, StepGroups(), sums=[ROOTS])
     modes: dict[Any, Any] = {mode: weights_of(mode, step.samples, units) for mode in (*oracle.MODES, *oracle.BY_IDS)}
     modes |= of_own_modes(step.samples)
-    number = {id(one): i for i, one in enumerate(step.samples)}
+    number = {id(sample): i for i, sample in enumerate(step.samples)}
     errors, vectors = [0.0], 0
     for (chosen, at), samples in zip(hands, described, strict=True):
         copies = cp_size if isinstance(at.layout, Gathered) else 1
-        of_microbatch = {mode: [weights[number[id(one)]] for one in chosen] for mode, weights in modes.items()}
+        of_microbatch = {mode: [weights[number[id(sample)]] for sample in chosen] for mode, weights in modes.items()}
         of_microbatch[numbered] = [
-            [(100.0 * i + t + 1) * m for t, m in enumerate(one.mask.double().tolist())] for i, one in enumerate(chosen)
+            [(100.0 * i + t + 1) * m for t, m in enumerate(sample.mask.double().tolist())]
+            for i, sample in enumerate(chosen)
         ]
         for rank, held in enumerate(at.held):
             check_part(samples.local(rank, cp_size), chosen, held)
             for mode, weights in of_microbatch.items():
                 asked = {"divisor": divisor_of(mode), "units": units, "cp_rank": rank, "cp_size": cp_size}
-                found = token_weights(mode, samples, totals, **asked)
-                errors.append(error_of(found, [weights[t[0]][t[1]] / copies if t else 0.0 for t in held]))
+                vector = token_weights(mode, samples, totals, **asked)
+                errors.append(error_of(vector, [weights[t[0]][t[1]] / copies if t else 0.0 for t in held]))
                 vectors += 1
     return max(errors), vectors
 
@@ -171,13 +172,13 @@ def test_planted_faults_are_seen(fault: str, monkeypatch: pytest.MonkeyPatch) ->
 def test_the_oracle_and_the_weights_give_what_is_worked_out_by_hand(mode: str, units: Any) -> None:
     """README shows these values."""
     value, divisor = oracle.WORKED_VALUES[mode, units], divisor_of(mode)
-    losses = torch.cat([one.losses for one in oracle.WORKED])
-    of_loops = torch.tensor([w for one in oracle.step_weights(mode, oracle.WORKED, divisor, units) for w in one])
+    losses = torch.cat([sample.losses for sample in oracle.WORKED])
+    of_loops = torch.tensor([w for sample in oracle.step_weights(mode, oracle.WORKED, divisor, units) for w in sample])
     assert float(of_loops.double() @ losses) == pytest.approx(value, rel=1e-6)
     assert float(oracle.step_loss(mode, oracle.WORKED, divisor, units)) == pytest.approx(value, rel=1e-14)
     slopes = torch.cat(oracle.step_gradient(mode, oracle.WORKED, divisor, units))
     torch.testing.assert_close(of_loops.double(), slopes)
-    masks, ids = [one.mask for one in oracle.WORKED], ids_of(oracle.WORKED)
+    masks, ids = [sample.mask for sample in oracle.WORKED], ids_of(oracle.WORKED)
     weights = token_weights(mode, Samples(masks, **ids), totals_of(oracle.WORKED), divisor=divisor, units=units)
     assert float(weights.double() @ losses) == pytest.approx(value, rel=1e-6)
     column = weights_column(mode, masks, divisor=divisor, units=units, **ids)
@@ -199,7 +200,7 @@ def shared_by(power: float) -> Mode:
 def test_two_modes_of_one_factory_have_sums_of_their_own() -> None:
     masks = [torch.ones(4), torch.zeros(2), torch.ones(1)]
     modes = [shared_by(0.25), shared_by(2.0)]
-    totals = StepTotals.from_loss_masks(masks, sums=[one for mode in modes for one in mode.sums.values()])
+    totals = StepTotals.from_loss_masks(masks, sums=[total for mode in modes for total in mode.sums.values()])
     for mode in modes:
         weights = token_weights(mode, Samples(masks), totals)
         assert float(weights.sum()) == pytest.approx(1)
@@ -332,7 +333,7 @@ def test_a_mode_is_rehearsed_without_judging_its_numbers() -> None:
     """Weights of a part of a step need not be finite: here a leave-one-out divisor."""
     samples = [Samples([[1, 1]], prompt_ids=["a"]), Samples([[1], [0]], prompt_ids=["a", "b"])]
     plan = plan_step(samples, lambda step: 1 / (step.samples("prompt") - 1), dp_group=None)
-    assert [weights for one in plan for weights in one.weights.tolist()] == [1, 1, 1, 0]
+    assert [weights for microbatch in plan for weights in microbatch.weights.tolist()] == [1, 1, 1, 0]
 
 
 @pytest.mark.parametrize("name", ["token_mean", "my-sum", "", "1st", None])

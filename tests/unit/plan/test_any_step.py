@@ -92,7 +92,7 @@ def rows(draw: st.DrawFn, dp: int, microbatches: tuple[int, ...], of_prompt: int
     length = draw(st.integers(0, 9))
     mask, own = (tuple(draw(st.lists(st.sampled_from(ENTRIES), min_size=length, max_size=length))) for _ in range(2))
     own = tuple(
-        x if m or t % 2 == 0 else 0.0 for t, (m, x) in enumerate(zip(mask, own, strict=True))
+        entry if m or t % 2 == 0 else 0.0 for t, (m, entry) in enumerate(zip(mask, own, strict=True))
     )  # others: no turn
     rollout = draw(st.integers(0, 5))
     dp_rank = draw(st.integers(0, dp - 1))
@@ -132,7 +132,7 @@ def samples_in(step: Drawn) -> list[Sample]:
 
 
 def with_own_masks(samples: list[Sample], step: Drawn) -> list[Sample]:
-    return [replace(one, mask=torch.tensor(row.own)) for one, row in zip(samples, step.rows, strict=True)]
+    return [replace(sample, mask=torch.tensor(row.own)) for sample, row in zip(samples, step.rows, strict=True)]
 
 
 def expected(step: Drawn, samples: list[Sample]) -> list[list[float]]:
@@ -167,14 +167,14 @@ def gradient_of(step: Drawn) -> tuple[list[list[float]], list[list[float]], floa
         described.append([])
         for hand in of_rank:
             chosen = [samples[i] for i in hand]
-            placed = laid_out(place, tuple(len(one.mask) for one in chosen), cp_size)
+            placed = laid_out(place, tuple(len(sample.mask) for sample in chosen), cp_size)
             own = padded_masks([with_own_masks(samples, step)[i] for i in hand], placed)
             described[-1].append((hand, placed, samples_of(chosen, placed, term_masks={"own": own})))
     modes = LossModes.resolve(step.terms[0].mode, divisor=divisor_of(step.terms[0].mode), units=step.units)
-    sums = [one for mode in oracle.BY_IDS for one in resolve(mode).mode.sums.values()]
-    flat = [one for of_rank in described for *_, one in of_rank]
+    sums = [total for mode in oracle.BY_IDS for total in resolve(mode).mode.sums.values()]
+    flat = [samples for of_rank in described for *_, samples in of_rank]
     totals = replace(count_step(flat, StepGroups(), masks=["own"], sums=sums), dp_size=dp)
-    found = [[0.0] * len(row.mask) for row in step.rows]
+    gradients = [[0.0] * len(row.mask) for row in step.rows]
     returned: list[tuple[int, list[int], Any, Tensor]] = []
     losses: list[float] = []
     num_tokens = 0.0
@@ -187,7 +187,9 @@ def gradient_of(step: Drawn) -> tuple[list[list[float]], list[list[float]], floa
             for (hand, placed, _), microbatch in zip(microbatches, plan, strict=True):
                 held = placed.held[cp_rank]
                 counts = [at is not None and any(row_of(step, hand, at)) for at in held]
-                values = torch.tensor([1.0 if one else float("nan") for one in counts])  # a masked one must not matter
+                values = torch.tensor(
+                    [1.0 if is_active else float("nan") for is_active in counts]
+                )  # a masked one must not matter
                 leaf = values.view(placed.shape(len(held)) if hand else (len(held),)).requires_grad_()
                 terms = {
                     f"term {number}": Term(
@@ -211,24 +213,26 @@ def gradient_of(step: Drawn) -> tuple[list[list[float]], list[list[float]], floa
             if at is None:
                 assert value == 0
             else:
-                found[hand[at[0]]][at[1]] += value * factor
-    return found, expected(step, samples), step_loss
+                gradients[hand[at[0]]][at[1]] += value * factor
+    return gradients, expected(step, samples), step_loss
 
 
 def row_of(step: Drawn, hand: list[int], at: tuple[int, int]) -> tuple[float, float]:
     """The entries of a token in the loss mask and in the term's own."""
-    one = step.rows[hand[at[0]]]
-    return one.mask[at[1]], one.own[at[1]]
+    row = step.rows[hand[at[0]]]
+    return row.mask[at[1]], row.own[at[1]]
 
 
 def error_of(step: Drawn) -> float:
     """The largest error of a token's gradient, relative to the step's largest; or that of the loss, if it is larger."""
     *both, value = gradient_of(step)
-    found, right = (torch.tensor([x for row in rows for x in row], dtype=torch.float64) for rows in both)
-    assert found.isfinite().all()
+    gradients, right = (torch.tensor([slope for row in rows for slope in row], dtype=torch.float64) for rows in both)
+    assert gradients.isfinite().all()
     assert math.isfinite(value)
     of_loss = abs(value - float(right.sum())) / max(float(right.abs().sum()), 1e-30)
-    return max(of_loss, float((found - right).abs().max() / right.abs().max().clamp(min=1e-30))) if len(right) else 0.0
+    return (
+        max(of_loss, float((gradients - right).abs().max() / right.abs().max().clamp(min=1e-30))) if len(right) else 0.0
+    )
 
 
 def row(mask: str, own: str = "", rollout: int = 0, dp_rank: int = 0, microbatch: int = 0) -> Row:
@@ -239,7 +243,7 @@ def row(mask: str, own: str = "", rollout: int = 0, dp_rank: int = 0, microbatch
 
 def step_in(place: Any, cp_size: int, *rows: Row, form: tuple[str, bool] = ("3-tuple", False), **more: Any) -> Drawn:
     microbatches = tuple(
-        1 + max(one.microbatch for one in rows if one.dp_rank == d) for d in sorted({one.dp_rank for one in rows})
+        1 + max(row.microbatch for row in rows if row.dp_rank == d) for d in sorted({row.dp_rank for row in rows})
     )
     settings: dict[str, Any] = {"units": "all", "terms": (Asked("token_mean", 1.0, own=False),), "kind_of_id": int}
     return Drawn(LAID_OUT.index((place, cp_size)), rows, form=form, **settings | {"microbatches": microbatches} | more)

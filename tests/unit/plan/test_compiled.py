@@ -22,7 +22,7 @@ def test_a_reducer_compiles_whole() -> None:
         total = function(losses)
         total.backward()
         assert total.item() == pytest.approx((4 / 2.5 + 7.5) / 3)
-        assert losses.grad.tolist() == pytest.approx([x / 30 for x in (4, 2, 0, 4, 0, 0, 5, 5)])
+        assert losses.grad.tolist() == pytest.approx([numerator / 30 for numerator in (4, 2, 0, 4, 0, 0, 5, 5)])
 
 
 def test_the_loss_of_a_plan_is_compiled() -> None:

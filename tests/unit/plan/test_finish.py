@@ -29,19 +29,19 @@ def values_on(rank: int) -> torch.Tensor:
 
 
 #: Metrics of a rank and micro-batch; the last micro-batch of DP rank 1 has no active token.
-Given = Callable[[int, int], Metrics]
+MetricsOf = Callable[[int, int], Metrics]
 
 
 def some_kinds(rank: int, number: int) -> Metrics:
     """Metrics of five kinds, in another order on each rank."""
-    x = values_on(rank) + number
+    values = values_on(rank) + number
     names = {"most": "max", "least": "min", "spread": "variance", "share": "ess", "even": "mean"}
-    metrics = {name: Metric(x, "tokens", kind=kind) for name, kind in names.items()}  # type: ignore[arg-type]
+    metrics = {name: Metric(values, "tokens", kind=kind) for name, kind in names.items()}  # type: ignore[arg-type]
     order = list(metrics) if rank % 2 else list(metrics)[::-1]
     return {name: metrics[name] for name in order}
 
 
-def without(name: str, *, on: Callable[[int, int], bool]) -> Given:
+def without(name: str, *, on: Callable[[int, int], bool]) -> MetricsOf:
     return lambda rank, n: {k: v for k, v in some_kinds(rank, n).items() if k != name or not on(rank, n)}
 
 
@@ -53,7 +53,7 @@ MISSING = (
     "micro-batch {} reports .*while another, maybe of another rank, reports {!r}: the tokens of .* would count as 0"
 )
 #: Steps one after the other of one plan each: metrics, and what all ranks are told; "" where they agree.
-STEPS: dict[str, tuple[Given, str]] = {
+STEPS: dict[str, tuple[MetricsOf, str]] = {
     "every kind, in any order": (some_kinds, ""),
     "again": (some_kinds, ""),
     "one appears": (lambda rank, n: {**some_kinds(rank, n), "new": values_on(rank)}, ""),
@@ -79,21 +79,21 @@ def described(dp_rank: int, cp_group: Any = None) -> list[Samples]:
     masks = [[1, 1, 0, 1, 1, 1, 1, 1], [1 - dp_rank] * LENGTH]
     ids = [f"r{dp_rank}{n}" for n in range(2)]
     return [
-        Samples([mask], layout=layout, rollout_ids=[one], tokens=tokens, cp_group=cp_group)
-        for mask, one in zip(masks, ids, strict=True)
+        Samples([mask], layout=layout, rollout_ids=[rollout], tokens=tokens, cp_group=cp_group)
+        for mask, rollout in zip(masks, ids, strict=True)
     ]
 
 
-def train(plan: Plan, rank: int, given: Given) -> list[Any]:
+def train(plan: Plan, rank: int, metrics: MetricsOf) -> list[Any]:
     """The reports of a step."""
 
-    def loss(number: int, one: Microbatch) -> Any:
-        return one.loss(values_on(rank).requires_grad_(), given(rank, number))[2]
+    def loss(number: int, microbatch: Microbatch) -> Any:
+        return microbatch.loss(values_on(rank).requires_grad_(), metrics(rank, number))[2]
 
-    return [loss(number, one) for number, one in enumerate(plan)]
+    return [loss(number, microbatch) for number, microbatch in enumerate(plan)]
 
 
-def told_on_rank() -> dict[str, Any]:
+def outcomes_on_rank() -> dict[str, Any]:
     start_process_group()
     rank = int(os.environ["RANK"])
     dp = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])][rank % 2]
@@ -110,50 +110,50 @@ def told_on_rank() -> dict[str, Any]:
     def planned(**options: Any) -> Plan:
         return plan_step(described(rank // 2), "token_mean", dp_group=dp, cp_group=cp, **options)
 
-    found: dict[str, Any] = {}
-    for name, (given, _) in STEPS.items():
+    outcomes: dict[str, Any] = {}
+    for name, (metrics, _) in STEPS.items():
         plan = planned()
-        reports = train(plan, rank, given)
+        reports = train(plan, rank, metrics)
         calls.clear()
         told = outcome_of(functools.partial(plan.finish, reports))
-        found[name] = told, [*calls], {key: float(value) for key, value in reports[0].items()}
+        outcomes[name] = told, [*calls], {key: float(value) for key, value in reports[0].items()}
     # --- errors of a rank
     plan = planned()
     plan[0].loss(values_on(rank).requires_grad_())
     if rank != 2:
         plan[1].loss(values_on(rank).requires_grad_())
-    found["half of the plan on a rank"] = outcome_of(plan.finish)
+    outcomes["half of the plan on a rank"] = outcome_of(plan.finish)
     plan = planned(terms={"kl": "token_mean"})
     train(plan, rank, lambda rank, n: {})
-    found["a mode for a term that the loss lacks"] = outcome_of(plan.finish)
+    outcomes["a mode for a term that the loss lacks"] = outcome_of(plan.finish)
     plan = planned()
     plan.record.wrong_tokens.append(torch.tensor(5 * (rank == 1)))  # as of tokens on a device
     train(plan, rank, lambda rank, n: {})
-    found["a model that cuts otherwise"] = outcome_of(plan.finish)
+    outcomes["a model that cuts otherwise"] = outcome_of(plan.finish)
     empty_step = "error" if rank == 1 else "warn"
-    found["another empty_step on a rank"] = outcome_of(lambda: planned(empty_step=empty_step))
+    outcomes["another empty_step on a rank"] = outcome_of(lambda: planned(empty_step=empty_step))
     plan = planned()
     mode = "sample_mean" if rank == 3 else "token_mean"
-    for one in plan:
+    for microbatch in plan:
         losses = values_on(rank).requires_grad_()
-        one.loss({"pg": losses, "kl": Term(losses, mode)})
-    found["a term of another mode on a rank"] = outcome_of(plan.finish)
+        microbatch.loss({"pg": losses, "kl": Term(losses, mode)})
+    outcomes["a term of another mode on a rank"] = outcome_of(plan.finish)
     # --- values over context-parallel groups that change
-    solo = [dist.new_group([one]) for one in range(RANKS)][rank]
+    solo = [dist.new_group([member]) for member in range(RANKS)][rank]
     own = [described(rank // 2, cp)[0], *[Samples([[1] * 4], rollout_ids=[f"s{rank}"], cp_group=solo)]]
     plan = plan_step(own, "token_mean", dp_group=dist.group.WORLD)
     reports = [
-        one.loss(values_on(rank).requires_grad_(), {"most": Metric(values_on(rank), kind="max")}, form="sum")
-        for one in plan
+        microbatch.loss(values_on(rank).requires_grad_(), {"most": Metric(values_on(rank), kind="max")}, form="sum")
+        for microbatch in plan
     ]
-    found["dynamic"] = {key: float(value) for key, value in plan.finish().items()}
+    outcomes["dynamic"] = {key: float(value) for key, value in plan.finish().items()}
     dist.barrier()
-    return found
+    return outcomes
 
 
 @pytest.fixture(scope="module")
 def by_rank() -> list[Any]:
-    return run_ranks(RANKS, told_on_rank)
+    return run_ranks(RANKS, outcomes_on_rank)
 
 
 def step_values() -> dict[str, float]:
@@ -166,7 +166,7 @@ def step_values() -> dict[str, float]:
                 if mask[token]:
                     losses.append(k + 10.0 * rank)
                     seen.append(k + 10.0 * rank + number)
-    mean, square = sum(seen) / len(seen), sum(x * x for x in seen) / len(seen)
+    mean, square = sum(seen) / len(seen), sum(value * value for value in seen) / len(seen)
     kinds = {"most": max(seen), "least": min(seen), "even": mean, "spread": square - mean**2, "share": mean**2 / square}
     return {"pg_loss": sum(losses) / len(losses), **kinds}
 
@@ -176,9 +176,9 @@ def test_values_of_a_step_over_ranks(name: str, by_rank: list[Any]) -> None:
     """Two reductions over both groups, three with extremes; or all ranks are told what one of them lacks."""
     _, told = STEPS[name]
     expected = step_values()
-    assert len({str(sorted(found[name][2].items())) for found in by_rank}) == 1 or told
-    for found in by_rank:
-        outcome, calls, report = found[name]
+    assert len({str(sorted(outcomes[name][2].items())) for outcomes in by_rank}) == 1 or told
+    for outcomes in by_rank:
+        outcome, calls, report = outcomes[name]
         if told:
             assert re.search(f"^(BadBatchError|ValueError): .*{told}", outcome), outcome
             assert all(math.isnan(value) for value in report.values())
@@ -213,13 +213,13 @@ def test_values_of_a_step_over_ranks(name: str, by_rank: list[Any]) -> None:
     ],
 )
 def test_an_error_of_one_rank_reaches_all(name: str, told: str, by_rank: list[Any]) -> None:
-    for found in by_rank:
-        assert re.search(told, found[name]), found[name]
+    for outcomes in by_rank:
+        assert re.search(told, outcomes[name]), outcomes[name]
 
 
 def test_values_where_context_parallel_groups_change(by_rank: list[Any]) -> None:
-    held, masks = {0: [0, 1, 6, 7], 1: [2, 3, 4, 5]}, [one.loss_masks[0] for one in described(0)[:1]]
+    held, masks = {0: [0, 1, 6, 7], 1: [2, 3, 4, 5]}, [samples.loss_masks[0] for samples in described(0)[:1]]
     of_first = [k + 10 * rank for rank in range(RANKS) for k, t in enumerate(held[rank % 2]) if masks[0][t]]
     losses = of_first + [k + 10 * rank for rank in range(RANKS) for k in range(4)]
-    for found in by_rank:
-        assert found["dynamic"] == pytest.approx({"pg_loss": sum(losses) / len(losses), "most": 33})
+    for outcomes in by_rank:
+        assert outcomes["dynamic"] == pytest.approx({"pg_loss": sum(losses) / len(losses), "most": 33})

@@ -24,8 +24,8 @@ SHARES = (0.01, 0.2, 0.5, 0.8, 1.0)
 Pairs = Sequence[tuple[float, float]]  # value and mask entry of each token
 
 
-def found_by_hand(pairs: Pairs, shares: Sequence[float] = SHARES) -> list[float]:
-    """Tokens, sum, and for each share the smallest value that enough tokens do not exceed, as by `found_in`."""
+def measured_by_hand(pairs: Pairs, shares: Sequence[float] = SHARES) -> list[float]:
+    """Tokens, sum, and for each share the smallest value that enough tokens do not exceed, as by `measured_in`."""
     pairs = sorted((value, entry) for value, entry in pairs if entry)
     tokens = sum(Fraction(entry) for _, entry in pairs)
     quantiles = []
@@ -40,7 +40,7 @@ def found_by_hand(pairs: Pairs, shares: Sequence[float] = SHARES) -> list[float]
     return [float(tokens), float(sum(Fraction(entry) * Fraction(value) for value, entry in pairs)), *quantiles]
 
 
-def found_in(plan: Plan, values: Any, shares: Sequence[float] = SHARES) -> list[float]:
+def measured_in(plan: Plan, values: Any, shares: Sequence[float] = SHARES) -> list[float]:
     measured = plan.measure(values)
     assert math.isnan(measured.mean) or measured.mean == measured.sum / measured.tokens
     return [measured.tokens, measured.sum, *(measured.quantile(q) for q in shares)]
@@ -59,29 +59,34 @@ def value_at(sample: int, position: int) -> float:
 def on_ranks() -> list[Any]:
     """On a rank: of each layout what is found of the step, and a term over the tokens above a half."""
     start_process_group()
-    rank, found = int(os.environ["RANK"]), []
+    rank, measured = int(os.environ["RANK"]), []
     cp = {size: [dist.new_group(list(range(k, k + size))) for k in range(0, 4, size)] for size in (2, 4)}
     dp = {size: [dist.new_group(list(range(k, 4, size))) for k in range(size)] for size in (2, 4)}
     for seed, (place, size) in enumerate(CASES):
         step, described, held = drawn_step(seed, 4 // size, 2), [], []
         for hand in step.hands[rank // size]:
             chosen = [step.samples[i] for i in hand]
-            at = place([len(one.mask) for one in chosen], size) if hand else None
+            at = place([len(sample.mask) for sample in chosen], size) if hand else None
             described.append(samples_of(chosen, at) if at else Samples([]))
             held.append([(hand[t[0]], t[1]) if t else None for t in at.held[rank % size]] if at else [])
         groups = {"dp_group": dp[size][rank % size], "cp_group": cp[size][rank // size]}
         plan = plan_step(described, "token_mean", **groups)
         values = {
-            id(one): torch.tensor([value_at(*t) if t else math.nan for t in of_one]).reshape(one.tokens.loss_shapes[-1])
-            for one, of_one in zip(plan, held, strict=True)
+            id(microbatch): torch.tensor([value_at(*t) if t else math.nan for t in of_one]).reshape(
+                microbatch.tokens.loss_shapes[-1]
+            )
+            for microbatch, of_one in zip(plan, held, strict=True)
         }
-        numbers = found_in(plan, lambda one: values[id(one)], [0.5])  # noqa: B023
+        numbers = measured_in(plan, lambda microbatch: values[id(microbatch)], [0.5])  # noqa: B023
         half = numbers[2]
-        plan.keep("above", lambda one: values[id(one)] > half)  # noqa: B023
-        shares = [one.loss({"x": Term(values[id(one)].requires_grad_(), mask="above")}, form="sum") for one in plan]
-        found.append((numbers, sum(float(share.detach()) for share in shares)))
+        plan.keep("above", lambda microbatch: values[id(microbatch)] > half)  # noqa: B023
+        shares = [
+            microbatch.loss({"x": Term(values[id(microbatch)].requires_grad_(), mask="above")}, form="sum")
+            for microbatch in plan
+        ]
+        measured.append((numbers, sum(float(share.detach()) for share in shares)))
     dist.barrier()
-    return found
+    return measured
 
 
 def test_in_every_layout_over_ranks() -> None:
@@ -91,16 +96,16 @@ def test_in_every_layout_over_ranks() -> None:
         step = drawn_step(seed, 4 // CASES[seed][1], 2)
         pairs = [
             (value_at(i, t), float(entry))
-            for i, one in enumerate(step.samples) for t, entry in enumerate(one.mask.double().tolist())
+            for i, sample in enumerate(step.samples) for t, entry in enumerate(sample.mask.double().tolist())
         ]  # fmt: skip
-        tokens, total, half = found_by_hand(pairs, [0.5])
-        for numbers, _ in (found[seed] for found in by_rank):
+        tokens, total, half = measured_by_hand(pairs, [0.5])
+        for numbers, _ in (of_cases[seed] for of_cases in by_rank):
             assert [numbers[0], numbers[2]] == [pytest.approx(tokens, rel=1e-12), half]
             assert numbers[1] == pytest.approx(total, rel=1e-12, abs=1e-12)
         above = [(value, entry) for value, entry in pairs if value > half]
         kept = sum(entry for _, entry in above)
         mean = sum(value * entry for value, entry in above) / kept if kept else 0.0
-        assert sum(found[seed][1] for found in by_rank) == pytest.approx(mean, rel=1e-5, abs=1e-6), CASES[seed]
+        assert sum(of_cases[seed][1] for of_cases in by_rank) == pytest.approx(mean, rel=1e-5, abs=1e-6), CASES[seed]
 
 
 def collectives() -> tuple[dict[str, list[int]], list[str], bool]:
@@ -110,7 +115,7 @@ def collectives() -> tuple[dict[str, list[int]], list[str], bool]:
     """
     start_process_group()
     rank, sent = int(os.environ["RANK"]), bytes_reduced()
-    found, errors, world = {}, [], dist.group.WORLD
+    sent_by, errors, world = {}, [], dist.group.WORLD
     for name in ("dp", "cp"):
         own = [f"{name}{rank if name == 'dp' else 0}{k}" for k in range(2)]
         mask, layout = torch.ones(6), ZigzagTHD([0, 8, 12], total_lengths=[6, 2])
@@ -121,42 +126,46 @@ def collectives() -> tuple[dict[str, list[int]], list[str], bool]:
             samples, "sample_mean", dp_group=world if name == "dp" else None, cp_group=world if name == "cp" else None
         )
         sent.clear()
-        measured = plan.measure(lambda one: torch.arange(len(one.tokens)).float())
-        found[f"{name} measure"], sent[:] = [*sent], []
+        measured = plan.measure(lambda microbatch: torch.arange(len(microbatch.tokens)).float())
+        sent_by[f"{name} measure"], sent[:] = [*sent], []
         measured.quantile(0.5)
-        found[f"{name} quantile"], sent[:] = [*sent], []
-        plan.keep("kept", lambda one: torch.ones(len(one.tokens), dtype=torch.bool))
-        found[f"{name} keep"], sent[:] = [*sent], []
-        ones: Any = None if rank else lambda one: torch.ones(len(one.tokens))
+        sent_by[f"{name} quantile"], sent[:] = [*sent], []
+        plan.keep("kept", lambda microbatch: torch.ones(len(microbatch.tokens), dtype=torch.bool))
+        sent_by[f"{name} keep"], sent[:] = [*sent], []
+        ones: Any = None if rank else lambda microbatch: torch.ones(len(microbatch.tokens))
         errors += [
             outcome_of(functools.partial(plan.measure, ones)),
-            outcome_of(functools.partial(plan.keep, f"x{rank}", lambda one: torch.ones(len(one.tokens)) > 0)),
+            outcome_of(
+                functools.partial(plan.keep, f"x{rank}", lambda microbatch: torch.ones(len(microbatch.tokens)) > 0)
+            ),
         ]
         sent.clear()
         if rank == 0 and name == "cp":  # its partner may wait inside `values`: no collective, but the error at once
-            errors.append(outcome_of(functools.partial(plan.measure, lambda one: torch.ones(1))))
-            found["alone"] = [*sent]
+            errors.append(outcome_of(functools.partial(plan.measure, lambda microbatch: torch.ones(1))))
+            sent_by["alone"] = [*sent]
         elif name == "dp":
-            bad: Any = (lambda one: torch.ones(1)) if rank else lambda one: torch.ones(len(one.tokens))
+            bad: Any = (
+                (lambda microbatch: torch.ones(1)) if rank else lambda microbatch: torch.ones(len(microbatch.tokens))
+            )
             errors.append(outcome_of(functools.partial(plan.measure, bad)))
     of_stage = [Samples([torch.ones(2)])] if rank else None
     plan = plan_step(of_stage, "token_mean", dp_group=None, replica_groups=[world], num_microbatches=1)
-    not_finite: list[Any] = [lambda one: torch.tensor([1.0, math.nan]), None]
+    not_finite: list[Any] = [lambda microbatch: torch.tensor([1.0, math.nan]), None]
     for values in not_finite:
         errors.append(outcome_of(functools.partial(plan.measure, values if rank else None)))
-    measured = plan.measure((lambda one: torch.tensor([-30.0, 5.0])) if rank else None)
+    measured = plan.measure((lambda microbatch: torch.tensor([-30.0, 5.0])) if rank else None)
     known = (measured.tokens, measured.mean, measured.quantile(0.5)) == (2, -12.5, -30)
-    plan.keep("kept", (lambda one: torch.tensor([False, True])) if rank else None)
-    return found, errors, known and (not rank or plan[0].totals.with_mask("kept").step_tokens == 1)
+    plan.keep("kept", (lambda microbatch: torch.tensor([False, True])) if rank else None)
+    return sent_by, errors, known and (not rank or plan[0].totals.with_mask("kept").step_tokens == 1)
 
 
 def test_rounds_and_bytes_and_errors_on_every_rank() -> None:
-    for rank, (found, errors, known) in enumerate(run_ranks(2, collectives)):
+    for rank, (sent_by, errors, known) in enumerate(run_ranks(2, collectives)):
         for name in ("dp", "cp"):
-            assert found[f"{name} measure"] == [32]
-            assert found[f"{name} quantile"] == [256 * 8] * 4
-        assert found["dp keep"] == [16]
-        assert found["cp keep"][:2] == [16, 2 * 12]  # a byte per position of the buffers
+            assert sent_by[f"{name} measure"] == [32]
+            assert sent_by[f"{name} quantile"] == [256 * 8] * 4
+        assert sent_by["dp keep"] == [16]
+        assert sent_by["cp keep"][:2] == [16, 2 * 12]  # a byte per position of the buffers
         texts = [
             "ValueError: values of 1 of 2 ranks of a pipeline stage", "asks for tokens to keep as 'x",
             "rank 1: ValueError: values to measure of shape",
@@ -164,7 +173,7 @@ def test_rounds_and_bytes_and_errors_on_every_rank() -> None:
             *(["ValueError: values to measure of shape (1,)"] if rank == 0 else []),
             "a value of nan at an active token", "values of 0 of 1 ranks",
         ]  # fmt: skip
-        assert found.get("alone", []) == []
+        assert sent_by.get("alone", []) == []
         assert all(text in error for text, error in zip(texts, errors, strict=True)), errors
         assert known
 
@@ -187,13 +196,13 @@ def test_against_sorted_lists(kind: str, number: int) -> None:
     plan = plan_of([torch.tensor(mask, dtype=torch.float32) for mask in masks], 2)
     tensors = dict(zip(map(id, plan), values.split([number - 1, 1]), strict=True))
     pairs = list(zip(values.tolist(), [*masks[0], *masks[1]], strict=True))
-    found, by_hand = found_in(plan, lambda one: tensors[id(one)]), found_by_hand(pairs)
-    assert (found[0], found[2:]) == (by_hand[0], by_hand[2:])
-    assert found[1] == pytest.approx(by_hand[1], abs=1e-14 * float(values.double().abs().sum()))
+    measured, by_hand = measured_in(plan, lambda microbatch: tensors[id(microbatch)]), measured_by_hand(pairs)
+    assert (measured[0], measured[2:]) == (by_hand[0], by_hand[2:])
+    assert measured[1] == pytest.approx(by_hand[1], abs=1e-14 * float(values.double().abs().sum()))
 
 
 def test_nothing_is_active() -> None:
-    measured = plan_of([torch.zeros(2)]).measure(lambda one: torch.tensor([math.nan, 1]))
+    measured = plan_of([torch.zeros(2)]).measure(lambda microbatch: torch.tensor([math.nan, 1]))
     assert (measured.tokens, measured.sum, measured.quantile(0.5)) == (0, 0, math.inf)
     assert math.isnan(measured.mean)
 
@@ -201,39 +210,39 @@ def test_nothing_is_active() -> None:
 def test_masks_in_turn() -> None:
     """A mask that is measured by, replaced, and of which nothing survives."""
     plan, values = plan_of([torch.ones(4)]), torch.tensor([1.0, 2, 3, 6], requires_grad=True)
-    found = []
+    sums = []
     for bound in (1.5, 2.5, 9.0):
-        plan.keep("above", lambda one: values > bound)  # noqa: B023
+        plan.keep("above", lambda microbatch: values > bound)  # noqa: B023
         term = plan[0].loss({"pg": Term(values, mask="above")}, form="sum")
         plan.reset()
-        found += [plan.measure(lambda one: values, mask="above").sum, float(term.detach())]
-    assert found == pytest.approx([11, 11 / 3, 9, 4.5, 0, 0])
+        sums += [plan.measure(lambda microbatch: values, mask="above").sum, float(term.detach())]
+    assert sums == pytest.approx([11, 11 / 3, 9, 4.5, 0, 0])
     assert not plan.samples[0].by_mask  # the data is as it was
 
 
 def test_the_gap_between_two_passes() -> None:
-    one = plan_of([torch.tensor([1.0, 1, 0])])[0]
-    one.log_probs["now"] = torch.tensor([-1.0, -2.0, -9.0])
-    assert float(one.gap("now", torch.tensor([-1.0, -2.0, math.nan], requires_grad=True))) == 0
+    microbatch = plan_of([torch.tensor([1.0, 1, 0])])[0]
+    microbatch.log_probs["now"] = torch.tensor([-1.0, -2.0, -9.0])
+    assert float(microbatch.gap("now", torch.tensor([-1.0, -2.0, math.nan], requires_grad=True))) == 0
     with pytest.warns(UserWarning, match="now of the training pass .* differ by up to 0.5 at a token"):
-        assert float(one.gap("now", torch.tensor([-1.5, -2.0, 0.0]))) == 0.5
+        assert float(microbatch.gap("now", torch.tensor([-1.5, -2.0, 0.0]))) == 0.5
 
 
 X = torch.ones(2)
 
 
 def measured(values: Any = X, q: float = 0.5) -> float:
-    return plan_of([torch.ones(2)]).measure(lambda one: values).quantile(q)
+    return plan_of([torch.ones(2)]).measure(lambda microbatch: values).quantile(q)
 
 
 def kept(flags: Any, name: str = "kept") -> None:
-    plan_step([Samples([X], term_masks={"ok": [X]})], "token_mean", dp_group=None).keep(name, lambda one: flags)
+    plan_step([Samples([X], term_masks={"ok": [X]})], "token_mean", dp_group=None).keep(name, lambda microbatch: flags)
 
 
 def gap(name: str) -> Tensor:
-    one = plan_of([X])[0]
-    one.log_probs["then"] = X
-    return one.gap(name, X)
+    microbatch = plan_of([X])[0]
+    microbatch.log_probs["then"] = X
+    return microbatch.gap(name, X)
 
 
 test_refusals = refusal_tests(
@@ -254,12 +263,12 @@ test_refusals = refusal_tests(
         ),
         **refusals(
             plan_of([X]).measure,
-            ((X,), "values to measure is a Tensor: it must be a function", (lambda one: X,)),
+            ((X,), "values to measure is a Tensor: it must be a function", (lambda microbatch: X,)),
             error=TypeError,
         ),
         **refusals(
             lambda flags: plan_of([X]).keep("kept", flags),
-            ((X > 0,), "tokens to keep is a Tensor: it must be a function", (lambda one: X > 0,)),
+            ((X > 0,), "tokens to keep is a Tensor: it must be a function", (lambda microbatch: X > 0,)),
             error=TypeError,
         ),
         **refusals(kept, ((X > 0, "ok"), "tokens to keep as 'ok', which is a mask of the Samples", (X > 0, "good"))),

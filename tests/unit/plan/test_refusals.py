@@ -22,16 +22,16 @@ def of_terms(terms: Callable[[Tensor], Any], metric: Any = None) -> Any:
     return plan([Samples([torch.ones(4)])])[0].loss(terms(torch.ones(4, requires_grad=True)), metrics)
 
 
-def pair(x: Tensor, kl: Any = None) -> Any:
-    return {"pg": x, "kl": x if kl is None else kl}
+def pair(losses: Tensor, kl: Any = None) -> Any:
+    return {"pg": losses, "kl": losses if kl is None else kl}
 
 
 def carried(form: Any, per_token_loss: bool = False, share: Any = None, of_model: bool = False) -> Any:
     own_plan = plan([TWO], per_token_loss=per_token_loss)
     own_plan.record.check_form = (lambda form: None) if of_model else None  # as plan_step(model=...) says
-    one = own_plan[0]
-    own = one(torch.ones(2, requires_grad=True))
-    return one.scale_for_trainer(own if share is None else share, form=form)
+    microbatch = own_plan[0]
+    own = microbatch(torch.ones(2, requires_grad=True))
+    return microbatch.scale_for_trainer(own if share is None else share, form=form)
 
 
 X, TWO = torch.ones(4), Samples([torch.ones(2)])

@@ -30,9 +30,9 @@ SHARED, APART = "prompts share an id", "ids differ within a group, or the mini-b
 @pytest.mark.parametrize("is_sure", [True, False])
 def test_groups(ids: str, promised: int | None, mode: str, says: str, is_sure: bool) -> None:
     totals = StepTotals.from_loss_masks(MASKS, prompt_ids=list(ids), ids={"session": list(ids)})
-    found = misgrouped(totals, promised, resolve(mode), is_sure=is_sure)
-    assert any(says in one for one in [*found.faults, *found.doubts]) == (says != "")
-    assert len(found.faults) == (says == SHARED and is_sure), "only a number that is sure is evidence"
+    findings = misgrouped(totals, promised, resolve(mode), is_sure=is_sure)
+    assert any(says in finding for finding in [*findings.faults, *findings.doubts]) == (says != "")
+    assert len(findings.faults) == (says == SHARED and is_sure), "only a number that is sure is evidence"
 
 
 @pytest.mark.parametrize(
@@ -46,8 +46,8 @@ def test_groups(ids: str, promised: int | None, mode: str, says: str, is_sure: b
 )
 def test_turns_and_rows_that_fill_a_batch_up(rollouts: str, masks: Any, units: str, says: str) -> None:
     totals = StepTotals.from_loss_masks(masks, prompt_ids=list("aaab"), rollout_ids=list(rollouts))
-    found = misgrouped(totals, 2, resolve("prompt_mean", units=units), is_sure=False, remedy="Give ids.")
-    assert [says in one and one.endswith(". Give ids.") for one in found.doubts] == [True] * bool(says)
+    findings = misgrouped(totals, 2, resolve("prompt_mean", units=units), is_sure=False, remedy="Give ids.")
+    assert [says in doubt and doubt.endswith(". Give ids.") for doubt in findings.doubts] == [True] * bool(says)
 
 
 @pytest.mark.parametrize(

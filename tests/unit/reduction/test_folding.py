@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_rl_loss import Gathered, StepTotals, fold_into_advantages
 
 SAMPLES = step_samples(seed=4)
-MASKS = [one.mask for one in SAMPLES]
+MASKS = [sample.mask for sample in SAMPLES]
 LENGTHS = [len(mask) for mask in MASKS]
 ADVANTAGES = list(torch.randn(sum(LENGTHS), generator=torch.Generator().manual_seed(4)).split(LENGTHS))
 
@@ -23,19 +23,19 @@ ADVANTAGES = list(torch.randn(sum(LENGTHS), generator=torch.Generator().manual_s
 def fold(mode: str = "token_mean", part: slice = slice(None), advantages: Any = None, **options: Any) -> list[Tensor]:
     """Folded advantages of a rank that has this part of the samples."""
     options = {"totals": totals_of(SAMPLES), "divisor": divisor_of(mode), **ids_of(SAMPLES[part]), **options}
-    given: Sequence[Any] = ADVANTAGES if advantages is None else advantages
-    return fold_into_advantages(given[part], MASKS[part], mode=mode, **options)
+    values: Sequence[Any] = ADVANTAGES if advantages is None else advantages
+    return fold_into_advantages(values[part], MASKS[part], mode=mode, **options)
 
 
 @pytest.mark.parametrize(("mode", "units"), COUNTINGS, ids=[f"{m}-{u}" for m, u in COUNTINGS])
 def test_an_advantage_is_times_its_tokens_weight(mode: str, units: Any) -> None:
     """Two ranks: with the totals of one alone the product would be another, but in a plain sum."""
-    weights = [w for one in oracle.step_weights(mode, SAMPLES, divisor_of(mode), units) for w in one]
+    weights = [w for of_sample in oracle.step_weights(mode, SAMPLES, divisor_of(mode), units) for w in of_sample]
     expected = torch.tensor(weights, dtype=torch.float64) * torch.cat(ADVANTAGES)
     halves = slice(6), slice(6, None)
-    folded = torch.cat([one for part in halves for one in fold(mode, part, units=units)])
+    folded = torch.cat([row for part in halves for row in fold(mode, part, units=units)])
     torch.testing.assert_close(folded.double(), expected, rtol=oracle.EXACT, atol=0)
-    local = [one for part in halves for one in fold(mode, part, units=units, totals=totals_of(SAMPLES[part]))]
+    local = [row for part in halves for row in fold(mode, part, units=units, totals=totals_of(SAMPLES[part]))]
     assert torch.allclose(torch.cat(local).double(), expected, rtol=1e-3, atol=0) == (mode == "token_sum")
 
 
@@ -43,17 +43,22 @@ def test_numbers_a_sample_are_values_of_all_its_tokens() -> None:
     numbers = [float(i) - 2.5 for i in range(len(MASKS))]
     rows = [torch.full((length,), a) for a, length in zip(numbers, LENGTHS, strict=True)]
     expected = torch.cat(fold("sample_mean", advantages=rows))
-    for given in (numbers, torch.tensor(numbers), [torch.tensor(a) for a in numbers], torch.tensor(numbers).bfloat16()):
-        folded = torch.cat(fold("sample_mean", advantages=given))
+    for values in (
+        numbers,
+        torch.tensor(numbers),
+        [torch.tensor(a) for a in numbers],
+        torch.tensor(numbers).bfloat16(),
+    ):
+        folded = torch.cat(fold("sample_mean", advantages=values))
         assert folded.dtype == torch.float32
         torch.testing.assert_close(folded, expected)
 
 
 def test_parts_share_no_storage_and_have_no_graph_and_masked_nan_is_ignored() -> None:
-    leaves = [one.clone().requires_grad_() for one in ADVANTAGES]
-    for one in fold(advantages=leaves):
-        assert not one.requires_grad
-        assert one.untyped_storage().nbytes() == one.numel() * one.element_size()
+    leaves = [row.clone().requires_grad_() for row in ADVANTAGES]
+    for row in fold(advantages=leaves):
+        assert not row.requires_grad
+        assert row.untyped_storage().nbytes() == row.numel() * row.element_size()
     nan = torch.tensor([1.0, float("nan")], dtype=torch.float64)
     totals = StepTotals.from_loss_masks([[1, 0]])
     (folded,) = fold_into_advantages([nan], [[1, 0]], mode="token_sum", totals=totals)
@@ -64,10 +69,10 @@ def test_parts_share_no_storage_and_have_no_graph_and_masked_nan_is_ignored() ->
 def test_folding_twice_is_refused() -> None:
     """The bug of SkyRL #925's review: the critic's pass and the policy's each normalised the batch's advantages."""
     folded = fold()
-    for again in (folded, [torch.zeros_like(one) for one in folded[:-1]] + folded[-1:]):
+    for again in (folded, [torch.zeros_like(row) for row in folded[:-1]] + folded[-1:]):
         with pytest.raises(ValueError, match="folded already: folding them again would divide by the step's counts"):
             fold(advantages=again)
-    fold(advantages=[one + 0 for one in folded])
+    fold(advantages=[row + 0 for row in folded])
 
 
 PAIR, SOUND = [[1, 0], [1]], ([1.0, 3.0],)
@@ -88,7 +93,7 @@ def laid_out(layout: Any) -> list[Tensor]:
 def test_weights_lie_where_the_advantages_do() -> None:
     with torch.device("meta"):
         folded = of_two([torch.ones(2, device="cpu"), 1.0])
-    assert {one.device.type for one in folded} == {"cpu"}
+    assert {row.device.type for row in folded} == {"cpu"}
 
 
 test_refusals = refusal_tests(

@@ -46,10 +46,10 @@ both_ways = pytest.mark.usefixtures("way")
 )  # fmt: skip
 def test_worked_batch_whatever_is_masked_or_padding(poison: float, place: Place, cp_size: int, mode: str) -> None:
     value, divisor = 0.0, divisor_of(mode)
-    slopes = [torch.zeros(len(one.mask), dtype=torch.float64) for one in WORKED]
+    slopes = [torch.zeros(len(sample.mask), dtype=torch.float64) for sample in WORKED]
     for chosen in ([2, 0], [1, 3]):
         part = [WORKED[i].poisoned(poison) for i in chosen]
-        at = laid_out(place, tuple(len(one.mask) for one in part), cp_size)
+        at = laid_out(place, tuple(len(sample.mask) for sample in part), cp_size)
         for rank, held in enumerate(at.held):
             reducer = make_pg_loss_reducer(
                 mode, padded_masks(part, at), totals=totals_of(WORKED), divisor=divisor, layout=at.layout,
@@ -122,7 +122,7 @@ def test_masks_are_not_part_of_the_graph_and_a_reducer_can_be_used_again() -> No
     reducer(losses).backward()
     assert mask.grad is None
     assert losses.grad.tolist() == [0.5, 0.5]
-    assert [float(reducer(torch.full((2,), x))) for x in (1.0, 5.0, 1.0)] == [1, 5, 1]
+    assert [float(reducer(torch.full((2,), loss))) for loss in (1.0, 5.0, 1.0)] == [1, 5, 1]
 
 
 # --- weighted rows
@@ -139,8 +139,8 @@ def with_weights(weights: Tensor, copies: int = 1) -> WeightedSum:
 
 def sums_of(reducer: WeightedSum, losses: Tensor, *metrics: Tensor) -> tuple[Tensor, list[Tensor]]:
     """The share of the losses, and the sums of metrics."""
-    share, _, found = sums.sum_terms([Summand(losses, reducer)], [(row, reducer) for row in metrics])
-    return share, found
+    share, _, of_metrics = sums.sum_terms([Summand(losses, reducer)], [(row, reducer) for row in metrics])
+    return share, of_metrics
 
 
 def close(value: Tensor, row: Tensor, weights: Tensor, factor: float = 1.0) -> bool:
@@ -166,14 +166,14 @@ def test_terms_with_coefficients_and_metrics(num_tokens: int, copies: int) -> No
         for k, (row, by, coef) in enumerate(zip(values, [reducer, reducer, other], [2.0, -0.5, 3.0], strict=True))
     ]
     metrics = [(table[:, 3], reducer), (table[:, 4].double(), other), (leaves[1] * 2, other)]
-    share, own, found = sums.sum_terms(summands, metrics)
-    rows = [(one.values, weights if one.reducer is reducer else others) for one in summands]
+    share, own, of_metrics = sums.sum_terms(summands, metrics)
+    rows = [(summand.values, weights if summand.reducer is reducer else others) for summand in summands]
     rows += [(row, weights if by is reducer else others) for row, by in metrics]
-    assert len(own) == len(found) == 3
-    for value, (row, by) in zip([*own, *found], rows, strict=True):
+    assert len(own) == len(of_metrics) == 3
+    for value, (row, by) in zip([*own, *of_metrics], rows, strict=True):
         assert (value.dtype, value.requires_grad) == (torch.float32, False)
         assert close(value, row, by)
-    whole = torch.cat([one.values.detach().double().view(-1) * one.coef for one in summands])
+    whole = torch.cat([summand.values.detach().double().view(-1) * summand.coef for summand in summands])
     assert close(share, whole, torch.cat([by for _, by in rows[:3]]))
     share.backward()
     slopes = [2 * weights.double() + 3 * others, -0.5 * weights.double()]
@@ -195,7 +195,7 @@ def test_what_does_not_count_is_ignored_and_what_counts_comes_through(at: int, c
         for expected in ({id(clean): 280_000.0, id(row): value}, {id(clean): 279_998.0, id(row): 139_999.0}):
             for rows in ((row, clean), (clean, row)):
                 share, (metric,) = sums_of(with_weights(weights), rows[0], rows[1])
-                right = [expected[id(one)] for one in rows]
+                right = [expected[id(row)] for row in rows]
                 assert [float(share), float(metric)] == pytest.approx(right, nan_ok=True)
             weights[at] = 0
     if caplog.text:  # on the host, at once
@@ -246,28 +246,28 @@ def test_float16_losses_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> 
 @pytest.mark.parametrize("first", [True, False])
 def test_a_term_of_coefficient_0_is_reported_and_trains_nothing(value: float, first: bool) -> None:
     """Whatever its values and slopes: 0 times infinity would be NaN."""
-    weights, x = torch.tensor([0.5, 0.25, 0.0]), torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
+    weights, values = torch.tensor([0.5, 0.25, 0.0]), torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
     trained, reported = with_weights(weights), with_weights(weights)
-    terms = [Summand(x * 2, trained, 3.0, "pg"), Summand(x * value, reported, 0, "kl")]
+    terms = [Summand(values * 2, trained, 3.0, "pg"), Summand(values * value, reported, 0, "kl")]
     share, (*own,), _ = sums.sum_terms(terms[:: 1 if first else -1])
     share.backward()
     assert float(share.detach()) == 3 * (1 + 1)
-    assert x.grad.tolist() == [3.0, 1.5, 0.0]
-    found = dict(zip([one.term for one in terms[:: 1 if first else -1]], map(float, own), strict=True))
-    assert found == pytest.approx({"pg": 2.0, "kl": value}, nan_ok=True)
+    assert values.grad.tolist() == [3.0, 1.5, 0.0]
+    reports = dict(zip([summand.term for summand in terms[:: 1 if first else -1]], map(float, own), strict=True))
+    assert reports == pytest.approx({"pg": 2.0, "kl": value}, nan_ok=True)
 
 
 def test_a_loss_of_coefficients_0_is_0_and_has_a_graph() -> None:
-    x = torch.tensor([1.0, 2.0], requires_grad=True)
-    share, own, _ = sums.sum_terms([Summand(x, with_weights(torch.ones(2)), 0, "kl")])
+    losses = torch.tensor([1.0, 2.0], requires_grad=True)
+    share, own, _ = sums.sum_terms([Summand(losses, with_weights(torch.ones(2)), 0, "kl")])
     share.backward()
-    assert (float(share.detach()), float(own[0]), x.grad.tolist()) == (0, 3, [0, 0])
+    assert (float(share.detach()), float(own[0]), losses.grad.tolist()) == (0, 3, [0, 0])
 
 
 def test_a_term_without_a_graph_beside_trained_ones_is_refused() -> None:
     """It would train nothing. To be reported it has coefficient 0; alone, or without gradients, it is an evaluation."""
-    reducer, x = with_weights(torch.ones(2)), torch.ones(2, requires_grad=True)
-    pg, kl = Summand(x, reducer, 1.0, "pg"), Summand(x.detach(), reducer, -0.1, "kl")
+    reducer, losses = with_weights(torch.ones(2)), torch.ones(2, requires_grad=True)
+    pg, kl = Summand(losses, reducer, 1.0, "pg"), Summand(losses.detach(), reducer, -0.1, "kl")
     for terms in ([pg, kl], [kl, pg]):
         with pytest.raises(ValueError, match=r"the term 'kl' with coef=-0.1 and values without a graph: .* coef=0\."):
             sums.sum_terms(terms)

@@ -35,16 +35,16 @@ GRIDS: dict[str, tuple[list[list[int]], list[list[int]]]] = {
     "dp1 x 4": ([[0], [1], [2], [3]], [[0, 1, 2, 3]]),
     "alone": ([[0], [1], [2], [3]], []),
 }
-Made = dict[tuple[int, ...], Any]
+Groups = dict[tuple[int, ...], Any]
 
 
-def all_groups() -> Made:
+def all_groups() -> Groups:
     lists = [ranks for grid in GRIDS.values() for part in grid for ranks in part]
     return {ranks: dist.new_group(list(ranks)) for ranks in sorted(set(map(tuple, lists)))}
 
 
-def groups_of(grid: str, rank: int, made: Made) -> StepGroups:
-    dp, replicas = ([made[tuple(ranks)] for ranks in part if rank in ranks] for part in GRIDS[grid])
+def groups_of(grid: str, rank: int, by_ranks: Groups) -> StepGroups:
+    dp, replicas = ([by_ranks[tuple(ranks)] for ranks in part if rank in ranks] for part in GRIDS[grid])
     return StepGroups(dp[0], None, tuple(replicas))
 
 
@@ -53,7 +53,7 @@ def groups_of(grid: str, rank: int, made: Made) -> StepGroups:
 SEEDS = range(3 * len(PLACES))  # three kinds of groups in every layout
 
 
-def weights_on(rank: int, made: Made) -> tuple[float, int, list[bytes]]:
+def weights_on(rank: int, by_ranks: Groups) -> tuple[float, int, list[bytes]]:
     """The worst error of this rank's weights over random steps, how many were compared, and totals as bytes."""
     worst, vectors, bits = 0.0, 0, []
     for seed in SEEDS:
@@ -64,13 +64,13 @@ def weights_on(rank: int, made: Made) -> tuple[float, int, list[bytes]]:
             step = drawn_step(seed, 1, sum(RANKS // size for size in sizes))
             starts = [sum(RANKS // size for size in sizes[:k]) for k in range(3)]
             mine = [(step.hands[0][at + rank // size], size) for at, size in zip(starts, sizes, strict=True)]
-            by_size = {4: made[0, 1, 2, 3], 2: made[(0, 1) if rank < 2 else (2, 3)], 1: made[rank,]}
+            by_size = {4: by_ranks[0, 1, 2, 3], 2: by_ranks[(0, 1) if rank < 2 else (2, 3)], 1: by_ranks[rank,]}
             groups = StepGroups(by_size[4])
         else:
             size = 1 if kind == "dp4" else 2
             step = drawn_step(seed, RANKS // size, 2)
             mine = [(hand, size) for hand in step.hands[rank // size]]
-            groups = groups_of(kind, rank, made)
+            groups = groups_of(kind, rank, by_ranks)
         described, holds = [], []
         for hand, size in mine:
             own = {"cp_group": by_size[size]} if kind == "dynamic" else {}
@@ -78,7 +78,7 @@ def weights_on(rank: int, made: Made) -> tuple[float, int, list[bytes]]:
                 described.append(Samples([], **own))
                 continue
             chosen = [step.samples[i] for i in hand]
-            at = place([len(one.mask) for one in chosen], size)
+            at = place([len(sample.mask) for sample in chosen], size)
             described.append(samples_of(chosen, at, **own))
             holds.append((hand, size, at, described[-1]))
         totals = count_step(described, groups, settings=kind)
@@ -87,10 +87,10 @@ def weights_on(rank: int, made: Made) -> tuple[float, int, list[bytes]]:
             right = weights_of(mode, step.samples, units)
             for hand, size, at, samples in holds:
                 asked: dict[str, Any] = {"divisor": divisor_of(mode), "units": units}
-                found = token_weights(mode, samples, totals, cp_rank=rank % size, cp_size=size, **asked)
+                weights = token_weights(mode, samples, totals, cp_rank=rank % size, cp_size=size, **asked)
                 copies = size if place is gathered else 1
                 expected = [right[hand[t[0]]][t[1]] / copies if t else 0.0 for t in at.held[rank % size]]
-                worst, vectors = max(worst, error_of(found, expected)), vectors + 1
+                worst, vectors = max(worst, error_of(weights, expected)), vectors + 1
     return worst, vectors, bits
 
 
@@ -121,7 +121,7 @@ def by_key(rank: int, *ids: int) -> dict[str, Any]:
 
 
 def turns(*ids: Any) -> dict[str, Any]:
-    return {"turn": [[one] * 8 for one in ids]}
+    return {"turn": [[turn] * 8 for turn in ids]}
 
 
 def planned(mode: Any, **options: Any) -> Callable[[int], Any]:
@@ -220,7 +220,7 @@ CASES: dict[str, Case] = {
                                            lambda r: {"own group": 4}),
 }  # fmt: skip
 NAMES = [name for name in dir(dist) if name.startswith(("all_", "reduce", "broadcast", "gather", "scatter", "barrier"))]
-Told = tuple[str, dict[str, int], list[str]]
+Observed = tuple[str, dict[str, int], list[str]]
 
 
 def counting(calls: dict[str, int], name: str, function: Any) -> Any:
@@ -231,17 +231,17 @@ def counting(calls: dict[str, int], name: str, function: Any) -> Any:
     return counted
 
 
-def told(case: Case, rank: int, made: Made) -> Told:
+def observed(case: Case, rank: int, by_ranks: Groups) -> Observed:
     """Outcome, collectives that were called, warnings."""
-    options, groups = case.options(rank), groups_of(case.grid, rank, made)
+    options, groups = case.options(rank), groups_of(case.grid, rank, by_ranks)
     if "replicas of" in options:
-        groups = StepGroups(groups.dp_group, None, groups_of(options.pop("replicas of"), rank, made).replica_groups)
+        groups = StepGroups(groups.dp_group, None, groups_of(options.pop("replicas of"), rank, by_ranks).replica_groups)
     size = options.pop("own group", None)
 
     def prepare() -> Any:
         of_rank = case.prepare(rank)
-        for one in of_rank if size else ():
-            one.cp_group = made[tuple(range(rank // size * size, (rank // size + 1) * size))]
+        for samples in of_rank if size else ():
+            samples.cp_group = by_ranks[tuple(range(rank // size * size, (rank // size + 1) * size))]
         return of_rank
 
     def act() -> Any:
@@ -257,18 +257,18 @@ def told(case: Case, rank: int, made: Made) -> Told:
         for name in filter(lambda name: callable(getattr(dist, name)), NAMES):
             patch.setattr(dist, name, counting(calls, name, getattr(dist, name)))
         outcome = outcome_of(act)
-    return outcome, calls, [str(one.message) for one in seen if one.category is UserWarning]
+    return outcome, calls, [str(warning.message) for warning in seen if warning.category is UserWarning]
 
 
-def on_rank() -> tuple[tuple[float, int, list[bytes]], dict[str, Told]]:
+def on_rank() -> tuple[tuple[float, int, list[bytes]], dict[str, Observed]]:
     start_process_group()
-    rank, made = int(os.environ["RANK"]), all_groups()
-    found = weights_on(rank, made)
+    rank, by_ranks = int(os.environ["RANK"]), all_groups()
+    of_weights = weights_on(rank, by_ranks)
     of_cases = {}
     for name, case in CASES.items():
-        of_cases[name] = told(case, rank, made)
+        of_cases[name] = observed(case, rank, by_ranks)
         dist.barrier()
-    return found, of_cases
+    return of_weights, of_cases
 
 
 @pytest.fixture(scope="module")
@@ -278,7 +278,7 @@ def by_rank() -> list[Any]:
 
 def test_weights_on_every_rank(by_rank: list[Any], record_property: Callable[[str, object], None]) -> None:
     """DP 4, DP 2 x CP 2, and context-parallel groups that change between micro-batches."""
-    of_ranks = [found for found, _ in by_rank]
+    of_ranks = [of_weights for of_weights, _ in by_rank]
     assert max(worst for worst, _, _ in of_ranks) < oracle.EXACT
     assert len({tuple(bits) for _, _, bits in of_ranks}) == 1  # the same totals on every rank, to the bit
     vectors = sum(number for _, number, _ in of_ranks)

@@ -119,7 +119,7 @@ def test_masks_on_a_device_are_read_in_one_transfer(monkeypatch: pytest.MonkeyPa
     assert read == []
     read_masks(of_steps)
     assert read == [24]
-    assert [one.mask_sums.tolist() for one in of_steps] == [[1, 2], [1, 2]]
+    assert [samples.mask_sums.tolist() for samples in of_steps] == [[1, 2], [1, 2]]
     assert of_steps[1].with_mask("kl").mask_sums.tolist() == [1, 2]
 
 
@@ -174,7 +174,7 @@ def test_ints_stay_and_strings_are_hashed_alike_everywhere() -> None:
     """Ranks hash apart from each other: the numbers are part of what they agree on. 61 bits join none."""
     assert as_ids("ids", [3, -5, 2**61 - 1], 3).tolist() == [3, -5, 2**61 - 1]
     hashed = as_ids("ids", list(DIGESTS), 3)
-    assert hashed.tolist() == [int.from_bytes(bytes.fromhex(one), "little") % 2**61 for one in DIGESTS.values()]
+    assert hashed.tolist() == [int.from_bytes(bytes.fromhex(digest), "little") % 2**61 for digest in DIGESTS.values()]
     for ids in ((1, 2), range(1, 3), torch.tensor([1, 2]).byte(), np.array([1, 2]), np.array([1, 2], object)):
         assert as_ids("ids", ids, 2).tolist() == [1, 2]
 
@@ -222,9 +222,9 @@ def test_replicas_with_the_same_samples_agree(options: Callable[[], dict[str, An
     assert described(**options()).digest() == described(**options()).digest() != described().digest()
 
 
-@pytest.mark.parametrize(("one", "other"), UNLIKE.values(), ids=UNLIKE)
-def test_replicas_with_other_samples_do_not(one: dict[str, Any], other: dict[str, Any]) -> None:
-    assert described(**one).digest() == described(**one).digest() != described(**other).digest()
+@pytest.mark.parametrize(("mine", "theirs"), UNLIKE.values(), ids=UNLIKE)
+def test_replicas_with_other_samples_do_not(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
+    assert described(**mine).digest() == described(**mine).digest() != described(**theirs).digest()
 
 
 def test_fractional_weights_apart_are_told_apart() -> None:
