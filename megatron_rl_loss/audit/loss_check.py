@@ -19,8 +19,8 @@ from megatron_rl_loss.audit.judge import deviation_of, expected_weights, explain
 from megatron_rl_loss.audit.misplaced import take_off
 from megatron_rl_loss.audit.simulation import (
     CALLS,
-    GIVEN,
     LAYOUTS,
+    PARAMETERS,
     CallFailed,
     Described,
     DrawnRow,
@@ -233,7 +233,7 @@ def check_loss(
     except CallFailed as failure:
         remedy = "Describe its call in LossCall(rows=..., takes=..., names=...), or wrap the function."
         if "missing" in failure.args[1]:
-            remedy = f"Parameters named {', '.join(GIVEN)} get values. {remedy}"
+            remedy = f"Parameters named {', '.join(PARAMETERS)} get values. {remedy}"
         if "returns a tuple" in failure.args[1]:
             remedy = (
                 'Megatron scales a tuple such as (loss, num_tokens, report): pass call="megatron", or '
