@@ -25,7 +25,7 @@ from torch import Tensor
 
 from megatron_rl_loss import Mode, ModeInputs, Sum, check_loss
 from megatron_rl_loss.audit import simulation
-from megatron_rl_loss.audit.loss_check import PADDED, TOGETHER
+from megatron_rl_loss.audit.drawing import PADDED, TOGETHER
 from megatron_rl_loss.audit.simulation import CALLS, PARAMETERS, DrawnRow, DrawnStep, LossCall, measure
 from megatron_rl_loss.modes.aggregation import resolve
 from megatron_rl_loss.modes.weights import weigh
