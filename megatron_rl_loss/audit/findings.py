@@ -9,7 +9,7 @@ import numpy as np
 from megatron_rl_loss.audit.drawing import CUTS, PADDED, UNCUT, draw_step
 from megatron_rl_loss.audit.judge import deviation_of, expected_weights
 from megatron_rl_loss.audit.misplaced import take_off
-from megatron_rl_loss.audit.simulation import CallFailed, DrawnStep, Kind, LossCall
+from megatron_rl_loss.audit.simulation import CallFailed, DrawnStep, FaultKind, LossCall
 from megatron_rl_loss.audit.tokens import MeasuredStep
 from megatron_rl_loss.modes.aggregation import Aggregation
 from megatron_rl_loss.step.masks import Array
@@ -19,7 +19,7 @@ from megatron_rl_loss.step.masks import Array
 TOLERANCE = 1e-5
 _PLACES = {"dp_rank": "DP rank", "microbatch": "micro-batch"}
 #: Kind, text and change of the losses' seed of faults that show when an uncut step is measured again.
-_REPEATED: tuple[tuple[Kind, str, int], ...] = (
+_REPEATED: tuple[tuple[FaultKind, str, int], ...] = (
     ("chance", "called twice with the same losses, it gives tokens different weights", 0),
     ("values", "not linear in the losses (with log-probs: or it ignores advantages), so it is no aggregation", 1),
 )
@@ -36,7 +36,7 @@ class Finding:
     """One fault, on the smallest drawn step that shows it."""
 
     cut: str  # of that step, in words
-    kind: Kind
+    kind: FaultKind
     says: str
     step: DrawnStep  # `measure(loss_fn, call, step)` gives `weights` again
     weights: tuple[float, ...] = ()  # of each mask entry of the step; empty if none were measured
@@ -81,7 +81,7 @@ def find_faults(
     measure: Measure, call: LossCall, mode: Aggregation | None, draws: int, seed: int, cut: str
 ) -> list[Finding]:
     """One finding for each kind of fault that steps of a cut show, on the smallest such step."""
-    shown, findings = dict[Kind, list[Finding]](), list[Finding]()
+    shown, findings = dict[FaultKind, list[Finding]](), list[Finding]()
     for number in range(draws if call.cp or CUTS[cut] != "C" else 0):
         step = draw_step(call, CUTS[cut], f"{seed}/{cut}/{number}", is_large=number % 3 == 1)
         try:

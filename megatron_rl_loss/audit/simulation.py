@@ -42,7 +42,7 @@ PARAMETERS = (
 )
 _OF_LOG_PROBS = PARAMETERS[-3:]
 #: Kinds of faults: weights that are wrong, or depend on losses or chance; calls that raise, or return no usable loss.
-Kind = Literal["weights", "values", "chance", "raises", "no loss", "no graph", "NaN"]
+FaultKind = Literal["weights", "values", "chance", "raises", "no loss", "no graph", "NaN"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,10 +203,10 @@ def samples_of(rows: Sequence[DrawnRow], call: LossCall, cp_size: int, described
     lengths, multiple = list(map(len, masks)), 2 * cp_size if cp_size > 1 else 1
     sizes = [-(-length // multiple) * multiple for length in lengths]
     bounds = [0, *accumulate([max(sizes)] * len(sizes) if call.rows == "padded" else sizes)]
-    kind = LAYOUTS[call.cp_cut]
-    if call.rows == "padded" and kind is layouts.ZigzagTHD:
-        kind = further_layouts.ZigzagBSHD  # the same cut, of rows
-    layout = kind.drawn(bounds, lengths)
+    layout_class = LAYOUTS[call.cp_cut]
+    if call.rows == "padded" and layout_class is layouts.ZigzagTHD:
+        layout_class = further_layouts.ZigzagBSHD  # the same cut, of rows
+    layout = layout_class.drawn(bounds, lengths)
     labels = {"weight": [0.5 + sum(mask) % 3 for mask in masks], "turns": [np.arange(size) // 3 for size in lengths]}
     turns = [100 * rollout + np.arange(size) // 3 for rollout, size in zip(rollouts, lengths, strict=True)]
     ids = {"session": prompts, "turn": turns} | {name: [*map(of, rows)] for name, of in described.ids.items()}
