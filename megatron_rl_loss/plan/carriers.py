@@ -24,6 +24,8 @@ Powers = Mapping[Count, int]
 Caller = Literal["schedule", "engine", "loop"]
 #: A part that is a count: this rank's tokens, and its rank in the context-parallel group -> the count.
 CountOf = Callable[[LocalTokens, int], int]
+#: DDP averages gradients over the DP and CP ranks; with per-token loss it sums them.
+DDP_MEAN: Powers = {"dp_size": -1, "cp_size": -1}
 #: Forms whose results type checkers know: a pair, (loss, report), and the loss alone. Others are checked when called.
 PairForm = Literal["2-tuple", "slime", "verl", "nemo_rl"]
 LossForm = Literal["sum", "mean"]
@@ -102,7 +104,7 @@ DEFAULT = Form(
         False: Carrier(
             returned={"num_microbatches": 1, "dp_size": 1, "cp_size": 1},
             schedule={"num_microbatches": -1},
-            ddp={"dp_size": -1, "cp_size": -1},
+            ddp=DDP_MEAN,
         ),
         True: Carrier(
             returned={"step_active_tokens": 1},

@@ -1,6 +1,6 @@
 """The forms of a return value, a row each. The default, which most launches use alone, is in `plan/carriers.py`."""
 
-from megatron_rl_loss.plan.carriers import DEFAULT, Carrier, Form
+from megatron_rl_loss.plan.carriers import DDP_MEAN, DEFAULT, Carrier, Form
 
 #: A row for each form.
 FORMS = {
@@ -16,7 +16,7 @@ FORMS = {
                 False: Carrier(
                     returned={"num_microbatches": 1, "dp_size": 1},
                     schedule={"num_microbatches": -1, "cp_size": 1},
-                    ddp={"dp_size": -1, "cp_size": -1},
+                    ddp=DDP_MEAN,
                 )
             },
         ),
@@ -33,7 +33,7 @@ FORMS = {
             name="mean",
             parts=("loss",),
             caller="loop",
-            carriers={False: Carrier(returned={"dp_size": 1, "cp_size": 1}, ddp={"dp_size": -1, "cp_size": -1})},
+            carriers={False: Carrier(returned={"dp_size": 1, "cp_size": 1}, ddp=DDP_MEAN)},
         ),
         # slime 624b824a, backends/megatron_utils/loss.py, and miles 31f1ca96, backends/training_utils/loss.py:
         # `loss_function`. They divide by the global batch size, which counts rollouts. Not for per-token loss: there
@@ -47,7 +47,7 @@ FORMS = {
                     returned={"rollouts": 1},
                     engine={"num_microbatches": 1, "rollouts": -1, "dp_size": 1, "cp_size": 1},
                     schedule={"num_microbatches": -1},
-                    ddp={"dp_size": -1, "cp_size": -1},
+                    ddp=DDP_MEAN,
                 )
             },
         ),
@@ -63,7 +63,7 @@ FORMS = {
                     returned={"dp_size": 1},
                     engine={"num_microbatches": 1},
                     schedule={"num_microbatches": -1, "cp_size": 1},
-                    ddp={"dp_size": -1, "cp_size": -1},
+                    ddp=DDP_MEAN,
                 ),
                 True: Carrier(returned={"dp_size": 1}, engine={"dp_size": -1}, dynamic_cp=True),
             },
