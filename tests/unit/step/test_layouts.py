@@ -13,6 +13,7 @@ import pytest
 import torch
 from placements import PLACES, Place, every_layout, laid_out, padded_masks
 from refusals import refusal_tests, refusals
+from repository import ROOT
 
 import megatron_rl_loss
 from megatron_rl_loss import Contiguous, Gathered, Layout, Samples, ZigzagBSHD, ZigzagResponse, ZigzagTHD
@@ -62,20 +63,26 @@ def test_mask_starts(layout: Layout, lengths: list[int], expected: list[int]) ->
 
 #: The package's layouts; `Layout`, `Slots` and `Zigzag` are bases of others.
 DEFINED = [
-    kind
+    layout
     for module in (layouts, further_layouts)
-    for kind in vars(module).values()
-    if isinstance(kind, ABCMeta) and issubclass(kind, Layout)
+    for layout in vars(module).values()
+    if isinstance(layout, ABCMeta) and issubclass(layout, Layout)
 ]
-BASES = {base for kind in DEFINED for base in kind.__mro__[1:]}
-LAYOUTS = {kind.__name__: kind for kind in DEFINED if kind not in BASES}
+BASES = {base for layout in DEFINED for base in layout.__mro__[1:]}
+LAYOUTS = {layout.__name__: layout for layout in DEFINED if layout not in BASES}
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_layout_is_placed_and_public(name: str) -> None:
+def test_a_layout_is_placed_public_and_on_its_page(name: str) -> None:
     placed = {type(laid_out(place, (4, 2), 2).layout) for place in PLACES}
-    assert LAYOUTS[name] in placed, f"{name}: add a function that places it to PLACES, tests/support/placements.py"
-    assert name in vars(megatron_rl_loss)["__all__"], f"{name}: add its line to megatron_rl_loss/__init__.pyi"
+    missing = {
+        "a function that places it, in PLACES of tests/support/placements.py": LAYOUTS[name] not in placed,
+        f"from {LAYOUTS[name].__module__} import {name} as {name}, in megatron_rl_loss/__init__.pyi": (
+            name not in vars(megatron_rl_loss)["__all__"]
+        ),
+        "a row in docs/data.md, which layout": f"`{name}(" not in (ROOT / "docs/data.md").read_text(),
+    }
+    assert not any(missing.values()), f"{name}: add {'; '.join(what for what in missing if missing[what])}"
 
 
 @every_layout
@@ -91,10 +98,13 @@ def test_a_rank_holds_the_oracles_tokens(place: Place, cp_size: int) -> None:
         assert [tokens[position] for position in samples.local(rank, cp_size).positions] == held
 
 
-@pytest.mark.parametrize("kind", [kind for kind in LAYOUTS.values() if issubclass(kind, Slots) and not kind.is_whole])
-def test_a_slot_that_ranks_cannot_share_evenly_is_refused(kind: Any) -> None:
+OF_PIECES = [layout for layout in LAYOUTS.values() if issubclass(layout, Slots) and not layout.is_whole]
+
+
+@pytest.mark.parametrize("layout", OF_PIECES)
+def test_a_slot_that_ranks_cannot_share_evenly_is_refused(layout: Any) -> None:
     with pytest.raises(ValueError, match=r"has 7 tokens: it must be a multiple of .*cp_size = "):
-        kind.drawn([0, 7], [7]).pieces(0, 2)
+        layout.drawn([0, 7], [7]).pieces(0, 2)
 
 
 class Own(Layout):
