@@ -40,7 +40,7 @@ OTHERS = {
     "audit.simulation": ["LossCall"],
     "audit.tokens": ["MeasuredStep"],
     "audit.log_prob_gap": ["LogProbGap"],
-    "audit.loss_check": ["LossReport"],
+    "audit.loss_report": ["LossReport"],
     "audit.judge": ["judge"],
     "audit.verdict": ["Verdict"],
 }

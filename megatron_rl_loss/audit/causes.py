@@ -153,8 +153,8 @@ def rows(t: Counts) -> Iterator[Row]:
         yield f"{unit} means over lengths, masked tokens too", 1 / t.count("entries", within=(unit,)) / of_step, SIZES
     for words, part in {"the step": STEP, **t.real_parts}.items():
         likely = SIZES if part else NONE  # of the step it is one number, which others are by chance
-        for kind, miscount in MISCOUNTS.items():
-            yield f"divided by {miscount}, of {words}", 1 / t.count(kind, within=part) / t.parts(part), likely
+        for what, miscount in MISCOUNTS.items():
+            yield f"divided by {miscount}, of {words}", 1 / t.count(what, within=part) / t.parts(part), likely
         for multiple in {1, 2 * t.split.cp_size if t.split.cp_size > 1 else 1}:
             width, tail = t.width(*part, multiple=multiple), f", padded to a multiple of {multiple}" * (multiple > 1)
             area = width * t.count("all", within=part) * t.parts(part)

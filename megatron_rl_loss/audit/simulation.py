@@ -34,15 +34,15 @@ LAYOUTS: dict[str, Any] = {
     if isinstance(layout, ABCMeta) and issubclass(layout, layouts.Layout) and layout.cut is not None
 }
 #: Parameters that a loss function may have beside its first two; `LossCall` describes them.
-GIVEN = (
+PARAMETERS = (
     *("step_tokens", "rank_tokens", "microbatch_tokens", "sample_tokens", "rollout_tokens", "prompt_tokens"),
     *("step_samples", "rank_samples", "step_active_samples", "step_rollouts", "step_prompts", "num_microbatches"),
     *("dp_size", "cp_size", "world_size", "microbatch", "dp_rank", "cp_rank", "rollout_ids", "prompt_ids"),
     *("cu_seqlens", "sample_index", "local", "totals", "old_log_probs", "advantages", "sample_advantages"),
 )
-_OF_LOG_PROBS = GIVEN[-3:]
+_OF_LOG_PROBS = PARAMETERS[-3:]
 #: Kinds of faults: weights that are wrong, or depend on losses or chance; calls that raise, or return no usable loss.
-Kind = Literal["weights", "values", "chance", "raises", "no loss", "no graph", "NaN"]
+FaultKind = Literal["weights", "values", "chance", "raises", "no loss", "no graph", "NaN"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +101,7 @@ class LossCall:
     def __post_init__(self) -> None:
         check_mapping("LossCall.names", self.names, 'Write names={"num_items_in_batch": "step_tokens"}, for example')
         for parameter, value in self.names.items():
-            check_choice(f"value of LossCall.names[{parameter!r}]", value, GIVEN)
+            check_choice(f"value of LossCall.names[{parameter!r}]", value, PARAMETERS)
         for name, hint in get_type_hints(LossCall).items():
             value, choices = repr(getattr(self, name)), list(map(repr, LAYOUTS if name == "cp_cut" else get_args(hint)))
             if name != "names" and value not in choices:
@@ -155,9 +155,9 @@ class CallFailed(Exception):
 
 
 def asked_for(loss_fn: Any, call: LossCall) -> dict[str, str]:
-    """The parameters of a loss function beside losses and mask, as names of `GIVEN`."""
+    """The parameters of a loss function beside losses and mask, as names of `PARAMETERS`."""
     check_callable("loss_fn", loss_fn, "it must be a function of losses and masks", "Pass the function, not its result")
-    known = {name: name for name in GIVEN} | dict(call.names)
+    known = {name: name for name in PARAMETERS} | dict(call.names)
     bound = [*getattr(loss_fn, "keywords", ()), *(_OF_LOG_PROBS if call.takes == "losses" else ())]
     beside = list(inspect.signature(loss_fn).parameters)[2:]
     return {name: known[name] for name in beside if name in known and name not in bound}
@@ -203,10 +203,10 @@ def samples_of(rows: Sequence[DrawnRow], call: LossCall, cp_size: int, described
     lengths, multiple = list(map(len, masks)), 2 * cp_size if cp_size > 1 else 1
     sizes = [-(-length // multiple) * multiple for length in lengths]
     bounds = [0, *accumulate([max(sizes)] * len(sizes) if call.rows == "padded" else sizes)]
-    kind = LAYOUTS[call.cp_cut]
-    if call.rows == "padded" and kind is layouts.ZigzagTHD:
-        kind = further_layouts.ZigzagBSHD  # the same cut, of rows
-    layout = kind.drawn(bounds, lengths)
+    layout_class = LAYOUTS[call.cp_cut]
+    if call.rows == "padded" and layout_class is layouts.ZigzagTHD:
+        layout_class = further_layouts.ZigzagBSHD  # the same cut, of rows
+    layout = layout_class.drawn(bounds, lengths)
     labels = {"weight": [0.5 + sum(mask) % 3 for mask in masks], "turns": [np.arange(size) // 3 for size in lengths]}
     turns = [100 * rollout + np.arange(size) // 3 for rollout, size in zip(rollouts, lengths, strict=True)]
     ids = {"session": prompts, "turn": turns} | {name: [*map(of, rows)] for name, of in described.ids.items()}

@@ -27,7 +27,7 @@ from megatron_rl_loss.frameworks.proving import prove
 from megatron_rl_loss.frameworks.replacing import Function, Replaced, announce, installed, once
 from megatron_rl_loss.function_paths import load_function
 from megatron_rl_loss.modes.aggregation import Aggregation, resolve
-from megatron_rl_loss.modes.weights import unit_weights
+from megatron_rl_loss.modes.weights import times_mask
 from megatron_rl_loss.reduction.reducers import Reducer
 from megatron_rl_loss.reduction.sums import WeightedSum
 from megatron_rl_loss.reduction.taps import is_observed, tap
@@ -35,7 +35,7 @@ from megatron_rl_loss.step.collectives import StepGroups, attempt, world_rank
 from megatron_rl_loss.step.counting import count_step
 from megatron_rl_loss.step.further_layouts import ZigzagResponse
 from megatron_rl_loss.step.layouts import IntList
-from megatron_rl_loss.step.samples import Samples
+from megatron_rl_loss.step.samples import LocalTokens, Samples
 
 __all__ = ["Hook", "count_steps", "make_hook", "sample_mean", "token_mean"]
 
@@ -176,6 +176,16 @@ class Hook:
                 f"{self} with calculate_per_token_loss off: the sum would be divided by the step's rollouts, and the "
                 f"hook does not know the step's tokens. Add --calculate-per-token-loss, or {_COUNT_STEPS}."
             )
+
+
+def unit_weights(local: LocalTokens, sizes: Sequence[float] | None) -> Tensor:
+    """``m / D`` for every token that this rank holds: the weight inside its unit, without the number of units.
+
+    The engine divides by that number itself. ``sizes``: D of each sample; None for its own mask sum.
+    """
+    of_samples = local.samples.mask_sums if sizes is None else np.asarray(sizes, np.float64)
+    with np.errstate(divide="ignore"):  # the weight of a fully masked sample is 0, whatever D is
+        return times_mask(local, 1 / of_samples, "unit sizes")
 
 
 def _token_divisor(samples: Samples, now: Now, per_token: bool) -> float:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_rl_loss.errors import check_float, check_within
 from megatron_rl_loss.logprobs.reading import LN_2, Places, Reading
-from megatron_rl_loss.losses.divergence import Kind, check_kind
+from megatron_rl_loss.losses.divergence import DivergenceKind, check_kind
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Teacher:
     weight: Tensor | None = None
     bias: Tensor | None = None
     _: KW_ONLY
-    kind: Kind
+    kind: DivergenceKind
     beta: float | None = None
     temperature: float | None = None
 

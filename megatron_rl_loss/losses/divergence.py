@@ -9,7 +9,7 @@ from torch import Tensor
 from megatron_rl_loss.errors import check_choice, check_float, check_within, require
 from megatron_rl_loss.losses.ratio import Masked, check_shape, check_trained, masked_places
 
-Kind = Literal["forward_kl", "reverse_kl", "jsd"]
+DivergenceKind = Literal["forward_kl", "reverse_kl", "jsd"]
 Tail = Literal["bucket", "drop", "renormalise"]
 #: The log-prob of an id that the teacher did not give: its exp is 0, and unlike -inf it can be subtracted.
 _NOTHING = -1e30
@@ -20,7 +20,7 @@ def divergence_at_ids(
     teacher_log_probs: Tensor,
     local: Masked,
     *,
-    kind: Kind,
+    kind: DivergenceKind,
     beta: float | None = None,
     tail: Tail = "bucket",
     log_rest: Tensor | None = None,
@@ -114,7 +114,7 @@ def divergence_at_ids(
 
 def check_kind(kind: str, beta: float | None) -> float:
     """The teacher's share of the mixture, 0 without one; ValueError for an unknown kind or an unusable beta."""
-    check_choice("kind of divergence", kind, get_args(Kind))
+    check_choice("kind of divergence", kind, get_args(DivergenceKind))
     if beta is not None:
         check_within("beta", beta, "(0, 1)", "0.5 is usual; at the ends take forward_kl or reverse_kl")
         if kind != "jsd":

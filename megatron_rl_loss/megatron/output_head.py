@@ -195,9 +195,9 @@ def check_layer(output_layer: Any, weight: Tensor) -> None:
             getattr(hook, "__name__", "") != "_release_module_fp8_transpose_cache" for hook in hooks
         ),
     }
-    for kind, is_present in refused.items():
+    for layer, is_present in refused.items():
         if is_present:
-            raise _other_layer(kind)
+            raise _other_layer(layer)
 
 
 def run_pre_hooks(output_layer: Any, hidden_states: Tensor, weight: Tensor) -> None:
@@ -209,9 +209,9 @@ def run_pre_hooks(output_layer: Any, hidden_states: Tensor, weight: Tensor) -> N
             raise _other_layer("one with a hook that changes its input")
 
 
-def _other_layer(kind: str) -> ValueError:
+def _other_layer(layer: str) -> ValueError:
     return ValueError(
-        f"an OutputHead on an unsupported output layer, {kind}: the head replaces Megatron's plain "
+        f"an OutputHead on an unsupported output layer, {layer}: the head replaces Megatron's plain "
         "ColumnParallelLinear alone. Leave the output_processor out (in the example: --log-probs stock)."
     )
 

@@ -28,12 +28,12 @@ def remat_size(output_layer: Any) -> int:
 
 def has_plain_forward(output_layer: Any) -> bool:
     """True for ColumnParallelLinear's forward, and for dev's subclass, which runs it unless asked for a loss."""
-    kinds = [ColumnParallelLinear]
+    classes = [ColumnParallelLinear]
     if importlib.util.find_spec("megatron.core.transformer.linear_cross_entropy") is not None:
         from megatron.core.transformer.linear_cross_entropy import LinearCrossEntropyModule
 
-        kinds.append(LinearCrossEntropyModule)
-    return type(output_layer).forward in [kind.forward for kind in kinds]
+        classes.append(LinearCrossEntropyModule)
+    return type(output_layer).forward in [layer_class.forward for layer_class in classes]
 
 
 def check_output_processor() -> None:

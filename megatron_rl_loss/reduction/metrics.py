@@ -24,7 +24,7 @@ from megatron_rl_loss.step.ids import hashed
 from megatron_rl_loss.step.totals import StepTotals
 from megatron_rl_loss.step.units import UnitCounting
 
-Kind = Literal["mean", "min", "max", "variance", "ess"]
+MetricKind = Literal["mean", "min", "max", "variance", "ess"]
 
 _EXTREMES, _MOMENTS = ("min", "max"), ("variance", "ess")
 #: The mode whose weights make a mean over it; ``none`` is a plain sum by the mask. Other names are modes, or keys.
@@ -54,13 +54,13 @@ class Metric:
     values: Tensor
     over: str = "samples"
     _: KW_ONLY
-    kind: Kind = "mean"
+    kind: MetricKind = "mean"
     mask: str | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.over, str):
             raise TypeError(f"a metric over {self.over!r}: over must be the name of a mode or of ids. Pass 'samples'.")
-        check_choice("kind of metric", self.kind, get_args(Kind))
+        check_choice("kind of metric", self.kind, get_args(MetricKind))
 
     def rows(self) -> list[Tensor]:
         """The rows to sum by the weights: the values, or for moments 1, v and v^2."""
@@ -89,7 +89,7 @@ def aggregation_over(over: str, of_loss: UnitCounting, totals: StepTotals) -> Ag
         known = dict.fromkeys([*MODE_OF, *available_modes(), *totals.units])
         raise ValueError(
             f"a metric over {over!r}: there are no such units or ids in the step. "
-            + (f"Pass kind={over!r}." if over in get_args(Kind) else f"{did_you_mean(over, list(known))}.")
+            + (f"Pass kind={over!r}." if over in get_args(MetricKind) else f"{did_you_mean(over, list(known))}.")
         )
     if mode is not None and mode.divisor == "required":
         raise ValueError(f"a metric over {over!r}: a metric has no divisor. Pass 'none' for the plain sum.")
@@ -100,7 +100,7 @@ def aggregation_over(over: str, of_loss: UnitCounting, totals: StepTotals) -> Ag
 class Note(NamedTuple):
     """A part of a step's value, from one micro-batch: float32 [1], of moments [3]; by a mask and an aggregation."""
 
-    kind: Kind
+    kind: MetricKind
     part: Tensor
     mask: str | None = None
     by: str = ""
@@ -161,7 +161,7 @@ def reduce_notes(
     return {name: _value(kind, of_each[name]).float() for name, kind, *_ in known}
 
 
-def _value(kind: Kind, part: Tensor) -> Tensor:
+def _value(kind: MetricKind, part: Tensor) -> Tensor:
     if kind == "mean":
         return part[0]
     if kind in _EXTREMES:
@@ -172,7 +172,7 @@ def _value(kind: Kind, part: Tensor) -> Tensor:
     return mean.square() / square if kind == "ess" else (square - mean.square()).clamp(min=0)
 
 
-_Names = list[tuple[str, Kind, str | None, str]]
+_Names = list[tuple[str, MetricKind, str | None, str]]
 
 
 def _agree_on(mine: _Names, forms: list[str], groups: Sequence[Group]) -> _Names:

@@ -165,20 +165,20 @@ class Samples:
 
     def _take(self, masks: list[Tensor]) -> None:
         """Hold masks until they are read; those on the host are read at once."""
-        self._given = masks
+        self._unread = masks
         self._buffer: Array | None = None
         if all(mask.is_cpu for mask in masks):
             self._fill(join_on_host(masks))
 
     def _fill(self, joined: Array) -> None:
         """Fill the buffer with masks end to end on the host; ValueError for entries that are no usable weights."""
-        self.holds_flags = check_entries(joined, self._given)
+        self.holds_flags = check_entries(joined, self._unread)
         check_units(self.parts, joined)
         # Sums of a float64 mask keep its digits; a narrower mask is float32, as the weights made of it are.
         weights = joined if joined.dtype == np.float64 else joined.astype(np.float32)
         self._mask_sums = sum_each(weights, self.mask_lengths)
         self._active_tokens = self._mask_sums if self.holds_flags else sum_each(weights != 0, self.mask_lengths)
-        self._buffer, self._given = place(weights, self.places, self.total_tokens), []
+        self._buffer, self._unread = place(weights, self.places, self.total_tokens), []
         for counted in (self._buffer, self._mask_sums, self._active_tokens):  # as ids: a change would not be counted
             counted.flags.writeable = False
 
@@ -302,7 +302,7 @@ def read_masks(microbatches: Iterable[Samples]) -> None:
         for of_mask in (samples, *samples.by_mask.values())
         if of_mask._buffer is None
     ]
-    joined = join_on_host([mask for samples in waiting for mask in samples._given])
+    joined = join_on_host([mask for samples in waiting for mask in samples._unread])
     ends = np.cumsum([0, *(sum(samples.mask_lengths) for samples in waiting)])
     for samples, begin, end in zip(waiting, ends, ends[1:], strict=False):
         samples._fill(joined[begin:end])

@@ -21,7 +21,7 @@ import pytest
 import torch
 from refusals import refusal_tests, refusals
 
-from megatron_rl_loss import Mode, StepTotals, Sum, fold_into_advantages
+from megatron_rl_loss import Mode, Samples, StepTotals, Sum, fold_into_advantages
 from megatron_rl_loss.frameworks import replacing, slime
 from megatron_rl_loss.frameworks.slime import StepCounts, make_hook
 
@@ -263,6 +263,21 @@ def load_function(path: str) -> Any:
     """Split at the last dot, import, getattr, as both loaders do."""
     module_path, _, attribute = path.rpartition(".")
     return getattr(importlib.import_module(module_path), attribute)
+
+
+FRACTIONS = [torch.tensor([1.0, 0, 0.5]), torch.zeros(2), torch.tensor([1.0, 1])]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        (None, [2 / 3, 0, 1 / 3, 0, 0, 0.5, 0.5]),
+        ([3, 0, 4], [1 / 3, 0, 1 / 6, 0, 0, 0.25, 0.25]),
+    ],
+)
+def test_weights_inside_a_unit(sizes: Any, expected: list[float]) -> None:
+    weights = slime.unit_weights(Samples(FRACTIONS).local(0, 1), sizes)
+    assert weights.tolist() == pytest.approx(expected, rel=oracle.EXACT)
 
 
 def test_hooks_load_by_path_as_their_loaders_do() -> None:

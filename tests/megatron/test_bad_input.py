@@ -209,7 +209,7 @@ def test_refused_in_a_launch(
     for verdict in (rank[row.name] for rank in verdicts(group)):
         error, _, text = verdict.outcome.partition(": ")
         assert error == row.error, verdict
-        assert row.given in text
+        assert row.value in text
         if row.styled:
             assert in_three_parts(text, row), text
         assert verdict.unchanged, "a parameter changed"

@@ -126,7 +126,7 @@ def visited(cp: int) -> dict[str, tuple[Tensor, Tensor, float]]:
     import megatron_rl_loss.megatron.launch  # noqa: F401  # mutants patch it
 
     state = start(cp=cp)
-    table = [float(loss) for one in SAMPLES for loss in one.poisoned().losses] + [0.0]  # NaN at masked tokens
+    table = [float(loss) for sample in SAMPLES for loss in sample.poisoned().losses] + [0.0]  # NaN at masked tokens
     hands = dealt(SAMPLES, state.get_data_parallel_rank(), state.get_data_parallel_world_size(), K)
 
     def outcome(exhibit: Exhibit) -> tuple[Tensor, float]:

@@ -27,10 +27,10 @@ class Later:
         config.finalize_model_grads_func = self._defer_finalize_model_grads
 
     def _defer_finalize_model_grads(self, *args: Any, **options: Any) -> None:
-        self._given = args, options
+        self._call = args, options
 
     def run_pending_grad_sync(self) -> None:
-        args, options = self._given
+        args, options = self._call
         self._finalize(*args, **options)
 
 

@@ -21,11 +21,11 @@ YAML_FLAGS = YAML | DEFAULTS | {"loss_aggregation": "constant", "loss_aggregatio
 
 
 def flag(
-    name: str, covers: str, bad: Any, given: str, todo: str, good: Any = "", error: str = "ValueError", **options: Any
+    name: str, covers: str, bad: Any, value: str, remedy: str, good: Any = "", error: str = "ValueError", **options: Any
 ) -> Row:
     styled = error != "SystemExit"
     return Row(
-        name=name, covers=covers, error=error, given=given, todo=todo, bad=bad, good=good, options=options,
+        name=name, covers=covers, error=error, value=value, remedy=remedy, bad=bad, good=good, options=options,
         styled=styled,
     )  # fmt: skip
 

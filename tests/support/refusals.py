@@ -71,8 +71,8 @@ class Row:
     name: str
     covers: str  # the kind of misuse; for configurations a fragment of docs/support.md
     error: str  # type of the exception
-    given: str  # what the text must say was given
-    todo: str = ""  # what it must say to do
+    value: str  # what the text must say was passed
+    remedy: str = ""  # what it must say to do
     bad: Any
     good: Any = None
     options: dict[str, Any] = field(default_factory=dict)
@@ -80,12 +80,12 @@ class Row:
 
 
 def in_three_parts(text: str, row: Row) -> bool:
-    """True if the text has three parts for every rank that raised: the given, the rule, the remedy, in this order."""
+    """True if the text has three parts for every rank that raised: the value, the rule, the remedy, in this order."""
     reasons = re.split(r"(?:^Step aborted on all ranks before the optimizer ran\. |; )rank \d+: \w+: ", text)
-    said = [reason for reason in reasons if row.given in reason]
+    said = [reason for reason in reasons if row.value in reason]
     pattern = re.compile(
-        rf".*{re.escape(row.given)}[^\n]*?: .+\. .*{re.escape(row.todo)}.*\.$"
-        if row.todo not in row.given
+        rf".*{re.escape(row.value)}[^\n]*?: .+\. .*{re.escape(row.remedy)}.*\.$"
+        if row.remedy not in row.value
         else r".+: .+\. .+\.$"
     )
     return bool(said) and all(pattern.match(reason) for reason in said)

@@ -83,11 +83,11 @@ def one_sample(record: Record, number: int) -> Record:
 
 
 def step_row(
-    name: str, covers: str, bad: Change, given: str, todo: str, good: Change | None = None, *, styled: bool = True,
+    name: str, covers: str, bad: Change, value: str, remedy: str, good: Change | None = None, *, styled: bool = True,
     error: str = "BadBatchError", **settings: Any,
 ) -> Row:  # fmt: skip
     return Row(
-        name=name, covers=covers, error=error, given=given, todo=todo, bad=bad, good=good, options=settings,
+        name=name, covers=covers, error=error, value=value, remedy=remedy, bad=bad, good=good, options=settings,
         styled=styled,
     )  # fmt: skip
 
@@ -151,9 +151,9 @@ STEP_ROWS = [
 # ---- the model's config at each step
 
 
-def config_row(name: str, covers: str, given: str, todo: str, mode: str = "sample_mean", **changes: Any) -> Row:
+def config_row(name: str, covers: str, value: str, remedy: str, mode: str = "sample_mean", **changes: Any) -> Row:
     return Row(
-        name=name, covers=covers, error="ValueError", given=given, todo=todo, bad=changes, options={"mode": mode}
+        name=name, covers=covers, error="ValueError", value=value, remedy=remedy, bad=changes, options={"mode": mode}
     )
 
 
@@ -203,11 +203,11 @@ def on_dp_rank_1(there: Sequence[str], elsewhere: Sequence[str]) -> Losses:
 
 
 def loss_row(
-    name: str, covers: str, bad: Losses, given: str, todo: str, good: Losses | None = None, error: str = "ValueError",
+    name: str, covers: str, bad: Losses, value: str, remedy: str, good: Losses | None = None, error: str = "ValueError",
     takes: int = 1,
 ) -> Row:  # fmt: skip
     options = {"takes": takes}
-    return Row(name=name, covers=covers, error=error, given=given, todo=todo, bad=bad, good=good, options=options)
+    return Row(name=name, covers=covers, error=error, value=value, remedy=remedy, bad=bad, good=good, options=options)
 
 
 def changing(change: Callable[[Tensor, Tensor, dict[str, Tensor]], Any]) -> Losses:

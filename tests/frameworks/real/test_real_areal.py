@@ -157,7 +157,7 @@ def test_corrections_are_no_faults() -> None:
 
 
 def test_the_order_of_the_losss_arguments_does_not_matter(tmp_path: Any) -> None:
-    root = planted(AREAL, tmp_path, {_ENGINE: _EXCHANGED, _ACTOR: _GIVEN})
+    root = planted(AREAL, tmp_path, {_ENGINE: _EXCHANGED, _ACTOR: _ORDER})
     (result,) = run_ranks(1, train, root, 1, [{"mode": "sample_mean", "settings": {}}])[0]
     assert result["errors"]["gradient"] < TOLERANCE
 
@@ -174,7 +174,10 @@ _ENGINE, _ACTOR = "areal/engine/megatron_engine.py", "areal/trainer/ppo/actor.py
 _FUNCTIONAL, _CP = "areal/utils/functional/functional.py", "areal/engine/megatron_utils/packed_context_parallel.py"
 _SCALED = "        loss_scale = local_weight / total_loss_weight"
 _AGAIN = "loss_fn(logprobs, entropy, inputs, vocab_min_logits=vocab_min_logits, vocab_max_logits=vocab_max_logits)"
-_GIVEN = ("logprobs: torch.Tensor,\n    entropy: torch.Tensor,", "entropy: torch.Tensor,\n    logprobs: torch.Tensor,")
+_ORDER = (
+    "logprobs: torch.Tensor,\n    entropy: torch.Tensor,",
+    "entropy: torch.Tensor,\n    logprobs: torch.Tensor,",
+)
 _EXCHANGED = ("logprobs,\n                entropy,\n", "entropy,\n                logprobs,\n")
 PLANTS = [
     Plant("scaling doubled", {_ENGINE: ("return loss * loss_scale", "return 2 * loss * loss_scale")}),

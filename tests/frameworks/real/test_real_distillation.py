@@ -26,7 +26,7 @@ from table_step import start
 from torch import Tensor
 
 from megatron_rl_loss import OutputLayer, Teacher, divergence_at_ids, divergence_from_hidden, log_probs_from_logits
-from megatron_rl_loss.losses.divergence import Kind, Tail
+from megatron_rl_loss.losses.divergence import DivergenceKind, Tail
 
 TOKENS, VOCABULARY, K = 33, 64, 8
 #: Sums over the vocabulary, forward and backward.
@@ -50,7 +50,7 @@ class Case:
 
     setting: str
     theirs: Callable[[str, Tensor, Tensor, Tensor], Tensor]
-    terms: dict[Kind, float]
+    terms: dict[DivergenceKind, float]
     tail: Tail
     beta: float = 0.5
     restricted: bool = False
@@ -111,22 +111,22 @@ def of_trl(root: str, student: Tensor, teacher: Tensor, _: Tensor, beta: float, 
     return values[0].sum(-1)
 
 
-FORWARD: dict[Kind, float] = {"forward_kl": 1}
-REVERSE: dict[Kind, float] = {"reverse_kl": 1}
-JSD: dict[Kind, float] = {"jsd": 1}
+FORWARD: dict[DivergenceKind, float] = {"forward_kl": 1}
+REVERSE: dict[DivergenceKind, float] = {"reverse_kl": 1}
+JSD: dict[DivergenceKind, float] = {"jsd": 1}
 
 
-def nemo(setting: str, kind: str, terms: dict[Kind, float], tail: Tail, **more: Any) -> Case:
+def nemo(setting: str, kind: str, terms: dict[DivergenceKind, float], tail: Tail, **more: Any) -> Case:
     zero_outside = "zero_outside" in setting
     return Case(setting, partial(of_nemo_rl, kind=kind, zero_outside=zero_outside), terms, tail, **more)
 
 
-def swift(setting: str, beta: float, terms: dict[Kind, float], temperature: float) -> Case:
+def swift(setting: str, beta: float, terms: dict[DivergenceKind, float], temperature: float) -> Case:
     theirs = partial(of_ms_swift, beta=beta, temperature=temperature, of_server="server" in setting)
     return Case(setting, theirs, terms, "renormalise", beta=beta, temperature=temperature)
 
 
-def trl(setting: str, beta: float, terms: dict[Kind, float], temperature: float) -> Case:
+def trl(setting: str, beta: float, terms: dict[DivergenceKind, float], temperature: float) -> Case:
     theirs = partial(of_trl, beta=beta, temperature=temperature)
     return Case(setting, theirs, terms, "drop", beta=beta, temperature=temperature, ids=VOCABULARY)
 

@@ -33,7 +33,7 @@ from slime_launches import TOLERANCE, MakeStep, arguments, case, compute_in_floa
 
 from megatron_rl_loss import Samples, ZigzagResponse, plan_step
 from megatron_rl_loss.frameworks import replacing, slime
-from megatron_rl_loss.modes.weights import unit_weights
+from megatron_rl_loss.frameworks.slime import unit_weights
 
 PEERS = {"slime": SLIME, "miles": MILES, "vime": VIME}
 

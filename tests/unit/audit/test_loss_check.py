@@ -25,8 +25,8 @@ from torch import Tensor
 
 from megatron_rl_loss import Mode, ModeInputs, Sum, check_loss
 from megatron_rl_loss.audit import simulation
-from megatron_rl_loss.audit.loss_check import PADDED, TOGETHER
-from megatron_rl_loss.audit.simulation import CALLS, GIVEN, DrawnRow, DrawnStep, LossCall, measure
+from megatron_rl_loss.audit.drawing import PADDED, TOGETHER
+from megatron_rl_loss.audit.simulation import CALLS, PARAMETERS, DrawnRow, DrawnStep, LossCall, measure
 from megatron_rl_loss.modes.aggregation import resolve
 from megatron_rl_loss.modes.weights import weigh
 
@@ -282,14 +282,14 @@ def test_everything_that_can_be_asked_for_is_given() -> None:
         seen.update(by_name)
         return sum(part.sum() for part in losses) if isinstance(losses, list) else losses.sum()
 
-    parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in GIVEN]
+    parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in PARAMETERS]
     two = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in ("log_probs", "mask")]
     vars(asks_for_all)["__signature__"] = inspect.Signature([*two, *parameters])
     rows = DrawnRow((1, 0, 1)), DrawnRow((0, 0)), DrawnRow((1, 0, 1), dp_rank=1)
     for shape in ("padded", "packed", "lists"):
         seen.clear()
         measure(asks_for_all, LossCall(takes="log_probs", rows=shape, cp="sum"), DrawnStep(rows, 1, 2, 2))
-        assert set(seen) == set(GIVEN)
+        assert set(seen) == set(PARAMETERS)
         assert (int(seen["step_tokens"]), int(seen["rank_tokens"]), seen["step_samples"]) == (4, 2, 3)
         assert (seen["world_size"], seen["dp_rank"], seen["cp_rank"]) == (4, 1, 1)
         assert seen["cu_seqlens"].tolist() == [0, 4]
@@ -312,7 +312,7 @@ def test_the_help_lists_every_parameter_and_the_page_every_trainer() -> None:
     fields = {field.name for field in dataclasses.fields(LossCall)}
     assert set(re.findall(r"^        (\w+):", help_of_call, flags=re.MULTILINE)) == fields
     (listed,) = re.findall(r"^    - .*(?=\n\n)", help_of_call, flags=re.MULTILINE | re.DOTALL)
-    assert set(re.findall(r"``(\w+)``", listed)) == set(GIVEN)
+    assert set(re.findall(r"``(\w+)``", listed)) == set(PARAMETERS)
     assert "`help(LossCall)`" in page
     assert set(CALLS) <= set(re.findall(r"`([\w ]+)`", " ".join(page.split())))
 

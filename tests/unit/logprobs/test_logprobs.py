@@ -370,9 +370,9 @@ def test_the_weights_gradient_is_summed_in_float32_over_chunks(number: int, way:
         loss_from_hidden(hidden, layer, labels, labels + 1.0, lambda lp, _: (lp, {}))[0].backward()
     else:
         log_probs_from_hidden(hidden, layer, labels).log_probs.sum().backward()
-    of_one = torch.full((8, 4), -1 / 8)  # [j = label] - q[j], exact in bfloat16
-    of_one[0] += 1
-    assert torch.equal(weight.grad.float(), number * of_one)
+    of_token = torch.full((8, 4), -1 / 8)  # [j = label] - q[j], exact in bfloat16
+    of_token[0] += 1
+    assert torch.equal(weight.grad.float(), number * of_token)
     assert hidden.grad.shape == hidden.shape
 
 

@@ -10,11 +10,11 @@ from divergence_oracle import divergence
 from torch import Tensor
 
 from megatron_rl_loss import Samples, Term, divergence_at_ids, log_probs_from_logits, plan_step
-from megatron_rl_loss.losses.divergence import Kind, Tail
+from megatron_rl_loss.losses.divergence import DivergenceKind, Tail
 
 INF, NAN = math.inf, math.nan
 VOCABULARY, K, TOKENS = 40, 6, 64
-KINDS, TAILS = get_args(Kind), get_args(Tail)
+KINDS, TAILS = get_args(DivergenceKind), get_args(Tail)
 EVERY = pytest.mark.parametrize(("kind", "tail"), list(itertools.product(KINDS, TAILS)))
 #: Half the distance of float32's numbers around 1: what one rounding may change, relatively.
 ROUNDING = torch.finfo(torch.float32).eps / 2

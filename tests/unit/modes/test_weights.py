@@ -40,7 +40,6 @@ from megatron_rl_loss import (
     weights_column,
 )
 from megatron_rl_loss.modes import table
-from megatron_rl_loss.modes.weights import unit_weights
 from megatron_rl_loss.step import layouts
 from megatron_rl_loss.step.collectives import StepGroups
 from megatron_rl_loss.step.counting import count_step
@@ -211,24 +210,6 @@ def test_two_modes_of_one_factory_have_sums_of_their_own() -> None:
 def test_a_declared_sum_is_one_finite_number_a_sample(returned: Any) -> None:
     with pytest.raises((ValueError, TypeError)):
         StepTotals.from_loss_masks([[1], [1]], sums=[Sum(of=lambda samples: returned)])
-
-
-# --- inside a unit, without the number of units
-
-FRACTIONS = [torch.tensor([1.0, 0, 0.5]), torch.zeros(2), torch.tensor([1.0, 1])]
-
-
-@pytest.mark.parametrize(
-    ("sizes", "expected"),
-    [
-        (None, [2 / 3, 0, 1 / 3, 0, 0, 0.5, 0.5]),
-        ([3, 0, 4], [1 / 3, 0, 1 / 6, 0, 0, 0.25, 0.25]),
-        (np.array([3.0, 5, 4]), [1 / 3, 0, 1 / 6, 0, 0, 0.25, 0.25]),
-    ],
-)
-def test_weights_inside_a_unit(sizes: Any, expected: list[float]) -> None:
-    assert unit_weights(Samples(FRACTIONS).local(0, 1), sizes).tolist() == pytest.approx(expected, rel=oracle.EXACT)
-    assert unit_weights(Samples([torch.ones(4)], layout=Gathered([0, 4])).local(1, 2)).tolist() == [0.125] * 4
 
 
 MASKS = [torch.ones(4), torch.tensor([1.0, 0.5, 0, 0])]

@@ -72,10 +72,10 @@ def on_ranks() -> list[Any]:
         groups = {"dp_group": dp[size][rank % size], "cp_group": cp[size][rank // size]}
         plan = plan_step(described, "token_mean", **groups)
         values = {
-            id(microbatch): torch.tensor([value_at(*t) if t else math.nan for t in of_one]).reshape(
+            id(microbatch): torch.tensor([value_at(*t) if t else math.nan for t in of_microbatch]).reshape(
                 microbatch.tokens.loss_shapes[-1]
             )
-            for microbatch, of_one in zip(plan, held, strict=True)
+            for microbatch, of_microbatch in zip(plan, held, strict=True)
         }
         numbers = measured_in(plan, lambda microbatch: values[id(microbatch)], [0.5])  # noqa: B023
         half = numbers[2]

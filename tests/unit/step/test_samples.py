@@ -239,7 +239,7 @@ def test_tokens_of_a_filler_micro_batch_have_no_sample() -> None:
 
 # --- refusals, each beside its nearest legal neighbour
 
-TWO, of_one = torch.ones(2), partial(Samples, [torch.ones(1)])
+TWO, of_one_token = torch.ones(2), partial(Samples, [torch.ones(1)])
 
 
 def of_masks(*masks: Any) -> Samples:
@@ -275,7 +275,7 @@ test_refusals = refusal_tests(
             error=TypeError,
         ),
         **refusals(
-            of_one,
+            of_one_token,
             ({"prompt_ids": iter("a")}, "prompt_ids is <.* one id per sample", {"prompt_ids": ["a"]}),
             ({"labels": {"a": iter([1])}}, "labels 'a' is a list_iterator: there must be one", {"labels": {"a": [1]}}),
             ({"tokens": [[1, 2], [3]]}, "tokens in rows of different lengths", {"tokens": [[1]]}),
@@ -307,7 +307,7 @@ test_refusals = refusal_tests(
             error=TypeError,
         ),
         **refusals(
-            of_one,
+            of_one_token,
             ({"rollout_ids": []}, "0 rollout_ids for 1 loss masks", {"rollout_ids": [0]}),
             ({"prompt_ids": [0, 1]}, "2 prompt_ids for 1 loss masks", {"prompt_ids": [0]}),
             *(
@@ -342,7 +342,7 @@ test_refusals = refusal_tests(
             ({"term_masks": {"kl": []}}, "0 masks 'kl' for 1", {"term_masks": {"kl": [[1]]}}),
         ),
         **refusals(
-            of_one,
+            of_one_token,
             *(
                 ({"prompt_ids": wrong}, text, {"prompt_ids": ["0"]})
                 for wrong, text in (

@@ -1,0 +1,66 @@
+"""`LossReport`: what `check_loss` found, as text and as plain data."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_rl_loss.audit.drawing import UNCUT
+from megatron_rl_loss.audit.findings import Finding
+from megatron_rl_loss.modes.aggregation import Aggregation
+
+
+@dataclass(frozen=True)
+class LossReport:
+    """The findings of `check_loss`."""
+
+    name: str  # of the loss function, or of the mode
+    expected: Aggregation | None  # the mode that was asked
+    call: str  # the assumed trainer, in words
+    draws: int  # random steps of each cut
+    seed: int  # of the random steps
+    findings: tuple[Finding, ...]  # faults; empty if there are none
+    causes: tuple[str, ...] = ()  # each fits all of some larger steps, the simplest first
+    notes: tuple[str, ...] = ()
+
+    @property
+    def sound(self) -> bool:
+        """True without findings: weights are invariant, and those of the mode if one was asked."""
+        return not self.findings
+
+    @property
+    def invariant(self) -> bool:
+        """True if tokens weigh the same in every cut of the step, by the right mode or another."""
+        return all(finding.kind == "weights" and finding.cut == UNCUT for finding in self.findings)
+
+    def __str__(self) -> str:
+        mode = "" if self.expected is None or self.expected.mode.name == self.name else str(self.expected)
+        if self.sound:
+            lines = [f"SOUND: {self.name} is {mode or 'invariant'}, however the step is cut"]
+        elif self.invariant:
+            lines = [f"NOT SOUND: {self.name} is invariant, but not {mode}"]
+        else:
+            fails = any(finding.kind != "weights" for finding in self.findings)
+            how = "fails, or is no aggregation of losses" if fails else "is not invariant"
+            lines = [f"NOT SOUND: {self.name} {how}" + f"; expected {mode}" * bool(mode)]
+        lines += [f"  {finding.cut}: {finding.says}" for finding in self.findings]
+        lines += [f"  fits: {cause}" for cause in self.causes[:1]]
+        for first in self.findings[:1]:
+            said = f"{self.name} {mode} {self.call} {self.causes}"
+            should = ", should weigh" if self.expected and mode else ", uncut"
+            rows = first.rows([unit for unit in ("rollout", "prompt") if unit in said], should)
+            cp = f", each row cut over {first.step.cp_size} CP ranks" * (first.step.cp_size > 1)
+            lines += [f"  the smallest step {first.cut} that shows it (x trained, . masked{cp}):"]
+            room = max(1, 10 - len(self.findings) - len(self.notes))  # of 15 lines
+            lines += [f"    {row}" for row in rows[:room]] + [f"    and {len(rows) - room} more"] * (len(rows) > room)
+        lines.append(f"  assumed: {self.call}; {self.draws} draws of each cut, seed {self.seed}")
+        if not self.findings:
+            lines += ["  covers rows of at most 11 tokens, 5 micro-batches, 4 DP and 4 CP ranks; not checked: the real"]
+            lines += ["  calls and divisions of your loop, the losses of tokens, other terms (KL, entropy), clipping"]
+        return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as plain data; unknown values of a finding are left out."""
+        known = [{name: value for name, value in vars(finding).items() if value == value} for finding in self.findings]
+        findings = [fields | {"step": repr(fields["step"])} for fields in known]
+        expected = None if self.expected is None else str(self.expected)
+        said = {"sound": self.sound, "invariant": self.invariant, "expected": expected, "findings": findings}
+        return {**vars(self), **said}
