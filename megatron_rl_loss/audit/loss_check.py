@@ -174,7 +174,7 @@ def _check_function(
 
 
 def _findings(run: Measure, call: LossCall, expected: Aggregation | None, draws: int, seed: int) -> list[Finding]:
-    """The faults of an uncut step; where these are of weights alone, and of the cuts too."""
+    """The faults of uncut steps. If these have no other faults than wrong weights, the faults of the cuts too."""
     look = partial(find_faults, run, call, expected, draws, seed)
     findings = look(UNCUT)
     if failures := [finding for finding in findings if finding.kind != "weights"]:
@@ -204,10 +204,7 @@ def _left_at_default(loss_fn: Any, call: LossCall) -> list[str]:
 
 def _refusal(name: str, call: LossCall, failure: str) -> ValueError:
     """The error of a function that cannot be called, or returns nothing to measure."""
-    result, remedy = (
-        "one number",
-        "Describe its call in LossCall(rows=..., takes=..., names=...), or wrap the function.",
-    )
+    result = "one number"
     if call.returns != "loss":
         result = "(loss, num_tokens, report) or (loss, report) to Megatron's schedule, the loss one number"
     remedy = "Describe its call in LossCall(rows=..., takes=..., names=...), or wrap the function."

@@ -7,9 +7,9 @@ A micro-batch notes its values (`Note`). `reduce_notes` reduces the notes of all
 values. Names travel along, so a rank or micro-batch without a metric adds nothing to that metric.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
@@ -111,6 +111,7 @@ def reduce_notes(
     groups: Sequence[Group],
     has_tokens: Callable[[int, str | None], bool],
     failure: Exception | None,
+    forms: Iterable[str] = (),
 ) -> dict[str, Tensor]:
     """The step's value of each metric, 0-dim float32, the same on all ranks of the groups, which call it together.
 
@@ -120,13 +121,14 @@ def reduce_notes(
     Args:
         has_tokens: (micro-batch, mask) -> True where this rank holds active tokens of it.
         failure: an error of this rank that all ranks are to raise.
+        forms: in which this rank returned its shares.
 
     Raises:
         BadBatchError: on all ranks (the error itself where there is one), for a failure of any; for a micro-batch that
-            has active tokens and lacks a metric; ValueError for a name of two kinds.
+            has active tokens and lacks a metric; ValueError for a name of two kinds, and for shares in two forms.
     """
     mine = {(name, note.kind, note.mask, note.by) for notes in of_microbatches for name, note in notes.items()}
-    known = _agree_on(sorted(mine, key=repr), groups)
+    known = _agree_on(sorted(mine, key=repr), sorted(forms), groups)
     device = next((note.part.device for notes in of_microbatches for note in notes.values()), None)
     device = device or (device_of(groups[0]) if groups else torch.device("cpu"))
     for name, _, mask, _ in known if failure is None else []:
@@ -173,20 +175,26 @@ def _value(kind: MetricKind, part: Tensor) -> Tensor:
 _Names = list[tuple[str, MetricKind, str | None, str]]
 
 
-def _agree_on(mine: _Names, groups: Sequence[Group]) -> _Names:
+def _agree_on(mine: _Names, forms: list[str], groups: Sequence[Group]) -> _Names:
     """Name, kind, mask and aggregation of each metric that some rank reports, in one order on all ranks."""
     if groups:
         # The largest digest and, of the negated one, the smallest: one reduction tells whether all ranks report alike,
         # and only if not do they exchange names. A float64 holds 48 bits exactly.
-        digest = float(hashed(repr(mine), 48))
+        digest = float(hashed(repr((mine, forms)), 48))
         agreed = torch.tensor([digest, -digest], dtype=torch.float64, device="cpu")
         for group in groups:
             all_reduce(agreed, group, dist.ReduceOp.MAX)
         if float(agreed[0]) != -float(agreed[1]):
-            known = set(mine)
+            known, all_forms = set(mine), set(forms)
             for group in groups:
-                known |= {name for part in gather_objects(known, group) for name in part}
-            mine = sorted(known, key=repr)
+                of_ranks = gather_objects((known, all_forms), group)
+                known, all_forms = (set[Any]().union(*parts) for parts in zip(*of_ranks, strict=True))
+            mine, forms = sorted(known, key=repr), sorted(all_forms)
+    if len(forms) > 1:
+        raise ValueError(
+            f"shares of a step in the forms {forms}: gradients of all ranks are scaled alike, so all shares must have "
+            "one form. Pass the same form on every rank."
+        )
     names = [name for name, *_ in mine]
     if twice := [entry for entry in mine if names.count(entry[0]) > 1]:
         raise ValueError(

@@ -118,15 +118,57 @@ def plain_steps(recipe: str) -> dict[str, tuple[float, list[Tensor]]]:
 PLAIN_ERROR = oracle.chain_error(2, oracle.num_tokens(SAMPLES))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["plain_ddp", "plain_fsdp2"])
-def test_plain_torch_trains_on_the_step_loss(recipe: str) -> None:
-    for by_mode in run_ranks(3, plain_steps, recipe):
-        for mode in MODES:
-            loss, scale, gradients = plain_oracle(mode)
+def check_steps(of_ranks: list[dict[str, tuple[float, list[Tensor]]]]) -> None:
+    """Loss and gradients of every rank and mode are the oracle's."""
+    for mode in MODES:
+        loss, scale, gradients = plain_oracle(mode)
+        for by_mode in of_ranks:
             assert by_mode[mode][0] == pytest.approx(loss, abs=PLAIN_ERROR * scale), mode
             for gradient, expected in zip(by_mode[mode][1], gradients, strict=True):
                 assert relative_error(gradient, expected) < PLAIN_ERROR, mode
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["plain_ddp", "plain_fsdp2"])
+def test_plain_torch_trains_on_the_step_loss(recipe: str) -> None:
+    check_steps(run_ranks(3, plain_steps, recipe))
+
+
+def rows_of(chosen: list[int], length: int) -> dict[str, Any]:
+    """Samples as rows of one length, filled up behind the sample."""
+    joined: dict[str, Any] = {}
+    for name in ("tokens", "labels", "old_log_probs", "advantages"):
+        padded = [torch.nn.functional.pad(token_values(i)[name], (0, length - len(SAMPLES[i].mask))) for i in chosen]
+        values = torch.stack(padded)
+        joined[name] = values.float() if values.is_floating_point() else values
+    masks = torch.stack(
+        [torch.nn.functional.pad(torch.as_tensor(SAMPLES[i].mask), (0, length - len(SAMPLES[i].mask))) for i in chosen]
+    )
+    return joined | {"loss_masks": masks, "prompt_ids": [str(SAMPLES[i].prompt_id) for i in chosen]}
+
+
+def cp_steps_of_torch() -> dict[str, tuple[float, list[Tensor]]]:
+    """On a rank of DP 2 x CP 2: the recipe's step in every mode."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    names = runpy.run_path(str(RECIPES / "plain_cp.py"))
+    start_process_group()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    chosen = dealt(SAMPLES, mesh["dp"].get_local_rank(), 2, 2)
+    length = -(-max(len(sample.mask) for sample in SAMPLES) // 4) * 4
+    by_mode = {}
+    for mode in MODES:
+        model = torch.nn.parallel.DistributedDataParallel(plain_model())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        batches = [rows_of(part, length) for part in chosen]
+        loss = names["train_step"](model, optimizer, batches, mode, mesh, divisor_of(mode))
+        by_mode[mode] = float(loss), [parameter.grad for parameter in model.parameters()]
+    return by_mode
+
+
+@pytest.mark.slow
+def test_torchs_context_parallelism_trains_on_the_step_loss() -> None:
+    check_steps(run_ranks(4, cp_steps_of_torch))
 
 
 def launched(script: str, folder: Path) -> str:

@@ -138,6 +138,10 @@ def outcomes_on_rank() -> dict[str, Any]:
         losses = values_on(rank).requires_grad_()
         microbatch.loss({"pg": losses, "kl": Term(losses, mode)})
     outcomes["a term of another mode on a rank"] = outcome_of(plan.finish)
+    plan = planned()
+    for microbatch in plan:
+        microbatch.loss(values_on(rank).requires_grad_(), form="mean" if rank == 3 else "sum")
+    outcomes["another form on a rank"] = outcome_of(plan.finish)
     # --- values over context-parallel groups that change
     solo = [dist.new_group([member]) for member in range(RANKS)][rank]
     own = [described(rank // 2, cp)[0], *[Samples([[1] * 4], rollout_ids=[f"s{rank}"], cp_group=solo)]]
@@ -208,6 +212,7 @@ def test_values_of_a_step_over_ranks(name: str, by_rank: list[Any]) -> None:
             "a term of another mode on a rank",
             "ValueError: metrics .*'kl'.*a name must have one kind, mask, aggregation and coefficient",
         ),
+        ("another form on a rank", r"ValueError: shares of a step in the forms \['mean', 'sum'\]"),
         ("a mode for a term that the loss lacks", "ValueError: a mode for the term 'kl', and a loss of"),
         ("a model that cuts otherwise", "rank 1: ValueError: 5 local tokens that are not those of the plan's layout"),
     ],
