@@ -35,7 +35,7 @@ MODES = [mode for mode in oracle.MODES if mode != "token_sum"]
 
 
 def divisor_of(mode: str) -> float | None:
-    return DIVISOR if mode == "constant" else None
+    return oracle.divisor_of(mode, DIVISOR)
 
 
 def clipped(log_probs: Tensor, old: Tensor, advantages: Tensor) -> Tensor:

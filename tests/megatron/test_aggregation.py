@@ -104,7 +104,7 @@ ASKS = [
 
 
 def divisor_of(mode: str) -> float | None:
-    return DIVISOR if mode == "constant" else None
+    return oracle.divisor_of(mode, DIVISOR)
 
 
 # ---- on a rank

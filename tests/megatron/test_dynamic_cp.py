@@ -77,7 +77,7 @@ def expected(mode: str, units: str, loss: str) -> tuple[Tensor, float, float]:
     samples = [replace(sample, losses=of, mask=mask) for sample, of, mask in zip(STEP, losses, masks, strict=True)]
     if loss == "gspo":
         leaves, samples = map(list, zip(*gspo_of_step(), strict=True))
-    divisor = DIVISOR if mode == "constant" else None
+    divisor = oracle.divisor_of(mode, DIVISOR)
     total = oracle.vl_norm(samples) if mode == "vl_norm" else oracle.step_loss(mode, samples, divisor, units)
     slopes = torch.autograd.grad(total, leaves, materialize_grads=True)
     of = [replace(sample, losses=sample.losses.detach().abs()) for sample in samples]
@@ -140,7 +140,7 @@ def errors(loop: str, tp: int = 1, planted: bool = False, verl: str = "") -> tup
         model = table_model(TABLE, per_token=True)
         if hybrid:
             model.config.hybrid_context_parallel = True
-        options: Any = {"divisor": DIVISOR if mode == "constant" else None, "model": model, "dynamic_cp": not hybrid}
+        options: Any = {"divisor": oracle.divisor_of(mode, DIVISOR), "model": model, "dynamic_cp": not hybrid}
         options |= {} if mode == "vl_norm" else {"units": units}
         samples = [batch.samples for batch in batches]
         plan = plan_step(samples, vl_norm if mode == "vl_norm" else mode, **options)

@@ -148,7 +148,7 @@ def packed_errors(launch: Launch, planted: bool = False) -> list[tuple[str, int,
     for mode, units in oracle.COUNTINGS:
         chunks = launch.chunks(size)
         model = chunks if launch.vp > 1 else chunks[0]
-        named: Any = {"mode": mode, "units": units, "divisor": DIVISOR if mode == "constant" else None}
+        named: Any = {"mode": mode, "units": units, "divisor": oracle.divisor_of(mode, DIVISOR)}
         wrap = None
         if launch.loop == "adapter":
             settings = AggregationSettings.resolve(with_per_token_loss=launch.per_token, proof=proof, **named)

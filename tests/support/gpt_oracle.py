@@ -199,7 +199,7 @@ def step_of(shape: GptShape, mode: str, units: str) -> Step:
             for value, rollout in zip(values, forward.rollouts, strict=True)
         ]
 
-    divisor = DIVISOR if mode == "constant" else None
+    divisor = oracle.divisor_of(mode, DIVISOR)
     loss = oracle.step_loss(mode, samples(losses), divisor, units)
     names = list(forward.weights)
     gradients = torch.autograd.grad(loss, [forward.weights[name] for name in names], retain_graph=True)

@@ -7,7 +7,7 @@ context-parallel (CP) rank holds: a buffer is a list of tokens, and a rank's par
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -79,6 +79,8 @@ class Row(NamedTuple):
     size: Callable[[float, float | None], float]
     #: The loss of `WORKED`, counting all units, and those with an active token.
     worked: tuple[float, float]
+    #: Whether it takes the divisor L or d.
+    divisor: Literal["required", "optional", "refused"] = "refused"
 
 
 def rollout_of(number: int, sample: Sample) -> object:
@@ -93,8 +95,8 @@ ROWS = {
         lambda _, sample: sample.prompt_id, lambda tokens, _: tokens, ((21 / 6 + 6.5 / 3) / 2, (21 / 6 + 6.5 / 3) / 2)
     ),
     "token_mean": Row(lambda *_: "the step", lambda tokens, _: tokens, (27.5 / 9, 27.5 / 9)),
-    "constant": Row(rollout_of, lambda _, divisor: divisor or NAN, (27.5 / 32, 27.5 / 24)),
-    "token_sum": Row(lambda *_: "the step", lambda _, divisor: divisor or 1.0, (27.5 / 8, 27.5 / 8)),
+    "constant": Row(rollout_of, lambda _, divisor: divisor or NAN, (27.5 / 32, 27.5 / 24), "required"),
+    "token_sum": Row(lambda *_: "the step", lambda _, divisor: divisor or 1.0, (27.5 / 8, 27.5 / 8), "optional"),
 }
 MODES = tuple(ROWS)
 COUNTINGS = [(mode, units) for mode in MODES for units in BY_MASKS]
@@ -103,6 +105,13 @@ WORKED_VALUES = {
     for mode, row in ROWS.items()
     for units, value in zip(("all", "active"), row.worked, strict=True)
 }
+
+
+def divisor_of(mode: Any, value: float, *, optional: bool = False) -> float | None:
+    """The value for a mode that needs a divisor, or if `optional` for one that takes it; None for all others."""
+    row = ROWS.get(mode) if isinstance(mode, str) else None
+    takes = row is not None and (row.divisor == "required" or (optional and row.divisor == "optional"))
+    return value if takes else None
 
 
 def units_of(mode: str, samples: Sequence[Sample]) -> list[list[int]]:

@@ -39,7 +39,7 @@ def totals_of(step: Sequence[Sample]) -> StepTotals:
 
 
 def divisor_of(mode: Any) -> float | None:
-    return WORKED_DIVISOR if mode in ("constant", "token_sum") else None
+    return oracle.divisor_of(mode, WORKED_DIVISOR, optional=True)
 
 
 @dataclass(frozen=True)

@@ -386,7 +386,7 @@ def prepared(layout: Layout, case: Case, rollouts: Sequence[Rollout], attention:
 
 
 def mode_of(case: Case) -> dict[str, Any]:
-    divisor = gpt_oracle.DIVISOR if case.mode == "constant" else None
+    divisor = oracle.divisor_of(case.mode, gpt_oracle.DIVISOR)
     return {"mode": case.mode, "divisor": divisor, "units": case.units}
 
 

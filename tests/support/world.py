@@ -476,7 +476,7 @@ def gradient_of(mode: str) -> Tensor:
     """The gradient of the step loss by each entry of the table, float64."""
     if mode in oracle.BY_IDS:
         return torch.tensor([w for row in weights_of(mode, STEP, "all") for w in row] + [0.0], dtype=torch.float64)
-    divisor = DIVISOR if mode == "constant" else None
+    divisor = oracle.divisor_of(mode, DIVISOR)
     return torch.cat([*oracle.step_gradient(mode, STEP, divisor), torch.zeros(1)])
 
 
@@ -505,7 +505,7 @@ def errors_in(form: str, engine: Engine, *, per_token: bool) -> list[float]:
     cp_rank, dp_rank = start_ranks()
     batches, errors = batches_of(dp_rank), []
     for mode in oracle.MODES:
-        divisor = DIVISOR if mode == "constant" else None
+        divisor = oracle.divisor_of(mode, DIVISOR)
         model = table_model(TABLE, per_token=per_token)
         plan = plan_step([batch.samples for batch in batches], mode, divisor=divisor, model=model)
         step(model, plan, batches, cp_rank, form, engine)

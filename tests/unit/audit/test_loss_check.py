@@ -318,9 +318,9 @@ def test_the_help_lists_every_parameter_and_the_page_every_trainer() -> None:
 
 
 @pytest.mark.parametrize("units", oracle.BY_MASKS)
-@pytest.mark.parametrize("mode", ["token_mean", "sample_mean", "prompt_mean", "session_mean", "turn_mean", *DIVISORS])
+@pytest.mark.parametrize("mode", [*oracle.MODES, *oracle.BY_IDS])
 def test_built_in_modes_are_invariant(mode: str, units: Any) -> None:
-    assert check_loss(mode=mode, divisor=DIVISORS.get(mode), units=units, draws=4).sound
+    assert check_loss(mode=mode, divisor=oracle.divisor_of(mode, 8.0, optional=True), units=units, draws=4).sound
 
 
 def sum_by_prompts(step: ModeInputs) -> float:

@@ -49,7 +49,7 @@ GOES_WITH: dict[str, Aggregations] = {
     "gmpo": [("sample_mean", None)],
     "luspo": [("constant", 1.0)],
 }
-AGGREGATIONS: Aggregations = [(mode, 3.0 if mode in ("constant", "token_sum") else None) for mode in oracle.MODES]
+AGGREGATIONS: Aggregations = [(mode, oracle.divisor_of(mode, 3.0, optional=True)) for mode in oracle.MODES]
 AGGREGATIONS += [("constant", 1.0)]
 
 

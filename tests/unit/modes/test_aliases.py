@@ -127,7 +127,7 @@ def test_a_name_gives_its_frameworks_formula(alias: str, record_property: Callab
 
 @pytest.mark.parametrize("mode", oracle.MODES)
 def test_our_own_names_pass_as_they_are(mode: str) -> None:
-    divisor = 3.0 if mode in ("constant", "token_sum") else None
+    divisor = oracle.divisor_of(mode, 3.0, optional=True)
     named = resolve(mode, divisor=divisor, units="active")
     assert (named.mode.name, named.divisor, named.units) == (mode, divisor, "active")
     assert resolve(named.mode, divisor=divisor).units == "all"

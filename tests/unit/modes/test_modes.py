@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import oracle
 import pytest
 import torch
 from refusals import THREE_PARTS, refusal_tests, refusals
