@@ -20,7 +20,7 @@ def test_its_step_is_the_one_that_is_worked_out_by_hand() -> None:
 def test_the_table_has_the_oracles_weights(
     mode: str, units: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    divisor = oracle.WORKED_DIVISOR if mode in ("constant", "token_sum") else None
+    divisor = oracle.divisor_of(mode, oracle.WORKED_DIVISOR, optional=True)
     flags = ["--loss-aggregation-units", units] + (["--loss-aggregation-divisor", f"{divisor}"] if divisor else [])
     monkeypatch.setattr(sys, "argv", ["megatron_rl_loss", "modes", mode, *flags])
     assert main() == 0

@@ -6,6 +6,7 @@ import subprocess
 from importlib import metadata
 from typing import Any
 
+import oracle
 import pytest
 import torch
 from interpreter import begin, finish
@@ -93,7 +94,7 @@ def test_host_work_stays_on_the_host_whatever_the_default_device() -> None:
             of_sizes = {**ids, "ids": {**ids["ids"], "turn": turns}}
             for mode in available_modes():
                 rank: Any = {"layout": placed.layout, "cp_rank": 1, "cp_size": 2}
-                rank["divisor"] = 8 if mode == "constant" else None
+                rank["divisor"] = oracle.divisor_of(mode, 8)
                 reducer = make_pg_loss_reducer(mode, padded, totals=totals, **of_sizes, **rank)
                 assert reducer.weights.device.type == "cpu"
         share = make_pg_loss_reducer("prompt_mean", masks, totals=totals, **ids)
