@@ -52,7 +52,7 @@ def microbatch_of(num_samples: int, mode: str, **options: Any) -> Microbatch:
     bounds = list(itertools.accumulate([length] * num_samples, initial=0))
     ids: Any = {"prompt_ids": [i // 2 for i in range(num_samples)], "term_masks": {"own": masks}}
     samples = [Samples(masks, layout=ZigzagTHD(bounds), **ids)] * 2
-    divisor = 64 if mode == "constant" else None
+    divisor = oracle.divisor_of(mode, 64)
     plan = plan_step(samples, mode, divisor=divisor, term_masks=["own"], dp_group=None, **options)
     cp_group: Any = SimpleNamespace(size=lambda: 2, rank=lambda: 1)
     plan.record.groups = StepGroups(None, cp_group)

@@ -44,7 +44,7 @@ def ours(model: Any, batches: list[Batch], mode: str = "sample_mean") -> Any:
     def loss_of(microbatch: Any, losses: torch.Tensor) -> Any:
         return microbatch.loss(microbatch.data.advantages * losses)
 
-    divisor = DIVISOR if mode == "constant" else None
+    divisor = oracle.divisor_of(mode, DIVISOR)
     settings = AggregationSettings.resolve(mode, divisor=divisor, with_per_token_loss=True)
     wrap = LossAggregation(settings, lambda batch: batch.samples).wrap_schedule
     return run_step(model, batches, loss_of, wrap)

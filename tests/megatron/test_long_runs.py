@@ -65,7 +65,7 @@ def in_pages_of_its_own(size: int) -> torch.Tensor:
 LEAKED = MEGABYTE // 4
 
 MODES: list[dict[str, Any]] = [
-    {"mode": mode, "units": units, "divisor": 64.0 if mode == "constant" else None} for mode, units in oracle.COUNTINGS
+    {"mode": mode, "units": units, "divisor": oracle.divisor_of(mode, 64.0)} for mode, units in oracle.COUNTINGS
 ]
 
 
