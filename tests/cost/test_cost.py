@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import oracle
 import pytest
 import torch
 from graphs import graph_nodes
