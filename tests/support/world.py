@@ -100,7 +100,7 @@ class World(NamedTuple):
     @property
     def divisor(self) -> float | None:
         of_model = DIVISOR if self.model == "table" else gpt_oracle.DIVISOR
-        return of_model if self.mode == "constant" else None
+        return oracle.divisor_of(self.mode, of_model)
 
     @property
     def named(self) -> dict[str, Any]:
