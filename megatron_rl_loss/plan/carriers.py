@@ -1,4 +1,4 @@
-"""Forms of a return value, a row each: what a loss function returns so that a trainer's own scaling cancels.
+"""What a loss function returns so that a trainer's own scaling cancels: `Carrier`, `Form`, and the default form.
 
 A trainer scales a returned loss in up to four places. Megatron has three: the schedule
 (`core/pipeline_parallel/schedules.py`, `forward_step_calc_loss`), DDP

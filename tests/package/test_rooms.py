@@ -3,6 +3,7 @@
 import ast
 import graphlib
 import importlib
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -58,6 +59,12 @@ def is_allowed(module: str, imported: str, *, late: bool) -> bool:
 def test_imports_run_one_way() -> None:
     imports = [(module, name, late) for module, tree in TREES.items() for name, late in imports_of(tree)]
     assert [edge for edge in imports if not is_allowed(edge[0], edge[1], late=edge[2])] == []
+
+
+def test_the_page_lists_the_rooms_in_this_order() -> None:
+    page = (ROOT / "docs/architecture.md").read_text()
+    table = page[page.index("## The folders") : page.index("## Where to add")]
+    assert re.findall(r"^\| `(\w+)(?:/|\.py)` \|", table, re.MULTILINE) == ORDER
 
 
 def test_no_circle() -> None:
