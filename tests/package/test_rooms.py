@@ -64,7 +64,8 @@ def test_imports_run_one_way() -> None:
 def test_the_page_lists_the_rooms_in_this_order() -> None:
     page = (ROOT / "docs/architecture.md").read_text()
     table = page[page.index("## The folders") : page.index("## Where to add")]
-    assert re.findall(r"^\| `(\w+)(?:/|\.py)` \|", table, re.MULTILINE) == ORDER
+    _, *rooms = re.findall(r"^\| `(\w+)(?:/|\.py)` \|", table, re.MULTILINE)  # the first is the table's head
+    assert rooms == ORDER
 
 
 def test_no_circle() -> None:
