@@ -110,6 +110,7 @@ def audit_once(options: Namespace, conclude: Conclude) -> None:
             _replace_schedules(waiting.pop(), conclude)
         return new_group(*args, **kwargs)
 
+    # The name that Megatron calls, and the one that torch's own code calls.
     dist.new_group = dist.distributed_c10d.new_group = make_group
 
 

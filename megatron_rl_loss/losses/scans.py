@@ -131,6 +131,7 @@ def _before(discounts: Tensor, own: Tensor, chunks: _Chunks, reverse: bool) -> T
     if len(set(chunks.sequences)) == len(chunks.sequences):  # each sequence is one chunk
         return before
     places, lasts = (on_device(x, own.device) for x in (np.array(chunks.places, np.int64), lengths.cumsum() - 1))
+    # Of each chunk the product of its discounts, then its sums: a sequence of chunks is scanned as one of tokens.
     every = own.new_zeros(1 + len(own), len(chunks.sequences))
     every.index_copy_(1, places, torch.cat([products[None], sums])[:, lasts])
     if chunks.group is not None:
@@ -139,6 +140,7 @@ def _before(discounts: Tensor, own: Tensor, chunks: _Chunks, reverse: bool) -> T
     starts = _flags(every.shape[1], begins, own.device)
     carried = _scan(every[0], every[1:], starts)[1].roll(1, -1).masked_fill(starts, 0)[:, places]
     carried = carried.repeat_interleave(on_device(lengths, own.device), -1, output_size=own.shape[1])
+    # What the chunks before carry is discounted by this chunk's tokens before each token.
     return before + products.roll(1).masked_fill(firsts, 1) * carried
 
 

@@ -150,6 +150,7 @@ def _segments(rows: Tensor, counts: Tensor, order: Tensor | None) -> Tensor:
     rows = rows if order is None else rows[:, order]
     if not rows.numel():
         return rows.new_zeros(len(rows), len(counts))
+    # It adds in order, so every run has the same bits; `unsafe` skips checks of the lengths that wait for the device.
     return torch.stack([torch.segment_reduce(row, "sum", lengths=counts, unsafe=True, initial=0.0) for row in rows])
 
 

@@ -29,6 +29,8 @@ def from_first_tp_rank(make: Callable[[], Batches], tp_group: Group, pp_group: G
     if not several(tp_group, pp_group):
         return make()
 
+    # The first TP ranks of all stages meet in one gather; the other TP ranks take no part in it, and wait for the
+    # broadcast of their stage.
     def sent() -> bytes:
         parts = gather_parts(lambda: pickle.dumps(tree_map_only(Tensor, Tensor.cpu, make())), pp_group)
         return parts[0] if pp_group is None else pickle.dumps(join_batches(map(pickle.loads, parts)))

@@ -16,6 +16,7 @@ def groups_of(chunk: Any, of_user: ProcessGroupCollection | None) -> ProcessGrou
     groups = of_user
     if groups is None:
         groups = getattr(unwrap_model(chunk), "pg_collection", None)
+        # A model's own collection has the groups that its layers use: T5's has no data-parallel ones.
         if groups is None or any(getattr(groups, name, None) is None for name in _NEEDED):
             groups = ProcessGroupCollection.use_mpu_process_groups(list(_NEEDED))
     missing = [name for name in _NEEDED if getattr(groups, name, None) is None]

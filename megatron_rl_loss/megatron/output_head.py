@@ -225,6 +225,7 @@ class FusedMainGradient(WeightGradient):
 
     def add_product(self, of_logits: Tensor, hidden: Tensor) -> None:
         kernel = getattr(layers, "fused_weight_gradient_mlp_cuda", None) if self.total.is_cuda else None
+        # torch adds a product of the sum's own dtype in place; only for another one is Megatron's kernel needed.
         if kernel is None or hidden.dtype == self.total.dtype:
             super().add_product(of_logits, hidden)
         elif self.total.dtype == torch.float32:

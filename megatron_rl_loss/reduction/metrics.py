@@ -151,6 +151,7 @@ def reduce_notes(
             of_sum[name] = parts.sum(0)
     # An error travels with the sums, so that a step without one needs no collective for it.
     failed = torch.full((1,), float(failure is not None), dtype=torch.float64, device=device)
+    # Torch cannot join no tensors at all: without extremes there is still an empty one, which is not exchanged.
     sums, maxima = torch.cat([failed, *of_sum.values()]), torch.cat([failed[:0], *of_max.values()])
     for values, op in ((sums, dist.ReduceOp.SUM), (maxima, dist.ReduceOp.MAX)):
         for group in groups if len(values) else []:
