@@ -22,6 +22,7 @@ if not ON_GPUS:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["TORCHDYNAMO_DISABLE"] = "1"
+gc.disable()  # until all is imported: collections while torch and Megatron are cost a fifth of it
 # pytest puts this folder on the path, where `megatron` would become a part of the namespace package of that name.
 sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != Path(__file__).parent.resolve()]
 
@@ -75,6 +76,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         sys.modules["ranks"].warm_up()
     gc.collect()
     gc.freeze()  # what was imported is here to stay: no collection goes through it again
+    gc.enable()
     if is_worker(session.config):  # which does not know what modules it will get
         return
     for module in {item.module for item in session.items if isinstance(item, pytest.Function)}:
