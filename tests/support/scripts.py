@@ -22,5 +22,6 @@ def printed_by(folder: Path, *words: str) -> str:
         try:
             (runpy.run_module if is_module else runpy.run_path)(sys.argv[0], run_name="__main__")
         except SystemExit as end:
-            assert not end.code, printed.getvalue()
+            if end.code:
+                raise RuntimeError(printed.getvalue()) from end
     return printed.getvalue()
