@@ -8,6 +8,7 @@ With ``TEST_DEVICE=cuda`` the tests marked `gpus` run instead, on the machine's 
 
 import gc
 import importlib.util
+import logging
 import os
 import sys
 from collections import defaultdict
@@ -74,6 +75,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         return
     if any(map(forks_ranks, session.items)):
         sys.modules["ranks"].warm_up()
+    for logger in logging.root.manager.loggerDict.values():
+        if isinstance(logger, logging.Logger):
+            logger.propagate = True  # or pytest visits each of torch's that does not, in each phase of a test
     gc.collect()
     gc.freeze()  # what was imported is here to stay: no collection goes through it again
     gc.enable()
