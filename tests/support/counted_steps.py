@@ -7,7 +7,7 @@ in float64 and rounded to float32, as an audit would measure it.
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
@@ -144,6 +144,7 @@ def measured(
     return MeasuredStep(microbatches=tuple(microbatches), weights=rounded, split=split, facts=facts)
 
 
+@cache
 def ragged(
     seed: int,
     *,
