@@ -1,6 +1,7 @@
 """The rooms of the package: imports run one way and in no circle, and one door has all public names."""
 
 import ast
+import functools
 import graphlib
 import importlib
 from collections.abc import Iterator
@@ -40,7 +41,9 @@ def imports_of(tree: ast.AST) -> Iterator[tuple[str, bool]]:
         yield from ((name, False) for name in modules if name.split(".")[0] == PACKAGE)
 
 
-IMPORTS = {module: list(imports_of(ast.parse(path.read_text()))) for module, path in FILES.items()}
+@functools.cache
+def imports() -> dict[str, list[tuple[str, bool]]]:
+    return {module: list(imports_of(ast.parse(path.read_text()))) for module, path in FILES.items()}
 
 
 def room_of(module: str) -> str:
@@ -58,12 +61,12 @@ def is_allowed(module: str, imported: str, *, late: bool) -> bool:
 
 
 def test_imports_run_one_way() -> None:
-    imports = [(module, name, late) for module, names in IMPORTS.items() for name, late in names]
-    assert [edge for edge in imports if not is_allowed(edge[0], edge[1], late=edge[2])] == []
+    edges = [(module, name, late) for module, names in imports().items() for name, late in names]
+    assert [edge for edge in edges if not is_allowed(edge[0], edge[1], late=edge[2])] == []
 
 
 def test_no_circle() -> None:
-    graph = {module: {name for name, late in names if not late} for module, names in IMPORTS.items()}
+    graph = {module: {name for name, late in names if not late} for module, names in imports().items()}
     assert list(graphlib.TopologicalSorter(graph).static_order())
 
 
