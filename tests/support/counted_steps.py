@@ -1,7 +1,7 @@
 """Steps of an optimizer as plain data, counted by hand: what a formula for a token's weight is written in.
 
 Nothing here is counted by the package: from it come the types that a `MeasuredStep` is made of. A formula is evaluated
-in float64 and rounded to float32, as an audit would measure it.
+in float64 and rounded to float32, as an audit would measure it. Nothing is trained.
 """
 
 import random

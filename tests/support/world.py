@@ -3,6 +3,9 @@
 The model is a table of the losses of all tokens, so that a token's gradient is its weight, or a tiny GPT. The loop is
 Megatron's schedule with `LossAggregation` around it, Megatron's `pretrain`, the schedule with a plan, or a loop without
 the schedule. `train` gives what the float64 oracle is compared with, and the line that says how many tokens are proved.
+
+A step of the table whose loss function a test writes is `table_step.run_step`. Steps that neither can run have files of
+their own, which say why: `cp_steps`, `dynamic_steps`, `logit_table`, `bigram_step`, `train_rl_in_small`.
 """
 
 import contextlib
