@@ -1,7 +1,7 @@
 """Steps whose context-parallel groups change between micro-batches: the sequences, Megatron's groups, its loops.
 
-No `World`: its layout has one context-parallel size, and Megatron's hybrid schedule takes a whole step at once, which it
-cuts into micro-batches itself.
+No `World`: its layout has one context-parallel size, and Megatron's hybrid schedule takes a whole step at once, and
+cuts it into micro-batches itself.
 """
 
 import inspect
