@@ -2,6 +2,7 @@
 
 import json
 import random
+import runpy
 import sys
 from pathlib import Path
 
@@ -22,9 +23,11 @@ def test_the_cut_decides_and_where_wrong_answers_end_at_once_it_does_not(
 ) -> None:
     output = str(tmp_path / "runs.jsonl")
     monkeypatch.setattr(example, "ARMS", [example.EXACT, example.ONE_ROW])
-    for words in (["--seeds", "0"], ["--seeds", "0", "--after-wrong", "end"]):
-        monkeypatch.setattr(sys, "argv", ["does_it_matter.py", "--output", output, *words])
-        example.main()
+    words = ["does_it_matter.py", "--output", output, "--seeds", "0"]
+    monkeypatch.setattr(sys, "argv", words)
+    example.main()
+    monkeypatch.setattr(sys, "argv", [*words, "--after-wrong", "end"])
+    runpy.run_path(example.__file__, run_name="__main__")  # of two arms by itself
     runs = [json.loads(line) for line in Path(output).read_text().splitlines()]
     rewards = {(run["after_wrong"], run["arm"], run["seed"]): late(run, "reward") for run in runs}
     exact, one_row = (rewards["limit", arm.name, 0] for arm in (example.EXACT, example.ONE_ROW))
