@@ -36,18 +36,26 @@ def _means_cuda(device: object) -> bool:
     return isinstance(device, int) or (isinstance(device, str) and device.startswith("cuda"))
 
 
+#: Functions that name a device by position, or in their output.
+_NAME_A_DEVICE = {torch.Tensor.cuda, torch.Tensor.to, torch.Tensor.type}
+
+
 class _CudaMeansCpu(TorchFunctionMode):
     """Rewrites "cuda" in the arguments of every torch function that runs under it."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
+        if not kwargs:
+            if func not in _NAME_A_DEVICE:
+                return func(*args)  # nearly every call: what is done before is most of the redirect's cost
+            kwargs = {}
+        elif "device" in kwargs or "pin_memory" in kwargs:
+            kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}
+            if _means_cuda(kwargs.get("device")):
+                kwargs["device"] = CPU
         if func is torch.Tensor.cuda:
             return args[0]
-        if _means_cuda(kwargs.get("device")):
-            kwargs["device"] = CPU
         if func is torch.Tensor.to and len(args) > 1 and _means_cuda(args[1]):
             args = (args[0], CPU, *args[2:])
-        kwargs.pop("pin_memory", None)
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
             # The optimizers compare it with "torch.cuda.FloatTensor" and so on (optimizer.py:1009, clip_grads.py:174).
             return func(*args).replace("torch.", "torch.cuda.")

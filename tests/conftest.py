@@ -8,6 +8,7 @@ With ``TEST_DEVICE=cuda`` the tests marked `gpus` run instead, on the machine's 
 
 import gc
 import importlib.util
+import logging
 import os
 import sys
 from collections import defaultdict
@@ -22,6 +23,7 @@ if not ON_GPUS:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["TORCHDYNAMO_DISABLE"] = "1"
+gc.disable()  # until all is imported: collections while torch and Megatron are cost a fifth of it
 # pytest puts this folder on the path, where `megatron` would become a part of the namespace package of that name.
 sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != Path(__file__).parent.resolve()]
 
@@ -73,8 +75,12 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         return
     if any(map(forks_ranks, session.items)):
         sys.modules["ranks"].warm_up()
+    for logger in logging.root.manager.loggerDict.values():
+        if isinstance(logger, logging.Logger):
+            logger.propagate = True  # or pytest visits each of torch's that does not, in each phase of a test
     gc.collect()
     gc.freeze()  # what was imported is here to stay: no collection goes through it again
+    gc.enable()
     if is_worker(session.config):  # which does not know what modules it will get
         return
     for module in {item.module for item in session.items if isinstance(item, pytest.Function)}:

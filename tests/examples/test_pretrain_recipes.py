@@ -10,6 +10,7 @@ import pytest
 from pages import code_of, commands_of
 from ranks import run_ranks
 from repository import ROOT
+from scripts import printed_by
 
 from megatron_rl_loss.__main__ import copy_example
 
@@ -62,28 +63,31 @@ def test_it_trains_and_saves_and_is_alike_in_every_layout(recipe: str, tmp_path:
     assert all(other[0][name] != pytest.approx(alone[0][name], rel=0.01) for name in alone[0])  # the log shows the mode
 
 
-def launched(before: str, folder: Path) -> str:
-    """What the page's command prints, for the copied script with `before` before it."""
+@pytest.fixture(scope="module")
+def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what the page's launch line names."""
+    folder = tmp_path_factory.mktemp("launch")
     copy_example("pretrain_packed", folder)
     copy_example("on_cpu", folder)
-    words = LAUNCH.replace("pretrain_packed.py", f"{before} pretrain_packed.py").split()[1:]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *words]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment, timeout=600)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout
+    return folder
 
 
-def test_an_audit_runs_without_a_gpu(tmp_path: Path) -> None:
+def test_an_audit_runs_without_a_gpu(copied: Path) -> None:
     """As docs/audit.md launches it; the script ends after its first step."""
-    printed = launched("-m megatron_rl_loss audit --fail on_cpu.py", tmp_path)
+    audit = ["-m", "megatron_rl_loss", "audit", "--fail", "on_cpu.py"]
+    printed, _ = run_ranks(2, printed_by, copied, *audit, *LAUNCH[LAUNCH.index("pretrain_packed.py") :].split())
     assert "SOUND: prompt_mean" in printed
     assert "NOT SOUND" not in printed
     assert "iteration        2/" not in printed
 
 
-def test_the_pages_launch_line_runs_without_a_gpu(tmp_path: Path) -> None:
-    printed = launched("on_cpu.py", tmp_path)
+def test_the_pages_launch_line_runs_without_a_gpu(copied: Path) -> None:
+    words = LAUNCH.replace("pretrain_packed.py", "on_cpu.py pretrain_packed.py").split()[1:]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *words]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=copied, env=environment, timeout=600)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    printed = done.stdout
     assert "iteration        5/       5" in printed
     (shown,) = code_of("../README.md", "text")
     counted, proved = (line.removesuffix("...") for line in shown.splitlines())

@@ -9,7 +9,6 @@ import os
 import re
 import runpy
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks, start_process_group
 from repository import EXAMPLES, ROOT
+from scripts import printed_by
 from step_samples import DIVISOR, dealt, step_samples
 from table_step import Batch, relative_error, start, table_model
 from torch import Tensor
@@ -171,18 +171,10 @@ def test_torchs_context_parallelism_trains_on_the_step_loss() -> None:
     check_steps(run_ranks(4, cp_steps_of_torch))
 
 
-def launched(script: str, folder: Path) -> str:
-    """What two processes on a CPU print."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(launch, capture_output=True, text=True, cwd=folder, env=environment, timeout=600)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 @pytest.mark.slow
 def test_plain_torch_runs_as_it_is_launched() -> None:
-    losses = [float(value) for value in re.findall(r"-?\d\.\d{6,}", launched("plain_ddp.py", RECIPES))]
+    printed = "".join(run_ranks(2, printed_by, RECIPES, "plain_ddp.py"))
+    losses = [float(value) for value in re.findall(r"-?\d\.\d{6,}", printed)]
     assert len(losses) == 6
     assert min(losses) < -0.2 < 0 < max(losses)
 
@@ -281,7 +273,7 @@ def test_a_loop_of_ones_own_and_a_kl_term_have_the_oracles_gradient() -> None:
 def test_a_loop_of_ones_own_runs_as_it_is_launched(tmp_path: Path) -> None:
     """The copied file, with its companion; an update lowers the loss, and the first step is proved."""
     copy_example("own_loop", tmp_path)
-    done = launched("own_loop.py", tmp_path)
+    done = "".join(run_ranks(2, printed_by, tmp_path, "own_loop.py"))
     assert re.search(
         r"prompt_mean on the policy loss, aggregation proved on \d+ tokens of 6 samples, 3 prompts of 2\b", done
     )

@@ -13,7 +13,7 @@ import oracle
 import pytest
 import torch
 from peer_steps import later_tokens_more
-from replacements import undone
+from replacements import in_few_modules, undone
 from torch import Tensor
 
 from megatron_rl_loss import Mode, Samples, Sum, weights_column
@@ -35,7 +35,7 @@ PROMPTS: list[Any] = [5, 5, 6, 6, 7]
 
 @pytest.fixture(autouse=True)
 def put_back() -> Iterator[None]:
-    with undone():
+    with in_few_modules(), undone():
         yield
 
 

@@ -10,16 +10,17 @@ what an exact comparison sees: test_worlds.py. Modes over sums of one's own: exa
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import oracle
 import pytest
 import torch
+from logged_means import logged_means
 from ranks import run_ranks
 from step_samples import DIVISOR, dealt, step_samples
-from table_step import Batch, aggregation, logged_by_step, relative_error, start
+from table_step import Batch, aggregation, relative_error, run_step, start
 from table_step import table_model as model_of
 from torch import Tensor
 
@@ -113,32 +114,26 @@ def divisor_of(mode: str) -> float | None:
 def step_of(case: Case, ask: Ask, state: Any) -> tuple[Tensor, dict[str, float]]:
     """The reduced gradient, and what `train_step` would log."""
     model = model_of([*TABLE, float("nan")], per_token=ask.per_token, **case.ddp_options)
-    cp_rank = state.get_context_parallel_rank()
     hands = case.hands(state.get_data_parallel_rank(), state.get_data_parallel_world_size())
     further: Any = {"term_masks": {"correct": CORRECT}}
     batches = [Batch(SAMPLES, hand, CP, case.gathered, **further) for hand in hands]
 
-    def forward_step(iterator: Iterator[Any], model: Any) -> Any:
-        microbatch = next(iterator)
-
-        def loss_func(losses: Tensor) -> Any:
-            terms = {
-                name: Term(of(losses)[None], mode, coef=coef, mask=mask, divisor=divisor_of(mode or ""))
-                for name, (of, mode, coef, mask) in TERMS.items()
-            }
-            metrics: dict[str, Any] = {
-                name: Metric(seen(losses)[None], over, kind=kind, mask=mask)  # type: ignore[arg-type]
-                for name, (over, kind, mask) in METRICS.items()
-            }
-            return microbatch.loss(terms if ask.several else losses[None], {**metrics, "plain": seen(losses)[None]})
-
-        return model(microbatch.data.local_numbers(cp_rank, CP).cuda()), loss_func
+    def loss(microbatch: Any, losses: Tensor) -> Any:
+        terms = {
+            name: Term(of(losses)[None], mode, coef=coef, mask=mask, divisor=divisor_of(mode or ""))
+            for name, (of, mode, coef, mask) in TERMS.items()
+        }
+        metrics: dict[str, Any] = {
+            name: Metric(seen(losses)[None], over, kind=kind, mask=mask)  # type: ignore[arg-type]
+            for name, (over, kind, mask) in METRICS.items()
+        }
+        return microbatch.loss(terms if ask.several else losses[None], {**metrics, "plain": seen(losses)[None]})
 
     asked = {"mode": ask.mode, "units": ask.units, "divisor": divisor_of(ask.mode)}
     whole = aggregation(
         terms=DECLARED if ask.several else None, term_masks=["correct"], with_per_token_loss=True, **asked
     )
-    logged = logged_by_step(whole, forward_step, batches, model)
+    logged = logged_means(run_step(model, batches, loss, whole.wrap_schedule))
     return model.module.losses.main_grad.clone().cpu(), logged
 
 
@@ -235,8 +230,8 @@ def steps_with(of_step: Callable[[int, int], list[str]], always: bool, state: An
     rank 0 alone has some. `of_step`: names of metrics by step and DP rank; left out where a micro-batch has no token
     of theirs, unless `always`.
     """
-    dp_rank, cp_rank = state.get_data_parallel_rank(), state.get_context_parallel_rank()
-    step, logged = aggregation(mode="token_mean", term_masks=["correct"]), []
+    dp_rank = state.get_data_parallel_rank()
+    wrap, logged = aggregation(mode="token_mean", term_masks=["correct"]).wrap_schedule, []
     for number in range(4):
         samples, batches = step_samples(seed=number), []
         for chosen in dealt(samples, dp_rank, 2, 3):
@@ -246,9 +241,7 @@ def steps_with(of_step: Callable[[int, int], list[str]], always: bool, state: An
             correct = [sample.mask * some for sample in samples]
             batches.append(Batch(samples, chosen, 2, term_masks={"correct": correct}))
 
-        def forward_step(iterator: Any, model: Any, number: int = number) -> Any:
-            microbatch = next(iterator)
-            losses = model(microbatch.data.local_numbers(cp_rank, 2).cuda())
+        def loss(microbatch: Any, losses: Tensor, number: int = number) -> Any:
             metrics = {
                 "twice": Metric(2 * losses),
                 "most": Metric(losses, "tokens", kind="max"),
@@ -257,10 +250,10 @@ def steps_with(of_step: Callable[[int, int], list[str]], always: bool, state: An
             }
             has = {mask: bool(microbatch.tokens_of(mask).num_active) for mask in MASKS}
             names = [name for name in of_step(number, dp_rank) if always or has[metrics[name].mask]]
-            return losses, lambda losses: microbatch.loss(losses, {name: metrics[name] for name in names})
+            return microbatch.loss(losses, {name: metrics[name] for name in names})
 
         model = model_of([math.sin(i) for i in range(1 + sum(len(sample.mask) for sample in samples))])
-        logged.append(logged_by_step(step, forward_step, batches, model))
+        logged.append(logged_means(run_step(model, batches, loss, wrap)))
     return logged
 
 

@@ -4,7 +4,6 @@ Over CP 2 x DP 2 with every way that DDP reduces, and over two pipeline stages; 
 """
 
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import oracle
@@ -13,9 +12,9 @@ import torch
 from ranks import run_ranks
 from recipes.late_counts import late_counts, rollout_sum
 from refusals import outcome_of
-from table_step import Batch, relative_error, run_schedule, start, table_model
+from table_step import Batch, relative_error, run_step, start, table_model
 from torch import Tensor
-from world import CP, DP, STEP, TABLE, gradient_of, start_ranks, step
+from world import CP, DP, STEP, TABLE, gradient_of, planned_step, start_ranks
 
 from megatron_rl_loss import plan_step
 
@@ -51,8 +50,8 @@ def trained(model: Any, dp_rank: int, cp: int, run: Any, *, halved: bool = False
 def over_data_and_context() -> tuple[list[Tensor], Tensor, str]:
     from tiny_gpt import gather_sharded_gradients
 
-    cp_rank, dp_rank = start_ranks()
-    run = functools.partial(step, cp_rank=cp_rank, form="3-tuple")
+    _, dp_rank = start_ranks()
+    run = functools.partial(planned_step, form="3-tuple")
     gradients = []
     for options in DDP_OPTIONS:
         model = table_model(TABLE, **options)
@@ -74,12 +73,11 @@ def over_stages() -> list[Tensor]:
     model.config.pipeline_model_parallel_size, model.config.pipeline_dtype = 2, torch.float32
     model.config.variable_seq_lengths = True
 
-    def run(model: Any, plan: Any, batches: list[Batch]) -> None:
-        def forward_step(iterator: Iterator[Any], model: Any) -> Any:
-            batch, microbatch = next(iterator)
-            return model(batch.local_numbers(0, 1)), lambda output: microbatch.loss(output.flatten())
+    def loss(microbatch: Any, output: Tensor) -> Any:
+        return microbatch.loss(output.flatten())
 
-        run_schedule(forward_step, iter(list(zip(batches, plan, strict=True))), model, len(plan), fresh=False)
+    def run(model: Any, plan: Any, batches: list[Batch]) -> None:
+        run_step(model, list(zip(batches, plan, strict=True)), loss, fresh=False)
 
     return [trained(model, state.get_data_parallel_rank(), 1, run) for _ in range(2)]
 

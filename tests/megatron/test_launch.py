@@ -18,7 +18,7 @@ from missing import skip_without
 from ranks import run_ranks
 from refusals import outcome_of, refusal_tests, refusals
 from step_samples import dealt, step_samples
-from table_step import Batch, aggregation, begun, one_step, run_schedule, start, table_model
+from table_step import Batch, aggregation, begun, one_step, run_step, start, table_model
 
 from megatron_rl_loss import LossAggregation, Samples, from_first_tp_rank, next_microbatch, plan_step
 from megatron_rl_loss.megatron.flags import AggregationSettings
@@ -353,13 +353,12 @@ def empty_steps() -> list[Any]:
         steps.append((gradient.abs().max().item(), logged))
     held: list[Any] = []
 
-    def forward_step(iterator: Any, model: Any) -> Any:
-        microbatch = next(iterator)
+    def loss(microbatch: Any, losses: torch.Tensor) -> Any:
         held.append(microbatch)
-        return model(microbatch.data.local_numbers(0, 2)), microbatch.loss
+        return microbatch.loss(losses)
 
     batches = [Batch(samples, [i % 2], 2) for i in range(4)]
-    run_schedule(forward_step, iter(batches), table_model([1.0] * 9), 4, aggregation().wrap_schedule)
+    run_step(table_model([1.0] * 9), batches, loss, aggregation().wrap_schedule)
     return [*steps, [microbatch.data is None for microbatch in held]]
 
 

@@ -13,7 +13,7 @@ from ranks import run_ranks
 from refusals import outcome_of
 from step_samples import dealt
 from table_step import Batch, start, table_model
-from world import CP, DP, STEP, TABLE, batches_of, start_ranks, step
+from world import CP, DP, STEP, TABLE, batches_of, planned_step, start_ranks
 
 from megatron_rl_loss import Samples, ZigzagTHD, plan_step
 from megatron_rl_loss.plan.forms import FORMS
@@ -59,8 +59,7 @@ def misused() -> dict[str, str]:
         return plan_step([batch.samples for batch in batches], "token_mean", model=model)
 
     def train(plan: Any, part: slice = slice(None)) -> None:
-        microbatches = list(plan)[part]
-        step(model, microbatches, batches[part], cp_rank, "3-tuple")
+        planned_step(model, list(plan)[part], batches[part], "3-tuple")
 
     def half() -> Any:
         plan = planned()

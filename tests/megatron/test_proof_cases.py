@@ -26,7 +26,7 @@ from proved_steps import PROVED, Step, attempted, policy
 from ranks import run_ranks, start_process_group
 from repository import ROOT
 from step_samples import dealt
-from table_step import Batch, relative_error, run_schedule, start, table_model
+from table_step import Batch, relative_error, run_schedule, run_step, start, table_model
 from tiny_gpt import Batch as GptBatch
 from tiny_gpt import Case, Layout, output_of, prepared, run_batches, settings_of, start_layout
 from torch import Tensor
@@ -55,14 +55,10 @@ def aggregated(loss_of: Callable[..., Any], steps: int = 1, plant: Callable[[Any
     if plant is not None:
         plant(model)
 
-    def forward_step(iterator: Iterator[Any], model: Any) -> Any:
-        microbatch = next(iterator)
-        return model(microbatch.data.local_numbers(0, 1).cuda()), functools.partial(loss_of, microbatch)
-
     aggregation = LossAggregation(AggregationSettings.resolve("token_mean"), lambda batch: batch.samples)
 
     def run() -> float:
-        run_schedule(forward_step, iter(batches), model, len(batches), aggregation.wrap_schedule)
+        run_step(model, batches, loss_of, aggregation.wrap_schedule)
         return relative_error(model.module.losses.main_grad.cpu(), gradient_of("token_mean"))
 
     return [attempted(run) for _ in range(steps)]

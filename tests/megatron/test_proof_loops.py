@@ -9,7 +9,7 @@ import gc
 import math
 import re
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
@@ -21,7 +21,7 @@ from proved_steps import PROVED, Step, attempted, policy
 from ranks import run_ranks
 from refusals import outcome_of
 from step_samples import dealt
-from table_step import Batch, relative_error, run_schedule, table_model
+from table_step import Batch, relative_error, run_step, table_model
 from torch import Tensor
 from world import CP, DP, STEP, TABLE, gradient_of, start_ranks
 
@@ -71,15 +71,11 @@ class Loop:
         model = self.model if model is None else model
         getattr(model, "zero_grad_buffer", model.zero_grad)()
 
-        def forward_step(iterator: Iterator[Any], model: Any) -> Any:
-            batch, microbatch = next(iterator)
-            return model(batch.local_numbers(self.cp_rank, CP)), functools.partial(loss_of, microbatch)
-
         pairs = list(zip(self.batches, plan, strict=True))
+        options: Any = {"num_microbatches": num_microbatches or len(pairs), "fresh": False}
 
         def run() -> float:
-            count = num_microbatches or len(pairs)
-            run_schedule(forward_step, iter(pairs), model, count, lambda schedule: self.proved, fresh=False)
+            run_step(model, pairs, loss_of, lambda schedule: self.proved, **options)
             return 0.0 if expected is None else error_in(model, expected)
 
         return attempted(run)

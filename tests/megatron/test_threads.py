@@ -6,7 +6,7 @@ from typing import Any
 import megatron_on_cpu
 from ranks import run_ranks
 from step_samples import dealt
-from table_step import Batch, relative_error, run_schedule, start, table_model
+from table_step import Batch, relative_error, run_step, start, table_model
 from world import OF_SAMPLES, STEP, TABLE, gradient_of
 
 from megatron_rl_loss import LossAggregation
@@ -30,18 +30,17 @@ def overlapping() -> tuple[dict[str, Any], bool]:
         begun = list[bool]()
         batches = [Batch(STEP, chosen, 1, **OF_SAMPLES) for chosen in dealt(STEP, 0, 1, 3)]
 
-        def forward_step(iterator: Any, model: Any) -> Any:
-            microbatch = next(iterator)
+        def loss(microbatch: Any, losses: Any) -> Any:
             if not begun:  # the second step begins within the first, and ends after it
                 begun.append(True)
                 (first_begun if mode == MODES[0] else second_begun).set()
                 (second_begun if mode == MODES[0] else first_left).wait(20)
-            return model(microbatch.data.local_numbers(0, 1)), microbatch.loss
+            return microbatch.loss(losses)
 
         aggregation = LossAggregation(AggregationSettings.resolve(mode), lambda batch: batch.samples)
         try:
             with megatron_on_cpu._CudaMeansCpu():
-                run_schedule(forward_step, iter(batches), models[mode], 3, aggregation.wrap_schedule)
+                run_step(models[mode], batches, loss, aggregation.wrap_schedule)
             errors[mode] = relative_error(models[mode].module.losses.main_grad, gradient_of(mode))
         except Exception as error:
             errors[mode] = str(error)

@@ -78,7 +78,7 @@ test_refusals = refusal_tests(REFUSALS)
 def test_the_command_copies_and_overwrites_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The command in an interpreter of its own is in test_commands.py."""
+    """The command in an interpreter of its own: test_an_audited_script_and_a_closed_pipe."""
     monkeypatch.setattr(sys, "argv", ["megatron_rl_loss", "example", "pretrain_grpo", "--to", str(tmp_path / "new")])
     copy_example("on_cpu", tmp_path / "new")  # two files of which this one needs, too
     main()

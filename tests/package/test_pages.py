@@ -19,7 +19,7 @@ import oracle
 import pytest
 import torch
 from pages import PAGES, code_of, code_under
-from replacements import undone
+from replacements import in_few_modules, undone
 from repository import EXAMPLES, ROOT
 
 import megatron_rl_loss
@@ -387,7 +387,7 @@ def test_the_code_of_frameworks_that_needs_none_runs(monkeypatch: pytest.MonkeyP
             if name not in sys.modules:
                 monkeypatch.setitem(sys.modules, name, ModuleType(name))
         vars(sys.modules[place]).update(attributes)
-    with undone():
+    with in_few_modules(), undone():
         for code in code_of("frameworks.md"):
             if "import aggregate\n" in code:
                 exec(code, names)

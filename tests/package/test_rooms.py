@@ -1,6 +1,7 @@
 """The rooms of the package: imports run one way and in no circle, and one door has all public names."""
 
 import ast
+import functools
 import graphlib
 import importlib
 import re
@@ -24,7 +25,6 @@ FILES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for path in (ROOT / PACKAGE).rglob("*.py")
 }
-TREES = {module: ast.parse(path.read_text()) for module, path in FILES.items()}
 HOME_OF = vars(megatron_rl_loss)["_HOME_OF"]
 FOLDERS = [module for module, path in FILES.items() if path.name == "__init__.py" and module != PACKAGE]
 
@@ -42,6 +42,11 @@ def imports_of(tree: ast.AST) -> Iterator[tuple[str, bool]]:
         yield from ((name, False) for name in modules if name.split(".")[0] == PACKAGE)
 
 
+@functools.cache
+def imports() -> dict[str, list[tuple[str, bool]]]:
+    return {module: list(imports_of(ast.parse(path.read_text()))) for module, path in FILES.items()}
+
+
 def room_of(module: str) -> str:
     """The room; empty for the front door."""
     return [*module.split("."), ""][1]
@@ -57,8 +62,8 @@ def is_allowed(module: str, imported: str, *, late: bool) -> bool:
 
 
 def test_imports_run_one_way() -> None:
-    imports = [(module, name, late) for module, tree in TREES.items() for name, late in imports_of(tree)]
-    assert [edge for edge in imports if not is_allowed(edge[0], edge[1], late=edge[2])] == []
+    edges = [(module, name, late) for module, names in imports().items() for name, late in names]
+    assert [edge for edge in edges if not is_allowed(edge[0], edge[1], late=edge[2])] == []
 
 
 def test_the_page_lists_the_rooms_in_this_order() -> None:
@@ -69,7 +74,7 @@ def test_the_page_lists_the_rooms_in_this_order() -> None:
 
 
 def test_no_circle() -> None:
-    graph = {module: {name for name, late in imports_of(tree) if not late} for module, tree in TREES.items()}
+    graph = {module: {name for name, late in names if not late} for module, names in imports().items()}
     assert list(graphlib.TopologicalSorter(graph).static_order())
 
 

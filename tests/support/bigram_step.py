@@ -2,6 +2,8 @@
 
 What must come out is stated in float64 apart from all that is tested: the clipped loss and a KL penalty, each by its
 mode, as functions of the table.
+
+No `World`: the engines' own code cuts the rows, calls the model and makes log-probs of its logits.
 """
 
 import os

@@ -1,13 +1,13 @@
 """Steps of an optimizer as plain data, counted by hand: what a formula for a token's weight is written in.
 
 Nothing here is counted by the package: from it come the types that a `MeasuredStep` is made of. A formula is evaluated
-in float64 and rounded to float32, as an audit would measure it.
+in float64 and rounded to float32, as an audit would measure it. Nothing is trained.
 """
 
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
@@ -144,6 +144,7 @@ def measured(
     return MeasuredStep(microbatches=tuple(microbatches), weights=rounded, split=split, facts=facts)
 
 
+@cache
 def ragged(
     seed: int,
     *,

@@ -3,6 +3,8 @@
 Four ranks hold a step: 4 / cp_size data-parallel ranks of two micro-batches each, laid out by `placements`, so that the
 oracle says which tokens a rank holds. A loss is a function of a micro-batch's tokens, here and in the oracle; the
 step's is the sum of its tokens' times fixed coefficients and mask entries. All in float64.
+
+No `World`: there is neither a model nor Megatron, without which tests of the core must run.
 """
 
 import itertools

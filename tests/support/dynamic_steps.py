@@ -1,4 +1,8 @@
-"""Steps whose context-parallel groups change between micro-batches: the sequences, Megatron's groups, its loops."""
+"""Steps whose context-parallel groups change between micro-batches: the sequences, Megatron's groups, its loops.
+
+No `World`: its layout has one context-parallel size, and Megatron's hybrid schedule takes a whole step at once, and
+cuts it into micro-batches itself.
+"""
 
 import inspect
 import random

@@ -3,6 +3,8 @@
 Every token's id is its number in the step, and the logits at it are 0 but for one, of the token after it: the table's
 entry. So a token's log-prob, its clipped loss and the step's loss are known functions of the table, stated in float64
 apart from all that is tested, and the gradient that Megatron's schedule and DDP arrive at can be compared with theirs.
+
+No `World`: the engines' own code cuts the batches, calls the model and makes log-probs of its logits.
 """
 
 import random

@@ -258,7 +258,7 @@ ADDED = LossCall(dp="sum")
 MEANS = LossCall(microbatches="mean")
 EVEN = LossCall(even_microbatches=True)
 BOTH = (MICROBATCHES, DP)
-WITHOUT_CP, WITH_EMPTY = cut(C=1), cut(empty=[(0, 1), (2, 3)])
+WITHOUT_CP, WITH_EMPTY = cut(C=1), cut(empty=((0, 1), (2, 3)))
 SOME_MASKED = cut(masked=0.3)
 
 # fmt: off

@@ -1,10 +1,13 @@
 """Functions of an engine that a test replaces, and puts back."""
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 from megatron_rl_loss.frameworks import columns, replacing, token_mean
 
@@ -19,6 +22,21 @@ def undone() -> Iterator[None]:
         for entry in [entry for entry in replacing._REGISTRY if entry not in before]:
             if isinstance(entry, replacing.Replaced):
                 entry.undo()
+
+
+class _Few(dict[str, Any]):
+    """Loaded modules but those of libraries that no engine's function is imported into."""
+
+    def values(self) -> Any:
+        libraries = {"torch", "sympy", "numpy", "megatron", "matplotlib", "hypothesis", "_pytest"}
+        return [module for name, module in list(sys.modules.items()) if name.partition(".")[0] not in libraries]
+
+
+@contextmanager
+def in_few_modules() -> Iterator[None]:
+    """Look for functions of stand-ins in few modules; the search in all is in test_replacing.py and in `real`."""
+    with patch.object(replacing, "sys", SimpleNamespace(modules=_Few())):
+        yield
 
 
 _FACTORS_OF_OURS = columns.token_mean_factors

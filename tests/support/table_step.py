@@ -4,7 +4,8 @@ So the gradient after Megatron's whole way (schedule scaling, DDP, reduction, pe
 to be compared with the float64 oracle.
 """
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import oracle
@@ -193,30 +194,36 @@ def begun(step: Any, data: Any, model: Any, num_microbatches: int) -> Any:
     return iterators[0]
 
 
-def logged_by_step(loss_aggregation: Any, forward_step: Any, batches: list[Batch], model: Any) -> dict[str, float]:
-    """Megatron's schedule over a step: what `train_step` would log."""
-    stored = run_schedule(forward_step, iter(batches), model, len(batches), loss_aggregation.wrap_schedule)
-    return logged_means(stored)
+def run_step(
+    model: Any, batches: Sequence[Any], loss: Callable[[Any, torch.Tensor], Any], wrap: Any = None, **options: Any
+) -> Any:
+    """Megatron's schedule over a step of the table, of which this rank has its part: what it stored.
+
+    Each of `batches` is a `Batch` where `wrap` is a `LossAggregation`'s, else a pair of one and a plan's micro-batch.
+    The loss function returns ``loss(microbatch, losses)``. `options` as of `run_schedule`.
+    """
+    from megatron.core import parallel_state
+
+    cp_rank, cp_size = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
+
+    def forward_step(iterator: Iterator[Any], chunk: Any) -> Any:
+        drawn = next(iterator)
+        batch, microbatch = drawn if isinstance(drawn, tuple) else (drawn.data, drawn)
+        return chunk(batch.local_numbers(cp_rank, cp_size).cuda()), functools.partial(loss, microbatch)
+
+    count = options.pop("num_microbatches", len(batches))
+    return run_schedule(forward_step, iter(batches), model, count, wrap, **options)
 
 
 def one_step(
     model: Any, batches: list[Batch], loss_aggregation: Any, *, metric: bool = True
 ) -> tuple[torch.Tensor, dict[str, float]]:
-    """Megatron's schedule over a step: the reduced gradient, and what `train_step` would log."""
-    from megatron.core import parallel_state
+    """A step's reduced gradient, and what `train_step` would log."""
 
-    cp_rank, cp_size = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
+    def loss(microbatch: Any, losses: torch.Tensor) -> Any:
+        return microbatch.loss(losses[None], {"twice": 2 * losses[None]} if metric else None)
 
-    def forward_step(iterator: Iterator[Any], model: Any) -> Any:
-        microbatch = next(iterator)
-        losses = model(microbatch.data.local_numbers(cp_rank, cp_size).cuda())
-
-        def loss_func(losses: torch.Tensor) -> Any:
-            return microbatch.loss(losses[None], {"twice": 2 * losses[None]} if metric else None)
-
-        return losses, loss_func
-
-    logged = logged_by_step(loss_aggregation, forward_step, batches, model)
+    logged = logged_means(run_step(model, batches, loss, loss_aggregation.wrap_schedule))
     return model.module.losses.main_grad.clone().cpu(), logged
 
 

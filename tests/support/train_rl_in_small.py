@@ -1,6 +1,6 @@
 """A train_rl.py of Megatron-LM in small: rows, bins, the iterator's batches, its loss function.
 
-As core_v0.19.0 and main d98e8a64 have them.
+As core_v0.19.0 and main d98e8a64 have them. No `World`: bins of rows are that script's micro-batches.
 """
 
 import random

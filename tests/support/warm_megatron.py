@@ -7,6 +7,7 @@ import os
 from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"
+gc.disable()  # until all is imported: see conftest.py
 
 import megatron_on_cpu
 
@@ -40,3 +41,4 @@ with contextlib.suppress(ImportError, AttributeError):  # older versions have ne
     prepare_launches()
 gc.collect()
 gc.freeze()  # ranks share these pages as long as no collection of theirs goes through them
+gc.enable()

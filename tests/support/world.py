@@ -3,6 +3,9 @@
 The model is a table of the losses of all tokens, so that a token's gradient is its weight, or a tiny GPT. The loop is
 Megatron's schedule with `LossAggregation` around it, Megatron's `pretrain`, the schedule with a plan, or a loop without
 the schedule. `train` gives what the float64 oracle is compared with, and the line that says how many tokens are proved.
+
+A step of the table whose loss function a test writes is `table_step.run_step`. Steps that neither can run have files of
+their own, which say why: `cp_steps`, `dynamic_steps`, `logit_table`, `bigram_step`, `train_rl_in_small`.
 """
 
 import contextlib
@@ -25,7 +28,7 @@ from logged_means import logged_means
 from ranks import run_ranks
 from step_samples import DIVISOR, dealt, step_samples
 from steps import session_of, turns_of, weights_of
-from table_step import Batch, relative_error, run_schedule, start, table_chunk, table_model
+from table_step import Batch, relative_error, run_schedule, run_step, start, table_chunk, table_model
 from tiny_gpt import (
     Case,
     Layout,
@@ -484,30 +487,25 @@ def as_returned(returned: Any, batch: Any, num_microbatches: int) -> Any:
     return returned
 
 
-def step(model: Any, plan: Any, batches: list[Batch], cp_rank: int, form: str, engine: Engine = as_returned) -> None:
-    """Megatron's schedule over a planned step of the table."""
+def planned_step(model: Any, plan: Any, batches: list[Batch], form: str, engine: Engine = as_returned) -> None:
+    in_turn = iter(batches)
 
-    def forward_step(iterator: Iterator[Any], chunk: Any) -> Any:
-        batch, microbatch = next(iterator)
+    def loss(microbatch: Any, losses: Tensor) -> Any:
+        share = microbatch(losses)
+        returned = microbatch.scale_for_trainer(share, {"share": share.detach()}, form=form)
+        return engine(returned, next(in_turn), len(plan))
 
-        def loss_func(losses: Tensor) -> Any:
-            share = microbatch(losses)
-            returned = microbatch.scale_for_trainer(share, {"share": share.detach()}, form=form)
-            return engine(returned, batch, len(plan))
-
-        return chunk(batch.local_numbers(cp_rank, CP).cuda()), loss_func
-
-    run_schedule(forward_step, iter(list(zip(batches, plan, strict=True))), model, len(plan), fresh=False)
+    run_step(model, list(zip(batches, plan, strict=True)), loss, fresh=False)
 
 
 def errors_in(form: str, engine: Engine, *, per_token: bool) -> list[float]:
     """On a rank: the largest error of a token's gradient in the step of each mode, relative to the largest one."""
-    cp_rank, dp_rank = start_ranks()
+    _, dp_rank = start_ranks()
     batches, errors = batches_of(dp_rank), []
     for mode in oracle.MODES:
         divisor = oracle.divisor_of(mode, DIVISOR)
         model = table_model(TABLE, per_token=per_token)
         plan = plan_step([batch.samples for batch in batches], mode, divisor=divisor, model=model)
-        step(model, plan, batches, cp_rank, form, engine)
+        planned_step(model, plan, batches, form, engine)
         errors.append(relative_error(model.module.losses.main_grad.cpu(), gradient_of(mode)))
     return errors

@@ -100,7 +100,7 @@ def test_a_counting_by_labels_is_judged_and_named(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(("mode", "units"), oracle.COUNTINGS)
 def test_sound_code_is_called_sound_and_anything_has_a_verdict(mode: str, units: str) -> None:
     """No weights raise or warn (warnings are errors here), and unsound weights have numbers or a deviation."""
-    for draw in range(8):
+    for draw in range(5):
         rng = random.Random(f"{mode}/{units}/{draw}")
         step = ragged(
             draw, D=rng.choice([1, 2, 3]), C=rng.choice([1, 2, 4]), K=rng.choice([1, 2, 3]),

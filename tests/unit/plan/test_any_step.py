@@ -307,7 +307,7 @@ def test_a_step_that_once_went_wrong(name: str) -> None:
     assert error_of(ONCE_WRONG[name]) < 3 * oracle.EXACT
 
 
-@settings(deadline=None, derandomize=True, max_examples=150, suppress_health_check=[HealthCheck.too_slow])
+@settings(deadline=None, derandomize=True, max_examples=100, suppress_health_check=[HealthCheck.too_slow])
 @given(steps())
 def test_the_gradient_of_any_step(step: Drawn) -> None:
     assert error_of(step) < 3 * oracle.EXACT
