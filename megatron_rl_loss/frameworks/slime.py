@@ -368,6 +368,7 @@ def _prove(replaced: Replaced, engine: str, args: Namespace, counts: StepCounts)
         never = f"{engine}'s policy loss never called {path}. Use {engine} {_ENGINES[engine][0]}."
         replaced.proof = prove(engine, asked, beside=beside, never=never)
     replaced.proof.asked = asked
+    replaced.proof.data = None if _rejects(args) else (counts.step_tokens, counts.num_samples)
 
 
 def _rejects(args: Namespace) -> bool:
