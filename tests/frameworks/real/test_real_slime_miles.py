@@ -394,6 +394,14 @@ MODEL_OF_MILES, OF_BATCH = (
     '"rollout_mask_sums",\n            ],\n            args.data_pad_size_multiplier,\n            args.qkv_format,\n'
     "            allgather_cp=args.allgather_cp,\n        )\n",
 )
+DATA_OF_MILES, NEXT = "miles/backends/training_utils/data.py", "    batch = data_iterator.get_next(keys)\n"
+TWICE_THE_SAME = f"    if data_iterator.offset == 2:\n        data_iterator.offset = 0\n    {NEXT}"
+FEWER = (
+    "num_microbatches=num_microbatches,\n        seq_length=args.seq_length,\n"
+    "        micro_batch_size=args.micro_batch_size,\n        decoder_seq_length=args.decoder_seq_length,\n"
+    "        forward_only=False"
+)
+NOT_ALL_DATA = "each micro-batch must be trained on once"
 SHIFTED = 'batch["loss_masks"] = [mask.roll(1) for mask in batch["loss_masks"]]'
 REDUCED, READS = "pg_loss = pg_loss_reducer(pg_loss)", "custom_pg_loss_reducer_function_path"
 OWN, TWICE = "sum_of_sample_mean(pg_loss)", (REDUCED, f"{REDUCED} + pg_loss_reducer(pg_loss)")
@@ -442,6 +450,10 @@ PLANTS = {
         hook="token_mean",
     ),
     ("miles", "scaling doubled"): Plant((OF_MILES, "* num_microbatches", "* num_microbatches * 2")),
+    ("miles", "a micro-batch left out"): Plant(
+        (MODEL_OF_MILES, FEWER, FEWER.replace("=num_microbatches", "=num_microbatches - 1")), NOT_ALL_DATA
+    ),
+    ("miles", "a micro-batch twice"): Plant((DATA_OF_MILES, NEXT, f"{NEXT}{TWICE_THE_SAME}"), NOT_ALL_DATA),
     ("miles", "option renamed"): Plant((LOSSES, f"if args.{READS}", "if args.custom_reducer"), "never called"),
     ("miles", "hook called twice"): Plant((LOSSES, *TWICE)),
     ("vime", "scaling doubled"): Plant((OF_VIME, PER_STEP, "* num_microbatches * 2\n")),

@@ -693,6 +693,12 @@ PLANTS = {
     ),
     "KL of another estimator": (TERMS, "kl_penalty=config.kl_loss_type", 'kl_penalty="k2"', "is not the kl of kl_pen"),
     "KL clamped": (TERMS, "loss_mat=kld,", "loss_mat=kld.clamp(max=0.1),", "a KL penalty that is not the kl of kl_pen"),
+    "KL of another mode": (
+        TERMS,
+        "loss_mat=kld, loss_mask=response_mask, loss_agg_mode=config.loss_agg_mode",
+        'loss_mat=kld, loss_mask=response_mask, loss_agg_mode="token-sum"',
+        "token_mean on kl: tokens weigh",
+    ),
     "KL not linear": (TERMS, "kl_loss * config", "kl_loss ** 2 * config", "on kl: tokens weigh"),
     "value loss doubled": (ALGORITHMS, "vf_loss = 0.5 * agg_loss(", "vf_loss = agg_loss(", OTHER),
     "mask shifted in ppo_loss": (
