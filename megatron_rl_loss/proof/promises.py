@@ -63,10 +63,8 @@ def other_data(data: tuple[float, int] | None, totals: StepTotals) -> list[str]:
     seen = totals.step_tokens, totals.units["sample"].number["all"]
     if data is None or (math.isclose(data[0], seen[0], rel_tol=1e-5) and data[1] == seen[1]):
         return []
-    return [
-        f"The step's data has {data[0]:g} mask tokens of {data[1]} samples, and its losses had {seen[0]:g} of {seen[1]}: "
-        "each micro-batch must be trained on once."
-    ]
+    had, came = (f"{tokens:g} mask tokens of {samples} samples" for tokens, samples in (data, seen))
+    return [f"The step's data has {had}, and its losses had {came}: each micro-batch must be trained on once."]
 
 
 def other_count(count: float | None, compared: "Compared") -> str:

@@ -14,7 +14,6 @@ import bigram_step
 import oracle
 import pytest
 import step_samples
-import test_real_verl
 import world
 from checkouts import BRIDGE, VERL, Framework, checkout, record_errors
 from logit_table import make_step
@@ -168,7 +167,8 @@ OF_WORLD = {
 def test_rows_of_verl(per_token: bool, rows: str, record_property: Any) -> None:
     """Actor and critic by verl's losses in its Megatron engine: all terms in each mode, and each proved."""
     these, dp = OF_WORLD[rows]
-    modes = [mode for mode in test_real_verl.MODES if not (per_token and mode == "seq-mean-token-mean")]
+    all_modes = importlib.import_module("test_real_verl").MODES
+    modes = [mode for mode in all_modes if not (per_token and mode == "seq-mean-token-mean")]
     launch = "verl", these, dp, "first_steps", checkout(VERL), per_token, modes
     for rank, models in enumerate(run_ranks(2 * dp, on_these_samples, *launch)):
         assert len(models) == 2 * len(modes)

@@ -314,6 +314,27 @@ def test_hooks_are_exact(peer: str, dp: int, cp: int, record_property: Any) -> N
     assert_exact(record_property, peer, dp, cp, *cases)
 
 
+SETTINGS: list[dict[str, Any]] = [
+    {"entropy_coef": 0.01},
+    *({"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": kind} for kind in ("k1", "low_var_kl")),
+    {"advantage_estimator": "gspo"},
+    {"use_opsm": True, "opsm_delta": 0.1},
+    {"eps_clip_c": 3.0},
+    {"recompute_loss_function": True},
+    {"get_mismatch_metrics": True, "tis_clip": 2.0, "tis_clip_low": 0.0},
+    {"use_rollout_logprobs": True},
+]
+
+
+@each_peer
+@pytest.mark.parametrize("per_token", [False, True])
+def test_other_losses_and_terms_are_no_faults(peer: str, per_token: bool) -> None:
+    """Each step is proved, as `train` asserts; their gradients are of other losses than the oracle's."""
+    mode, steps = "token_mean" if per_token else "sample_mean", [partial(make_step, 7, 2)]
+    cases = [case(peer, mode, mode, steps, counted=True, calculate_per_token_loss=per_token, **of) for of in SETTINGS]
+    errors(peer, 2, 2, *cases)
+
+
 @each_peer
 def test_their_own_reducers(peer: str, record_property: Any) -> None:
     """The engines' reducers are exact, but for the phantom token of each fully masked sample in a token mean."""

@@ -403,11 +403,14 @@ class FirstSteps(NamedTuple):
     error: float
 
 
-def first_steps(root: str, per_token: bool, modes: list[str], told: int = 0, **of_model: Any) -> list[FirstSteps]:
+def first_steps(
+    root: str, per_token: bool, modes: list[str], told: int = 0, actor: dict[str, Any] | None = None, **of_model: Any
+) -> list[FirstSteps]:
     """On a rank: two steps of an actor in each mode, and two of a critic.
 
     With verl's gather of CP ranks, its losses and its Megatron engine. Of the CP ranks' table one entry is a token's
     log-prob, and its value; the entropy is a half of it. verl was told of mini-batches larger by `told` rows.
+    `actor`: settings of its config, instead of those of which the error is meant.
     `of_model`: options of `table_model`, of whose pipeline stages the last one is two ranks.
     """
     state = start(cp=CP, pp=of_model.get("stages", 1))
@@ -461,10 +464,9 @@ def first_steps(root: str, per_token: bool, modes: list[str], told: int = 0, **o
     results = []
     for mode in modes:
         options = {"loss_agg_mode": mode, "loss_scale_factor": 64 if mode.endswith("norm") else None}
-        config = actor_config(
-            config_module, **options, entropy_coeff=ENTROPY_COEFF, use_kl_loss=True, kl_loss_coef=KL_COEF,
-            kl_loss_type="kl", clip_ratio_c=CLIP_C, policy_loss=SimpleNamespace(get=lambda name, default: default),
-        )  # fmt: skip
+        of_actor: dict[str, Any] = {"entropy_coeff": ENTROPY_COEFF, "clip_ratio_c": CLIP_C, "policy_loss": {}}
+        of_actor |= {"use_kl_loss": True, "kl_loss_coef": KL_COEF, "kl_loss_type": "kl"}
+        config = actor_config(config_module, **options, **of_actor | (actor or {}))
         critic = SimpleNamespace(**options, cliprange_value=VALUE_CLIP)
         for loss in (partial(losses.ppo_loss, config), partial(losses.value_loss, critic)):
             model = table_model(TABLE, per_token=per_token, forward=as_hidden_states, **of_model)
@@ -655,6 +657,23 @@ def test_pipelines_and_frozen_parameters_are_no_faults(of_model: dict[str, Any])
     by_rank = run_ranks(CP * DP * of_model.get("stages", 1), launch, checkout(VERL), False, ["token-mean"])
     assert all("aggregation proved on" in steps.printed for steps in by_rank[0])
     assert max(steps.error for of_rank in by_rank for steps in of_rank) < TOLERANCE
+
+
+SETTINGS: list[dict[str, Any]] = [
+    *({"policy_loss": {"loss_mode": name}} for name in ("gspo", "gpg", "sapo", "cispo", "dppo_tv", "dppo_kl")),
+    *({"kl_loss_type": name} for name in ("abs", "mse", "low_var_kl", "k1+", "k3+")),
+    {"use_kl_loss": False},
+    {"entropy_coeff": 0.0},
+    {"clip_ratio_high": 0.28},
+]
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_other_losses_and_settings_are_no_faults(per_token: bool) -> None:
+    """Of dppo advantages are not measured: its slopes at a ratio of 1 are not minus them."""
+    for actor in SETTINGS:
+        for steps in run_ranks(DP * CP, first_steps, checkout(VERL), per_token, ["token-mean"], 0, actor)[0]:
+            assert "aggregation proved on" in steps.printed, (actor, steps.printed)
 
 
 def test_a_mini_batch_smaller_than_verl_was_told_is_not_proved() -> None:
