@@ -49,10 +49,9 @@ def token_mean_factors(
     differ within a sample raise on all ranks of the group.
     """
     plan = plan_of(modes, describe, dp_group)
-    counts = [float(plan.totals.step_active_tokens)]
+    count = float(plan.totals.step_active_tokens)
     if tokens is not None:
-        check_together(lambda: counts.append(tokens(plan.totals)), several(dp_group))
-    count = counts[-1]
+        count = check_together(lambda: tokens(plan.totals), several(dp_group))
     factors = [microbatch.pg_loss.weights * count for microbatch in plan]
 
     def check() -> None:

@@ -35,6 +35,7 @@ from megatron_rl_loss.step.collectives import StepGroups, attempt, world_rank
 from megatron_rl_loss.step.counting import count_step
 from megatron_rl_loss.step.further_layouts import ZigzagResponse
 from megatron_rl_loss.step.layouts import IntList
+from megatron_rl_loss.step.masks import Mask
 from megatron_rl_loss.step.samples import LocalTokens, Samples
 
 __all__ = ["Hook", "count_steps", "make_hook", "sample_mean", "token_mean"]
@@ -78,8 +79,8 @@ class Now:
     """
 
     counts: StepCounts | None = None
-    loss: tuple[Namespace, list[Tensor]] | None = None
-    masks: list[list[Tensor]] = field(default_factory=list)
+    loss: tuple[Namespace, Sequence[Mask]] | None = None
+    masks: list[Sequence[Mask]] = field(default_factory=list)
 
 
 def _engine() -> str:
@@ -326,8 +327,7 @@ def _replaced(engine: str, keeps_counts: bool) -> Replaced:
         elif replaced.proof is not None and replaced.proof.is_over:
             return stock()
         iterators, num_microbatches, rollouts = (arguments[name] for name in needed)
-        masks: list[list[Tensor]] = []
-        counts = _counts(iterators[0], num_microbatches, rollouts, masks)
+        counts, masks = _counts(iterators[0], num_microbatches, rollouts)
         if args.loss_type == "policy_loss":  # a critic has another
             _prove(replaced, engine, args, counts)
         with swapped(vars(replaced), {"now": Now(counts if keeps_counts else None, masks=masks)}):
@@ -378,6 +378,7 @@ def _prove(replaced: Replaced, engine: str, args: Namespace, counts: StepCounts)
         never = f"{engine}'s policy loss never called {path}. Use {engine} {_ENGINES[engine][0]}."
         replaced.proof = prove(engine, asked, beside=beside, never=never)
     replaced.proof.asked = asked
+    replaced.proof.data = None if _rejects(args) else (counts.step_tokens, counts.num_samples)
 
 
 def _rejects(args: Namespace) -> bool:
@@ -398,10 +399,8 @@ def _with_mask_tokens(stock: Callable[[], Any], arguments: dict[str, Any]) -> An
     return loss, tokens, log
 
 
-def _counts(
-    iterator: Any, num_microbatches: int, num_rollouts: int, masks_of_step: list[list[Tensor]] | None = None
-) -> StepCounts:
-    """Counts of the step that comes next in the engine's `DataIterator`; masks of each micro-batch are appended."""
+def _counts(iterator: Any, num_microbatches: int, num_rollouts: int) -> tuple[StepCounts, list[Sequence[Mask]]]:
+    """Counts of the step that comes next in the engine's `DataIterator`, and copies of each micro-batch's masks."""
     from megatron.core import parallel_state
 
     def describe() -> list[Samples]:
@@ -411,16 +410,15 @@ def _counts(
             microbatches = [range(begin, begin + size) for begin in range(iterator.offset, end, size)]
         else:
             microbatches = iterator.micro_batch_indices[iterator.offset : iterator.offset + num_microbatches]
-        of_step = [[masks[i] for i in indices] for indices in microbatches]
-        if masks_of_step is not None:
-            masks_of_step.extend([mask.clone() for mask in of_batch] for of_batch in of_step)
-        return [Samples([mask for of_batch in of_step for mask in of_batch])]
+        return [Samples([masks[i] for i in indices]) for indices in microbatches]
 
     groups = StepGroups(
         parallel_state.get_data_parallel_group(with_context_parallel=False),
         parallel_state.get_context_parallel_group(),
         [parallel_state.get_tensor_model_parallel_group(), parallel_state.get_pipeline_model_parallel_group()],
     )
-    totals, rows = count_step(attempt(describe), groups), iterator.rollout_data.get("max_seq_lens")
+    microbatches: Any = attempt(describe)
+    totals, rows = count_step(microbatches, groups), iterator.rollout_data.get("max_seq_lens")
     padded_length = int(rows[0]) if rows else None  # a rank pads all its rows alike
-    return StepCounts(totals.step_tokens, totals.units["rollout"].number["all"], num_rollouts, padded_length)
+    counts = StepCounts(totals.step_tokens, totals.units["rollout"].number["all"], num_rollouts, padded_length)
+    return counts, [samples.loss_masks for samples in microbatches]

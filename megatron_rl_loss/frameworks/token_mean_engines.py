@@ -12,7 +12,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_rl_loss.frameworks.columns import FACTORS, GROUPS, IDS, MASKS, MEDIA, PLAIN, Batch, prompts_of
+from megatron_rl_loss.frameworks.columns import (
+    FACTORS,
+    GROUPS,
+    IDS,
+    MASKS,
+    MEDIA,
+    PLAIN,
+    Batch,
+    at_masked_tokens,
+    prompts_of,
+)
 from megatron_rl_loss.frameworks.places import Call, places, swapped, wrapped
 from megatron_rl_loss.frameworks.policy_tap import LossPaths, WeighedMicrobatch
 from megatron_rl_loss.reduction.taps import is_observed
@@ -37,6 +47,7 @@ class TokenMeanEngine(NamedTuple):
         loss, batch: the row of the loss function; the path of the micro-batch, in its arguments or beside them.
         put: puts a call in place of the loss function, during a call of the step method.
         mends: `put` mends the engine too, and is needed in every step.
+        loses_masked: its policy loss has masked tokens too, whose advantages are 0 by their weights.
         correction: what the engine multiplies advantages by before its loss function, which is no weight.
         facts: of a call: coefficient of the loss and temperature of the logits.
         of_samples: the remedy for a loss that averages within each sample, else empty.
@@ -68,6 +79,7 @@ class TokenMeanEngine(NamedTuple):
     further: Sequence[tuple[str, Sequence[str], Callable[[Callable[[], Any], dict[str, Any]], Any]]] = ()
     runs: str = ""
     mends: bool = False
+    loses_masked: bool = False
     prompt_tokens: Callable[[Batch], Sequence[str]] | None = None
     correction: Callable[[StepArguments, Batch], Tensor | float] = lambda step, batch: 1.0
 
@@ -80,6 +92,8 @@ class TokenMeanEngine(NamedTuple):
         batch = container[name] if hasattr(container, "keys") else getattr(container, name)
         factors, plain = (batch[column].to(batch["advantages"].device) for column in (FACTORS, PLAIN))
         plain = plain * self.correction(step, batch)
+        if not self.loses_masked:
+            factors, plain = at_masked_tokens(batch[MASKS], factors, plain)
         lengths = [len(row) for row in self.masks(step, batch)]
         edges = [0, *accumulate(lengths)]
         ids = batch[IDS].reshape(-1)[edges[:-1]] if IDS in batch.keys() else None  # noqa: SIM118  of a TensorDict
@@ -319,6 +333,7 @@ ENGINES = {
         batch="data.batch",
         put=_put_roll,
         facts=_roll_facts,
+        loses_masked=True,
         trains=_roll_trains,
         group_size=lambda strategy: getattr(strategy.worker.pipeline_config, "num_return_sequences_in_group", None),
         of_samples=lambda step: "Set importance_sampling: token"

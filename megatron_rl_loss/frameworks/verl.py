@@ -72,6 +72,7 @@ class _Running:
     Attributes:
         terms: those that it has still to aggregate; then one for a call too many.
         mask: the response mask of its batch, not as the function changed it since.
+        mode: of its terms beside the policy loss, as the config names it.
         estimator: of the KL penalty, as the config names it; empty without a KL penalty.
         kl: the KL penalty of that estimator.
         is_other_kl: another one was aggregated.
@@ -82,6 +83,7 @@ class _Running:
 
     terms: _Terms = field(default_factory=list)
     mask: Tensor | None = None
+    mode: str = ""
     estimator: str = ""
     kl: Tensor | None = None
     is_other_kl: bool = False
@@ -145,7 +147,9 @@ def _agg_loss(running: _Running, stock: Callable[[], Any], arguments: dict[str, 
         arguments[name] = _of_step(name, arguments[name], here)
     if running.taps and (taps := observed_taps()):
         of_batch = mask if running.mask is None else running.mask
-        aggregation = resolve(f"verl:{mode}", divisor=arguments[divisors[1]] if divisors[1:] else None)
+        asked = mode if term == "pg" else running.mode  # a policy loss may have its own
+        scale = arguments["loss_scale_factor"] if asked == "seq-mean-token-sum-norm" else None
+        aggregation = resolve(f"verl:{asked}", divisor=scale)
         losses = tap(losses, term, samples=response_samples(of_batch), coef=coef, aggregation=aggregation)
         if (tapped := taps.find(losses)) is not None:
             tapped.count = float(arguments["global_batch_size"]) if mode.startswith("seq-mean") else None
@@ -224,7 +228,8 @@ def _checked(
     """verl's loss; raises if the loss calls `agg_loss` fewer times than it has terms."""
     terms, running.is_other_kl = terms_of(arguments), False
     running.terms, running.mask = [*terms, _OF_A_LOSS_OF_YOURS], response_mask_of(arguments["data"])
-    running.estimator = str(getattr(arguments.get("config"), "kl_loss_type", ""))
+    config = arguments.get("config")
+    running.mode, running.estimator = getattr(config, "loss_agg_mode", ""), str(getattr(config, "kl_loss_type", ""))
     try:
         returned, left = stock(), len(running.terms)
     finally:

@@ -1,4 +1,4 @@
-"""What an engine was told about a step, or says about it, against what came: group sizes, counts of samples."""
+"""What an engine was told about a step, or says about it, against what came: group sizes, counts of its data."""
 
 import math
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -56,6 +56,15 @@ def misgrouped(totals: StepTotals, promised: Any, asked: Aggregation, *, is_sure
             f"or the mini-batch was shuffled.{remedy}"
         )
     return findings
+
+
+def other_data(data: tuple[float, int] | None, totals: StepTotals) -> list[str]:
+    """The fault of losses that are not those of the step's data, of which an engine knows mask tokens and samples."""
+    seen = totals.step_tokens, totals.units["sample"].number["all"]
+    if data is None or (math.isclose(data[0], seen[0], rel_tol=1e-5) and data[1] == seen[1]):
+        return []
+    had, came = (f"{tokens:g} mask tokens of {samples} samples" for tokens, samples in (data, seen))
+    return [f"The step's data has {had}, and its losses had {came}: each micro-batch must be trained on once."]
 
 
 def other_count(count: float | None, compared: "Compared") -> str:

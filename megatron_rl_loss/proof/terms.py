@@ -65,6 +65,7 @@ def compare_terms(
     group_size: int | None = None,
     is_group_size_sure: bool = False,
     group_remedy: str = "",
+    data: tuple[float, int] | None = None,
 ) -> OfTerms:
     """Compare each term; all ranks of the last stage call it, others have nothing to compare.
 
@@ -72,7 +73,7 @@ def compare_terms(
         state, own: of `state_of`.
         policy: words for the policy loss.
         required: names of terms that each micro-batch must have exactly once; otherwise a fault.
-        group_size, is_group_size_sure, group_remedy: as of `FirstStep`.
+        group_size, is_group_size_sure, group_remedy, data: as of `FirstStep`.
     """
     of_terms = OfTerms(faults=[*state.faults])
     if own is None or state.factor_state == "unknown" or state.gradient != "finite" or not state.terms:
@@ -106,12 +107,13 @@ def compare_terms(
             of_terms.uncovered.append(f"{loss} ({why})")
             continue
         compared = own.compare(name, asked, state.factor.value / measured.loss_scale, declared.coef or 1.0)
-        if group_size is not None or declared.count is not None:  # an engine said so
-            from megatron_rl_loss.proof.promises import misgrouped, other_count
+        if any(said is not None for said in (group_size, declared.count, data)):  # by an engine
+            from megatron_rl_loss.proof.promises import misgrouped, other_count, other_data
 
             ids = misgrouped(compared.totals, group_size, asked, is_sure=is_group_size_sure, remedy=group_remedy)
             of_terms.faults += ids.faults
             of_terms.unknown += ids.doubts
+            of_terms.faults += other_data(data, compared.totals) if name == first else []
             doubt = doubt or other_count(declared.count, compared)
         of_terms.add(f"{asked} on {loss}", compared, state.tolerance, doubt)
     return of_terms

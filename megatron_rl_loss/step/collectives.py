@@ -204,10 +204,13 @@ def raise_together(failed: bool, failure: Exception | None, groups: Sequence[Gro
     raise BadBatchError(f"Step aborted on all ranks before the optimizer ran. {listed}") from failure
 
 
-def check_together(check: Callable[[], object], groups: Sequence[Group]) -> None:
-    """Run a check on all ranks; if it raises on any of them, all raise."""
-    failure = failure_of(attempt(check))
+def check_together(check: Callable[[], Result], groups: Sequence[Group]) -> Result:
+    """What a check returns on this rank; if it raises on any of them, all raise."""
+    outcome: Any = attempt(check)
+    failure = failure_of(outcome)
     raise_together(any(agree_on(["failed"] if failure else [], ["failed"], groups)), failure, groups)
+    checked: Result = outcome
+    return checked
 
 
 def gather_parts(prepare: Callable[[], Result], group: Group | None) -> list[Result]:

@@ -17,7 +17,7 @@ from replacements import in_few_modules, undone
 from torch import Tensor
 
 from megatron_rl_loss import Mode, Samples, Sum, weights_column
-from megatron_rl_loss.frameworks import ms_swift, nemo_rl, replacing
+from megatron_rl_loss.frameworks import columns, ms_swift, nemo_rl, replacing
 from megatron_rl_loss.frameworks.columns import MEDIA, check_even, prompts_of, samples_of, token_mean_factors
 from megatron_rl_loss.frameworks.skyrl import AggregatedPolicyLoss
 from megatron_rl_loss.frameworks.token_mean import aggregate
@@ -400,3 +400,16 @@ def test_skyrl_where_it_could_not_be_exact(monkeypatch: pytest.MonkeyPatch) -> N
         AggregatedPolicyLoss("regular", "token_mean")
     with pytest.raises(ValueError, match="divisor"):
         AggregatedPolicyLoss("regular", "constant")
+
+
+@pytest.mark.parametrize("loses_masked", [False, True])
+def test_a_trial_has_advantages_at_masked_tokens(loses_masked: bool) -> None:
+    """Where an engine's loss leaves these out: weighed advantages are 0 there, and would hide another mask."""
+    engine = ENGINES["areal"]._replace(facts=lambda *_: {}, loses_masked=loses_masked)
+    plain, factors, is_masked = torch.full((5, 5), 2.0), MASKS * 3.0, MASKS == 0
+    weighed = {"advantages": plain * factors, columns.FACTORS: factors, columns.PLAIN: plain}
+    batch = {**weighed, columns.MASKS: MASKS, "loss_mask": MASKS}
+    measured = engine.measured({}, {"input_data": batch})
+    trial = measured.factors_of(batch["advantages"])
+    assert (trial[is_masked] == (0 if loses_masked else 1)).all()
+    assert (trial[~is_masked] == 3).all()

@@ -124,7 +124,7 @@ def test_a_rank_that_cannot_count_stops_all_ranks() -> None:
 def test_a_step_divides_by_mask_tokens_while_it_is_counted(args: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step that fails divides so, too; outside of steps, and without per-token loss, nothing changes."""
     counts = StepCounts(1, 1, 1)
-    monkeypatch.setattr(slime, "_counts", lambda *_: counts)
+    monkeypatch.setattr(slime, "_counts", lambda *_: (counts, []))
 
     def step(args: Any, step_id: int, data_iterator: Any, num_microbatches: int, num_rollouts: int) -> Any:
         loss, tokens, log = model.loss_function(args, {"loss_masks": MASKS[:2]}, logits=None)

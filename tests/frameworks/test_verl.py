@@ -118,6 +118,18 @@ def test_a_loss_function_may_leave_tokens_of_the_batch_out(kept: Tensor, is_doub
     assert ("leaves out tokens" in taps.losses["pg"][0].doubt) == is_doubted
 
 
+@pytest.mark.parametrize(("term", "asked"), [("pg", "token_sum"), ("entropy", "token_mean"), ("kl", "token_mean")])
+def test_a_term_beside_the_policy_loss_has_the_mode_of_the_config(term: str, asked: str) -> None:
+    taps, losses = Taps(), torch.ones(2, 3, requires_grad=True) * 1
+    arguments: dict[str, Any] = {"loss_mat": losses, "loss_mask": MASK, "loss_agg_mode": "token-sum", **WHOLE}
+    with observe(taps):
+        running = verl._Running([(term, 1.0)], MASK, mode="token-mean")
+        verl._agg_loss(running, lambda: verls_own(**arguments), arguments)
+    aggregation = taps.losses[term][0].aggregation
+    assert aggregation is not None
+    assert aggregation.mode.name == asked
+
+
 @pytest.mark.parametrize(
     ("mode", "changes", "text"),
     [

@@ -96,6 +96,17 @@ def test_larger_groups_than_were_generated_are_told() -> None:
         assert len(comparison.faults) == is_sure
 
 
+def test_losses_of_other_data_than_the_steps_are_told() -> None:
+    """Once, though each token that came has the right weight; terms beside the policy loss may have other masks."""
+    _, comparison = compared(loss, data=(4.0, 3))
+    assert comparison.weights == "as asked"
+    _, comparison = compared(partial(loss, kl={"coef": 0.1}), data=(5.0, 3))
+    (fault,) = comparison.faults
+    assert fault.startswith(
+        "The step's data has 5 mask tokens of 3 samples, and its losses had 4 mask tokens of 3 samp"
+    )
+
+
 def test_a_factor_is_told_with_its_place() -> None:
     _, comparison = compared(loss, factor=Factor("norm", 0.25, 1e-6, 1e-8))
     (fault,) = comparison.faults

@@ -157,6 +157,7 @@ def rollout_data(steps: Sequence[Step], dp_rank: int, slice_with_cp: Any) -> dic
                     "loss_masks": sample.mask,
                     "log_probs": old,
                     "rollout_log_probs": old,
+                    "ref_log_probs": old,
                     "advantages": advantages,
                     "rollout_mask_sums": torch.tensor(float(sum(int(other.mask.sum()) for other in siblings))),
                 }

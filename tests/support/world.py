@@ -456,7 +456,7 @@ def beyond_bounds(case: Case, errors: dict[str, float]) -> list[str]:
 def hands_of(dp_rank: int, dp: int, cp: int, num_microbatches: int) -> list[Batch]:
     """Micro-batches of the table; on the last of several DP ranks one less, and a filler in its place."""
     hands = dealt(STEP, dp_rank, dp, num_microbatches)
-    if dp == 1 or dp_rank < dp - 1:
+    if dp == 1 or dp_rank < dp - 1 or len(hands) == 1:
         return [Batch(STEP, hand, cp, **OF_SAMPLES) for hand in hands]
     filler = Batch(STEP, [], cp)
     filler.numbers = [[len(TABLE) - 1] * 2 * cp]

@@ -195,6 +195,7 @@ PLANTS = [
         {_WORKER: ("self.global_valid_token = global_valid_token", "self.global_valid_token = 2 * global_valid_token")},
         "global_valid_token=.* in a step of .* tokens and n_minibatches=1",
     ),
+    Plant("mask of all tokens", {_ACTOR: ("loss_mask=mask,", "loss_mask=torch.ones_like(mask),")}),
     Plant("mask shifted", {_ACTOR: ("loss_mask=mask,", "loss_mask=mask.roll(1),")}),
     Plant(
         "loss not linear in advantages",

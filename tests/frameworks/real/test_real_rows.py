@@ -6,12 +6,16 @@ steps of one row, on one rank or beside another rank's fully masked row.
 """
 
 import importlib
+import random
 from functools import partial
 from typing import Any, NamedTuple
 
 import bigram_step
+import oracle
 import pytest
-from checkouts import Framework, checkout, record_errors
+import step_samples
+import world
+from checkouts import BRIDGE, VERL, Framework, checkout, record_errors
 from logit_table import make_step
 from ranks import run_ranks
 from slime_launches import case as slime_case
@@ -113,3 +117,77 @@ def test_rows_of_hooks(peer: str, rows: str, record_property: Any) -> None:
         worst = max(map(max, errors_of_cases))
         assert worst < BOUND, errors_of_cases
         record_errors(record_property, framework, "every mode, other rows", ours=worst)
+
+
+# ---- engines whose steps are of `world`: the table of all tokens' losses
+
+
+def samples_of(rows: Names) -> list[oracle.Sample]:
+    """Samples of rows that are described as those of `bigram_step`; a token in the middle is a tool's."""
+    rng, samples = random.Random(rows["SEED"]), list[oracle.Sample]()
+    for i, prompt in enumerate(rows["PROMPTS"]):
+        length = 1 if i in rows["SHORT"] else rng.randint(3, 13)
+        mask = [float(position != 2 and i not in rows["INVALID"]) for position in range(length)]
+        if i in rows["LATE"]:
+            mask[0] = 0.0
+        if i in rows["SPARSE"]:
+            mask[1:] = [entry * (rng.random() < 0.3) for entry in mask[1:]]
+        losses = [rng.uniform(-3, 3) for _ in range(length)]
+        samples.append(oracle.sample(losses, mask, rollout_id=i, prompt_id=prompt))
+    return samples
+
+
+def cut_as(rows: Names, samples: list[oracle.Sample], dp_rank: int, dp_size: int, _: int) -> list[list[int]]:
+    """In the place of `dealt`: a rank's rows in the micro-batches of `CUTS`."""
+    mine = list(range(dp_rank, len(samples), dp_size))
+    return [mine[begin * len(mine) // 6 : end * len(mine) // 6] for begin, end in rows["CUTS"]]
+
+
+def on_these_samples(engine: str, rows: Names, dp: int, function: str, *args: Any) -> Any:
+    """On a rank: what a function of the engine's own file returns."""
+    module, samples = importlib.import_module(f"test_real_{engine}"), samples_of(rows)
+    table = [float(loss) for sample in samples for loss in sample.losses] + [0.0]
+    values = {"STEP": samples, "TABLE": table, "DP": dp, "OF_SAMPLES": {}, "dealt": partial(cut_as, rows)}
+    for names in (vars(world), vars(step_samples), vars(module)):
+        names.update({name: value for name, value in values.items() if name in names})
+    return vars(module)[function](*args)
+
+
+#: Rows, and the data-parallel ranks that have them, at CP 2.
+OF_WORLD = {
+    "uneven": (UNEVEN, 2),
+    "alone": (ALONE, 1),
+    "one token": (ONE_TOKEN, 1),
+    "beside a masked row": (BESIDE_A_MASKED_ROW, 2),
+}
+
+
+@pytest.mark.parametrize("rows", OF_WORLD)
+@pytest.mark.parametrize("per_token", [False, True])
+def test_rows_of_verl(per_token: bool, rows: str, record_property: Any) -> None:
+    """Actor and critic by verl's losses in its Megatron engine: all terms in each mode, and each proved."""
+    these, dp = OF_WORLD[rows]
+    all_modes = importlib.import_module("test_real_verl").MODES
+    modes = [mode for mode in all_modes if not (per_token and mode == "seq-mean-token-mean")]
+    launch = "verl", these, dp, "first_steps", checkout(VERL), per_token, modes
+    for rank, models in enumerate(run_ranks(2 * dp, on_these_samples, *launch)):
+        assert len(models) == 2 * len(modes)
+        assert rank or all("aggregation proved on" in model.printed for model in models)
+        worst = max(model.error for model in models)
+        assert worst < BOUND, [model.error for model in models]
+        record_errors(record_property, VERL, "every mode, other rows", ours=worst)
+
+
+@pytest.mark.parametrize("rows", OF_WORLD)
+@pytest.mark.parametrize("per_token", [False, True])
+def test_rows_of_bridge(per_token: bool, rows: str, record_property: Any) -> None:
+    """Each mode by `LossAggregation`, and by the recipe's clipped loss, proved in Bridge's `train_step`."""
+    these, dp = OF_WORLD[rows]
+    for errors in run_ranks(
+        2 * dp, on_these_samples, "bridge", these, dp, "steps_of_bridge", checkout(BRIDGE), per_token
+    ):
+        ours = {name: pair for name, pair in errors.items() if name in oracle.MODES or name.startswith("recipe, ")}
+        assert len(ours) == len(oracle.MODES) + 3
+        worst = max(map(max, ours.values()))
+        assert worst < BOUND, ours
+        record_errors(record_property, BRIDGE, "every mode, other rows", ours=worst)

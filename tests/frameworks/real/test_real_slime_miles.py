@@ -314,6 +314,27 @@ def test_hooks_are_exact(peer: str, dp: int, cp: int, record_property: Any) -> N
     assert_exact(record_property, peer, dp, cp, *cases)
 
 
+SETTINGS: list[dict[str, Any]] = [
+    {"entropy_coef": 0.01},
+    *({"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": kind} for kind in ("k1", "low_var_kl")),
+    {"advantage_estimator": "gspo"},
+    {"use_opsm": True, "opsm_delta": 0.1},
+    {"eps_clip_c": 3.0},
+    {"recompute_loss_function": True},
+    {"get_mismatch_metrics": True, "tis_clip": 2.0, "tis_clip_low": 0.0},
+    {"use_rollout_logprobs": True},
+]
+
+
+@each_peer
+@pytest.mark.parametrize("per_token", [False, True])
+def test_other_losses_and_terms_are_no_faults(peer: str, per_token: bool) -> None:
+    """Each step is proved, as `train` asserts; their gradients are of other losses than the oracle's."""
+    mode, steps = "token_mean" if per_token else "sample_mean", [partial(make_step, 7, 2)]
+    cases = [case(peer, mode, mode, steps, counted=True, calculate_per_token_loss=per_token, **of) for of in SETTINGS]
+    errors(peer, 2, 2, *cases)
+
+
 @each_peer
 def test_their_own_reducers(peer: str, record_property: Any) -> None:
     """The engines' reducers are exact, but for the phantom token of each fully masked sample in a token mean."""
@@ -394,6 +415,14 @@ MODEL_OF_MILES, OF_BATCH = (
     '"rollout_mask_sums",\n            ],\n            args.data_pad_size_multiplier,\n            args.qkv_format,\n'
     "            allgather_cp=args.allgather_cp,\n        )\n",
 )
+DATA_OF_MILES, NEXT = "miles/backends/training_utils/data.py", "    batch = data_iterator.get_next(keys)\n"
+TWICE_THE_SAME = f"    if data_iterator.offset == 2:\n        data_iterator.offset = 0\n    {NEXT}"
+FEWER = (
+    "num_microbatches=num_microbatches,\n        seq_length=args.seq_length,\n"
+    "        micro_batch_size=args.micro_batch_size,\n        decoder_seq_length=args.decoder_seq_length,\n"
+    "        forward_only=False"
+)
+NOT_ALL_DATA = "each micro-batch must be trained on once"
 SHIFTED = 'batch["loss_masks"] = [mask.roll(1) for mask in batch["loss_masks"]]'
 REDUCED, READS = "pg_loss = pg_loss_reducer(pg_loss)", "custom_pg_loss_reducer_function_path"
 OWN, TWICE = "sum_of_sample_mean(pg_loss)", (REDUCED, f"{REDUCED} + pg_loss_reducer(pg_loss)")
@@ -442,6 +471,10 @@ PLANTS = {
         hook="token_mean",
     ),
     ("miles", "scaling doubled"): Plant((OF_MILES, "* num_microbatches", "* num_microbatches * 2")),
+    ("miles", "a micro-batch left out"): Plant(
+        (MODEL_OF_MILES, FEWER, FEWER.replace("=num_microbatches", "=num_microbatches - 1")), NOT_ALL_DATA
+    ),
+    ("miles", "a micro-batch twice"): Plant((DATA_OF_MILES, NEXT, f"{NEXT}{TWICE_THE_SAME}"), NOT_ALL_DATA),
     ("miles", "option renamed"): Plant((LOSSES, f"if args.{READS}", "if args.custom_reducer"), "never called"),
     ("miles", "hook called twice"): Plant((LOSSES, *TWICE)),
     ("vime", "scaling doubled"): Plant((OF_VIME, PER_STEP, "* num_microbatches * 2\n")),

@@ -17,7 +17,7 @@ import sys
 from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import oracle
 import pytest
@@ -43,7 +43,7 @@ MODES: dict[str, tuple[str, float | None]] = {
     "seq-mean-token-sum-norm": ("constant", 64.0),
     "seq-mean-token-mean": ("sample_mean", None),
 }
-ENTROPY_COEFF, KL_COEF, CLIP_C = 0.01, 0.1, 3.0
+ENTROPY_COEFF, KL_COEF, CLIP_C, VALUE_CLIP = 0.01, 0.1, 3.0, 0.5
 INSTALL = "megatron_rl_loss.frameworks.verl_install"
 
 pytestmark = pytest.mark.slow
@@ -95,16 +95,21 @@ def make_rows(seed: int, count: int = 10) -> dict[str, Tensor]:
     }
 
 
+def actor_losses(log_probs: Tensor, columns: dict[str, Tensor], entropy: Tensor) -> Tensor:
+    """PPO's clipped loss with an entropy bonus and a KL penalty, per token."""
+    old, ref, advantages = (columns[name] for name in ("old_log_probs", "ref_log_prob", "advantages"))
+    ratio = (log_probs - old).exp()
+    policy = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(0.8, 1.2))
+    policy = torch.where(advantages < 0, torch.minimum(-advantages * CLIP_C, policy), policy)
+    return policy - ENTROPY_COEFF * entropy + KL_COEF * (log_probs - ref)
+
+
 def expected(rows: dict[str, Tensor], mode: str) -> tuple[float, Tensor, float]:
     """Value, gradient by log-prob and scale, in float64: all terms, the critic's too, follow the mode."""
     ours, divisor = MODES[mode]
     table = rows["log_probs"].double().requires_grad_()
-    old, ref, advantages = (rows[name].double() for name in ("old_log_probs", "ref_log_prob", "advantages"))
-    ratio = (table - old).exp()
-    policy = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(0.8, 1.2))
-    policy = torch.where(advantages < 0, torch.minimum(-advantages * CLIP_C, policy), policy)
-    losses = policy - ENTROPY_COEFF * rows["entropy"].double() + KL_COEF * (table - ref)
-    losses = losses + 0.5 * (table - rows["returns"].double()) ** 2
+    columns = {name: column.double() for name, column in rows.items()}
+    losses = actor_losses(table, columns, columns["entropy"]) + 0.5 * (table - columns["returns"]) ** 2
     samples = [oracle.Sample(loss, mask) for loss, mask in zip(losses, rows["response_mask"], strict=True)]
     value = oracle.step_loss(ours, samples, divisor)
     (gradient,) = torch.autograd.grad(value, table)
@@ -143,7 +148,7 @@ def step_errors(root: str, seed: int, modes: list[str], install: bool) -> list[f
             }
             prompts = {"prompts": torch.zeros(len(chosen), 4), "responses": torch.zeros(len(chosen), 9)}
             data = Rows(part | prompts | counts | {"values": table[chosen].detach()})
-            critic = SimpleNamespace(**of_mode, cliprange_value=0.5)
+            critic = SimpleNamespace(**of_mode, cliprange_value=VALUE_CLIP)
             loss = losses.ppo_loss(config, output, data)[0] + losses.value_loss(critic, output, data)[0]
             loss.backward()
             total += loss.detach()
@@ -368,13 +373,44 @@ def as_hidden_states(table: Tensor, numbers: Tensor) -> Tensor:
     return table[numbers][:, None, None]
 
 
+def columns_by_entry() -> dict[str, Tensor]:
+    """What `ppo_loss` and `value_loss` read of each token, for each entry of the table."""
+    table, noise = torch.tensor(TABLE), torch.randn(5, len(TABLE), generator=torch.Generator().manual_seed(9))
+    names = ("old_log_probs", "ref_log_prob", "values", "returns")
+    return {name: table + 0.4 * by_entry for name, by_entry in zip(names, noise, strict=False)} | {
+        "advantages": noise[4]
+    }
+
+
+def expected_of_step(mode: str, of_actor: bool) -> Tensor:
+    """The gradient by table entry of the actor's or the critic's step, in float64."""
+    table = torch.tensor(TABLE, dtype=torch.float64, requires_grad=True)
+    columns = {name: column.double() for name, column in columns_by_entry().items()}
+    near = columns["values"] + (table - columns["values"]).clamp(-VALUE_CLIP, VALUE_CLIP)
+    of_critic = 0.5 * torch.maximum((table - columns["returns"]) ** 2, (near - columns["returns"]) ** 2)
+    losses = actor_losses(table, columns, 0.5 * table) if of_actor else of_critic
+    parts = losses[:-1].split([len(sample.mask) for sample in STEP])
+    rows = [oracle.Sample(part, (sample.mask != 0).float()) for part, sample in zip(parts, STEP, strict=True)]
+    (gradient,) = torch.autograd.grad(oracle.step_loss(MODES[mode][0], rows, MODES[mode][1]), table)
+    return gradient
+
+
+class FirstSteps(NamedTuple):
+    """What two steps of a model print, their gradient by table entry, and its error."""
+
+    printed: str
+    gradient: list[float]
+    error: float
+
+
 def first_steps(
-    root: str, per_token: bool, modes: list[str], told: int = 0, **of_model: Any
-) -> list[tuple[str, list[float]]]:
-    """On a rank: what is printed in two steps of an actor in each mode, and in two of a critic; and the gradients.
+    root: str, per_token: bool, modes: list[str], told: int = 0, actor: dict[str, Any] | None = None, **of_model: Any
+) -> list[FirstSteps]:
+    """On a rank: two steps of an actor in each mode, and two of a critic.
 
     With verl's gather of CP ranks, its losses and its Megatron engine. Of the CP ranks' table one entry is a token's
     log-prob, and its value; the entropy is a half of it. verl was told of mini-batches larger by `told` rows.
+    `actor`: settings of its config, instead of those of which the error is meant.
     `of_model`: options of `table_model`, of whose pipeline stages the last one is two ranks.
     """
     state = start(cp=CP, pp=of_model.get("stages", 1))
@@ -385,6 +421,11 @@ def first_steps(
     counts: dict[str, Any] = {"dp_size": DP, "batch_num_tokens": sum(int((sample.mask != 0).sum()) for sample in STEP)}
     counts |= {"global_batch_size": len(STEP) + told, "num_micro_batch": len(chosen)}
     counts |= {"routed_num_tokens": sum(1 + len(sample.mask) for sample in STEP)}
+    sizes = [*(len(sample.mask) for sample in STEP), 1]
+    columns = {name: column.split(sizes) for name, column in columns_by_entry().items()}
+
+    def padded(rows: list[Tensor]) -> Tensor:
+        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
 
     def forward_step(iterator: Any, model: Any, loss: Any) -> Any:
         rows = next(iterator)
@@ -398,41 +439,38 @@ def first_steps(
             flat = torch.cat([torch.cat([row, torch.zeros(1)]) for row in whole.unbind()])  # behind prompts of a token
             lengths = [len(mask) for mask in masks]
             attention = torch.tensor([[1] * (1 + length) + [0] * (max(lengths) - length) for length in lengths])
-            responses = torch.nested.to_padded_tensor(ids, 0.0)
-            generator = torch.Generator().manual_seed(len(rows))
-            drawn = torch.randn(3, *responses.shape, generator=generator)
+            responses = padded(masks)
             data = Rows(
                 counts | {"attention_mask": attention, "prompts": torch.zeros(len(rows), 1), "responses": responses,
-                "input_ids": torch.zeros(sum(lengths), dtype=torch.int64), "response_mask": responses,
-                "old_log_probs": drawn[0], "ref_log_prob": drawn[1], "advantages": drawn[2], "values": drawn[0],
-                "returns": drawn[2]}
+                "input_ids": torch.zeros(sum(lengths), dtype=torch.int64), "response_mask": responses}
             )  # fmt: skip
+            data |= {name: padded([column[i] for i in rows]) for name, column in columns.items()}
             outputs = {"log_probs": flat, "values": flat, "entropy": 0.5 * flat}
             return own.postprocess_micro_batch_func(engine, outputs, data, forward_only=False, loss_function=loss)
 
         return model(batch.local_numbers(cp_rank, CP).cuda()), loss_func
 
-    def train(model: Any, loss: Any) -> tuple[str, list[float]]:
+    def train(model: Any, loss: Any, right: Tensor) -> FirstSteps:
         for _ in range(2):
             with contextlib.redirect_stdout(io.StringIO()) as printed:
                 model.zero_grad_buffer()
                 run_schedule(partial(forward_step, loss=loss), iter(chosen), model, len(chosen))
             texts.append(printed.getvalue())
         assert not texts.pop()
-        return texts.pop(), model.module.losses.main_grad.tolist()
+        gradient = model.module.losses.main_grad
+        return FirstSteps(texts.pop(), gradient.tolist(), relative_error(gradient, right))
 
     texts: list[str] = []
     results = []
     for mode in modes:
         options = {"loss_agg_mode": mode, "loss_scale_factor": 64 if mode.endswith("norm") else None}
-        config = actor_config(
-            config_module, **options, entropy_coeff=ENTROPY_COEFF, use_kl_loss=True, kl_loss_coef=KL_COEF,
-            kl_loss_type="kl", policy_loss=SimpleNamespace(get=lambda name, default: default),
-        )  # fmt: skip
-        critic = SimpleNamespace(**options, cliprange_value=0.5)
+        of_actor: dict[str, Any] = {"entropy_coeff": ENTROPY_COEFF, "clip_ratio_c": CLIP_C, "policy_loss": {}}
+        of_actor |= {"use_kl_loss": True, "kl_loss_coef": KL_COEF, "kl_loss_type": "kl"}
+        config = actor_config(config_module, **options, **of_actor | (actor or {}))
+        critic = SimpleNamespace(**options, cliprange_value=VALUE_CLIP)
         for loss in (partial(losses.ppo_loss, config), partial(losses.value_loss, critic)):
             model = table_model(TABLE, per_token=per_token, forward=as_hidden_states, **of_model)
-            results.append(train(model, loss))
+            results.append(train(model, loss, expected_of_step(mode, loss.func is losses.ppo_loss)))
     return results
 
 
@@ -602,29 +640,48 @@ def test_the_first_step_of_actor_and_critic_is_proved(per_token: bool, monkeypat
     monkeypatch.setenv("MEGATRON_RL_LOSS_PROOF", "off")
     alone = run_ranks(DP * CP, first_steps, checkout(VERL), per_token, modes)
     for rank, (with_proof, without) in enumerate(zip(proved, alone, strict=True)):
-        assert [gradient for _, gradient in with_proof] == [gradient for _, gradient in without]
-        assert not any(text for text, _ in without)
-        assert rank == 0 or not any(text for text, _ in with_proof)
-    for mode, (actor, _), (critic, _) in zip(modes, proved[0][::2], proved[0][1::2], strict=True):
+        assert [steps.gradient for steps in with_proof] == [steps.gradient for steps in without]
+        assert not any(steps.printed for steps in without)
+        assert rank == 0 or not any(steps.printed for steps in with_proof)
+        assert max(steps.error for steps in with_proof) < TOLERANCE
+    for mode, actor, critic in zip(modes, proved[0][::2], proved[0][1::2], strict=True):
         words = MODES[mode][0] + r"( with divisor \d+)?"
         says = ", ".join(f"{words} on {term}" for term in ("verl's loss", "entropy", "kl", "advantages"))
-        assert re.search(f": {says}, aggregation proved on ", actor), actor
-        assert re.search(f": {words} on verl's loss, aggregation proved on ", critic), critic
+        assert re.search(f": {says}, aggregation proved on ", actor.printed), actor
+        assert re.search(f": {words} on verl's loss, aggregation proved on ", critic.printed), critic
 
 
 @pytest.mark.parametrize("of_model", [{"stages": 2}, {"frozen": True}], ids=["PP 2", "LoRA"])
 def test_pipelines_and_frozen_parameters_are_no_faults(of_model: dict[str, Any]) -> None:
     launch = partial(first_steps, **of_model)
-    actor, critic = run_ranks(CP * DP * of_model.get("stages", 1), launch, checkout(VERL), False, ["token-mean"])[0]
-    assert "aggregation proved on" in actor[0]
-    assert "aggregation proved on" in critic[0]
+    by_rank = run_ranks(CP * DP * of_model.get("stages", 1), launch, checkout(VERL), False, ["token-mean"])
+    assert all("aggregation proved on" in steps.printed for steps in by_rank[0])
+    assert max(steps.error for of_rank in by_rank for steps in of_rank) < TOLERANCE
+
+
+SETTINGS: list[dict[str, Any]] = [
+    *({"policy_loss": {"loss_mode": name}} for name in ("gspo", "gpg", "sapo", "cispo", "dppo_tv", "dppo_kl")),
+    *({"kl_loss_type": name} for name in ("abs", "mse", "low_var_kl", "k1+", "k3+")),
+    {"use_kl_loss": False},
+    {"entropy_coeff": 0.0},
+    {"clip_ratio_high": 0.28},
+]
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_other_losses_and_settings_are_no_faults(per_token: bool) -> None:
+    """Of dppo advantages are not measured: its slopes at a ratio of 1 are not minus them."""
+    for actor in SETTINGS:
+        for steps in run_ranks(DP * CP, first_steps, checkout(VERL), per_token, ["token-mean"], 0, actor)[0]:
+            assert "aggregation proved on" in steps.printed, (actor, steps.printed)
 
 
 def test_a_mini_batch_smaller_than_verl_was_told_is_not_proved() -> None:
-    (actor, _), (critic, _) = run_ranks(DP * CP, first_steps, checkout(VERL), False, ["seq-mean-token-sum"], 4)[0]
-    for text in (actor, critic):
-        assert f"divides by {len(STEP) + 4} samples, and the step has {len(STEP)}, so that tokens weigh" in text
-        assert "NOT PROVED" in text
+    for steps in run_ranks(DP * CP, first_steps, checkout(VERL), False, ["seq-mean-token-sum"], 4)[0]:
+        assert (
+            f"divides by {len(STEP) + 4} samples, and the step has {len(STEP)}, so that tokens weigh" in steps.printed
+        )
+        assert "NOT PROVED" in steps.printed
 
 
 ENGINE, ALGORITHMS = "verl/workers/engine/megatron/transformer_impl.py", "verl/trainer/ppo/core_algos.py"
@@ -655,6 +712,12 @@ PLANTS = {
     ),
     "KL of another estimator": (TERMS, "kl_penalty=config.kl_loss_type", 'kl_penalty="k2"', "is not the kl of kl_pen"),
     "KL clamped": (TERMS, "loss_mat=kld,", "loss_mat=kld.clamp(max=0.1),", "a KL penalty that is not the kl of kl_pen"),
+    "KL of another mode": (
+        TERMS,
+        "loss_mat=kld, loss_mask=response_mask, loss_agg_mode=config.loss_agg_mode",
+        'loss_mat=kld, loss_mask=response_mask, loss_agg_mode="token-sum"',
+        "token_mean on kl: tokens weigh",
+    ),
     "KL not linear": (TERMS, "kl_loss * config", "kl_loss ** 2 * config", "on kl: tokens weigh"),
     "value loss doubled": (ALGORITHMS, "vf_loss = 0.5 * agg_loss(", "vf_loss = agg_loss(", OTHER),
     "mask shifted in ppo_loss": (

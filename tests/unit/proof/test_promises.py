@@ -7,7 +7,7 @@ import pytest
 
 from megatron_rl_loss import StepTotals
 from megatron_rl_loss.modes.aggregation import resolve
-from megatron_rl_loss.proof.promises import misgrouped, other_count
+from megatron_rl_loss.proof.promises import misgrouped, other_count, other_data
 
 MASKS = [[1, 1], [1], [1, 0, 1], [0, 1]]
 SHARED, APART = "prompts share an id", "ids differ within a group, or the mini-batch was shuffled"
@@ -65,3 +65,13 @@ def test_the_samples_by_which_an_engine_divides(count: float | None, low: float,
     compared.totals.units["sample"] = SimpleNamespace(number={"all": 4})
     says = other_count(count, compared)
     assert says.startswith("the engine divides by 8 samples, and the step has 4") == is_reason == (says != "")
+
+
+@pytest.mark.parametrize(
+    ("data", "is_fault"),
+    [(None, False), ((6.0, 4), False), ((6.0 + 1e-6, 4), False), ((7.0, 4), True), ((6.0, 5), True)],
+)
+def test_the_data_of_which_losses_came(data: tuple[float, int] | None, is_fault: bool) -> None:
+    totals = StepTotals.from_loss_masks(MASKS)
+    vars(totals)["units"] = {"sample": SimpleNamespace(number={"all": 4})}
+    assert len(other_data(data, totals)) == is_fault
