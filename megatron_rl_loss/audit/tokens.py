@@ -86,7 +86,7 @@ class StepTokens:
                 parts = samples.parts[name]
                 is_per_token = parts.of_entry is not None
                 per_token |= {name} if is_per_token else set()
-                of_entries = np.append(parts.keys, -1)[parts.of_entry] if is_per_token else parts.keys.repeat(lengths)
+                of_entries = np.append(parts.ids, -1)[parts.of_entry] if is_per_token else parts.ids.repeat(lengths)
                 ids[name].append(of_entries)
             num_samples += len(samples)
         joined = {name: np.concatenate([np.zeros(0, np.int64), *column]) for name, column in columns.items()}

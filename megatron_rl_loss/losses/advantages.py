@@ -13,7 +13,7 @@ from megatron_rl_loss.errors import check_bool, check_within, is_number, is_unor
 from megatron_rl_loss.losses.place import Place, tokens_of
 from megatron_rl_loss.losses.scans import segment_scan
 from megatron_rl_loss.step.collectives import Group, gather_parts, rank_in, stated_dp_group
-from megatron_rl_loss.step.ids import Ids, Keys, as_ids, kind_of_ids
+from megatron_rl_loss.step.ids import Ids, Ints, as_ids, type_of_ids
 from megatron_rl_loss.step.masks import Array, Floats, on_device, to_array
 from megatron_rl_loss.step.samples import LocalTokens
 from megatron_rl_loss.step.values import check_values
@@ -149,7 +149,7 @@ class _Groups:
         rule = "a prompt's samples may lie on several ranks, and their mean is over all of these samples"
         dp_group = stated_dp_group(stated_group, "advantages", rule)
 
-        def prepare() -> tuple[Floats, Keys, Keys, list[str]]:
+        def prepare() -> tuple[Floats, Ints, Ints, list[str]]:
             arrays = [to_array(values) for values in rewards]
             for kind in {array.dtype.kind for array in arrays} - set("biuf"):
                 raise TypeError(f"rewards of dtype {kind!r}: they must be real numbers. Pass a tensor, array or list.")
@@ -162,7 +162,7 @@ class _Groups:
                 )
             prompts = as_ids("prompt_ids", prompt_ids, len(mine[0]), "rewards")
             rollouts = prompts if rollout_ids is None else as_ids("rollout_ids", rollout_ids, len(mine[0]), "rewards")
-            kinds = [kind_of_ids(ids) for ids in (prompt_ids, rollout_ids) if ids is not None]
+            kinds = [type_of_ids(ids) for ids in (prompt_ids, rollout_ids) if ids is not None]
             return np.stack(mine), prompts, rollouts, kinds
 
         parts = gather_parts(prepare, dp_group)
@@ -212,7 +212,7 @@ class _Groups:
         return torch.from_numpy(values[self._mine]).float().to(self._device)
 
 
-def _share_of_rollout(rewards: Floats, prompts: Keys, ids: Keys) -> Floats:
+def _share_of_rollout(rewards: Floats, prompts: Ints, ids: Ints) -> Floats:
     """1 / the number of samples in each sample's rollout, float64 [num_samples]; rewards: a row for each."""
     _, first, rollout = np.unique(ids, return_index=True, return_inverse=True)
     unlike = (rewards[:, first][:, rollout] != rewards).any(0) | (prompts[first][rollout] != prompts)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron_rl_loss.losses.place import Place, tokens_of
 from megatron_rl_loss.step.collectives import Group, ranks_of, size_of
-from megatron_rl_loss.step.ids import Keys
+from megatron_rl_loss.step.ids import Ints
 from megatron_rl_loss.step.masks import Floats, on_device
 from megatron_rl_loss.step.samples import LocalTokens, Samples
 from megatron_rl_loss.step.totals import StepTotals
@@ -37,9 +37,9 @@ class Sequences:
     tokens: LocalTokens
     rows: list[Tensor]
     mask: Tensor
-    counts: Keys
-    order: Keys | None
-    units: Keys | None
+    counts: Ints
+    order: Ints | None
+    units: Ints | None
     mask_sums: Floats
     group: Group | None
     dtype: torch.dtype
@@ -91,7 +91,7 @@ def _exchange_group(tokens: LocalTokens, of_place: Group | None, stated: Group |
     return cp_group
 
 
-def _units_of(samples: Samples, per: str, totals: StepTotals | None) -> Keys | None:
+def _units_of(samples: Samples, per: str, totals: StepTotals | None) -> Ints | None:
     """`Sequences.units`; ValueError for a unit that, by the step's totals, has tokens outside the micro-batch."""
     parts = samples.parts.get(per)
     if per == "sample" or (per == "rollout" and parts is None):
@@ -102,10 +102,10 @@ def _units_of(samples: Samples, per: str, totals: StepTotals | None) -> Keys | N
             f"samples are one {per}. Pass Samples(..., "
             f"{f'{per}_ids=' if per in ('prompt', 'rollout') else f'ids={{{per!r}: ...}}'})."
         )
-    keys, units = np.unique(parts.keys, return_inverse=True)
+    ids, units = np.unique(parts.ids, return_inverse=True)
     if totals is not None and per in totals.units and totals.units[per].have_ids:
-        here = np.bincount(units, samples.mask_sums_by(per), len(keys))
-        whole = totals.units[per].at("tokens", keys, f"{per}_ids")
+        here = np.bincount(units, samples.mask_sums_by(per), len(ids))
+        whole = totals.units[per].at("tokens", ids, f"{per}_ids")
         missing = whole * (1 - 1e-9) - here  # sums of fractional masks may differ in the last bit
         if (missing > 0).any():
             i = int(missing.argmax())

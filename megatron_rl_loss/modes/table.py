@@ -169,7 +169,7 @@ class ModeInputs:
             units = self._units(self.totals, key)
             parts = parts or Parts(np.zeros(len(own), np.int64), np.arange(len(own)))  # of the one step
             self._known(units.counts, counted, key)
-            of_parts = units.at(counted, parts.keys, argument_of(key), parts.sample)
+            of_parts = units.at(counted, parts.ids, argument_of(key), parts.sample)
         of_parts = np.maximum(of_parts, least)
         if parts is None or parts.of_entry is None:
             return of_parts

@@ -52,10 +52,10 @@ def _check_covers(totals: StepTotals, samples: Samples) -> None:
                 _check_fits(f"{name} units ({counting})", int((counts > 0).sum()), number)
         if parts is None:
             continue
-        keys, at = np.unique(parts.keys, return_inverse=True)
-        if len(keys) and units.have_ids:
-            here = np.bincount(at, samples.mask_sums_by(name), len(keys))
-            whole = units.at("tokens", keys, f"{name} id")
+        ids, at = np.unique(parts.ids, return_inverse=True)
+        if len(ids) and units.have_ids:
+            here = np.bincount(at, samples.mask_sums_by(name), len(ids))
+            whole = units.at("tokens", ids, f"{name} id")
             worst = int((here - whole * _SLACK).argmax())
             _check_fits(f"mask tokens of one {name}", float(here[worst]), float(whole[worst]))
         for counting, number in units.number.items():

@@ -77,11 +77,11 @@ def check_ids(totals: StepTotals, asked: Set[str], filled: Sequence[Samples]) ->
                 "whole step."
             )
     for key in sorted(asked & {"rollout", "session", "turn"}) if totals.dp_size > 1 else ():
-        of_each = [microbatch.parts[key].keys for microbatch in filled if key in microbatch.parts]
-        keys, here = np.unique(np.concatenate([np.zeros(0, np.int64), *of_each]), return_counts=True)
-        if len(keys) > 1 and (totals.units[key].at("all", keys, f"{key} id") > here).all():
+        of_each = [microbatch.parts[key].ids for microbatch in filled if key in microbatch.parts]
+        ids, here = np.unique(np.concatenate([np.zeros(0, np.int64), *of_each]), return_counts=True)
+        if len(ids) > 1 and (totals.units[key].at("all", ids, f"{key} id") > here).all():
             warn_on_one_rank(
-                f"each of the {len(keys)} {key}s of this rank has samples on other ranks too: {key} ids that start "
+                f"each of the {len(ids)} {key}s of this rank has samples on other ranks too: {key} ids that start "
                 f"again on each rank collide. Make {key} ids unique in the whole step."
             )
     if rollouts == 1 < samples and "rollout" in asked:

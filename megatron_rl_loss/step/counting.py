@@ -1,6 +1,6 @@
 """Counting a step: every rank's tally is gathered over the data-parallel group, and each rank adds up all of them.
 
-A tally has a table for each kind of units, with a row for each id that the rank holds, and what ranks must have alike.
+A tally has a table for each key, with a row for each id that the rank holds, and what ranks must have alike.
 Every rank makes the same sums of the same rows, to the bit.
 """
 
@@ -27,7 +27,7 @@ from megatron_rl_loss.step.collectives import (
     warn_on_one_rank,
     world_rank,
 )
-from megatron_rl_loss.step.ids import Keys, hashed, join_kinds
+from megatron_rl_loss.step.ids import Ints, hashed, join_types
 from megatron_rl_loss.step.masks import Floats
 from megatron_rl_loss.step.samples import Samples, read_masks
 from megatron_rl_loss.step.totals import StepTotals
@@ -35,14 +35,14 @@ from megatron_rl_loss.step.units import COUNTINGS, Counted, Sum, Units
 
 #: Units that every rank knows by name, with samples or without; there is one step.
 _KNOWN = ("step", "rollout", "prompt")
-#: A row for each id: ``key``, of rollouts ``prompt`` (both int64), and a float64 for each `Column` by its name.
+#: A row for each id: ``id``, of rollouts ``prompt`` (both int64), and a float64 for each `Column` by its name.
 Rows = npt.NDArray[np.void]
 #: Ranks of a micro-batch's own context-parallel group, and the digest of its samples.
 InCpGroup = tuple[tuple[int, ...], bytes]
 
 
 class Column(NamedTuple):
-    """What is counted of a kind of units by a mask.
+    """What is counted of the units of a key, by a mask.
 
     Attributes:
         name: of the field in `Rows`.
@@ -64,8 +64,8 @@ class Tally(NamedTuple):
         settings: a digest of what ranks must ask for alike.
         failed: the rank raised an error; it then has nothing else.
         has_data: False on a pipeline stage that reads none.
-        kinds: the type of the samples' ids by name; None without a sample.
-        tables: `Rows` of each kind of units, as bytes.
+        id_types: the type of the samples' ids by name; None without a sample.
+        tables: `Rows` of the units by each key, as bytes.
         data: a digest of the samples; 0 without any, or where nobody compares it.
         is_own: samples are told apart by ids or tokens, and some token counts.
         in_cp_groups: of micro-batches that have a context-parallel group of several ranks of their own.
@@ -75,7 +75,7 @@ class Tally(NamedTuple):
     settings: int
     failed: bool = False
     has_data: bool = False
-    kinds: Mapping[str, str] | None = None
+    id_types: Mapping[str, str] | None = None
     tables: Mapping[str, bytes] = {}
     data: int = 0
     is_own: bool = False
@@ -123,11 +123,11 @@ def count_step(
     for group in several(groups.dp_group):
         tallies = [Tally(*fields) for fields in gather_objects(plain, group)]
     failed, has_data = any(tally.failed for tally in tallies), any(tally.has_data for tally in tallies)
-    kinds = join_kinds(tuple(tally.kinds.items()) for tally in tallies if tally.kinds is not None)
-    if not failed and (disagreement := next(_disagreements(tallies, mine, kinds, settings), None)) is not None:
+    id_types = join_types(tuple(tally.id_types.items()) for tally in tallies if tally.id_types is not None)
+    if not failed and (disagreement := next(_disagreements(tallies, mine, id_types, settings), None)) is not None:
         # Where some ranks have no data, these alone give the reason.
         failed, failure = True, disagreement if all(tally.has_data for tally in tallies) or not mine.has_data else None
-    added = attempt(lambda: _add_up([] if failed else tallies, kinds or {}, masks, sums, groups.dp_group))
+    added = attempt(lambda: _add_up([] if failed else tallies, id_types or {}, masks, sums, groups.dp_group))
     if isinstance(added, Exception):
         failed, failure = True, added
     of_step = () if isinstance(added, Exception) else tuple(map(_numbers, (added, *added.by_mask.values())))
@@ -179,21 +179,21 @@ def _tally(
         raise microbatches
     read_masks(microbatches or ())
     filled = [samples for samples in microbatches or () if len(samples)]
-    kinds = join_kinds(samples.kinds_of_ids for samples in filled)
-    if kinds is None:
-        shown = " and of ".join(str(dict(kinds)) for kinds in sorted({samples.kinds_of_ids for samples in filled}))
+    id_types = join_types(samples.id_types for samples in filled)
+    if id_types is None:
+        shown = " and of ".join(str(dict(id_types)) for id_types in sorted({samples.id_types for samples in filled}))
         raise ValueError(
             f"micro-batches with ids of {shown}: each kind of id must be given on all or none, as ints on all or "
             "as strings on all, per sample or per token. Pass the same ids with every micro-batch."
         )
     counted = [samples for samples in filled if samples.counts_here]
     # Equal masks alone may be chance; engines fill up ranks with copies of one row that is fully masked.
-    is_told_apart = bool(kinds) or any(samples.tokens is not None for samples in counted)
+    is_told_apart = bool(id_types) or any(samples.tokens is not None for samples in counted)
     return Tally(
         settings,
         has_data=microbatches is not None,
-        kinds=kinds if filled else None,
-        tables={kind: _table(kind, counted, masks, sums).tobytes() for kind in ("step", *kinds) if counted},
+        id_types=id_types if filled else None,
+        tables={key: _table(key, counted, masks, sums).tobytes() for key in ("step", *id_types) if counted},
         data=hashed(b"".join(samples.digest() for samples in counted)) if counted and groups.all else 0,
         is_own=is_told_apart and any(samples.mask_sums.any() for samples in counted),
         in_cp_groups=[
@@ -203,21 +203,21 @@ def _tally(
     )
 
 
-def _columns(kind: str, masks: Sequence[str], sums: Sequence[Sum]) -> list[Column]:
-    """What is counted of a kind of units, the same on every rank."""
+def _columns(key: str, masks: Sequence[str], sums: Sequence[Sum]) -> list[Column]:
+    """What is counted of the units by a key, the same on every rank."""
     functions: list[tuple[str, Counted, Callable[[Samples], Floats]]] = [
-        ("tokens", "tokens", lambda samples: samples.mask_sums_by(kind)),
-        *((row.name, row.name, partial(row.of_parts, key=kind)) for row in COUNTINGS.values()),
+        ("tokens", "tokens", lambda samples: samples.mask_sums_by(key)),
+        *((row.name, row.name, partial(row.of_parts, key=key)) for row in COUNTINGS.values()),
     ]
-    if kind == "step":
+    if key == "step":
         functions += [
             ("active_tokens", "active_tokens", lambda samples: samples.active_tokens),
             ("entries", "entries", lambda samples: np.array(samples.mask_lengths, np.float64)),
         ]
     functions += [
-        (f"sum {number}", declared, partial(_sums_of_parts, declared, kind))
+        (f"sum {number}", declared, partial(_sums_of_parts, declared, key))
         for number, declared in enumerate(sums)
-        if declared.by == kind
+        if declared.by == key
     ]
     return [
         Column(name if mask is None else f"{name} by {mask}", mask, counted, of_parts)
@@ -226,34 +226,34 @@ def _columns(kind: str, masks: Sequence[str], sums: Sequence[Sum]) -> list[Colum
     ]
 
 
-def _sums_of_parts(declared: Sum, kind: str, samples: Samples) -> Floats:
-    return samples.at_parts(kind, declared.values(samples))
+def _sums_of_parts(declared: Sum, key: str, samples: Samples) -> Floats:
+    return samples.at_parts(key, declared.values(samples))
 
 
-def _table(kind: str, counted: Sequence[Samples], masks: Sequence[str], sums: Sequence[Sum]) -> Rows:
-    """This rank's rows of a kind of units."""
+def _table(key: str, counted: Sequence[Samples], masks: Sequence[str], sums: Sequence[Sum]) -> Rows:
+    """This rank's rows of the units by a key."""
 
-    def keys_of(kind: str) -> Keys:
-        return np.concatenate([samples.parts[kind].keys for samples in counted])
+    def ids_of(key: str) -> Ints:
+        return np.concatenate([samples.parts[key].ids for samples in counted])
 
-    keys = np.zeros(sum(map(len, counted)), np.int64) if kind == "step" else keys_of(kind)
+    ids = np.zeros(sum(map(len, counted)), np.int64) if key == "step" else ids_of(key)
     columns = {
         column.name: np.concatenate([column.of_parts(samples.with_mask(column.mask)) for samples in counted])
-        for column in _columns(kind, masks, sums)
+        for column in _columns(key, masks, sums)
     }
-    prompts = keys_of("prompt") if kind == "rollout" and "prompt" in counted[0].parts else np.zeros_like(keys)
-    return sum_by_key(keys, columns, prompts)
+    prompts = ids_of("prompt") if key == "rollout" and "prompt" in counted[0].parts else np.zeros_like(ids)
+    return sum_by_id(ids, columns, prompts)
 
 
 def _fields(columns: Iterable[str]) -> np.dtype[np.void]:
-    return np.dtype([("key", np.int64), ("prompt", np.int64), *((name, np.float64) for name in columns)])
+    return np.dtype([("id", np.int64), ("prompt", np.int64), *((name, np.float64) for name in columns)])
 
 
-def sum_by_key(keys: Keys, columns: Mapping[str, Floats], prompts: Keys) -> Rows:
-    """The sums of the columns by key, sorted; ValueError for a key that came with two prompts."""
-    unique, at = np.unique(keys, return_inverse=True)
+def sum_by_id(ids: Ints, columns: Mapping[str, Floats], prompts: Ints) -> Rows:
+    """The sums of the columns by id, sorted; ValueError for an id that came with two prompts."""
+    unique, at = np.unique(ids, return_inverse=True)
     rows = np.zeros(len(unique), _fields(columns))
-    rows["key"], rows["prompt"][at] = unique, prompts
+    rows["id"], rows["prompt"][at] = unique, prompts
     if (rows["prompt"][at] != prompts).any():
         raise ValueError(
             "one rollout id is used under two prompt ids: rollout ids must be unique in the step, not only within a "
@@ -266,21 +266,21 @@ def sum_by_key(keys: Keys, columns: Mapping[str, Floats], prompts: Keys) -> Rows
 
 
 def _add_up(
-    tallies: Sequence[Tally], kinds: Iterable[str], masks: Sequence[str], sums: Sequence[Sum], dp_group: Group | None
+    tallies: Sequence[Tally], id_types: Iterable[str], masks: Sequence[str], sums: Sequence[Sum], dp_group: Group | None
 ) -> StepTotals:
     """The totals of all ranks' tables; ValueError where a rollout came under two prompts."""
     of_masks: dict[str | None, dict[str, Units]] = {mask: {} for mask in (None, *masks)}
-    for kind in dict.fromkeys((*_KNOWN, *kinds)):
-        columns = _columns(kind, masks, sums)
-        data = b"".join(tally.tables[kind] for tally in tallies if kind in tally.tables)
-        if not data and kind not in kinds:
+    for key in dict.fromkeys((*_KNOWN, *id_types)):
+        columns = _columns(key, masks, sums)
+        data = b"".join(tally.tables[key] for tally in tallies if key in tally.tables)
+        if not data and key not in id_types:
             continue
         rows = np.frombuffer(data, _fields(column.name for column in columns))
-        rows = sum_by_key(rows["key"], {column.name: rows[column.name] for column in columns}, rows["prompt"])
+        rows = sum_by_id(rows["id"], {column.name: rows[column.name] for column in columns}, rows["prompt"])
         for mask, units in of_masks.items():
             # Copies: a column of `rows` is a view with strides, which would keep the whole table.
             values = {column.counted: rows[column.name].copy() for column in columns if column.mask == mask}
-            units[kind] = Units.of(rows["key"].copy(), values)
+            units[key] = Units.of(rows["id"].copy(), values)
     of_step = {mask: units["step"].counts for mask, units in of_masks.items() if "step" in units}
     none: dict[Counted, Floats] = dict.fromkeys(("tokens", "active_tokens", "entries", *COUNTINGS), np.zeros(1))
     totals = {mask: _totals(of_step.get(mask, none), units, size_of(dp_group)) for mask, units in of_masks.items()}
@@ -315,7 +315,7 @@ def _without_units(numbers: Sequence[tuple[float, int, int]], masks: Sequence[st
 
 def _digest(tallies: Sequence[Tally], sums: Sequence[Sum]) -> int:
     """Of the data of all ranks. Tables are made of the samples, but for what the functions of declared sums return."""
-    return hashed(repr([(tally.data, tally.kinds, tally.tables if sums else {}) for tally in tallies]))
+    return hashed(repr([(tally.data, tally.id_types, tally.tables if sums else {}) for tally in tallies]))
 
 
 def _other_settings(settings: str) -> ValueError:
@@ -326,7 +326,7 @@ def _other_settings(settings: str) -> ValueError:
 
 
 def _disagreements(
-    tallies: Sequence[Tally], mine: Tally, kinds: Mapping[str, str] | None, settings: str
+    tallies: Sequence[Tally], mine: Tally, id_types: Mapping[str, str] | None, settings: str
 ) -> Iterator[ValueError]:
     """This rank's errors about tallies that do not agree."""
     if len({tally.settings for tally in tallies}) > 1:
@@ -336,9 +336,9 @@ def _disagreements(
             "this rank has no data iterator, while other DP ranks of its pipeline stage have one: all must read data. "
             "Give every rank a data iterator (is_distributed = True)."
         )
-    if kinds is None:
+    if id_types is None:
         yield ValueError(
-            f"samples with ids of {list(mine.kinds or ())}, and other ids on other ranks: each kind of id must be "
+            f"samples with ids of {list(mine.id_types or ())}, and other ids on other ranks: each kind of id must be "
             "given on all DP ranks or none, as ints on all or as strings on all. Pass the same ids on every rank."
         )
     if not _are_alike_in_cp_groups(tallies):
@@ -354,7 +354,7 @@ def _twins(tallies: Sequence[Tally], *, by_rollouts: bool) -> str | None:
     """The first two DP ranks that hold the same samples, told apart by rollout ids or, if not asked, by anything."""
     first: dict[int, int] = {}
     for rank, tally in enumerate(tallies):
-        is_compared = tally.is_own and tally.data and ("rollout" in (tally.kinds or ()) or not by_rollouts)
+        is_compared = tally.is_own and tally.data and ("rollout" in (tally.id_types or ()) or not by_rollouts)
         if is_compared and first.setdefault(tally.data, rank) != rank:
             return (
                 f"DP ranks {first[tally.data]} and {rank} hold samples with the same masks, ids and tokens: these "

@@ -13,28 +13,28 @@ from megatron_rl_loss.errors import check_one_each, is_int, is_unordered
 Ids = Sequence[int | str] | Tensor | npt.NDArray[Any]
 #: By name, an id per sample; or per sample a row, with an id per mask entry.
 IdsByName = Mapping[str, Ids | Sequence[Ids]]
-Keys = npt.NDArray[np.int64]
+Ints = npt.NDArray[np.int64]
 _LIMIT = 2**61
 _PER_TOKEN = "per token"
 
 
 class Parts(NamedTuple):
-    """The parts of one kind's units: a part is one sample's tokens of one unit, in the order of samples and tokens.
+    """The parts of one key's units: a part is one sample's tokens of one unit, in the order of samples and tokens.
 
     Attributes:
-        keys: id of each part's unit, int64 [num_parts]; where ids are given per sample, each sample is a part.
+        ids: id of each part's unit, int64 [num_parts]; where ids are given per sample, each sample is a part.
         sample: of each part, int64 [num_parts].
         of_entry: the part of each mask entry, end to end; -1 in no unit. None where ids are given per sample.
     """
 
-    keys: Keys
-    sample: Keys
-    of_entry: Keys | None = None
+    ids: Ints
+    sample: Ints
+    of_entry: Ints | None = None
 
     def sums(self, of_entries: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
         """The sum over each part of values of mask entries, float64 [num_parts]."""
         assert self.of_entry is not None
-        return np.bincount(self.of_entry + 1, of_entries, len(self.keys) + 1)[1:]
+        return np.bincount(self.of_entry + 1, of_entries, len(self.ids) + 1)[1:]
 
 
 def argument_of(key: str) -> str:
@@ -46,13 +46,13 @@ def parts_of(key: str, ids: Ids | Sequence[Ids], lengths: Sequence[int]) -> Part
     """The parts by ids per sample, or per token of masks of these lengths: a negative id or "" is no unit."""
     name = argument_of(key)
     if key in ("rollout", "prompt") or not is_per_token(ids):
-        keys = as_ids(name, ids, len(lengths))  # type: ignore[arg-type]
-        for i in np.flatnonzero(~_is_unit(keys))[:1]:
+        of_samples = as_ids(name, ids, len(lengths))  # type: ignore[arg-type]
+        for i in np.flatnonzero(~_is_unit(of_samples))[:1]:
             raise ValueError(
                 f"{name} with a negative or empty id for sample {i}: such an id names no unit, and each sample must be "
                 f"in a {key}. Give the sample an id of its own; pass signed hashes as strings."
             )
-        return Parts(keys, np.arange(len(lengths)))
+        return Parts(of_samples, np.arange(len(lengths)))
     check_one_each(name, len(ids), "loss masks", len(lengths))
     rows = [_plain(row) for row in ids]
     if (sizes := [len(row) if _is_row(row) else None for row in rows]) != list(lengths):
@@ -60,19 +60,19 @@ def parts_of(key: str, ids: Ids | Sequence[Ids], lengths: Sequence[int]) -> Part
             f"{name} with rows of {sizes[:8]} entries for loss masks of {lengths[:8]}: each row must be as long as its "
             "sample's mask. Pass one id per entry, -1 where a token is in no unit."
         )
-    keys = as_ids(name, [entry for row in rows for entry in row], sum(lengths))
-    named = np.flatnonzero(_is_unit(keys))
-    unique, number = np.unique(keys[named], return_inverse=True)
+    of_entries = as_ids(name, [entry for row in rows for entry in row], sum(lengths))
+    named = np.flatnonzero(_is_unit(of_entries))
+    unique, number = np.unique(of_entries[named], return_inverse=True)
     sample = np.arange(len(lengths)).repeat(lengths)
     _, first, part = np.unique(sample[named] * len(unique) + number, return_index=True, return_inverse=True)
-    order, of_entry = first.argsort(), np.full(len(keys), -1)
+    order, of_entry = first.argsort(), np.full(len(of_entries), -1)
     of_entry[named] = order.argsort()[part]
     firsts = named[first[order]]
-    return Parts(keys[firsts], sample[firsts], of_entry)
+    return Parts(of_entries[firsts], sample[firsts], of_entry)
 
 
-def _is_unit(keys: Keys) -> npt.NDArray[np.bool_]:
-    return (keys >= 0) & (keys != hashed(""))
+def _is_unit(ids: Ints) -> npt.NDArray[np.bool_]:
+    return (ids >= 0) & (ids != hashed(""))
 
 
 def check_units(parts: Mapping[str, Parts], entries: npt.NDArray[Any]) -> None:
@@ -100,7 +100,7 @@ def _is_row(entry: Any) -> bool:
     return getattr(entry, "ndim", 0) == 1 or (isinstance(entry, Sequence) and not isinstance(entry, str | bytes))
 
 
-def as_ids(name: str, ids: Ids, num_samples: int, beside: str = "loss masks") -> Keys:
+def as_ids(name: str, ids: Ids, num_samples: int, beside: str = "loss masks") -> Ints:
     """One id per sample, int64 [num_samples]; strings by a 61-bit BLAKE2b hash, which is the same on every rank.
 
     Raises:
@@ -121,14 +121,14 @@ def as_ids(name: str, ids: Ids, num_samples: int, beside: str = "loss masks") ->
                 )
             if not isinstance(value, str) and str(int(value)) in texts:
                 raise ValueError(f"{name} holds {value} and '{value}': these are two ids. Write every id one way.")
-        keys = {text: hashed(text) for text in texts}
-        values = [keys[value] if isinstance(value, str) else int(value) for value in values]
+        hashes = {text: hashed(text) for text in texts}
+        values = [hashes[value] if isinstance(value, str) else int(value) for value in values]
     if values and not -_LIMIT < min(values) <= max(values) < _LIMIT:
         raise ValueError(f"{name} go beyond 61 bits: ranks exchange ids as 61-bit ints. Pass such ids as strings.")
     return np.array(values, np.int64)
 
 
-def kind_of_ids(ids: Ids | Sequence[Ids]) -> str:
+def type_of_ids(ids: Ids | Sequence[Ids]) -> str:
     """``int`` or ``str``: an id that is an int on one rank and its own string on another would be two ids.
 
     Of ids per token ``int per token`` or ``str per token``, and ``per token`` alone where no token is in a unit.
@@ -142,16 +142,16 @@ def kind_of_ids(ids: Ids | Sequence[Ids]) -> str:
     return f"int {_PER_TOKEN}" if has_unit else _PER_TOKEN
 
 
-def join_kinds(of_microbatches: Iterable[Sequence[tuple[str, str]]]) -> dict[str, str] | None:
-    """The kind of each name's ids in all micro-batches, sorted by name; None where micro-batches differ."""
-    of_each = [dict(kinds) for kinds in of_microbatches]
-    if len({tuple(kinds) for kinds in of_each}) > 1:
+def join_types(of_microbatches: Iterable[Sequence[tuple[str, str]]]) -> dict[str, str] | None:
+    """The type of each name's ids in all micro-batches, sorted by name; None where micro-batches differ."""
+    of_each = [dict(types) for types in of_microbatches]
+    if len({tuple(types) for types in of_each}) > 1:
         return None
     joined = dict[str, str]()
     for name in of_each[0] if of_each else ():
-        kinds = {of_microbatch[name] for of_microbatch in of_each}
-        known = kinds - {_PER_TOKEN} or kinds
-        if len(known) > 1 or len({kind.endswith(_PER_TOKEN) for kind in kinds}) > 1:
+        types = {of_microbatch[name] for of_microbatch in of_each}
+        known = types - {_PER_TOKEN} or types
+        if len(known) > 1 or len({name.endswith(_PER_TOKEN) for name in types}) > 1:
             return None
         joined[name] = known.pop()
     return joined

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron_rl_loss.errors import check_mapping, check_one_each, check_sized
 from megatron_rl_loss.step.collectives import Group, rank_in, size_of
-from megatron_rl_loss.step.ids import Ids, IdsByName, Keys, check_units, kind_of_ids, parts_of
+from megatron_rl_loss.step.ids import Ids, IdsByName, Ints, check_units, parts_of, type_of_ids
 from megatron_rl_loss.step.layouts import Layout, Pieces, as_ints, check_cp, is_user_defined
 from megatron_rl_loss.step.masks import (
     Array,
@@ -99,21 +99,21 @@ class Samples:
                 from megatron_rl_loss.step.own_layouts import check_pieces
 
                 check_pieces(layout, "loss masks", self.places)
-        kinds = [("rollout", rollout_ids), ("prompt", prompt_ids), *(ids or {}).items()]
-        by_kind = dict(named := [(name, values) for name, values in kinds if values is not None])
-        if len(by_kind) < len(named):
-            twice = next(name for name in by_kind if sum(name == other for other, _ in named) > 1)
+        named_ids = [("rollout", rollout_ids), ("prompt", prompt_ids), *(ids or {}).items()]
+        by_key = dict(named := [(name, values) for name, values in named_ids if values is not None])
+        if len(by_key) < len(named):
+            twice = next(name for name in by_key if sum(name == other for other, _ in named) > 1)
             raise ValueError(
                 f"{twice}_ids= together with ids={{{twice!r}: ...}}: both are the ids of the {twice}s, which must be "
                 "given once. Drop one of the two."
             )
-        if reserved := {"step", "sample"} & by_kind.keys():
+        if reserved := {"step", "sample"} & by_key.keys():
             raise ValueError(f"ids named {min(reserved)!r}: the step and each sample are units already. Rename them.")
-        self.parts = {name: parts_of(name, values, self.mask_lengths) for name, values in by_kind.items()}
+        self.parts = {name: parts_of(name, values, self.mask_lengths) for name, values in by_key.items()}
         for array in (array for parts in self.parts.values() for array in parts if array is not None):
             array.flags.writeable = False
-        self.ids = {name: parts.keys for name, parts in self.parts.items() if parts.of_entry is None}
-        self.kinds_of_ids = tuple(sorted((name, kind_of_ids(values)) for name, values in by_kind.items()))
+        self.ids = {name: parts.ids for name, parts in self.parts.items() if parts.of_entry is None}
+        self.id_types = tuple(sorted((name, type_of_ids(values)) for name, values in by_key.items()))
         for name, entries in self.labels.items():
             check_sized(f"labels {name!r}", entries)
             check_one_each(f"labels {name!r}", len(entries), "loss masks", len(self))
@@ -308,12 +308,12 @@ def read_masks(microbatches: Iterable[Samples]) -> None:
         samples._fill(joined[begin:end])
 
 
-def _find_named(kind: str, name: str, columns: Mapping[str, Any], argument: str) -> Any:
+def _find_named(what: str, name: str, columns: Mapping[str, Any], argument: str) -> Any:
     """The entry of that name; ValueError where the samples lack it."""
     if name not in columns:
         raise ValueError(
-            f"the samples have no {kind} {name!r} (they have {', '.join(columns) or 'none'}): every micro-batch must "
-            f"bring the {kind}s that a mode or a term uses. Pass Samples(..., {argument}={{{name!r}: [...]}})."
+            f"the samples have no {what} {name!r} (they have {', '.join(columns) or 'none'}): every micro-batch must "
+            f"bring the {what}s that a mode or a term uses. Pass Samples(..., {argument}={{{name!r}: [...]}})."
         )
     return columns[name]
 
@@ -435,13 +435,13 @@ class LocalTokens:
             counts[i] += number
         return np.array(counts, np.int64)
 
-    def by_part(self, key: str) -> tuple[Keys, Keys | None]:
+    def by_part(self, key: str) -> tuple[Ints, Ints | None]:
         """The number of these tokens in each part, and their places in that order; None for ids per sample."""
         parts = self.samples.parts.get(key)
         if parts is None or parts.of_entry is None:
             return self.counts, None
         part = self.of(place(parts.of_entry + 1, self.samples.places, self.samples.total_tokens))
-        counts = np.bincount(part, minlength=len(parts.keys) + 1)
+        counts = np.bincount(part, minlength=len(parts.ids) + 1)
         return counts[1:], part.argsort(kind="stable")[counts[0] :]
 
     @cached_property

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megatron_rl_loss.step.ids import Keys
+from megatron_rl_loss.step.ids import Ints
 from megatron_rl_loss.step.masks import Floats, to_array
 from megatron_rl_loss.step.samples import Samples
 
@@ -90,40 +90,40 @@ Counted = str | Sum
 
 @dataclass(frozen=True, eq=False)
 class Units:
-    """The step's units of one kind: rollouts, prompt groups, ...
+    """The step's units by one key: rollouts, prompt groups, ...
 
     Attributes:
         number: by unit counting, how many there are.
-        keys: their ids, sorted, int64 [num_units]; none of units without ids: samples, and rollouts that are samples.
+        ids: theirs, sorted, int64 [num_units]; none of units without ids: samples, and rollouts that are samples.
         counts: of each unit with an id, float64 [num_units].
     """
 
     number: Mapping[UnitCounting, int]
-    keys: Keys
+    ids: Ints
     counts: Mapping[Counted, Floats]
 
     @classmethod
-    def of(cls, keys: Keys, counts: Mapping[Counted, Floats]) -> "Units":
+    def of(cls, ids: Ints, counts: Mapping[Counted, Floats]) -> "Units":
         """Units with ids; a counting whose labels some samples lack has no number."""
         known = {name: values for name, values in counts.items() if not np.isnan(values).any()}
         number = {name: int(np.count_nonzero(known[name])) for name in COUNTINGS if name in known}
-        return cls(number, keys, known)
+        return cls(number, ids, known)
 
     @property
     def have_ids(self) -> bool:
         return bool(self.counts)
 
-    def at(self, counted: Counted, keys: Keys, ids: str, sample: Keys | None = None) -> Floats:
-        """The count of each key's unit; ValueError for a key that is not known, which names the ids and its sample."""
+    def at(self, counted: Counted, ids: Ints, name: str, sample: Ints | None = None) -> Floats:
+        """The count of each id's unit; ValueError for an unknown id, with its sample and the name of the ids."""
         values = self.counts[counted]
-        if not len(keys):
+        if not len(ids):
             return np.zeros(0)
-        places = self.keys.searchsorted(keys).clip(max=max(len(self.keys) - 1, 0))
-        unknown = self.keys[places] != keys if len(self.keys) else np.ones(len(keys), np.bool_)
+        places = self.ids.searchsorted(ids).clip(max=max(len(self.ids) - 1, 0))
+        unknown = self.ids[places] != ids if len(self.ids) else np.ones(len(ids), np.bool_)
         if unknown.any():
             first = int(unknown.argmax())
             raise ValueError(
-                f"the {ids} of sample {first if sample is None else sample[first]} has no count in the step's totals: "
+                f"the {name} of sample {first if sample is None else sample[first]} has no count in the step's totals: "
                 "totals must count every unit of the step. Make them from the whole step, with the same ids."
             )
         return values[places]
