@@ -37,31 +37,19 @@ def train_step(
     dp_group, cp_group = mesh["dp"].get_group(), mesh["cp"].get_group()
 
     def describe() -> list[Samples]:  # a function: what it raises on one rank is raised on all
-        return [
-            Samples(
-                list(batch["loss_masks"]),
-                layout=ZigzagBSHD(*batch["tokens"].shape),
-                prompt_ids=batch["prompt_ids"],
-                tokens=batch["tokens"],
-            )
-            for batch in batches
-        ]
+        described = []
+        for batch in batches:
+            layout, masks = ZigzagBSHD(*batch["tokens"].shape), list(batch["loss_masks"])
+            described.append(Samples(masks, layout=layout, prompt_ids=batch["prompt_ids"], tokens=batch["tokens"]))
+        return described
 
     plan = plan_step(describe, mode, divisor=divisor, dp_group=dp_group, cp_group=cp_group)
     optimizer.zero_grad()
     for number, (batch, microbatch) in enumerate(zip(batches, plan, strict=True), start=1):
-        buffers = [batch[name].clone() for name in CUT]  # `context_parallel` cuts them in place
-        with contextlib.ExitStack() as stack:
-            if number < len(plan):
-                stack.enter_context(model.no_sync())
-            stack.enter_context(
-                context_parallel(
-                    mesh["cp"],
-                    buffers=buffers,
-                    buffer_seq_dims=[1] * len(buffers),
-                    no_restore_buffers=set(buffers),
-                )
-            )
+        buffers = [batch[name].clone() for name in CUT]
+        # Torch cuts the buffers in place.
+        cut = context_parallel(mesh["cp"], buffers=buffers, buffer_seq_dims=[1] * 4, no_restore_buffers={*buffers})
+        with contextlib.nullcontext() if number == len(plan) else model.no_sync(), cut:
             tokens, labels, old_log_probs, advantages = buffers
             microbatch.check_tokens(tokens)  # torch cuts rows as ZigzagBSHD says
             log_probs = model(tokens).log_softmax(-1).gather(-1, labels[..., None])[..., 0]
