@@ -82,8 +82,8 @@ class LossModes:
 
     def rehearse(self, samples: Samples, masks: Sequence[str] = ()) -> set[str]:
         """The keys that the modes ask for; ValueError for samples that lack a key or a label, before the count."""
-        asked = rehearse(self.policy, samples)
+        asked = rehearse(self.policy, samples).asked
         for aggregation in self.terms.values():
             for name in (None, *masks):
-                asked |= rehearse(aggregation, samples.with_mask(name))
+                asked |= rehearse(aggregation, samples.with_mask(name)).asked
         return asked

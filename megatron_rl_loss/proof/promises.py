@@ -35,7 +35,7 @@ def misgrouped(totals: StepTotals, promised: Any, asked: Aggregation, *, is_sure
     findings, remedy = Misgrouped([], []), f" {remedy}".rstrip()
     if not isinstance(promised, int) or "prompt" not in totals.units:
         return findings
-    keys = attempt(lambda: rehearse(asked, Samples([np.ones(1)], prompt_ids=["0"])))  # others need further ids
+    keys = attempt(lambda: rehearse(asked, Samples([np.ones(1)], prompt_ids=["0"])).asked)  # others need further ids
     if isinstance(keys, Exception) or "prompt" not in keys:
         return findings
     rollouts, prompts = totals.units["rollout"], totals.units["prompt"]
