@@ -48,8 +48,9 @@ def _check_covers(totals: StepTotals, samples: Samples) -> None:
         if parts is None and name in ("rollout", "sample") and (name == "sample" or units.have_ids):
             # Without ids each sample is a unit, and a rollout is a sample.
             for counting, number in units.number.items():
-                counts = COUNTINGS[counting].of_parts(samples, name)
-                _check_fits(f"{name} units ({counting})", int((counts > 0).sum()), number)
+                if number < len(samples):  # else these samples cannot be more units
+                    counts = COUNTINGS[counting].of_parts(samples, name)
+                    _check_fits(f"{name} units ({counting})", int((counts > 0).sum()), number)
         if parts is None:
             continue
         ids, at = np.unique(parts.ids, return_inverse=True)
@@ -59,6 +60,8 @@ def _check_covers(totals: StepTotals, samples: Samples) -> None:
             worst = int((here - whole * _SLACK).argmax())
             _check_fits(f"mask tokens of one {name}", float(here[worst]), float(whole[worst]))
         for counting, number in units.number.items():
+            if number >= len(ids):
+                continue
             counts = np.bincount(at, COUNTINGS[counting].of_parts(samples, name))
             _check_fits(f"{name} units ({counting})", int((counts > 0).sum()), number)
 
