@@ -40,6 +40,7 @@ from megatron_rl_loss.frameworks.proving import prove
 from megatron_rl_loss.frameworks.replacing import Function, Replaced
 from megatron_rl_loss.modes.loss_modes import LossModes
 from megatron_rl_loss.modes.table import Mode, ModeFunction
+from megatron_rl_loss.proof.promises import Promises
 from megatron_rl_loss.step.further_layouts import Gathered
 from megatron_rl_loss.step.samples import Samples
 
@@ -87,7 +88,7 @@ def aggregate(mode: str | Mode | ModeFunction, **settings: Any) -> Replaced:
         _weigh(of_step, trainer, modes)
         if proof is None or proof.is_over:
             return
-        proof.group_size = trainer.num_generations
+        proof.promises = Promises(trainer.num_generations)
         if is_by_prompt(modes) and (why := _misplaced(of_step, trainer.num_generations)):
             proof.give_up(why)
 

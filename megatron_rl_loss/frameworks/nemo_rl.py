@@ -30,6 +30,7 @@ from megatron_rl_loss.modes.aggregation import Aggregation, resolve
 from megatron_rl_loss.modes.column import weights_column
 from megatron_rl_loss.modes.loss_modes import LossModes
 from megatron_rl_loss.modes.table import Mode, ModeFunction
+from megatron_rl_loss.proof.promises import Promises
 from megatron_rl_loss.step.further_layouts import Gathered
 from megatron_rl_loss.step.ids import as_ids
 from megatron_rl_loss.step.samples import Samples
@@ -144,7 +145,7 @@ class AggregatedPGLossFn:
         never = "NeMo-RL did not call aggregate(...)'s loss. Pass that loss to grpo_train of NeMo-RL 7ea279ab."
         proof = prove("NeMo-RL", self._modes["policy"], beside=beside, never=never)
         if proof is not None:
-            proof.terms, proof.group_size = ["pg", "kl"][: len(self._modes)], self._group_size
+            proof.terms, proof.promises = ["pg", "kl"][: len(self._modes)], Promises(self._group_size)
         return proof
 
     def __getattr__(self, name: str) -> Any:

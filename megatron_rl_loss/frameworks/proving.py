@@ -10,6 +10,7 @@ from megatron_rl_loss.frameworks.policy_tap import LossPaths, WeighedMicrobatch,
 from megatron_rl_loss.frameworks.replacing import Function, Replaced, announce
 from megatron_rl_loss.modes.aggregation import Aggregation, resolve
 from megatron_rl_loss.modes.table import Mode, ModeFunction
+from megatron_rl_loss.proof.promises import Promises
 from megatron_rl_loss.proof.schedules import run_schedules_by
 
 
@@ -108,5 +109,5 @@ def prove_policy_loss(
     replaced = Replaced(f"proof of {engine}", "of the version that the row was written for", [function])
     replaced.proof = prove(engine, asked, beside="other terms are not measured", never=f"{name} was not called.")
     if replaced.proof is not None:
-        replaced.proof.group_size, replaced.proof.is_group_size_sure = group_size, True
+        replaced.proof.promises = Promises(group_size, is_group_size_sure=True)
     return replaced

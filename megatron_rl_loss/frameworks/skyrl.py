@@ -33,6 +33,7 @@ from megatron_rl_loss.frameworks.replacing import Function, Replaced, installed
 from megatron_rl_loss.modes.loss_modes import LossModes
 from megatron_rl_loss.modes.table import Mode, ModeFunction
 from megatron_rl_loss.modes.weights import weigh
+from megatron_rl_loss.proof.promises import Promises
 from megatron_rl_loss.reduction.taps import is_observed, observed_taps, tap
 from megatron_rl_loss.step.further_layouts import Gathered
 from megatron_rl_loss.step.samples import Samples
@@ -193,7 +194,7 @@ class AggregatedPolicyLoss:
         has_kl = algorithm.use_kl_loss and algorithm.kl_loss_coef
         has_entropy = algorithm.use_entropy_loss and algorithm.entropy_loss_coef
         installed("SkyRL").add(["entropy", "kl"] * bool(has_kl or has_entropy) + ["mtp"] * bool(depths))
-        proof.asked, proof.group_size = self._modes.policy, self._group_size
+        proof.asked, proof.promises = self._modes.policy, Promises(self._group_size)
         proof.terms = ["pg", *["kl"] * bool(has_kl), *["entropy"] * bool(has_entropy), *depths]
 
     def _describe(self, wrapper: Any, batch: dict[str, Any], depths: list[str]) -> Samples:

@@ -28,6 +28,7 @@ from megatron_rl_loss.frameworks.replacing import Function, Replaced, announce, 
 from megatron_rl_loss.function_paths import load_function
 from megatron_rl_loss.modes.aggregation import Aggregation, resolve
 from megatron_rl_loss.modes.weights import times_mask
+from megatron_rl_loss.proof.promises import Promises
 from megatron_rl_loss.reduction.reducers import Reducer
 from megatron_rl_loss.reduction.sums import WeightedSum
 from megatron_rl_loss.reduction.taps import is_observed, tap
@@ -378,7 +379,8 @@ def _prove(replaced: Replaced, engine: str, args: Namespace, counts: StepCounts)
         never = f"{engine}'s policy loss never called {path}. Use {engine} {_ENGINES[engine][0]}."
         replaced.proof = prove(engine, asked, beside=beside, never=never)
     replaced.proof.asked = asked
-    replaced.proof.data = None if _rejects(args) else (counts.step_tokens, counts.num_samples)
+    data = None if _rejects(args) else (counts.step_tokens, counts.num_samples)
+    replaced.proof.promises = Promises(data=data)
 
 
 def _rejects(args: Namespace) -> bool:

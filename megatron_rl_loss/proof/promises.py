@@ -15,6 +15,22 @@ if TYPE_CHECKING:  # it imports Megatron, which nothing here needs
     from megatron_rl_loss.proof.own_tokens import Compared
 
 
+class Promises(NamedTuple):
+    """What an engine or a script said about its step; the proof compares it with what came.
+
+    Attributes:
+        group_size: number of samples of each prompt that the engine was told to generate, if known.
+        is_group_size_sure: larger groups are a fault: no prompt comes twice.
+        group_remedy: words for groups that cannot be, appended to these.
+        data: mask tokens and samples of the step's data, if known: losses of others are a fault.
+    """
+
+    group_size: int | None = None
+    is_group_size_sure: bool = False
+    group_remedy: str = ""
+    data: tuple[float, int] | None = None
+
+
 class Misgrouped(NamedTuple):
     """Findings on prompt ids: `faults` cannot be right; of `doubts` a sound step may be the reason."""
 

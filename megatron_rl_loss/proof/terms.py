@@ -3,12 +3,16 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from megatron_rl_loss.proof.measurement import StepMeasurement
 from megatron_rl_loss.proof.outcomes import Weights
 from megatron_rl_loss.proof.own_tokens import Compared, OwnTokens
 from megatron_rl_loss.proof.step_state import StepState
 from megatron_rl_loss.step.totals import StepTotals
+
+if TYPE_CHECKING:  # few launches make promises
+    from megatron_rl_loss.proof.promises import Promises
 
 
 @dataclass
@@ -62,10 +66,7 @@ def compare_terms(
     *,
     policy: str = "the policy loss",
     required: Sequence[str] = (),
-    group_size: int | None = None,
-    is_group_size_sure: bool = False,
-    group_remedy: str = "",
-    data: tuple[float, int] | None = None,
+    promises: "Promises | None" = None,
 ) -> OfTerms:
     """Compare each term; all ranks of the last stage call it, others have nothing to compare.
 
@@ -73,7 +74,7 @@ def compare_terms(
         state, own: of `state_of`.
         policy: words for the policy loss.
         required: names of terms that each micro-batch must have exactly once; otherwise a fault.
-        group_size, is_group_size_sure, group_remedy, data: as of `FirstStep`.
+        promises: as of `FirstStep`.
     """
     of_terms = OfTerms(faults=[*state.faults])
     if own is None or state.factor_state == "unknown" or state.gradient != "finite" or not state.terms:
@@ -107,10 +108,11 @@ def compare_terms(
             of_terms.uncovered.append(f"{loss} ({why})")
             continue
         compared = own.compare(name, asked, state.factor.value / measured.loss_scale, declared.coef or 1.0)
-        if any(said is not None for said in (group_size, declared.count, data)):  # by an engine
-            from megatron_rl_loss.proof.promises import misgrouped, other_count, other_data
+        if promises is not None or declared.count is not None:  # an engine said so
+            from megatron_rl_loss.proof.promises import Promises, misgrouped, other_count, other_data
 
-            ids = misgrouped(compared.totals, group_size, asked, is_sure=is_group_size_sure, remedy=group_remedy)
+            size, is_sure, remedy, data = promises or Promises()
+            ids = misgrouped(compared.totals, size, asked, is_sure=is_sure, remedy=remedy)
             of_terms.faults += ids.faults
             of_terms.unknown += ids.doubts
             of_terms.faults += other_data(data, compared.totals) if name == first else []

@@ -15,6 +15,7 @@ from megatron_rl_loss.modes.aggregation import resolve
 from megatron_rl_loss.proof.anchor import Factor
 from megatron_rl_loss.proof.difference import named
 from megatron_rl_loss.proof.own_tokens import state_of
+from megatron_rl_loss.proof.promises import Promises
 from megatron_rl_loss.proof.step_state import StepState
 from megatron_rl_loss.proof.terms import OfTerms, compare_terms
 from megatron_rl_loss.reduction.taps import Taps
@@ -91,16 +92,16 @@ def test_of_several_losses_without_a_name_the_policy_loss_is_the_one_in_the_aske
 def test_larger_groups_than_were_generated_are_told() -> None:
     """Two samples of prompt a, where one was generated of each: a fault, or a doubt where prompts may come twice."""
     for is_sure, of_kind in ((True, "faults"), (False, "unknown")):
-        _, comparison = compared(loss, mode="prompt_mean", group_size=1, is_group_size_sure=is_sure)
+        _, comparison = compared(loss, mode="prompt_mean", promises=Promises(1, is_group_size_sure=is_sure))
         assert "A prompt has 2 samples where 1 are generated: prompts share an id" in getattr(comparison, of_kind)[0]
         assert len(comparison.faults) == is_sure
 
 
 def test_losses_of_other_data_than_the_steps_are_told() -> None:
     """Once, though each token that came has the right weight; terms beside the policy loss may have other masks."""
-    _, comparison = compared(loss, data=(4.0, 3))
+    _, comparison = compared(loss, promises=Promises(data=(4.0, 3)))
     assert comparison.weights == "as asked"
-    _, comparison = compared(partial(loss, kl={"coef": 0.1}), data=(5.0, 3))
+    _, comparison = compared(partial(loss, kl={"coef": 0.1}), promises=Promises(data=(5.0, 3)))
     (fault,) = comparison.faults
     assert fault.startswith(
         "The step's data has 5 mask tokens of 3 samples, and its losses had 4 mask tokens of 3 samp"
