@@ -45,25 +45,23 @@ def _check_covers(totals: StepTotals, samples: Samples) -> None:
     _check_fits("step_tokens", float(samples.mask_sums.sum()), totals.step_tokens)
     for name, units in totals.units.items():
         parts = samples.parts.get(name)
-        if parts is None and name in ("rollout", "sample") and (name == "sample" or units.have_ids):
+        if parts is not None:
+            ids, at = np.unique(parts.ids, return_inverse=True)
+            most = len(ids)
+            if most and units.have_ids:
+                here = np.bincount(at, samples.mask_sums_by(name), most)
+                whole = units.at("tokens", ids, f"{name} id")
+                worst = int((here - whole * _SLACK).argmax())
+                _check_fits(f"mask tokens of one {name}", float(here[worst]), float(whole[worst]))
+        elif name == "sample" or (name == "rollout" and units.have_ids):
             # Without ids each sample is a unit, and a rollout is a sample.
-            for counting, number in units.number.items():
-                if number < len(samples):  # else these samples cannot be more units
-                    counts = COUNTINGS[counting].of_parts(samples, name)
-                    _check_fits(f"{name} units ({counting})", int((counts > 0).sum()), number)
-        if parts is None:
+            most, at = len(samples), np.arange(len(samples))
+        else:
             continue
-        ids, at = np.unique(parts.ids, return_inverse=True)
-        if len(ids) and units.have_ids:
-            here = np.bincount(at, samples.mask_sums_by(name), len(ids))
-            whole = units.at("tokens", ids, f"{name} id")
-            worst = int((here - whole * _SLACK).argmax())
-            _check_fits(f"mask tokens of one {name}", float(here[worst]), float(whole[worst]))
         for counting, number in units.number.items():
-            if number >= len(ids):
-                continue
-            counts = np.bincount(at, COUNTINGS[counting].of_parts(samples, name))
-            _check_fits(f"{name} units ({counting})", int((counts > 0).sum()), number)
+            if number < most:  # else these samples cannot be more units
+                counts = np.bincount(at, COUNTINGS[counting].of_parts(samples, name))
+                _check_fits(f"{name} units ({counting})", int((counts > 0).sum()), number)
 
 
 def _check_fits(name: str, here: float, whole: float) -> None:
