@@ -151,7 +151,7 @@ def join_types(of_microbatches: Iterable[Sequence[tuple[str, str]]]) -> dict[str
     for name in of_each[0] if of_each else ():
         types = {of_microbatch[name] for of_microbatch in of_each}
         known = types - {_PER_TOKEN} or types
-        if len(known) > 1 or len({name.endswith(_PER_TOKEN) for name in types}) > 1:
+        if len(known) > 1 or len({id_type.endswith(_PER_TOKEN) for id_type in types}) > 1:
             return None
         joined[name] = known.pop()
     return joined
