@@ -9,6 +9,7 @@ import os
 import re
 import runpy
 import subprocess
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ RECIPES = EXAMPLES / "recipes"
 SAMPLES = step_samples(seed=11)
 VOCABULARY = 9
 MODES = [mode for mode in oracle.MODES if mode != "token_sum"]
+#: By mode, a step's loss and the gradient of each parameter.
+StepsByMode = dict[str, tuple[float, list[Tensor]]]
 
 
 def divisor_of(mode: str) -> float | None:
@@ -89,36 +92,43 @@ def plain_oracle(mode: str) -> tuple[float, float, list[Tensor]]:
     return float(loss.detach()), scale, list(torch.autograd.grad(loss, list(model.parameters())))
 
 
-def plain_steps(recipe: str) -> dict[str, tuple[float, list[Tensor]]]:
-    """On a rank: the recipe's step in every mode."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    names = runpy.run_path(str(RECIPES / f"{recipe}.py"))
-    start_process_group()
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    chosen = dealt(SAMPLES, rank, ranks, 2)
-    if recipe == "plain_ddp" and rank == 1:
-        chosen = [[i for part in chosen for i in part]]  # one micro-batch where others have two
-    by_mode = {}
+def steps_by_mode(train: Callable[..., Tensor], wrap: Callable[[torch.nn.Module], Any]) -> StepsByMode:
+    """Loss and gradients of ``train(model, optimizer, mode, divisor)`` on this rank."""
+    by_mode: StepsByMode = {}
     for mode in MODES:
-        model: Any = plain_model()
-        if recipe == "plain_ddp":
-            model = torch.nn.parallel.DistributedDataParallel(model)
-        else:
-            fully_shard(model, mesh=init_device_mesh("cpu", (ranks,)))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        batches = [plain_batch(part) for part in chosen]
-        loss = names["train_step"](model, optimizer, batches, mode, divisor_of(mode))
+        model = wrap(plain_model())
+        loss = train(model, torch.optim.SGD(model.parameters(), lr=0.0), mode, divisor_of(mode))
         gradients = [parameter.grad for parameter in model.parameters()]
         by_mode[mode] = float(loss), [g.full_tensor() if hasattr(g, "full_tensor") else g for g in gradients]
     return by_mode
 
 
+def plain_steps(recipe: str) -> StepsByMode:
+    """On a rank: the recipe's step in every mode."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    train_step = runpy.run_path(str(RECIPES / f"{recipe}.py"))["train_step"]
+    start_process_group()
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    chosen = dealt(SAMPLES, rank, ranks, 2)
+    if recipe == "plain_ddp" and rank == 1:
+        chosen = [[i for part in chosen for i in part]]  # one micro-batch where others have two
+
+    def train(model: Any, optimizer: Any, mode: str, divisor: float | None) -> Tensor:
+        loss: Tensor = train_step(model, optimizer, [plain_batch(part) for part in chosen], mode, divisor)
+        return loss
+
+    def shard(model: torch.nn.Module) -> Any:
+        return fully_shard(model, mesh=init_device_mesh("cpu", (ranks,)))
+
+    return steps_by_mode(train, torch.nn.parallel.DistributedDataParallel if recipe == "plain_ddp" else shard)
+
+
 PLAIN_ERROR = oracle.chain_error(2, oracle.num_tokens(SAMPLES))
 
 
-def check_steps(of_ranks: list[dict[str, tuple[float, list[Tensor]]]]) -> None:
+def check_steps(of_ranks: list[StepsByMode]) -> None:
     """Loss and gradients of every rank and mode are the oracle's."""
     for mode in MODES:
         loss, scale, gradients = plain_oracle(mode)
@@ -136,34 +146,33 @@ def test_plain_torch_trains_on_the_step_loss(recipe: str) -> None:
 
 def rows_of(chosen: list[int], length: int) -> dict[str, Any]:
     """Samples as rows of one length, filled up behind the sample."""
-    joined: dict[str, Any] = {}
-    for name in ("tokens", "labels", "old_log_probs", "advantages"):
-        padded = [torch.nn.functional.pad(token_values(i)[name], (0, length - len(SAMPLES[i].mask))) for i in chosen]
-        values = torch.stack(padded)
-        joined[name] = values.float() if values.is_floating_point() else values
-    masks = torch.stack(
-        [torch.nn.functional.pad(torch.as_tensor(SAMPLES[i].mask), (0, length - len(SAMPLES[i].mask))) for i in chosen]
-    )
-    return joined | {"loss_masks": masks, "prompt_ids": [str(SAMPLES[i].prompt_id) for i in chosen]}
+
+    def stacked(rows: Iterable[Tensor]) -> Tensor:
+        return torch.stack([torch.nn.functional.pad(row, (0, length - len(row))) for row in rows])
+
+    names = ("tokens", "labels", "old_log_probs", "advantages")
+    columns: dict[str, Any] = {name: stacked(token_values(i)[name] for i in chosen) for name in names}
+    columns |= {name: columns[name].float() for name in ("old_log_probs", "advantages")}
+    masks = stacked(torch.as_tensor(SAMPLES[i].mask) for i in chosen)
+    return columns | {"loss_masks": masks, "prompt_ids": [str(SAMPLES[i].prompt_id) for i in chosen]}
 
 
-def cp_steps_of_torch() -> dict[str, tuple[float, list[Tensor]]]:
+def cp_steps_of_torch() -> StepsByMode:
     """On a rank of DP 2 x CP 2: the recipe's step in every mode."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    names = runpy.run_path(str(RECIPES / "plain_cp.py"))
+    train_step = runpy.run_path(str(RECIPES / "plain_cp.py"))["train_step"]
     start_process_group()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     chosen = dealt(SAMPLES, mesh["dp"].get_local_rank(), 2, 2)
     length = -(-max(len(sample.mask) for sample in SAMPLES) // 4) * 4
-    by_mode = {}
-    for mode in MODES:
-        model = torch.nn.parallel.DistributedDataParallel(plain_model())
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+
+    def train(model: Any, optimizer: Any, mode: str, divisor: float | None) -> Tensor:
         batches = [rows_of(part, length) for part in chosen]
-        loss = names["train_step"](model, optimizer, batches, mode, mesh, divisor_of(mode))
-        by_mode[mode] = float(loss), [parameter.grad for parameter in model.parameters()]
-    return by_mode
+        loss: Tensor = train_step(model, optimizer, batches, mode, mesh, divisor)
+        return loss
+
+    return steps_by_mode(train, torch.nn.parallel.DistributedDataParallel)
 
 
 @pytest.mark.slow
