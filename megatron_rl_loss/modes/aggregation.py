@@ -26,7 +26,6 @@ class Aggregation:
 
     def __post_init__(self) -> None:
         check_choice("unit counting", self.units, COUNTINGS)
-        shown = f"divisor {self.divisor!r} with loss aggregation {self.mode.name!r}"
         if self.divisor is None:
             if self.mode.divisor == "required":
                 raise ValueError(
@@ -34,14 +33,15 @@ class Aggregation:
                     "Give a number of tokens, e.g. the generation budget: --loss-aggregation-divisor 40960, in code "
                     "divisor=40960."
                 )
-        elif self.mode.divisor == "refused":
+            return
+        shown = f"divisor {self.divisor!r} with loss aggregation {self.mode.name!r}"
+        if self.mode.divisor == "refused":
             raise ValueError(f"{shown}: this mode takes none. Drop the divisor, or choose constant or token_sum.")
-        elif not is_number(self.divisor):
+        if not is_number(self.divisor):
             raise TypeError(f"{shown}: a divisor must be a number. Pass a number of tokens.")
-        elif not 1e-30 < self.divisor < 1e30:
+        if not 1e-30 < self.divisor < 1e30:
             raise ValueError(f"{shown}: a divisor must be between 1e-30 and 1e30. Pass a number of tokens.")
-        else:
-            object.__setattr__(self, "divisor", float(self.divisor))  # a Fraction has no format
+        object.__setattr__(self, "divisor", float(self.divisor))  # a Fraction has no format
 
     def __str__(self) -> str:
         """The mode, its divisor if it has one, and its unit counting where that is not the usual one."""
@@ -82,12 +82,12 @@ def resolve(
             unusable, without effect, or another than the name's. The message lists the names or the nearest mode.
         TypeError: an object that is neither a name nor a function; a divisor that is no number.
     """
-    if isinstance(asked, str) and find_mode(asked) is None:
+    mode = find_mode(asked) if isinstance(asked, str) else asked
+    if isinstance(asked, str) and mode is None:
         from megatron_rl_loss.modes.names import of_peer  # a long table, which a launch by our own names does not need
 
         name, divisor, units = of_peer(asked, divisor, units)
         return resolve(name, divisor=divisor, units=units)
-    mode = find_mode(asked) if isinstance(asked, str) else asked
     if not isinstance(mode, Mode):
         if not callable(mode):
             raise TypeError(

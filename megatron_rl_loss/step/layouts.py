@@ -38,11 +38,12 @@ def as_ints(name: str, values: IntList) -> list[int]:
 
 def check_cp(cp_rank: int, cp_size: int) -> None:
     """Validate a rank's place in its context-parallel (CP) group."""
+    if is_int(cp_rank) and is_int(cp_size) and 0 <= cp_rank < cp_size:
+        return
     place, remedy = f"cp_rank={cp_rank!r}, cp_size={cp_size!r}", "Pass cp_group.rank() and cp_group.size()"
     if not is_int(cp_rank) or not is_int(cp_size):
         raise TypeError(f"{place}: both must be ints. {remedy}.")
-    if not 0 <= cp_rank < cp_size:
-        raise ValueError(f"{place}: cp_rank must be from 0 to cp_size - 1. {remedy}.")
+    raise ValueError(f"{place}: cp_rank must be from 0 to cp_size - 1. {remedy}.")
 
 
 class Layout(ABC):

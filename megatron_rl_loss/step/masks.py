@@ -28,12 +28,13 @@ _COMPLEX = {torch.complex32, torch.complex64, torch.complex128}
 
 def check_masks(loss_masks: Iterable[Mask]) -> tuple[list[Tensor], list[int]]:
     """The masks as tensors on their own devices, and their lengths; raises unless all are real and 1-D."""
-    is_whole = isinstance(loss_masks, Tensor | np.ndarray)
-    if is_whole or isinstance(loss_masks, str) or is_unordered(loss_masks) or not isinstance(loss_masks, Iterable):
-        raise TypeError(
-            f"loss_masks is one {type(loss_masks).__name__}: it must be a list of 1-D masks, one per sample. Pass "
-            f"{'list(loss_masks)' if is_whole else '[mask, ...]'}."
-        )
+    if not isinstance(loss_masks, list):
+        is_whole = isinstance(loss_masks, Tensor | np.ndarray)
+        if is_whole or isinstance(loss_masks, str) or is_unordered(loss_masks) or not isinstance(loss_masks, Iterable):
+            raise TypeError(
+                f"loss_masks is one {type(loss_masks).__name__}: it must be a list of 1-D masks, one per sample. Pass "
+                f"{'list(loss_masks)' if is_whole else '[mask, ...]'}."
+            )
     masks = [mask if isinstance(mask, Tensor) else _as_tensor(i, mask) for i, mask in enumerate(loss_masks)]
     shapes = [mask.shape for mask in masks]
     for i, shape in enumerate(shapes if set(map(len, shapes)) - {1} else []):
@@ -76,11 +77,14 @@ def on_device(array: Array, device: torch.device) -> Tensor:
 
 
 def join_on_host(masks: Sequence[Tensor]) -> Array:
-    """The masks end to end, on the host, with their dtypes promoted: one transfer for each device."""
+    """The masks end to end, on the host, with their dtypes promoted: one transfer for each device.
+
+    A single mask that is on the host is not copied.
+    """
     if not masks:
         return np.zeros(0, np.float32)
     if len(masks) == 1:
-        return to_array(masks[0]).copy()  # the samples keep it
+        return to_array(masks[0])
     devices = {mask.device for mask in masks}
     if len(devices) == 1:
         return to_array(torch.cat(list(masks)))
@@ -95,6 +99,8 @@ def join_on_host(masks: Sequence[Tensor]) -> Array:
 
 def check_entries(joined: Array, masks: Sequence[Tensor]) -> bool:
     """True where all masks are ints or bools, whose entries must be 0 or 1; ValueError for an unusable weight."""
+    if joined.dtype.kind in "biu" and _is_sound(joined, 1):  # the usual case
+        return True
     has_floats = {dtype.is_floating_point for dtype in {mask.dtype for mask in masks if mask.shape[0]}}
     holds_flags = True not in has_floats
     if len(has_floats) < 2 and _is_sound(joined, 1 if holds_flags else LARGEST):
@@ -117,7 +123,7 @@ def _is_sound(mask: Array, largest: float) -> bool:
     """True if every entry is a usable weight, which NaN is not."""
     if not mask.size:
         return True
-    if mask.dtype.kind in "bi":  # as unsigned ones, negative ints are the largest
+    if mask.dtype.kind in "biu":  # as unsigned ones, negative ints are the largest
         return bool(mask.view(f"u{mask.itemsize}").max() <= largest)
     # float16 has no 1e9
     in_range = mask.min() >= 0 and float(mask.max()) <= largest * _ROUNDED
@@ -133,6 +139,12 @@ def place(joined: Array, places: Sequence[tuple[int, int]], total_tokens: int) -
         buffer[begin:end] = joined[at : at + end - begin]
         at += end - begin
     return buffer
+
+
+def count_each(joined: Array, lengths: Sequence[int]) -> Floats:
+    """The number of entries that are not 0 in each row, which of flags is their sum."""
+    rows = pairwise(accumulate(lengths, initial=0))
+    return np.array([np.count_nonzero(joined[begin:end]) for begin, end in rows], np.float64)
 
 
 def sum_each(joined: Array, lengths: Sequence[int]) -> Floats:

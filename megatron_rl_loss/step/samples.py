@@ -27,6 +27,7 @@ from megatron_rl_loss.step.masks import (
     Mask,
     check_entries,
     check_masks,
+    count_each,
     join_on_host,
     place,
     sum_each,
@@ -84,8 +85,9 @@ class Samples:
     ) -> None:
         size_of(cp_group)  # refuses what is no group
         for what, by_name in (("ids", ids), ("labels", labels), ("term_masks", term_masks)):
-            check_mapping(what, by_name or {}, "Pass {name: one entry per sample}")
-        if not isinstance(layout, Layout | None):
+            if by_name:
+                check_mapping(what, by_name, "Pass {name: one entry per sample}")
+        if layout is not None and not isinstance(layout, Layout):
             raise TypeError(f"layout is {layout!r}: it must be a Layout. Pass e.g. ZigzagTHD(cu_seqlens_padded).")
         masks, self.mask_lengths = check_masks(loss_masks)
         self.layout, self.tokens, self.labels, self.cp_group = layout, tokens, dict(labels or {}), cp_group
@@ -107,13 +109,16 @@ class Samples:
                 f"{twice}_ids= together with ids={{{twice!r}: ...}}: both are the ids of the {twice}s, which must be "
                 "given once. Drop one of the two."
             )
-        if reserved := {"step", "sample"} & by_key.keys():
-            raise ValueError(f"ids named {min(reserved)!r}: the step and each sample are units already. Rename them.")
+        for reserved in ("sample", "step"):
+            if reserved in by_key:
+                raise ValueError(f"ids named {reserved!r}: the step and each sample are units already. Rename them.")
         self.parts = {name: parts_of(name, values, self.mask_lengths) for name, values in by_key.items()}
-        for array in (array for parts in self.parts.values() for array in parts if array is not None):
-            array.flags.writeable = False
+        for parts in self.parts.values():
+            for array in parts:
+                if array is not None:
+                    array.setflags(write=False)
         self.ids = {name: parts.ids for name, parts in self.parts.items() if parts.of_entry is None}
-        self.id_types = tuple(sorted((name, type_of_ids(values)) for name, values in by_key.items()))
+        self.id_types = tuple(sorted([(name, type_of_ids(values)) for name, values in by_key.items()]))
         for name, entries in self.labels.items():
             check_sized(f"labels {name!r}", entries)
             check_one_each(f"labels {name!r}", len(entries), "loss masks", len(self))
@@ -174,13 +179,14 @@ class Samples:
         """Fill the buffer with masks end to end on the host; ValueError for entries that are no usable weights."""
         self.holds_flags = check_entries(joined, self._unread)
         check_units(self.parts, joined)
-        # Sums of a float64 mask keep its digits; a narrower mask is float32, as the weights made of it are.
-        weights = joined if joined.dtype == np.float64 else joined.astype(np.float32)
-        self._mask_sums = sum_each(weights, self.mask_lengths)
-        self._active_tokens = self._mask_sums if self.holds_flags else sum_each(weights != 0, self.mask_lengths)
+        # Sums of a float64 mask keep its digits; a narrower mask is float32, as the weights made of it are. A copy: the
+        # entries that `joined` may share with the user's mask would change with it.
+        weights = joined.astype(np.float64 if joined.dtype == np.float64 else np.float32)
+        self._active_tokens = count_each(joined, self.mask_lengths)
+        self._mask_sums = self._active_tokens if self.holds_flags else sum_each(weights, self.mask_lengths)
         self._buffer, self._unread = place(weights, self.places, self.total_tokens), []
         for counted in (self._buffer, self._mask_sums, self._active_tokens):  # as ids: a change would not be counted
-            counted.flags.writeable = False
+            counted.setflags(write=False)
 
     def _read(self) -> "Samples":
         """These samples, with masks on the host."""

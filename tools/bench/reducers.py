@@ -55,7 +55,7 @@ class Case:
 
 
 CASES = (
-    Case(1, 4096, goal=1.5),
+    Case(1, 4096, goal=1.8),
     Case(4, 4096, goal=1),
     Case(8, 4096, goal=1),
     Case(8, 4096, metrics=5, goal=1 / 2),
