@@ -178,7 +178,7 @@ def test_negative_controls() -> None:
     assert error_of(of_late, oracle.step_gradient("token_mean", samples)) > 1e-2
     for mode in ("sample_mean", "prompt_mean", "token_mean", "constant"):
         for units in ("all", "active"):
-            divisor = 7.0 if mode == "constant" else None
+            divisor = oracle.divisor_of(mode, 7.0)
             assert error_of(of_stock.nan_to_num(), oracle.step_gradient(mode, samples, divisor, units)) > 1e-2
     bins = [of_bin for bins in dealt for of_bin in bins]
     weights = {

@@ -321,7 +321,7 @@ def call(
     mode: str, masks: Any = MASKS, per_token: Any = False, *, totals: Any = (5, 4), responses: Any = (3, 2),
     counts: dict[str, Any] | None = None, in_loss_function: bool = True,
 ) -> Any:  # fmt: skip
-    hook = make_hook(mode, divisor=8.0 if mode == "constant" else None)
+    hook = make_hook(mode, divisor=oracle.divisor_of(mode, 8.0))
     with in_step(None if counts is None else StepCounts(**counts), in_loss_function), at_place(0, 1):
         return hook(list(totals), list(responses), masks, per_token)
 

@@ -29,7 +29,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 pytestmark = pytest.mark.slow
 
 MODES = {
-    mode: ["--loss-aggregation", mode, *(["--loss-aggregation-divisor", "40960"] if mode == "constant" else [])]
+    mode: ["--loss-aggregation", mode, *(["--loss-aggregation-divisor", "40960"] if oracle.divisor_of(mode, 1) else [])]
     for mode in ("sample_mean", "prompt_mean", "token_mean", "constant")
 }
 TP, PP, CP = ([f"--{axis}-parallel-size", "2"] for axis in ("tensor-model", "pipeline-model", "context"))

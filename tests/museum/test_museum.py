@@ -130,7 +130,7 @@ def visited(cp: int) -> dict[str, tuple[Tensor, Tensor, float]]:
     hands = dealt(SAMPLES, state.get_data_parallel_rank(), state.get_data_parallel_world_size(), K)
 
     def outcome(exhibit: Exhibit) -> tuple[Tensor, float]:
-        divisor = DIVISOR if exhibit.mode == "constant" else None
+        divisor = oracle.divisor_of(exhibit.mode, DIVISOR)
         step = aggregation(mode=exhibit.mode, divisor=divisor, with_per_token_loss=True, proof="off")
         model = table_model(table, per_token=exhibit.per_token)
         gradient, logged = one_step(model, [Batch(SAMPLES, chosen, cp) for chosen in hands], step, metric=False)
@@ -151,7 +151,7 @@ def visited(cp: int) -> dict[str, tuple[Tensor, Tensor, float]]:
 def test_each_mutant_is_caught_and_off_by_the_published_factor(cp: int) -> None:
     for by_exhibit in run_ranks(4, visited, cp):
         for exhibit in (exhibit for exhibit in MUSEUM if exhibit.cp == cp):
-            divisor = DIVISOR if exhibit.mode == "constant" else None
+            divisor = oracle.divisor_of(exhibit.mode, DIVISOR)
             right = torch.cat([*oracle.step_gradient(exhibit.mode, SAMPLES, divisor), torch.zeros(1)])
             sound, mutant, logged = by_exhibit[str(exhibit)]
             mutant, scale = mutant.double(), right.abs().max()

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import oracle
 import torch
 from checkouts import Settings
 from logit_table import CLIP_HIGH, CLIP_LOW, Step
@@ -59,5 +60,5 @@ def case(
     if counted:
         flags["custom_megatron_init_path"] = f"{OURS}.slime.count_steps"
     padded = 24 if flags.get("qkv_format") == "bshd" else None
-    divisor = 40.0 if mode == "constant" else None
+    divisor = oracle.divisor_of(mode, 40.0)
     return {"mode": mode, "divisor": divisor, "flags": flags, "steps": steps, "padded": padded, "mended": mended}

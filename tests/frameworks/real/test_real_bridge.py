@@ -208,7 +208,7 @@ def steps_of_bridge(root: str, per_token: bool) -> dict[str, list[float]]:
     ) -> list[float]:
         """`factor`: of each entry of the table, the derivative of its token's loss."""
         table = TABLE if factor is None else of_entries()[0].tolist()
-        model, divisor = table_model(table, per_token=per_token), DIVISOR if mode == "constant" else None
+        model, divisor = table_model(table, per_token=per_token), oracle.divisor_of(mode, DIVISOR)
         logged, *_ = train.train_step(
             forward_step, iter(batches), [model], optimizer, Settings(step=lambda increment: None),
             Settings(cfg=cfg, timers=lambda *_, **__: timer), ProcessGroupCollection.use_mpu_process_groups(),
@@ -226,7 +226,7 @@ def steps_of_bridge(root: str, per_token: bool) -> dict[str, list[float]]:
         for name, samples in (("token mean", flags), ("token mean of fractional masks", STEP))
     }
     for mode in oracle.MODES:
-        divisor = DIVISOR if mode == "constant" else None
+        divisor = oracle.divisor_of(mode, DIVISOR)
         own = aggregation(mode=mode, divisor=divisor, with_per_token_loss=per_token)
         with attached(own):
             errors_by_name[mode] = errors(mode, ours, STEP)
