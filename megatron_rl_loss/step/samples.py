@@ -181,7 +181,7 @@ class Samples:
         # Sums of a float64 mask keep its digits; a narrower mask is float32, as the weights made of it are. A copy: the
         # entries that `joined` may share with the user's mask would change with it.
         weights = joined.astype(np.float64 if joined.dtype == np.float64 else np.float32)
-        self._mask_sums = sum_each(joined if self.holds_flags else weights, self.mask_lengths)
+        self._mask_sums = sum_each(joined, self.mask_lengths)
         self._active_tokens = self._mask_sums if self.holds_flags else sum_each(weights != 0, self.mask_lengths)
         self._buffer, self._unread = place(weights, self.places, self.total_tokens), []
         for counted in (self._buffer, self._mask_sums, self._active_tokens):  # as ids: a change would not be counted

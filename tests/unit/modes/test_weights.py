@@ -247,6 +247,10 @@ def on_mask(entry: float, divisor: float) -> torch.Tensor:
     return token_weights("token_sum", Samples(masks), StepTotals.from_loss_masks(masks), divisor=divisor)
 
 
+def beside_flags(weight: float) -> torch.Tensor:
+    return token_weights(lambda step: weight, Samples([[1, 0]]), StepTotals.from_loss_masks([[1, 0]]))
+
+
 MIXED = ("prompt_mean", PROMPTS, {"prompt_ids": [0, "a"]})
 test_refusals = refusal_tests(
     {
@@ -305,6 +309,12 @@ test_refusals = refusal_tests(
             ((1e-30, 1e17), "float32 rounds to 0: .*not be trained", (1e-20, 1e17)),
             ((1e-30, 1e10), "float32 rounds to 0", (1e-20, 1e10)),  # to fewer bits
             ((1e9, 2e-30), "NaN or Inf", (1e9, 1e-20)),
+        ),
+        **refusals(
+            beside_flags,
+            ((1e-38,), "float32 rounds to 0", (2e-38,)),
+            ((4e38,), "NaN or Inf", (3e38,)),
+            ((-1.0,), "weights down to -1", (0.0,)),
         ),
     }
 )  # fmt: skip
