@@ -250,10 +250,12 @@ def constants(t: Counts, divisor: float | None) -> Iterator[tuple[str, str, floa
     for powers in itertools.product(range(-2, 3), repeat=len(sizes)):
         spent, squared = sum(map(abs, powers)), max(map(abs, powers), default=0) > 1
         for kind, most, price, amount in amounts:
+            if spent > (min(most, 2) if squared else most):
+                continue
             product = {name: power for name, power in zip(sizes, powers, strict=True) if power} | amount
             log = sum(power * math.log(values[name]) for name, power in product.items())
-            name = _formula(product)
-            if spent <= (min(most, 2) if squared else most) and (not product or abs(log) > 1e-9):
+            if not product or abs(log) > 1e-9:
+                name = _formula(product)
                 yield kind if product else NONE, name, spent + price + _RARER * ("_active" in name), log
 
 

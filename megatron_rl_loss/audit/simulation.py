@@ -237,37 +237,49 @@ def measure(
     totals = None
     if "totals" in asks.values():
         totals = count_step([samples_of(step.rows, call, C, described)], StepGroups(), sums=sums)
+    of_step: dict[str, Any] = {
+        "num_microbatches": K, "dp_size": D, "cp_size": C, "world_size": D * C, "totals": totals,
+        "step_tokens": tokens.sum(), "step_samples": len(masks), "step_active_samples": int((tokens > 0).sum()),
+        "step_rollouts": len(rollouts.unique()), "step_prompts": len(prompts.unique()),
+    }  # fmt: skip
     parts, num_tokens = list[Part](), list[float]()
-    for d, k, c in product(range(D), range(K), range(C)):
-        rank = torch.tensor([row.dp_rank == d for row in step.rows])
-        here = [i for i, row in enumerate(step.rows) if (row.dp_rank, row.microbatch) == (d, k)]
-        local = samples_of([step.rows[i] for i in here], call, C, described).local(c, C)
-        whole = local.samples.in_buffer([losses.split(lengths)[i] for i in here]).reshape(-1)
-        x = local.of(whole).clone().requires_grad_()
-        at, layout = torch.tensor(local.sample_index), cast(Any, local.samples.layout)
-        held = C // local.copies
-        view = partial(_view, call.rows, [size // held for size in np.diff(layout.bounds)])
-        place: dict[str, Any] = {"dp_rank": d, "cp_rank": c, "microbatch": k}
-        have = {
-            **place, "num_microbatches": K, "dp_size": D, "cp_size": C, "world_size": D * C, "local": local,
-            "step_tokens": tokens.sum(), "rank_tokens": tokens[rank].sum(), "microbatch_tokens": tokens[here].sum(),
+    for d, k in product(range(D), range(K)):
+        rank = [i for i, row in enumerate(step.rows) if row.dp_rank == d]
+        here = [i for i in rank if step.rows[i].microbatch == k]
+        samples = samples_of([step.rows[i] for i in here], call, C, described)
+        whole = samples.in_buffer([losses.split(lengths)[i] for i in here]).reshape(-1)
+        layout = cast(Any, samples.layout)
+        of_microbatch = of_step | {
+            "rank_tokens": tokens[rank].sum(), "rank_samples": len(rank), "microbatch_tokens": tokens[here].sum(),
             "sample_tokens": tokens[here], "rollout_tokens": of_rollouts[here], "prompt_tokens": of_prompts[here],
-            "step_samples": len(masks), "rank_samples": int(rank.sum()), "step_active_samples": int((tokens > 0).sum()),
-            "step_rollouts": len(rollouts.unique()), "step_prompts": len(prompts.unique()), "totals": totals,
-            "rollout_ids": rollouts[here].tolist(), "prompt_ids": prompts[here].tolist(), "sample_index": view(at),
-            "old_log_probs": view(x.detach().clone()), "advantages": view(advantages[here][at]),
+            "rollout_ids": rollouts[here].tolist(), "prompt_ids": prompts[here].tolist(),
             "sample_advantages": advantages[here], "cu_seqlens": torch.tensor(layout.bounds),
         }  # fmt: skip
-        further = {name: have[what] for name, what in asks.items()}
-        called = partial(loss_fn, view(x * 1), view(torch.tensor(local.mask)), **further)
-        if call.returns != "loss":
-            called = partial(_scheduled, called, C, num_tokens, call.returns == "megatron_per_token")
-        gradient = _derivative(called, x, f" (micro-batch {k}, DP rank {d}, CP rank {c})")
-        weights = (-gradient / advantages[here][at] if call.takes == "log_probs" else gradient).double().numpy()
-        parts.append(Part.of(local, weights, local.samples, **place))
+        for c in range(C):
+            local = samples.local(c, C)
+            x = local.of(whole).clone().requires_grad_()
+            at = torch.tensor(local.sample_index)
+            view = partial(_view, call.rows, [size // (C // local.copies) for size in np.diff(layout.bounds)])
+            place: dict[str, Any] = {"dp_rank": d, "cp_rank": c, "microbatch": k}
+            have = of_microbatch | place | {
+                "local": local, "sample_index": view(at), "old_log_probs": view(x.detach().clone()),
+                "advantages": view(advantages[here][at]),
+            }  # fmt: skip
+            further = {name: _own(have[what]) for name, what in asks.items()}
+            called = partial(loss_fn, view(x * 1), view(torch.tensor(local.mask)), **further)
+            if call.returns != "loss":
+                called = partial(_scheduled, called, C, num_tokens, call.returns == "megatron_per_token")
+            gradient = _derivative(called, x, f" (micro-batch {k}, DP rank {d}, CP rank {c})")
+            weights = (-gradient / advantages[here][at] if call.takes == "log_probs" else gradient).double().numpy()
+            parts.append(Part.of(local, weights, samples, **place))
     averaged = ((K, call.microbatches), (D, call.dp), (C, call.cp))
     factor = math.prod(1 / size for size, done in averaged if done == "mean") / max(sum(num_tokens), 1)
     return measured_step(parts, factor, Split(num_microbatches=K, dp_size=D, cp_size=C))
+
+
+def _own(value: Any) -> Any:
+    """A copy of what several calls get: a loss function may change it in place."""
+    return value.clone() if isinstance(value, Tensor) else value.copy() if isinstance(value, list) else value
 
 
 def _view(rows: str, sizes: list[int], flat: Tensor) -> Any:

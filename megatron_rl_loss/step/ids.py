@@ -72,7 +72,7 @@ def parts_of(key: str, ids: Ids | Sequence[Ids], lengths: Sequence[int]) -> Part
 
 
 def _is_unit(ids: Ints) -> npt.NDArray[np.bool_]:
-    return (ids >= 0) & (ids != hashed(""))
+    return (ids >= 0) & (ids != _NO_UNIT)
 
 
 def check_units(parts: Mapping[str, Parts], entries: npt.NDArray[Any]) -> None:
@@ -161,3 +161,6 @@ def hashed(data: str | bytes, bits: int = 61) -> int:
     """A hash of the given number of bits, the same on every rank."""
     data = data.encode(errors="surrogatepass") if isinstance(data, str) else data
     return int.from_bytes(blake2b(data, digest_size=8).digest(), "little") % 2**bits
+
+
+_NO_UNIT = hashed("")  # the id of tokens in no unit, among strings
