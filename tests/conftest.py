@@ -33,9 +33,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         parser.addini("timeout", "seconds a test may take; without pytest-timeout any")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if not is_worker(config):
+        import fork_server
+
+        fork_server.start()
+        config.add_cleanup(fork_server.stop)
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """A worker a core, at most four, each of which has what ranks are forked from. None for one file, nor on GPUs."""
+    """A worker a core, at most four, each of which imports Megatron. None for one file, nor on GPUs."""
     files = {argument.split("::")[0] for argument in config.args}
     if ON_GPUS or (len(files) == 1 and files.pop().endswith(".py")):
         return 0
@@ -78,8 +86,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     for logger in logging.root.manager.loggerDict.values():
         if isinstance(logger, logging.Logger):
             logger.propagate = True  # or pytest visits each of torch's that does not, in each phase of a test
-    gc.collect()
-    gc.freeze()  # what was imported is here to stay: no collection goes through it again
+    gc.freeze()  # what was imported is here to stay: no collection goes through it
     gc.enable()
     if is_worker(session.config):  # which does not know what modules it will get
         return

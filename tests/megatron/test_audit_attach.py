@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 from attached_engine import ATTACH, LAYOUT, train
-from ranks import PYTHONPATH, environment, run_ranks
+from fork_server import PYTHONPATH
+from ranks import environment, run_ranks
 
 pytestmark = pytest.mark.slow
 

@@ -39,6 +39,5 @@ def prepare_launches() -> None:
 
 with contextlib.suppress(ImportError, AttributeError):  # older versions have neither
     prepare_launches()
-gc.collect()
 gc.freeze()  # ranks share these pages as long as no collection of theirs goes through them
 gc.enable()

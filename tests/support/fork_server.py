@@ -1,0 +1,117 @@
+"""A process that has imported Megatron and forks ranks in a few milliseconds, one for all workers of a run of tests.
+
+It imports at the first request, and ends with the process that started it. Every rank has pristine globals. The server
+never runs a kernel, so forking it is safe.
+
+With ``TEST_DEVICE=cuda`` every rank is a new process: one that has looked at its GPUs must not be forked.
+"""
+
+import contextlib
+import importlib
+import os
+import pickle
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import traceback
+import warnings
+from multiprocessing.connection import Connection
+from typing import Any
+
+from repository import EXAMPLES, ROOT
+
+ON_GPUS = os.environ.get("TEST_DEVICE") == "cuda"
+
+#: Where ranks find the modules of the functions they are handed: every folder of tests, support, the example.
+_TESTS = sorted({str(path.parent) for path in (ROOT / "tests").rglob("test_*.py")})
+PYTHONPATH = os.pathsep.join([*_TESTS, str(ROOT / "tests" / "support"), str(EXAMPLES), str(ROOT)])
+_ADDRESS = "TEST_FORK_SERVER"
+_of_this_process: list[Any] = []
+
+
+def start() -> None:
+    """Start the server for this process and those that it starts later: they find its address in the environment."""
+    folder = tempfile.TemporaryDirectory(prefix="ranks")
+    address = os.path.join(folder.name, "socket")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address)
+        listener.listen(128)
+        command = [sys.executable, __file__, str(listener.fileno())]
+        server = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,  # closed when this process ends
+            pass_fds=[listener.fileno()],
+            env=os.environ | {"PYTHONPATH": PYTHONPATH},
+        )
+    _of_this_process[:] = server, folder
+    os.environ[_ADDRESS] = address
+
+
+def stop() -> None:
+    server, folder = _of_this_process
+    server.stdin.close()
+    server.wait()
+    folder.cleanup()
+
+
+def connect() -> Connection:
+    """To a rank, which waits for its call (see `_run_rank`); it ends at once if the connection is closed instead."""
+    client = socket.socket(socket.AF_UNIX)
+    client.connect(os.environ[_ADDRESS])
+    return Connection(client.detach())
+
+
+def _serve(listener: socket.socket) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    select.select([listener, sys.stdin], [], [])
+    if not ON_GPUS:
+        with contextlib.suppress(ImportError), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Megatron says that it has neither Transformer Engine nor Apex
+            importlib.import_module("warm_megatron")  # unless Megatron is not installed: tests of the core need none
+    while sys.stdin not in select.select([listener, sys.stdin], [], [])[0]:
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass  # a rank that has ended
+        connection = listener.accept()[0].detach()
+        if ON_GPUS:
+            subprocess.Popen([sys.executable, __file__, "rank", str(connection)], pass_fds=[connection])
+        elif os.fork() == 0:
+            listener.close()
+            _run_rank(Connection(connection))
+        os.close(connection)
+
+
+def _run_rank(connection: Connection) -> None:
+    """Send the number of this process, receive a call, and send whether it succeeded and its result or error."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.setpgid(0, 0)
+    try:
+        connection.send_bytes(pickle.dumps(os.getpid()))
+        folder, path, environment, log = pickle.loads(connection.recv_bytes())
+    except (EOFError, ConnectionError):
+        os._exit(0)
+    os.chdir(folder)
+    sys.path[:] = path
+    os.environ.clear()
+    os.environ.update(environment)
+    with open(log, "ab") as sink:
+        os.dup2(sink.fileno(), 1)
+        os.dup2(sink.fileno(), 2)
+    try:
+        function, args = pickle.loads(connection.recv_bytes())
+        outcome = (True, function(*args))
+    except BaseException:
+        outcome = (False, traceback.format_exc())
+    with contextlib.suppress(BrokenPipeError):
+        connection.send_bytes(pickle.dumps(outcome))
+    # Not a plain return: gloo's threads and Megatron's atexit hooks would wait for peers that are gone.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "rank":
+        _run_rank(Connection(int(sys.argv[2])))
+    _serve(socket.socket(fileno=int(sys.argv[1])))
