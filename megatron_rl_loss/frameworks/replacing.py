@@ -55,7 +55,8 @@ class Replaced:
         announce(self)
 
     def __str__(self) -> str:
-        places = {f"{module.__name__}.{name}" for *_, ours in self._all for module, name in holders(ours)}
+        held = holders([ours for *_, ours in self._all])
+        places = {f"{module.__name__}.{name}" for each in held for module, name in each}
         return f"{self.engine}: replaced {', '.join(sorted(places | {str(function) for function, *_ in self._all}))}"
 
     def add(self, names: Sequence[str]) -> None:
@@ -92,28 +93,35 @@ class Replaced:
 
     def put_everywhere(self) -> None:
         """Replace the functions in modules that were loaded later, too."""
-        for function, stock, _, ours in self._all:
-            for module, name in holders(stock):
+        held = holders([stock for _, stock, *_ in self._all])
+        for (function, _, _, ours), places in zip(self._all, held, strict=True):
+            for module, name in places:
                 if function.also_in(module.__name__):
                     setattr(module, name, ours)
 
     def undo(self) -> None:
         """Restore the engine's functions in every module that holds ours."""
-        for function, stock, raw, ours in self._all:
+        held = holders([ours for *_, ours in self._all])
+        for (function, stock, raw, ours), places in zip(self._all, held, strict=True):
             owner, name = function.owner, function.name
             if vars(owner).get(name) is ours:
                 delattr(owner, name) if raw is None else setattr(owner, name, raw)
-            for module, name in holders(ours):
+            for module, name in places:
                 setattr(module, name, stock)
         if self.proof is not None:
             self.proof.is_over = True
         del _REGISTRY[self]
 
 
-def holders(function: Any) -> list[tuple[Any, str]]:
-    """Loaded modules that hold the function, by whatever name."""
+def holders(functions: Sequence[Any]) -> list[list[tuple[Any, str]]]:
+    """For each function, the loaded modules that hold it, by whatever name; in one pass over all of their names."""
+    held: dict[int, list[tuple[Any, str]]] = {id(function): [] for function in functions}
     modules = {id(module): module for module in list(sys.modules.values()) if hasattr(module, "__name__")}.values()
-    return [(module, name) for module in modules for name, value in list(vars(module).items()) if value is function]
+    for module in modules:
+        for name, value in list(vars(module).items()):
+            if id(value) in held:
+                held[id(value)].append((module, name))
+    return [held[id(function)] for function in functions]
 
 
 def announce(line: object, is_first: bool | None = None) -> None:
