@@ -12,7 +12,7 @@ import logging
 import os
 import sys
 from collections import defaultdict
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +92,17 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         return
     for module in {item.module for item in session.items if isinstance(item, pytest.Function)}:
         getattr(module, "start_early", lambda: None)()
+
+
+@pytest.fixture(autouse=True)
+def modes_end_with_their_test() -> Iterator[None]:
+    """A mode that a test registers, or a module that it is the first to import, is not there for other tests."""
+    from megatron_rl_loss.modes import table
+
+    known = dict(table._MODES)
+    yield
+    table._MODES.clear()
+    table._MODES.update(known)
 
 
 @pytest.hookimpl(wrapper=True)
