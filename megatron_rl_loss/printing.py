@@ -1,4 +1,4 @@
-"""Text on standard output: what the proof, the audit and the command line print."""
+"""Text on standard output: what a launch, the proof, the audit and the command line print."""
 
 import sys
 

@@ -57,7 +57,7 @@ class LossReport:
             lines += ["  calls and divisions of your loop, the losses of tokens, other terms (KL, entropy), clipping"]
         return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
 
-    def to_json(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """The report as plain data; unknown values of a finding are left out."""
         known = [{name: value for name, value in vars(finding).items() if value == value} for finding in self.findings]
         findings = [fields | {"step": repr(fields["step"])} for fields in known]

@@ -1,4 +1,4 @@
-"""Adapters for engines that call the loss themselves: one module per engine, which users name by its path.
+"""Adapters for engines that call the loss themselves, which users name by their paths, and what adapters share.
 
 Importing an adapter imports no engine but Megatron.
 """

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_rl_loss.frameworks.places import value_at
 from megatron_rl_loss.modes.loss_modes import LossModes
 from megatron_rl_loss.plan.checks import check_samples
 from megatron_rl_loss.plan.plan import Plan, make_plan
@@ -106,7 +107,7 @@ def weigh_advantages(
     factors, tokens = token_mean_factors(modes, describe, dp_group=dp_group, **settings)
     columns = []
     for batch, of_batch, rows, ids in zip(batches, factors, masks, prompts, strict=True):
-        plain = batch["advantages"] if hasattr(batch, "keys") else batch.advantages
+        plain = value_at(batch, "advantages")
         column = of_batch.to(plain.device).view(len(plain), -1)
         of_masks = torch.stack(rows).to(plain.device)
         columns.append({"advantages": plain * column, FACTORS: column, PLAIN: plain, MASKS: of_masks})

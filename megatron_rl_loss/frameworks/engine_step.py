@@ -38,7 +38,9 @@ class EngineStep(FirstStep):
             return
         self.is_over, self.outcome = True, "unknown"
         if not world_rank():
-            print_text(f"megatron_rl_loss: {self.aim(self.asked)}, NOT PROVED: {why}")
+            from megatron_rl_loss.proof.unproved import line_of
+
+            print_text(f"megatron_rl_loss: {line_of('unknown', why, self.aim(self.asked), self._level)}")
 
 
 def _groups_without_model() -> list[Group]:

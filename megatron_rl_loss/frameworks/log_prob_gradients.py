@@ -20,7 +20,7 @@ from megatron_rl_loss.step.collectives import all_reduce, several
 _BLOCK = 2**22
 
 
-class LogProbs:
+class FollowedLogProbs:
     """Log-probs that a tapped loss was computed of, with the gradient that reaches them."""
 
     def __init__(self, log_probs: Tensor, replicated: bool, temperature: float | None) -> None:
@@ -46,7 +46,7 @@ class LogProbGradients:
         tapped_sizes: of outputs that went through `tap_output`; these then count.
     """
 
-    log_probs: list[LogProbs] = field(default_factory=list)
+    log_probs: list[FollowedLogProbs] = field(default_factory=list)
     output_sizes: list[Tensor] = field(default_factory=list)
     tapped_sizes: list[Tensor] = field(default_factory=list)
 
@@ -81,7 +81,7 @@ def follow(log_probs: Tensor, *, replicated: bool, temperature: float | None) ->
         taps.log_prob_gradients = taps.log_prob_gradients or LogProbGradients()
         held = taps.log_prob_gradients.log_probs
         if not any(known.source() is log_probs for known in held):
-            held.append(LogProbs(log_probs, replicated, temperature))
+            held.append(FollowedLogProbs(log_probs, replicated, temperature))
 
 
 def tap_output(output: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from megatron_rl_loss.errors import check_choice
 from megatron_rl_loss.megatron.flags import any_flag_given, check_command_line
+from megatron_rl_loss.megatron.iterator import next_microbatch
 from megatron_rl_loss.megatron.launch import LossAggregation
 from megatron_rl_loss.plan.microbatch import Microbatch
 from megatron_rl_loss.step.further_layouts import Gathered
@@ -88,12 +89,7 @@ def with_loss_aggregation(forward_step: Callable[..., Any]) -> Callable[..., Any
 
     @wraps(forward_step)
     def aggregated(data_iterator: Iterator[Microbatch], *args: Any, **kwargs: Any) -> tuple[Tensor, Callable[..., Any]]:
-        microbatch = next(data_iterator)
-        if not isinstance(microbatch, Microbatch):
-            raise TypeError(
-                f"a data iterator that gives {type(microbatch).__name__}: it must give the Microbatch of a counted "
-                "step. Run pretrain inside `with aggregation.attached():`."
-            )
+        microbatch = next_microbatch(data_iterator)
         output, stock = forward_step(iter([microbatch.data]), *args, **kwargs)
         if not isinstance(stock, partial) or tuple(inspect.signature(stock.func).parameters) != known:
             raise ValueError(

@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from megatron_rl_loss.frameworks.places import Call
+from megatron_rl_loss.printing import print_text
 from megatron_rl_loss.step.collectives import world_rank
 
 _MARK = "_replaced_by_megatron_rl_loss"
@@ -26,7 +28,7 @@ class Function(NamedTuple):
     owner: Any
     name: str
     parameters: Sequence[str]
-    call: Callable[[Callable[[], Any], dict[str, Any]], Any]
+    call: Call
     also_in: Callable[[str], bool] = lambda module: False
     kind: str = "a loss aggregation"
 
@@ -110,7 +112,8 @@ class Replaced:
                 setattr(module, name, stock)
         if self.proof is not None:
             self.proof.is_over = True
-        del _REGISTRY[self]
+        for key in [key for key, entry in _REGISTRY.items() if entry is self]:
+            del _REGISTRY[key]
 
 
 def holders(functions: Sequence[Any]) -> list[list[tuple[Any, str]]]:
@@ -129,7 +132,7 @@ def announce(line: object, is_first: bool | None = None) -> None:
     is_new = line not in _REGISTRY
     once(line, lambda: line)
     if is_new and ((world_rank() or int(os.environ.get("RANK", "0"))) == 0 if is_first is None else is_first):
-        print(f"megatron_rl_loss in {line}", flush=True)
+        print_text(f"megatron_rl_loss in {line}")
 
 
 def once(key: object, make: Callable[[], object]) -> Any:
@@ -146,7 +149,7 @@ def installed(engine: str) -> Any:
 
 def active() -> list[str]:
     """A line for each adapter that is active in this process."""
-    return [str(entry) for entry in _REGISTRY.values() if isinstance(entry, str | Replaced)]
+    return [str(entry) for entry in dict.fromkeys(_REGISTRY.values()) if isinstance(entry, str | Replaced)]
 
 
 def _wrapped(function: Function, stock: Any) -> Any:

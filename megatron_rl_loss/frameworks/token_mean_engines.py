@@ -23,7 +23,7 @@ from megatron_rl_loss.frameworks.columns import (
     at_masked_tokens,
     prompts_of,
 )
-from megatron_rl_loss.frameworks.places import Call, places, swapped, wrapped
+from megatron_rl_loss.frameworks.places import Call, places, swapped, value_at, wrapped
 from megatron_rl_loss.frameworks.policy_tap import LossPaths, WeighedMicrobatch
 from megatron_rl_loss.reduction.taps import is_observed
 from megatron_rl_loss.step.further_layouts import Gathered
@@ -76,7 +76,7 @@ class TokenMeanEngine(NamedTuple):
     trains: Callable[[Any], bool] = lambda owner: True
     of_samples: Callable[[StepArguments], str] = lambda step: ""
     tokens: Callable[[StepArguments, StepTotals], float] | None = None
-    further: Sequence[tuple[str, Sequence[str], Callable[[Callable[[], Any], dict[str, Any]], Any]]] = ()
+    further: Sequence[tuple[str, Sequence[str], Call]] = ()
     runs: str = ""
     mends: bool = False
     loses_masked: bool = False
@@ -89,7 +89,7 @@ class TokenMeanEngine(NamedTuple):
         Changes to its advantages count as weights.
         """
         (container, name), *_ = places(self.batch, loss)
-        batch = container[name] if hasattr(container, "keys") else getattr(container, name)
+        batch = value_at(container, name)
         factors, plain = (batch[column].to(batch["advantages"].device) for column in (FACTORS, PLAIN))
         plain = plain * self.correction(step, batch)
         if not self.loses_masked:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from megatron_rl_loss.errors import check_callable, check_float, check_int, require
+from megatron_rl_loss.errors import check_callable, check_choice, check_float, check_int, require
 from megatron_rl_loss.logprobs.kept_ids import Keep
 from megatron_rl_loss.logprobs.layer import make_log_probs
 from megatron_rl_loss.logprobs.reading import LogProbs, Reading, TokenMask, check_rows
@@ -32,7 +32,7 @@ def log_probs_from_logits(
     chunk_tokens: int | None = None,
     rest_without: Tensor | None = None,
     gradient_in_place: bool = False,
-    kernel: LogProbKernel | None = None,
+    kernel: LogProbKernel | str | None = None,
 ) -> LogProbs:
     """The log-probability of each label and, if asked, the entropy of each token's distribution; both differentiable.
 
@@ -57,8 +57,8 @@ def log_probs_from_logits(
             the probability of all ids but the marked ones, exact where it is small, for `divergence_at_ids`.
         gradient_in_place: the gradient overwrites the logits. Autograd then refuses a second backward, and any later
             use of the logits that needs them.
-        kernel: makes the log-probs of plain logits, of one id per token, in this function's place: one of `kernels`,
-            or your own.
+        kernel: makes the log-probs of plain logits, of one id per token, in this function's place: your own function,
+            one of `kernels`, or its name.
 
     Raises:
         ValueError, TypeError: logits that are probabilities, as their first row shows where one rank has the
@@ -100,6 +100,11 @@ def log_probs_from_logits(
             "a kernel with a temperature, kept ids, vocab_size, entropy, chunk_tokens, gradient_in_place or K labels: "
             "other kernels make log-probs of plain logits alone. Leave the kernel out: plain torch supports them all."
         )
+    if isinstance(kernel, str):
+        from megatron_rl_loss.logprobs.kernels import KERNELS  # which plain torch does not need
+
+        check_choice("kernel", kernel, KERNELS)
+        kernel = KERNELS[kernel]
     check_callable("kernel", kernel, "it must make log-probs of logits", "Pass one of logprobs.kernels")
     rows = rows if read.rows is None else rows[read.rows]
     return LogProbs(read.spread(kernel(rows, read.labels, read.tp_group).float()), None)

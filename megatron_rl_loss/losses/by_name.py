@@ -18,7 +18,6 @@ from megatron_rl_loss.losses.ratio import Masked, PolicyLoss
 from megatron_rl_loss.losses.sequence import gmpo_loss, gspo_loss, vespo_loss
 from megatron_rl_loss.losses.token import cfpo_loss, cispo_loss, dppo_loss, sapo_loss
 from megatron_rl_loss.modes.aggregation import Aggregation
-from megatron_rl_loss.modes.table import Mode
 from megatron_rl_loss.step.collectives import Group, size_of
 
 
@@ -83,8 +82,7 @@ def check_goes_with(name: str, aggregation: Aggregation, **settings: Any) -> Non
     """Raise ValueError for a policy loss with a built-in mode that changes it, and for settings that it lacks."""
     loss = _named(name, settings)
     mode, divisor = aggregation.mode.name, aggregation.divisor
-    is_own = getattr(aggregation.mode.function, "__module__", "") != Mode.__module__
-    if loss.mode is None or is_own or (mode, divisor) == (loss.mode, loss.divisor):
+    if loss.mode is None or not aggregation.mode.is_built_in or (mode, divisor) == (loss.mode, loss.divisor):
         return
     right = loss.mode if loss.divisor is None else f"{loss.mode} with divisor {loss.divisor:g}"
     raise ValueError(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron_rl_loss.losses.place import Place, tokens_of
 from megatron_rl_loss.step.collectives import Group, ranks_of, size_of
-from megatron_rl_loss.step.ids import Ints
+from megatron_rl_loss.step.ids import Ints, argument_of, example_of
 from megatron_rl_loss.step.masks import Floats, on_device
 from megatron_rl_loss.step.samples import LocalTokens, Samples
 from megatron_rl_loss.step.totals import StepTotals
@@ -99,13 +99,12 @@ def _units_of(samples: Samples, per: str, totals: StepTotals | None) -> Ints | N
     if parts is None:
         raise ValueError(
             f"per={per!r} of samples with ids of: {', '.join(samples.parts) or 'none'}: {per} ids must say which "
-            f"samples are one {per}. Pass Samples(..., "
-            f"{f'{per}_ids=' if per in ('prompt', 'rollout') else f'ids={{{per!r}: ...}}'})."
+            f"samples are one {per}. Pass Samples(..., {example_of(per)})."
         )
     ids, units = np.unique(parts.ids, return_inverse=True)
     if totals is not None and per in totals.units and totals.units[per].have_ids:
         here = np.bincount(units, samples.mask_sums_by(per), len(ids))
-        whole = totals.units[per].at("tokens", ids, f"{per}_ids")
+        whole = totals.units[per].at("tokens", ids, argument_of(per))
         missing = whole * (1 - 1e-9) - here  # sums of fractional masks may differ in the last bit
         if (missing > 0).any():
             i = int(missing.argmax())

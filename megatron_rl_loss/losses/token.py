@@ -20,7 +20,7 @@ from megatron_rl_loss.losses.ratio import (
 )
 from megatron_rl_loss.step.observed import reports_output
 
-Divergence = Literal["tv", "kl"]
+DivergenceName = Literal["tv", "kl"]
 
 
 @reports_output
@@ -41,7 +41,8 @@ def cispo_loss(
         clip_high: width above 1; 4.0 bounds the ratio at 5.
         log_probs, old_log_probs, advantages, local, importance_weights: as in `ppo_clip_loss`.
 
-    `PolicyLoss.clipped` is 1 where the ratio was clipped. Raises ValueError as `ppo_clip_loss`.
+    `PolicyLoss.clipped` is 1 where the ratio was clipped. Raises ValueError as `ppo_clip_loss`, but for its guards
+    against bounds in the place of widths: widths above 1 are usual here.
     Source: CISPO, MiniMax-M1, arXiv:2506.13585 eq. 4 and 5; with the prompt mean, ScaleRL, arXiv:2510.13786.
     """
     inputs = PolicyInputs.of(log_probs, old_log_probs, advantages, importance_weights, local)
@@ -120,7 +121,7 @@ def dppo_loss(
     advantages: Tensor,
     local: Masked,
     *,
-    divergence: Divergence = "tv",
+    divergence: DivergenceName = "tv",
     both_directions: bool = False,
     threshold: float | None = None,
     importance_weights: Tensor | None = None,
@@ -141,7 +142,7 @@ def dppo_loss(
     the threshold that of 3586).
     """
     inputs = PolicyInputs.of(log_probs, old_log_probs, advantages, importance_weights, local)
-    check_choice("divergence", divergence, get_args(Divergence))
+    check_choice("divergence", divergence, get_args(DivergenceName))
     check_bool("both_directions", both_directions)
     if threshold is None:
         threshold = 0.3 if both_directions else 0.15 if divergence == "tv" else 0.05

@@ -2,7 +2,8 @@
 
 A change of Megatron's scaling would be silent: every gradient would be wrong by a constant. The probe sends a known
 scalar through the installed `forward_step_calc_loss`, reads DDP's scaling factor, and compares both with the rows of
-`plan/carriers.py`: of the default form before the first step, of another form when a loss function first returns it.
+`plan/forms.py`, of which the default is in `plan/carriers.py`: with that one before the first step, with another when a
+loss function first returns it.
 """
 
 import copy

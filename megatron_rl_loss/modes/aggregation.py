@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import Any
 
 from megatron_rl_loss.errors import check_choice, is_number
-from megatron_rl_loss.modes.table import Mode, ModeFunction, ModeInputs, find_mode
+from megatron_rl_loss.modes.table import Mode, ModeFunction, find_mode
 from megatron_rl_loss.step.units import COUNTINGS, UnitCounting
 
 
@@ -59,7 +59,7 @@ class Aggregation:
 
         A function of the user's is in them with a digest, since its name does not say what it does.
         """
-        if getattr(self.mode.function, "__module__", None) == ModeInputs.__module__:
+        if self.mode.is_built_in:
             return self.describe()
         from megatron_rl_loss.modes.fingerprint import fingerprint
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, get_args
 import numpy as np
 
 from megatron_rl_loss.errors import check_callable, check_choice, check_mapping, did_you_mean
-from megatron_rl_loss.step.ids import Parts, argument_of
+from megatron_rl_loss.step.ids import Parts, argument_of, example_of
 from megatron_rl_loss.step.masks import SMALLEST, Floats
 from megatron_rl_loss.step.samples import Samples
 from megatron_rl_loss.step.totals import StepTotals
@@ -55,6 +55,11 @@ class Mode:
                 raise TypeError(
                     f"the sum {name!r} is a {type(declared).__name__}: it must be a Sum. Pass Sum(of=..., by=...)."
                 )
+
+    @property
+    def is_built_in(self) -> bool:
+        """True for the modes of this package."""
+        return getattr(self.function, "__module__", None) == __name__
 
     def __reduce__(self) -> Any:
         """A decorated function is pickled as functions are, by module and name; other modes with their function."""
@@ -145,11 +150,10 @@ class ModeInputs:
     def _check(self, key: str) -> None:
         self.asked.add(key)
         if not self._is_sample(key) and key not in self.batch.parts and key != "step":
-            remedy = "prompt_ids=[...]" if key == "prompt" else f'ids={{"{key}": [...]}}'
             raise ValueError(
                 f"loss aggregation {self._mode.name!r} and samples without {argument_of(key)} (they have "
                 f"{', '.join(self.batch.parts) or 'none'}): the mode averages by these ids. Pass Samples(..., "
-                f"{remedy})."
+                f"{example_of(key)})."
             )
 
     def _check_labels(self) -> None:

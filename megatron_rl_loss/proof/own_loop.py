@@ -37,8 +37,8 @@ def prove_first_step(
 
         forward_backward_func = prove_first_step(get_forward_backward_func(), "prompt_mean")
 
-    The proof covers the policy loss and every term that names a mode. The first rank prints one line. A step with a
-    gradient and without any loss of this library is a fault.
+    The proof covers the policy loss and every term that names a mode. The first rank prints one line. A step
+    whose plan no loss came from is a fault; without a plan and without a tapped loss the line says NOT PROVED.
 
     Args:
         forward_backward_func: the schedule; all ranks call it together, with ``model=``.
@@ -49,7 +49,7 @@ def prove_first_step(
 
     Raises:
         ValueError, TypeError: unusable settings.
-        BadBatchError: on every rank, in the first training step, for wrong weights, or none from this library.
+        BadBatchError: on every rank, in the first training step, for wrong weights, or a plan that no loss came from.
     """
     check_callable(
         "the schedule", forward_backward_func, "it must be Megatron's function", "Pass get_forward_backward_func()"

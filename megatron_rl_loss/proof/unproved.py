@@ -29,7 +29,8 @@ def line_of(outcome: str, text: str, aim: str, level: str) -> str:
         stops = f"All ranks aborted before the optimizer step; {PROOF_VARIABLE}=warn trains on."
         goes_on = stops if level == "error" else "Training goes on."
         return f"{aim} was expected, but the first training step does something else.\n{text}\n{goes_on}"
-    return f"{aim}, not proved yet: the step has no gradient, so the next one is measured. {text}".rstrip()
+    why = "gradients of the step overflow" if outcome == "overflow" else "no token of the step has a gradient"
+    return f"{aim}, not proved yet: {why}, so the next step is measured. {text}".rstrip()
 
 
 def reasons(

@@ -42,6 +42,11 @@ def argument_of(key: str) -> str:
     return f"{key}_ids" if key in ("rollout", "prompt") else f"ids[{key!r}]"
 
 
+def example_of(key: str) -> str:
+    """How a user passes ids of that name to `Samples`."""
+    return f"{key}_ids=[...]" if key in ("rollout", "prompt") else f'ids={{"{key}": [...]}}'
+
+
 def parts_of(key: str, ids: Ids | Sequence[Ids], lengths: Sequence[int]) -> Parts:
     """The parts by ids per sample, or per token of masks of these lengths: a negative id or "" is no unit."""
     name = argument_of(key)

@@ -97,7 +97,7 @@ class Samples:
             self.mask_starts = as_ints("mask_starts", layout.mask_starts(self.mask_lengths))
             check_one_each("mask_starts", len(self.mask_starts), "loss masks", len(self), "Mend the layout")
             if is_user_defined(layout):
-                from megatron_rl_loss.step.own_layouts import check_pieces
+                from megatron_rl_loss.step.user_layouts import check_pieces
 
                 check_pieces(layout, "loss masks", self.places)
         named_ids = [("rollout", rollout_ids), ("prompt", prompt_ids), *(ids or {}).items()]
@@ -293,7 +293,7 @@ class Samples:
                 )
             return LocalTokens(self, cp_size, [(0, self.total_tokens)])
         if is_user_defined(self.layout):
-            from megatron_rl_loss.step.own_layouts import check_cut
+            from megatron_rl_loss.step.user_layouts import check_cut
 
             check_cut(self.layout, self.places, cp_size)
         return LocalTokens(self, cp_size, list(self.layout.pieces(cp_rank, cp_size)))

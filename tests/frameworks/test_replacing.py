@@ -59,6 +59,16 @@ def test_replaced_wherever_it_is_and_put_back(engine: Any, capsys: pytest.Captur
     assert all(function is engine.stock for function in holders)
 
 
+def test_what_was_undone_is_replaced_again(engine: Any) -> None:
+    """An adapter keeps its `Replaced` under a key of its own, too."""
+    first = replacing.once("key", lambda: replace(engine.home))
+    assert (active(), replacing.once("key", lambda: replace(engine.home))) == ([str(first)], first)
+    first.undo()
+    assert active() == []
+    assert replacing.once("key", lambda: replace(engine.home)) is not first
+    assert engine.home.scale(3) == 6.5
+
+
 def test_one_module_alone_by_default(engine: Any) -> None:
     replaced = replace(engine.home)
     assert (engine.home.scale(3), engine.by_name.scale(3)) == (6.5, 3)

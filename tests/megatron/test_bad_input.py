@@ -59,7 +59,7 @@ def parsed(
     from megatron_rl_loss import LossAggregation
 
     os.environ |= {"WORLD_SIZE": str(world), "CUDA_DEVICE_MAX_CONNECTIONS": connections}
-    launch = [*MODEL.split(), *DATA.split(), *TRAINING.split()] if registered else [*MODEL.split(), *TRAINING.split()]
+    launch = [*MODEL, *DATA, *TRAINING] if registered else [*MODEL, *TRAINING]
     provider = pretrain_grpo.add_args if registered else None
     if isinstance(what, dict):
         Path("run.yaml").write_text(json.dumps(what))  # JSON is YAML

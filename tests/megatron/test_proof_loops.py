@@ -454,7 +454,7 @@ LOOPS: dict[str, tuple[Callable[[], list[Step]], list[str]]] = {
     ),
     "a step of dummies": (
         step_of_dummies,
-        ["prompt_mean on the policy loss, not proved yet: the step has no gradient", f"{PROVED} 37 tokens"],
+        ["prompt_mean on the policy loss, not proved yet: no token of the step has a gradient", f"{PROVED} 37 tokens"],
     ),
     "a reducer under torch.compile": (compiled, [rf"{PROVED} 37 .*; from the share on \(compiled\)"]),
     "sample means by hand": (
@@ -471,7 +471,7 @@ LOOPS: dict[str, tuple[Callable[[], list[Step]], list[str]]] = {
     ),
     "three steps without a gradient": (
         three_steps_without_a_gradient,
-        ["not proved yet: the step has no gradient", "^$", "NOT PROVED: 3 steps had no gradient.* losses are 0", "^$"],
+        ["not proved yet: no token", "^$", "NOT PROVED: No token of 3 steps had a gradient.* losses are 0", "^$"],
     ),
     "planned by another mode": (
         another_mode_in_a_dict,

@@ -5,17 +5,82 @@ from typing import Any
 
 from repository import EXAMPLES
 
-MODEL = """--num-layers 2 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 --group-query-attention
-    --num-query-groups 2 --normalization RMSNorm --disable-bias-linear --position-embedding-type rope
-    --no-position-embedding --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0
-    --tokenizer-type NullTokenizer --vocab-size 32 --padded-vocab-size 32 --transformer-impl local
-    --no-persist-layer-norm --no-rope-fusion --no-masked-softmax-fusion --no-gradient-accumulation-fusion
-    --no-bias-gelu-fusion --no-bias-dropout-fusion --distributed-backend gloo --use-cpu-initialization
-    --cp-comm-type all_gather"""
-DATA = f"""--rollouts {EXAMPLES / "arithmetic.jsonl"} --prompts-per-step 4 --dataloader-type external --seq-length 256
-    --max-position-embeddings 256 --micro-batch-size 1 --global-batch-size 8 --eval-iters 0 --eval-interval 1000"""
-TRAINING = """--lr 1e-3 --lr-decay-style constant --clip-grad 1.0 --weight-decay 0
-    --log-interval 1 --train-iters 2"""
+MODEL = [
+    "--num-layers",
+    "2",
+    "--hidden-size",
+    "32",
+    "--ffn-hidden-size",
+    "64",
+    "--num-attention-heads",
+    "4",
+    "--group-query-attention",
+    "--num-query-groups",
+    "2",
+    "--normalization",
+    "RMSNorm",
+    "--disable-bias-linear",
+    "--position-embedding-type",
+    "rope",
+    "--no-position-embedding",
+    "--untie-embeddings-and-output-weights",
+    "--attention-dropout",
+    "0",
+    "--hidden-dropout",
+    "0",
+    "--tokenizer-type",
+    "NullTokenizer",
+    "--vocab-size",
+    "32",
+    "--padded-vocab-size",
+    "32",
+    "--transformer-impl",
+    "local",
+    "--no-persist-layer-norm",
+    "--no-rope-fusion",
+    "--no-masked-softmax-fusion",
+    "--no-gradient-accumulation-fusion",
+    "--no-bias-gelu-fusion",
+    "--no-bias-dropout-fusion",
+    "--distributed-backend",
+    "gloo",
+    "--use-cpu-initialization",
+    "--cp-comm-type",
+    "all_gather",
+]
+DATA = [
+    "--prompts-per-step",
+    "4",
+    "--dataloader-type",
+    "external",
+    "--seq-length",
+    "256",
+    "--max-position-embeddings",
+    "256",
+    "--micro-batch-size",
+    "1",
+    "--global-batch-size",
+    "8",
+    "--eval-iters",
+    "0",
+    "--eval-interval",
+    "1000",
+]
+DATA += ["--rollouts", str(EXAMPLES / "arithmetic.jsonl")]  # whose folder may have a space in its name
+TRAINING = [
+    "--lr",
+    "1e-3",
+    "--lr-decay-style",
+    "constant",
+    "--clip-grad",
+    "1.0",
+    "--weight-decay",
+    "0",
+    "--log-interval",
+    "1",
+    "--train-iters",
+    "2",
+]
 
 
 def train(flags: list[str]) -> list[dict[str, float]]:
@@ -34,6 +99,6 @@ def train(flags: list[str]) -> list[dict[str, float]]:
         return training_log(loss_dict, *args, **kwargs)
 
     training.training_log = catch
-    sys.argv = ["pretrain_grpo.py", *MODEL.split(), *DATA.split(), *TRAINING.split(), *flags]
+    sys.argv = ["pretrain_grpo.py", *MODEL, *DATA, *TRAINING, *flags]
     pretrain_grpo.main()
     return logged

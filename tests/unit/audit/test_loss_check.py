@@ -265,7 +265,7 @@ def test_where_it_fails_is_told(loss_fn: Any, mode: str, call: Any, cut: str, sa
 @pytest.mark.parametrize("seed", [0, 20])
 def test_a_finding_can_be_had_again_and_the_report_is_plain_data(seed: int) -> None:
     report = check_loss(masked_mean, "token_mean", call=MEANS, seed=seed, draws=4)
-    data = json.loads(json.dumps(report.to_json()))
+    data = json.loads(json.dumps(report.to_dict()))
     assert (data["sound"], data["invariant"]) == (False, False)
     assert [finding["cut"] for finding in data["findings"]] == [MICROBATCHES, DP]
     for finding, plain in zip(report.findings, data["findings"], strict=True):

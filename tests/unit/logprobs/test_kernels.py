@@ -5,6 +5,7 @@ and flash-attn's need a GPU, and run with TEST_DEVICE=cuda where they are instal
 """
 
 import importlib.util
+import math
 import os
 from functools import partial
 from types import SimpleNamespace
@@ -93,11 +94,18 @@ def of_liger(labels: Tensor = LABELS, kernel: str | None = "liger", keep: Any = 
     return log_probs_from_hidden(HIDDEN, OutputLayer(WEIGHT, **of_layer), labels, kernel=kernel, keep=keep)
 
 
+def test_a_kernel_is_chosen_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(kernels.KERNELS, "flash_attn", plain)
+    log_probs = log_probs_from_logits(LOGITS, LABELS, kernel="flash_attn").log_probs
+    assert log_probs.tolist() == pytest.approx([-math.log(4)] * 2)
+
+
 REFUSALS: dict[str, Any] = {
     **refusals(
         partial(log_probs_from_logits, LOGITS, LABELS, kernel=plain),
         ({"temperature": 0.5}, "a kernel with a temperature", {}),
         ({"entropy": True, "keep": LOGITS == 0}, "a kernel with a temperature, kept ids", {}),
+        ({"kernel": "triton"}, "kernel 'triton': there is no such kernel", {}),
     ),
     **refusals(
         of_liger,

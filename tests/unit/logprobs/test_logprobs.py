@@ -531,7 +531,7 @@ REFUSALS = {
     **refusals(
         of,
         ({"logits": LOGITS.long()}, "logits is torch.int64: it must be a float tensor", {}),
-        ({"kernel": "liger"}, "kernel is a str: it must make log-probs of logits", {}),
+        ({"kernel": 1}, "kernel is a int: it must make log-probs of logits", {}),
         ({"tp_group": "nccl"}, "a process group of type str: it must be a ProcessGroup", {"tp_group": None}),
         *(
             ({"labels": labels}, f"labels of {labels.dtype}", {})
