@@ -91,7 +91,7 @@ def check_ids(totals: StepTotals, asked: Set[str], filled: Sequence[Samples]) ->
         )
     for key in sorted(asked - {"step", "sample", "rollout"}) if rollouts > 1 else ():
         units = totals.units[key]
-        if units.counts["all"].max() == samples:
+        if units.counts["all"].max(initial=0) == samples:  # ids per token may name no unit at all
             warn_on_one_rank(
                 f"one {key} has tokens of all {samples} samples of the step: {key} ids that start again in each "
                 f"sample, micro-batch or rank collide. Make {key} ids unique in the whole step."
