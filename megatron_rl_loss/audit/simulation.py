@@ -242,12 +242,13 @@ def measure(
         "step_tokens": tokens.sum(), "step_samples": len(masks), "step_active_samples": int((tokens > 0).sum()),
         "step_rollouts": len(rollouts.unique()), "step_prompts": len(prompts.unique()),
     }  # fmt: skip
+    rows_of_losses = losses.split(lengths)
     parts, num_tokens = list[Part](), list[float]()
     for d, k in product(range(D), range(K)):
         rank = [i for i, row in enumerate(step.rows) if row.dp_rank == d]
         here = [i for i in rank if step.rows[i].microbatch == k]
         samples = samples_of([step.rows[i] for i in here], call, C, described)
-        whole = samples.in_buffer([losses.split(lengths)[i] for i in here]).reshape(-1)
+        whole = samples.in_buffer([rows_of_losses[i] for i in here]).reshape(-1)
         layout = cast(Any, samples.layout)
         of_microbatch = of_step | {
             "rank_tokens": tokens[rank].sum(), "rank_samples": len(rank), "microbatch_tokens": tokens[here].sum(),

@@ -16,6 +16,7 @@ IdsByName = Mapping[str, Ids | Sequence[Ids]]
 Ints = npt.NDArray[np.int64]
 _LIMIT = 2**61
 _PER_TOKEN = "per token"
+_WITH_ARGUMENT = ("rollout", "prompt")  # keys whose ids are an argument of `Samples`, one per sample
 
 
 class Parts(NamedTuple):
@@ -39,18 +40,18 @@ class Parts(NamedTuple):
 
 def argument_of(key: str) -> str:
     """What a user writes for ids of that name."""
-    return f"{key}_ids" if key in ("rollout", "prompt") else f"ids[{key!r}]"
+    return f"{key}_ids" if key in _WITH_ARGUMENT else f"ids[{key!r}]"
 
 
 def example_of(key: str) -> str:
     """How a user passes ids of that name to `Samples`."""
-    return f"{key}_ids=[...]" if key in ("rollout", "prompt") else f'ids={{"{key}": [...]}}'
+    return f"{key}_ids=[...]" if key in _WITH_ARGUMENT else f'ids={{"{key}": [...]}}'
 
 
 def parts_of(key: str, ids: Ids | Sequence[Ids], lengths: Sequence[int]) -> Parts:
     """The parts by ids per sample, or per token of masks of these lengths: a negative id or "" is no unit."""
     name = argument_of(key)
-    if key in ("rollout", "prompt") or not is_per_token(ids):
+    if key in _WITH_ARGUMENT or not is_per_token(ids):
         of_samples = as_ids(name, ids, len(lengths))  # type: ignore[arg-type]
         for i in np.flatnonzero(~_is_unit(of_samples))[:1]:
             raise ValueError(

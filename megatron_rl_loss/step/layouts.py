@@ -38,10 +38,11 @@ def as_ints(name: str, values: IntList) -> list[int]:
 
 def check_cp(cp_rank: int, cp_size: int) -> None:
     """Validate a rank's place in its context-parallel (CP) group."""
-    if is_int(cp_rank) and is_int(cp_size) and 0 <= cp_rank < cp_size:
+    are_ints = is_int(cp_rank) and is_int(cp_size)
+    if are_ints and 0 <= cp_rank < cp_size:
         return
     place, remedy = f"cp_rank={cp_rank!r}, cp_size={cp_size!r}", "Pass cp_group.rank() and cp_group.size()"
-    if not is_int(cp_rank) or not is_int(cp_size):
+    if not are_ints:
         raise TypeError(f"{place}: both must be ints. {remedy}.")
     raise ValueError(f"{place}: cp_rank must be from 0 to cp_size - 1. {remedy}.")
 

@@ -44,7 +44,7 @@ def check_masks(loss_masks: Iterable[Mask]) -> tuple[list[Tensor], list[int]]:
             )
     for dtype in {mask.dtype for mask in masks} & _COMPLEX:
         raise TypeError(f"loss masks of {dtype}: each must hold one real number per token. Pass 0/1 or weights.")
-    return masks, [mask.numel() for mask in masks]  # sooner than their shapes
+    return masks, [mask.numel() for mask in masks]  # faster than by their shapes
 
 
 def _as_tensor(i: int, mask: Any) -> Tensor:

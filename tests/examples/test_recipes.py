@@ -295,8 +295,7 @@ def test_a_loop_of_ones_own_runs_as_it_is_launched(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_mode_of_ones_own_is_tried(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(modes, "_MODES", dict(modes._MODES))
+def test_a_mode_of_ones_own_is_tried(capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(RECIPES / "own_mode.py"), run_name="__main__")
     printed = capsys.readouterr().out
     assert re.match(r"(?s)SOUND: root_length is invariant.*20 draws", printed)

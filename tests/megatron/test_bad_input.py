@@ -10,6 +10,7 @@ import functools
 import json
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -59,7 +60,7 @@ def parsed(
     from megatron_rl_loss import LossAggregation
 
     os.environ |= {"WORLD_SIZE": str(world), "CUDA_DEVICE_MAX_CONNECTIONS": connections}
-    launch = [*MODEL, *DATA, *TRAINING] if registered else [*MODEL, *TRAINING]
+    launch = shlex.split(f"{MODEL} {DATA if registered else ''} {TRAINING}")
     provider = pretrain_grpo.add_args if registered else None
     if isinstance(what, dict):
         Path("run.yaml").write_text(json.dumps(what))  # JSON is YAML

@@ -13,7 +13,6 @@ from refusals import Call, Refusal, refusal_tests
 
 from megatron_rl_loss import StepTotals, add_loss_aggregation_args, make_pg_loss_reducer, register_pg_loss_reducer
 from megatron_rl_loss.megatron.flags import AggregationSettings, check_command_line, validate_loss_aggregation_args
-from megatron_rl_loss.modes import table
 
 MODULE = "a_users_modes"
 SOURCE = """
@@ -33,11 +32,6 @@ number = 3
 def a_module_of_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / f"{MODULE}.py").write_text(SOURCE)
     monkeypatch.syspath_prepend(tmp_path)
-
-
-@pytest.fixture(autouse=True)
-def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table, "_MODES", dict(table._MODES))
     monkeypatch.delitem(sys.modules, MODULE, raising=False)
 
 

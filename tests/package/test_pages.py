@@ -26,7 +26,6 @@ import megatron_rl_loss
 from megatron_rl_loss import Microbatch, Samples, add_loss_aggregation_args, weights_column
 from megatron_rl_loss.frameworks import replacing
 from megatron_rl_loss.modes import names as mode_names
-from megatron_rl_loss.modes import table as modes
 from megatron_rl_loss.modes.aggregation import resolve
 from megatron_rl_loss.modes.table import available_modes
 from megatron_rl_loss.plan.plan import Plan
@@ -180,8 +179,7 @@ WITH_EXAMPLES = [path for path in (ROOT / "megatron_rl_loss").rglob("*.py") if "
 
 
 @pytest.mark.parametrize("path", WITH_EXAMPLES, ids=lambda path: path.stem)
-def test_examples_of_docstrings_give_what_they_show(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(modes, "_MODES", {**modes._MODES})
+def test_examples_of_docstrings_give_what_they_show(path: Path) -> None:
     module = importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
     result = doctest.testmod(module, extraglobs={"Samples": Samples, "torch": torch})
     assert result.attempted > 0
@@ -205,8 +203,7 @@ def test_the_diff_of_readme_ends_in_the_recipe() -> None:
             at += next(n for n, candidate in enumerate(script[at:], start=1) if candidate.startswith(code))
 
 
-def test_the_code_of_using_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(modes, "_MODES", {**modes._MODES})
+def test_the_code_of_using_runs() -> None:
     few_lines = code_under("using.md", "Without Megatron")
     own_modes = code_under("using.md", "Your own mode") + code_under("using.md", "Sums of your own")
     names: dict[str, Any] = {}

@@ -151,7 +151,7 @@ def main(root: str, cp: int, cases: list[dict[str, Any]]) -> None:
             outcome["gradient"] = model.module.losses.main_grad.double()
 
         example.pretrain = one_step
-        sys.argv = ["train_rl.py", *MODEL, *FLAGS.split(), "--context-parallel-size", str(cp), *case["flags"]]
+        sys.argv = ["train_rl.py", *MODEL.split(), *FLAGS.split(), "--context-parallel-size", str(cp), *case["flags"]]
         printed = io.StringIO()
         try:
             with contextlib.redirect_stdout(printed):

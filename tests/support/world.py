@@ -291,7 +291,7 @@ def by_pretrain(world: World, model: Model) -> tuple[Ready, Any]:
     from megatron.training.arguments import parse_and_validate_args
 
     layout, chunks, logged = world.layout, list[Any](), list[dict[str, Tensor]]()
-    flags = f"""--num-layers {layout.num_layers} --tensor-model-parallel-size {layout.tp}
+    flags = f"""{MODEL} --num-layers {layout.num_layers} --tensor-model-parallel-size {layout.tp}
         --pipeline-model-parallel-size {layout.pp} --context-parallel-size {layout.cp} --seq-length 64
         --max-position-embeddings 64 --micro-batch-size 1 --global-batch-size {len(model.batches) * layout.dp}
         --dataloader-type external --eval-iters 0 --eval-interval 1000 --train-iters 1 --lr 1e-3 --clip-grad 0
@@ -317,7 +317,7 @@ def by_pretrain(world: World, model: Model) -> tuple[Ready, Any]:
 
     megatron_on_cpu.prepare_training()
     vars(dataset_utils)["compile_helpers"] = lambda: None  # the wheel lacks its Makefile
-    sys.argv = ["pretrain.py", *MODEL, *flags.split()]
+    sys.argv = ["pretrain.py", *flags.split()]
     args = parse_and_validate_args(extra_args_provider=add_loss_aggregation_args)
     container = pretrain_cfg_container_from_args(args)
     training.training_log = catch

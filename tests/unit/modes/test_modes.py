@@ -25,17 +25,11 @@ from megatron_rl_loss import (
     plan_step,
     register_pg_loss_reducer,
 )
-from megatron_rl_loss.modes import table
 from megatron_rl_loss.modes.aggregation import resolve
 from megatron_rl_loss.modes.loss_modes import LossModes
 from megatron_rl_loss.modes.table import available_modes
 
 MASK = [torch.tensor([1.0, 0, 0.5]), torch.tensor([1.0, 1])]
-
-
-@pytest.fixture(autouse=True)
-def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table, "_MODES", dict(table._MODES))
 
 
 def scaled(step: ModeInputs, by: float = 1.0) -> Any:

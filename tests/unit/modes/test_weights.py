@@ -39,17 +39,10 @@ from megatron_rl_loss import (
     register_pg_loss_reducer,
     weights_column,
 )
-from megatron_rl_loss.modes import table
 from megatron_rl_loss.step import layouts
 from megatron_rl_loss.step.collectives import StepGroups
 from megatron_rl_loss.step.counting import count_step
 from megatron_rl_loss.step.samples import LocalTokens
-
-
-@pytest.fixture(autouse=True)
-def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table, "_MODES", dict(table._MODES))
-
 
 # --- against the oracle
 
