@@ -176,13 +176,13 @@ class Samples:
 
     def _fill(self, joined: Array) -> None:
         """Fill the buffer with masks end to end on the host; ValueError for entries that are no usable weights."""
-        self.holds_flags = check_entries(joined, self._unread)
+        self._holds_flags = check_entries(joined, self._unread)
         check_units(self.parts, joined)
         # Sums of a float64 mask keep its digits; a narrower mask is float32, as the weights made of it are. A copy: the
         # entries that `joined` may share with the user's mask would change with it.
         weights = joined.astype(np.float64 if joined.dtype == np.float64 else np.float32)
         self._mask_sums = sum_each(joined, self.mask_lengths)
-        self._active_tokens = self._mask_sums if self.holds_flags else sum_each(weights != 0, self.mask_lengths)
+        self._active_tokens = self._mask_sums if self._holds_flags else sum_each(weights != 0, self.mask_lengths)
         self._buffer, self._unread = place(weights, self.places, self.total_tokens), []
         for counted in (self._buffer, self._mask_sums, self._active_tokens):  # as ids: a change would not be counted
             counted.setflags(write=False)
@@ -214,6 +214,11 @@ class Samples:
     def active_tokens(self) -> Floats:
         """Number of tokens of nonzero weight in each sample, float64 [num_samples]."""
         return self._read()._active_tokens
+
+    @property
+    def holds_flags(self) -> bool:
+        """True where every mask is of ints or bools, so that its entries are 0 or 1."""
+        return self._read()._holds_flags
 
     def mask_sums_by(self, key: str) -> Floats:
         """The mask sum of each part by that key, float64 [num_parts]."""

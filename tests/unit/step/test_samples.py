@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from device import DEVICE
 from refusals import refusal_tests, refusals
 from torch import Tensor
 
@@ -60,10 +61,12 @@ UNSOUND = {
 }
 
 
+@pytest.mark.gpus
 @pytest.mark.parametrize("unusual", UNUSUAL.values(), ids=UNUSUAL)
 def test_unusual_masks(unusual: list[Any]) -> None:
     lists = [mask if isinstance(mask, list | tuple) else mask.tolist() for mask in unusual]
-    samples, rows = Samples(unusual), [torch.tensor(mask, dtype=torch.float64) for mask in lists]
+    samples = Samples([mask.to(DEVICE) if isinstance(mask, Tensor) else mask for mask in unusual])
+    rows = [torch.tensor(mask, dtype=torch.float64) for mask in lists]
     assert samples.mask_lengths == list(map(len, rows))
     assert samples.mask_sums.tolist() == [float(row.sum()) for row in rows]
     assert samples.active_tokens.tolist() == [int((row != 0).sum()) for row in rows]
@@ -121,6 +124,17 @@ def test_masks_on_a_device_are_read_in_one_transfer(monkeypatch: pytest.MonkeyPa
     assert read == [24]
     assert [samples.mask_sums.tolist() for samples in of_steps] == [[1, 2], [1, 2]]
     assert of_steps[1].with_mask("kl").mask_sums.tolist() == [1, 2]
+
+
+def test_all_that_is_counted_reads_masks_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "megatron_rl_loss.step.masks.to_array",
+        lambda values: np.arange(len(values)) % 2 if values.is_meta else values.numpy(),
+    )
+    masks = [torch.ones(3, device="meta", dtype=torch.int64)]
+    for name in ("buffer", "loss_masks", "mask_sums", "active_tokens", "holds_flags"):
+        assert np.sum(getattr(Samples(masks), name)) == 1, name
+    assert reduced(masks).weights.tolist() == [0, 0.5, 0]
 
 
 def test_masks_on_the_host_and_on_a_device_stay_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
