@@ -101,6 +101,8 @@ def surviving_masks(
 ) -> list[Tensor]:
     """Loss masks with 0 where a token is rejected: of whole samples, uncut, for `Samples`, so only survivors count.
 
+    They are on the device of the log-ratios.
+
     >>> surviving_masks([torch.tensor([1, 1, 0])], [torch.tensor([0.1, 3.0, 0.0])], high=5.0)
     [tensor([1, 0, 0])]
 
@@ -121,6 +123,7 @@ def surviving_masks(
     survivors, active = list[Tensor](), list[Tensor]()
     for i, pair in enumerate(zip(loss_masks, log_ratios, strict=True)):
         mask, log_ratio = (row if isinstance(row, Tensor) else torch.as_tensor(row, device="cpu") for row in pair)
+        mask = mask.to(log_ratio.device, non_blocking=mask.is_cpu)
         check_shape(f"the log-ratios of sample {i}", log_ratio, mask)
         if log_ratio.requires_grad:
             raise ValueError(
@@ -129,12 +132,12 @@ def surviving_masks(
                 "importance weights of 0, which leaves them in the counts."
             )
         require(
-            ~(log_ratio.isnan() & (mask != 0).to(log_ratio.device)).any(),
+            ~(log_ratio.isnan() & (mask != 0)).any(),
             lambda i=i: f"log-ratios of sample {i} with NaN at an active token",  # type: ignore[misc]
             "no bound can judge them, so the token would be dropped. Mask the token, or mend its log-probs.",
         )
         judged = log_ratio.double()
-        if judged.is_cpu and mask.is_cpu:
+        if judged.is_cpu:
             active.append(judged[mask != 0])
         if level != "token":
             judged = (judged * mask).masked_fill(mask == 0, 0).sum()

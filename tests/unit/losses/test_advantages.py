@@ -12,6 +12,7 @@ import oracle
 import pytest
 import torch
 import torch.distributed as dist
+from device import DEVICE
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from ranks import run_ranks, start_process_group
@@ -256,6 +257,7 @@ RATIOS = [
 FRACTIONS, NONE = [0.5, 0.25, 1.0], [0, 0, 0]
 
 
+@pytest.mark.gpus
 @pytest.mark.parametrize(
     ("level", "bounds", "expected"),
     [
@@ -269,11 +271,12 @@ FRACTIONS, NONE = [0.5, 0.25, 1.0], [0, 0, 0]
 )
 def test_surviving_masks(level: Any, bounds: dict[str, float], expected: list[list[float]]) -> None:
     before = [mask.clone() for mask in MASKS]
-    survivors = surviving_masks(MASKS, RATIOS, level=level, **bounds)
+    survivors = surviving_masks(MASKS, [row.to(DEVICE) for row in RATIOS], level=level, **bounds)
     assert [mask.tolist() for mask in survivors] == expected
     assert [mask.dtype for mask in survivors] == [mask.dtype for mask in MASKS]
     assert all(map(torch.equal, MASKS, before))
     assert surviving_masks([[0.25]], [[1.0]], high=2.0, level="geometric")[0].tolist() == [0]
+    assert surviving_masks(MASKS, [row.to("meta") for row in RATIOS], level=level, **bounds)[0].is_meta
 
 
 # --- refusals

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from device import DEVICE
 from hypothesis import given as for_all
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -429,6 +430,19 @@ class Transfers(TorchDispatchMode):
         elif on_host:
             assert len(on_host) == len(tensors), f"{name} of the host's and a device's tensors"
         return function(*args, **kwargs)
+
+
+@pytest.mark.gpus
+@everywhere
+def test_losses_on_a_gpu_are_those_on_the_host(name: str, local: Any) -> None:
+    share, gradient = share_and_gradient(LOSSES[name], inputs(), local)
+    data = {key: column.to(DEVICE) for key, column in inputs().items()}
+    leaf = data["log_probs"].requires_grad_()
+    there = (LOSSES[name](data, local) * MASK.to(DEVICE)).sum()
+    there.backward()
+    assert leaf.grad is not None
+    torch.testing.assert_close(there.detach().cpu(), share)
+    torch.testing.assert_close(leaf.grad.cpu(), gradient)
 
 
 @everywhere
