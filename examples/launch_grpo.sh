@@ -37,7 +37,11 @@ training=(
 # Without Transformer Engine: Megatron's local layers with packed_attention.py.
 if ! "$PYTHON" -c 'import transformer_engine' 2>/dev/null; then
   model+=(--transformer-impl local --no-persist-layer-norm --no-rope-fusion --no-masked-softmax-fusion
-    --no-gradient-accumulation-fusion --no-bias-gelu-fusion --no-bias-dropout-fusion --cp-comm-type all_gather)
+    --no-bias-gelu-fusion --no-bias-dropout-fusion --cp-comm-type all_gather)
+fi
+# Without Apex's extension, by which Megatron's output layer adds up gradients, beside Transformer Engine's layers too.
+if ! "$PYTHON" -c 'import sys, importlib.util as i; sys.exit(not i.find_spec("fused_weight_gradient_mlp_cuda"))'; then
+  model+=(--no-gradient-accumulation-fusion)
 fi
 if "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
   training+=(--bf16)
