@@ -252,6 +252,13 @@ def test_the_host_never_waits_for_the_gpu(mode: str, on_gpu: None) -> None:
 
 
 @pytest.mark.gpus
+def test_a_step_on_a_gpu_is_that_on_the_host(on_gpu: None) -> None:
+    on_host = small_step(lambda: torch.tensor([1.0, -2, 3, 4]))
+    on_device = small_step(lambda: torch.tensor([1.0, -2, 3, 4], device="cuda"))
+    assert on_device == pytest.approx(on_host, rel=1e-6)
+
+
+@pytest.mark.gpus
 @each_kind
 def test_it_can_be_captured_in_a_cuda_graph(mode: str, on_gpu: None) -> None:
     microbatch, (losses, metrics) = microbatch_of(64, mode), losses_of("cuda")

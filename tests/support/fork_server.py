@@ -3,7 +3,7 @@
 It imports at the first request, and ends with the process that started it. Every rank has pristine globals. The server
 never runs a kernel, so forking it is safe.
 
-With ``TEST_DEVICE=cuda`` every rank is a new process: one that has looked at its GPUs must not be forked.
+With ``TEST_DEVICE=cuda`` it may not call CUDA either. Where an import did, every rank is a new process instead.
 """
 
 import contextlib
@@ -21,13 +21,14 @@ import warnings
 from multiprocessing.connection import Connection
 from typing import Any
 
+from device import DEVICE
 from repository import EXAMPLES, ROOT
-
-ON_GPUS = os.environ.get("TEST_DEVICE") == "cuda"
 
 #: Where ranks find the modules of the functions they are handed: every folder of tests, support, the example.
 _TESTS = sorted({str(path.parent) for path in (ROOT / "tests").rglob("test_*.py")})
 PYTHONPATH = os.pathsep.join([*_TESTS, str(ROOT / "tests" / "support"), str(EXAMPLES), str(ROOT)])
+#: Where tests run on GPUs: whether there are any is asked of NVML.
+WITHOUT_CALLS_OF_CUDA = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"} if DEVICE == "cuda" else {}
 _ADDRESS = "TEST_FORK_SERVER"
 _of_this_process: list[Any] = []
 
@@ -44,7 +45,7 @@ def start() -> None:
             command,
             stdin=subprocess.PIPE,  # closed when this process ends
             pass_fds=[listener.fileno()],
-            env=os.environ | {"PYTHONPATH": PYTHONPATH},
+            env=os.environ | {"PYTHONPATH": PYTHONPATH} | WITHOUT_CALLS_OF_CUDA,
         )
     _of_this_process[:] = server, folder
     os.environ[_ADDRESS] = address
@@ -67,19 +68,21 @@ def connect() -> Connection:
 def _serve(listener: socket.socket) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     select.select([listener, sys.stdin], [], [])
-    if not ON_GPUS:
-        with contextlib.suppress(ImportError), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Megatron says that it has neither Transformer Engine nor Apex
-            importlib.import_module("warm_megatron")  # unless Megatron is not installed: tests of the core need none
+    import torch  # not earlier: pytest's own process needs none of it
+
+    with contextlib.suppress(ImportError), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Megatron says that it has neither Transformer Engine nor Apex
+        importlib.import_module("warm_megatron")  # unless Megatron is not installed: tests of the core need none
     while sys.stdin not in select.select([listener, sys.stdin], [], [])[0]:
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass  # a rank that has ended
         connection = listener.accept()[0].detach()
-        if ON_GPUS:
-            subprocess.Popen([sys.executable, __file__, "rank", str(connection)], pass_fds=[connection])
-        elif os.fork() == 0:
+        if os.fork() == 0:
             listener.close()
+            if DEVICE == "cuda" and torch.cuda._is_in_bad_fork():
+                os.set_inheritable(connection, True)
+                os.execv(sys.executable, [sys.executable, __file__, "rank", str(connection)])
             _run_rank(Connection(connection))
         os.close(connection)
 

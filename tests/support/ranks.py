@@ -1,7 +1,8 @@
 """Run a function on several ranks, forked from one warm process that has imported Megatron (`fork_server`).
 
-With ``TEST_DEVICE=cuda`` every rank is a new process with a GPU of its own and NCCL. A test for more ranks than the
-machine has GPUs is skipped.
+With ``TEST_DEVICE=cuda`` ranks have GPUs and NCCL. Where there are fewer GPUs than ranks, up to four share one: each
+names a host of its own to NCCL, which refuses two ranks of one host on one GPU, and sends by sockets. They take turns
+on the GPU, which is slow; tests for more ranks are skipped.
 """
 
 import contextlib
@@ -19,13 +20,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from fork_server import ON_GPUS, PYTHONPATH, connect
+from device import DEVICE
+from fork_server import PYTHONPATH, connect
 
 
 def warm_up() -> None:
     """Have the server import what ranks need, without waiting for it."""
-    if not ON_GPUS:
-        connect().close()
+    connect().close()
+
+
+RANKS_PER_GPU = 4
 
 
 class RankError(RuntimeError):
@@ -42,8 +46,9 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
 
     Raises RankError once every rank has ended, or `timeout_s` after the start if some hang.
     """
-    if ON_GPUS and world_size > torch.cuda.device_count():
-        pytest.skip(f"needs {world_size} GPUs, there are {torch.cuda.device_count()}")
+    gpus = torch.cuda.device_count() if DEVICE == "cuda" else world_size
+    if world_size > RANKS_PER_GPU * gpus:
+        pytest.skip(f"needs {world_size} ranks, {gpus} GPUs have {RANKS_PER_GPU * gpus}")
     # In this process, as torchrun has it: a port that is chosen here for a rank may be taken before the rank is there.
     store = vars(dist)["TCPStore"]("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     variables = dict(os.environ) | environment(world_size, store.port) | {"PYTHONPATH": PYTHONPATH}
@@ -51,7 +56,9 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
     with tempfile.NamedTemporaryFile(mode="r", suffix=".log") as log:
         for rank in range(world_size):
             connection = connect()
-            of_rank = variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            of_rank = variables | {"RANK": str(rank), "LOCAL_RANK": str(rank % gpus)}
+            if world_size > gpus:
+                of_rank |= {"NCCL_HOSTID": f"rank {rank}", "NCCL_SOCKET_IFNAME": "lo"}
             connection.send_bytes(pickle.dumps((os.getcwd(), sys.path, of_rank, log.name)))
             connection.send_bytes(pickle.dumps((function, args)))
             ranks[connection] = rank
@@ -101,9 +108,9 @@ def environment(world_size: int, port: int) -> dict[str, str]:
 
 def start_process_group() -> None:
     """On a rank: torch's default group."""
-    if ON_GPUS:
+    if DEVICE == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if ON_GPUS else "gloo")
+    dist.init_process_group("nccl" if DEVICE == "cuda" else "gloo")
 
 
 def bytes_reduced() -> list[int]:

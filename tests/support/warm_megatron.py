@@ -1,4 +1,4 @@
-"""Imports of the fork server before it forks ranks: the real Megatron stack, redirected to the CPU."""
+"""Imports of the fork server before it forks ranks: the real Megatron stack, redirected if tests run on the CPU."""
 
 import argparse
 import contextlib
@@ -9,9 +9,10 @@ from typing import Any
 os.environ["OMP_NUM_THREADS"] = "1"
 gc.disable()  # until all is imported: see conftest.py
 
-import megatron_on_cpu
+if os.environ.get("TEST_DEVICE") != "cuda":
+    import megatron_on_cpu
 
-megatron_on_cpu.install()
+    megatron_on_cpu.install()
 
 import megatron.training  # noqa: F401
 import packed_attention  # noqa: F401

@@ -6,13 +6,13 @@ and flash-attn's need a GPU, and run with TEST_DEVICE=cuda where they are instal
 
 import importlib.util
 import math
-import os
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from device import DEVICE
 from head_oracle import BOUNDS
 from interpreter import begin, finish
 from kernel_check import check, errors_from_hidden, fallback_on_rank
@@ -60,16 +60,22 @@ def test_ligers_kernel_in_tritons_interpreter(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.gpus
-@pytest.mark.parametrize("name", kernels.KERNELS)
-def test_kernels_on_a_gpu(name: str) -> None:
-    if os.environ.get("TEST_DEVICE") != "cuda":
+@pytest.mark.parametrize("name", [None, *kernels.KERNELS])
+def test_kernels_on_a_gpu(name: str | None) -> None:
+    """None is plain torch."""
+    if DEVICE != "cuda":
         pytest.skip("needs a GPU and TEST_DEVICE=cuda")
+    if name is None:
+        check(None, DEVICE, 1e-5)
+        for dtype, bound in BOUNDS.items():
+            assert max(errors_from_hidden(None, device=DEVICE, dtype=dtype)) <= bound
+        return
     if importlib.util.find_spec({"liger": "liger_kernel"}.get(name, name)) is None:
         pytest.skip(f"{name} is not installed")
-    check(kernels.KERNELS[name], "cuda", 1e-5)
+    check(kernels.KERNELS[name], DEVICE, 1e-5)
     if name in kernels.FROM_HIDDEN:
         dtype = torch.bfloat16  # the only one of Liger's kernel for Hopper
-        assert max(errors_from_hidden(name, device="cuda", dtype=dtype)) <= BOUNDS[dtype]
+        assert max(errors_from_hidden(name, device=DEVICE, dtype=dtype)) <= BOUNDS[dtype]
 
 
 @needs_liger
