@@ -33,6 +33,7 @@ def ran(words: list[str]) -> tuple[int, str]:
 
 def run_warm(command: list[str], *, env: dict[str, str], **options: Any) -> Any:
     """`subprocess.run`, but Python has imported torch before; a shell script prints what it hands to Python."""
+    command = command[3:]  # without the time limit
     if command[0] != sys.executable:
         return subprocess.run(command, env=env | {"PYTHON": "echo"}, **options)
     ((code, printed),) = run_ranks(1, ran, command[1:])
@@ -60,6 +61,8 @@ def test_a_part_that_fails_or_cannot_run_is_told(tmp_path: Path) -> None:
     failed = run(Part("one", ["python", "-c", "print('the end'); raise SystemExit(3)"]), tmp_path)
     assert failed["outcome"] == "failed with exit status 3"
     assert failed["output"] == ["the end"]
+    slow = run(Part("slow", ["python", "-c", "import time; print('begun', flush=True); time.sleep(60)"]), tmp_path, 1)
+    assert (slow["outcome"], slow["output"]) == ("failed: still running after 1 s", ["begun"])
     missing = run(Part("two", ["no such program"], reason="needs 4 GPUs"), tmp_path)
     assert missing["outcome"] == "not run: needs 4 GPUs"
     text = page({"device": "a card"}, [failed, missing], rehearsed=False)

@@ -66,7 +66,12 @@ def make_model(hidden: int) -> Any:
 
 
 def memory_of(function: Callable[[], object]) -> tuple[int, int]:
-    """The bytes by which resident memory is higher at the peak of a call, and after it, as Linux counts them."""
+    """How many bytes higher memory is at the peak of a call, and after it: the GPU's, or what Linux calls resident."""
+    if DEVICE == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        function()
+        return torch.cuda.max_memory_allocated() - before, torch.cuda.memory_allocated() - before
 
     def resident(name: str) -> int:
         (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
