@@ -27,6 +27,8 @@ from timing import machine
 
 ROOT = Path(__file__).parents[1]
 LAST_LINES = 120
+#: Environment variables of checkouts, and the benchmarks' options for them.
+PEERS = {"SLIME_PATH": "--slime", "MILES_PATH": "--miles"}
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ def parts(rehearse: bool, folder: Path) -> Iterator[Part]:
     device = ["--device", "cpu" if rehearse else "cuda"]
     without_gpu = "" if gpus or rehearse else "needs a GPU"
     without_two = "" if gpus > 1 or rehearse else f"needs 2 GPUs, there are {gpus}"
-    peers = [f"--{name}={path}" for name in ("slime", "miles") if (path := os.environ.get(f"{name.upper()}_PATH"))]
+    peers = [f"{option}={os.environ[name]}" for name, option in PEERS.items() if name in os.environ]
     on_gpu = {} if rehearse else {"TEST_DEVICE": "cuda"}
     no_gpu = {"CUDA_VISIBLE_DEVICES": ""} if rehearse else {}
 
@@ -75,6 +77,8 @@ def parts(rehearse: bool, folder: Path) -> Iterator[Part]:
 def run(part: Part, folder: Path, limit: int = 3600) -> dict[str, Any]:
     """Run a part, at most so many seconds. Returns its entry of the page: command, outcome, last lines, and figures."""
     shown = " ".join([*(f"{name}={value}" for name, value in part.variables.items()), *part.command])
+    for name in PEERS:
+        shown = shown.replace(f"={os.environ.get(name)}", f"=${name}")
     record: dict[str, Any] = {"part": part.name, "command": shown.replace(f" --out={folder}", "")}
     if part.reason:
         return record | {"outcome": f"not run: {part.reason}"}

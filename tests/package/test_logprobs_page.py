@@ -96,6 +96,11 @@ def test_memory_and_times_of_log_probs_are_those_of_the_file() -> None:
     text = " ".join(PAGE.split())
     assert f"One pass takes {one_pass} times as long as Megatron's" in text
     assert f"two passes take {two_passes} times as long" in text
+    parts = json.loads((ROOT / "docs/bench/gpu-nvidia-h200.json").read_text())["parts"]
+    (figures,) = (part["figures"] for part in parts if part["part"] == "logprobs")
+    times = {row["way"]: row["to megatron"] for row in figures["hidden"]}
+    one_pass, two_passes = (f"{times[f'ours, {way}, entropy']:.2f}" for way in ("one pass", "two passes"))
+    assert f"On one H200 these are {one_pass} and {two_passes} times" in text
 
 
 def test_memory_of_distillation_is_that_of_the_file() -> None:

@@ -4,6 +4,7 @@ import argparse
 import ast
 import doctest
 import importlib
+import json
 import re
 import sys
 from collections.abc import Iterator
@@ -442,6 +443,37 @@ def test_the_cost_of_the_proof_is_the_files() -> None:
     assert (ms, peak) == (more, bytes_a_token)
     assert float(kept) < 0.05
     assert f"tokens {tokens.replace(',', '')}, micro-batches" in printed
+
+
+def test_times_on_a_gpu_are_those_of_its_page() -> None:
+    of_gpu = json.loads((ROOT / "docs/bench/gpu-nvidia-h200.json").read_text())
+    parts = {part["part"]: part for part in of_gpu["parts"]}
+    section, tables = PERFORMANCE[PERFORMANCE.index("## On a GPU") :], parts["reducers"]["figures"]
+
+    def figures(part: str, size: str) -> dict[str, float]:
+        (row,) = (
+            row
+            for row in tables[f"{part}: fastest turn, ms"]
+            if (row["size"], row["cp"], row["metrics"]) == (size, 4, 0)
+        )
+        return row
+
+    rows = re.findall(r"^\| (\d+) \S (\d+) \| (.*) \|$", section, flags=re.MULTILINE)
+    assert rows
+    for samples, length, cells in rows:
+        whole, sums = (figures(part, f"{samples}x{length}") for part in ("whole", "fwd+bwd"))
+        shown = [
+            whole["ours"],
+            whole["slime"],
+            whole["miles"],
+            whole["ours to the faster"],
+            sums["ours"],
+            sums["slime"],
+        ]
+        assert cells.split(" | ") == [f"{figure:.3g}" for figure in shown]
+    printed = "\n".join(parts["audit"]["output"])
+    ((more, of_token),) = re.findall(r"^proof +\S+ +(\S+) +(\S+) ", printed, re.MULTILINE)
+    assert f"takes {more} ms more for 16,777,216 tokens, and {of_token} bytes" in " ".join(section.split())
 
 
 @pytest.mark.parametrize("name", ["reducers", "segments", "totals"])

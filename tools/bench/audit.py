@@ -147,6 +147,7 @@ def main() -> None:
         for name, ms in times.items()
     ]
     sizes = {"tokens": options.tokens, "micro-batches": options.microbatches, "anchor": options.hidden}
+    dist.destroy_process_group()  # or NCCL's threads keep the process from ending
     publish("audit", options, {"CPU time" if DEVICE == "cpu" else "time": rows}, **sizes)
 
 
