@@ -170,7 +170,7 @@ def test_packed_rows_cut_over_cp(cp_size: int) -> None:
         outputs = divergence_from_hidden(
             local(hidden), OutputLayer(weight), local(batch.ids), teacher=teacher, token_mask=of_rank
         )
-        kept = torch.as_tensor(of_rank) > 0
+        kept = torch.tensor(of_rank) > 0
         assert torch.equal(kept, local(whole_mask) > 0)
         seen += int(kept.sum())
         assert relative(outputs.divergence, local(expected) * kept) <= FP32

@@ -238,7 +238,8 @@ def test_a_mixture_is_two_terms_each_with_its_mode_and_mask() -> None:
     samples = Samples(masks, prompt_ids=["a", "b"], term_masks={"seen": seen})
     student, teacher = (logs[:7, :K] for logs in drawn())
     leaf, policy = student.clone().requires_grad_(), torch.arange(7.0, requires_grad=True)
-    (microbatch,) = plan_step([samples], "prompt_mean", dp_group=None, term_masks=["seen"])
+    with pytest.warns(UserWarning, match="every prompt group of the step has one rollout"):
+        (microbatch,) = plan_step([samples], "prompt_mean", dp_group=None, term_masks=["seen"])
     kl = divergence_at_ids(leaf, teacher, microbatch, kind="reverse_kl")
     share = microbatch.loss({"pg": policy, "kl": Term(kl, "token_mean", coef=0.5, mask="seen")}, form="sum")
     exact = student.double().requires_grad_()
