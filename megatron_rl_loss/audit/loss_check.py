@@ -92,7 +92,7 @@ def check_loss(
             "check_loss(mode=...)."
         )
     if not isinstance(call, LossCall):
-        check_choice("call", call, CALLS)
+        check_choice("call", call, CALLS, "or describe your trainer in a LossCall(...)")
         call = CALLS[call]
     check_int("draws", draws, 1, "Give a number such as 20, the default")
     check_int("seed", seed, 0, "Give a number such as 0, the default")

@@ -53,8 +53,9 @@ class LossReport:
             lines += [f"    {row}" for row in rows[:room]] + [f"    and {len(rows) - room} more"] * (len(rows) > room)
         lines.append(f"  assumed: {self.call}; {self.draws} draws of each cut, seed {self.seed}")
         if not self.findings:
-            lines += ["  covers rows of at most 11 tokens, 5 micro-batches, 4 DP and 4 CP ranks; not checked: the real"]
-            lines += ["  calls and divisions of your loop, the losses of tokens, other terms (KL, entropy), clipping"]
+            cp = " and 4 CP" * ("no CP" not in self.call)
+            lines += [f"  covers rows of at most 11 tokens, 5 micro-batches, 4 DP{cp} ranks; not checked: the calls"]
+            lines += ["  and divisions of your own loop, the losses of tokens, other terms (KL, entropy), clipping"]
         return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
 
     def to_dict(self) -> dict[str, Any]:

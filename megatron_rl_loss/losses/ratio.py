@@ -102,8 +102,9 @@ class PolicyInputs:
     def of(
         cls, log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, weights: Tensor | None, local: Masked
     ) -> "PolicyInputs":
+        for name, tensor in (("log_probs", log_probs), ("old_log_probs", old_log_probs)):
+            check_float(name, tensor, "Pass log-probs, not token ids")
         check_shape("old_log_probs", old_log_probs, log_probs)
-        check_float("old_log_probs", old_log_probs, "Pass log-probs, not token ids")
         check_shape("advantages", advantages, log_probs, broadcasts=True)
         if advantages.requires_grad:
             raise ValueError("advantages that require grad: advantages are constants of the policy loss. Detach them.")

@@ -38,7 +38,9 @@ class Aggregation:
         if self.mode.divisor == "refused":
             raise ValueError(f"{shown}: this mode takes none. Drop the divisor, or choose constant or token_sum.")
         if not is_number(self.divisor):
-            raise TypeError(f"{shown}: a divisor must be a number. Pass a number of tokens.")
+            raise TypeError(
+                f"{shown}: a divisor must be a Python number. Pass a number of tokens; of a tensor, .item()."
+            )
         if not 1e-30 < self.divisor < 1e30:
             raise ValueError(f"{shown}: a divisor must be between 1e-30 and 1e30. Pass a number of tokens.")
         object.__setattr__(self, "divisor", float(self.divisor))  # a Fraction has no format

@@ -12,7 +12,7 @@ MASKS_TOO_SHORT = (
 def layout_hint(num_values: int, num_local: int, samples: Samples) -> str:
     """The most likely reason for a wrong number of values."""
     if num_values == 1:
-        return "Pass unreduced losses, one per token"
+        return "Pass unreduced values, one per token"
     if num_values == num_local:
         return "The number of tokens fits: transpose to batch first if it is [s, b], or flatten in the layout's order"
     layout = samples.layout
@@ -28,7 +28,8 @@ def layout_hint(num_values: int, num_local: int, samples: Samples) -> str:
     if layout is None and num_values > num_local and num_local:
         return MASKS_TOO_SHORT
     if layout is None and num_values == sum(samples.mask_lengths) - len(samples):
-        return "Each mask has one entry too many: it goes with the labels, so drop the entry of the first token"
+        fewer = "each mask has one entry too many, since it goes with the labels: drop the entry of the first token"
+        return f"If these are this micro-batch's values, {fewer}"
     if num_values == len(samples):
         return "These are one per sample: samples.in_buffer gives each token its sample's value"
     return "Pass the values of this micro-batch's tokens, cut as its layout says"

@@ -126,7 +126,7 @@ def ours(data: Data) -> Reduce:
 
 
 def theirs(cp_utils: Any, data: Data, **denominators: Any) -> Reduce:
-    """Call their function as their `loss_function` and `policy_loss_function` do."""
+    """Call their function, which sums its masks where it is not given their sums."""
     reducer = cp_utils.get_sum_of_sample_mean(data.total_lengths, data.response_lengths, data.masks, **denominators)
     return lambda: (reducer(data.losses), [reducer(values).clone().detach() for values in data.metrics])
 

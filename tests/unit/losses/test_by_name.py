@@ -140,7 +140,7 @@ REFUSALS = {
     ),
     **refusals(
         call,
-        ({"log_probs": FIVE.numpy()}, "beside old_log_probs is a ndarray: .+ Wrap it in torch.tensor", NONE),
+        ({"log_probs": FIVE.numpy()}, "^log_probs is a ndarray: it must be a float tensor", NONE),
         ({"advantages": 1.0}, "advantages is a float", {"advantages": torch.tensor(1.0)}),
         ({"advantages": FIVE * 1j}, "advantages is torch.complex64: it must hold real", {"advantages": FIVE.int()}),
         ({"importance_weights": FIVE * 1j}, "importance_weights is torch.complex64", {"importance_weights": FIVE}),

@@ -235,7 +235,7 @@ test_refusals = refusal_tests(
             ((torch.ones(5),), r"returned float32 of shape \(5,\)", (torch.ones(2),)),
             ((torch.ones(1, 5),), "a number, 2 numbers", (torch.tensor(1.0),)),
             (([1.0] * 3,), r"of shape \(3,\)", ([[1.0] * 3, [1.0] * 2],)),
-            ((None,), "returned object", (0,)),
+            ((None,), "returned None", (0,)),
             ((True,), "returned bool", (1,)),
             error=TypeError,
         ),

@@ -289,7 +289,7 @@ test_refusals = refusal_tests(
         **refusals(
             reduced,
             (("token_mean", None), "totals is None: it must be a StepTotals", ("token_mean", SIX)),
-            (("constant", TWO, {"divisor": True}), "divisor True .*must be a number", ("constant", TWO)),
+            (("constant", TWO, {"divisor": True}), "divisor True .*must be a Python number", ("constant", TWO)),
             (("constant", TWO, {"divisor": "8"}), "divisor '8'", ("constant", TWO)),
             error=TypeError,
         ),

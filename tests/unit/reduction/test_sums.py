@@ -342,10 +342,10 @@ test_refused_losses = refusal_tests(
              (LONG, [16], torch.ones(4), 0, 4)),
             ((None, [4, 3], torch.ones(9)), r"shape \(9,\).*\(7,\).*have fewer entries: .*of responses alone, pass",
              (None, [4, 3], torch.ones(7))),
-            ((None, [4, 3], torch.ones(5)), "Each mask has one entry too many", (None, [3, 2], torch.ones(5))),
+            ((None, [4, 3], torch.ones(5)), "each mask has one entry too many", (None, [3, 2], torch.ones(5))),
             ((None, [4, 3], torch.ones(2)), "one per sample: samples.in_buffer", (None, [4, 3], torch.ones(7))),
             ((None, [4, 3], torch.ones(2, 4)), r"shape \(2, 4\)", (None, [4, 4], torch.ones(2, 4))),
-            ((None, [1], torch.ones(())), r"shape \(\).*Pass unreduced losses", (None, [1], TOKEN)),
+            ((None, [1], torch.ones(())), r"shape \(\).*Pass unreduced values", (None, [1], TOKEN)),
         ),
         **refusals(
             reduce,
