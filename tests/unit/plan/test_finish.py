@@ -99,7 +99,7 @@ def outcomes_on_rank() -> dict[str, Any]:
     dp = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])][rank % 2]
     cp = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])][rank // 2]
     calls: list[str] = []
-    for name in ("all_reduce", "all_gather_object"):
+    for name in ("all_reduce", *(name for name in vars(dist) if name.startswith("all_gather"))):
 
         def counted(*args: Any, name: str = name, function: Any = getattr(dist, name), **kwargs: Any) -> Any:  # noqa: B008
             calls.append(name)

@@ -101,6 +101,13 @@ def test_masks_that_change_later_change_nothing() -> None:
         assert (samples.local(0, 1).mask.tolist(), samples.mask_sums.tolist()) == ([1, 1, 0, 1], [3])
 
 
+def test_buffers_of_rows_are_cut_in_their_shape() -> None:
+    local, tokens = Samples([[1] * 8], layout=ZigzagTHD([0, 8])).local(1, 2), torch.arange(8)
+    assert local.of(tokens).tolist() == [2, 3, 4, 5]
+    assert local.of(tokens[None]).tolist() == [[2, 3, 4, 5]]
+    assert local.of(tokens[None, :, None]).tolist() == [[[2], [3], [4], [5]]]
+
+
 def test_fractional_masks_are_summed_in_float64() -> None:
     for dtype in (torch.float32, torch.float64):
         mask = torch.full((1_000_003,), 0.1, dtype=dtype)
