@@ -7,7 +7,6 @@ Collectives of a plan and of its end are counted in tests/unit/step/test_countin
 
 import ast
 import itertools
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +15,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
+from device import DEVICE
 from graphs import graph_nodes
 from repository import ROOT
 from torch import Tensor
@@ -236,7 +236,7 @@ def test_one_float32_a_local_token_is_kept(mode: str) -> None:
 
 @pytest.fixture
 def on_gpu() -> Iterator[None]:
-    if os.environ.get("TEST_DEVICE") != "cuda":
+    if DEVICE != "cuda":
         pytest.skip("needs a GPU and TEST_DEVICE=cuda")
     yield
     torch.cuda.set_sync_debug_mode("default")

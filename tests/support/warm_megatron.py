@@ -9,7 +9,9 @@ from typing import Any
 os.environ["OMP_NUM_THREADS"] = "1"
 gc.disable()  # until all is imported: see conftest.py
 
-if os.environ.get("TEST_DEVICE") != "cuda":
+from device import DEVICE
+
+if DEVICE == "cpu":
     import megatron_on_cpu
 
     megatron_on_cpu.install()
