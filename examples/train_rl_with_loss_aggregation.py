@@ -28,7 +28,7 @@ from megatron.training.utils import is_hybrid_model
 from model_provider import model_provider
 
 from megatron_rl_loss import add_loss_aggregation_args
-from megatron_rl_loss.frameworks.megatron_rl import is_asked_for, loss_aggregation, with_loss_aggregation
+from megatron_rl_loss.engines.megatron_rl import is_asked_for, loss_aggregation, with_loss_aggregation
 
 
 def add_args(parser: ArgumentParser) -> ArgumentParser:

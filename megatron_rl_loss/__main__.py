@@ -15,12 +15,11 @@ import torch
 from megatron_rl_loss import __version__
 from megatron_rl_loss.audit.launch import add_audit_options, add_script, run_audit
 from megatron_rl_loss.audit.log_prob_gap import compare_dumps
-from megatron_rl_loss.errors import check_choice, did_you_mean
-from megatron_rl_loss.modes.aggregation import resolve
-from megatron_rl_loss.modes.column import weights_column
-from megatron_rl_loss.modes.names import format_modes
-from megatron_rl_loss.printing import print_text
-from megatron_rl_loss.step.units import COUNTINGS, UnitCounting
+from megatron_rl_loss.core.aggregation import resolve
+from megatron_rl_loss.core.counting import COUNTINGS, UnitCounting
+from megatron_rl_loss.core.errors import check_choice, did_you_mean, print_text
+from megatron_rl_loss.core.names import format_modes
+from megatron_rl_loss.core.totals_by_hand import weights_column
 
 #: README's small step: losses and masks of four responses.
 LOSSES = [[1.0, 2.0, 3.0, 4.0], [5.0, 6.0], [-1.0, 0.5, 2.0, 7.0, 1.0, 3.0], [2.0]]

@@ -97,12 +97,12 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 @pytest.fixture(autouse=True)
 def modes_end_with_their_test() -> Iterator[None]:
     """A mode that a test registers, or a module that it is the first to import, is not there for other tests."""
-    from megatron_rl_loss.modes import table
+    from megatron_rl_loss.core import modes
 
-    known = dict(table._MODES)
+    known = dict(modes._MODES)
     yield
-    table._MODES.clear()
-    table._MODES.update(known)
+    modes._MODES.clear()
+    modes._MODES.update(known)
 
 
 @pytest.hookimpl(wrapper=True)

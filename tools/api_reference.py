@@ -16,9 +16,9 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 #: A page, and the modules whose docstrings are its sections. A name stands in the closest section above its module.
-PAGES = {room: [room] for room in ("step", "modes", "reduction", "losses", "logprobs", "megatron", "proof", "errors")}
-PAGES |= {"plan": ["plan", "planning"], "audit": ["audit", "audit.megatron"], "frameworks": ["frameworks"]}
-PAGES["frameworks"] += sorted(f"frameworks.{file.stem}" for file in ROOT.glob("megatron_rl_loss/frameworks/[a-z]*.py"))
+PAGES = {room: [room] for room in ("losses", "logprobs", "megatron", "proof")}
+PAGES |= {"core": ["core", "planning"], "audit": ["audit", "audit.megatron"], "engines": ["engines"]}
+PAGES["engines"] += sorted(f"engines.{file.stem}" for file in ROOT.glob("megatron_rl_loss/engines/[a-z]*.py"))
 #: The names that are importable from `megatron_rl_loss`, by the module that defines them.
 PUBLIC: dict[str, list[str]] = {}
 _STUB = (ROOT / "megatron_rl_loss" / "__init__.pyi").read_text()
@@ -26,15 +26,15 @@ for _module, _name in re.findall(r"^from megatron_rl_loss\.(\S+) import (\w+) as
     PUBLIC.setdefault(_module, []).append(_name)
 #: Others, importable from their module: classes that users are handed, and what pages name.
 OTHERS = {
-    "step.samples": ["LocalTokens"],
-    "modes.aggregation": ["resolve"],
-    "reduction.sums": ["WeightedSum"],
+    "core.samples": ["LocalTokens"],
+    "core.aggregation": ["resolve"],
+    "core.reducers": ["WeightedSum"],
     "losses.ratio": ["PolicyLoss"],
     "losses.token": ["cispo_loss", "sapo_loss", "cfpo_loss", "dppo_loss"],
     "losses.sequence": ["gspo_loss", "gmpo_loss", "vespo_loss"],
     "logprobs.kept_ids": ["KeptIds"],
-    "plan.plan": ["Plan"],
-    "plan.measure": ["Measurement"],
+    "core.plan": ["Plan"],
+    "core.measure": ["Measurement"],
     "megatron.flags": ["AggregationSettings"],
     "megatron.forward_pass": ["ForwardPass"],
     "audit.simulation": ["LossCall"],
@@ -69,7 +69,7 @@ def value_of(module: str, name: str) -> Any:
 
 def names_in(section: str) -> list[tuple[str, str]]:
     """Modules and the names that they add to a section, public ones first; for an engine's module, its ``__all__``."""
-    if section.startswith("frameworks."):
+    if section.startswith("engines."):
         return [(section, name) for name in value_of(section, "__all__") or PUBLIC.get(section, ())]
     sections = sorted((module for modules in PAGES.values() for module in modules), key=len)
     listed = [(module, name) for names_of in (PUBLIC, OTHERS) for module, names in names_of.items() for name in names]

@@ -20,7 +20,7 @@ import torch
 
 from megatron_rl_loss.audit.judge import expected_weights, judge
 from megatron_rl_loss.audit.tokens import Floats, Ints, MeasuredStep, StepTokens
-from megatron_rl_loss.modes.aggregation import Aggregation, resolve
+from megatron_rl_loss.core.aggregation import Aggregation, resolve
 
 LOOP = Path(__file__).parents[1] / "examples" / "audit_own_loop.py"
 STOCK = "Megatron's stock loss function, (sum, num_tokens, report), without --calculate-per-token-loss"

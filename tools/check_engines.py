@@ -1,4 +1,4 @@
-"""Check that checkouts of engines still have the functions that `megatron_rl_loss.frameworks` replaces.
+"""Check that checkouts of engines still have the functions that `megatron_rl_loss.engines` replaces.
 
     python tools/check_engines.py ~/slime ~/verl ~/SkyRL
 

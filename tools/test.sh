@@ -4,7 +4,7 @@
 #   tools/test.sh                   lint, types, all tests, the core's quick tests again with another Python
 #                                   (tools/test_core.sh), a loop of one's own on the oldest Megatron
 #                                   (tools/test_versions.sh), and the documentation with its links (tools/docs.sh)
-#   tools/test.sh tests/unit/modes  these files or folders alone, without lint and types
+#   tools/test.sh tests/unit/core  these files or folders alone, without lint and types
 #   tools/test.sh -m 'not slow'     lint, types, and pytest with these arguments
 #   tools/test.sh --no-lint ...     without lint and types
 #   tools/test.sh --lint-only       lint and types alone

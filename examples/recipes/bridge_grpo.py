@@ -16,7 +16,7 @@ from megatron.bridge.training.config import DatasetProvider
 from megatron.core import mpu
 
 from megatron_rl_loss import LossAggregation, Samples, ZigzagBSHD, next_microbatch, ppo_clip_loss
-from megatron_rl_loss.frameworks.bridge import attached
+from megatron_rl_loss.engines.bridge import attached
 from megatron_rl_loss.megatron.flags import AggregationSettings
 
 Batch = dict[str, Any]

@@ -5,6 +5,6 @@ trainer.algorithm.policy_loss_type=mine trainer.algorithm.loss_reduction=token_m
 
 from skyrl.backends.skyrl_train.utils.ppo_utils import PolicyLossRegistry
 
-from megatron_rl_loss.frameworks.skyrl import AggregatedPolicyLoss
+from megatron_rl_loss.engines.skyrl import AggregatedPolicyLoss
 
 PolicyLossRegistry.register("mine", AggregatedPolicyLoss("regular", "prompt_mean", kl="token_mean"))

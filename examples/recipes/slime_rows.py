@@ -1,7 +1,7 @@
 """slime: modes by session (its rows share a `rollout_id`) or by prompt. Rewards hold the weights; a hook sums.
 
 --custom-reward-post-process-path slime_rows.rewards --advantage-estimator grpo
---custom-pg-loss-reducer-function-path megatron_rl_loss.frameworks.slime.constant_1
+--custom-pg-loss-reducer-function-path megatron_rl_loss.engines.slime.constant_1
 """
 
 from typing import Any

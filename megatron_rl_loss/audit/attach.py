@@ -12,7 +12,7 @@ from argparse import ArgumentParser
 from typing import Any, NoReturn
 
 from megatron_rl_loss.audit.launch import add_audit_options, audit_once
-from megatron_rl_loss.printing import print_text
+from megatron_rl_loss.core.errors import print_text
 
 #: An environment variable, for example ``--json verdicts.json --expect token_mean``.
 VARIABLE = "MEGATRON_RL_LOSS_AUDIT"

@@ -11,8 +11,8 @@ from megatron_rl_loss.audit.judge import deviation_of, expected_weights
 from megatron_rl_loss.audit.misplaced import take_off
 from megatron_rl_loss.audit.simulation import CallFailed, DrawnStep, FaultKind, LossCall
 from megatron_rl_loss.audit.tokens import MeasuredStep
-from megatron_rl_loss.modes.aggregation import Aggregation
-from megatron_rl_loss.step.masks import Array
+from megatron_rl_loss.core.aggregation import Aggregation
+from megatron_rl_loss.core.masks import Array
 
 #: The largest relative difference of sound weights: float32 over some hundred tokens, plus the small constants that
 #: trainers add to denominators.

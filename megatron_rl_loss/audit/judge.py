@@ -14,12 +14,10 @@ from megatron_rl_loss.audit.causes import Cause, Counts, Ratios, fitting
 from megatron_rl_loss.audit.misplaced import Kept, Misplaced, take_off, without_copies
 from megatron_rl_loss.audit.tokens import Floats, MeasuredStep, extremes, slots_of
 from megatron_rl_loss.audit.verdict import Verdict, places_of
-from megatron_rl_loss.modes.aggregation import Aggregation, resolve
-from megatron_rl_loss.modes.weights import weigh
+from megatron_rl_loss.core.aggregation import Aggregation, resolve, weigh
+from megatron_rl_loss.core.collectives import StepGroups
+from megatron_rl_loss.core.counting import COUNTINGS, count_step
 from megatron_rl_loss.proof.outcomes import TOLERANCES
-from megatron_rl_loss.step.collectives import StepGroups
-from megatron_rl_loss.step.counting import count_step
-from megatron_rl_loss.step.units import COUNTINGS
 
 
 @np.errstate(divide="ignore", invalid="ignore", over="ignore")  # counts of parts may be 0

@@ -20,10 +20,10 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from megatron_rl_loss.audit.judge import judge
-from megatron_rl_loss.modes.aggregation import Aggregation, resolve
+from megatron_rl_loss.core.aggregation import Aggregation, resolve
+from megatron_rl_loss.core.collectives import attempt
+from megatron_rl_loss.core.counting import COUNTINGS
 from megatron_rl_loss.proof.schedules import run_schedules_by
-from megatron_rl_loss.step.collectives import attempt
-from megatron_rl_loss.step.units import COUNTINGS
 
 #: Takes the report, empty on all ranks but the first, and the exit status of ``--fail``.
 Conclude = Callable[[str, int], None]

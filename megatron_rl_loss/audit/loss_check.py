@@ -34,15 +34,12 @@ from megatron_rl_loss.audit.simulation import (
     measure,
     samples_of,
 )
-from megatron_rl_loss.errors import check_callable, check_choice, check_int, check_mapping
-from megatron_rl_loss.modes.aggregation import Aggregation, resolve
-from megatron_rl_loss.modes.table import Mode, ModeFunction
-from megatron_rl_loss.modes.weights import rehearse, weigh
-from megatron_rl_loss.step.collectives import StepGroups
-from megatron_rl_loss.step.counting import count_step
-from megatron_rl_loss.step.samples import LocalTokens
-from megatron_rl_loss.step.totals import StepTotals
-from megatron_rl_loss.step.units import UnitCounting
+from megatron_rl_loss.core.aggregation import Aggregation, rehearse, resolve, weigh
+from megatron_rl_loss.core.collectives import StepGroups
+from megatron_rl_loss.core.counting import StepTotals, UnitCounting, count_step
+from megatron_rl_loss.core.errors import check_callable, check_choice, check_int, check_mapping
+from megatron_rl_loss.core.modes import Mode, ModeFunction
+from megatron_rl_loss.core.samples import LocalTokens
 
 #: A step on which every sound function works, and one with a masked token between trained ones.
 _PLAIN = DrawnStep((DrawnRow((1, 1, 1)), DrawnRow((1, 1), 1, 1)))

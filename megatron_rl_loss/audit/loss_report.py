@@ -5,7 +5,7 @@ from typing import Any
 
 from megatron_rl_loss.audit.drawing import UNCUT
 from megatron_rl_loss.audit.findings import Finding
-from megatron_rl_loss.modes.aggregation import Aggregation
+from megatron_rl_loss.core.aggregation import Aggregation
 
 
 @dataclass(frozen=True)

@@ -19,18 +19,17 @@ from torch import Tensor
 
 from megatron_rl_loss.audit.assembly import Part, measured_step
 from megatron_rl_loss.audit.tokens import MeasuredStep, Split
-from megatron_rl_loss.errors import check_callable, check_choice, check_mapping
-from megatron_rl_loss.step import further_layouts, layouts
-from megatron_rl_loss.step.collectives import StepGroups
-from megatron_rl_loss.step.counting import count_step
-from megatron_rl_loss.step.samples import Samples
+from megatron_rl_loss.core import layouts
+from megatron_rl_loss.core.collectives import StepGroups
+from megatron_rl_loss.core.counting import count_step
+from megatron_rl_loss.core.errors import check_callable, check_choice, check_mapping
+from megatron_rl_loss.core.samples import Samples
 
-#: The layouts of this package by the names of their cuts, in the order of the two files. In Python 3.10 `list[int]`
+#: The layouts of this package by the names of their cuts. In Python 3.10 `list[int]`
 #: passes for a class, which the metaclass tells apart.
 LAYOUTS: dict[str, Any] = {
     layout.cut: layout
-    for module in (layouts, further_layouts)
-    for layout in vars(module).values()
+    for layout in vars(layouts).values()
     if isinstance(layout, ABCMeta) and issubclass(layout, layouts.Layout) and layout.cut is not None
 }
 #: Parameters that a loss function may have beside its first two; `LossCall` describes them.
@@ -205,7 +204,7 @@ def samples_of(rows: Sequence[DrawnRow], call: LossCall, cp_size: int, described
     bounds = [0, *accumulate([max(sizes)] * len(sizes) if call.rows == "padded" else sizes)]
     layout_class = LAYOUTS[call.cp_cut]
     if call.rows == "padded" and layout_class is layouts.ZigzagTHD:
-        layout_class = further_layouts.ZigzagBSHD  # the same cut, of rows
+        layout_class = layouts.ZigzagBSHD  # the same cut, of rows
     layout = layout_class.drawn(bounds, lengths)
     labels = {"weight": [0.5 + sum(mask) % 3 for mask in masks], "turns": [np.arange(size) // 3 for size in lengths]}
     turns = [100 * rollout + np.arange(size) // 3 for rollout, size in zip(rollouts, lengths, strict=True)]

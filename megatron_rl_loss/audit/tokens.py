@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_rl_loss.step.samples import Samples
+from megatron_rl_loss.core.samples import Samples
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_rl_loss.errors import check_callable, check_float
+from megatron_rl_loss.core.collectives import size_of
+from megatron_rl_loss.core.errors import check_callable, check_float
 from megatron_rl_loss.logprobs.kept_ids import Keep
 from megatron_rl_loss.logprobs.kernels import run_from_hidden
 from megatron_rl_loss.logprobs.layer import (
@@ -27,7 +28,6 @@ from megatron_rl_loss.logprobs.layer import (
 from megatron_rl_loss.logprobs.reading import LogProbs, Reading, TokenMask, check_rows
 from megatron_rl_loss.logprobs.teacher import Comparison, Teacher, check_teacher
 from megatron_rl_loss.losses.first_order import first_order
-from megatron_rl_loss.step.collectives import size_of
 
 #: (log_probs, entropy or None, **inputs) of a chunk's tokens -> their losses [tokens], and metrics by name.
 PerTokenLoss = Callable[..., tuple[Tensor, Mapping[str, Tensor]]]

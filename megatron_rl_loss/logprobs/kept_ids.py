@@ -7,7 +7,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from megatron_rl_loss.step.masks import Array, on_device
+from megatron_rl_loss.core.masks import Array, on_device
 
 
 @dataclass(frozen=True)

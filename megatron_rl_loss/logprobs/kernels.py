@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl_loss.errors import check_choice
+from megatron_rl_loss.core.collectives import Group, rank_in, size_of
+from megatron_rl_loss.core.errors import check_choice
 from megatron_rl_loss.logprobs.layer import Gradients, OutputLayer, TensorParallel, make_log_probs
 from megatron_rl_loss.logprobs.reading import LogProbs, Reading
-from megatron_rl_loss.step.collectives import Group, rank_in, size_of
 
 
 def liger(logits: Tensor, labels: Tensor, tp_group: Group | None) -> Tensor:

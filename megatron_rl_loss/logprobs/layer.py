@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl_loss.errors import check_float, check_int
+from megatron_rl_loss.core.collectives import Group, all_gather_single
+from megatron_rl_loss.core.errors import check_float, check_int
 from megatron_rl_loss.logprobs.reading import LogProbs, Places, Reading
 from megatron_rl_loss.logprobs.teacher import Comparison
 from megatron_rl_loss.losses.first_order import first_order
-from megatron_rl_loss.step.collectives import Group, all_gather_single
 
 # Newer versions of torch have the first name, and warn of the second; older ones have the second alone.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)

@@ -9,11 +9,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from megatron_rl_loss.errors import check_callable, check_choice, check_float, check_int, require
+from megatron_rl_loss.core.collectives import Group, size_of
+from megatron_rl_loss.core.errors import check_callable, check_choice, check_float, check_int, require
 from megatron_rl_loss.logprobs.kept_ids import Keep
 from megatron_rl_loss.logprobs.layer import make_log_probs
 from megatron_rl_loss.logprobs.reading import LogProbs, Reading, TokenMask, check_rows
-from megatron_rl_loss.step.collectives import Group, size_of
 
 #: (logits [n, vocabulary / TP], int64 labels [n], tp_group) -> log-probs, float32 [n], differentiable.
 LogProbKernel = Callable[[Tensor, Tensor, Group | None], Tensor]

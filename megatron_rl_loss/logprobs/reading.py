@@ -27,10 +27,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl_loss.errors import check_within, is_int, require
+from megatron_rl_loss.core.collectives import Group, rank_in, size_of
+from megatron_rl_loss.core.errors import check_within, is_int, require
+from megatron_rl_loss.core.masks import Array, on_device, to_array
 from megatron_rl_loss.logprobs.kept_ids import Keep, KeptIds, check_keep
-from megatron_rl_loss.step.collectives import Group, rank_in, size_of
-from megatron_rl_loss.step.masks import Array, on_device, to_array
 
 #: Bool or numbers, one per token. On the host best: one on a device is read, and the host waits for it.
 TokenMask = Tensor | Array | Sequence[Any]

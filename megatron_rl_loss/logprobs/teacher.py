@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl_loss.errors import check_float, check_within
+from megatron_rl_loss.core.errors import check_float, check_within
 from megatron_rl_loss.logprobs.reading import LN_2, Places, Reading
 from megatron_rl_loss.losses.divergence import DivergenceKind, check_kind
 

@@ -9,14 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_rl_loss.errors import check_bool, check_within, is_number, is_unordered
+from megatron_rl_loss.core.collectives import Group, gather_parts, rank_in, stated_dp_group
+from megatron_rl_loss.core.errors import check_bool, check_within, is_number, is_unordered
+from megatron_rl_loss.core.ids import Ids, Ints, as_ids, type_of_ids
+from megatron_rl_loss.core.masks import Array, Floats, on_device, to_array
+from megatron_rl_loss.core.samples import LocalTokens, check_values
 from megatron_rl_loss.losses.place import Place, tokens_of
 from megatron_rl_loss.losses.scans import segment_scan
-from megatron_rl_loss.step.collectives import Group, gather_parts, rank_in, stated_dp_group
-from megatron_rl_loss.step.ids import Ids, Ints, as_ids, type_of_ids
-from megatron_rl_loss.step.masks import Array, Floats, on_device, to_array
-from megatron_rl_loss.step.samples import LocalTokens
-from megatron_rl_loss.step.values import check_values
 
 Rewards = Tensor | Array | Sequence[float]
 

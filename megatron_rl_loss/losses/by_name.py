@@ -12,13 +12,13 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_rl_loss.errors import check_choice
+from megatron_rl_loss.core.aggregation import Aggregation
+from megatron_rl_loss.core.collectives import Group, size_of
+from megatron_rl_loss.core.errors import check_choice
 from megatron_rl_loss.losses.ppo import ppo_clip_loss
 from megatron_rl_loss.losses.ratio import Masked, PolicyLoss
 from megatron_rl_loss.losses.sequence import gmpo_loss, gspo_loss, vespo_loss
 from megatron_rl_loss.losses.token import cfpo_loss, cispo_loss, dppo_loss, sapo_loss
-from megatron_rl_loss.modes.aggregation import Aggregation
-from megatron_rl_loss.step.collectives import Group, size_of
 
 
 @dataclass(frozen=True)

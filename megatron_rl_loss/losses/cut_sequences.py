@@ -7,13 +7,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_rl_loss.core.collectives import Group, ranks_of, size_of
+from megatron_rl_loss.core.counting import StepTotals
+from megatron_rl_loss.core.ids import Ints, argument_of, example_of
+from megatron_rl_loss.core.masks import Floats, on_device
+from megatron_rl_loss.core.samples import LocalTokens, Samples, check_values
 from megatron_rl_loss.losses.place import Place, tokens_of
-from megatron_rl_loss.step.collectives import Group, ranks_of, size_of
-from megatron_rl_loss.step.ids import Ints, argument_of, example_of
-from megatron_rl_loss.step.masks import Floats, on_device
-from megatron_rl_loss.step.samples import LocalTokens, Samples
-from megatron_rl_loss.step.totals import StepTotals
-from megatron_rl_loss.step.values import check_values
 
 #: A value of each token, or several, which then share one collective.
 Values = Tensor | Sequence[Tensor]

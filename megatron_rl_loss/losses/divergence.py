@@ -6,7 +6,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from megatron_rl_loss.errors import check_choice, check_float, check_within, require
+from megatron_rl_loss.core.errors import check_choice, check_float, check_within, require
 from megatron_rl_loss.losses.ratio import Masked, check_shape, check_trained, masked_places
 
 DivergenceKind = Literal["forward_kl", "reverse_kl", "jsd"]

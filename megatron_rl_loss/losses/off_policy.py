@@ -16,9 +16,9 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from megatron_rl_loss.errors import check_choice, check_float, check_one_each, check_within, require
+from megatron_rl_loss.core.errors import check_choice, check_float, check_one_each, check_within, require
+from megatron_rl_loss.core.masks import Mask
 from megatron_rl_loss.losses.ratio import at_least_float32, check_shape
-from megatron_rl_loss.step.masks import Mask
 
 logger = logging.getLogger(__name__)
 

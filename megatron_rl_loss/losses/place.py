@@ -2,9 +2,9 @@
 
 from typing import Protocol
 
-from megatron_rl_loss.step.collectives import Group
-from megatron_rl_loss.step.samples import LocalTokens, Samples
-from megatron_rl_loss.step.totals import StepTotals
+from megatron_rl_loss.core.collectives import Group
+from megatron_rl_loss.core.counting import StepTotals
+from megatron_rl_loss.core.samples import LocalTokens, Samples
 
 
 class InMicrobatch(Protocol):

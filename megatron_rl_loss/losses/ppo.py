@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
+from megatron_rl_loss.core.taps import reports_output
 from megatron_rl_loss.losses.ratio import Masked, PolicyInputs, PolicyLoss, RatioBounds
-from megatron_rl_loss.step.observed import reports_output
 
 
 @reports_output

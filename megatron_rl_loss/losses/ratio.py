@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_rl_loss.errors import check_float, check_within, require
+from megatron_rl_loss.core.errors import check_float, check_within, require
+from megatron_rl_loss.core.masks import Array, on_device, to_array
+from megatron_rl_loss.core.samples import check_values
 from megatron_rl_loss.losses.place import Place, tokens_of
-from megatron_rl_loss.step.masks import Array, on_device, to_array
-from megatron_rl_loss.step.values import check_values
 
 #: The tokens of a loss, or their mask in the shape of its values.
 Masked = Place | Tensor | Array

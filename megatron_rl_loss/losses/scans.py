@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl_loss.errors import check_bool, check_choice, check_within
+from megatron_rl_loss.core.collectives import Group
+from megatron_rl_loss.core.errors import check_bool, check_choice, check_within
+from megatron_rl_loss.core.masks import on_device
 from megatron_rl_loss.losses.cut_sequences import Sequences, Values
 from megatron_rl_loss.losses.first_order import first_order
 from megatron_rl_loss.losses.place import Place
-from megatron_rl_loss.step.collectives import Group
-from megatron_rl_loss.step.masks import on_device
 
 
 def segment_scan(

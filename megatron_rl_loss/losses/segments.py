@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_rl_loss.core.collectives import Group
+from megatron_rl_loss.core.masks import on_device
 from megatron_rl_loss.losses.cut_sequences import Sequences, Values
 from megatron_rl_loss.losses.first_order import first_order
 from megatron_rl_loss.losses.place import Place, tokens_of
-from megatron_rl_loss.step.collectives import Group
-from megatron_rl_loss.step.masks import on_device
 
 
 def segment_sum(values: Values, local: Place, cp_group: Group | None = None, *, per: str = "sample") -> Tensor:

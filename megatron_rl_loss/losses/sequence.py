@@ -11,12 +11,12 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from megatron_rl_loss.errors import check_choice, check_within
+from megatron_rl_loss.core.collectives import Group
+from megatron_rl_loss.core.errors import check_choice, check_within
+from megatron_rl_loss.core.taps import reports_output
 from megatron_rl_loss.losses.place import Place
 from megatron_rl_loss.losses.ratio import PolicyInputs, PolicyLoss, RatioBounds
 from megatron_rl_loss.losses.segments import segment_mean, segment_sum, to_tokens
-from megatron_rl_loss.step.collectives import Group
-from megatron_rl_loss.step.observed import reports_output
 
 Level = Literal["sequence", "token"]
 

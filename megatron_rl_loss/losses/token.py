@@ -12,13 +12,13 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from megatron_rl_loss.errors import check_bool, check_choice, check_within
+from megatron_rl_loss.core.errors import check_bool, check_choice, check_within
+from megatron_rl_loss.core.taps import reports_output
 from megatron_rl_loss.losses.ratio import (
     Masked,
     PolicyInputs,
     PolicyLoss,
 )
-from megatron_rl_loss.step.observed import reports_output
 
 DivergenceName = Literal["tv", "kl"]
 

@@ -9,10 +9,10 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from megatron_rl_loss.errors import check_choice, check_float, check_within
+from megatron_rl_loss.core.errors import check_choice, check_float, check_within
+from megatron_rl_loss.core.taps import reports_output
 from megatron_rl_loss.losses.first_order import first_order
 from megatron_rl_loss.losses.ratio import Masked, bounded, check_log_probs, check_shape, check_trained, masked
-from megatron_rl_loss.step.observed import reports_output
 
 KlEstimator = Literal["k1", "k2", "k3"]
 

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from megatron_rl_loss.errors import BadBatchError
-from megatron_rl_loss.step.collectives import Group, attempt, gather_parts, several
+from megatron_rl_loss.core.collectives import Group, attempt, gather_parts, several
+from megatron_rl_loss.core.errors import BadBatchError
 
 Batches = TypeVar("Batches")
 

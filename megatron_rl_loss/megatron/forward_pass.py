@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from megatron.core.utils import get_model_config
 
+from megatron_rl_loss.core.microbatch import Microbatch
+from megatron_rl_loss.core.plan import Plan
 from megatron_rl_loss.megatron.iterator import MicrobatchIterator
-from megatron_rl_loss.plan.microbatch import Microbatch
-from megatron_rl_loss.plan.plan import Plan
 
 #: (micro-batch, model) -> the model's output: (log_probs, ...) with an `OutputHead`, log-probs, or hidden states.
 CallModel = Callable[[Microbatch, Any], Any]

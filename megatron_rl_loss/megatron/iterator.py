@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from megatron_rl_loss.plan.microbatch import Microbatch
+from megatron_rl_loss.core.microbatch import Microbatch
 
 #: The user's iterator, Megatron's rerun iterator, a list of them (virtual stages), or None where no data is read.
 DataIterator = Iterator[Any] | list[Iterator[Any] | None] | None

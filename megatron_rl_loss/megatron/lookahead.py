@@ -5,8 +5,8 @@ from typing import Any
 
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from megatron_rl_loss.core.samples import Samples
 from megatron_rl_loss.megatron.iterator import MicrobatchIterator
-from megatron_rl_loss.step.samples import Samples
 
 SamplesOf = Callable[[Any], Samples]
 

@@ -8,11 +8,11 @@ import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
+from megatron_rl_loss.core.carriers import DEFAULT, Form
+from megatron_rl_loss.core.collectives import StepGroups
 from megatron_rl_loss.megatron.flags import CHANGING_CP
 from megatron_rl_loss.megatron.groups import groups_of
 from megatron_rl_loss.megatron.probe import check_ddp, check_finalizing, check_form, check_model
-from megatron_rl_loss.plan.carriers import DEFAULT, Form
-from megatron_rl_loss.step.collectives import StepGroups
 
 
 def settings_of(

@@ -16,7 +16,9 @@ import torch
 from megatron.core.tensor_parallel import layers
 from torch import Tensor
 
-from megatron_rl_loss.errors import check_int
+from megatron_rl_loss.core.errors import check_int
+from megatron_rl_loss.core.masks import Array
+from megatron_rl_loss.core.microbatch import Microbatch
 from megatron_rl_loss.logprobs.hidden import (
     PerTokenLoss,
     divergence_from_hidden,
@@ -27,8 +29,6 @@ from megatron_rl_loss.logprobs.kept_ids import Keep
 from megatron_rl_loss.logprobs.layer import CHUNK_TOKENS, OutputLayer, TensorParallel, WeightGradient
 from megatron_rl_loss.logprobs.teacher import Teacher, check_teacher
 from megatron_rl_loss.megatron.versions import check_output_processor, has_plain_forward, remat_size
-from megatron_rl_loss.plan.microbatch import Microbatch
-from megatron_rl_loss.step.masks import Array
 
 
 @dataclass(frozen=True)

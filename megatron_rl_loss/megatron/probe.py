@@ -2,7 +2,7 @@
 
 A change of Megatron's scaling would be silent: every gradient would be wrong by a constant. The probe sends a known
 scalar through the installed `forward_step_calc_loss`, reads DDP's scaling factor, and compares both with the rows of
-`plan/forms.py`, of which the default is in `plan/carriers.py`: with that one before the first step, with another when a
+`core/carriers.py`: with the default one before the first step, with another when a
 loss function first returns it.
 """
 
@@ -17,11 +17,11 @@ from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron_rl_loss.errors import ContractError
+from megatron_rl_loss.core.carriers import DEFAULT, Count, Form, Powers, product
+from megatron_rl_loss.core.collectives import Group, device_of
+from megatron_rl_loss.core.errors import ContractError
 from megatron_rl_loss.megatron.flags import check_megatron_settings
 from megatron_rl_loss.megatron.versions import cp_arguments
-from megatron_rl_loss.plan.carriers import DEFAULT, Count, Form, Powers, product
-from megatron_rl_loss.step.collectives import Group, device_of
 
 _LOSS = 3.0
 _NUM_TOKENS = 1  # as without per-token loss, where the schedule divides by it

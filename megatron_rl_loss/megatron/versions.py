@@ -9,7 +9,7 @@ import megatron.core
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 
-from megatron_rl_loss.step.collectives import Group
+from megatron_rl_loss.core.collectives import Group
 
 
 def cp_arguments(cp_group: Group) -> dict[str, object]:

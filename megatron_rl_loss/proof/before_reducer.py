@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_rl_loss.core.masks import Floats
+from megatron_rl_loss.core.samples import LocalTokens
+from megatron_rl_loss.core.taps import HookedShare
 from megatron_rl_loss.proof.outcomes import TOLERANCES
-from megatron_rl_loss.reduction.taps import HookedShare
-from megatron_rl_loss.step.masks import Floats
-from megatron_rl_loss.step.samples import LocalTokens
 
 #: The largest relative difference of factors that are one number.
 _ALIKE = TOLERANCES["bfloat16"]

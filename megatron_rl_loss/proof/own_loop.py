@@ -8,13 +8,13 @@ from weakref import WeakKeyDictionary
 
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron_rl_loss.errors import check_callable
+from megatron_rl_loss.core.aggregation import resolve
+from megatron_rl_loss.core.counting import UnitCounting
+from megatron_rl_loss.core.errors import check_callable
+from megatron_rl_loss.core.modes import Mode, ModeFunction
+from megatron_rl_loss.core.record import plan_of_model, plan_without_model
 from megatron_rl_loss.megatron.flags import ProofLevel, proof_level
-from megatron_rl_loss.modes.aggregation import resolve
-from megatron_rl_loss.modes.table import Mode, ModeFunction
-from megatron_rl_loss.plan.record import plan_of_model, plan_without_model
 from megatron_rl_loss.proof.first_step import FirstStep
-from megatron_rl_loss.step.units import UnitCounting
 
 Schedule = Callable[..., Any]
 

@@ -5,11 +5,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from megatron_rl_loss.modes.aggregation import Aggregation
-from megatron_rl_loss.modes.weights import rehearse
-from megatron_rl_loss.step.collectives import attempt
-from megatron_rl_loss.step.samples import Samples
-from megatron_rl_loss.step.totals import StepTotals
+from megatron_rl_loss.core.aggregation import Aggregation, rehearse
+from megatron_rl_loss.core.collectives import attempt
+from megatron_rl_loss.core.counting import StepTotals
+from megatron_rl_loss.core.samples import Samples
 
 if TYPE_CHECKING:  # it imports Megatron, which nothing here needs
     from megatron_rl_loss.proof.own_tokens import Compared

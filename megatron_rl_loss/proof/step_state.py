@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 
+from megatron_rl_loss.core.samples import LocalTokens
+from megatron_rl_loss.core.taps import HookedShare, Tapped
 from megatron_rl_loss.proof.anchor import Factor
 from megatron_rl_loss.proof.outcomes import TOLERANCES, FactorState, Gradient, Losses
-from megatron_rl_loss.reduction.taps import HookedShare, Tapped
-from megatron_rl_loss.step.samples import LocalTokens
 
 #: Reasons of other ranks beyond these say nothing new; nor does the rest of a long one.
 _MOST_REASONS, _MOST_WORDS = 3, 600

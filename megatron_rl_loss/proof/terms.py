@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from megatron_rl_loss.core.counting import StepTotals
 from megatron_rl_loss.proof.measurement import StepMeasurement
 from megatron_rl_loss.proof.outcomes import Weights
 from megatron_rl_loss.proof.own_tokens import Compared, OwnTokens
 from megatron_rl_loss.proof.step_state import StepState
-from megatron_rl_loss.step.totals import StepTotals
 
 if TYPE_CHECKING:  # few launches make promises
     from megatron_rl_loss.proof.promises import Promises

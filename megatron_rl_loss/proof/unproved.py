@@ -1,7 +1,7 @@
 """A step that is not proved, in words; loaded where there is one."""
 
+from megatron_rl_loss.core.carriers import find_form
 from megatron_rl_loss.megatron.flags import PROOF_VARIABLE
-from megatron_rl_loss.plan.carriers import find_form
 from megatron_rl_loss.proof.outcomes import Losses, Outcome
 from megatron_rl_loss.proof.step_state import StepState
 from megatron_rl_loss.proof.terms import OfTerms

@@ -2,7 +2,7 @@
 
 A launch is a torch operation that does work, by the profiler: one kernel on a GPU (a reduction may take two there).
 The host looks whether a sum is finite. On a device no value may be read: the meta device has none, and raises.
-Collectives of a plan and of its end are counted in tests/unit/step/test_counting.py and tests/unit/plan/test_finish.py.
+Collectives of a plan and of its end are counted in tests/unit/core/test_counting.py and tests/unit/core/test_finish.py.
 """
 
 import ast
@@ -30,9 +30,9 @@ from megatron_rl_loss import (
     plan_step,
     segment_scan,
 )
-from megatron_rl_loss.plan.forms import FORMS
-from megatron_rl_loss.plan.plan import Plan
-from megatron_rl_loss.step.collectives import StepGroups
+from megatron_rl_loss.core.carriers import FORMS
+from megatron_rl_loss.core.collectives import StepGroups
+from megatron_rl_loss.core.plan import Plan
 
 #: Do no work themselves: views, and wrappers of what they are recorded to call.
 WRAPPERS = {

@@ -1,6 +1,6 @@
 """Recipes that need no launch of `pretrain`: value and gradient of a step on several ranks are the float64 oracle's.
 
-Those for other frameworks are checked for what they name; that framework's real code runs in tests/frameworks/real.
+Those for other frameworks are checked for what they name; that framework's real code runs in tests/engines/real.
 """
 
 import dataclasses
@@ -25,9 +25,9 @@ from table_step import Batch, relative_error, start, table_model
 from torch import Tensor
 
 from megatron_rl_loss.__main__ import copy_example
-from megatron_rl_loss.frameworks import slime
-from megatron_rl_loss.modes import table as modes
-from megatron_rl_loss.modes.aggregation import resolve
+from megatron_rl_loss.core import modes
+from megatron_rl_loss.core.aggregation import resolve
+from megatron_rl_loss.engines import slime
 
 RECIPES = EXAMPLES / "recipes"
 SAMPLES = step_samples(seed=11)

@@ -22,10 +22,10 @@ from tiny_gpt import Case, Layout
 from megatron_rl_loss import Samples
 from megatron_rl_loss.audit.judge import judge
 from megatron_rl_loss.audit.megatron.reports import FromRank, assembled
-from megatron_rl_loss.modes.aggregation import resolve
+from megatron_rl_loss.core.aggregation import resolve
+from megatron_rl_loss.core.taps import TappedLosses
 from megatron_rl_loss.proof.anchor import Factor
 from megatron_rl_loss.proof.step_state import StepState
-from megatron_rl_loss.reduction.taps import TappedLosses
 
 pytestmark = pytest.mark.slow
 

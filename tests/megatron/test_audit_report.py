@@ -20,10 +20,10 @@ from megatron_rl_loss.audit.judge import expected_weights, judge
 from megatron_rl_loss.audit.launch import add_audit_options, report
 from megatron_rl_loss.audit.megatron.reports import FromRank, assembled
 from megatron_rl_loss.audit.tokens import MeasuredStep, PlacedSamples
-from megatron_rl_loss.modes.aggregation import Aggregation, resolve
+from megatron_rl_loss.core.aggregation import Aggregation, resolve
+from megatron_rl_loss.core.taps import HookedShare, TappedLosses
 from megatron_rl_loss.proof.anchor import Factor
 from megatron_rl_loss.proof.step_state import StepState
-from megatron_rl_loss.reduction.taps import HookedShare, TappedLosses
 
 
 def groups_of(**sizes: int) -> Any:

@@ -21,8 +21,8 @@ from ranks import run_ranks
 from tiny_gpt import Batch
 
 from megatron_rl_loss import LossAggregation, tap
+from megatron_rl_loss.core.record import StepRecord
 from megatron_rl_loss.megatron.flags import AggregationSettings
-from megatron_rl_loss.plan.record import StepRecord
 
 pytestmark = pytest.mark.slow
 

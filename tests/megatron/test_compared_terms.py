@@ -11,15 +11,14 @@ import torch
 from torch import Tensor
 
 from megatron_rl_loss import Microbatch, Samples, StepTotals, Term, make_pg_loss_reducer, plan_step, ppo_clip_loss, tap
-from megatron_rl_loss.modes.aggregation import resolve
+from megatron_rl_loss.core.aggregation import resolve
+from megatron_rl_loss.core.taps import Taps, observe
 from megatron_rl_loss.proof.anchor import Factor
 from megatron_rl_loss.proof.difference import named
 from megatron_rl_loss.proof.own_tokens import state_of
 from megatron_rl_loss.proof.promises import Promises
 from megatron_rl_loss.proof.step_state import StepState
 from megatron_rl_loss.proof.terms import OfTerms, compare_terms
-from megatron_rl_loss.reduction.taps import Taps
-from megatron_rl_loss.step.observed import observe
 
 ALONE = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
 GROUPS = SimpleNamespace(dp=ALONE, cp=ALONE, tp=ALONE, pp=ALONE, dp_cp=ALONE)

@@ -30,9 +30,9 @@ from torch import Tensor
 
 from megatron_rl_loss import Metric, Samples, Term, plan_step, segment_scan
 from megatron_rl_loss.audit.judge import judge
+from megatron_rl_loss.core.collectives import StepGroups
+from megatron_rl_loss.core.counting import count_step
 from megatron_rl_loss.losses.sequence import gspo_loss
-from megatron_rl_loss.step.collectives import StepGroups
-from megatron_rl_loss.step.counting import count_step
 
 pytestmark = pytest.mark.slow
 

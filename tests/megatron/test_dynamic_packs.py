@@ -20,9 +20,9 @@ from table_step import relative_error, run_schedule, start, table_model
 from torch import Tensor
 
 from megatron_rl_loss import Samples, ZigzagTHD
-from megatron_rl_loss.plan import plan as plans
-from megatron_rl_loss.step.collectives import StepGroups
-from megatron_rl_loss.step.counting import count_step
+from megatron_rl_loss.core import plan as plans
+from megatron_rl_loss.core.collectives import StepGroups
+from megatron_rl_loss.core.counting import count_step
 
 pytestmark = pytest.mark.slow
 FIRSTS = list(itertools.accumulate(LENGTHS, initial=0))

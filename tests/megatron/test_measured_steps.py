@@ -33,8 +33,8 @@ from torch import Tensor
 from world import FP32_BOUNDS, whole
 
 from megatron_rl_loss import LossAggregation, OutputHead, Term, Tokens
-from megatron_rl_loss.plan.plan import Plan
-from megatron_rl_loss.plan.record import StepRecord
+from megatron_rl_loss.core.plan import Plan
+from megatron_rl_loss.core.record import StepRecord
 
 pytestmark = pytest.mark.slow
 

@@ -16,7 +16,7 @@ from table_step import Batch, start, table_model
 from world import CP, DP, STEP, TABLE, batches_of, planned_step, start_ranks
 
 from megatron_rl_loss import Samples, ZigzagTHD, plan_step
-from megatron_rl_loss.plan.forms import FORMS
+from megatron_rl_loss.core.carriers import FORMS
 
 IN_A_LOOP = [form.name for form in FORMS.values() if form.caller == "loop"]
 

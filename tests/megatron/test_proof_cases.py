@@ -101,8 +101,8 @@ def with_an_infinite_term_switched_off(microbatch: Any, losses: Tensor) -> Any:
 
 
 def with_a_tapped_term_left_out(microbatch: Any, losses: Tensor) -> Any:
-    from megatron_rl_loss.modes.aggregation import resolve
-    from megatron_rl_loss.reduction.taps import tap
+    from megatron_rl_loss.core.aggregation import resolve
+    from megatron_rl_loss.core.taps import tap
 
     tap(2 * losses, "kl", samples=microbatch.samples, coef=0.1, aggregation=resolve("token_mean"))
     return microbatch.loss(losses)
@@ -118,15 +118,15 @@ def own_backward(change: Callable[[Any, Tensor], Tensor | None]) -> Callable[[An
     """Plant a fault into our own backward pass."""
 
     def plant(model: Any) -> None:
-        from megatron_rl_loss.reduction import sums
+        from megatron_rl_loss.core import reducers
 
-        backward = sums._WithGradient.backward
+        backward = reducers._WithGradient.backward
 
         def changed(ctx: Any, gradient: Tensor) -> Any:
             result = change(ctx, gradient)
             return backward(ctx, gradient if result is None else result)
 
-        sums._WithGradient.backward = staticmethod(changed)  # type: ignore[method-assign]
+        reducers._WithGradient.backward = staticmethod(changed)  # type: ignore[method-assign]
 
     return plant
 
@@ -203,13 +203,13 @@ AGGREGATED["a loss function's own output"] = (
 
 
 def run_aggregated() -> dict[str, list[Step]]:
-    from megatron_rl_loss.reduction import sums
+    from megatron_rl_loss.core import reducers
 
     start()
-    steps_of, backward = {}, sums._WithGradient.backward
+    steps_of, backward = {}, reducers._WithGradient.backward
     for case, (loss_of, plant, words) in AGGREGATED.items():
         steps_of[case] = aggregated(loss_of, len(words), plant)
-        sums._WithGradient.backward = staticmethod(backward)  # type: ignore[method-assign]
+        reducers._WithGradient.backward = staticmethod(backward)  # type: ignore[method-assign]
     return steps_of
 
 
@@ -321,7 +321,7 @@ def test_the_strictest_level_of_all_ranks_holds(of_ranks: list[str], is_wrong: b
 
 def given_up(of_ranks: list[str], way: str) -> tuple[str, bool]:
     """What is printed, and if a step would be measured, where nothing can be proved before there is a step."""
-    from megatron_rl_loss.frameworks.engine_step import EngineStep
+    from megatron_rl_loss.engines.engine_step import EngineStep
 
     start_process_group() if way == "no groups of Megatron" else start()
     proof = EngineStep(None, "the policy loss", level=of_ranks[int(os.environ["RANK"])])
@@ -539,5 +539,5 @@ def test_a_default_launch_loads_no_room_that_diagnoses() -> None:
     assert run.returncode == 0, run.stderr[-3000:]
     rooms = json.loads(run.stdout.splitlines()[-1])
     assert "proof" in rooms
-    assert rooms.keys().isdisjoint({"audit", "frameworks", "logprobs", "__main__"})
+    assert rooms.keys().isdisjoint({"audit", "engines", "logprobs", "__main__"})
     print(f"\na default launch loads {sum(rooms.values()):,} lines:", rooms)

@@ -134,11 +134,11 @@ def skipped_where_no_token_is_active() -> list[Step]:
 
 def hand_made_reducers() -> list[Step]:
     """Two reducers without a plan; that of the KL term, of another mode, is called first."""
-    from megatron_rl_loss.modes.aggregation import resolve
-    from megatron_rl_loss.modes.users_totals import checked_weights
-    from megatron_rl_loss.reduction.sums import WeightedSum
-    from megatron_rl_loss.step.collectives import StepGroups
-    from megatron_rl_loss.step.counting import count_step
+    from megatron_rl_loss.core.aggregation import resolve
+    from megatron_rl_loss.core.collectives import StepGroups
+    from megatron_rl_loss.core.counting import count_step
+    from megatron_rl_loss.core.reducers import WeightedSum
+    from megatron_rl_loss.core.totals_by_hand import checked_weights
 
     loop = Loop("prompt_mean")
     totals = count_step(loop.samples, StepGroups(**loop.groups))

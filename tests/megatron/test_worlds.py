@@ -21,7 +21,7 @@ from tiny_gpt import Layout
 from torch import Tensor
 from world import FORM_SETTINGS, FP32_BOUNDS, LOOPS, STEP, World, gradient_of, trained_in, whole
 
-from megatron_rl_loss.plan.forms import FORMS
+from megatron_rl_loss.core.carriers import FORMS
 
 pytestmark = pytest.mark.slow
 

@@ -9,7 +9,7 @@ from named import Named
 from published import BUGS, WHERE, WITHOUT_WEIGHTS, Bug, exact
 
 from megatron_rl_loss.audit.judge import judge
-from megatron_rl_loss.modes.aggregation import resolve
+from megatron_rl_loss.core.aggregation import resolve
 
 STEPS = 3
 

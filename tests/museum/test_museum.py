@@ -19,9 +19,9 @@ from table_step import Batch, aggregation, one_step, start, table_model
 from torch import Tensor
 
 from megatron_rl_loss import Microbatch, Samples, StepTotals
-from megatron_rl_loss.plan import plan as planning
-from megatron_rl_loss.reduction import sums as reduction
-from megatron_rl_loss.step.collectives import StepGroups
+from megatron_rl_loss.core import plan as planning
+from megatron_rl_loss.core import reducers as reduction
+from megatron_rl_loss.core.collectives import StepGroups
 
 pytestmark = pytest.mark.slow
 

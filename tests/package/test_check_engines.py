@@ -49,7 +49,7 @@ def test_what_is_no_engine_and_a_missing_file(tmp_path: Path, capsys: Any) -> No
 
 
 def test_it_knows_what_adapters_replace() -> None:
-    files = [*(ROOT / "megatron_rl_loss" / "frameworks").glob("*.py")]
+    files = [*(ROOT / "megatron_rl_loss" / "engines").glob("*.py")]
     code = "".join(file.read_text() for file in files)
     replaced = set(re.findall(r'Function\(\s*[\w.]+, "(\w+)"', code))
     known = {

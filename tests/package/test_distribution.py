@@ -117,7 +117,7 @@ def test_its_links_lead_somewhere_where_the_address_is_said(
     head, _, readme = next(tmp_path.glob("*.dist-info/METADATA")).read_text().partition("\n\n")
     assert "Project-URL: Repository, https://host.example/us" in head
     assert "](https://host.example/us/raw/main/docs/matter.png)" in readme
-    assert "[verl](https://host.example/us/blob/main/docs/frameworks.md#verl)" in readme
+    assert "[verl](https://host.example/us/blob/main/docs/engines.md#verl)" in readme
     assert "](docs/" not in readme
 
 
@@ -142,5 +142,5 @@ def test_users_get_types(python: Path, tmp_path: Path) -> None:
         "[mypy]\nfollow_imports = silent\n[mypy-torch.*,numpy.*]\nfollow_imports = skip\n"
     )
     said = run(sys.executable, "-m", "mypy", "--python-executable", python, "user.py", cwd=tmp_path, check=False).stdout
-    assert 'Revealed type is "megatron_rl_loss.reduction.sums.WeightedSum"' in said, said
+    assert 'Revealed type is "megatron_rl_loss.core.reducers.WeightedSum"' in said, said
     assert not re.search("import-untyped|import-not-found", said)

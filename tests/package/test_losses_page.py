@@ -27,8 +27,8 @@ from megatron_rl_loss import (
     segment_mean,
     to_tokens,
 )
+from megatron_rl_loss.core.aggregation import resolve
 from megatron_rl_loss.losses.by_name import POLICY_LOSSES, check_goes_with
-from megatron_rl_loss.modes.aggregation import resolve
 
 PAGE = (ROOT / "docs/losses.md").read_text()
 ROWS = [line for line in PAGE.splitlines() if line.startswith("| ") and "---" not in line]
@@ -77,7 +77,7 @@ def test_the_clip_range_has_one_default() -> None:
 
 
 def test_where_other_frameworks_differ_the_page_says_how_to_have_theirs() -> None:
-    """The table's middle column, as formulas, by its last column; their code itself: tests/frameworks/real."""
+    """The table's middle column, as formulas, by its last column; their code itself: tests/engines/real."""
     table = PAGE.partition("## Where other frameworks differ")[2].partition("\n## ")[0]
     local, mask = Samples([[1, 0, 1], [1, 1, 1]]).local(0, 1), torch.tensor([[1.0, 0, 1], [1, 1, 1]])
     old, r, k = torch.full((2, 3), -2.0), torch.tensor([[0.9, 1, 1.3], [1, 1.1, 0.8]]), torch.rand(2, 3) + 0.5

@@ -14,7 +14,7 @@ from placements import PLACES, laid_out
 from repository import ROOT
 
 from megatron_rl_loss import StepTotals, make_pg_loss_reducer
-from megatron_rl_loss.modes.table import available_modes
+from megatron_rl_loss.core.modes import available_modes
 
 FRESH = """
 import sys
@@ -25,7 +25,7 @@ print(loaded('megatron_rl_loss', 'torch', 'numpy', 'megatron'))
 for name, home in megatron_rl_loss._HOME_OF.items():
     if 'megatron' not in home:
         getattr(megatron_rl_loss, name)
-from megatron_rl_loss.frameworks import slime, verl
+from megatron_rl_loss.engines import slime, verl
 slime.constant_8
 print(loaded('megatron', 'transformer_engine', 'apex'))
 sys.modules['megatron'] = None

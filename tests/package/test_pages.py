@@ -25,16 +25,16 @@ from repository import EXAMPLES, ROOT
 
 import megatron_rl_loss
 from megatron_rl_loss import Microbatch, Samples, add_loss_aggregation_args, weights_column
-from megatron_rl_loss.frameworks import replacing
-from megatron_rl_loss.modes import names as mode_names
-from megatron_rl_loss.modes.aggregation import resolve
-from megatron_rl_loss.modes.table import available_modes
-from megatron_rl_loss.plan.plan import Plan
+from megatron_rl_loss.core import names as mode_names
+from megatron_rl_loss.core.aggregation import resolve
+from megatron_rl_loss.core.modes import available_modes
+from megatron_rl_loss.core.plan import Plan
+from megatron_rl_loss.engines import replacing
 from megatron_rl_loss.proof.outcomes import TOLERANCES
 
 README, USING, NAMES, FRAMEWORKS, PERFORMANCE, SUPPORT = (
     (ROOT / "docs" / name).read_text()
-    for name in ("../README.md", "using.md", "names.md", "frameworks.md", "performance.md", "support.md")
+    for name in ("../README.md", "using.md", "names.md", "engines.md", "performance.md", "support.md")
 )
 RECIPES = {path.name: path.read_text() for path in sorted((EXAMPLES / "recipes").iterdir()) if path.is_file()}
 
@@ -149,7 +149,7 @@ def test_the_versions_of_megatron_are_those_of_the_printed_table() -> None:
 
 def test_wrong_names_would_be_seen() -> None:
     """Negative control."""
-    right = "`megatron_rl_loss.losses.token`, `megatron_rl_loss.frameworks.slime.constant_8`, `megatron_rl_loss.Term`"
+    right = "`megatron_rl_loss.losses.token`, `megatron_rl_loss.engines.slime.constant_8`, `megatron_rl_loss.Term`"
     right += "from megatron_rl_loss import (\n    Term,\n    tap,\n)\n"
     right += "from megatron_rl_loss.losses.sequence import gspo_loss\n"
     assert list(wrong_names(right)) == []
@@ -158,12 +158,12 @@ def test_wrong_names_would_be_seen() -> None:
         "megatron_rl_loss.losses.no_such_file",
         "megatron_rl_loss.losses.token.no_such_name",
         "megatron_rl_loss.losses.ppo.ppo_clip_loss",  # public: megatron_rl_loss.ppo_clip_loss
-        "megatron_rl_loss.frameworks.slime.constant_x",
+        "megatron_rl_loss.engines.slime.constant_x",
         "megatron_rl_loss.gspo_loss",
         "megatron_rl_loss.losses.gspo_loss",
         "megatron_rl_loss.losses.by_name.gspo_loss",  # only imported there
-        "megatron_rl_loss.reduction.Term",
-        "megatron_rl_loss.reduction.sums.Term",
+        "megatron_rl_loss.core.Term",
+        "megatron_rl_loss.core.reducers.Term",
     ):
         module, _, name = wrong.rpartition(".")
         assert list(wrong_names(f"`{wrong}`")) == [wrong]
@@ -225,7 +225,7 @@ def test_the_modes_of_readme_are_the_tables_and_give_the_worked_numbers() -> Non
     of_readme = re.findall(r"^\| `(\w+)`", table, flags=re.MULTILINE)
     for rows, place in ((of_oracle, "ROWS, tests/support/oracle.py"), (of_readme, "README's table of modes")):
         missing = ", ".join(mode for mode in available_modes() if mode not in rows) or "none"
-        assert list(available_modes()) == rows, f"{place} must have the modes of modes/table.py in order; add {missing}"
+        assert list(available_modes()) == rows, f"{place} must have the modes of core/modes.py in order; add {missing}"
     values = re.search(r"the first \w+ give ([\d., and]+?)\n\(", table)
     assert values is not None, "README's sentence of worked values, below its table, reads otherwise"
     shown = dict(zip(oracle.MODES, map(float, re.findall(r"\d+\.\d+", values[1])), strict=False))
@@ -314,7 +314,7 @@ ENGINES = re.findall(
 
 def test_the_table_of_engines_has_all_and_no_stale_row() -> None:
     """Tests that need checkouts print it: here, the words of its settings are looked for in them."""
-    files = [path.read_text() for path in (ROOT / "tests" / "frameworks" / "real").glob("*.py")]
+    files = [path.read_text() for path in (ROOT / "tests" / "engines" / "real").glob("*.py")]
     names = {name for name, value in vars(checkouts).items() if isinstance(value, checkouts.Framework)}
     assert names == {engine.upper().replace("-", "_") for engine, *_ in ENGINES}
     assert len(set(ENGINES)) == len(ENGINES)
@@ -359,7 +359,7 @@ def test_the_code_of_frameworks_that_needs_none_runs(monkeypatch: pytest.MonkeyP
     masks = torch.tensor([[1.0, 1, 1, 0], [1, 0, 0, 0]])
     names: dict[str, Any] = {"loss_masks": list(masks), "uids": ["a", "b"]}
     of_sections = ("SkyRL", "Tinker and other trainers that only sum", "Megatron-LM's `train_rl.py`")
-    skyrl, tinker, train_rl = (code_under("frameworks.md", section) for section in of_sections)
+    skyrl, tinker, train_rl = (code_under("engines.md", section) for section in of_sections)
     names["policy"] = SimpleNamespace(train=lambda data, loss_fn, gbs=None: None)
     names["loss_fn"] = SimpleNamespace(positive_example_nll_weight=0.0, reference_policy_kl_penalty=0.1)
     of_engine: dict[str, dict[str, Any]] = {
@@ -386,7 +386,7 @@ def test_the_code_of_frameworks_that_needs_none_runs(monkeypatch: pytest.MonkeyP
                 monkeypatch.setitem(sys.modules, name, ModuleType(name))
         vars(sys.modules[place]).update(attributes)
     with in_few_modules(), undone():
-        for code in code_of("frameworks.md"):
+        for code in code_of("engines.md"):
             if "import aggregate\n" in code:
                 exec(code, names)
         assert type(names["loss_fn"]).__name__ == "AggregatedPGLossFn"
@@ -405,7 +405,7 @@ def test_the_code_of_frameworks_that_needs_none_runs(monkeypatch: pytest.MonkeyP
 
 
 def test_the_recipe_for_bridge_wraps_the_schedule_of_its_loops(monkeypatch: pytest.MonkeyPatch) -> None:
-    shown = next(code for code in code_of("frameworks.md") if "bridge_grpo" in code)
+    shown = next(code for code in code_of("engines.md") if "bridge_grpo" in code)
     below = ("", ".train", ".eval", ".config", ".pretrain")
     for name in ("megatron.bridge", *(f"megatron.bridge.training{module}" for module in below)):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))

@@ -14,13 +14,15 @@ import megatron_rl_loss
 
 PACKAGE = "megatron_rl_loss"
 #: Each room, after all that it may import.
-ORDER = ["errors", "printing", "function_paths", "step", "modes", "reduction", "plan", "losses", "logprobs"]
-ORDER += ["megatron", "planning", "proof", "audit", "frameworks", "__main__"]
-#: Rooms that may import less than all before them.
-NARROW = {"losses": {"errors", "step", "modes", "losses"}}
-NARROW["logprobs"] = NARROW["losses"] | {"logprobs"}
-#: Imports that run the other way, inside a function: a launch makes the proof of its first step.
-LATE = {("megatron", "proof")}
+ORDER = ["core", "losses", "logprobs", "megatron", "planning", "proof", "audit", "engines", "__main__"]
+#: Each file of the core, after all that it may import.
+CORE = ["errors", "collectives", "masks", "ids", "layouts", "samples", "counting", "modes", "names", "aggregation"]
+CORE += ["taps", "reducers", "metrics", "carriers", "record", "microbatch", "measure", "plan", "totals_by_hand"]
+#: Rooms that import nothing of the core from this file on, and no other room than those named.
+NARROW = {"losses": ("reducers", {"core", "losses"}), "logprobs": ("reducers", {"core", "losses", "logprobs"})}
+#: Imports that run the other way, inside a function: a launch makes the proof of its first step; within the core, a
+#: plan has the statistics of a step for methods.
+LATE = {("megatron", "proof"), ("microbatch", "measure")}
 FILES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for path in (ROOT / PACKAGE).rglob("*.py")
@@ -56,9 +58,14 @@ def is_allowed(module: str, imported: str, *, late: bool) -> bool:
     own, other = room_of(module), room_of(imported)
     if not other:  # `refuse_names`, for a room's own names; the version
         return module in FOLDERS or own == "__main__"
+    file, imported_file = ([*name.split("."), "", ""][2] for name in (module, imported))
+    if own == other == "core":
+        return CORE.index(imported_file) < CORE.index(file) or (late and (file, imported_file) in LATE)
     if (own, other) in LATE:
         return late
-    return other in NARROW.get(own, ORDER[: ORDER.index(own) + 1])
+    first_refused, rooms = NARROW.get(own, (None, set(ORDER[: ORDER.index(own) + 1])))
+    is_refused = other == "core" and first_refused is not None and imported_file in CORE[CORE.index(first_refused) :]
+    return other in rooms and not is_refused
 
 
 def test_imports_run_one_way() -> None:
@@ -82,12 +89,14 @@ def test_negative_control() -> None:
     code = f"if TYPE_CHECKING:\n    from {PACKAGE}.audit import verdicts\ndef f():\n    from {PACKAGE} import losses\n"
     (audit, losses) = imports_of(ast.parse(code))
     assert (audit, losses) == ((f"{PACKAGE}.audit", False), (f"{PACKAGE}.losses", True))
-    assert not is_allowed(f"{PACKAGE}.step.layouts", audit[0], late=False)
-    assert not is_allowed(f"{PACKAGE}.losses.token", f"{PACKAGE}.reduction.sums", late=True)
+    assert not is_allowed(f"{PACKAGE}.core.layouts", audit[0], late=False)
+    assert not is_allowed(f"{PACKAGE}.losses.token", f"{PACKAGE}.core.reducers", late=True)
+    assert not is_allowed(f"{PACKAGE}.core.masks", f"{PACKAGE}.core.samples", late=True)
+    assert is_allowed(f"{PACKAGE}.core.samples", f"{PACKAGE}.core.masks", late=False)
     assert not is_allowed(f"{PACKAGE}.megatron.launch", audit[0], late=False)
     assert is_allowed(f"{PACKAGE}.megatron.launch", f"{PACKAGE}.proof.first_step", late=True)
     assert not is_allowed(f"{PACKAGE}.megatron.launch", f"{PACKAGE}.proof.first_step", late=False)
-    assert not is_allowed(f"{PACKAGE}.plan.plan", PACKAGE, late=True)
+    assert not is_allowed(f"{PACKAGE}.core.plan", PACKAGE, late=True)
 
 
 # --- the front door

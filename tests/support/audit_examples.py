@@ -20,7 +20,7 @@ from published import own_piece
 from megatron_rl_loss import check_loss
 from megatron_rl_loss.audit.judge import judge
 from megatron_rl_loss.audit.simulation import LossCall
-from megatron_rl_loss.modes.aggregation import resolve
+from megatron_rl_loss.core.aggregation import resolve
 
 PAGE = ROOT / "docs" / "audit.md"
 BLOCK = re.compile(r"<!-- example: (.+?) -->\n```text\n(.*?)```", re.DOTALL)

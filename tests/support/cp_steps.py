@@ -23,7 +23,7 @@ from ranks import start_process_group
 from torch import Tensor
 
 from megatron_rl_loss import Samples, StepTotals
-from megatron_rl_loss.step.samples import LocalTokens
+from megatron_rl_loss.core.samples import LocalTokens
 
 RANKS = 4
 NUM_MICROBATCHES = 2

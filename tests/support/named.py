@@ -15,7 +15,7 @@ from megatron_rl_loss.audit.causes import Cause, Fits, fits
 from megatron_rl_loss.audit.judge import expected_weights, judge, ratios_of
 from megatron_rl_loss.audit.misplaced import take_off, without_copies
 from megatron_rl_loss.audit.verdict import Verdict
-from megatron_rl_loss.modes.aggregation import resolve
+from megatron_rl_loss.core.aggregation import resolve
 
 CLOSE = 2e-5  # of float32 weights
 Outcome = Literal["named", "numbers", "wrong", "not shown"]

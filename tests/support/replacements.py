@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-from megatron_rl_loss.frameworks import columns, replacing, token_mean
+from megatron_rl_loss.engines import columns, replacing, token_mean
 
 
 @contextmanager

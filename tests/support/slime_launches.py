@@ -10,7 +10,7 @@ from logit_table import CLIP_HIGH, CLIP_LOW, Step
 
 #: Log-probs are float32 sums over the vocabulary.
 TOLERANCE = 2e-6
-OURS = "megatron_rl_loss.frameworks"
+OURS = "megatron_rl_loss.engines"
 MakeStep = Callable[[], Step]
 
 VALUES = {

@@ -14,9 +14,8 @@ from step_samples import random_samples
 from torch import Tensor
 
 from megatron_rl_loss import Samples, StepTotals
-from megatron_rl_loss.modes.aggregation import resolve
-from megatron_rl_loss.modes.users_totals import checked_weights
-from megatron_rl_loss.reduction.reducers import place_in_cp
+from megatron_rl_loss.core.aggregation import resolve
+from megatron_rl_loss.core.totals_by_hand import checked_weights, place_in_cp
 
 MASK_DTYPES = (torch.bool, torch.uint8, torch.int32, torch.int64, torch.float64, torch.float16, torch.bfloat16)
 

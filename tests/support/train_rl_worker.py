@@ -108,7 +108,7 @@ def main(root: str, cp: int, cases: list[dict[str, Any]]) -> None:
     from megatron.training import global_vars, training
 
     from megatron_rl_loss import Audit
-    from megatron_rl_loss.frameworks.megatron_rl import samples_of
+    from megatron_rl_loss.engines.megatron_rl import samples_of
 
     modules = load(MEGATRON_LM, root, "megatron.rl.rl_utils", "train_rl", "train_rl_with_loss_aggregation")
     rl_utils, train_rl, example = modules

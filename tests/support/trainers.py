@@ -48,7 +48,7 @@ TRAINERS: dict[tuple[str, bool], Trainer] = {
     ("sum", False): Trainer(lambda s: 1),
     ("sum", True): Trainer(lambda s: 1),
     ("mean", False): Trainer(lambda s: 1 / s.ranks),
-    # Engines, whose real code tests/frameworks/real runs: what they multiply by, then Megatron.
+    # Engines, whose real code tests/engines/real runs: what they multiply by, then Megatron.
     ("slime", False): Trainer(lambda s: s.num_microbatches * s.ranks / s.rollouts / s.num_microbatches / s.ranks),
     ("verl", False): Trainer(lambda s: s.num_microbatches * s.cp_size / s.num_microbatches / s.ranks),
     ("verl", True): Trainer(lambda s: s.num_tokens / s.dp_size / s.num_tokens),

@@ -59,8 +59,8 @@ from megatron_rl_loss import (
     ppo_clip_loss,
     prove_first_step,
 )
+from megatron_rl_loss.core.carriers import FORMS
 from megatron_rl_loss.megatron.flags import AggregationSettings
-from megatron_rl_loss.plan.forms import FORMS
 
 STEP = step_samples(8)
 TABLE = [float(loss) for sample in STEP for loss in sample.losses] + [0.0]

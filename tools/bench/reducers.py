@@ -32,7 +32,7 @@ from timing import Others, flags, keep_freed_memory, peers, publish, take_turns
 from torch import Tensor
 
 from megatron_rl_loss import StepTotals, ZigzagResponse, make_pg_loss_reducer
-from megatron_rl_loss.reduction.sums import Summand, sum_terms
+from megatron_rl_loss.core.reducers import Summand, sum_terms
 
 PARTS = ("whole", "build", "fwd+bwd")
 Reduce = Callable[[], tuple[Tensor, Sequence[Tensor]]]  # the reduced loss, connected to its graph, and the metrics

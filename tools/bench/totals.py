@@ -21,10 +21,10 @@ import torch.distributed as dist
 from timing import ALL_GATHERS, BACKENDS, count_collectives, flags, on_ranks, publish, synchronize
 
 from megatron_rl_loss import Samples
-from megatron_rl_loss.step import collectives, counting
-from megatron_rl_loss.step.collectives import StepGroups
-from megatron_rl_loss.step.counting import count_step
-from megatron_rl_loss.step.ids import hashed
+from megatron_rl_loss.core import collectives, counting
+from megatron_rl_loss.core.collectives import StepGroups
+from megatron_rl_loss.core.counting import count_step
+from megatron_rl_loss.core.ids import hashed
 
 Case = tuple[bool, int]  # with ids, samples a rank
 SIMULATED, SAMPLES = 10_000, 16

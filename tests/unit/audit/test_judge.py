@@ -23,8 +23,8 @@ from megatron_rl_loss import Mode, ModeInputs, Samples, Sum, check_loss
 from megatron_rl_loss.audit.judge import explain, judge
 from megatron_rl_loss.audit.tokens import MeasuredStep, PlacedSamples, StepTokens
 from megatron_rl_loss.audit.verdict import Verdict
-from megatron_rl_loss.modes.aggregation import resolve
-from megatron_rl_loss.step.units import COUNTINGS, Counting
+from megatron_rl_loss.core.aggregation import resolve
+from megatron_rl_loss.core.counting import COUNTINGS, Counting
 
 DIVISORS = {"constant": 64.0, "token_sum": 32.0}
 

@@ -27,8 +27,7 @@ from megatron_rl_loss import Mode, ModeInputs, Sum, check_loss
 from megatron_rl_loss.audit import simulation
 from megatron_rl_loss.audit.drawing import PADDED, TOGETHER
 from megatron_rl_loss.audit.simulation import CALLS, PARAMETERS, DrawnRow, DrawnStep, LossCall, measure
-from megatron_rl_loss.modes.aggregation import resolve
-from megatron_rl_loss.modes.weights import weigh
+from megatron_rl_loss.core.aggregation import resolve, weigh
 
 pytestmark = pytest.mark.slow  # hundreds of random steps
 

@@ -9,7 +9,7 @@ import pytest
 from counted_steps import measured, ragged
 from published import exact, own_piece
 
-from megatron_rl_loss.modes.aggregation import resolve
+from megatron_rl_loss.core.aggregation import resolve
 
 STEP = ragged(3, D=2, C=2, K=3)
 OURS = measured(STEP, exact)

@@ -10,9 +10,9 @@ import torch
 from refusals import refusal_tests, refusals
 
 from megatron_rl_loss import Samples, kl_estimate, policy_loss, value_loss
+from megatron_rl_loss.core.aggregation import resolve
 from megatron_rl_loss.losses.by_name import POLICY_LOSSES, check_goes_with
 from megatron_rl_loss.losses.token import dppo_loss
-from megatron_rl_loss.modes.aggregation import resolve
 
 HELD = Samples([[1, 1, 0], [1, 1]]).local(0, 1)
 OLDS, ACTIVE = torch.full((5,), -2.0), [0, 1, 3, 4]

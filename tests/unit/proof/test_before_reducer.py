@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from megatron_rl_loss import Samples
+from megatron_rl_loss.core.taps import HookedShare, LossOutput
 from megatron_rl_loss.proof.before_reducer import Before, FactorExtremes, before_of
-from megatron_rl_loss.reduction.taps import HookedShare, LossOutput
 
 RAGGED = [[[1, 1, 0], [1]], [[1]], [[0, 1, 1], [1, 1, 1]]]
 OF_13, OF_10 = [[[1] * 13]] * 3, [[[1] * 10]] * 3

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from megatron_rl_loss import StepTotals
-from megatron_rl_loss.modes.aggregation import resolve
+from megatron_rl_loss.core.aggregation import resolve
 from megatron_rl_loss.proof.promises import misgrouped, other_count, other_data
 
 MASKS = [[1, 1], [1], [1, 0, 1], [0, 1]]

@@ -1,0 +1,378 @@
+"""`resolve`: an `Aggregation` from our names, other frameworks' (``verl:seq-mean-token-mean``) or functions."""
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from functools import cached_property
+from types import CodeType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_rl_loss.core.counting import COUNTINGS, StepTotals, Sum, UnitCounting
+from megatron_rl_loss.core.errors import check_choice, check_mapping, is_number
+from megatron_rl_loss.core.ids import hashed
+from megatron_rl_loss.core.masks import Array, Floats, to_array
+from megatron_rl_loss.core.modes import Mode, ModeFunction, ModeInputs, find_mode
+from megatron_rl_loss.core.names import of_peer
+from megatron_rl_loss.core.samples import LocalTokens, Samples
+
+
+@dataclass(frozen=True, kw_only=True)
+class Aggregation:
+    """A mode, a divisor and a unit counting; validated when it is made.
+
+    Attributes:
+        mode: how token losses become a step loss.
+        divisor: D of a mode that takes one, else None.
+        units: which units count, one of `COUNTINGS`.
+    """
+
+    mode: Mode
+    divisor: float | None = None
+    units: UnitCounting = "all"
+
+    def __post_init__(self) -> None:
+        check_choice("unit counting", self.units, COUNTINGS)
+        if self.divisor is None:
+            if self.mode.divisor == "required":
+                raise ValueError(
+                    f"loss aggregation {self.mode.name!r} without a divisor: the mode divides by a constant. "
+                    "Give a number of tokens, e.g. the generation budget: --loss-aggregation-divisor 40960, in code "
+                    "divisor=40960."
+                )
+            return
+        shown = f"divisor {self.divisor!r} with loss aggregation {self.mode.name!r}"
+        if self.mode.divisor == "refused":
+            raise ValueError(f"{shown}: this mode takes none. Drop the divisor, or choose constant or token_sum.")
+        if not is_number(self.divisor):
+            raise TypeError(
+                f"{shown}: a divisor must be a Python number. Pass a number of tokens; of a tensor, .item()."
+            )
+        if not 1e-30 < self.divisor < 1e30:
+            raise ValueError(f"{shown}: a divisor must be between 1e-30 and 1e30. Pass a number of tokens.")
+        object.__setattr__(self, "divisor", float(self.divisor))  # a Fraction has no format
+
+    def __str__(self) -> str:
+        """The mode, its divisor if it has one, and its unit counting where that is not the usual one."""
+        divisor = "" if self.divisor is None else f" with divisor {self.divisor:g}"
+        return f"{self.mode.name}{divisor}" + f", counting {self.units} units" * (self.units != "all")
+
+    def describe(self) -> str:
+        """All settings in a line, for the log."""
+        divisor = "" if self.divisor is None else f", divisor {self.divisor:.15g}"
+        return f"loss aggregation: {self.mode.name}{divisor}, counting {self.units} units"
+
+    @cached_property
+    def compared(self) -> str:
+        """The settings that micro-batches and ranks must have alike.
+
+        A function of the user's is in them with a digest, since its name does not say what it does.
+        """
+        if self.mode.is_built_in:
+            return self.describe()
+        return f"{self.describe()} (function {fingerprint(self.mode)})"
+
+
+def resolve(
+    asked: str | Mode | ModeFunction, *, divisor: float | None = None, units: UnitCounting | None = None
+) -> Aggregation:
+    """The aggregation of a mode, its name, another framework's ``framework:name``, or a function of `ModeInputs`.
+
+    >>> resolve("verl:seq-mean-token-sum-norm", divisor=4096).mode.name
+    'constant'
+
+    Args:
+        divisor, units: None for what the user left out.
+
+    Raises:
+        ValueError: an unknown name; a name whose loss depends on the cut of the step; a divisor that is missing,
+            unusable, without effect, or another than the name's. The message lists the names or the nearest mode.
+        TypeError: an object that is neither a name nor a function; a divisor that is no number.
+    """
+    mode = find_mode(asked) if isinstance(asked, str) else asked
+    if isinstance(asked, str) and mode is None:
+        name, divisor, units = of_peer(asked, divisor, units)
+        return resolve(name, divisor=divisor, units=units)
+    if not isinstance(mode, Mode):
+        if not callable(mode):
+            raise TypeError(
+                f"loss aggregation {asked!r} ({type(asked).__name__}): it must be a mode, its name or a function of "
+                "ModeInputs. Pass one of them; a Term takes a factor as coef=."
+            )
+        mode = Mode(name=_name_of(mode), function=mode)
+    return Aggregation(mode=mode, divisor=divisor, units=units or "all")
+
+
+def _name_of(function: Any) -> str:
+    """Module and name of a function, or of the class of a callable object: the same on every rank."""
+    function = function.func if isinstance(function, functools.partial) else function
+    named = function if hasattr(function, "__qualname__") else type(function)
+    return f"{named.__module__}.{named.__qualname__}"
+
+
+#: Values whose text says all of them.
+_PLAIN: tuple[type, ...] = (int, float, complex, str, bytes, bool, type(None), np.generic, Enum)
+
+#: Values that are compared as attributes of any object.
+_COMPARED = (*_PLAIN, np.ndarray, Tensor, list, tuple, set, frozenset, dict)
+
+
+def fingerprint(mode: Mode) -> str:
+    """Eight hexadecimal digits of the mode's function and of the functions of its declared sums.
+
+    They depend on the code, its constants, defaults, captured values and bound arguments: numbers, text, arrays,
+    containers, functions and objects that are called. Of other objects, such as a config, those attributes count whose
+    names the code has, if they are numbers, text, arrays or containers, and of global names numbers and text.
+    """
+    parts = [
+        _text_of(mode.function),
+        *(f"{name} {declared.by} {_text_of(declared.of)}" for name, declared in sorted(mode.sums.items())),
+    ]
+    return f"{hashed('; '.join(parts), 32):08x}"
+
+
+def _text_of(value: Any, outer: tuple[int, ...] = (), names: frozenset[str] = frozenset()) -> str:
+    """Text that is alike on all ranks for equal values; `outer` are values around it, which may contain themselves.
+
+    `names` are those that functions around it have in their code.
+    """
+    if isinstance(value, _PLAIN):
+        return repr(value)
+    if isinstance(value, np.ndarray | Tensor):
+        array = value.detach().cpu().numpy() if isinstance(value, Tensor) else value
+        return f"{array.dtype}{array.shape}{hashed(array.tobytes()):x}"
+    if id(value) in outer:
+        return "itself"
+    names |= frozenset(_names_in(_code_of(value)))
+    texts = [_text_of(part, (*outer, id(value)), names) for part in _parts_of(value, names)]
+    ordered = sorted(texts) if isinstance(value, set | frozenset | dict) else texts
+    return f"{type(value).__module__}.{type(value).__qualname__}({', '.join(ordered)})"
+
+
+def _code_of(value: Any) -> CodeType | None:
+    """The code of a function, of a method or of what a partial calls; of other objects None."""
+    function = value.func if isinstance(value, functools.partial) else value
+    code = getattr(getattr(function, "__func__", function), "__code__", None)
+    return code if isinstance(code, CodeType) else None
+
+
+def _names_in(code: CodeType | None) -> Iterator[str]:
+    """Names of globals and attributes in a code, and in that of functions inside it."""
+    if code is not None:
+        yield from code.co_names
+        for constant in code.co_consts:
+            yield from _names_in(constant if isinstance(constant, CodeType) else None)
+
+
+def _parts_of(value: Any, names: frozenset[str]) -> list[Any]:
+    """The values that a container, a function or its code is made of; of another object those of these names."""
+    if isinstance(value, list | tuple | set | frozenset):
+        return [*value]
+    if isinstance(value, dict):
+        return [*value.items()]
+    if isinstance(value, functools.partial):
+        return [value.func, value.args, value.keywords]
+    if isinstance(value, CodeType):
+        return [value.co_code, value.co_consts, value.co_names]
+    if hasattr(value, "__func__"):
+        owner = value.__self__
+        return [value.__func__, owner if isinstance(owner, type) else getattr(owner, "__dict__", owner)]
+    if hasattr(value, "__code__"):
+        cells = [cell.cell_contents for cell in value.__closure__ or ()]
+        known = value.__globals__
+        of_module = {name: known[name] for name in _names_in(value.__code__) if name in known}
+        of_module = {name: constant for name, constant in of_module.items() if isinstance(constant, _PLAIN)}
+        return [value.__qualname__, value.__code__, value.__defaults__, value.__kwdefaults__, cells, of_module]
+    if isinstance(value, type) or not hasattr(value, "__dict__"):
+        return []
+    if callable(value):  # a mode may be an object: its numbers and texts are a function's captured values
+        return [vars(value)]
+    read = {name: attribute for name, attribute in vars(value).items() if name in names}
+    return [{name: attribute for name, attribute in read.items() if isinstance(attribute, _COMPARED)}]
+
+
+_TINY = float(np.finfo(np.float32).tiny)  # the smallest float32 that is not rounded to fewer bits
+_LARGEST = float(np.finfo(np.float32).max)
+
+
+def rehearse(aggregation: Aggregation, samples: Samples) -> ModeInputs:
+    """Call the mode before the step is counted, so that wrong keys, labels and shapes raise already.
+
+    Returns the inputs of the mode, which hold the keys that it `asked` for, and whether it `averages`: a mode that
+    divides by numbers of tokens does not only sum losses.
+    """
+    inputs = ModeInputs(aggregation.mode, samples, None, aggregation.divisor, aggregation.units)
+    if len(samples):
+        _beside(aggregation.mode, inputs)  # of part of a step they need not be finite
+    return inputs
+
+
+def weigh(aggregation: Aggregation, local: LocalTokens, totals: StepTotals) -> Tensor:
+    """The weight of every token that this rank holds, mask included: ``sum_t w_t * loss_t`` is its share of the loss.
+
+    float32 [num_local_tokens] on the host, in the order of the layout; 0 where the mask is 0. Where every CP rank holds
+    every token (`Gathered`), each has 1/cp_size of the weight.
+    """
+    if not len(local.samples):
+        with torch.inference_mode(False):
+            return torch.zeros(len(local), dtype=torch.float32, device="cpu")
+    inputs = ModeInputs(aggregation.mode, local.samples, totals, aggregation.divisor, aggregation.units)
+    return times_mask(local, _beside(aggregation.mode, inputs), f"the mode {aggregation.mode.name!r}")
+
+
+def times_mask(local: LocalTokens, beside: Floats, of: str) -> Tensor:
+    """The mask times weights beside it (as `_beside` gives them), as float32 and shared by CP copies.
+
+    ValueError for a weight of an active token that is not finite, below 0, or that float32 rounds to 0.
+    """
+    # float64 until all divisions are done, then rounded once.
+    exact = (beside if beside.ndim == 1 else local.of(beside[0])) / local.copies
+    # Times 0 or 1, numbers within these bounds, which NaN is not, break no rule.
+    is_within = exact.size and np.minimum.reduce(exact) >= _TINY and np.maximum.reduce(exact) <= _LARGEST
+    if is_within and local.samples.holds_flags:
+        weights = _product(local, _at_tokens(local, exact.astype(np.float32), beside.ndim))
+    else:
+        weights = _checked_product(local, exact, beside.ndim, of)
+    if not torch.is_inference_mode_enabled():
+        return torch.from_numpy(weights)
+    with torch.inference_mode(False):  # they serve in training too
+        return torch.from_numpy(weights)
+
+
+def _at_tokens(local: LocalTokens, numbers: Array, ndim: int) -> Array:
+    """The number beside the mask of each token: its sample's (ndim 1) or its own (ndim 2); of one sample one number."""
+    return numbers if ndim == 2 or len(numbers) == 1 else local.spread(numbers)
+
+
+def _product(local: LocalTokens, of_tokens: Array) -> Array:
+    return local.mask.astype(np.float32, copy=False) * of_tokens
+
+
+@np.errstate(all="ignore")  # what is not finite is refused
+def _checked_product(local: LocalTokens, exact: Floats, ndim: int, of: str) -> Array:
+    """The weights, where one may break a rule; a number beside masks that are 0 has no effect."""
+    exact[(local.samples.mask_sums if ndim == 1 else local.mask) == 0] = 0
+    rounded = exact.astype(np.float32)
+    of_tokens = _at_tokens(local, rounded, ndim)
+    weights = _product(local, of_tokens)
+    is_finite, vanishes = np.isfinite(rounded).all(), ((np.abs(exact) < _TINY) & (exact != 0)).any()
+    if not local.samples.holds_flags:  # a product of two large or small numbers need not be what they are
+        is_finite &= np.isfinite(weights).all()
+        vanishes |= ((np.abs(weights) < _TINY) & (local.mask != 0) & (of_tokens != 0)).any()
+    if not is_finite:
+        raise ValueError(
+            f"token weights with NaN or Inf from {of}: weights must be finite where a mask is not 0. Use 0 to leave "
+            "tokens out."
+        )
+    if (rounded < 0).any():
+        raise ValueError(
+            f"token weights down to {rounded.min():.3g} from {of}: a mode averages losses, and a weight below 0 would "
+            "train a token away from its loss. Return weights >= 0; put a sign into the losses, or into a Term's coef."
+        )
+    if vanishes:
+        raise ValueError(
+            f"a token weight from {of} that float32 rounds to 0: the token would silently not be trained. Use a "
+            "smaller divisor, or larger mask values."
+        )
+    return weights
+
+
+@np.errstate(all="ignore")
+def _beside(mode: Mode, inputs: ModeInputs) -> Floats:
+    """Weights that a mode returns: one number per sample, [num_samples], or per token, [1, total_tokens]."""
+    returned, samples = mode.function(inputs), inputs.batch
+    if isinstance(returned, np.ndarray) and returned.dtype == object:  # of ids per token
+        returned = list(returned)
+    if isinstance(returned, (list, tuple)) and all(np.ndim(row) == 1 for row in returned):
+        return samples.in_buffer([to_array(row) for row in returned]).reshape(1, -1)
+    array = to_array(returned)
+    if array.dtype.kind not in "fiu" or array.shape not in ((), (len(samples),)):
+        what = "None" if returned is None else f"{array.dtype} of shape {array.shape}"
+        raise TypeError(
+            f"the mode {mode.name!r} returned {what}: it must return a number, "
+            f"{len(samples)} numbers (one per sample), or a list of rows (one per sample, one weight per token). Leave "
+            "the mask out: the library multiplies by it."
+        )
+    return array.astype(np.float64, copy=False) if array.ndim else np.full(len(samples), float(array))
+
+
+@dataclass(frozen=True)
+class LossModes:
+    """The aggregations of the policy loss and, by name, of terms; a term without one has the policy loss's."""
+
+    policy: Aggregation
+    terms: Mapping[str, Aggregation] = field(default_factory=dict)
+
+    @classmethod
+    def resolve(
+        cls,
+        mode: str | Mode | ModeFunction,
+        *,
+        divisor: float | None = None,
+        units: UnitCounting | None = None,
+        terms: Mapping[str, str | Mode | ModeFunction | None] | None = None,
+    ) -> "LossModes":
+        """The modes by names or functions; raises as `make_pg_loss_reducer`."""
+        check_mapping("terms", terms or {}, 'Pass {"kl": "token_mean"}')
+        return cls(resolve(mode, divisor=divisor, units=units)).with_terms(terms or {})
+
+    def with_terms(self, modes: Mapping[str, str | Mode | ModeFunction | None]) -> "LossModes":
+        """With a mode for each term by name; None leaves the term the policy loss's."""
+        declared = {name: self.of_term(name, mode) for name, mode in modes.items() if mode is not None}
+        return replace(self, terms={**self.terms, **declared})
+
+    def of_term(
+        self,
+        name: str,
+        mode: str | Mode | ModeFunction | None = None,
+        *,
+        divisor: float | None = None,
+        units: UnitCounting | None = None,
+    ) -> Aggregation:
+        """The aggregation of a term: by the term's own mode, else the declared one, else the policy loss's.
+
+        A term counts the units that the policy loss counts; another framework's name brings its own counting. A term
+        with the policy loss's mode has the same divisor. ValueError for a divisor or a counting without a mode.
+        """
+        if mode is None:
+            if divisor is not None or units is not None:
+                raise ValueError(
+                    f"the term {name!r} with units or a divisor and no mode: both are settings of a mode. Pass the "
+                    "term's mode too."
+                )
+            return self.terms.get(name, self.policy)
+        is_peer = isinstance(mode, str) and ":" in mode
+        if divisor is None and mode in (self.policy.mode, self.policy.mode.name, self.policy.mode.function):
+            divisor = self.policy.divisor
+        try:
+            return resolve(mode, divisor=divisor, units=units or (None if is_peer else self.policy.units))
+        except ValueError as error:
+            rule = f"{error}"
+            if divisor is None and "without a divisor" in rule:  # the flag and plan_step's argument are the policy's
+                rule = (
+                    rule.partition(". Give")[0] + f". Pass Term(values, {mode!r}, divisor=...), or take another mode."
+                )
+            raise ValueError(f"the term {name!r}: {rule}") from error
+
+    def describe(self) -> str:
+        """All settings that ranks must have alike, in a line."""
+        terms = [f"term {name}: {aggregation.compared}" for name, aggregation in sorted(self.terms.items())]
+        return "; ".join([self.policy.compared, *terms])
+
+    @property
+    def sums(self) -> list[Sum]:
+        """The sums that the modes declare, each once, in the same order on every rank."""
+        modes = [self.policy.mode, *(aggregation.mode for _, aggregation in sorted(self.terms.items()))]
+        return list(dict.fromkeys(declared for mode in modes for _, declared in sorted(mode.sums.items())))
+
+    def rehearse(self, samples: Samples, masks: Sequence[str] = ()) -> set[str]:
+        """The keys that the modes ask for; ValueError for samples that lack a key or a label, before the count."""
+        asked = rehearse(self.policy, samples).asked
+        for aggregation in self.terms.values():
+            for name in (None, *masks):
+                asked |= rehearse(aggregation, samples.with_mask(name)).asked
+        return asked

@@ -1,0 +1,321 @@
+"""What a loss function returns so that a trainer's own scaling cancels: `Carrier`, `Form`, and the default form.
+
+A trainer scales a returned loss in up to four places. Megatron has three: the schedule
+(`core/pipeline_parallel/schedules.py`, `forward_step_calc_loss`), DDP
+(`core/distributed/distributed_data_parallel.py`) and `core/distributed/finalize_model_grads.py`. An engine with a loss
+function of its own around yours multiplies before them. A carrier has the powers of counts that a share is multiplied
+by before it is returned, and those that each place multiplies by. The powers of each count add up to 0, so the gradient
+is that of the sum of all shares. Megatron's probe (`megatron/probe.py`) checks the forms of its schedule against the
+installed Megatron; `tests/engines/real` runs the engines' forms through their code.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+from weakref import ReferenceType, ref
+
+from torch import Tensor
+
+from megatron_rl_loss.core.samples import LocalTokens
+
+Count = Literal["num_microbatches", "dp_size", "cp_size", "step_active_tokens", "rollouts"]
+Powers = Mapping[Count, int]
+#: Who calls a loss function: Megatron's schedule, an engine's own loss function around it, or a loop of neither.
+Caller = Literal["schedule", "engine", "loop"]
+#: A part that is a count: this rank's tokens, and its rank in the context-parallel group -> the count.
+CountOf = Callable[[LocalTokens, int], int]
+#: DDP averages gradients over the DP and CP ranks; with per-token loss it sums them.
+DDP_MEAN: Powers = {"dp_size": -1, "cp_size": -1}
+#: Forms whose results type checkers know: a pair, (loss, report), and the loss alone. Others are checked when called.
+PairForm = Literal["2-tuple", "slime", "verl", "nemo_rl"]
+LossForm = Literal["sum", "mean"]
+
+
+def active_tokens(tokens: LocalTokens, cp_rank: int) -> int:
+    """The active tokens of this rank; where all CP ranks hold all tokens, the first of them counts them."""
+    return 0 if tokens.copies > 1 and cp_rank > 0 else tokens.num_active
+
+
+@dataclass(frozen=True, kw_only=True)
+class Carrier:
+    """The scaling that a form cancels.
+
+    Attributes:
+        returned: the loss is the share times these powers of counts.
+        engine, schedule, ddp, finalize: the powers of counts by which each place multiplies the loss or its gradient.
+        counts: by part, the counts that are returned beside the loss; a part that is missing here is 1.
+        dynamic_cp: True if it holds where the context-parallel group changes between micro-batches.
+    """
+
+    returned: Powers = field(default_factory=dict)
+    engine: Powers = field(default_factory=dict)
+    schedule: Powers = field(default_factory=dict)
+    ddp: Powers = field(default_factory=dict)
+    finalize: Powers = field(default_factory=dict)
+    counts: Mapping[str, CountOf] = field(default_factory=dict)
+    dynamic_cp: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """What a loss function returns, to whom, and where the gradient is exact.
+
+    Attributes:
+        name: what users pass as ``form=``.
+        parts: of the return value in their order: ``loss``, ``report``, and any others are counts. A single part is
+            returned without a tuple.
+        caller: who calls the loss function.
+        carriers: by the value of Megatron's `calculate_per_token_loss` for which the form is exact.
+    """
+
+    name: str
+    parts: tuple[str, ...]
+    caller: Caller
+    carriers: Mapping[bool, Carrier]
+
+    @property
+    def counts(self) -> list[str]:
+        """The parts that are counts."""
+        return [part for part in self.parts if part not in ("loss", "report")]
+
+    def assemble(self, values: Mapping[str, Any]) -> Any:
+        """The return value, from its parts by name."""
+        parts = tuple(values[part] for part in self.parts)
+        return parts if len(parts) > 1 else parts[0]
+
+    def read(self, returned: object) -> dict[str, Any] | None:
+        """The parts of a return value by name; None for a value that does not have the shape of this form."""
+        if len(self.parts) == 1:
+            return {self.parts[0]: returned} if isinstance(returned, Tensor) else None
+        if not isinstance(returned, tuple) or len(returned) != len(self.parts):
+            return None
+        return dict(zip(self.parts, returned, strict=True))
+
+
+#: The form of a loss function that names none. Without per-token loss the schedule divides a loss by its token count,
+#: 1, and by the number of micro-batches; DDP averages over its ranks. With it gradients are divided, at the end of the
+#: step, by the sum of all token counts. These are the real ones, so auxiliary losses, which Megatron divides by them
+#: too, keep their scale.
+DEFAULT = Form(
+    name="3-tuple",
+    parts=("loss", "num_tokens", "report"),
+    caller="schedule",
+    carriers={
+        False: Carrier(
+            returned={"num_microbatches": 1, "dp_size": 1, "cp_size": 1},
+            schedule={"num_microbatches": -1},
+            ddp=DDP_MEAN,
+        ),
+        True: Carrier(
+            returned={"step_active_tokens": 1},
+            counts={"num_tokens": active_tokens},
+            finalize={"step_active_tokens": -1},
+            dynamic_cp=True,
+        ),
+    },
+)
+
+
+def find_form(name: str) -> Form:
+    """The form of that name; ValueError for an unknown one."""
+    if name == DEFAULT.name:
+        return DEFAULT
+    if name not in FORMS:
+        known = ", ".join(map(repr, FORMS))
+        raise ValueError(f"form={name!r}: there is no such form. Choose one of {known}; 'mean' is for DDP and FSDP.")
+    return FORMS[name]
+
+
+def find_carrier(form: Form, per_token: bool, dynamic_cp: bool, for_schedule: bool) -> Carrier:
+    """The scaling that a form cancels with these settings; ValueError where it is not exact with them."""
+    carrier = form.carriers.get(per_token)
+    if carrier is None or (for_schedule and form.caller == "loop") or (dynamic_cp and not carrier.dynamic_cp):
+        raise refusal(form, per_token, for_schedule)
+    return carrier
+
+
+def product(powers: Powers, counts: Mapping[Count, float]) -> float:
+    """The product of the powers of the counts."""
+    return math.prod(counts[name] ** power for name, power in powers.items())
+
+
+#: A row for each form.
+FORMS = {
+    form.name: form
+    for form in (
+        DEFAULT,
+        # The schedule multiplies the loss of a pair by the CP size, and divides it by the number of micro-batches.
+        Form(
+            name="2-tuple",
+            parts=("loss", "report"),
+            caller="schedule",
+            carriers={
+                False: Carrier(
+                    returned={"num_microbatches": 1, "dp_size": 1},
+                    schedule={"num_microbatches": -1, "cp_size": 1},
+                    ddp=DDP_MEAN,
+                )
+            },
+        ),
+        # For a trainer that adds up the gradients of ranks and micro-batches and divides by nothing.
+        Form(
+            name="sum",
+            parts=("loss",),
+            caller="loop",
+            carriers=dict.fromkeys((False, True), Carrier(dynamic_cp=True)),
+        ),
+        # For a trainer that averages gradients over the DP and CP ranks and adds up micro-batches: torch's DDP and
+        # FSDP, or Megatron's DDP in a loop without its schedule.
+        Form(
+            name="mean",
+            parts=("loss",),
+            caller="loop",
+            carriers={False: Carrier(returned={"dp_size": 1, "cp_size": 1}, ddp=DDP_MEAN)},
+        ),
+        # slime 624b824a, backends/megatron_utils/loss.py, and miles 31f1ca96, backends/training_utils/loss.py:
+        # `loss_function`. They divide by the global batch size, which counts rollouts. Not for per-token loss: there
+        # they divide by tokens of which each fully masked sample has one.
+        Form(
+            name="slime",
+            parts=("loss", "report"),
+            caller="engine",
+            carriers={
+                False: Carrier(
+                    returned={"rollouts": 1},
+                    engine={"num_microbatches": 1, "rollouts": -1, "dp_size": 1, "cp_size": 1},
+                    schedule={"num_microbatches": -1},
+                    ddp=DDP_MEAN,
+                )
+            },
+        ),
+        # verl 1dda039b and 0.9.1, workers/engine/megatron/transformer_impl.py, `postprocess_micro_batch_func`. With
+        # per-token loss the step's tokens cancel: verl multiplies by them, Megatron divides. In dynamic CP dp_size is
+        # 1.
+        Form(
+            name="verl",
+            parts=("loss", "report"),
+            caller="engine",
+            carriers={
+                False: Carrier(
+                    returned={"dp_size": 1},
+                    engine={"num_microbatches": 1},
+                    schedule={"num_microbatches": -1, "cp_size": 1},
+                    ddp=DDP_MEAN,
+                ),
+                True: Carrier(returned={"dp_size": 1}, engine={"dp_size": -1}, dynamic_cp=True),
+            },
+        ),
+        # NeMo-RL 7ea279ab, models/megatron/train.py, `LossPostProcessor`: a pair with per-token loss, whose count of
+        # tokens is 0, so that Megatron divides by nothing.
+        Form(
+            name="nemo_rl",
+            parts=("loss", "report"),
+            caller="engine",
+            carriers={
+                True: Carrier(
+                    returned={"cp_size": 1},
+                    engine={"num_microbatches": 1, "cp_size": -2},
+                    schedule={"num_microbatches": -1, "cp_size": 1},
+                )
+            },
+        ),
+    )
+}
+
+
+def refusal(form: Form, per_token: bool, for_schedule: bool) -> ValueError:
+    """Why the form is not exact in a plan with these settings."""
+    if for_schedule and form.caller == "loop":
+        return ValueError(
+            f"form={form.name!r} in a plan of a Megatron model: such a plan is for Megatron's schedule, which takes "
+            f"({', '.join(DEFAULT.parts)}), and the form is for loops without the schedule. Leave form out; in a loop "
+            "of your own without the schedule, give plan_step dp_group= and cp_group= in place of model=."
+        )
+    has, alike = "with" if per_token else "without", [row for row in FORMS.values() if per_token in row.carriers]
+    if per_token not in form.carriers:
+        return ValueError(
+            f"form={form.name!r} {has} per-token loss: this form does not cancel Megatron's scaling then. Turn "
+            f"calculate_per_token_loss {'off' if per_token else 'on'}, or choose one of "
+            f"{', '.join(repr(row.name) for row in alike)}."
+        )
+    exact = [repr(row.name) for row in FORMS.values() if True in row.carriers and row.carriers[True].dynamic_cp]
+    return ValueError(
+        f"form={form.name!r} {has} per-token loss, in a step whose cp_groups change between micro-batches: this "
+        "form scales by group sizes and numbers of micro-batches, which then differ between ranks. Plan with "
+        f"per-token loss, and return one of {', '.join(exact)}."
+    )
+
+
+class Receipt(NamedTuple):
+    """What `Microbatch.scale_for_trainer` returned last: form, tensors, their changes in place, and noted names."""
+
+    form: Form
+    tensors: dict[str, "ReferenceType[Tensor]"]  # by part; not the loss itself, which would keep its graph
+    versions: dict[str, int]
+    noted: frozenset[str]  # names of the values that `Plan.finish` will fill into the report
+
+    @classmethod
+    def of(cls, form: Form, tensors: Mapping[str, Tensor], noted: Iterable[str] = ()) -> "Receipt":
+        references = {part: ref(tensor) for part, tensor in tensors.items()}
+        return cls(form, references, {part: _version(tensor) for part, tensor in tensors.items()}, frozenset(noted))
+
+
+def _version(tensor: Tensor) -> int:
+    """The number of changes in place, which torch does not count for tensors made in inference mode."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def check_returned(returned: object, receipt: Receipt | None, *, trains: bool = False) -> None:
+    """Raise ValueError unless a loss function returned the very objects of the last `scale_for_trainer`, unchanged.
+
+    Any other loss (a mean of its own, a tuple without the count, an earlier micro-batch's loss, a term added on top)
+    would train on another aggregation, because Megatron scales every loss alike. A report of shares would be logged as
+    means over the micro-batches of one rank.
+    """
+    form = DEFAULT if receipt is None else receipt.form
+    parts = form.read(returned)
+    if isinstance(returned, Tensor) and receipt is not None:
+        alone = " or ".join(f"form={row.name!r}" for row in FORMS.values() if row.parts == ("loss",))
+        raise ValueError(
+            f"loss_func returned a loss alone, the result of {alone}: Megatron's schedule takes "
+            f"({', '.join(DEFAULT.parts)}). Return microbatch.loss(per_token_loss, metrics), without a form."
+        )
+    if parts is None:
+        shown = f"{len(returned)} values" if isinstance(returned, tuple) else f"a {type(returned).__name__}"
+        raise ValueError(
+            f"loss_func returned {shown}: it must return all that this micro-batch's loss() or "
+            "scale_for_trainer() returned. Return microbatch.loss(per_token_loss, metrics) unchanged."
+        )
+    for part, reason in _differences(parts, receipt):
+        raise ValueError(
+            f"loss_func returned a {part} that this micro-batch did not hand out: {reason}. Return the result of this "
+            "micro-batch's loss(...) or scale_for_trainer(share, report) unchanged; put further terms into loss({...})."
+        )
+    if trains and not parts["loss"].requires_grad:
+        raise ValueError(
+            "loss_func made a loss without gradients in a training step: such a loss trains nothing. Leave "
+            "torch.no_grad() out of the loss function."
+        )
+    report = parts["report"] if isinstance(parts.get("report"), Mapping) else {}
+    own = [name for name, value in report.items() if isinstance(value, Tensor) and value.dim() == 0]
+    if own and len(own) == len(report) and not (receipt and receipt.noted & report.keys()):
+        raise ValueError(
+            f"a report of single numbers, {', '.join(report)}: Megatron logs their mean over the micro-batches of one "
+            "rank, but shares must be summed. Pass shares through microbatch.report({name: share})."
+        )
+
+
+def _differences(parts: Mapping[str, Any], receipt: Receipt | None) -> Iterator[tuple[str, str]]:
+    """The part that differs, and the likely reason."""
+    if receipt is None:
+        yield "loss", "neither its loss() nor its scale_for_trainer() was called"
+        return
+    for part, reference in receipt.tensors.items():
+        value, carried = parts[part], reference()
+        if value is carried and carried is not None and _version(carried) != receipt.versions[part]:
+            yield part, "it was changed in place"
+        elif value is not carried and isinstance(value, Tensor):
+            yield part, "it is another aggregation, has a factor or a term on top, or is an earlier micro-batch's loss"
+        elif value is not carried:
+            yield part, f"it is a {type(value).__name__}"

@@ -1,0 +1,222 @@
+"""Collectives on the host: sums over process groups, objects of all ranks, errors carried to every rank."""
+
+import logging
+import pickle
+import sys
+import warnings
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import EllipsisType
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_rl_loss.core.errors import BadBatchError
+
+logger = logging.getLogger(__name__)
+_PACKAGE = str(Path(__file__).parents[1])
+
+#: Bytes of the first all-gather of objects, which holds small ones whole, and of the length that each begins with.
+_SMALL, _LENGTH = 256, 8
+
+Group = dist.ProcessGroup
+Result = TypeVar("Result")
+
+
+def rank_in(group: Group | None) -> int:
+    return 0 if group is None else group.rank()
+
+
+def size_of(group: Group | None) -> int:
+    """The number of ranks of a group; 1 without a group. TypeError for anything else."""
+    if group is not None and (isinstance(group, Tensor) or not hasattr(group, "size")):
+        raise TypeError(
+            f"a process group of type {type(group).__name__}: it must be a ProcessGroup of torch.distributed, or None. "
+            "Pass what dist.new_group or Megatron's parallel_state returns."
+        )
+    return 1 if group is None else group.size()
+
+
+def several(*groups: Group | None) -> list[Group]:
+    """The groups that have several ranks."""
+    return [group for group in groups if group is not None and size_of(group) > 1]
+
+
+@dataclass(frozen=True)
+class StepGroups:
+    """The process groups that a step is spread over.
+
+    Attributes:
+        dp_group: its ranks hold other samples: the data-parallel group without context parallelism, or with it where
+            `Samples` have a `cp_group` of their own.
+        cp_group: the context-parallel group, whose ranks hold other tokens of the same samples.
+        replica_groups: further groups whose ranks hold the same samples (tensor, pipeline parallel).
+    """
+
+    dp_group: Group | None = None
+    cp_group: Group | None = None
+    replica_groups: Sequence[Group] = ()
+
+    @property
+    def replicas(self) -> list[Group]:
+        """Groups of several ranks that hold the same samples."""
+        return several(self.cp_group, *self.replica_groups)
+
+    @property
+    def all(self) -> list[Group]:
+        """All of these groups that have several ranks."""
+        return [*several(self.dp_group), *self.replicas]
+
+    @property
+    def of_loss(self) -> list[Group]:
+        """Groups of several ranks whose shares of the loss add up."""
+        return several(self.dp_group, self.cp_group)
+
+
+def ranks_of(group: Group | None) -> list[int]:
+    """Global ranks of the group; this one without a group."""
+    return [world_rank()] if group is None else dist.get_process_group_ranks(group)
+
+
+def world_size() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def world_rank() -> int:
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def stated_dp_group(
+    dp_group: Group | EllipsisType | None,
+    what: str,
+    why: str = "counts must be summed over the ranks that hold other samples",
+) -> Group | None:
+    """The data-parallel group that the user named, or None; ValueError for neither in a job of several ranks."""
+    if not isinstance(dp_group, EllipsisType):
+        return dp_group
+    if world_size() > 1:
+        raise ValueError(
+            f"{what} in a job of {world_size()} ranks without a dp_group: {why}. Pass dp_group=..., or dp_group=None "
+            "if this rank alone holds the whole step."
+        )
+    return None
+
+
+def device_of(group: Group) -> torch.device:
+    """The device whose tensors the group's backends take: the host if one of them does ("cpu:gloo,cuda:nccl")."""
+    devices = [backend.partition(":")[0] for backend in dist.get_backend_config(group).split(",")]
+    if "cpu" in devices or not devices[0]:
+        return torch.device("cpu")
+    return torch.device(devices[0], getattr(torch, devices[0]).current_device())
+
+
+def all_reduce(values: Tensor, group: Group, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
+    """Reduce values over the group, in place."""
+    # NCCL takes tensors on its device alone; values that lie there already are reduced in place, without a copy.
+    moved = values.to(device_of(group))
+    dist.all_reduce(moved, op=op, group=group)
+    values.copy_(moved)
+
+
+def all_gather_single(received: Tensor, sent: Tensor, group: Group) -> None:
+    """torch's all-gather into one tensor, by its name in this version."""
+    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    getattr(dist, name)(received, sent, group=group)
+
+
+def gather_objects(value: Result, group: Group) -> list[Result]:
+    """The values of all ranks of the group, on each of them: one all-gather where all are small, else a second one."""
+    # torch's all_gather_object always takes two collectives: lengths, then data.
+    pickled = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+    length = len(pickled).to_bytes(_LENGTH, "little")
+    first = _gather_bytes((length + pickled)[:_SMALL], _SMALL, group)
+    lengths = [int.from_bytes(part[:_LENGTH], "little") for part in first]
+    rest: list[bytes] = [b""] * len(first)
+    if (longest := max(lengths) + _LENGTH - _SMALL) > 0:  # the same on every rank
+        rest = _gather_bytes((length + pickled)[_SMALL:], longest, group)
+    whole = (part[_LENGTH:] + more for part, more in zip(first, rest, strict=True))
+    return [pickle.loads(data[:length]) for data, length in zip(whole, lengths, strict=True)]
+
+
+def _gather_bytes(data: bytes, most: int, group: Group) -> list[bytes]:
+    """The bytes of all ranks, filled up with zeros to `most`; groups of several backends exchange them on the host."""
+    sent = torch.frombuffer(bytearray(data.ljust(most, b"\0")), dtype=torch.uint8).to(device_of(group))
+    received = sent.new_empty(size_of(group) * most)
+    all_gather_single(received, sent, group=group)
+    joined = received.cpu().numpy().tobytes()
+    return [joined[begin : begin + most] for begin in range(0, len(joined), most)]
+
+
+def agree_on(mine: Collection[str], names: Sequence[str], groups: Sequence[Group]) -> tuple[str, ...]:
+    """The names that some rank of the groups has."""
+    flags = torch.tensor([float(name in mine) for name in names], dtype=torch.float64, device="cpu")
+    for group in several(*groups):
+        all_reduce(flags, group, dist.ReduceOp.MAX)
+    return tuple(name for name, flag in zip(names, flags, strict=True) if flag > 0)
+
+
+def attempt(prepare: Callable[[], Result]) -> Result | Exception:
+    """The result of `prepare`, or its error, for `raise_together` to raise on all ranks."""
+    try:
+        return prepare()
+    except Exception as error:
+        return error
+
+
+def failure_of(outcome: object) -> Exception | None:
+    """The error, if what `attempt` returned is one."""
+    return outcome if isinstance(outcome, Exception) else None
+
+
+def warn_on_one_rank(text: str) -> None:
+    """Warn; where Python's filters make errors of warnings, log: an error here would leave other ranks waiting.
+
+    From Python 3.12 on the warning is attributed to the first caller outside this package.
+    """
+    try:
+        if sys.version_info >= (3, 12):
+            warnings.warn(text, skip_file_prefixes=(_PACKAGE,))
+        else:
+            warnings.warn(text, stacklevel=2)
+    except UserWarning:
+        logger.warning(text)
+
+
+def raise_together(failed: bool, failure: Exception | None, groups: Sequence[Group]) -> None:
+    """Raise on all ranks if any of them failed, with every failing rank's reason (costs collectives only then)."""
+    if not failed:
+        return
+    if failure is not None and not groups:
+        raise failure
+    reasons = {} if failure is None else {world_rank(): f"{type(failure).__name__}: {failure}"}
+    for group in groups:
+        reasons = {rank: reason for part in gather_objects(reasons, group) for rank, reason in part.items()}
+    ranks_by_reason: dict[str, list[int]] = {}
+    for rank, reason in sorted(reasons.items()):
+        ranks_by_reason.setdefault(reason, []).append(rank)
+    listed = "; ".join(
+        f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {reason}"
+        for reason, ranks in ranks_by_reason.items()
+    )
+    raise BadBatchError(f"Step aborted on all ranks before the optimizer ran. {listed}") from failure
+
+
+def check_together(check: Callable[[], Result], groups: Sequence[Group]) -> Result:
+    """What a check returns on this rank; if it raises on any of them, all raise."""
+    outcome: Any = attempt(check)
+    failure = failure_of(outcome)
+    raise_together(any(agree_on(["failed"] if failure else [], ["failed"], groups)), failure, groups)
+    checked: Result = outcome
+    return checked
+
+
+def gather_parts(prepare: Callable[[], Result], group: Group | None) -> list[Result]:
+    """The results of `prepare` on each rank of the group; if any rank failed, all raise."""
+    mine, groups = attempt(prepare), several(group)
+    failure = failure_of(mine)
+    parts: list[Any] = gather_objects(None if failure else mine, groups[0]) if groups else [mine]
+    raise_together(failure is not None or any(part is None for part in parts), failure, groups)
+    return parts

@@ -1,0 +1,582 @@
+"""Counting a step: every rank's tally is gathered over the data-parallel group, and each rank adds up all of them.
+
+A tally has a table for each key, with a row for each id that the rank holds, and what ranks must have alike.
+Every rank makes the same sums of the same rows, to the bit.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from types import EllipsisType
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_rl_loss.core.collectives import (
+    Group,
+    StepGroups,
+    attempt,
+    failure_of,
+    gather_objects,
+    raise_together,
+    ranks_of,
+    several,
+    size_of,
+    stated_dp_group,
+    warn_on_one_rank,
+    world_rank,
+)
+from megatron_rl_loss.core.errors import BadBatchError
+from megatron_rl_loss.core.ids import Ids, IdsByName, Ints, hashed, join_types
+from megatron_rl_loss.core.masks import Floats, Mask, to_array
+from megatron_rl_loss.core.samples import Labels, Samples, read_masks
+
+#: The name of a unit counting, one of `COUNTINGS`.
+UnitCounting = str
+
+
+class Counting(NamedTuple):
+    """A way to count units: each unit counts of which a part counts. A part is what one sample has of a unit.
+
+    Attributes:
+        name: what users pass as ``units=``.
+        units: which units count, in words.
+        counts: samples and a key -> True for each part by that key that counts, bools [num_parts]. Where ids of that
+            name are not given per token, each sample is a part.
+        labels: names of the samples' labels that `counts` reads. Steps are counted by it, and judged by it in an audit,
+            where the samples have these.
+    """
+
+    name: str
+    units: str
+    counts: Callable[[Samples, str], npt.NDArray[np.bool_]]
+    labels: tuple[str, ...] = ()
+
+    def can_count(self, samples: Samples) -> bool:
+        """True for samples that have the labels."""
+        return all(name in samples.labels for name in self.labels)
+
+    def of_parts(self, samples: Samples, key: str) -> Floats:
+        """1 for each part that counts, else 0, float64 [num_parts]; NaN where the samples lack the labels."""
+        if not self.can_count(samples):
+            return samples.at_parts(key, np.full(len(samples), np.nan))
+        return self.counts(samples, key).astype(np.float64)
+
+
+#: The first one is that of a mode for which nobody says another.
+COUNTINGS = {
+    row.name: row
+    for row in (
+        Counting(
+            "all",
+            "every one, fully masked or not",
+            lambda samples, key: samples.at_parts(key, np.ones(len(samples), np.bool_)),
+        ),
+        Counting(
+            "active", "those with a token whose loss mask is not 0", lambda samples, key: samples.mask_sums_by(key) > 0
+        ),
+    )
+}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Sum:
+    """A sum over the step, by key, that a mode declares; it is counted with the step's tokens and units.
+
+    Counts hold the values under the `Sum` object itself, so two sums cannot be confused.
+
+    Attributes:
+        of: one finite number per sample, [num_samples], of samples with the masks that the mode aggregates by.
+        by: the unit of each sum: ``step``, ``rollout``, ``prompt`` or another name of the samples' ids.
+    """
+
+    of: Callable[[Samples], Any]
+    by: str = "step"
+
+    def values(self, samples: Samples) -> Floats:
+        """The values of each sample, float64 [num_samples]."""
+        values = to_array(self.of(samples)).astype(np.float64)
+        if values.shape != (len(samples),) or not np.isfinite(values).all():
+            raise ValueError(
+                f"a declared sum of {values.tolist()} for {len(samples)} samples: it must be one finite number per "
+                "sample, fully masked samples included. Return 0 where there is nothing to add."
+            )
+        return values
+
+
+#: What is counted of units: ``tokens``, a unit counting (the number of each unit's samples that count), or a `Sum`.
+Counted = str | Sum
+
+
+@dataclass(frozen=True, eq=False)
+class Units:
+    """The step's units by one key: rollouts, prompt groups, ...
+
+    Attributes:
+        number: by unit counting, how many there are.
+        ids: theirs, sorted, int64 [num_units]; none of units without ids: samples, and rollouts that are samples.
+        counts: of each unit with an id, float64 [num_units].
+    """
+
+    number: Mapping[UnitCounting, int]
+    ids: Ints
+    counts: Mapping[Counted, Floats]
+
+    @classmethod
+    def of(cls, ids: Ints, counts: Mapping[Counted, Floats]) -> "Units":
+        """Units with ids; a counting whose labels some samples lack has no number."""
+        known = {name: values for name, values in counts.items() if not np.isnan(values).any()}
+        number = {name: int(np.count_nonzero(known[name])) for name in COUNTINGS if name in known}
+        return cls(number, ids, known)
+
+    @property
+    def have_ids(self) -> bool:
+        return bool(self.counts)
+
+    def at(self, counted: Counted, ids: Ints, name: str, sample: Ints | None = None) -> Floats:
+        """The count of each id's unit; ValueError for an unknown id, with its sample and the name of the ids."""
+        values = self.counts[counted]
+        if not len(ids):
+            return np.zeros(0)
+        places = self.ids.searchsorted(ids).clip(max=max(len(self.ids) - 1, 0))
+        unknown = self.ids[places] != ids if len(self.ids) else np.ones(len(ids), np.bool_)
+        if unknown.any():
+            first = int(unknown.argmax())
+            raise ValueError(
+                f"the {name} of sample {first if sample is None else sample[first]} has no count in the step's totals: "
+                "totals must count every unit of the step. Make them from the whole step, with the same ids."
+            )
+        return values[places]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StepTotals:
+    """Denominators of one optimizer step. They are counted, by `from_loss_masks` or by a plan, never made by hand.
+
+    Attributes:
+        step_tokens: sum of all mask entries, fractional weights included.
+        step_active_tokens: number of tokens of nonzero weight. For Megatron's per-token-loss carrier.
+        step_entries: number of mask entries of any weight. For the log alone.
+        units: by the name of their ids, ``rollout`` and ``prompt`` for instance: ``units["rollout"].number["all"]`` is
+            the number of rollouts. None on a pipeline stage that reads no data.
+        by_mask: the same counts by each of the samples' further masks, for terms of the loss that have their own.
+        dp_size: ranks of the data-parallel group that the counts were summed over.
+        dynamic_cp: true if some micro-batches of the step have a context-parallel group of their own.
+    """
+
+    step_tokens: float
+    step_active_tokens: int
+    step_entries: int
+    units: Mapping[str, Units]
+    by_mask: Mapping[str, "StepTotals"] = field(default_factory=dict)
+    dp_size: int = 1
+    dynamic_cp: bool = False
+
+    def with_mask(self, name: str | None) -> "StepTotals":
+        """These totals by one of the further masks, for None unchanged; ValueError for an unknown mask."""
+        if name is not None and name not in self.by_mask:
+            raise ValueError(
+                f"a term has the mask {name!r}, and the totals count the masks: {', '.join(self.by_mask) or 'none'}: "
+                f"the step must count the mask of each term. Declare it: plan_step(..., term_masks=[{name!r}])."
+            )
+        return self if name is None else self.by_mask[name]
+
+    @classmethod
+    def from_loss_masks(
+        cls,
+        loss_masks: Iterable[Mask],
+        *,
+        rollout_ids: Ids | None = None,
+        prompt_ids: Ids | None = None,
+        ids: IdsByName | None = None,
+        labels: Labels | None = None,
+        sums: Sequence[Sum] = (),
+        dp_group: Group | EllipsisType | None = ...,
+        replica_groups: Sequence[Group] = (),
+    ) -> "StepTotals":
+        """Totals of a step from the full (not CP-sliced) masks of all samples this DP rank holds in it.
+
+        >>> StepTotals.from_loss_masks([torch.tensor([1, 1, 0]), torch.tensor([1])]).step_tokens
+        3.0
+
+        Args:
+            loss_masks: one per sample, over all micro-batches of the step; none if the rank has no sample.
+            rollout_ids, prompt_ids, ids, labels: as in `Samples`. Units may straddle micro-batches and DP ranks.
+            sums: those that a mode declares (``list(mode.sums.values())``), in the same order on every rank.
+            dp_group: the data-parallel group *without* context parallelism; None where this rank alone holds the whole
+                step. Required where `torch.distributed` has several ranks.
+            replica_groups: groups whose ranks hold the same samples (context, tensor, pipeline parallel); their ranks
+                are checked to agree.
+
+        Raises:
+            TypeError, ValueError: as `Samples`; no dp_group argument in a job of several ranks.
+            BadBatchError: with groups, on every rank, naming the rank that failed and why.
+        """
+        groups = StepGroups(stated_dp_group(dp_group, "totals"), replica_groups=tuple(replica_groups))
+        options: dict[str, Any] = {"rollout_ids": rollout_ids, "prompt_ids": prompt_ids, "ids": ids, "labels": labels}
+        return count_step(attempt(lambda: [Samples(loss_masks, **options)]), groups, sums=sums)
+
+
+#: Units that every rank knows by name, with samples or without; there is one step.
+_KNOWN = ("step", "rollout", "prompt")
+#: A row for each id: ``id``, of rollouts ``prompt`` (both int64), and a float64 for each `Column` by its name.
+Rows = npt.NDArray[np.void]
+#: Ranks of a micro-batch's own context-parallel group, and the digest of its samples.
+InCpGroup = tuple[tuple[int, ...], bytes]
+
+
+class Column(NamedTuple):
+    """What is counted of the units of a key, by a mask.
+
+    Attributes:
+        name: of the field in `Rows`.
+        mask: one of the samples' further masks; None for the loss mask.
+        counted: the name in `Units.counts`, or in the step's numbers.
+        of_parts: samples with that mask -> the number of each part, float64 [num_parts].
+    """
+
+    name: str
+    mask: str | None
+    counted: Counted
+    of_parts: Callable[[Samples], Floats]
+
+
+class Tally(NamedTuple):
+    """What one rank holds of a step, as it is sent to the other ranks of its data-parallel group.
+
+    Attributes:
+        settings: a digest of what ranks must ask for alike.
+        failed: the rank raised an error; it then has nothing else.
+        has_data: False on a pipeline stage that reads none.
+        id_types: the type of the samples' ids by name; None without a sample.
+        tables: `Rows` of the units by each key, as bytes.
+        data: a digest of the samples; 0 without any, or where nobody compares it.
+        is_own: samples are told apart by ids or tokens, and some token counts.
+        in_cp_groups: of micro-batches that have a context-parallel group of several ranks of their own.
+        dynamic_cp: some micro-batch names a context-parallel group of its own.
+    """
+
+    settings: int
+    failed: bool = False
+    has_data: bool = False
+    id_types: Mapping[str, str] | None = None
+    tables: Mapping[str, bytes] = {}
+    data: int = 0
+    is_own: bool = False
+    in_cp_groups: Sequence[InCpGroup] = ()
+    dynamic_cp: bool = False
+
+
+def count_step(
+    microbatches: Sequence[Samples] | Exception | None,
+    groups: StepGroups,
+    *,
+    masks: Sequence[str] = (),
+    sums: Sequence[Sum] = (),
+    settings: str = "",
+) -> StepTotals:
+    """The totals of a step from this rank's micro-batches, by the loss masks and by each further mask.
+
+    One all-gather over the data-parallel group where all ranks hold little, else two; then one over each group of
+    replicas.
+
+    Args:
+        microbatches: one `Samples` per micro-batch; None if this rank, and so its whole data-parallel group, reads no
+            data (a pipeline stage that needs none); or the exception that this rank raised.
+        masks: names of the further masks that are counted too; the same on every rank.
+        sums: further sums by key; the same on every rank, in the same order.
+        settings: further settings that must be the same on every rank, such as the mode.
+
+    Returns:
+        The totals; on a stage without data they have no units.
+
+    Raises:
+        BadBatchError: on all ranks of the groups, if any failed or they do not agree, with each failing rank's reason.
+    """
+    _check_disjoint(groups)
+    masks = list(dict.fromkeys(masks))
+    counted = [*(f"mask {name}" for name in masks), *(f"sum by {declared.by}" for declared in sums)]
+    settings = "; ".join([settings, *counted])
+    attempted = attempt(lambda: _tally(microbatches, groups, masks, sums, hashed(settings)))
+    failure = failure_of(attempted)
+    mine = attempted if isinstance(attempted, Tally) else Tally(hashed(settings), failed=True)
+    plain: tuple[Any, ...] = tuple(mine)  # a class takes several times as long to read, from thousands of ranks
+    tallies = [mine]
+    # A rank with an error joins this and every later collective, in which the others would wait for it. What was
+    # wrong is raised on all ranks together, below.
+    for group in several(groups.dp_group):
+        tallies = [Tally(*fields) for fields in gather_objects(plain, group)]
+    failed, has_data = any(tally.failed for tally in tallies), any(tally.has_data for tally in tallies)
+    id_types = join_types(tuple(tally.id_types.items()) for tally in tallies if tally.id_types is not None)
+    if not failed and (disagreement := next(_disagreements(tallies, mine, id_types, settings), None)) is not None:
+        # Where some ranks have no data, these alone give the reason.
+        failed, failure = True, disagreement if all(tally.has_data for tally in tallies) or not mine.has_data else None
+    added = attempt(lambda: _add_up([] if failed else tallies, id_types or {}, masks, sums, groups.dp_group))
+    if isinstance(added, Exception):
+        failed, failure = True, added
+    of_step = () if isinstance(added, Exception) else tuple(map(_numbers, (added, *added.by_mask.values())))
+    seen: dict[str, set[Any]] = {
+        "failed": {failed},
+        "settings": {tally.settings for tally in tallies},
+        # Nothing on a stage without data; 0 where there is data and no replica to compare it with.
+        "data": {_digest(tallies, sums) if groups.replicas else 0} if has_data else set(),
+        "numbers": {of_step} if has_data else set(),
+        "dynamic_cp": {any(tally.dynamic_cp for tally in tallies)},
+    }
+    # Last, so that what one data-parallel group has counted, or an error in it, reaches the ranks of all others.
+    for group in groups.replicas:
+        of_ranks = gather_objects(seen, group)
+        seen = {name: set().union(*(of_rank[name] for of_rank in of_ranks)) for name in seen}
+    if len(seen["settings"]) > 1:
+        seen["failed"], failure = {True}, failure or _other_settings(settings)
+    raise_together(True in seen["failed"], failure, groups.all)
+    if not seen["data"]:
+        raise BadBatchError(
+            "no rank reads data for this step: a step needs micro-batches. Give every rank a data iterator "
+            "(is_distributed = True)."
+        )
+    if len(seen["data"]) > 1:
+        raise BadBatchError(
+            "ranks of one context, tensor or pipeline parallel group were given different samples for this step, or "
+            "layouts that differ: these ranks must read the same data and cut it alike. Shard and seed the loader by "
+            "DP rank only, and pass masks uncut: whole rows on every CP rank, not 0 where another rank holds the token."
+        )
+    (numbers,) = seen["numbers"]
+    totals = (
+        added
+        if has_data and isinstance(added, StepTotals)
+        else _without_units(numbers, masks, size_of(groups.dp_group))
+    )
+    if world_rank() == 0 and (text := _twins(tallies, by_rollouts=False)) is not None:
+        warn_on_one_rank(text)
+    return replace(totals, dynamic_cp=True in seen["dynamic_cp"])
+
+
+def _tally(
+    microbatches: Sequence[Samples] | Exception | None,
+    groups: StepGroups,
+    masks: Sequence[str],
+    sums: Sequence[Sum],
+    settings: int,
+) -> Tally:
+    if isinstance(microbatches, Exception):
+        raise microbatches
+    read_masks(microbatches or ())
+    filled = [samples for samples in microbatches or () if len(samples)]
+    id_types = join_types(samples.id_types for samples in filled)
+    if id_types is None:
+        shown = " and of ".join(str(dict(id_types)) for id_types in sorted({samples.id_types for samples in filled}))
+        raise ValueError(
+            f"micro-batches with ids of {shown}: each kind of id must be given on all or none, as ints on all or "
+            "as strings on all, per sample or per token. Pass the same ids with every micro-batch."
+        )
+    counted = [samples for samples in filled if samples.counts_here]
+    # Equal masks alone may be chance; engines fill up ranks with copies of one row that is fully masked.
+    is_told_apart = bool(id_types) or any(samples.tokens is not None for samples in counted)
+    return Tally(
+        settings,
+        has_data=microbatches is not None,
+        id_types=id_types if filled else None,
+        tables={key: _table(key, counted, masks, sums).tobytes() for key in ("step", *id_types) if counted},
+        data=hashed(b"".join(samples.digest() for samples in counted)) if counted and groups.all else 0,
+        is_own=is_told_apart and any(samples.mask_sums.any() for samples in counted),
+        in_cp_groups=[
+            _in_cp_group(samples, groups.dp_group) for samples in microbatches or () if size_of(samples.cp_group) > 1
+        ],
+        dynamic_cp=any(samples.cp_group is not None for samples in microbatches or ()),
+    )
+
+
+def _columns(key: str, masks: Sequence[str], sums: Sequence[Sum]) -> list[Column]:
+    """What is counted of the units by a key, the same on every rank."""
+    functions: list[tuple[str, Counted, Callable[[Samples], Floats]]] = [
+        ("tokens", "tokens", lambda samples: samples.mask_sums_by(key)),
+        *((row.name, row.name, partial(row.of_parts, key=key)) for row in COUNTINGS.values()),
+    ]
+    if key == "step":
+        functions += [
+            ("active_tokens", "active_tokens", lambda samples: samples.active_tokens),
+            ("entries", "entries", lambda samples: np.array(samples.mask_lengths, np.float64)),
+        ]
+    functions += [
+        (f"sum {number}", declared, partial(_sums_of_parts, declared, key))
+        for number, declared in enumerate(sums)
+        if declared.by == key
+    ]
+    return [
+        Column(name if mask is None else f"{name} by {mask}", mask, counted, of_parts)
+        for mask in (None, *masks)
+        for name, counted, of_parts in functions
+    ]
+
+
+def _sums_of_parts(declared: Sum, key: str, samples: Samples) -> Floats:
+    return samples.at_parts(key, declared.values(samples))
+
+
+def _table(key: str, counted: Sequence[Samples], masks: Sequence[str], sums: Sequence[Sum]) -> Rows:
+    """This rank's rows of the units by a key."""
+
+    def ids_of(key: str) -> Ints:
+        return np.concatenate([samples.parts[key].ids for samples in counted])
+
+    ids = np.zeros(sum(map(len, counted)), np.int64) if key == "step" else ids_of(key)
+    columns = {
+        column.name: np.concatenate([column.of_parts(samples.with_mask(column.mask)) for samples in counted])
+        for column in _columns(key, masks, sums)
+    }
+    prompts = ids_of("prompt") if key == "rollout" and "prompt" in counted[0].parts else np.zeros_like(ids)
+    return sum_by_id(ids, columns, prompts)
+
+
+def _fields(columns: Iterable[str]) -> np.dtype[np.void]:
+    return np.dtype([("id", np.int64), ("prompt", np.int64), *((name, np.float64) for name in columns)])
+
+
+def sum_by_id(ids: Ints, columns: Mapping[str, Floats], prompts: Ints) -> Rows:
+    """The sums of the columns by id, sorted; ValueError for an id that came with two prompts."""
+    unique, at = np.unique(ids, return_inverse=True)
+    rows = np.zeros(len(unique), _fields(columns))
+    rows["id"], rows["prompt"][at] = unique, prompts
+    if (rows["prompt"][at] != prompts).any():
+        raise ValueError(
+            "one rollout id is used under two prompt ids: rollout ids must be unique in the step, not only within a "
+            "prompt. Join prompt and rollout index into one id."
+        )
+    # bincount adds in the order of the rows, which all ranks have alike: their sums agree to the bit.
+    for name, values in columns.items():
+        rows[name] = np.bincount(at, values, len(unique))
+    return rows
+
+
+def _add_up(
+    tallies: Sequence[Tally], id_types: Iterable[str], masks: Sequence[str], sums: Sequence[Sum], dp_group: Group | None
+) -> StepTotals:
+    """The totals of all ranks' tables; ValueError where a rollout came under two prompts."""
+    of_masks: dict[str | None, dict[str, Units]] = {mask: {} for mask in (None, *masks)}
+    for key in dict.fromkeys((*_KNOWN, *id_types)):
+        columns = _columns(key, masks, sums)
+        data = b"".join(tally.tables[key] for tally in tallies if key in tally.tables)
+        if not data and key not in id_types:
+            continue
+        rows = np.frombuffer(data, _fields(column.name for column in columns))
+        rows = sum_by_id(rows["id"], {column.name: rows[column.name] for column in columns}, rows["prompt"])
+        for mask, units in of_masks.items():
+            # Copies: a column of `rows` is a view with strides, which would keep the whole table.
+            values = {column.counted: rows[column.name].copy() for column in columns if column.mask == mask}
+            units[key] = Units.of(rows["id"].copy(), values)
+    of_step = {mask: units["step"].counts for mask, units in of_masks.items() if "step" in units}
+    none: dict[Counted, Floats] = dict.fromkeys(("tokens", "active_tokens", "entries", *COUNTINGS), np.zeros(1))
+    totals = {mask: _totals(of_step.get(mask, none), units, size_of(dp_group)) for mask, units in of_masks.items()}
+    of_loss_masks = totals.pop(None)
+    return replace(of_loss_masks, by_mask={mask: of_mask for mask, of_mask in totals.items() if mask is not None})
+
+
+def _totals(of_step: Mapping[Counted, Floats], units: Mapping[str, Units], dp_size: int) -> StepTotals:
+    """The totals by one mask, of the counts of the one unit ``step``, and of units with ids."""
+    samples = Units({name: int(of_step[name][0]) for name in COUNTINGS if name in of_step}, np.zeros(0, np.int64), {})
+    return StepTotals(
+        step_tokens=float(of_step["tokens"][0]),
+        step_active_tokens=int(of_step["active_tokens"][0]),
+        step_entries=int(of_step["entries"][0]),
+        units={"sample": samples, "rollout": samples, **units},
+        dp_size=dp_size,
+    )
+
+
+def _numbers(totals: StepTotals) -> tuple[float, int, int]:
+    return totals.step_tokens, totals.step_active_tokens, totals.step_entries
+
+
+def _without_units(numbers: Sequence[tuple[float, int, int]], masks: Sequence[str], dp_size: int) -> StepTotals:
+    """The totals on a stage without data, of the numbers by the loss masks and by each further mask."""
+    of_loss_masks, *further = (
+        StepTotals(step_tokens=tokens, step_active_tokens=active, step_entries=entries, units={}, dp_size=dp_size)
+        for tokens, active, entries in numbers
+    )
+    return replace(of_loss_masks, by_mask=dict(zip(masks, further, strict=True)))
+
+
+def _digest(tallies: Sequence[Tally], sums: Sequence[Sum]) -> int:
+    """Of the data of all ranks. Tables are made of the samples, but for what the functions of declared sums return."""
+    return hashed(repr([(tally.data, tally.id_types, tally.tables if sums else {}) for tally in tallies]))
+
+
+def _other_settings(settings: str) -> ValueError:
+    return ValueError(
+        f"this rank asks for {settings}, another rank for something else: all ranks must aggregate alike. Pass the "
+        "same mode, divisor, units, terms, per_token_loss and empty_step on every rank."
+    )
+
+
+def _disagreements(
+    tallies: Sequence[Tally], mine: Tally, id_types: Mapping[str, str] | None, settings: str
+) -> Iterator[ValueError]:
+    """This rank's errors about tallies that do not agree."""
+    if len({tally.settings for tally in tallies}) > 1:
+        yield _other_settings(settings)
+    if len({tally.has_data for tally in tallies}) > 1:
+        yield ValueError(
+            "this rank has no data iterator, while other DP ranks of its pipeline stage have one: all must read data. "
+            "Give every rank a data iterator (is_distributed = True)."
+        )
+    if id_types is None:
+        yield ValueError(
+            f"samples with ids of {list(mine.id_types or ())}, and other ids on other ranks: each kind of id must be "
+            "given on all DP ranks or none, as ints on all or as strings on all. Pass the same ids on every rank."
+        )
+    if not _are_alike_in_cp_groups(tallies):
+        yield ValueError(
+            "ranks of a micro-batch's cp_group were given different samples, or the same in another order: each rank "
+            "of the group must have all samples of the micro-batch. Make the same Samples on every rank of the group."
+        )
+    if (text := _twins(tallies, by_rollouts=True)) is not None:  # a rollout's id is its own
+        yield ValueError(text)
+
+
+def _twins(tallies: Sequence[Tally], *, by_rollouts: bool) -> str | None:
+    """The first two DP ranks that hold the same samples, told apart by rollout ids or, if not asked, by anything."""
+    first: dict[int, int] = {}
+    for rank, tally in enumerate(tallies):
+        is_compared = tally.is_own and tally.data and ("rollout" in (tally.id_types or ()) or not by_rollouts)
+        if is_compared and first.setdefault(tally.data, rank) != rank:
+            return (
+                f"DP ranks {first[tally.data]} and {rank} hold samples with the same masks, ids and tokens: these "
+                "samples count twice. Shard the loader by DP rank, and leave CP ranks out of the dp_group."
+            )
+    return None
+
+
+def _in_cp_group(samples: Samples, dp_group: Group | None) -> InCpGroup:
+    ranks = tuple(ranks_of(samples.cp_group))
+    if not set(ranks) <= set(ranks_of(dp_group)):
+        raise ValueError(
+            f"a micro-batch with a cp_group of the ranks {list(ranks)}, and a dp_group of {ranks_of(dp_group)}: "
+            "the dp_group must contain the cp_groups of all micro-batches. Pass the group over DP x CP as "
+            "dp_group, and no cp_group to the plan."
+        )
+    return ranks, samples.digest()
+
+
+def _are_alike_in_cp_groups(tallies: Sequence[Tally]) -> bool:
+    """True if the k-th micro-batch of each context-parallel group has the same samples on all ranks of the group."""
+    digests: dict[tuple[tuple[int, ...], int], list[bytes]] = {}
+    for tally in (tally for tally in tallies if tally.in_cp_groups):
+        turns = Counter[tuple[int, ...]]()
+        for ranks, digest in tally.in_cp_groups:
+            turns[ranks] += 1
+            digests.setdefault((ranks, turns[ranks]), []).append(digest)
+    return all(len(of_ranks) == len(ranks) and len({*of_ranks}) == 1 for (ranks, _), of_ranks in digests.items())
+
+
+def _check_disjoint(groups: StepGroups) -> None:
+    """Raise ValueError for a data-parallel group that shares ranks with a group of replicas, beside this rank."""
+    for group in groups.replicas if several(groups.dp_group) else []:
+        if len(shared := set(ranks_of(groups.dp_group)) & set(ranks_of(group))) > 1:
+            raise ValueError(
+                f"a dp_group that shares the ranks {sorted(shared)} with a cp_group or replica group: ranks of those "
+                "hold the same samples, which would count more than once. Pass the data-parallel group without context "
+                "parallelism."
+            )

@@ -1,0 +1,327 @@
+"""`Plan`: a step, counted before its first micro-batch, and its micro-batches with weights."""
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from functools import cached_property
+from typing import Any, Literal
+from weakref import ref
+
+import numpy as np
+from torch import Tensor
+
+from megatron_rl_loss.core.aggregation import LossModes
+from megatron_rl_loss.core.carriers import Form
+from megatron_rl_loss.core.collectives import StepGroups, attempt, failure_of, size_of, warn_on_one_rank, world_rank
+from megatron_rl_loss.core.counting import StepTotals, count_step
+from megatron_rl_loss.core.errors import BadBatchError, check_int
+from megatron_rl_loss.core.measure import Measurement, TokenFunction, keep
+from megatron_rl_loss.core.metrics import reduce_notes
+from megatron_rl_loss.core.microbatch import Microbatch
+from megatron_rl_loss.core.record import StepRecord, check_finished
+from megatron_rl_loss.core.samples import Samples, read_masks
+
+logger = logging.getLogger(__name__)
+
+EmptyStep = Literal["warn", "error"]
+
+
+def check_samples(
+    samples: Sequence[Samples] | None,
+    num_microbatches: int | None,
+    modes: LossModes,
+    groups: StepGroups,
+    term_masks: Sequence[str],
+) -> Sequence[Samples] | None:
+    """The samples of a rank's micro-batches, validated for the modes, the layouts and the schedule."""
+    if num_microbatches is not None:
+        check_int("num_microbatches", num_microbatches, 1, "Pass what the schedule is called with")
+    if samples is None:
+        if num_microbatches is None:
+            raise ValueError(
+                "neither samples nor num_microbatches: a pipeline stage that reads no data must give the number of "
+                "micro-batches. Pass num_microbatches."
+            )
+        return None
+    if isinstance(samples, Samples) or not isinstance(samples, Sequence):
+        raise TypeError(
+            f"samples is a {type(samples).__name__}: it must be a list with one Samples for each micro-batch. Pass "
+            "[Samples(...), ...]."
+        )
+    if num_microbatches not in (None, len(samples)) or not samples:
+        raise ValueError(
+            f"{len(samples)} Samples for {num_microbatches or 'one or more'} micro-batches: each micro-batch must have "
+            "one Samples. Pass Samples([]) for filler micro-batches, and for a rank without data."
+        )
+    for number, microbatch in enumerate(samples):
+        if not isinstance(microbatch, Samples):
+            raise TypeError(
+                f"the samples of micro-batch {number} are a {type(microbatch).__name__}: they must be "
+                "megatron_rl_loss.Samples. Wrap the masks in Samples."
+            )
+        if microbatch.cp_group is not None and size_of(groups.cp_group) > 1:
+            raise ValueError(
+                f"the samples of micro-batch {number} with a cp_group of their own, in a plan with a cp_group of "
+                f"{size_of(groups.cp_group)} ranks: each of these ranks would count the samples. Pass the group over "
+                "DP x CP as dp_group, and no cp_group to the plan."
+            )
+        microbatch.local(*microbatch.place_in(groups.cp_group))  # raises if the layout cannot be cut so
+    read_masks(samples)
+    for microbatch in samples:
+        modes.rehearse(microbatch, term_masks)
+    return samples
+
+
+def check_ids(totals: StepTotals, asked: Set[str], filled: Sequence[Samples]) -> None:
+    """Warn, on the first rank, where ids that a mode uses collide, and where every prompt group has one rollout."""
+    if world_rank() != 0:
+        return
+    rollouts, samples = (totals.units[key].number["all"] for key in ("rollout", "sample"))
+    for key in sorted(asked & {"rollout", "session"}) if len(filled) > 1 else ():
+        of_microbatches = [set(microbatch.ids.get(key, np.arange(0)).tolist()) for microbatch in filled]
+        if of_microbatches[0] and all(ids == of_microbatches[0] for ids in of_microbatches):
+            warn_on_one_rank(
+                f"all {len(filled)} micro-batches have the same {key} ids, so the step has {len(of_microbatches[0])} "
+                f"{key}s on this rank: ids that start again in each micro-batch collide. Make {key} ids unique in the "
+                "whole step."
+            )
+    for key in sorted(asked & {"rollout", "session", "turn"}) if totals.dp_size > 1 else ():
+        of_each = [microbatch.parts[key].ids for microbatch in filled if key in microbatch.parts]
+        ids, here = np.unique(np.concatenate([np.zeros(0, np.int64), *of_each]), return_counts=True)
+        if len(ids) > 1 and (totals.units[key].at("all", ids, f"{key} id") > here).all():
+            warn_on_one_rank(
+                f"each of the {len(ids)} {key}s of this rank has samples on other ranks too: {key} ids that start "
+                f"again on each rank collide. Make {key} ids unique in the whole step."
+            )
+    if rollouts == 1 < samples and "rollout" in asked:
+        warn_on_one_rank(
+            f"all {samples} samples of the step have one rollout id, so the step has 1 rollout: rollout ids say which "
+            "samples are parts of one rollout. Give each rollout its own id, or leave rollout_ids out."
+        )
+    for key in sorted(asked - {"step", "sample", "rollout"}) if rollouts > 1 else ():
+        units = totals.units[key]
+        if units.counts["all"].max(initial=0) == samples:  # ids per token may name no unit at all
+            warn_on_one_rank(
+                f"one {key} has tokens of all {samples} samples of the step: {key} ids that start again in each "
+                f"sample, micro-batch or rank collide. Make {key} ids unique in the whole step."
+            )
+        elif key == "prompt" and units.number["all"] == rollouts:
+            warn_on_one_rank(
+                "every prompt group of the step has one rollout: a mean over prompts is then a mean over rollouts. "
+                "Check the prompt ids: all responses to a prompt must share its id."
+            )
+    prompts = totals.units["prompt"].number["all"] if "prompt" in totals.units else None
+    if prompts == rollouts < samples and "rollout" in asked:
+        warn_on_one_rank(
+            f"each of the {rollouts} rollouts of the step is a whole prompt group, of {samples} samples in all: a mean "
+            "over rollouts is then a mean over prompts. Check the rollout ids: responses to a prompt are rollouts of "
+            "their own."
+        )
+
+
+def check_active_tokens(totals: StepTotals, *, per_token_loss: bool, empty_step: EmptyStep) -> None:
+    """Warn of a step without an active token, or raise; raise for more tokens than Megatron can count."""
+    tokens = totals.step_active_tokens
+    if tokens == 0:
+        if empty_step == "error":
+            raise BadBatchError(
+                "a step without one active token: empty_step='error', or --loss-aggregation-empty-step, aborts it. "
+                "Check the loss masks."
+            )
+        if world_rank() == 0:
+            logger.warning("a step without one active token: its policy gradient is zero. Check the loss masks.")
+    if per_token_loss and tokens >= 2**31:
+        raise BadBatchError(
+            f"{tokens} active tokens with per-token loss: Megatron sums token counts as int32. Use smaller steps."
+        )
+
+
+def make_plan(
+    samples: Sequence[Samples] | Exception | None,
+    modes: LossModes,
+    groups: StepGroups,
+    num_microbatches: int | None = None,
+    *,
+    term_masks: Sequence[str] = (),
+    per_token_loss: bool = False,
+    check_form: Callable[[Form], object] | None = None,
+    empty_step: EmptyStep = "warn",
+    further_settings: str = "",
+) -> "Plan":
+    """The plan of samples that `check_samples` has passed; an exception in their place is raised on all ranks.
+
+    Raises:
+        BadBatchError: on every rank (the error itself where there is one), if any rank failed or they do not agree.
+    """
+    settings = f"{modes.describe()}, per_token_loss {per_token_loss}, empty_step {empty_step!r}{further_settings}"
+    totals = count_step(samples, groups, masks=term_masks, sums=modes.sums, settings=settings)
+    assert not isinstance(samples, Exception)  # else it was raised
+    check_active_tokens(totals, per_token_loss=per_token_loss, empty_step=empty_step)
+    filled = [batch for batch in samples or () if len(batch)]
+    if filled:
+        check_ids(totals, modes.rehearse(filled[0]), filled)
+    count = len(samples or ()) if num_microbatches is None else num_microbatches
+    return Plan(samples, StepRecord(modes, totals, count, groups, per_token_loss, check_form))
+
+
+class Plan:
+    """A step on this rank: a sequence of its micro-batches, and what they share.
+
+    A plan is trained on once: a second loss of a micro-batch raises ValueError until `reset`.
+
+    Attributes:
+        samples: of each micro-batch; None on a pipeline stage that reads no data.
+        record: settings, totals and groups of the step, and what became of its micro-batches.
+    """
+
+    def __init__(self, samples: Sequence[Samples] | None, record: StepRecord) -> None:
+        self.samples, self.record = samples, record
+        record.use.plan = ref(self)
+
+    def __len__(self) -> int:
+        return self.record.num_microbatches
+
+    def __getitem__(self, number: int) -> Microbatch:
+        return self.microbatches[number]
+
+    def __iter__(self) -> Iterator[Microbatch]:
+        return iter(self.microbatches)
+
+    @property
+    def totals(self) -> StepTotals:
+        """Denominators of the whole step."""
+        return self.record.totals
+
+    @cached_property
+    def microbatches(self) -> list[Microbatch]:
+        """All micro-batches; ValueError on a pipeline stage that reads no data."""
+        if self.samples is None:
+            raise ValueError(
+                "a micro-batch of a plan without samples: a pipeline stage that reads no data computes no loss. Pass "
+                "this rank's samples to plan_step."
+            )
+        return [Microbatch(samples, number, self.record) for number, samples in enumerate(self.samples)]
+
+    def measure(self, values: TokenFunction | None, *, mask: str | None = None) -> Measurement:
+        """Sums, mean and thresholds of one value per token, over the whole step; all ranks call it together.
+
+        Args:
+            values: a micro-batch -> a finite float, rounded to float32, for each token of this rank, shaped as losses.
+                None on a pipeline stage that computes no loss: the stage receives the results.
+            mask: one of the samples' further masks in place of the loss mask.
+
+        One round of 32 bytes over the data-, context-, tensor- and pipeline-parallel groups. Raises BadBatchError on
+        every rank (the error itself where there is one) if `values` raises or gives anything else on any, and
+        ValueError if it is None on a part of a stage. Under context parallelism an error of `values` is raised on its
+        own rank at once, because other ranks may wait in a collective of `values`: the launcher ends these.
+        """
+        return Measurement(self.record, self._microbatches_for(values), values, mask)
+
+    def keep(self, name: str, flags: TokenFunction | None) -> None:
+        """Count the step anew by the tokens for which `flags` gives true; all ranks call it together.
+
+        Every micro-batch then has a further mask `name`, for `Term` and `Metric`: the loss mask at tokens that are
+        kept, else 0. In evaluation, which no `before_step` precedes, there is none. Costs a byte per token over the
+        context-parallel group, in one collective (one per micro-batch where groups change), and the round of
+        `plan_step`. `flags` and errors as in `measure`.
+        """
+        keep(self.record, self._microbatches_for(flags), name, flags)
+
+    def _microbatches_for(self, function: TokenFunction | None) -> list[Microbatch] | None:
+        return None if function is None or self.samples is None else self.microbatches
+
+    def reset(self) -> None:
+        """Allow training on the same samples again: another epoch, or after an error. Drops all notes."""
+        self.record.reset()
+
+    def finish(self, reports: Sequence[Any] = ()) -> dict[str, Tensor]:
+        """The step's values by name, after its last micro-batch; filled into the reports of `Microbatch.loss`.
+
+        Call it on all ranks that computed losses (of the last pipeline stage), before the optimizer's step. Values are
+        0-dim float32, the same on every rank. Two collectives over the data- and context-parallel groups, three with
+        extremes.
+
+        Raises:
+            BadBatchError: on all of these ranks (the error itself where there is one): micro-batches that were not
+                trained on, while others were; a mode that was declared for a term, and a loss without that term; a
+                micro-batch that leaves out a metric of tokens that it has; local tokens that are not the plan's cut
+                (`Microbatch.check_tokens`).
+        """
+        record, failure = self.record, failure_of(attempt(lambda: self._check_end(reports)))
+        values = reduce_notes(record.notes, record.groups.of_loss, self._has_tokens, failure, record.use.forms)
+        record.claim(values.values())
+        record.report_not_finite()
+        for report in reports:
+            if isinstance(report, dict) and (not report or report.keys() & values.keys()):
+                report |= values
+        return values
+
+    def _check_end(self, reports: object) -> None:
+        if isinstance(reports, Mapping):
+            raise TypeError("reports is one report: each micro-batch must have one. Pass a list.")
+        if not isinstance(reports, Sequence):
+            raise TypeError(
+                f"reports is a {type(reports).__name__}: it must be a list of what loss() returned last in its tuples. "
+                "Pass [report, ...], or nothing."
+            )
+        if any(isinstance(report, tuple) for report in reports):
+            raise TypeError(
+                "reports of tuples: they must be the dicts, each the last item of a tuple that loss() returned. Pass "
+                "[report, ...]."
+            )
+        names = {name for notes in self.record.notes for name in notes}  # a user's own may be of the step before
+        for number, report in enumerate(reports):
+            if isinstance(report, Mapping) and self.record.is_of_another_step(map(report.get, names or report)):
+                raise ValueError(
+                    f"report {number} is of another step: a plan fills the values of its own step into the reports of "
+                    "its own micro-batches. Pass the reports that these returned."
+                )
+        check_finished(self.record.is_carried)
+        self.record.check_tokens()
+        self._check_terms()
+
+    def _check_terms(self) -> None:
+        """Raise ValueError for a mode without a term, where micro-batches with tokens were trained on."""
+        record = self.record
+        trained = [notes for n, notes in enumerate(record.notes) if record.is_carried[n] and self._has_tokens(n, None)]
+        names = {name for notes in trained for name in notes}
+        # Modes that declare sums may serve metrics alone.
+        terms = record.modes.terms.items()
+        declared = sorted(name for name, aggregation in terms if not aggregation.mode.sums and name not in names)
+        if declared and names:
+            raise ValueError(
+                f"a mode for the term {declared[0]!r}, and a loss of {sorted(names)}: a term that has a mode in "
+                "terms= or in a flag such as --kl-loss-aggregation must be in the loss. Pass the term, with coef=0 to "
+                "switch it off, or drop the mode."
+            )
+
+    def _has_tokens(self, number: int, mask: str | None) -> bool:
+        if self.samples is None:
+            return False
+        return self[number].tokens_of(mask).num_active > 0
+
+    @property
+    def summary(self) -> dict[str, float]:
+        """The step in numbers that a logger can take; on a rank without data, those of tokens alone."""
+        totals = self.totals
+        counts: dict[str, float] = {"tokens": totals.step_entries, "active_tokens": totals.step_active_tokens}
+        for key, units in totals.units.items():
+            if key not in ("step", "sample"):
+                counts |= {f"{key}s": units.number["all"], f"active_{key}s": units.number["active"]}
+        return counts
+
+    def describe(self) -> str:
+        """The step in a line of the log, where wrong ids, masks or numbers of ranks show that no check can find."""
+        record, counts = self.record, self.summary
+        parts = ["counts not known on this rank"]
+        if (rollouts := counts.get("rollouts")) is not None:
+            parts = [f"{rollouts:,.0f} rollouts"]
+            for key in record.totals.units:
+                if key not in ("step", "sample", "rollout"):
+                    each = rollouts / counts[f"{key}s"] if counts[f"{key}s"] else 0
+                    often = f"{1 / each:.1f} per rollout" if 0 < each < 1 else f"{each:.1f} each"
+                    parts.append(f"{counts[f'{key}s']:,.0f} {key}s ({often})")
+            parts.append(f"{counts['active_tokens']:,.0f} of {counts['tokens']:,.0f} tokens active")
+            masked = rollouts - counts["active_rollouts"]
+            parts.append(f"{masked:,.0f} rollouts fully masked" + ", left out of metric means" * (masked > 0))
+        split = f"{record.num_microbatches} micro-batches x DP {record.dp_size}, CP {record.cp_size}"
+        return " | ".join([record.modes.policy.describe(), ", ".join(parts), split])

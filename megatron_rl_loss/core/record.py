@@ -1,0 +1,247 @@
+"""`StepRecord`: what the micro-batches of a step share on this rank, its settings and what became of them so far."""
+
+import math
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from megatron_rl_loss.core.aggregation import Aggregation, LossModes
+from megatron_rl_loss.core.carriers import Carrier, Count, Form, product
+from megatron_rl_loss.core.collectives import StepGroups, size_of
+from megatron_rl_loss.core.counting import StepTotals
+from megatron_rl_loss.core.metrics import Note
+from megatron_rl_loss.core.reducers import WeightedSum
+from megatron_rl_loss.core.samples import Samples
+
+
+def check_finished(is_carried: Sequence[bool]) -> None:
+    """Raise ValueError for a step of which some micro-batches were trained on and others were not."""
+    if any(is_carried) and not all(is_carried):
+        left = [number for number, was_carried in enumerate(is_carried) if not was_carried]
+        raise ValueError(
+            f"a plan of {len(is_carried)} micro-batches, of which {left[:8]} were not trained on: the weights of the "
+            "others hold only for the whole step. Train on all micro-batches of the plan, in one call of the schedule "
+            "or one loop; after an error in the step call plan.reset()."
+        )
+
+
+@dataclass(eq=False)
+class PlanUse:
+    """What became of a plan on this rank: a few numbers, which outlive the step.
+
+    Attributes:
+        policy: the aggregation of the policy loss.
+        is_carried: for each micro-batch, True once its share was returned for training; always this list.
+        is_used: True once a micro-batch made a reducer or a share.
+        forms: in which micro-batches returned their shares.
+        plan: a weak reference to the `Plan`, whose module imports this one.
+    """
+
+    policy: Aggregation
+    is_carried: list[bool] = field(default_factory=list)
+    is_used: bool = False
+    forms: set[str] = field(default_factory=set)
+    plan: Callable[[], Any] = lambda: None
+
+    @property
+    def samples(self) -> list[Samples]:
+        """Those of each micro-batch; none of a plan that is gone, or on a pipeline stage that reads no data."""
+        plan = self.plan()
+        return [] if plan is None or plan.samples is None else [microbatch.samples for microbatch in plan]
+
+
+class _OfModel:
+    """The use of a model's last plan, and a copy of its smallest trainable parameter from before the step."""
+
+    def __init__(self, use: PlanUse, model: Any) -> None:
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        if getattr(getattr(model, "ddp_config", None), "overlap_param_gather", False):
+            trained = []  # the optimizer's step shows in the parameters later
+        self.use, self._parameter = use, min(trained, key=Tensor.numel, default=None)
+        self._value = None if self._parameter is None else self._parameter.detach().clone()
+
+    def was_given_up(self) -> bool:
+        """True if no optimizer step followed and gradients are 0 again, after an error say."""
+        if self._parameter is None or self._value is None:
+            return False
+        gradient = getattr(self._parameter, "main_grad", self._parameter.grad)
+        return torch.equal(self._parameter, self._value) and (gradient is None or not bool(gradient.any()))
+
+
+#: Kept because a schedule is called with a model and without a plan: the use of the last plan of each model's first
+#: chunk, which a later step checks, and which the proof of a step asks for; and of the last plan without a model.
+_OF_MODELS: WeakKeyDictionary[Any, _OfModel] = WeakKeyDictionary()
+_WITHOUT_MODEL: list[PlanUse] = []
+#: Kept because reports pass through a trainer's schedule: whose step the values in a report are of.
+_STEP_OF: MutableMapping[Tensor, PlanUse] = WeakTensorKeyDictionary()
+
+
+def check_last_plan(model: Any) -> None:
+    """Forget the model's last plan. Raise ValueError if the model was trained on a part of its micro-batches."""
+    last = _OF_MODELS.pop(model, None)
+    if last is not None and not last.was_given_up():
+        check_finished(last.use.is_carried)
+
+
+def plan_of_model(model: Any) -> PlanUse | None:
+    """The model's last plan."""
+    last = _OF_MODELS.get(model)
+    return None if last is None else last.use
+
+
+def plan_without_model() -> PlanUse | None:
+    """The last plan that named no model, once."""
+    return _WITHOUT_MODEL.pop() if _WITHOUT_MODEL else None
+
+
+@dataclass(eq=False)
+class StepRecord:
+    """The settings of one step on this rank, and what its micro-batches have done so far.
+
+    Attributes:
+        modes: of the policy loss and of further terms.
+        totals: denominators of the whole step.
+        num_microbatches: of this step on this rank.
+        groups: that the step is spread over.
+        per_token_loss: Megatron's `calculate_per_token_loss`.
+        check_form: of a plan of a Megatron model, whose schedule calls the loss functions: raises ContractError for a
+            form that the installed schedule scales in another way than the form's row says. None without a model.
+        device: of the model; without a model the host.
+        notes: the values of each micro-batch, by name.
+        use: what became of the step's plan.
+        watched: values whose sum is checked after the step, on a device or summed in an output head:
+            description, values, sum, reducer.
+        wrong_tokens: on a device, the number of tokens that differ in each comparison with local tokens.
+    """
+
+    modes: LossModes
+    totals: StepTotals
+    num_microbatches: int
+    groups: StepGroups = field(default_factory=StepGroups)
+    per_token_loss: bool = False
+    check_form: Callable[[Form], object] | None = None
+    device: torch.device = torch.device("cpu")  # noqa: RUF009
+    notes: list[dict[str, Note]] = field(init=False)
+    use: PlanUse = field(init=False)
+    watched: list[tuple[str, Tensor, Tensor, WeightedSum]] = field(default_factory=list, init=False)
+    wrong_tokens: list[Tensor] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        self.use = PlanUse(self.modes.policy)
+        self._constants: dict[tuple[str, torch.device], Tensor] = {}
+        self.reset()
+
+    def remember(self, model: Any) -> None:
+        """Make this the last plan of the model, or, for None, of those that name no model."""
+        if model is None:
+            _WITHOUT_MODEL[:] = [self.use]
+        else:
+            _OF_MODELS[model] = _OfModel(self.use, model)
+
+    @property
+    def is_carried(self) -> list[bool]:
+        return self.use.is_carried
+
+    def reset(self) -> None:
+        """Drop all notes, and count no micro-batch as trained on."""
+        self.notes = [{} for _ in range(self.num_microbatches)]
+        self.is_carried[:] = [False] * self.num_microbatches
+        self.use.is_used = False
+        self.use.forms.clear()
+        self.watched.clear()
+        self.wrong_tokens.clear()
+
+    @property
+    def cp_size(self) -> int:
+        return size_of(self.groups.cp_group)
+
+    @property
+    def dp_size(self) -> int:
+        return size_of(self.groups.dp_group)
+
+    @property
+    def dynamic_cp(self) -> bool:
+        """True where context-parallel groups change between micro-batches."""
+        return self.totals.dynamic_cp
+
+    def factor(self, carrier: Carrier) -> float:
+        """The factor of a share as that carrier returns it."""
+        counts: dict[Count, float] = {
+            "num_microbatches": self.num_microbatches,
+            "dp_size": 1 if self.dynamic_cp else self.dp_size,  # as verl says there
+            "cp_size": self.cp_size,
+            "step_active_tokens": self.totals.step_active_tokens,
+            "rollouts": self.totals.units["rollout"].number["all"],
+        }
+        return product(carrier.returned, counts)
+
+    def constant(self, value: float, device: torch.device) -> Tensor:
+        """A number on the device, 0-dim, int32 or float32, made once."""
+        if (key := (repr(value), device)) not in self._constants:  # torch.compile has no guard for a key of NaN
+            dtype = torch.int32 if isinstance(value, int) else torch.float32  # Megatron sums token counts as int32
+            with torch.inference_mode(False):  # they serve in training too
+                self._constants[key] = torch.full((), value, dtype=dtype, device=device)
+        return self._constants[key]
+
+    def placeholder(self, device: torch.device) -> Tensor:
+        """NaN, in the place of a value of this step in a report."""
+        nan = self.constant(math.nan, device)
+        if not torch.compiler.is_compiling():
+            self.claim([nan])
+        return nan
+
+    def claim(self, values: Iterable[Tensor]) -> None:
+        """Note that placeholders, or what is filled in for them, are of this step."""
+        for value in values:
+            _STEP_OF[value] = self.use
+
+    def is_of_another_step(self, values: Iterable[Any]) -> bool:
+        """True if one of a report's values is another step's."""
+        steps = [_STEP_OF.get(value) for value in values if isinstance(value, Tensor)]
+        return any(step not in (None, self.use) for step in steps)
+
+    def mark_carried(self, number: int, _: Tensor | None = None) -> None:
+        """Note that a micro-batch was handed over for training, or that its gradient was made (a tensor's hook)."""
+        self.is_carried[number] = True
+
+    def check_fresh(self, number: int) -> None:
+        """Raise ValueError for a micro-batch that was trained on."""
+        if self.is_carried[number]:
+            state = "was trained on already, all of it" if all(self.is_carried) else "is being trained on"
+            raise ValueError(
+                f"micro-batch {number} of a plan, a second time: the plan {state}. Pass all terms in one call of "
+                "loss, and call plan_step for each step; to train on the same samples again (another epoch, or after "
+                "an error), call plan.reset() first."
+            )
+
+    def take_form(self, form: Form) -> None:
+        """Note the form of a micro-batch; ValueError for another form than the step's others had."""
+        for other in sorted(self.use.forms - {form.name}):
+            raise ValueError(
+                f"form={form.name!r} in a step whose other micro-batches were returned in form={other!r}: a trainer "
+                "scales all micro-batches alike, so all must have one form. Pass the same form in every micro-batch."
+            )
+        if self.check_form is not None and form.name not in self.use.forms:
+            self.check_form(form)
+        self.use.forms.add(form.name)
+
+    def check_tokens(self) -> None:
+        """Raise ValueError for local tokens that differ from the plan's cut of the samples; reads the device."""
+        if wrong := sum(int(count) for count in self.wrong_tokens):
+            raise ValueError(
+                f"{wrong} local tokens that are not those of the plan's layout: the model cuts the micro-batch in "
+                "another way, so losses would get the weights of other tokens. Give Samples the model's layout: "
+                "ZigzagTHD for Megatron's packed sequences, ZigzagBSHD for its rows."
+            )
+
+    def report_not_finite(self) -> None:
+        """Log the first bad token of each sum on a device that is NaN or infinite; reads the device."""
+        for what, values, total, reducer in self.watched:
+            if not bool(total.isfinite()):
+                reducer.report_not_finite(what, values)
+        self.watched.clear()

@@ -1,0 +1,319 @@
+"""Records of the gradient that reaches each token's loss while an audit observes the step. They change nothing.
+
+Of a loss that a reducer of this package sums, the share is hooked: its gradient times the reducer's weights are the
+gradients of its tokens. A loss that somebody else sums is tapped token by token (`tap`). Both see everything that the
+loss function and the schedule do to a token on this rank: its weight, their factors and the loss scale. What happens
+to gradients afterwards they do not see.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import wraps
+from typing import Any, ParamSpec, Protocol, TypeVar
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from megatron_rl_loss.core.aggregation import Aggregation
+from megatron_rl_loss.core.samples import Samples
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+
+class Observer(Protocol):
+    """The part of `reduction.taps.Taps` that loss functions report to."""
+
+    def add_output(self, per_token_loss: Tensor, made_by: str) -> None: ...
+
+
+#: The observer, and the aggregation that the step should have; None where nobody said so.
+_OBSERVED: ContextVar[tuple[Any, Any]] = ContextVar("observed", default=(None, None))
+
+
+@contextmanager
+def observe(observer: Any = None, aggregation: Any = None) -> Iterator[None]:
+    """In a ``with``: report to the observer; the step should have the aggregation. None changes nothing."""
+    outer_observer, outer_aggregation = _OBSERVED.get()
+    token = _OBSERVED.set((observer or outer_observer, aggregation or outer_aggregation))
+    try:
+        yield
+    finally:
+        _OBSERVED.reset(token)
+
+
+def observer() -> Any:
+    """The observer of the current step, if there is one; None while torch compiles."""
+    return None if torch.compiler.is_compiling() else _OBSERVED.get()[0]
+
+
+def expected_aggregation() -> Any:
+    """The aggregation of the current step, if its trainer said so."""
+    return _OBSERVED.get()[1]
+
+
+def reports_output(loss_function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """Decorate a loss function: the gradient at its result shows what lies between it and the reducer."""
+
+    @wraps(loss_function)
+    def report(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        result = loss_function(*args, **kwargs)
+        observes: Observer | None = observer()
+        if observes is not None:
+            per_token_loss: Any = getattr(result, "per_token_loss", result)
+            observes.add_output(per_token_loss, loss_function.__name__)
+        return result
+
+    return report
+
+
+#: Nodes of a graph that are looked through between a reducer and a loss function: their own code, not the model.
+_MOST_NODES = 256
+
+
+class _GradientSum:
+    """Values, and the sum of the gradients that reach them, over all backward passes."""
+
+    gradient: Tensor | None  # float32 (float64 of float64 values) [numel]; None before the backward pass
+
+    def add_gradient(self, gradient: Tensor) -> None:
+        """A tensor hook: returns nothing, so that the gradient goes on as it is."""
+        dtype = torch.promote_types(gradient.dtype, torch.float32)
+        flat = gradient.detach().reshape(-1).to(dtype, copy=True)
+        self.gradient = flat if self.gradient is None else self.gradient + flat
+
+
+@dataclass
+class TappedLosses(_GradientSum):
+    """The losses of one micro-batch that went through a tap, with the tap's arguments."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    samples: Samples | None = None
+    coef: float | None = None
+    aggregation: Aggregation | None = None
+    tokens: Tensor | None = None  # int [numel]
+    log_probs: tuple[Tensor, ...] = ()  # float32 [numel] of both sides, where they are to be compared
+    gradient: Tensor | None = None
+    source: Callable[[], Tensor | None] = lambda: None  # a weak reference: the tensor would keep its graph
+    at_log_probs: bool = False  # before the gradient lies the way of log-probs to the model's output
+    doubt: str = ""  # why gradients are not weights, if they are not those that were asked
+    count: float | None = None  # the samples by which an engine divides, if it says so
+    mask: str | None = None  # no further mask of the samples: they are as the losses' weights need them
+
+    @property
+    def is_reached(self) -> bool:
+        """True once a gradient came."""
+        return self.gradient is not None
+
+
+@dataclass
+class LossOutput(_GradientSum):
+    """The losses that a loss function of this package returned, and the gradient that reached them."""
+
+    made_by: str
+    gradient: Tensor | None = None
+
+
+class Weighing(Protocol):
+    """What a hooked share knows of the reducer that made it: a `WeightedSum`."""
+
+    weights: Tensor  # [num_local_tokens]
+    aggregation: Aggregation
+    mask: str | None  # one of the samples' further masks
+    plan: Any  # the `PlanUse` of the plan that made it, if one did
+
+
+@dataclass
+class HookedShare:
+    """A term of a share that a reducer of this package summed, in the form of `TappedLosses`."""
+
+    reducer: Weighing
+    scale: float  # of the gradient of a token: the share's times this times the token's weight
+    samples: Samples
+    coef: float | None = None
+    aggregation: Aggregation | None = None
+    unseen: str = ""  # why the way from the losses to the share is not seen
+    slope: Tensor | None = None  # the gradient of the share, 0-dim
+    off: Tensor | None = None  # the largest error of a token's gradient, relative to the largest gradient, 0-dim
+    outputs: list[LossOutput] = field(default_factory=list)  # of loss functions, which the losses were made of
+    dtype = torch.float32
+    tokens = None
+    log_probs = ()
+    at_log_probs = False
+    doubt, count = "", None
+
+    def add_gradient(self, gradient: Tensor) -> None:
+        """A tensor hook: returns nothing, so that the gradient goes on as it is."""
+        self._last = gradient.detach().clone()
+        self.slope = self._last if self.slope is None else self.slope + self._last
+
+    def check(self, gradient: Tensor) -> None:
+        """A tensor hook of the losses, after that of the share: compares what was sent to them with the weights."""
+        sent = self.reducer.weights * (self._last * self.scale)
+        off = (gradient.detach().reshape(-1).to(sent) - sent).abs().max() if len(sent) else sent.sum()
+        off = off / sent.abs().max().clamp(min=torch.finfo(sent.dtype).tiny) if len(sent) else off
+        self.off = off if self.off is None else torch.maximum(self.off, off)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.reducer.weights.shape)
+
+    @property
+    def gradient(self) -> Tensor | None:
+        """Of each token, as a tap would have it; None before the backward pass."""
+        return None if self.slope is None else self.reducer.weights * (self.slope * self.scale)
+
+    @property
+    def is_reached(self) -> bool:
+        """True once a gradient came."""
+        return self.slope is not None
+
+    @property
+    def mask(self) -> str | None:
+        """The further mask of the samples by which tokens are weighed; None for the loss mask."""
+        return self.reducer.mask
+
+    @property
+    def has_policys_mode(self) -> bool:
+        """True for a named term that has the policy loss's mode, its own or for want of one."""
+        plan = self.reducer.plan
+        return plan is not None and self.aggregation is not None and self.aggregation == plan.policy
+
+    def source(self) -> None:
+        """No losses of their own are held."""
+
+
+Tapped = TappedLosses | HookedShare
+
+
+@dataclass
+class Taps:
+    """Everything that was tapped of one step on this rank.
+
+    Attributes:
+        num_microbatches: how many were begun. At 0, each tap of a name counts as another micro-batch.
+        losses: by term and micro-batch. A term that is tapped twice in a micro-batch is a second term.
+        outputs: of loss functions of this package in this micro-batch, with their nodes in the graph.
+        log_prob_gradients: of losses `at_log_probs`, a `LogProbGradients`.
+    """
+
+    num_microbatches: int = 0
+    losses: dict[str, dict[int, Tapped]] = field(default_factory=dict)
+    outputs: list[tuple[Any, LossOutput]] = field(default_factory=list)
+    log_prob_gradients: Any = None
+
+    def begin_microbatch(self) -> None:
+        self.num_microbatches += 1
+        self.outputs = []  # nodes of graphs are freed
+
+    def add_output(self, per_token_loss: Tensor, made_by: str) -> None:
+        """Record what reaches the losses that a loss function returned."""
+        if torch.is_grad_enabled() and per_token_loss.requires_grad:
+            output = LossOutput(made_by)
+            per_token_loss.register_hook(output.add_gradient)
+            self.outputs.append((per_token_loss.grad_fn, output))
+
+    def outputs_of(self, losses: Tensor) -> list[LossOutput]:
+        """The outputs that the losses were made of, as their graph says."""
+        by_node, nodes, seen = dict(self.outputs), [losses.grad_fn], set[Any]()
+        reached = []
+        while nodes and len(seen) < _MOST_NODES:
+            node = nodes.pop(0)
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            if node in by_node:
+                reached.append(by_node[node])
+            else:
+                nodes += [before for before, _ in node.next_functions]
+        return reached
+
+    def find(self, losses: Tensor) -> TappedLosses | None:
+        """The tap of these very losses in this micro-batch, if there is one."""
+        for of_term in self.losses.values():
+            for number, tapped in of_term.items():
+                is_now = self.num_microbatches in (0, number + 1)
+                if is_now and isinstance(tapped, TappedLosses) and tapped.source() is losses:
+                    return tapped
+        return None
+
+    def of(self, losses: Tensor, name: str) -> TappedLosses:
+        """The tap of these very losses in this micro-batch; made if there is none yet."""
+        if known := self.find(losses):
+            return known
+        tapped = TappedLosses(tuple(losses.shape), losses.dtype, source=ref(losses))
+        if losses.requires_grad:
+            losses.register_hook(tapped.add_gradient)
+        self.add(tapped, name)
+        return tapped
+
+    def add(self, tapped: Tapped, name: str, number: int | None = None) -> None:
+        """Add losses to a micro-batch, this one, under their name, or, if it is taken, as a further term."""
+        counted = self.num_microbatches - 1 if self.num_microbatches else len(self.losses.get(name, {}))
+        microbatch = counted if number is None else number
+        terms = itertools.chain([name], (f"{name}#{number}" for number in itertools.count(2)))
+        term = next(term for term in terms if microbatch not in self.losses.setdefault(term, {}))
+        self.losses[term][microbatch] = tapped
+
+
+def observed_taps() -> Taps | None:
+    """Those of the measurement that observes the current step, if one does; None while torch compiles."""
+    taps: Taps | None = observer()
+    return taps
+
+
+def is_observed() -> bool:
+    """True while a measurement observes the current step."""
+    return observed_taps() is not None
+
+
+def taps_of(value: Tensor) -> Taps | None:
+    """`observed_taps`, unless no gradient will reach the value."""
+    return observed_taps() if torch.is_grad_enabled() and value.requires_grad else None
+
+
+def tap(
+    per_token_loss: Tensor,
+    name: str = "pg",
+    *,
+    samples: Samples | None = None,
+    coef: float | None = None,
+    aggregation: Aggregation | None = None,
+    tokens: Tensor | None = None,
+    log_probs: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """The losses unchanged; while an audit observes the step, the tap records the gradient that reaches them.
+
+    Call it in a loss function on the unreduced losses, before masks or weights are multiplied to them, once for each
+    term: ``per_token_loss = tap(per_token_loss, samples=samples_of(batch))``. The reducers of this package do so
+    themselves. Without an audit, without gradients, of losses that need none or while torch compiles it does nothing.
+
+    Args:
+        per_token_loss: float, this rank's losses in the order of the samples' layout.
+        name: of the term.
+        samples: the samples of these losses; optional where the audit has `samples_of`.
+        coef: the factor of the term in the loss; an audit divides it out. NaN where there may be any.
+        aggregation: the term's own, if it is not the policy loss's.
+        tokens: the model's input ids on this rank, in the order of the losses; an audit compares them with those of
+            ``Samples(tokens=...)``, cut by the layout.
+        log_probs: the trainer's and the batch's old ones, in the order of the losses, for an audit to compare.
+    """
+    taps = observed_taps()
+    is_of_no_token = samples is not None and not per_token_loss.numel()  # its samples are told all the same
+    if taps is None or not torch.is_grad_enabled() or not (per_token_loss.requires_grad or is_of_no_token):
+        return per_token_loss
+    tapped = taps.of(per_token_loss, name)  # this package's reducers tap losses that the user may have tapped before
+    tapped.samples = tapped.samples or samples
+    tapped.coef = coef if tapped.coef is None else tapped.coef
+    tapped.aggregation = tapped.aggregation or aggregation
+    if tapped.tokens is None and tokens is not None:
+        tapped.tokens = torch.as_tensor(tokens).detach().reshape(-1).clone()
+    tapped.log_probs = tapped.log_probs or tuple(
+        values.detach().reshape(-1).to(torch.float32, copy=True) for values in log_probs or ()
+    )
+    return per_token_loss

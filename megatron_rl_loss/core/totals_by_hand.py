@@ -1,0 +1,239 @@
+"""Weights by totals that a user counted, which may be of a part of the step; a plan counts its own."""
+
+from collections.abc import Callable, Iterable, Sequence
+from types import EllipsisType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_rl_loss.core.aggregation import Aggregation, resolve, weigh
+from megatron_rl_loss.core.collectives import Group, StepGroups, stated_dp_group, world_size
+from megatron_rl_loss.core.counting import COUNTINGS, StepTotals, UnitCounting, count_step
+from megatron_rl_loss.core.errors import check_one_each, check_sized
+from megatron_rl_loss.core.ids import Ids, IdsByName
+from megatron_rl_loss.core.layouts import Layout
+from megatron_rl_loss.core.masks import Mask
+from megatron_rl_loss.core.modes import Mode, ModeFunction
+from megatron_rl_loss.core.reducers import WeightedSum
+from megatron_rl_loss.core.samples import Labels, LocalTokens, Samples
+
+#: Sums of fractional masks may differ in the last bit.
+_SLACK = 1 + 1e-9
+
+
+def checked_weights(aggregation: Aggregation, local: LocalTokens, totals: StepTotals) -> Tensor:
+    """`weigh` with totals that a user made: ValueError for totals of a part of the step."""
+    if not isinstance(totals, StepTotals):
+        raise TypeError(
+            f"totals is {totals!r}: it must be a StepTotals, which counts the whole step. Pass "
+            "StepTotals.from_loss_masks(...) of all the step's masks."
+        )
+    if local.samples.cp_group is None:
+        _check_apart(totals, local.cp_size)
+    weights = weigh(aggregation, local, totals)
+    _check_covers(totals, local.samples)
+    return weights
+
+
+def _check_apart(totals: StepTotals, cp_size: int) -> None:
+    """Raise ValueError for a data-parallel group so large that it must contain context-parallel ranks."""
+    if totals.dp_size > 1 and cp_size > 1 and totals.dp_size * cp_size > world_size():
+        raise ValueError(
+            f"totals over a dp_group of {totals.dp_size} ranks, and cp_size={cp_size}, in a job of {world_size()} "
+            "ranks: the dp_group contains context-parallel ranks, which hold the same samples. Pass the "
+            "data-parallel group without CP."
+        )
+
+
+def _check_covers(totals: StepTotals, samples: Samples) -> None:
+    """Raise ValueError for totals below the counts of these samples, so of a part of the step."""
+    if not len(samples):
+        return
+    _check_fits("step_tokens", float(samples.mask_sums.sum()), totals.step_tokens)
+    for name, units in totals.units.items():
+        parts = samples.parts.get(name)
+        if parts is not None:
+            ids, at = np.unique(parts.ids, return_inverse=True)
+            most = len(ids)
+            if most and units.have_ids:
+                here = np.bincount(at, samples.mask_sums_by(name), most)
+                whole = units.at("tokens", ids, f"{name} id")
+                worst = int((here - whole * _SLACK).argmax())
+                _check_fits(f"mask tokens of one {name}", float(here[worst]), float(whole[worst]))
+        elif name == "sample" or (name == "rollout" and units.have_ids):
+            # Without ids each sample is a unit, and a rollout is a sample.
+            most, at = len(samples), np.arange(len(samples))
+        else:
+            continue
+        for counting, number in units.number.items():
+            if number < most:  # else these samples cannot be more units
+                counts = np.bincount(at, COUNTINGS[counting].of_parts(samples, name))
+                _check_fits(f"{name} units ({counting})", int((counts > 0).sum()), number)
+
+
+def _check_fits(name: str, here: float, whole: float) -> None:
+    """Raise ValueError for a count of the whole step that is below that of some samples in it."""
+    if here > whole * _SLACK:
+        raise ValueError(
+            f"{name} of {whole:g} in the totals, and {here:g} in these samples alone: totals must count the whole "
+            "step. Make them from all of its samples, on all ranks."
+        )
+
+
+Reducer = Callable[[Tensor], Tensor]
+
+
+def make_pg_loss_reducer(
+    mode: str | Mode | ModeFunction,
+    loss_masks: Iterable[Mask],
+    *,
+    totals: StepTotals,
+    divisor: float | None = None,
+    units: UnitCounting | None = None,
+    rollout_ids: Ids | None = None,
+    prompt_ids: Ids | None = None,
+    ids: IdsByName | None = None,
+    labels: Labels | None = None,
+    layout: Layout | None = None,
+    cp_rank: int | None = None,
+    cp_size: int = 1,
+) -> WeightedSum:
+    """``reducer(per_token_loss) -> share``: this rank's share of the step loss of one micro-batch.
+
+    >>> masks = [[1, 1, 0], [1]]
+    >>> totals = StepTotals.from_loss_masks(masks)
+    >>> make_pg_loss_reducer("token_mean", masks, totals=totals)(torch.tensor([1.0, 2.0, 9.0, 6.0]))
+    tensor(3.)
+
+    Shares add up. A trainer that averages gradients over ranks (plain `DistributedDataParallel`, FSDP) trains on
+    ``world_size * share``, with the number of these ranks.
+
+    Args:
+        mode: ``sample_mean``, ``prompt_mean``, ``token_mean``, ``constant``, ``token_sum``, a registered name, another
+            framework's (``verl:token-mean``; `python -m megatron_rl_loss modes` lists them), or a function of
+            `ModeInputs`.
+        loss_masks, rollout_ids, prompt_ids, ids, labels, layout: the micro-batch, as in `Samples`.
+        totals: the step's denominators.
+        divisor: L of ``constant``, in tokens (the generation budget, say), or d of ``token_sum``; with no other mode.
+        units: count every unit (``all``, unless a framework's name says otherwise) or only those with a token of
+            nonzero weight (``active``).
+        cp_rank, cp_size: this rank's place in its context-parallel group; cp_rank is required where cp_size > 1.
+
+    Returns:
+        A `WeightedSum`, to be called. It takes the local per-token losses (float, in the layout's order) and returns a
+        0-dim float32 tensor that stays connected to the graph even without active tokens. float16 and bfloat16 are
+        summed in float32; the gradient of float16 losses is float16, too small for most weights without a loss scale,
+        which is warned of. NaN and Inf at masked positions are ignored, at active ones they come through. It raises
+        ValueError for losses whose shape is not this rank's part of the layout.
+
+    Raises:
+        ValueError, TypeError: unknown mode, a divisor that is missing, unusable or without effect, totals without the
+            count the mode needs, or that are smaller than this micro-batch; anything `Samples` refuses.
+    """
+    samples = Samples(loss_masks, layout=layout, rollout_ids=rollout_ids, prompt_ids=prompt_ids, ids=ids, labels=labels)
+    aggregation = resolve(mode, divisor=divisor, units=units)
+    local = samples.local(place_in_cp(cp_rank, cp_size), cp_size)
+    return WeightedSum(checked_weights(aggregation, local, totals), local, aggregation)
+
+
+def place_in_cp(cp_rank: int | None, cp_size: int) -> int:
+    """The CP rank; None is allowed where cp_size is 1."""
+    if cp_rank is None and cp_size != 1:
+        raise ValueError(
+            f"cp_size={cp_size} without a cp_rank: each CP rank holds other tokens. Pass cp_rank=cp_group.rank()."
+        )
+    return 0 if cp_rank is None else cp_rank
+
+
+def weights_column(
+    mode: str | Mode | ModeFunction,
+    loss_masks: Iterable[Mask],
+    *,
+    divisor: float | None = None,
+    units: UnitCounting | None = None,
+    rollout_ids: Ids | None = None,
+    prompt_ids: Ids | None = None,
+    ids: IdsByName | None = None,
+    labels: Labels | None = None,
+    dp_group: Group | EllipsisType | None = ...,
+) -> list[Tensor]:
+    """The weight of every token of a whole step, a tensor per sample: a data column beside ``advantages``.
+
+    For a driver that holds all masks of a step before it deals samples out; no collective is needed. In a job of
+    several ranks state the `dp_group`, as in `StepTotals.from_loss_masks`: None where this rank has the whole step.
+
+    >>> weights_column("sample_mean", [torch.tensor([1, 1, 0]), torch.tensor([1])])
+    [tensor([0.2500, 0.2500, 0.0000]), tensor([0.5000])]
+
+    Returns a float32 tensor per sample, as long as its mask. Arguments and errors as in `make_pg_loss_reducer`.
+    """
+    aggregation = resolve(mode, divisor=divisor, units=units)
+    samples = Samples(loss_masks, rollout_ids=rollout_ids, prompt_ids=prompt_ids, ids=ids, labels=labels)
+    groups = StepGroups(stated_dp_group(dp_group, "weights"))
+    totals = count_step([samples], groups, sums=list(aggregation.mode.sums.values()))
+    return list(weigh(aggregation, samples.local(0, 1), totals).split(samples.mask_lengths))
+
+
+_MARK = "_folded_by_megatron_rl_loss"
+
+
+def fold_into_advantages(
+    advantages: Sequence[Tensor] | Sequence[float] | Tensor,
+    loss_masks: Iterable[Mask],
+    *,
+    mode: str | Mode | ModeFunction,
+    totals: StepTotals,
+    divisor: float | None = None,
+    units: UnitCounting | None = None,
+    **of_samples: Any,
+) -> list[Tensor]:
+    """``w_t * A_t`` for every token, so that the plain sum of the per-token losses, over everything, is the step loss.
+
+    >>> masks = [[1, 1, 0], [1]]
+    >>> fold_into_advantages([6.0, -3.0], masks, mode="token_mean", totals=StepTotals.from_loss_masks(masks))
+    [tensor([2., 2., 0.]), tensor([-1.])]
+
+    The weight includes the mask: a 0/1 mask may be applied again in the sum, fractional weights may not.
+
+    Args:
+        advantages: one number per sample, or one 1-D tensor per sample, as long as its mask.
+        loss_masks, of_samples: of all or some of the step's samples; ids and labels as in `Samples`; not cut for CP.
+        mode, divisor, units, totals: as in `make_pg_loss_reducer`.
+
+    Returns:
+        One tensor per sample, float32 (float64 if given so), on the advantages' device, 0 where the weight is 0.
+
+    Raises:
+        ValueError: advantages that were folded before, that do not match the masks, or that are NaN or infinite at an
+            active token; anything `make_pg_loss_reducer` refuses.
+    """
+    check_sized("advantages", advantages)
+    if any(hasattr(column, _MARK) for column in advantages):
+        raise ValueError(
+            "advantages that were folded already: folding them again would divide by the step's counts twice. Fold "
+            "once per step, before the step is cut into micro-batches."
+        )
+    if of_samples.get("layout") is not None:
+        raise ValueError("layout= with advantages to fold: these are whole rows, one per sample. Leave layout= out.")
+    samples = Samples(loss_masks, **of_samples)
+    check_one_each("advantages", len(advantages), "loss masks", len(samples))
+    rows = [
+        column.detach() if isinstance(column, Tensor) else torch.tensor(column, device="cpu") for column in advantages
+    ]
+    flat = samples.in_buffer(rows)
+    flat = flat if isinstance(flat, Tensor) else torch.from_numpy(flat)  # of no samples it is an array
+    flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
+    aggregation = resolve(mode, divisor=divisor, units=units)
+    weights = checked_weights(aggregation, samples.local(0, 1), totals).to(flat.device)
+    if not bool(torch.isfinite(flat[weights != 0]).all()):
+        raise ValueError(
+            "advantages with NaN or Inf at active tokens: folding takes finite advantages. Mask such tokens, or "
+            "aggregate the losses with make_pg_loss_reducer."
+        )
+    # Each in a storage of its own, so that one sent elsewhere does not take all along.
+    folded = [part.clone() for part in (flat * weights).masked_fill(weights == 0, 0).split(samples.mask_lengths)]
+    for part in folded:
+        setattr(part, _MARK, True)
+    return folded

@@ -1,0 +1,223 @@
+"""ms-swift (Megatron-SWIFT): any mode for GRPO's policy loss, by a plugin file of two lines, with ``--use_ray`` too.
+
+    from megatron_rl_loss.engines.ms_swift import aggregate
+
+    aggregate("prompt_mean")  # megatron rlhf --rlhf_type grpo --loss_type dapo --external_plugins plugin.py ...
+
+With ``--loss_type dapo`` or ``cispo`` Megatron-SWIFT sums loss * mask over a micro-batch and divides by a count of
+tokens that each micro-batch carries. Before each optimizer step this adapter sets the count so that the loss is the
+mean over the step's tokens T, and multiplies each token's advantage by its weight in the mode * T. A KL penalty in the
+loss is then the token mean. The adapter measures if the loss function undoes Megatron's division by the number of
+micro-batches, as 4.6.0 does, refuses any other factor, and proves the first step. Prompts are identified by their
+messages, as in ms-swift without Megatron.
+Source: ms-swift 4.6.0, 3602360a, swift/megatron/trainers/grpo_trainer.py (loss_func), swift/ray/megatron.
+"""
+
+import copy
+import json
+import math
+import sys
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+
+from megatron_rl_loss.core.aggregation import LossModes
+from megatron_rl_loss.core.layouts import Gathered
+from megatron_rl_loss.core.modes import Mode, ModeFunction
+from megatron_rl_loss.core.samples import Samples
+from megatron_rl_loss.engines.columns import (
+    FACTORS,
+    MASKS,
+    MEDIA,
+    PLAIN,
+    StepRow,
+    at_masked_tokens,
+    weigh_advantages,
+)
+from megatron_rl_loss.engines.log_prob_gradients import tap_output
+from megatron_rl_loss.engines.places import swapped
+from megatron_rl_loss.engines.policy_tap import LossPaths, WeighedMicrobatch, tap_policy
+from megatron_rl_loss.engines.prompt_tokens import is_by_prompt, misplaced_ids
+from megatron_rl_loss.engines.proving import prove
+from megatron_rl_loss.engines.replacing import Function, Replaced
+from megatron_rl_loss.proof.promises import Promises
+
+__all__ = ["aggregate"]
+_VERSIONS = "4.6.0 or 3602360a"
+
+
+def aggregate(mode: str | Mode | ModeFunction, **settings: Any) -> Replaced:
+    """Make ms-swift's `MegatronGRPOTrainer` and its Ray workers train on the mode.
+
+    Args:
+        mode, settings: the mode, its `divisor` and `units`, as in `make_pg_loss_reducer`.
+
+    Raises:
+        ValueError, TypeError: a trainer that has an aggregation; unusable settings; in a step, fewer tokens than
+            Megatron-SWIFT's divisor allows, or a loss function with an unknown factor.
+        BadBatchError: on every rank, in a step: another ``--loss_type`` than dapo and cispo; a mode by prompt with
+            images; a first step in which a token has a weight that the mode does not ask for.
+    """
+    from swift.megatron.trainers import grpo_trainer
+    from swift.rlhf_trainers import utils
+
+    modes = LossModes.resolve(mode, **settings)
+
+    def with_ids(stock: Any, arguments: dict[str, Any]) -> Any:
+        """Before generation, the messages of a sample are its prompt."""
+        samples = stock()
+        for sample in samples:
+            sample.prompt_id = sample.prompt_id or json.dumps(sample.messages, default=str)
+        return samples
+
+    def collate(stock: Any, arguments: dict[str, Any]) -> Any:
+        inputs, batch = stock()
+        samples = arguments["samples"]
+        has_media = any(getattr(sample, name) for sample in samples for name in ("images", "videos", "audios"))
+        unknown = (
+            "" if all(sample.prompt_id for sample in samples) else "samples without prompt_id, which identifies prompts"
+        )
+        batch.prompts = MEDIA if has_media else unknown or [sample.prompt_id for sample in samples]
+        batch.prompt_tokens = [_prompt_tokens(sample) for sample in samples]
+        return inputs, batch
+
+    def weigh(batches: Sequence[Any], trainer: Any) -> None:
+        of_step, proof = [batch["grpo_batch"] for batch in batches], replaced.proof
+        _weigh(of_step, trainer, modes)
+        if proof is None or proof.is_over:
+            return
+        proof.promises = Promises(trainer.num_generations)
+        if is_by_prompt(modes) and (why := _misplaced(of_step, trainer.num_generations)):
+            proof.give_up(why)
+
+    def step(stock: Any, arguments: dict[str, Any]) -> Any:
+        weigh(arguments["encoded_batches"], arguments["self"])
+        return stock()
+
+    def ray_step(stock: Any, arguments: dict[str, Any]) -> Any:
+        if not isinstance(arguments["self"], trainer):  # the one of a Ray worker, whose loss function has a trainer too
+            microbatches = list(arguments["train_data_iterator"])
+            arguments["train_data_iterator"] = iter(microbatches)
+            weigh(microbatches, arguments["self"].forward_step.__self__._dummy)
+        return stock()
+
+    trainer = grpo_trainer.MegatronGRPOTrainer
+    functions = [
+        Function(trainer, "_preprocess_inputs", ["samples"], with_ids),
+        Function(utils, "collate_to_grpo_micro_batch", ["samples"], collate, lambda name: name.startswith("swift.")),
+        Function(trainer, "_on_train_step_batch", ["encoded_batches"], step),
+        Function(trainer, "loss_func", ["output_tensor", "data"], _tapped),
+        Function(grpo_trainer, "compute_logps_and_entropy_from_logits", ["logits"], _tap_logits),
+    ]
+    if "swift.ray.megatron" in sys.modules:  # with --use_ray: one in the driver, one in the workers
+        from swift.megatron.trainers.rlhf_mixin import MegatronRLHFTrainer
+        from swift.ray.megatron.grpo_trainer import GRPOTrainer
+
+        functions.append(Function(GRPOTrainer, "expand_for_generation", ["prompt_batch"], with_ids))
+        functions.append(Function(MegatronRLHFTrainer, "train_step", ["train_data_iterator"], ray_step))
+    replaced = Replaced("ms-swift", _VERSIONS, functions)
+    beside = "a KL penalty is a token mean; ms-swift aggregates MoE and MTP losses"
+    never = "No policy loss had our weights. Train with MegatronGRPOTrainer; with --use_ray, use ms-swift 3602360a."
+    replaced.proof = prove("ms-swift", modes.policy, beside=beside, never=never)
+    return replaced
+
+
+def _prompt_tokens(sample: Any) -> str:
+    """The tokens of a sample before the first one to train on."""
+    ids, labels = sample.encoded["input_ids"], sample.encoded["labels"]
+    return str(ids[: next((i for i, label in enumerate(labels) if label != -100), len(ids))])
+
+
+def _misplaced(batches: Sequence[Any], group_size: int | None) -> str:
+    """As `misplaced_ids`."""
+    from megatron.core import mpu
+
+    columns = [(batch.prompts, batch.prompt_tokens) for batch in batches]
+    ids, prompts = ([*chain.from_iterable(column)] for column in zip(*columns, strict=True))
+    return misplaced_ids(ids, prompts, mpu.get_data_parallel_group(), group_size)
+
+
+def _tap_logits(stock: Any, arguments: dict[str, Any]) -> Any:
+    arguments["logits"] = tap_output(arguments["logits"])
+    return stock()
+
+
+_LOSS = LossPaths(
+    "output_tensor", "data.grpo_batch.advantages",
+    {
+        "data.grpo_batch.old_per_token_logps": "old", "data.grpo_batch.rollout_per_token_logps?": "old",
+        "data.per_token_entropy?": "none",  # the loss without the filters that drop tokens by ratio or entropy
+        "data.grpo_batch.ref_per_token_logps?": "none", "self._flush_log_completions?": "none",
+    },
+    silent=["self._metrics?"],
+    old=["data.grpo_batch.old_per_token_logps", "data.grpo_batch.rollout_per_token_logps?"],  # cispo and delta clamp
+)  # fmt: skip
+
+
+def _tapped(stock: Any, arguments: dict[str, Any]) -> Any:
+    """ms-swift's loss, measured."""
+    batch = arguments["data"]["grpo_batch"]
+
+    def measured() -> WeighedMicrobatch:
+        masks, width = list(batch.masks), arguments["output_tensor"].shape[1]
+        prompts = {} if isinstance(batch.prompts, str) else {"prompt_ids": batch.prompts}
+        layout = Gathered(range(0, len(masks) * width + 1, width))
+        samples = Samples(masks, layout=layout, labels={"microbatch": [batch.number] * len(masks)}, **prompts)
+        return WeighedMicrobatch(samples, *at_masked_tokens(torch.stack(masks), batch.factors, batch.plain))
+
+    return tap_policy(_LOSS, stock, arguments, measured) if hasattr(batch, "factors") else stock()
+
+
+def _mask(batch: Any, trainer: Any) -> Any:
+    """The mask of the tokens that Megatron-SWIFT trains on."""
+    dropped = batch.truncated_mask & trainer.args.overlong_filter
+    return (batch.completion_mask & ~dropped[:, None]).float()
+
+
+def _weigh(batches: Sequence[Any], trainer: Any, modes: LossModes) -> None:
+    from megatron.core import mpu
+
+    remedy = "Use --loss_type dapo (the clipped loss of grpo, bnpo and dr_grpo) or cispo"
+    wrong = [(trainer.loss_type not in ("dapo", "cispo"), f"--loss_type {trainer.loss_type}", remedy)]
+    row = StepRow(
+        "ms-swift", lambda _: wrong, list, lambda _, batch: list(_mask(batch, trainer)), lambda _, batch: batch.prompts
+    )
+    _, columns, tokens = weigh_advantages(row, modes, batches, dp_group=mpu.get_data_parallel_group())
+    ranks, num_microbatches = mpu.get_data_parallel_world_size(), len(batches)
+    scale = _scale(trainer, batches[0], ranks)
+    if scale == 0:
+        raise ValueError(
+            "a loss function that is 0 for a token to train on whose advantage is 1: weights that are multiplied into "
+            f"advantages would not reach the loss. Use the loss_func of ms-swift {_VERSIONS}."
+        )
+    if not any(math.isclose(scale, known, rel_tol=2.0**-6) for known in (1, num_microbatches)):
+        raise ValueError(
+            f"a loss function that multiplies the policy loss by {scale:.4g}: a KL penalty beside it keeps its weight "
+            f"if that is 1 or the number of micro-batches, {num_microbatches}. Use ms-swift {_VERSIONS}."
+        )
+    count = tokens * scale / num_microbatches
+    if 0 < count < ranks:
+        raise ValueError(
+            f"{tokens:g} tokens in a step of {num_microbatches} micro-batches on {ranks} ranks: Megatron-SWIFT divides "
+            "each micro-batch by at least one token per rank. Use fewer ranks or micro-batches."
+        )
+    for number, (batch, ours) in enumerate(zip(batches, columns, strict=True)):
+        batch.advantages, batch.factors, batch.plain = (ours[name] for name in ("advantages", FACTORS, PLAIN))
+        batch.number, batch.masks = number, ours[MASKS]
+        batch.num_items_in_batch = batch.advantages.new_tensor(count)
+
+
+def _scale(trainer: Any, batch: Any, ranks: int) -> float:
+    """The factor of ms-swift's loss function besides 1 / count, measured on one token of known loss with count 1."""
+    trial = copy.copy(batch)
+    token = batch.advantages.new_ones(1, 1)
+    vars(trial).update(
+        completion_mask=token.bool(), truncated_mask=token[0] == 0, seq_lengths=token[0].long(), advantages=token,
+        old_per_token_logps=11 * token, ref_per_token_logps=None, rollout_per_token_logps=None,
+        num_items_in_batch=torch.tensor(float(ranks)),
+    )  # fmt: skip
+    with torch.no_grad(), swapped({"self": trainer}, {"self._flush_log_completions?": None}, ["self._metrics?"]):
+        loss, _ = trainer.loss_func(token, data={"grpo_batch": trial})
+    return -float(loss) / math.exp(-10)  # of a log-prob of 1 where the old one was 11: nothing is clipped

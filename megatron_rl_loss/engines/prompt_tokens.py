@@ -1,0 +1,55 @@
+"""Prompt ids that an engine was given, against the tokens of the prompts."""
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from hashlib import blake2b
+
+import numpy as np
+
+from megatron_rl_loss.core.aggregation import LossModes
+from megatron_rl_loss.core.collectives import Group, gather_objects, several
+from megatron_rl_loss.core.samples import Samples
+
+
+def is_by_prompt(modes: LossModes) -> bool:
+    """True if a mode needs prompt ids."""
+    return "prompt" in modes.rehearse(Samples([np.ones(1)], prompt_ids=["0"]))
+
+
+def misplaced_ids(
+    prompt_ids: Sequence[str], prompts: Sequence[str], dp_group: Group | None, group_size: int | None = None
+) -> str:
+    """The reason why ids may not be those of the rows' prompts, else empty; all ranks of the group call it.
+
+    An id of several prompts, of which one has another id too, is what ids moved by a row look like. Neither alone is a
+    sign: turns of one rollout have prompts of their own, and a prompt may come twice with two ids. But a prompt that
+    comes twice has more rows than one group: fewer rows with several ids are a group whose ids differ.
+
+    Args:
+        prompt_ids: of this rank's rows.
+        prompts: text for the tokens of each row's prompt.
+        group_size: rows that are generated for each prompt, if known.
+    """
+    digests = [blake2b(text.encode(), digest_size=16).hexdigest() for text in prompts]
+    num_rows = Counter(zip(prompt_ids, digests, strict=True))
+    for group in several(dp_group):
+        num_rows = sum(gather_objects(num_rows, group), Counter[tuple[str, str]]())
+    ids_of, prompts_of = defaultdict[str, set[str]](set), defaultdict[str, set[str]](set)
+    of_prompt = Counter[str]()
+    for (prompt_id, prompt), count in num_rows.items():
+        ids_of[prompt].add(prompt_id)
+        prompts_of[prompt_id].add(prompt)
+        of_prompt[prompt] += count
+    for prompt_id, held in sorted(prompts_of.items()):
+        if len(held) > 1 and any(len(ids_of[prompt]) > 1 for prompt in held):
+            return (
+                f"the prompt id {prompt_id!r} stands at rows with different prompt tokens, and rows with the tokens of "
+                "one of them have another id: ids stand at other rows, or a prompt came several times."
+            )
+    for prompt, ids in sorted(ids_of.items()):
+        if group_size is not None and len(ids) > 1 and of_prompt[prompt] <= group_size:
+            return (
+                f"{of_prompt[prompt]} rows with the same prompt tokens have {len(ids)} prompt ids where {group_size} "
+                "are generated for each prompt: ids differ within a group."
+            )
+    return ""

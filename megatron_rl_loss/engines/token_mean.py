@@ -1,0 +1,137 @@
+"""AReaL, ROLL and RLinf, which train on the token mean of an optimizer step: any mode, by a worker of your own.
+
+    from areal.engine import MegatronPPOActor  # or FSDPPPOActor
+    from megatron_rl_loss.engines.token_mean import aggregate
+
+    class Actor(MegatronPPOActor):  # in a module that AReaL's workers can import
+        pass
+
+    aggregate(Actor, "prompt_mean")
+
+Each token's advantage is multiplied by its weight in the mode * T during the engine's step method, where T is the
+engine's divisor. Losses must be proportional to the advantage; other terms stay token means. Imports no engine.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from megatron_rl_loss.core.aggregation import LossModes
+from megatron_rl_loss.core.modes import Mode, ModeFunction
+from megatron_rl_loss.engines.columns import GROUPS, Batch, weigh_advantages
+from megatron_rl_loss.engines.places import swapped
+from megatron_rl_loss.engines.policy_tap import tap_policy
+from megatron_rl_loss.engines.prompt_tokens import is_by_prompt, misplaced_ids
+from megatron_rl_loss.engines.proving import prove
+from megatron_rl_loss.engines.replacing import Function, Replaced
+from megatron_rl_loss.engines.token_mean_engines import ENGINES, StepArguments
+from megatron_rl_loss.proof.promises import Promises
+
+__all__ = ["aggregate"]
+
+
+def aggregate(
+    owner: Any, mode: str | Mode | ModeFunction, *, group_size: int | None = None, **settings: Any
+) -> Replaced:
+    """Make workers of that class train on the mode.
+
+    Args:
+        owner: AReaL: a subclass of ``MegatronPPOActor`` or ``FSDPPPOActor``, or, without a controller, that class.
+            ROLL: ``MegatronTrainStrategy``. RLinf: a subclass of ``MegatronActor``.
+        group_size: rows generated for each prompt, which the proof compares; default: the engine's setting, if known.
+        mode, settings: the mode, its `divisor` and `units`, as in `make_pg_loss_reducer`.
+
+    Raises:
+        ValueError, TypeError: a class that has an aggregation, or of another engine; unusable settings.
+        BadBatchError: on every rank, in a step: settings of the engine that break the token mean; a mode by prompt
+            where prompts are unknown; weights that differ within a sample for losses of sequences; a first step in
+            which a token has a weight that the mode does not ask for.
+    """
+    modes = LossModes.resolve(mode, **settings)
+    packages = [base.__module__.partition(".")[0] for base in owner.__mro__]
+    engine = next((ENGINES[package] for package in packages if package in ENGINES), None)
+    if engine is None:
+        raise ValueError(f"{owner!r}: it must be a class of {', '.join(ENGINES)}. Pass one, or a subclass.")
+
+    def step(stock: Callable[[], Any], arguments: dict[str, Any]) -> Any:
+        if not engine.trains(arguments["self"]):
+            return stock()
+        group, even, proof = engine.group(arguments), engine.of_samples(arguments), replaced.proof
+        tokens = None if engine.tokens is None else partial(engine.tokens, arguments)
+        batches, columns, _ = weigh_advantages(engine, modes, arguments, dp_group=group, even=even, tokens=tokens)
+        why = ""
+        if proof is not None and not proof.is_over:
+            is_sure = group_size is not None and engine.name == "AReaL"  # others take equal tokens
+            size = group_size or engine.group_size(arguments["self"])
+            proof.promises = Promises(size, is_group_size_sure=is_sure)
+            why = engine.unproved(arguments) or misplaced(arguments, batches, group)
+        if why:
+            proof.give_up(why)
+        proves = proof is not None and not proof.is_over
+        with ExitStack() as stack:
+            for batch, ours in zip(batches, columns, strict=True):
+                stack.enter_context(_instead(batch, ours if proves else {"advantages": ours["advantages"]}))
+                if not proves:
+                    batch.pop(GROUPS, None)
+            if proves or engine.mends:
+                stack.enter_context(engine.put(arguments, partial(tapped, arguments)))
+            result = running(stock, arguments)
+        if proves and not (proof.outcome or proof.is_over):
+            proof.give_up("no schedule of Megatron ran in the step.")
+        return result
+
+    def misplaced(arguments: StepArguments, batches: Sequence[Batch], group: Any) -> str:
+        """As `misplaced_ids`, in a mode by prompt, for an engine that is handed ids beside tokens."""
+        if engine.prompt_tokens is None or not is_by_prompt(modes):
+            return ""
+        ids = [str(prompt_id) for batch in batches for prompt_id in engine.prompts(arguments, batch)]
+        prompts = [prompt for batch in batches for prompt in engine.prompt_tokens(batch)]
+        return misplaced_ids(ids, prompts, group, replaced.proof.promises.group_size)
+
+    def tapped(arguments: StepArguments, stock: Callable[[], Any], of_loss: dict[str, Any]) -> Any:
+        return tap_policy(engine.loss, stock, of_loss, lambda: engine.measured(arguments, of_loss))
+
+    def running(stock: Callable[[], Any], arguments: StepArguments) -> Any:
+        with swapped(vars(replaced), {"now": arguments["self"]}):
+            return stock()
+
+    further = [Function(owner, *function) for function in engine.further]
+    further += [Function(owner, engine.runs, [], running)] * hasattr(owner, engine.runs or "-")
+    replaced = Replaced(engine.name, engine.versions, [Function(owner, *engine.step, step), *further])
+    where = f"{owner.__name__}.{engine.step[0]}"
+    never = f"{where} called no policy loss, or was not called. Use {engine.name} {engine.versions}."
+    beside = f"other terms keep {engine.name}'s token mean"
+
+    def is_ours() -> bool:
+        return replaced.now is not None and engine.trains(replaced.now)
+
+    replaced.proof = prove(engine.name, modes.policy, beside=beside, never=never, is_ours=is_ours)
+    if hasattr(owner, "as_controller") and owner.__module__.partition(".")[0] in (*ENGINES, "__main__"):
+        owner.as_controller = _refuse_controller
+    return replaced
+
+
+@contextmanager
+def _instead(batch: Batch, columns: Mapping[str, Tensor]) -> Iterator[None]:
+    """Those columns in the batch inside a ``with``; a path "advantages" of a batch is its key."""
+    before = {name: batch[name] for name in columns if name in batch.keys()}  # noqa: SIM118  a TensorDict has no `in`
+    try:
+        for name, column in columns.items():
+            batch[name] = column
+        yield
+    finally:
+        for name in columns:
+            if name in before:
+                batch[name] = before[name]
+            else:
+                del batch[name]
+
+
+def _refuse_controller(*_: Any, **__: Any) -> Any:
+    raise ValueError(
+        "a controller of a class of AReaL's own or of a main script: workers import that class anew, without the "
+        "aggregation. Put a subclass, and its aggregate(...) call, into a module that workers can import."
+    )

@@ -1,0 +1,461 @@
+"""SkyRL's own worker, loss, packing, scaling and metrics with our policy loss, from a checkout: SKYRL_PATH=~/SkyRL.
+
+Real: `convert_prompts_responses_to_batch_tensors`, `MegatronPolicyWorkerBase.forward_backward` with both of its cuts
+into micro-batches, `MegatronModelWrapper` with its packed rows, context-parallel log-probs and entropy, KL penalty,
+MTP loss and deferred `finalize_model_grads`; its reductions of metrics; its trainer's `_normalize_advantages`, with the
+recipe's around it; Megatron's schedule and DDP. The model is a
+table of logits, with a second one as draft head. Replaced: Ray, by pickling the loss; the model's forward on packed
+rows; the MTP block, which captures hidden states of a GPT; the strategy, whose imports fail
+(`megatron.core.dist_checkpointing.strategies.base`), but not its `all_reduce`.
+"""
+
+import contextlib
+import dataclasses
+import os
+import pickle
+import runpy
+import sys
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import bigram_step
+import oracle
+import pytest
+import torch
+from bigram_step import (
+    BETA,
+    CLIP_HIGH,
+    CLIP_LOW,
+    LENGTH,
+    MASKED_ROWS,
+    PROMPTS,
+    ROWS,
+    TOLERANCE,
+    VOCABULARY,
+    assert_exact,
+    assert_proof_changes_nothing,
+    compare,
+    expected,
+    k3,
+    make_batch,
+    make_table,
+)
+from checkouts import SKYRL, Settings, checkout, load, record_errors
+from plants import Plant, assert_stops, planted, record_plant
+from ranks import RankError, run_ranks
+from repository import EXAMPLES
+from table_step import relative_error, start, table_model
+from torch import Tensor
+
+PROMPT, ENTROPY, MTP = 3, 0.02, 0.4  # length of prompts, coefficients
+LAST_STEPS = [1, 0, 0, 1, 0, 1, 1, 0, 1, 1, 0, 1]  # of a trajectory, within a prompt
+TEACHERS = 2  # depths of the draft head
+MODES: dict[str, dict[str, Any]] = {
+    "token_mean": {},
+    "sample_mean": {"units": "active", "kl": "token_mean"},
+    "prompt_mean": {"entropy": "token_mean", "mtp": "sample_mean"},
+    "constant": {"divisor": 40.0, "kl": "sample_mean", "entropy": "prompt_mean", "mtp": "prompt_mean"},
+    "token_sum": {"divisor": 25.0},
+}
+
+pytestmark = pytest.mark.slow
+
+
+def draft(table: Tensor, ids: Tensor) -> list[Tensor]:
+    return [table[ids], 0.5 * table[ids]]
+
+
+def expected_draft(mode: str, settings: dict[str, Any]) -> tuple[float, Tensor]:
+    """Value and gradient of the draft head's loss, a mean over its depths."""
+    batch, policy = make_batch(), make_table().double()
+    table = policy.flip(0).requires_grad_()
+    own = {name: settings[name] for name in ("divisor", "units") if name in settings and "mtp" not in settings}
+    losses = []
+    for depth, students in enumerate(draft(table, batch["input_ids"])):
+        samples = []
+        for row, (ids, length) in enumerate(zip(batch["input_ids"], batch["input_lengths"].tolist(), strict=True)):
+            teacher = policy[ids[depth + 1 : length]].softmax(-1)
+            losses_of_row = -(teacher * students[row, : length - depth - 1].log_softmax(-1)).sum(-1)
+            samples.append(oracle.Sample(losses_of_row, torch.ones(len(losses_of_row)), None, PROMPTS[row]))
+        losses.append(oracle.step_loss(settings.get("mtp", mode), samples, own.get("divisor"), own.get("units", "all")))
+    loss = MTP * torch.stack(losses).mean()
+    (gradient,) = torch.autograd.grad(loss, table)
+    return float(loss.detach()), gradient
+
+
+def data_of(rank_rows: slice, normalize: Any, convert: Any, split: bool = False) -> dict[str, Tensor]:
+    """A rank's rows, as SkyRL lays them out; advantages as its trainer normalises them.
+
+    `split`: the rows of a group have different prompts.
+    """
+    batch = make_batch()
+    if split:
+        batch["input_ids"][:, 1] = torch.arange(ROWS) % VOCABULARY
+    masks, lengths = batch["token_mask"] * batch["sample_mask"][:, None], batch["input_lengths"].tolist()
+
+    def responses(values: Tensor) -> list[Any]:
+        return [row[PROMPT:length].tolist() for row, length in zip(values, lengths, strict=True)]
+
+    def laid_out(name: str) -> Any:
+        values = responses(batch[name])
+        return convert(0, batch["input_ids"][:, :PROMPT].tolist(), responses(batch["input_ids"]), values,
+                       responses(masks), values)  # fmt: skip
+
+    sequences, attention, response, advantages, mask, *_ = laid_out("advantages")
+    whole = {
+        "sequences": sequences,
+        "attention_mask": attention,
+        "action_log_probs": laid_out("prev_logprobs")[5],
+        "base_action_log_probs": laid_out("reference_policy_logprobs")[5],
+        "rollout_logprobs": laid_out("generation_logprobs")[5],
+        "advantages": normalize(advantages, mask),
+        "loss_mask": mask,
+        "response_mask": response,
+    }
+    return {name: values[rank_rows].clone() for name, values in whole.items()}
+
+
+def config(case: dict[str, Any]) -> Any:
+    terms, times = case.get("terms", ("kl", "entropy")), case.get("times", 1)
+    algorithm = Settings(
+        policy_loss_type="regular" if case.get("unset") else case.get("stock", "mine"),
+        loss_reduction=case.get("reduction", "token_mean"),
+        eps_clip_low=CLIP_LOW, eps_clip_high=CLIP_HIGH, off_policy_correction=Settings(**case.get("off", {})),
+        use_kl_loss=True, kl_loss_coef=BETA * times * ("kl" in terms), kl_estimator_type="k3", temperature=1.0,
+        use_entropy_loss=True, entropy_loss_coef=ENTROPY * times * ("entropy" in terms),
+    )  # fmt: skip
+    mtp = Settings(mtp_loss_weight=MTP, mtp_loss_chunk_size=case.get("chunk"), mtp_loss_topk=case.get("topk"))
+    return Settings(
+        algorithm=algorithm, policy=Settings(megatron_config=mtp, sequence_parallel_size=1),
+        remove_microbatch_padding=case.get("packed", True), max_tokens_per_microbatch=case.get("tokens", 0),
+        vocab_entropy_chunk_memory_mb=512, micro_train_batch_size_per_gpu=case.get("rows", 4),
+    )  # fmt: skip
+
+
+def train(root: str, cp: int, cases: list[dict[str, Any]], copied: bool = False) -> list[dict[str, Any]]:
+    """On a rank: the errors of each case, and SkyRL's metrics; `copied`: with a loss function that copies its mask."""
+    state = start(cp=cp, pp=bigram_step.STAGES)
+    names = ("workers.megatron.megatron_worker", "utils.ppo_utils", "training_batch", "distributed.strategy")
+    below = [f"skyrl.backends.skyrl_train.{name}" for name in names]
+    workers, ppo_utils, batches, strategies, preprocess = load(SKYRL, root, *below, "skyrl.train.dataset.preprocess")
+
+    if copied:
+        wrapper = sys.modules[workers.MegatronModelWrapper.__module__]
+        source, mask = Path(str(wrapper.__file__)).read_text(), 'loss_mask = data["loss_mask"]'
+        assert source.count(mask) == 1
+        exec(source.replace(mask, mask + ".clone()"), vars(wrapper))
+        workers.MegatronModelWrapper = wrapper.MegatronModelWrapper
+
+    from megatron.core.distributed import finalize_model_grads
+
+    from megatron_rl_loss.core import aggregation
+    from megatron_rl_loss.engines import replacing, skyrl
+
+    seen: list[Any] = []
+
+    @contextlib.contextmanager
+    def capture(model: Any, enabled: bool) -> Any:
+        yield SimpleNamespace(compute_student_hidden_states=lambda: seen[-1], model=model) if enabled else None
+
+    def tables(model: Any) -> Tensor:
+        both: Tensor = model.module.losses
+        return both.view(2, VOCABULARY, -1)
+
+    def forward(table: Tensor, ids: Tensor) -> Tensor:
+        if not state.is_pipeline_first_stage():  # SkyRL hands a later stage other ids: it adds 0, with a gradient
+            added = table.view(2, VOCABULARY, -1)[0].sum(0)
+            return added - added.detach()
+        table = table * bigram_step.STAGES  # of which the first one has a part
+        seen.append(ids % VOCABULARY)  # the ids of a micro-batch of padding are drawn from 100
+        return table.view(2, VOCABULARY, -1)[0][seen[-1]]
+
+    workers.MegatronModelWrapper.forward_backward_mini_batch.__globals__.update(
+        maybe_capture_mtp_hidden=capture,
+        project_mtp_hidden_to_logits=lambda ids, model: draft(tables(model)[1], ids),
+        finalize_model_grads_with_expert_adapter_sync=finalize_model_grads,  # 0.4.0 has it of Megatron-Bridge
+        _copy_tensor_dict_to_device=lambda batch, device: batch,
+    )
+    rows = slice(state.get_data_parallel_rank(), None, state.get_data_parallel_world_size())
+    both, results = torch.stack([make_table(), make_table().flip(0)]), []
+    for case in cases:
+        cfg, settings = config(case), case["settings"]
+        weighed, os.environ["MEGATRON_RL_LOSS_PROOF"] = case.get("weighed", 1), case.get("proof", "error")
+        vars(skyrl)["weigh"] = lambda *arguments, weighed=weighed: weighed * aggregation.weigh(*arguments)
+        if case.get("stock"):
+            loss = ppo_utils.PolicyLossRegistry.get(case["stock"])
+        else:
+            loss = skyrl.AggregatedPolicyLoss("regular", case["mode"], **settings)
+            loss._loss = ppo_utils.ppo_policy_loss  # cloudpickle, which SkyRL has, pickles a decorated function too
+            loss = pickle.loads(pickle.dumps(loss))
+            if case.get("unset"):
+                loss = ppo_utils.ppo_policy_loss
+        of_model: Any = {"stages": bigram_step.STAGES, "frozen": bigram_step.FROZEN}
+        model, kept = table_model(both.flatten().tolist(), forward=forward, **of_model), list[Tensor]()
+        has_draft = cp == bigram_step.STAGES == 1 and not bigram_step.FROZEN
+        model.config.mtp_num_layers = TEACHERS if has_draft else None
+        strategy: Any = SimpleNamespace()
+        strategy.all_reduce = partial(strategies.DistributedStrategy.all_reduce, strategy)
+        strategy.optimizer_step = lambda *_, model=model, kept=kept, **__: kept.append(
+            model.module.losses.main_grad.view(2, VOCABULARY, -1).clone()
+        )
+        worker: Any = object.__new__(workers.MegatronPolicyWorkerBase)
+        vars(worker).update(
+            cfg=cfg, actor_module=[model], model=workers.MegatronModelWrapper(cfg, [model], policy_loss_fn=loss),
+            enable_router_replay=False, enable_sample_support_replay=False, empty_cuda_cache=False,
+            strategy=strategy, scheduler=None, optimizer=SimpleNamespace(param_groups=[{"lr": 0.0}]),
+        )  # fmt: skip
+        normalize = partial(
+            ppo_utils.apply_loss_reduction_to_advantages_minibatch, micro_batch_size=2, max_seq_len=LENGTH,
+            loss_reduction=case.get("own", "token_mean") if case.get("stock") else "token_mean",
+            prompt_boundaries=list(pairwise([*sorted(map(PROMPTS.index, set(PROMPTS))), ROWS])),
+        )  # fmt: skip
+        if "recipe" in case:
+            normalize = partial(by_trainer, root, case["recipe"], batches.TrainingInputBatch)
+        convert = preprocess.convert_prompts_responses_to_batch_tensors
+        data = batches.TrainingInputBatch(data_of(rows, normalize, convert, case.get("split", False)))
+        data.metadata = {"response_length": data["response_mask"].shape[1]}
+        for by_name in case.get("by_name", [None]):
+            for _ in range(case.get("calls", 1)):
+                metrics = worker.forward_backward(data, loss_fn=by_name).metrics
+            worker.optim_step()
+        of_policy, of_draft = kept[-1] / bigram_step.STAGES
+        times, entropy = cfg.algorithm.kl_loss_coef / BETA, cfg.algorithm.entropy_loss_coef
+        of_kl = lambda *arguments, times=times: times * k3(*arguments)  # noqa: E731
+        right = case.get("weights")
+        value, by_entry, scale = expected(case["mode"], settings, kl=of_kl, entropy=entropy, weights=right)
+        errors = {"gradient": relative_error(of_policy, by_entry) if state.is_pipeline_first_stage() else 0.0}
+        if has_draft:
+            draft_loss, by_draft = expected_draft(case["mode"], settings)
+            errors["mtp"] = relative_error(of_draft, by_draft)
+            errors["mtp value"] = abs(metrics["mtp_loss"] * MTP - draft_loss) / draft_loss
+            value, scale = value + draft_loss, scale + draft_loss
+        errors["value"] = abs(metrics["final_loss"] - value) / scale
+        if not case.get("stock"):
+            replaced = replacing.installed("SkyRL")
+            assert replaced.proof.outcome == ("" if {"proof", "unset"} & case.keys() else case.get("outcome", "proved"))
+            replaced.undo()
+        results.append(
+            {"errors": errors, "metrics": metrics, "bits": torch.stack([of_policy, of_draft]).numpy().tobytes()}
+        )
+    return results
+
+
+def by_trainer(root: str, mode: str, batch: Any, advantages: Tensor, mask: Tensor) -> Tensor:
+    """The advantages of all rows, as the recipe's trainer weighs them around SkyRL's own division by tokens."""
+    below = [f"skyrl.train.{name}" for name in ("config", "entrypoints", "evaluate", "generators", "utils")]
+    below += [f"skyrl.backends.skyrl_train.{name}" for name in ("distributed.dispatch", "workers.worker_dispatch")]
+    load(dataclasses.replace(SKYRL, passed_by=(), stand_ins=("tqdm", *below, "skyrl.train.dataset.dataset")), root)
+    sys.modules["skyrl.train.dataset"].PromptDataset = object  # type: ignore[attr-defined]
+    recipe = runpy.run_path(str(EXAMPLES / "recipes" / "skyrl_rows.py"))
+    recipe["Trainer"]._normalize_advantages.__globals__["MODE"] = mode
+    trainer, (own,) = object.__new__(recipe["Trainer"]), recipe["Trainer"].__bases__
+    own.compute_advantages_and_returns = lambda self, data: data  # advantages are given here
+    trainer.cfg = Settings(trainer=Settings(algorithm=Settings(loss_reduction="token_mean")))
+    data = batch({"advantages": advantages, "response_mask": (mask >= 0).long(), "loss_mask": mask})
+    data.metadata = {"uids": [str(prompt) for prompt in PROMPTS], "is_last_step": LAST_STEPS}
+    weighed: Tensor = trainer._normalize_advantages(trainer.compute_advantages_and_returns(data), [(0, ROWS)])[
+        "advantages"
+    ]
+    return weighed
+
+
+SIZES: list[dict[str, Any]] = [{"rows": 4}, {"tokens": 24}]  # two equal and unequal micro-batches, and as many as fit
+CASES = [{"mode": mode, "settings": settings, **sizes} for mode, settings in MODES.items() for sizes in SIZES]
+
+
+def test_every_term_is_exact(record_property: Any) -> None:
+    """Each mode at CP 1 cuts the draft head's logits in another way."""
+    ways: list[dict[str, Any]] = [{}, {"packed": False}, {"chunk": 4}, {"topk": VOCABULARY, "packed": False}]
+    cases = [case | ways[i % 4] for i, case in enumerate(CASES * 2)]
+    assert_exact(record_property, train, SKYRL, cases, worlds=[(1, 1), (2, 1)])
+    assert_exact(record_property, train, SKYRL, CASES, worlds=[(4, 2)])
+
+
+def test_rows_of_sessions_by_the_recipe(record_property: Any) -> None:
+    """Sessions of one to three rows of other lengths, dealt to both DP ranks and cut into micro-batches.
+
+    By prompt the recipe's is SkyRL's own `prompt_mean`.
+    """
+    batch, session = make_batch(), 0
+    masks = list(batch["token_mask"][:, 1:] * batch["sample_mask"][:, None])
+    sessions = [session := session + before for before in (0, *LAST_STEPS[:-1])]
+    of_prompts = [oracle.Sample(mask, mask, None, prompt) for mask, prompt in zip(masks, PROMPTS, strict=True)]
+    weights = {
+        "session_mean": oracle.weights_by_ids("session_mean", masks, sessions, [], "all"),
+        "prompt_mean": oracle.step_weights("prompt_mean", of_prompts),
+    }
+    case: dict[str, Any] = {"stock": "regular", "mode": "token_mean", "settings": {"kl": "sample_mean"}, "terms": []}
+    cases = [case | sizes | {"recipe": mode, "weights": weights[mode]} for mode in weights for sizes in SIZES]
+    wrong = [case | {"recipe": "prompt_mean", "weights": weights["session_mean"]}]
+    for *results, control in run_ranks(4, train, checkout(SKYRL), 2, cases + wrong):
+        worst = max(outcome["errors"]["gradient"] for outcome in results)
+        assert worst < TOLERANCE < 1e-2 < control["errors"]["gradient"], results
+        record_errors(record_property, SKYRL, "rows of sessions, by weights", ours=worst)
+
+
+def test_theirs_are_means_of_means(record_property: Any) -> None:
+    """SkyRL's policy loss is exact; its other terms are not, in their own counting of rows or of tokens."""
+    stock: dict[str, Any] = {"stock": "regular", "mode": "token_mean", "settings": {"kl": "sample_mean"}, "times": 1e4}
+    terms = ("policy loss", ""), ("KL penalty", "kl"), ("entropy bonus", "entropy")
+    cases = [stock | sizes | {"setting": name, "terms": [term]} for name, term in terms for sizes in SIZES]
+    modes = {"sequence_mean": "sample_mean", "seq_mean_token_sum_norm": "constant", "prompt_mean": "prompt_mean"}
+    for own, mode in (modes | {"token_mean_legacy": "token_mean"}).items():
+        settings = {"kl": "sample_mean"} | ({"divisor": LENGTH} if mode == "constant" else {})
+        setting = "policy loss, `token_mean_legacy`" if own.endswith("legacy") else "policy loss"
+        cases.append(stock | {"setting": setting, "terms": [], "own": own, "mode": mode, "settings": settings})
+    pairs = compare(record_property, train, SKYRL, cases, world=(2, 1))
+    exact = [own["errors"]["gradient"] < TOLERANCE for own, _ in pairs]
+    assert exact == [True] * 2 + [False] * 4 + [True] * 3 + [False]
+    for own, ours in ((outcome["errors"]["mtp"] for outcome in pair) for pair in pairs[:2]):
+        assert ours < TOLERANCE < 1e-2 < own
+        record_errors(record_property, SKYRL, "MTP loss", own, ours)
+
+
+def test_a_copied_mask_changes_nothing() -> None:
+    cases = [
+        {"mode": "prompt_mean", "settings": MODES["prompt_mean"], "rows": 4, "packed": packed} for packed in (1, 0)
+    ]
+    for results in run_ranks(2, train, checkout(SKYRL), 1, cases, True)[0]:
+        assert max(results["errors"].values()) < TOLERANCE, results
+
+
+def test_reported_terms_are_those_of_one_micro_batch(record_property: Any) -> None:
+    """SkyRL's own means of micro-batches' means of ranks' are not."""
+    case: dict[str, Any] = {"mode": "token_mean", "settings": {"kl": "sample_mean"}}
+    stock, root = case | {"stock": "regular"}, checkout(SKYRL)
+    ((whole,),) = run_ranks(1, train, root, 1, [stock | {"rows": ROWS}])
+    *ours, theirs = run_ranks(2, train, root, 1, [*(case | sizes for sizes in SIZES), stock])[0]
+    terms = {name: whole["metrics"][name] for name in ("policy_kl", "policy_entropy", "final_loss", "mtp_loss")}
+    for results in ours:
+        assert {name: results["metrics"][name] for name in terms} == pytest.approx(terms, rel=1e-5, abs=1e-7)
+    by_case = [
+        [abs(outcome["metrics"][name] / value - 1) for name, value in terms.items()] for outcome in (theirs, *ours)
+    ]
+    assert min(by_case[0]) > 1e-3
+    record_errors(record_property, SKYRL, "reported terms", *map(max, by_case[:2]))
+
+
+@pytest.mark.parametrize(
+    ("changed", "error"),
+    [
+        ({"reduction": "sequence_mean"}, "loss_reduction=sequence_mean with a loss aggregation"),
+        ({"calls": 2}, "gradients of another call.*call optim_step after each"),
+    ],
+)
+def test_refused_on_all_ranks(changed: dict[str, Any], error: str) -> None:
+    with pytest.raises(RankError, match=error) as caught:
+        run_ranks(2, train, checkout(SKYRL), 1, [{"mode": "token_mean", "settings": {}} | changed])
+    assert set(caught.value.errors) == {0, 1}
+
+
+def test_the_proof_changes_nothing() -> None:
+    case = {"mode": "prompt_mean", "settings": MODES["prompt_mean"], "tokens": 24}
+    for world in ((2, 1), (4, 2)):
+        assert_proof_changes_nothing(train, SKYRL, [case, *[case | {"packed": False}] * (world[1] == 1)], world)
+
+
+def test_a_call_that_names_another_loss_is_not_stopped() -> None:
+    """It is not the step that is proved, either: the next one is, if it trains with our loss."""
+    case = {"mode": "token_mean", "settings": {"kl": "sample_mean"}, "rows": ROWS}
+    cases = [case | {"unset": True, "by_name": ["regular"]}, case | {"by_name": ["importance_sampling", None]}]
+    run_ranks(1, train, checkout(SKYRL), 1, cases)
+
+
+def test_other_groups_than_are_generated_are_not_proved() -> None:
+    """A prompt of the batch has four rows; or each row has a prompt of its own."""
+    case: dict[str, Any] = {"mode": "prompt_mean", "rows": ROWS}
+    cases = [
+        case | {"settings": {"group_size": 4}},
+        case | {"settings": {"group_size": 3}, "outcome": "unknown"},
+        case | {"settings": {"group_size": 4}, "split": True, "outcome": "unknown"},
+    ]
+    run_ranks(2, train, checkout(SKYRL), 1, cases)
+
+
+WRAPPER = "skyrl/backends/skyrl_train/workers/megatron/megatron_model_wrapper.py"
+LOSSES, MODEL = (f"skyrl/backends/skyrl_train/{name}_utils.py" for name in ("utils/ppo", "distributed/megatron/model"))
+KL_MEAN = "masked_mean(kl_loss, loss_mask, dim=-1).mean()"
+LOSS_AGAIN = """config=loss_config)
+            policy_loss = policy_loss + current_loss_fn(
+                action_log_probs, old_action_log_probs, advantages, config=loss_config, loss_mask=loss_mask,
+                rollout_logprobs=rollout_action_logprobs)[0]
+            #"""
+PLANTS = [
+    Plant("scaling doubled", {WRAPPER: ("_correction_factor = num", "_correction_factor = 2 * num")}),
+    Plant(
+        "KL mean inlined",
+        {WRAPPER: (KL_MEAN, "((kl_loss * loss_mask).sum(-1) / loss_mask.sum(-1).clamp(min=1)).mean()")},
+        "The kl term went through a reducer of this library in no",
+    ),
+    Plant(
+        "KL mean taken twice",
+        {WRAPPER: (KL_MEAN, f"{KL_MEAN} + {KL_MEAN}")},
+        "The kl term went through a reducer of this library several times",
+    ),
+    Plant(
+        "entropy by another function",
+        {WRAPPER: ("vocab_parallel_entropy_packed_sequences", "vocab_parallel_entropy_of_packed_sequences"),
+         MODEL: ("def vocab_parallel_entropy_packed_sequences", "def vocab_parallel_entropy_of_packed_sequences")},
+        "SkyRL with no .*vocab_parallel_entropy_packed_sequences",
+    ),
+    Plant(
+        "padding counted in KL, entropy and MTP",
+        {WRAPPER: ("= num_microbatches / max(1, num_real_microbatches)", "= 1.0")},
+        "on (kl|entropy|mtp 0): tokens weigh",
+        {"tokens": 24}, (2, 1),
+    ),
+    Plant(
+        "MTP losses doubled",
+        {WRAPPER: ("per_layer_losses).mean()", "per_layer_losses).mean() * 2")},
+        "on mtp 0: tokens weigh",
+    ),
+    Plant(
+        "entropy bonus left out",
+        {WRAPPER: ("(kl_loss_term - entropy_loss_term)", "kl_loss_term")},
+        "The entropy term has a coefficient, -0.02, and no gradient reaches it",
+    ),
+    Plant(
+        "last tokens masked in every function",
+        {WRAPPER: ('= data["loss_mask"]', '= data["loss_mask"] * (data["loss_mask"].flip(1).cumsum(1).flip(1) > 1)')},
+        case={"mode": "constant", "settings": {"divisor": 40.0}, "terms": []},
+    ),
+    Plant("another loss than was registered", {}, "SkyRL trained with another loss", {"unset": True}),
+    Plant("mask moved", {WRAPPER: ('= data["loss_mask"]', '= data["loss_mask"].roll(1, 1)')}),
+    Plant(
+        "loss not linear in advantages",
+        {LOSSES: ("surr1 = ratio * adv", "advantages = advantages.sign(); surr1 = ratio * adv")},
+    ),
+    Plant(
+        "tokens of one row in SkyRL's mean",
+        {LOSSES: ("advantages / loss_mask.sum()", "advantages / loss_mask.sum(-1, keepdim=True)")},
+        "SkyRL's token_mean turns advantages of 1 over 5 tokens",
+    ),
+    Plant(
+        "backward of the gather doubled",
+        {MODEL: ("return grad_input, None", "return 2 * grad_input, None")},
+        "arrive 2 times at the model's output", world=(2, 2),
+    ),
+    Plant("own weights times 1.25", {}, "tokens weigh 1.25 times", {"weighed": 1.25}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.fault)
+def test_a_fault_stops(record_property: Any, tmp_path: Path, plant: Plant) -> None:
+    assert_stops(record_property, SKYRL, train, plant, tmp_path)
+
+
+def test_a_rank_without_a_token_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(MASKED_ROWS, " ".join(map(str, range(1, ROWS, 2))))
+    cases: list[Any] = [{"mode": mode, "settings": {}} for mode in ("prompt_mean", "sample_mean")]
+    for results in run_ranks(4, train, checkout(SKYRL), 2, cases):
+        assert max(outcome["errors"]["gradient"] for outcome in results) < TOLERANCE
+
+
+def test_gradients_finalised_by_another_name_are_not_proved(record_property: Any, tmp_path: Path) -> None:
+    worker = "skyrl/backends/skyrl_train/workers/megatron/megatron_worker.py"
+    root = planted(SKYRL, tmp_path, dict.fromkeys((WRAPPER, worker), ("run_pending_grad_sync", "sync_grads")))
+    run_ranks(2, train, root, 1, [{"mode": "sample_mean", "settings": {}, "outcome": "unknown"}])
+    record_plant(record_property, SKYRL, "gradients finalised by another name", "says that it is not proved")

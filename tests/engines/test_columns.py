@@ -1,0 +1,415 @@
+"""Weights as factors of advantages and as columns: AReaL, ms-swift, NeMo-RL and SkyRL, by code of their shape.
+
+Their own code runs in `real`, where there is a checkout; CI has none, and skips it.
+"""
+
+import pickle
+import sys
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from peer_steps import later_tokens_more
+from replacements import in_few_modules, undone
+from torch import Tensor
+
+from megatron_rl_loss import Mode, Samples, Sum, weights_column
+from megatron_rl_loss.core.aggregation import LossModes
+from megatron_rl_loss.engines import columns, ms_swift, nemo_rl, replacing
+from megatron_rl_loss.engines.columns import MEDIA, check_even, prompts_of, samples_of, token_mean_factors
+from megatron_rl_loss.engines.skyrl import AggregatedPolicyLoss
+from megatron_rl_loss.engines.token_mean import aggregate
+from megatron_rl_loss.engines.token_mean_engines import ENGINES
+
+BY_LENGTH = Mode(
+    name="by_length",
+    function=lambda step: step.tokens("sample") / step.sum("all"),
+    sums={"all": Sum(of=lambda samples: samples.mask_sums**2)},
+)
+MASKS = torch.tensor([[0, 0, 1, 1, 1], [0, 0, 1, 0, 0], [0, 0, 1, 1, 0], [0, 0, 1, 0, 1], [0, 0, 0, 0, 0]])
+PROMPTS: list[Any] = [5, 5, 6, 6, 7]
+
+
+@pytest.fixture(autouse=True)
+def put_back() -> Iterator[None]:
+    with in_few_modules(), undone():
+        yield
+
+
+def expected(mode: str, masks: Any, prompts: list[Any], units: str = "all") -> Tensor:
+    """The weights, [rows, tokens]."""
+    samples = [
+        oracle.Sample(mask.double(), mask.float(), None, prompt) for mask, prompt in zip(masks, prompts, strict=True)
+    ]
+    return torch.stack(oracle.step_gradient(mode, samples, None, units))
+
+
+def assert_close(actual: Tensor, right: Tensor) -> None:
+    torch.testing.assert_close(actual.double(), right, rtol=oracle.EXACT, atol=0)
+
+
+@pytest.mark.parametrize("mode", ["sample_mean", "prompt_mean", "token_mean", BY_LENGTH])
+def test_factors_are_weights_times_the_tokens(mode: Any) -> None:
+    """A mode over sums of the step is among them."""
+    masks = list(MASKS.float())
+    (factors,), tokens = token_mean_factors(
+        LossModes.resolve(mode), lambda: [Samples(masks, prompt_ids=PROMPTS)], dp_group=None
+    )
+    assert tokens == 8
+    right = torch.stack(weights_column(mode, masks)) if mode is BY_LENGTH else expected(mode, MASKS, PROMPTS)
+    assert_close(factors, 8 * right.double().flatten())
+
+
+def num_samples(step: Any) -> Any:
+    return len(step)
+
+
+def test_modes_travel_to_workers() -> None:
+    """A mode that is named and one of the engine's own process are the same there."""
+    modes = LossModes.resolve("prompt_mean", terms={"kl": "token_mean", "mtp": Mode(name="ones", function=num_samples)})
+    sent = pickle.loads(pickle.dumps(modes))
+    assert sent == modes
+    assert sent.policy.mode is modes.policy.mode
+
+
+def test_prompts_are_the_tokens_of_their_mask() -> None:
+    ids = torch.tensor([[0, 1, 2, 3], [1, 2, 4, 0], [1, 3, 3, 0]])
+    first, second, third = prompts_of(ids, torch.tensor([[0, 1, 1, 0], [1, 1, 0, 0], [1, 1, 0, 0]]))
+    assert first == second != third
+
+
+def test_what_is_refused_of_factors_and_prompts() -> None:
+    mask = torch.tensor([1.0, 0, 1])
+    check_even([torch.tensor([0.5, 0, 0.5]), torch.zeros(0)], [mask, torch.zeros(0)], "Fix it")
+    with pytest.raises(ValueError, match=r"all tokens of a sample must have one weight\. Fix it, or"):
+        check_even([torch.tensor([0.5, 0, 0.4])], [mask], "Fix it")
+    samples_of(LossModes.resolve("sample_mean"), [[[1]]], [MEDIA])
+    samples_of(LossModes.resolve("prompt_mean"), [[[1]]], [["p"]])
+    with pytest.raises(ValueError, match="prompts with images or other media"):
+        samples_of(LossModes.resolve("prompt_mean"), [[[1]]], [MEDIA])
+
+
+# ---- AReaL
+
+
+class Actor:
+    __module__ = "areal.engine.megatron_engine"
+    config: Any = SimpleNamespace(importance_sampling_level="token", m2_threshold=None)
+    data_parallel_group = SimpleNamespace(rank=lambda: 1, size=lambda: 1)
+
+    def ppo_update(self, *args: Any) -> Any:
+        (groups,) = args
+        self.batch = {name: torch.cat([group[name] for group in groups]) for name in groups[0]}
+        advantages = self.batch["advantages"]
+        trained = self.train_batch(self.batch, None, None)
+        assert self.batch["advantages"] is advantages
+        return trained
+
+    def train_batch(self, input_: Any, loss_fn: Any, loss_weight_fn: Any) -> Any:
+        return input_["advantages"]
+
+
+def actors(**config: Any) -> Any:
+    changed = SimpleNamespace(**vars(Actor.config) | config)
+    return type("Mine", (Actor,), {"__module__": "my_actor", "config": changed})
+
+
+def groups() -> list[dict[str, Tensor]]:
+    """Masks are those of the next token."""
+    rows = {"loss_mask": MASKS.roll(-1, 1), "advantages": torch.arange(25.0).view(5, 5)}
+    rows["input_ids"] = torch.ones(5, 5, dtype=torch.int64)
+    cut = {name: values.split([2, 2, 1]) for name, values in rows.items()}
+    return [{name: values[i] for name, values in cut.items()} for i in range(3)]
+
+
+def test_areal_trains_on_weighted_advantages(capsys: Any) -> None:
+    """The engine has no schedule of Megatron, and the adapter prints NOT PROVED."""
+    actor_class = actors()
+    aggregate(actor_class, "prompt_mean")
+    weighed = actor_class().ppo_update(groups())
+    columns = {name: torch.cat([group[name] for group in groups()]) for name in ("loss_mask", "advantages")}
+    assert_close(weighed, 8 * expected("prompt_mean", columns["loss_mask"], PROMPTS) * columns["advantages"])
+    assert "NOT PROVED" in capsys.readouterr().out
+
+
+def test_areal_where_it_could_not_be_exact() -> None:
+    rows: list[tuple[Any, dict[str, Any], str]] = [
+        (later_tokens_more, {"importance_sampling_level": "sequence"}, "Set importance_sampling_level=token"),
+        ("token_mean", {"m2_threshold": 0.1}, "m2_threshold with a loss aggregation"),
+    ]
+    for mode, changed, text in rows:
+        actor_class = actors(**changed)
+        aggregate(actor_class, mode)
+        with pytest.raises(ValueError, match=text):
+            actor_class().ppo_update(groups())
+        with pytest.raises(ValueError, match="a second one would apply or measure weights twice"):
+            aggregate(type("Further", (actor_class,), {}), mode)
+    actor_class = actors()
+    aggregate(actor_class, "prompt_mean")
+    with pytest.raises(ValueError, match=r"prompt_mean.*, for a step outside of ppo_update: "):
+        actor_class().train_batch(groups()[0], None, None)
+    with pytest.raises(ValueError, match="Did you mean prompt_mean"):
+        aggregate(actors(), "prompt_meen")
+    with pytest.raises(ValueError, match="must be a class of areal, roll, rlinf"):
+        aggregate(SimpleNamespace, "prompt_mean")
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_prompts_of_areal_are_the_tokens_before_the_first_trained_one(is_packed: bool) -> None:
+    """A row that is masked throughout has no such token, and stands for itself."""
+    columns = {"input_ids": torch.arange(25).view(5, 5), "loss_mask": MASKS.roll(-1, 1)}
+    if is_packed:
+        columns = {name: values.flatten() for name, values in columns.items()}
+        columns["cu_seqlens"] = torch.arange(0, 26, 5)
+    prompt_tokens = ENGINES["areal"].prompt_tokens
+    assert prompt_tokens is not None
+    assert prompt_tokens(columns) == ["[0, 1]", "[5, 6]", "[10, 11]", "[15, 16]", "[20, 21, 22, 23, 24]"]
+
+
+def test_a_controller_of_a_class_that_workers_import_anew_is_refused() -> None:
+    for module in ("my_actor", "areal.engine.megatron_engine"):
+        actor_class = actors()
+        actor_class.__module__, actor_class.as_controller = module, lambda config, scheduler: "made"
+        aggregate(actor_class, "prompt_mean")
+        if module == "my_actor":
+            assert actor_class.as_controller(None, None) == "made"
+            continue
+        with pytest.raises(ValueError, match="workers import that class anew, without the aggregation"):
+            actor_class.as_controller(None, None)
+
+
+# ---- ms-swift
+
+
+@pytest.fixture
+def trainers(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Stand-ins for `swift.megatron.trainers.grpo_trainer` and Megatron's parallel state."""
+
+    class MegatronGRPOTrainer:
+        loss_type, factor, num_generations, _metrics = "dapo", 1, 2, dict[str, Any]()
+        args = SimpleNamespace(overlong_filter=True)
+
+        def _preprocess_inputs(self, samples: Any) -> Any:
+            return samples
+
+        def _on_train_step_batch(self, encoded_batches: Any) -> None: ...
+
+        def loss_func(self, output_tensor: Tensor, data: Any) -> Any:
+            batch = data["grpo_batch"]
+            ratio = (output_tensor - batch.old_per_token_logps).exp()
+            loss = -(ratio * batch.advantages * batch.completion_mask).sum() / batch.num_items_in_batch
+            return loss * self.factor, {}
+
+    def collate(samples: Any) -> Any:
+        masks = torch.stack([row.mask for row in samples]).bool()
+        truncated = torch.tensor([row.truncated for row in samples])
+        advantages = torch.ones(masks.shape)
+        return {}, SimpleNamespace(completion_mask=masks, advantages=advantages, truncated_mask=truncated)
+
+    names = ("grpo_trainer", "utils")
+    modules: list[Any] = [ModuleType(f"swift.{name}") for name in names]
+    modules[0].MegatronGRPOTrainer, modules[1].collate_to_grpo_micro_batch = MegatronGRPOTrainer, collate
+    modules[0].collate_to_grpo_micro_batch = collate
+    modules[0].compute_logps_and_entropy_from_logits = lambda logits: logits
+    state: Any = SimpleNamespace(get_data_parallel_group=lambda: None, get_data_parallel_world_size=lambda: 1)
+    for name in ("swift", "swift.megatron", "swift.megatron.trainers", "swift.rlhf_trainers", "megatron.core"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    for module, name, below in zip(modules, names, ("megatron.trainers", "rlhf_trainers"), strict=True):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        setattr(sys.modules[f"swift.{below}"], name, module)
+    monkeypatch.setitem(sys.modules, "megatron", ModuleType("megatron"))
+    sys.modules["megatron.core"].mpu = state  # type: ignore[attr-defined]
+    return modules[0]
+
+
+def step(trainers: Any, has_ids: bool = True) -> list[dict[str, Any]]:
+    samples = []
+    for i, (mask, prompt) in enumerate(zip(MASKS, PROMPTS, strict=True)):
+        media = dict.fromkeys(("images", "videos", "audios"), ())
+        encoded = {"input_ids": [1] * len(mask), "labels": [-100] * len(mask)}
+        samples.append(
+            SimpleNamespace(messages=[prompt], mask=mask, truncated=i == 3, prompt_id="", encoded=encoded, **media)
+        )
+    if has_ids:
+        trainers.MegatronGRPOTrainer()._preprocess_inputs(samples)
+    return [{"grpo_batch": trainers.collate_to_grpo_micro_batch(part)[1]} for part in (samples[:2], samples[2:])]
+
+
+@pytest.mark.parametrize("factor", [1, 2])
+def test_ms_swift_trains_on_weighted_advantages(factor: float, trainers: Any) -> None:
+    """The loss function may multiply by a factor: 4.6.0 by the number of micro-batches."""
+    trainers.MegatronGRPOTrainer.factor = factor
+    ms_swift.aggregate("prompt_mean")
+    microbatches = step(trainers)
+    trainers.MegatronGRPOTrainer()._on_train_step_batch(microbatches)
+    masks = MASKS * torch.tensor([1, 1, 1, 0, 1])[:, None]
+    weighed = torch.cat([microbatch["grpo_batch"].advantages for microbatch in microbatches])
+    assert_close(weighed, 6 * expected("prompt_mean", masks, PROMPTS))
+    counts = [float(microbatch["grpo_batch"].num_items_in_batch) for microbatch in microbatches]
+    assert counts == pytest.approx([6 * factor / 2] * 2, rel=1e-6)
+
+
+def test_ms_swift_where_it_could_not_be_exact(trainers: Any) -> None:
+    replaced = ms_swift.aggregate("token_mean")
+    trainer = trainers.MegatronGRPOTrainer()
+    microbatches = step(trainers)
+    for microbatch in microbatches:
+        microbatch["grpo_batch"].completion_mask[:] = False
+    microbatches[0]["grpo_batch"].completion_mask[0, 2] = True
+    with pytest.raises(ValueError, match="1 tokens in a step of 2 micro-batches on 1 ranks"):
+        trainer._on_train_step_batch(microbatches)
+    with pytest.raises(ValueError, match="a second one would apply or measure weights twice"):
+        ms_swift.aggregate("token_mean")
+    trainer.factor = 0.5
+    with pytest.raises(
+        ValueError, match=r"multiplies the policy loss by 0\.5: a KL penalty beside it keeps its weight"
+    ):
+        trainer._on_train_step_batch(step(trainers))
+    trainer.factor = 0
+    with pytest.raises(ValueError, match=r"is 0 for a token to train on whose advantage is 1: .* Use the loss_func of"):
+        trainer._on_train_step_batch(step(trainers))
+    trainer.factor, trainer.loss_type = 1, "grpo"
+    with pytest.raises(ValueError, match="--loss_type grpo with a loss aggregation"):
+        trainer._on_train_step_batch(step(trainers))
+    replaced.undo()
+    ms_swift.aggregate("prompt_mean")
+    with pytest.raises(ValueError, match="samples without prompt_id"):
+        trainers.MegatronGRPOTrainer()._on_train_step_batch(step(trainers, has_ids=False))
+
+
+# ---- NeMo-RL: the columns that a driver sends, and the loss that goes to its workers
+
+VALID = torch.tensor([1.0, 1, 1, 0])
+
+
+class Kind:
+    def __init__(self, value: str) -> None:
+        self.value = value
+
+
+class Loss:
+    """A stand-in for `ClippedPGLossFn`."""
+
+    positive_example_nll_weight, reference_policy_kl_penalty, metric_normalizations = 0.0, 0.1, {"loss": "tokens"}
+
+    def __init__(self, kind: str = "token_level") -> None:
+        self.loss_type = Kind(kind)
+
+
+class Estimator:
+    def compute_advantage(self, prompt_ids: Tensor) -> None: ...
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A policy, and as much of `nemo_rl` as is asked for."""
+    for name in ("nemo_rl", "nemo_rl.algorithms", "nemo_rl.algorithms.advantage_estimator"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    estimators: Any = sys.modules["nemo_rl.algorithms.advantage_estimator"]
+    estimators.Estimator = sys.modules["nemo_rl.algorithms"].advantage_estimator = estimators  # type: ignore[attr-defined]
+    estimators.Estimator = Estimator
+    return SimpleNamespace(
+        cfg={"train_global_batch_size": 4}, train=lambda data, loss_fn, eval_mode=False, gbs=None: data
+    )
+
+
+def batch() -> dict[str, Tensor]:
+    prompts = torch.tensor(PROMPTS[1:])[:, None].expand(4, 5)
+    return {"token_mask": MASKS[1:].float(), "sample_mask": VALID.clone(), "input_ids": prompts}
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_columns_are_weights_times_the_count_that_they_are_divided_by(steps: int, driver: Any) -> None:
+    data = batch()
+    loss = nemo_rl.aggregate(driver, Loss(), "prompt_mean", kl="sample_mean", units="active")
+    Estimator().compute_advantage(torch.tensor(PROMPTS[1:]))
+    sent = driver.train(data, loss, gbs=4 // steps)
+    assert "loss_weights_of_policy" not in data
+    for begin in range(0, 4, 4 // steps):
+        rows = slice(begin, begin + 4 // steps)
+        masks = (data["token_mask"] * data["sample_mask"][:, None])[rows, 1:]
+        for name, mode, units in (("policy", "prompt_mean", "active"), ("kl", "sample_mean", "all")):
+            column = sent[f"loss_weights_of_{name}"][rows]
+            assert not column[:, 0].any()
+            assert_close(column[:, 1:], expected(mode, masks, PROMPTS[1:][rows], units) * masks.sum())
+
+
+def test_losses_of_samples_get_one_weight_each(driver: Any) -> None:
+    loss = nemo_rl.aggregate(driver, Loss("sequence_level"), "token_mean")
+    column = driver.train(batch(), loss_fn=loss)["loss_weights_of_policy"]
+    torch.testing.assert_close(column, 3 * torch.tensor([1.0, 2, 2, 0]) / 5)
+    with pytest.raises(ValueError, match="a second one would apply or measure weights twice"):
+        nemo_rl.aggregate(driver, loss, "token_mean")
+    replaced = replacing.installed("NeMo-RL")
+    assert replaced is not None
+    replaced.undo()
+    uneven = nemo_rl.aggregate(driver, Loss("sequence_level"), later_tokens_more)
+    with pytest.raises(ValueError, match="Set token_level_loss=true"):
+        driver.train(batch(), uneven)
+
+
+@pytest.mark.parametrize(("moved", "is_doubted"), [(0, False), (1, True)])
+def test_workers_of_nemo_rl_hear_of_prompts_at_other_rows(moved: int, is_doubted: bool, driver: Any) -> None:
+    loss = nemo_rl.aggregate(driver, Loss(), "prompt_mean")
+    Estimator().compute_advantage(torch.tensor([9, 9, 9, 9]))  # of the step before
+    Estimator().compute_advantage(torch.tensor(PROMPTS[1:]).roll(moved))
+    driver.train(batch(), loss)
+    sent = pickle.loads(pickle.dumps(loss))
+    assert ("ids stand at other rows" in vars(sent)["_doubt"]) == is_doubted
+
+
+def test_other_losses_go_by_and_the_loss_travels(driver: Any) -> None:
+    data = batch()
+    loss: Any = nemo_rl.aggregate(driver, Loss(), "token_mean")
+    assert driver.train(data, Loss()) is data
+    sent = pickle.loads(pickle.dumps(loss))
+    assert (sent.metric_normalizations, sent.loss_type.value) == ({"loss": "tokens"}, "token_level")
+    loss = Loss()
+    loss.positive_example_nll_weight = 0.5
+    with pytest.raises(ValueError, match="grpo_train passes no rewards"):
+        nemo_rl.aggregate(driver, loss, "token_mean")
+
+
+# ---- SkyRL: what its policy loss refuses
+
+
+def normalised(advantages: Tensor, loss_mask: Tensor, *_: Any) -> Tensor:
+    return advantages / loss_mask.sum()
+
+
+def test_skyrl_where_it_could_not_be_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mini-batch that no Megatron worker weighs; another SkyRL."""
+    below = "skyrl.backends.skyrl_train"
+    names = ["skyrl", "skyrl.backends", below, f"{below}.utils", f"{below}.utils.ppo_utils"]
+    for name in names:
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    registry = SimpleNamespace(get=lambda name: lambda *_, **__: name)
+    functions = {"PolicyLossRegistry": registry, "apply_loss_reduction_to_advantages_minibatch": normalised}
+    vars(sys.modules[names[-1]]).update(functions)
+    loss, ones = AggregatedPolicyLoss("regular", "token_mean"), torch.ones(2, 3)
+    with pytest.raises(ValueError, match=r"a mini-batch without weights.*trainer.strategy=megatron"):
+        loss(ones, ones, ones, SimpleNamespace(), loss_mask=ones)
+    worker: Any = SimpleNamespace(
+        MegatronModelWrapper=SimpleNamespace(forward_backward_mini_batch=lambda loss_fn: None)
+    )
+    monkeypatch.setitem(sys.modules, f"{below}.workers.megatron.megatron_model_wrapper", worker)
+    with pytest.raises(ValueError, match=r"SkyRL with .*forward_backward_mini_batch\(loss_fn\).*Use SkyRL a9564572"):
+        AggregatedPolicyLoss("regular", "token_mean")
+    with pytest.raises(ValueError, match="divisor"):
+        AggregatedPolicyLoss("regular", "constant")
+
+
+@pytest.mark.parametrize("loses_masked", [False, True])
+def test_a_trial_has_advantages_at_masked_tokens(loses_masked: bool) -> None:
+    """Where an engine's loss leaves these out: weighed advantages are 0 there, and would hide another mask."""
+    engine = ENGINES["areal"]._replace(facts=lambda *_: {}, loses_masked=loses_masked)
+    plain, factors, is_masked = torch.full((5, 5), 2.0), MASKS * 3.0, MASKS == 0
+    weighed = {"advantages": plain * factors, columns.FACTORS: factors, columns.PLAIN: plain}
+    batch = {**weighed, columns.MASKS: MASKS, "loss_mask": MASKS}
+    measured = engine.measured({}, {"input_data": batch})
+    trial = measured.factors_of(batch["advantages"])
+    assert (trial[is_masked] == (0 if loses_masked else 1)).all()
+    assert (trial[~is_masked] == 3).all()

@@ -1,0 +1,173 @@
+"""The tap of engines' policy losses, on losses of plain torch: weights, clamps, paths."""
+
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_rl_loss import LossPaths, Samples, WeighedMicrobatch, prove_policy_loss
+from megatron_rl_loss.core.taps import TappedLosses, Taps, observe
+from megatron_rl_loss.engines.places import places, swapped, wrapped
+from megatron_rl_loss.engines.policy_tap import tap_policy, tap_sum
+
+MASK = torch.tensor([[1.0, 1, 0, 1], [0, 1, 1, 0]])
+FACTORS = torch.tensor([[0.5, 0.5, 0.5, 0.5], [2.0, 2.0, 2.0, 2.0]])
+PLAIN = torch.tensor([[1.0, -2, 3, 0], [0.25, 0.5, -1, 4]])
+LOSS = LossPaths("log_probs", "batch.advantages", {"batch.old": "old", "batch.rollout?": "old"}, silent=["batch.seen"])
+LOW = LOSS._replace(old=("batch.old", "batch.rollout?"))
+
+
+def ppo(log_probs: Tensor, batch: Any) -> Tensor:
+    """PPO's loss with a KL term, TIS and a metric, summed over the mask."""
+    batch.seen.append(float(batch.advantages.sum()))
+    ratio, advantages = (log_probs - batch.old).exp(), batch.advantages
+    losses = torch.maximum(-ratio * advantages, -ratio.clamp(0.8, 1.2) * advantages)
+    losses = losses * (batch.old - batch.rollout).exp().clamp(max=2.0) if batch.rollout is not None else losses
+    return ((losses + 0.1 * (log_probs - batch.old) ** 2) * MASK).sum() / 4
+
+
+def cispo(log_probs: Tensor, batch: Any) -> Tensor:
+    """The ratio is clamped to 0.2, as ms-swift's default does."""
+    ratio = (log_probs - batch.old).exp().clamp(max=0.2).detach()
+    return (-ratio * batch.advantages * log_probs * MASK).sum() / 4
+
+
+def clamped(log_probs: Tensor, batch: Any) -> Tensor:
+    return (-(log_probs - batch.old).exp() * batch.advantages.clamp(-0.3, 0.3) * MASK).sum() / 4
+
+
+def by_sign(log_probs: Tensor, batch: Any) -> Tensor:
+    return (-(log_probs - batch.old).exp() * batch.advantages.sign() * MASK).sum() / 4
+
+
+def cubed(log_probs: Tensor, batch: Any) -> Tensor:
+    return (-(log_probs - batch.old).exp() * batch.advantages**3 * MASK).sum() / 4
+
+
+def measured(loss: Callable[..., Tensor], row: LossPaths = LOSS, **changes: Any) -> tuple[TappedLosses, Any]:
+    """What the tap wrote down of a step, and the batch afterwards."""
+    table = torch.randn(2, 4, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    old = torch.randn(2, 4, generator=torch.Generator().manual_seed(2))
+    batch = SimpleNamespace(advantages=PLAIN * FACTORS, old=old, rollout=old + 0.5, seen=[])
+    vars(batch).update(changes)
+    describe = lambda: WeighedMicrobatch(Samples(list(MASK)), FACTORS, PLAIN, is_followed=False)  # noqa: E731
+    tapped = wrapped(loss, lambda stock, arguments: tap_policy(row, stock, arguments, describe))
+    taps, before = Taps(), dict(vars(batch))
+    with observe(taps):
+        taps.begin_microbatch()
+        share = tapped(table * 1.0, batch)
+        (3 * share).backward()
+    alone = SimpleNamespace(**{**before, "seen": []})
+    assert torch.equal(share.detach(), loss(table.detach(), alone)), "the result is the loss's own"
+    assert {name: id(value) for name, value in vars(batch).items()} == {
+        name: id(value) for name, value in before.items()
+    }
+    (of_loss,) = taps.losses["pg"].values()
+    assert isinstance(of_loss, TappedLosses)
+    return of_loss, batch
+
+
+@pytest.mark.parametrize("row", [LOSS, LOW])
+@pytest.mark.parametrize("rollout", [True, False])
+def test_the_weights_of_tokens(row: LossPaths, rollout: bool) -> None:
+    """3 for what the schedule does; clipping, TIS, KL, and advantages of 0 do not change them."""
+    tapped, batch = measured(ppo, row, **({} if rollout else {"rollout": None}))
+    assert tapped.gradient is not None
+    assert torch.allclose(tapped.gradient, (3 * FACTORS * MASK / 4).flatten(), rtol=1e-6)
+    assert not tapped.doubt
+    assert batch.seen == [float((PLAIN * FACTORS).sum())], "trials leave metrics as they are"
+
+
+def test_advantages_that_changed_before_the_loss_count_as_weights() -> None:
+    tapped, _ = measured(ppo, advantages=PLAIN * FACTORS * 1.25)
+    right = 3 * FACTORS * MASK / 4 * torch.where(PLAIN == 0, 1.0, 1.25)
+    assert tapped.gradient is not None
+    assert torch.allclose(tapped.gradient, right.flatten(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("row", [LOSS, LOW])
+def test_log_probs_exchanged_with_old_ones_weigh_nothing(row: LossPaths) -> None:
+    """No gradient reaches what stands where the log-probs should."""
+
+    def exchanged(current: Tensor, batch: Any) -> Tensor:
+        def loss(log_probs: Tensor, batch: Any) -> Tensor:
+            return ppo(log_probs, batch) + 0 * current.sum()
+
+        describe = lambda: WeighedMicrobatch(Samples(list(MASK)), FACTORS, PLAIN)  # noqa: E731
+        return wrapped(loss, lambda stock, arguments: tap_policy(row, stock, arguments, describe))(batch.old, batch)
+
+    table, taps = torch.zeros(2, 4, requires_grad=True), Taps()
+    with observe(taps):
+        taps.begin_microbatch()
+        exchanged(table, SimpleNamespace(advantages=PLAIN * FACTORS, old=PLAIN, rollout=None, seen=[])).backward()
+    (of_loss,) = taps.losses["pg"].values()
+    assert isinstance(of_loss, TappedLosses)
+    assert of_loss.gradient is not None
+    assert not of_loss.gradient.any()
+
+
+@pytest.mark.parametrize(
+    ("loss", "row", "is_right", "is_doubted"),
+    [
+        (cispo, LOSS, False, False),  # at a ratio of 1 it is 0.2 times the loss
+        (cispo, LOW, True, False),
+        (clamped, LOSS, False, True),
+        (by_sign, LOSS, False, False),
+        (cubed, LOSS, False, False),
+    ],
+)
+def test_clamps_are_no_evidence_and_losses_that_are_not_linear_are(
+    loss: Any, row: LossPaths, is_right: bool, is_doubted: bool
+) -> None:
+    tapped, _ = measured(loss, row)
+    assert tapped.gradient is not None
+    assert torch.allclose(tapped.gradient, (3 * FACTORS * MASK / 4).flatten(), rtol=1e-5) == is_right
+    assert (tapped.doubt != "") == is_doubted
+
+
+def test_paths() -> None:
+    inner = SimpleNamespace(name=1, scale=lambda: 2)
+    arguments = {"batch": {"inner": inner}, "many": {"a": {"x": 1}, "b": {"x": 2}}}
+    with swapped(arguments, {"batch.inner.name": 5, "batch.inner.scale": 7, "many.*.x": 0, "batch.none?": 1}):
+        assert (inner.name, inner.scale(), arguments["many"]) == (5, 7, {"a": {"x": 0}, "b": {"x": 0}})
+    assert (inner.name, inner.scale(), arguments["many"]) == (1, 2, {"a": {"x": 1}, "b": {"x": 2}})
+    with pytest.raises(ValueError, match=r"a policy loss without batch.other: its arguments are batch, many"):
+        places("batch.other", arguments)
+
+
+def returned(value: Any, arguments: Any) -> Any:
+    return value
+
+
+def test_sums_over_the_same_rows_add_up_and_one_over_others_is_of_another_micro_batch() -> None:
+    """Rows that an engine trains on twice weigh twice; without labels nobody knows which rows they are."""
+    weights, taps = torch.tensor([0.5, 0.25]), Taps()
+    labels: list[Any] = [{"row": ["a"]}, {"row": ["a"]}, {"row": ["b"]}, None, None]
+    with observe(taps):
+        taps.begin_microbatch()
+        for of_row in labels:
+            total = torch.ones(2, requires_grad=True).sum() * 2
+            tap_sum(total, weights, "pg", samples=Samples([[1, 1]], labels=of_row))
+            total.backward()
+    gradients = [tapped.gradient for tapped in taps.losses["pg"].values()]
+    assert [gradient.tolist() for gradient in gradients if gradient is not None] == [
+        [1.0, 0.5], [0.5, 0.25], [0.5, 0.25], [0.5, 0.25]
+    ]  # fmt: skip
+
+
+def test_a_proof_asks_for_the_advantages_before_weighing(capsys: Any) -> None:
+    home = SimpleNamespace(loss=ppo)
+    for described in (None, WeighedMicrobatch(Samples(list(MASK)), FACTORS, None)):
+        replaced = prove_policy_loss(home, "loss", LOSS, "token_mean", partial(returned, described), engine="mine")
+        batch = SimpleNamespace(advantages=PLAIN, old=PLAIN, rollout=None, seen=[])
+        with observe(Taps()), pytest.raises(TypeError, match="with plain, the advantages before they were weighed"):
+            home.loss(torch.zeros(2, 4, requires_grad=True) * 1.0, batch)
+        with pytest.raises(ValueError, match="which has a proof already"):
+            prove_policy_loss(home, "loss", LOSS, "token_mean", lambda arguments: None, engine="mine")
+        replaced.undo()
+    assert home.loss is ppo
+    assert "megatron_rl_loss in proof of mine: replaced SimpleNamespace.loss" in capsys.readouterr().out

@@ -1,0 +1,142 @@
+"""Refusals of a plan and its micro-batches, each beside its nearest legal neighbour."""
+
+import math
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from refusals import refusal_tests, refusals
+from torch import Tensor
+
+from megatron_rl_loss import Metric, Samples, Term, plan_step
+from megatron_rl_loss.core.plan import Plan
+
+
+def plan(samples: Any, mode: Any = "token_mean", **options: Any) -> Plan:
+    return plan_step(samples, mode, **{"dp_group": None, **options})
+
+
+def of_terms(terms: Callable[[Tensor], Any], metric: Any = None) -> Any:
+    metrics = {} if metric is None else {"kl": metric}
+    return plan([Samples([torch.ones(4)])])[0].loss(terms(torch.ones(4, requires_grad=True)), metrics)
+
+
+def pair(losses: Tensor, kl: Any = None) -> Any:
+    return {"pg": losses, "kl": losses if kl is None else kl}
+
+
+def carried(form: Any, per_token_loss: bool = False, share: Any = None, of_model: bool = False) -> Any:
+    own_plan = plan([TWO], per_token_loss=per_token_loss)
+    own_plan.record.check_form = (lambda form: None) if of_model else None  # as plan_step(model=...) says
+    microbatch = own_plan[0]
+    own = microbatch(torch.ones(2, requires_grad=True))
+    return microbatch.scale_for_trainer(own if share is None else share, form=form)
+
+
+X, TWO = torch.ones(4), Samples([torch.ones(2)])
+test_refusals = refusal_tests(
+    {
+        **refusals(
+            plan,
+            ((TWO,), "samples is a Samples: it must be a list with one Samples", ([TWO],)),
+            (([{}],), "the samples of micro-batch 0 are a dict", ([TWO],)),
+            error=TypeError,
+        ),
+        **refusals(
+            lambda **options: plan([TWO], **options),
+            ({"terms": ["kl"]}, "terms is a list: it must be a dict", {"terms": {"kl": "sample_mean"}}),
+            ({"term_masks": "kl"}, r"term_masks is 'kl'.*Pass \['kl'\]", {"term_masks": []}),
+            ({"term_masks": {"kl"}}, "term_masks is a set: it must be a list of names", {"term_masks": ()}),
+            ({"term_masks": iter(["kl"])}, "term_masks is a list_iterator", {"term_masks": ()}),
+            error=TypeError,
+        ),
+        **refusals(
+            plan([TWO]).finish,
+            (({"pg_loss": X},), "reports is one report", ([{"pg_loss": X}],)),
+            (([(X, {"pg_loss": X})],), "reports of tuples: they must be the dicts", ([{"pg_loss": X}],)),
+            ((None,), "reports is a NoneType: it must be a list of what loss.. returned last", ()),
+            ((3,), "reports is a int: it must be a list", ([3],)),
+            error=TypeError,
+        ),
+        **refusals(
+            lambda metrics: plan([TWO])[0].loss(torch.ones(2, requires_grad=True), metrics),
+            (([X[:2]],), "metrics is a list: it must be a dict", ({"entropy": X[:2]},)),
+            error=TypeError,
+        ),
+        **refusals(
+            lambda samples, options: plan(samples, **options),
+            (([TWO], {"num_microbatches": 2}), "1 Samples for 2 micro-batches", ([TWO] * 2, {"num_microbatches": 2})),
+            (([TWO], {"num_microbatches": -1}), "num_microbatches is -1", ([TWO], {"num_microbatches": 1})),
+            (([], {}), "0 Samples for one or more", ([Samples([])], {})),
+            ((None, {}), "neither samples nor num_microbatches", ([TWO], {})),
+            (([TWO], {"mode": "prompt_mean"}), "samples without prompt_ids", ([TWO], {"mode": "sample_mean"})),
+            (([TWO], {"mode": "mean"}), "there is no such mode", ([TWO], {})),
+            (([TWO], {"mode": "constant"}), "without a divisor", ([TWO], {"mode": "constant", "divisor": 2})),
+            (([TWO], {"empty_step": "stop"}), "there is no such empty_step", ([TWO], {"empty_step": "error"})),
+            (([TWO], {"term_masks": ["kl"]}), "the samples have no mask 'kl'", ([TWO], {})),
+            (([TWO], {"dynamic_cp": True}), "pg_collection or dynamic_cp without a model", ([TWO], {})),
+            (([TWO], {"model": TWO, "per_token_loss": True}), "model= together with groups", ([TWO], {})),
+        ),
+        **refusals(
+            carried,
+            (("avg",), "form='avg': there is no such form.*'nemo_rl'", ("mean",)),
+            (("tuple",), "form='tuple': there is no such form. Choose one of '3-tuple'", ("3-tuple",)),
+            (("2-tuple", True), "form='2-tuple' with per-token loss", ("2-tuple",)),
+            (("mean", True), "form='mean' with per-token loss.*Turn calculate_per_token_loss off", ("mean",)),
+            (("slime", True), "form='slime' with per-token loss", ("slime",)),
+            (("nemo_rl",), "form='nemo_rl' without per-token loss", ("nemo_rl", True)),
+            *(
+                ((form, False, None, True), f"form='{form}' in a plan of a Megatron model: .*Leave form out", (form,))
+                for form in ("sum", "mean")
+            ),
+            (("sum", False, None, True), "in place of model=", ("verl", False, None, True)),
+            (("sum", False, torch.ones(2)), r"the loss is of shape \(2,\): it must be a 0-dim tensor", ("sum",)),
+            (("sum", False, 0.5), "the loss is 0.5", ("sum",)),
+            (("sum", False, torch.ones(())), "a loss without a graph", ("sum",)),
+        ),
+        **refusals(
+            lambda shares: plan([TWO])[0].report(shares),
+            (({"kl": 0.5},), "kl is 0.5: it must be a 0-dim tensor", ({"kl": torch.ones(())},)),
+        ),
+        **refusals(
+            of_terms,
+            ((lambda x: {},), "there must be at least one", (pair,)),
+            ((lambda x: {"loss": x, "kl": x},), r"a loss of the terms \['loss', 'kl'\]", (pair,)),
+            ((pair, Metric(X)), "a metric named 'kl'", (lambda x: {"pg": x}, Metric(X))),
+            *(
+                ((lambda x, coef=coef: pair(x, Term(x, coef=coef)),), "'kl' with coef=.* a finite number", (pair,))
+                for coef in (math.nan, "2", True)
+            ),
+            ((lambda x: pair(x, x[:3]),), r"the term 'kl' of shape \(3,\)", (lambda x: pair(x, x[None]),)),
+            ((lambda x: pair(x, Term(x, units="active")),), "'kl' with units or a divisor and no mode", (pair,)),
+            ((lambda x: pair(x, Term(x, "prompt_mean")),), "'kl': .* samples without prompt_ids", (pair,)),
+            ((lambda x: pair(x, Term(x, mask="wrong")),), r"'kl': the samples have no mask 'wrong' \(", (pair,)),
+            ((lambda x: x, Metric(X[:3])), r"the metric 'kl' of shape \(3,\)", (lambda x: x, Metric(X))),
+            ((lambda x: x, Metric(X[:3], kind="max")), r"the metric 'kl' of shape \(3,\)", (lambda x: x, X)),
+            ((lambda x: x, Metric(X, "token")), "over 'token': .*one of samples, tokens", (lambda x: x, Metric(X))),
+            ((lambda x: x, Metric(X, "constant")), "a metric has no divisor. Pass 'none'", (lambda x: x, Metric(X))),
+            ((lambda x: x, Metric(X, "prompts")), "'kl': .*samples without prompt_ids", (lambda x: x, Metric(X))),
+        ),
+        **refusals(
+            of_terms,
+            ((lambda x: pair(x, SimpleNamespace(per_token_loss=x)),), "'kl' is a .*Pass its .per_token_loss", (pair,)),
+            ((lambda x: x, X.int()), "the metric 'kl' is torch.int32", (lambda x: x, X.half())),
+            error=TypeError,
+        ),
+        **refusals(
+            lambda **options: Metric(X, **options),
+            ({"kind": "std"}, "Choose one of mean, min, max, variance, ess", {"kind": "ess"}),
+        ),
+        **refusals(
+            lambda over: Metric(X, over),
+            ((None,), "a metric over None: over must be the name of a mode or of ids", ("none",)),
+            error=TypeError,
+        ),
+        **refusals(
+            lambda key: plan([TWO])[0] if key is None else plan([TWO])[0][key],
+            (("tokens",), r"microbatch\['tokens'\]: a Microbatch is not your batch. Write .*next_microbatch", (None,)),
+            error=TypeError,
+        ),
+    }
+)  # fmt: skip
