@@ -27,6 +27,7 @@ from megatron_rl_loss.core.collectives import StepGroups, attempt, world_rank
 from megatron_rl_loss.core.counting import count_step
 from megatron_rl_loss.core.layouts import IntList, ZigzagResponse
 from megatron_rl_loss.core.masks import Mask
+from megatron_rl_loss.core.modes import load_function
 from megatron_rl_loss.core.reducers import WeightedSum
 from megatron_rl_loss.core.samples import LocalTokens, Samples
 from megatron_rl_loss.core.taps import is_observed, tap
@@ -34,7 +35,6 @@ from megatron_rl_loss.core.totals_by_hand import Reducer
 from megatron_rl_loss.engines.places import swapped
 from megatron_rl_loss.engines.proving import prove
 from megatron_rl_loss.engines.replacing import Function, Replaced, announce, installed, once
-from megatron_rl_loss.megatron.flags import load_function
 from megatron_rl_loss.proof.promises import Promises
 
 __all__ = ["Hook", "count_steps", "make_hook", "sample_mean", "token_mean"]

@@ -1,7 +1,6 @@
 """The ``--loss-aggregation`` flags, their validation, and the Megatron settings that are rejected."""
 
 import difflib
-import importlib
 import os
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
@@ -10,8 +9,8 @@ from typing import Any, Literal, get_args
 
 from megatron_rl_loss.core.aggregation import LossModes
 from megatron_rl_loss.core.counting import COUNTINGS, UnitCounting
-from megatron_rl_loss.core.errors import check_callable, check_choice, check_int
-from megatron_rl_loss.core.modes import Mode, ModeFunction, available_modes, token_mean
+from megatron_rl_loss.core.errors import check_choice, check_int
+from megatron_rl_loss.core.modes import Mode, ModeFunction, available_modes, load_function, token_mean
 from megatron_rl_loss.core.plan import EmptyStep
 
 ProofLevel = Literal["error", "warn", "off"]
@@ -23,27 +22,6 @@ _TERMS = ("kl", "entropy", "value")
 REMAT_SIZES = ("gtp_weight_remat_size", "expert_gtp_weight_remat_size")
 #: Settings under which the context-parallel group changes between micro-batches.
 CHANGING_CP = ("hybrid_context_parallel", "dynamic_context_parallel")
-
-
-def load_function(path: str, flag: str, rule: str, remedy: str, kind: type | tuple[()] = ()) -> Any:
-    """The function, or object of that kind, at the path in a flag.
-
-    Raises ValueError for a path that names no module and function or does not load, and TypeError, with the given rule
-    and remedy, for another object.
-    """
-    module, separator, name = path.partition(":") if ":" in path else path.rpartition(".")
-    if module.startswith(".") or not separator or not module or not name:
-        raise ValueError(f"{flag} {path!r}: it must name a module and a function. Write pkg.mod.fn or pkg.mod:fn.")
-    try:
-        function = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(
-            f"{flag} {path!r}: it does not load ({error}). Check the spelling, and that the module's folder is on "
-            "PYTHONPATH."
-        ) from error
-    if not isinstance(function, kind):
-        check_callable(f"{flag} {path!r}", function, rule, remedy)
-    return function
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from repository import EXAMPLES
 from torch import Tensor
 
 from megatron_rl_loss import Mode, Samples, ZigzagTHD, plan_step, weights_column
-from megatron_rl_loss.megatron.flags import load_function
+from megatron_rl_loss.core.modes import load_function
 
 sys.path.append(str(EXAMPLES / "recipes"))  # a launch from that folder has it first
 

@@ -82,7 +82,7 @@ def test_the_sdist_is_the_repository_and_its_tests_run(sdist: Path) -> None:
         of_hosting = (".ci/", ".github/", ".pre-commit-config.yaml")
         assert packed == {name for name in listed if (ROOT / name).exists() and not name.startswith(of_hosting)}
     assert {"tests/support/oracle.py", "tools/test.sh", "docs/architecture.md", "constraints.txt"} <= packed
-    tests = ["tests/unit/test_errors.py", "tests/package/test_structure.py"]
+    tests = ["tests/unit/core/test_errors.py", "tests/package/test_structure.py"]
     done = run(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests, cwd=sdist)
     assert " passed" in done.stdout
     assert "failed" not in done.stdout
