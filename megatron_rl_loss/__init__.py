@@ -1,7 +1,7 @@
 """Policy-gradient loss aggregation for Megatron-Core, exact in every parallel layout.
 
 Every name that a user types is importable from here: `__init__.pyi` lists them. Importing the package loads none of its
-folders, and no Megatron.
+folders, and no Megatron. This door alone knows all folders; of these each imports those below it.
 """
 
 import re
@@ -18,6 +18,9 @@ _STUB = Path(__file__ + "i").read_text(encoding="utf-8")
 _LISTED = re.findall(r"^from (megatron_rl_loss\S*) import (\w+) as", _STUB, re.MULTILINE)
 _HOME_OF = {name: home for home, name in _LISTED}
 
+#: Modules that add what other projects have to tables of the core: names of modes, forms of return values.
+FURTHER_TABLES = ["megatron_rl_loss.engines.names"]
+
 __all__ = sorted(_HOME_OF)
 
 
@@ -30,6 +33,12 @@ def refuse_names(module: str) -> Callable[[str], Any]:
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
 
     return refuse
+
+
+def load_further_tables() -> None:
+    """Load the modules that add to the core's tables; the core calls it for a name that its own tables lack."""
+    for module in FURTHER_TABLES:
+        import_module(module)
 
 
 def __getattr__(name: str) -> Any:

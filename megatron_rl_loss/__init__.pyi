@@ -13,6 +13,9 @@ from megatron_rl_loss.core.layouts import Layout as Layout
 from megatron_rl_loss.core.layouts import ZigzagBSHD as ZigzagBSHD
 from megatron_rl_loss.core.layouts import ZigzagResponse as ZigzagResponse
 from megatron_rl_loss.core.layouts import ZigzagTHD as ZigzagTHD
+from megatron_rl_loss.core.measure import keep_tokens as keep_tokens
+from megatron_rl_loss.core.measure import measure_tokens as measure_tokens
+from megatron_rl_loss.core.measure import pass_gap as pass_gap
 from megatron_rl_loss.core.metrics import Metric as Metric
 from megatron_rl_loss.core.microbatch import Microbatch as Microbatch
 from megatron_rl_loss.core.modes import Mode as Mode
@@ -33,6 +36,9 @@ from megatron_rl_loss.logprobs.hidden import loss_from_hidden as loss_from_hidde
 from megatron_rl_loss.logprobs.layer import OutputLayer as OutputLayer
 from megatron_rl_loss.logprobs.layer import TensorParallel as TensorParallel
 from megatron_rl_loss.logprobs.logits import log_probs_from_logits as log_probs_from_logits
+from megatron_rl_loss.logprobs.megatron_head import Folded as Folded
+from megatron_rl_loss.logprobs.megatron_head import OutputHead as OutputHead
+from megatron_rl_loss.logprobs.megatron_head import Tokens as Tokens
 from megatron_rl_loss.logprobs.teacher import Teacher as Teacher
 from megatron_rl_loss.losses.advantages import gae as gae
 from megatron_rl_loss.losses.advantages import gdpo_advantages as gdpo_advantages
@@ -54,12 +60,12 @@ from megatron_rl_loss.megatron.first_rank import from_first_tp_rank as from_firs
 from megatron_rl_loss.megatron.flags import add_loss_aggregation_args as add_loss_aggregation_args
 from megatron_rl_loss.megatron.iterator import next_microbatch as next_microbatch
 from megatron_rl_loss.megatron.launch import LossAggregation as LossAggregation
-from megatron_rl_loss.megatron.output_head import Folded as Folded
-from megatron_rl_loss.megatron.output_head import OutputHead as OutputHead
-from megatron_rl_loss.megatron.output_head import Tokens as Tokens
 from megatron_rl_loss.planning import plan_step as plan_step
 from megatron_rl_loss.proof.own_loop import prove_first_step as prove_first_step
 
 __version__: str
 
+FURTHER_TABLES: list[str]
+
+def load_further_tables() -> None: ...
 def refuse_names(module: str) -> Callable[[str], Any]: ...

@@ -18,8 +18,8 @@ from megatron_rl_loss.audit.log_prob_gap import compare_dumps
 from megatron_rl_loss.core.aggregation import resolve
 from megatron_rl_loss.core.counting import COUNTINGS, UnitCounting
 from megatron_rl_loss.core.errors import check_choice, did_you_mean, print_text
-from megatron_rl_loss.core.names import format_modes
 from megatron_rl_loss.core.totals_by_hand import weights_column
+from megatron_rl_loss.engines.names import format_modes
 
 #: README's small step: losses and masks of four responses.
 LOSSES = [[1.0, 2.0, 3.0, 4.0], [5.0, 6.0], [-1.0, 0.5, 2.0, 7.0, 1.0, 3.0], [2.0]]

@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT)] if str(ROOT) not in sys.path else []
 
-from megatron_rl_loss.core.names import FRAMEWORKS, LOSSES, NAMES, NUMBER, OWN_CODE, PeerName
+from megatron_rl_loss.engines.names import FRAMEWORKS, LOSSES, NAMES, NUMBER, OWN_CODE, PeerName
 
 PAGE = ROOT / "docs" / "names.md"
 BLOCK = re.compile(r"<!-- settings: (\w+) -->\n(?:\|.*\n)*(?:\n- The code for .*\n)*")

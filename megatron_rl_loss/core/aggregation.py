@@ -1,7 +1,7 @@
 """`resolve`: an `Aggregation` from our names, other frameworks' (``verl:seq-mean-token-mean``) or functions."""
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
@@ -12,12 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_rl_loss import load_further_tables
 from megatron_rl_loss.core.counting import COUNTINGS, StepTotals, Sum, UnitCounting
-from megatron_rl_loss.core.errors import check_choice, check_mapping, is_number
+from megatron_rl_loss.core.errors import check_choice, check_mapping, did_you_mean, is_number
 from megatron_rl_loss.core.ids import hashed
 from megatron_rl_loss.core.masks import Array, Floats, to_array
 from megatron_rl_loss.core.modes import Mode, ModeFunction, ModeInputs, find_mode
-from megatron_rl_loss.core.names import of_peer
 from megatron_rl_loss.core.samples import LocalTokens, Samples
 
 
@@ -77,6 +77,30 @@ class Aggregation:
         return f"{self.describe()} (function {fingerprint(self.mode)})"
 
 
+#: Reads a name that is no mode's, with the divisor and the unit counting that the user gave: ours for all three.
+ReadName = Callable[[str, float | None, UnitCounting | None], tuple[str, float | None, UnitCounting | None]]
+_READERS: dict[str, ReadName] = {}
+
+
+def register_names(project: str, read: ReadName) -> None:
+    """Make the names ``project:name`` readable; for the project "" those without a colon that are no mode's.
+
+    A reader raises ValueError for a name that it does not know or that no exact mode has.
+    """
+    _READERS[project] = read
+
+
+def _reader_of(asked: str) -> ReadName:
+    load_further_tables()
+    project = asked.partition(":")[0] if ":" in asked else ""
+    if project not in _READERS:
+        known = list(filter(None, _READERS))
+        raise ValueError(
+            f"loss aggregation {asked!r}: there is no framework {project!r}. {did_you_mean(project, known)}."
+        )
+    return _READERS[project]
+
+
 def resolve(
     asked: str | Mode | ModeFunction, *, divisor: float | None = None, units: UnitCounting | None = None
 ) -> Aggregation:
@@ -95,7 +119,7 @@ def resolve(
     """
     mode = find_mode(asked) if isinstance(asked, str) else asked
     if isinstance(asked, str) and mode is None:
-        name, divisor, units = of_peer(asked, divisor, units)
+        name, divisor, units = _reader_of(asked)(asked, divisor, units)
         return resolve(name, divisor=divisor, units=units)
     if not isinstance(mode, Mode):
         if not callable(mode):

@@ -1,4 +1,4 @@
-"""Statistics of the policy in training over the whole step, before it is trained on: `Plan.measure`, `Plan.keep`."""
+"""Statistics of the policy in training over the whole step, before it is trained on."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -16,6 +16,7 @@ from megatron_rl_loss.core.counting import count_step
 from megatron_rl_loss.core.errors import check_callable, check_within
 from megatron_rl_loss.core.masks import Array, Floats, on_device, to_array
 from megatron_rl_loss.core.microbatch import Microbatch
+from megatron_rl_loss.core.plan import Plan
 from megatron_rl_loss.core.record import StepRecord
 from megatron_rl_loss.core.samples import LocalTokens, Samples, check_values
 
@@ -32,17 +33,11 @@ class Measurement:
         sum: of entry times value, in float64.
     """
 
-    def __init__(
-        self,
-        record: StepRecord,
-        microbatches: Sequence[Microbatch] | None,
-        values: TokenFunction | None,
-        mask: str | None,
-    ) -> None:
-        self._record = record
+    def __init__(self, plan: Plan, values: TokenFunction | None, mask: str | None) -> None:
+        self._record = record = plan.record
         tokens = None
-        if microbatches is not None and values is not None:
-            tokens = _attempt(record, partial(_active_tokens, microbatches, values, mask))
+        if plan.samples is not None and values is not None:
+            tokens = _attempt(record, partial(_active_tokens, plan.microbatches, values, mask))
         self._values, self._entries = tokens if isinstance(tokens, np.ndarray) else np.zeros((2, 0))
         self.tokens, self.sum = _begin(record, tokens, self._entries.sum(), self._entries @ self._values)
 
@@ -78,9 +73,32 @@ class Measurement:
         return _from_int(leading)
 
 
-def keep(record: StepRecord, microbatches: Sequence[Microbatch] | None, name: str, flags: TokenFunction | None) -> None:
-    """`Plan.keep`."""
-    kept = None
+def measure_tokens(plan: Plan, values: TokenFunction | None, *, mask: str | None = None) -> Measurement:
+    """Sums, mean and thresholds of one value per token, over the whole step; all ranks call it together.
+
+    Args:
+        values: a micro-batch -> a finite float, rounded to float32, for each token of this rank, shaped as losses.
+            None on a pipeline stage that computes no loss: the stage receives the results.
+        mask: one of the samples' further masks in place of the loss mask.
+
+    One round of 32 bytes over the data-, context-, tensor- and pipeline-parallel groups. Raises BadBatchError on
+    every rank (the error itself where there is one) if `values` raises or gives anything else on any, and ValueError
+    if it is None on a part of a stage. Under context parallelism an error of `values` is raised on its own rank at
+    once, because other ranks may wait in a collective of `values`: the launcher ends these.
+    """
+    return Measurement(plan, values, mask)
+
+
+def keep_tokens(plan: Plan, name: str, flags: TokenFunction | None) -> None:
+    """Count the step anew by the tokens for which `flags` gives true; all ranks call it together.
+
+    Every micro-batch then has a further mask `name`, for `Term` and `Metric`: the loss mask at tokens that are kept,
+    else 0. In evaluation, which no `before_step` precedes, there is none. Costs a byte per token over the
+    context-parallel group, in one collective (one per micro-batch where groups change), and the round of `plan_step`.
+    `flags` and errors as `values` of `measure_tokens`.
+    """
+    record, kept = plan.record, None
+    microbatches = None if flags is None or plan.samples is None else plan.microbatches
     if microbatches is not None and flags is not None:
         kept = _attempt(record, partial(_flags_in_buffer, microbatches, flags, name))
     _begin(record, kept)
@@ -116,12 +134,17 @@ def _with_kept_tokens(samples: Samples, name: str, kept: Array) -> Samples:
     return with_mask
 
 
-def gap(microbatch: Microbatch, name: str, values: Tensor) -> Tensor:
-    """`Microbatch.gap`."""
+def pass_gap(microbatch: Microbatch, name: str, values: Tensor) -> Tensor:
+    """The largest ``|values - microbatch.log_probs[name]|`` at this rank's active tokens, 0-dim; 0 without one.
+
+    The gap is 0 where the training pass runs the kernels of the forward pass before the step, without dropout. On the
+    host a gap above 1e-4 warns: the measured policy is then not the one in training. Raises ValueError for values of
+    another shape, and for a name of no forward pass.
+    """
     if name not in microbatch.log_probs:
         raise ValueError(
-            f"gap({name!r}), but forward passes gave {', '.join(microbatch.log_probs) or 'nothing'}: the pass of that "
-            f"name must run before the step. Call forward.log_probs({name!r}, ...) in before_step."
+            f"pass_gap of {name!r}, but forward passes gave {', '.join(microbatch.log_probs) or 'nothing'}: the pass "
+            f"of that name must run before the step. Call forward.log_probs({name!r}, ...) in before_step."
         )
     check_values(f"values beside log_probs[{name!r}]", values, microbatch.tokens)
     gaps = (values.detach().float() - microbatch.log_probs[name].float().view_as(values)).abs().flatten()

@@ -46,7 +46,7 @@ class Microbatch:
         log_probs: by name, the values of a forward pass before the step for this rank's tokens (see `ForwardPass`).
         cp_group: the context-parallel group: the micro-batch's own, else the launch's.
         cp_rank, cp_size: this rank's place among the ranks that the micro-batch is cut for.
-        kept: names of masks that `Plan.keep` added.
+        kept: names of masks that `keep_tokens` added.
     """
 
     def __init__(self, samples: Samples, number: int, record: StepRecord) -> None:
@@ -360,17 +360,6 @@ class Microbatch:
             tensors[part] = self._record.constant(count, share.device)
         self.receipt = Receipt.of(row, tensors, noted=self._record.notes[self._number])
         return row.assemble({**tensors, "report": {} if report is None else report})
-
-    def gap(self, name: str, values: Tensor) -> Tensor:
-        """The largest ``|values - log_probs[name]|`` at this rank's active tokens, 0-dim; 0 without one.
-
-        The gap is 0 where the training pass runs the kernels of the forward pass before the step, without dropout. On
-        the host a gap above 1e-4 warns: the measured policy is then not the one in training. Raises ValueError for
-        values of another shape, and for a name of no forward pass.
-        """
-        from megatron_rl_loss.core.measure import gap
-
-        return gap(self, name, values)
 
     def keep(self, name: str, samples: Samples) -> None:
         """Go on with samples that have a further mask of that name, in the place of an earlier one."""

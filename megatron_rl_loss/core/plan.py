@@ -14,7 +14,6 @@ from megatron_rl_loss.core.carriers import Form
 from megatron_rl_loss.core.collectives import StepGroups, attempt, failure_of, size_of, warn_on_one_rank, world_rank
 from megatron_rl_loss.core.counting import StepTotals, count_step
 from megatron_rl_loss.core.errors import BadBatchError, check_int
-from megatron_rl_loss.core.measure import Measurement, TokenFunction, keep
 from megatron_rl_loss.core.metrics import reduce_notes
 from megatron_rl_loss.core.microbatch import Microbatch
 from megatron_rl_loss.core.record import StepRecord, check_finished
@@ -200,34 +199,6 @@ class Plan:
                 "this rank's samples to plan_step."
             )
         return [Microbatch(samples, number, self.record) for number, samples in enumerate(self.samples)]
-
-    def measure(self, values: TokenFunction | None, *, mask: str | None = None) -> Measurement:
-        """Sums, mean and thresholds of one value per token, over the whole step; all ranks call it together.
-
-        Args:
-            values: a micro-batch -> a finite float, rounded to float32, for each token of this rank, shaped as losses.
-                None on a pipeline stage that computes no loss: the stage receives the results.
-            mask: one of the samples' further masks in place of the loss mask.
-
-        One round of 32 bytes over the data-, context-, tensor- and pipeline-parallel groups. Raises BadBatchError on
-        every rank (the error itself where there is one) if `values` raises or gives anything else on any, and
-        ValueError if it is None on a part of a stage. Under context parallelism an error of `values` is raised on its
-        own rank at once, because other ranks may wait in a collective of `values`: the launcher ends these.
-        """
-        return Measurement(self.record, self._microbatches_for(values), values, mask)
-
-    def keep(self, name: str, flags: TokenFunction | None) -> None:
-        """Count the step anew by the tokens for which `flags` gives true; all ranks call it together.
-
-        Every micro-batch then has a further mask `name`, for `Term` and `Metric`: the loss mask at tokens that are
-        kept, else 0. In evaluation, which no `before_step` precedes, there is none. Costs a byte per token over the
-        context-parallel group, in one collective (one per micro-batch where groups change), and the round of
-        `plan_step`. `flags` and errors as in `measure`.
-        """
-        keep(self.record, self._microbatches_for(flags), name, flags)
-
-    def _microbatches_for(self, function: TokenFunction | None) -> list[Microbatch] | None:
-        return None if function is None or self.samples is None else self.microbatches
 
     def reset(self) -> None:
         """Allow training on the same samples again: another epoch, or after an error. Drops all notes."""

@@ -20,7 +20,7 @@ from megatron_rl_loss.core.collectives import world_rank
 from megatron_rl_loss.core.counting import UnitCounting
 from megatron_rl_loss.core.modes import Mode, ModeFunction
 from megatron_rl_loss.core.samples import LocalTokens, check_values
-from megatron_rl_loss.core.taps import HookedShare, observed_taps, tap
+from megatron_rl_loss.core.taps import SummedShare, Tap, observed_taps, tap
 
 logger = logging.getLogger(__name__)
 
@@ -98,19 +98,15 @@ class WeightedSum:
             tap(summand.values, self.name, samples=self._local.samples)
             return
         coef, term = (1.0, None) if summand is None else (summand.coef, summand.term)
-        hooked = HookedShare(
-            self,
-            self.gradient_scale * coef,
-            self._local.samples,
-            coef=None if term is None else coef,
-            aggregation=None if term is None else self.aggregation,
-            unseen=unseen,
-            outputs=[] if summand is None else taps.outputs_of(summand.values),
-        )
-        share.register_hook(hooked.add_gradient)
+        outputs = [] if summand is None else taps.outputs_of(summand.values)
+        hooked = SummedShare(self, self.gradient_scale * coef, unseen, outputs)
+        share.register_hook(hooked.add)
         if values is not None and values.requires_grad and coef:
             values.register_hook(hooked.check)
-        taps.add(hooked, term or self.name, self.number)
+        tapped = Tap(tuple(self.weights.shape), samples=self._local.samples, share=hooked)
+        if term is not None:
+            tapped.coef, tapped.aggregation = coef, self.aggregation
+        taps.add(tapped, term or self.name, self.number)
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,12 @@ to gradients afterwards they do not see.
 """
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import wraps
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 from weakref import ref
 
 import torch
@@ -75,80 +75,68 @@ def reports_output(loss_function: Callable[Parameters, Result]) -> Callable[Para
 _MOST_NODES = 256
 
 
-class _GradientSum:
-    """Values, and the sum of the gradients that reach them, over all backward passes."""
+@dataclass(frozen=True)
+class Declared:
+    """What is said of a term: by the reducer that sums it, or by an engine's adapter. Plain, so that ranks compare it.
 
-    gradient: Tensor | None  # float32 (float64 of float64 values) [numel]; None before the backward pass
+    Attributes:
+        mode: the term's own, in words; "" for none.
+        has_policys_mode: that is the policy loss's too, its own or for want of one.
+        coef: the factor of the term in the loss; NaN where there may be any; None where nobody said it.
+        doubt: why a difference of weights is no evidence; "" for none.
+        count: the samples by which an engine divides; None where nobody said it.
+    """
 
-    def add_gradient(self, gradient: Tensor) -> None:
+    mode: str = ""
+    has_policys_mode: bool = False
+    coef: float | None = None
+    doubt: str = ""
+    count: float | None = None
+
+
+class GradientSum:
+    """The sum of the gradients that reach a tensor, over all backward passes.
+
+    Attributes:
+        total: float32 (float64 of float64 values) [numel]; None before the backward pass.
+    """
+
+    def __init__(self, total: Tensor | None = None) -> None:
+        self.total = total
+
+    def add(self, gradient: Tensor) -> None:
         """A tensor hook: returns nothing, so that the gradient goes on as it is."""
         dtype = torch.promote_types(gradient.dtype, torch.float32)
         flat = gradient.detach().reshape(-1).to(dtype, copy=True)
-        self.gradient = flat if self.gradient is None else self.gradient + flat
+        self.total = flat if self.total is None else self.total + flat
 
 
-@dataclass
-class TappedLosses(_GradientSum):
-    """The losses of one micro-batch that went through a tap, with the tap's arguments."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    samples: Samples | None = None
-    coef: float | None = None
-    aggregation: Aggregation | None = None
-    tokens: Tensor | None = None  # int [numel]
-    log_probs: tuple[Tensor, ...] = ()  # float32 [numel] of both sides, where they are to be compared
-    gradient: Tensor | None = None
-    source: Callable[[], Tensor | None] = lambda: None  # a weak reference: the tensor would keep its graph
-    at_log_probs: bool = False  # before the gradient lies the way of log-probs to the model's output
-    doubt: str = ""  # why gradients are not weights, if they are not those that were asked
-    count: float | None = None  # the samples by which an engine divides, if it says so
-    mask: str | None = None  # no further mask of the samples: they are as the losses' weights need them
-
-    @property
-    def is_reached(self) -> bool:
-        """True once a gradient came."""
-        return self.gradient is not None
-
-
-@dataclass
-class LossOutput(_GradientSum):
+class LossOutput(NamedTuple):
     """The losses that a loss function of this package returned, and the gradient that reached them."""
 
     made_by: str
-    gradient: Tensor | None = None
+    gradient: GradientSum
 
 
-class Weighing(Protocol):
-    """What a hooked share knows of the reducer that made it: a `WeightedSum`."""
+class SummedShare:
+    """A share that a reducer of this package summed: its gradient times the reducer's weights is that of its tokens.
 
-    weights: Tensor  # [num_local_tokens]
-    aggregation: Aggregation
-    mask: str | None  # one of the samples' further masks
-    plan: Any  # the `PlanUse` of the plan that made it, if one did
+    Attributes:
+        reducer: its weights, aggregation, mask and plan.
+        scale: of the gradient of a token: the share's times this times the token's weight.
+        unseen: why the way from the losses to the share is not seen; "" where it is.
+        outputs: of loss functions, which the losses were made of.
+        slope: the gradient of the share, 0-dim; None before the backward pass.
+        off: the largest error of a token's gradient, relative to the largest gradient, 0-dim.
+    """
 
+    def __init__(self, reducer: "Weighing", scale: float, unseen: str = "", outputs: Sequence[LossOutput] = ()) -> None:
+        self.reducer, self.scale, self.unseen, self.outputs = reducer, scale, unseen, outputs
+        self.slope: Tensor | None = None
+        self.off: Tensor | None = None
 
-@dataclass
-class HookedShare:
-    """A term of a share that a reducer of this package summed, in the form of `TappedLosses`."""
-
-    reducer: Weighing
-    scale: float  # of the gradient of a token: the share's times this times the token's weight
-    samples: Samples
-    coef: float | None = None
-    aggregation: Aggregation | None = None
-    unseen: str = ""  # why the way from the losses to the share is not seen
-    slope: Tensor | None = None  # the gradient of the share, 0-dim
-    off: Tensor | None = None  # the largest error of a token's gradient, relative to the largest gradient, 0-dim
-    outputs: list[LossOutput] = field(default_factory=list)  # of loss functions, which the losses were made of
-    dtype = torch.float32
-    tokens = None
-    log_probs = ()
-    at_log_probs = False
-    doubt, count = "", None
-
-    def add_gradient(self, gradient: Tensor) -> None:
-        """A tensor hook: returns nothing, so that the gradient goes on as it is."""
+    def add(self, gradient: Tensor) -> None:
+        """A tensor hook of the share: returns nothing, so that the gradient goes on as it is."""
         self._last = gradient.detach().clone()
         self.slope = self._last if self.slope is None else self.slope + self._last
 
@@ -159,36 +147,76 @@ class HookedShare:
         off = off / sent.abs().max().clamp(min=torch.finfo(sent.dtype).tiny) if len(sent) else off
         self.off = off if self.off is None else torch.maximum(self.off, off)
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.reducer.weights.shape)
+    def gradient(self) -> Tensor | None:
+        """Of each token, float32 [num_local_tokens]; None before the backward pass."""
+        return None if self.slope is None else self.reducer.weights * (self.slope * self.scale)
+
+
+class Weighing(Protocol):
+    """What a share knows of the reducer that made it: a `WeightedSum`."""
+
+    weights: Tensor  # [num_local_tokens]
+    aggregation: Aggregation
+    mask: str | None  # one of the samples' further masks
+    plan: Any  # the `PlanUse` of the plan that made it, if one did
+
+
+@dataclass(eq=False)
+class Tap:
+    """The losses of one term of one micro-batch, and what is known of them.
+
+    Attributes:
+        shape, dtype: of the losses.
+        samples: of the losses.
+        coef, doubt, count: as in `Declared`.
+        aggregation: the term's own.
+        share: of losses that a reducer of this package summed, whose gradients it knows; other losses are hooked.
+        hooked: the gradients that reached other losses.
+        tokens: the model's input ids, int [numel].
+        log_probs: float32 [numel] of both sides, where they are to be compared.
+        source: a weak reference to the losses, for the tensor would keep its graph.
+        at_log_probs: before the gradient lies the way of log-probs to the model's output, which multiplies by `path`.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+    samples: Samples | None = None
+    coef: float | None = None
+    aggregation: Aggregation | None = None
+    share: SummedShare | None = None
+    hooked: GradientSum = field(default_factory=GradientSum)
+    tokens: Tensor | None = None
+    log_probs: tuple[Tensor, ...] = ()
+    source: Callable[[], Tensor | None] = lambda: None
+    at_log_probs: bool = False
+    path: float = 1.0
+    doubt: str = ""
+    count: float | None = None
 
     @property
     def gradient(self) -> Tensor | None:
-        """Of each token, as a tap would have it; None before the backward pass."""
-        return None if self.slope is None else self.reducer.weights * (self.slope * self.scale)
+        """The gradient that reached each token's loss, float [numel]; None before the backward pass."""
+        gradient = self.hooked.total if self.share is None else self.share.gradient()
+        return gradient if gradient is None or self.path == 1 else gradient * self.path
 
     @property
     def is_reached(self) -> bool:
         """True once a gradient came."""
-        return self.slope is not None
+        return (self.hooked.total if self.share is None else self.share.slope) is not None
 
     @property
     def mask(self) -> str | None:
         """The further mask of the samples by which tokens are weighed; None for the loss mask."""
-        return self.reducer.mask
+        return None if self.share is None else self.share.reducer.mask
 
     @property
-    def has_policys_mode(self) -> bool:
-        """True for a named term that has the policy loss's mode, its own or for want of one."""
-        plan = self.reducer.plan
-        return plan is not None and self.aggregation is not None and self.aggregation == plan.policy
-
-    def source(self) -> None:
-        """No losses of their own are held."""
-
-
-Tapped = TappedLosses | HookedShare
+    def declared(self) -> Declared:
+        """What is said of the term."""
+        plan = None if self.share is None else self.share.reducer.plan
+        has_policys_mode = plan is not None and self.aggregation is not None and self.aggregation == plan.policy
+        mode = "" if self.aggregation is None else self.aggregation.describe()
+        coef = None if self.coef is None else float(self.coef)
+        return Declared(mode, has_policys_mode, coef, self.doubt, self.count)
 
 
 @dataclass
@@ -203,7 +231,7 @@ class Taps:
     """
 
     num_microbatches: int = 0
-    losses: dict[str, dict[int, Tapped]] = field(default_factory=dict)
+    losses: dict[str, dict[int, Tap]] = field(default_factory=dict)
     outputs: list[tuple[Any, LossOutput]] = field(default_factory=list)
     log_prob_gradients: Any = None
 
@@ -214,8 +242,8 @@ class Taps:
     def add_output(self, per_token_loss: Tensor, made_by: str) -> None:
         """Record what reaches the losses that a loss function returned."""
         if torch.is_grad_enabled() and per_token_loss.requires_grad:
-            output = LossOutput(made_by)
-            per_token_loss.register_hook(output.add_gradient)
+            output = LossOutput(made_by, GradientSum())
+            per_token_loss.register_hook(output.gradient.add)
             self.outputs.append((per_token_loss.grad_fn, output))
 
     def outputs_of(self, losses: Tensor) -> list[LossOutput]:
@@ -233,26 +261,26 @@ class Taps:
                 nodes += [before for before, _ in node.next_functions]
         return reached
 
-    def find(self, losses: Tensor) -> TappedLosses | None:
+    def find(self, losses: Tensor) -> Tap | None:
         """The tap of these very losses in this micro-batch, if there is one."""
         for of_term in self.losses.values():
             for number, tapped in of_term.items():
                 is_now = self.num_microbatches in (0, number + 1)
-                if is_now and isinstance(tapped, TappedLosses) and tapped.source() is losses:
+                if is_now and tapped.source() is losses:
                     return tapped
         return None
 
-    def of(self, losses: Tensor, name: str) -> TappedLosses:
+    def of(self, losses: Tensor, name: str) -> Tap:
         """The tap of these very losses in this micro-batch; made if there is none yet."""
         if known := self.find(losses):
             return known
-        tapped = TappedLosses(tuple(losses.shape), losses.dtype, source=ref(losses))
+        tapped = Tap(tuple(losses.shape), losses.dtype, source=ref(losses))
         if losses.requires_grad:
-            losses.register_hook(tapped.add_gradient)
+            losses.register_hook(tapped.hooked.add)
         self.add(tapped, name)
         return tapped
 
-    def add(self, tapped: Tapped, name: str, number: int | None = None) -> None:
+    def add(self, tapped: Tap, name: str, number: int | None = None) -> None:
         """Add losses to a micro-batch, this one, under their name, or, if it is taken, as a further term."""
         counted = self.num_microbatches - 1 if self.num_microbatches else len(self.losses.get(name, {}))
         microbatch = counted if number is None else number

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_rl_loss.core.aggregation import Aggregation
 from megatron_rl_loss.core.samples import Samples
-from megatron_rl_loss.core.taps import TappedLosses, is_observed, taps_of
+from megatron_rl_loss.core.taps import Tap, is_observed, taps_of
 from megatron_rl_loss.engines.log_prob_gradients import follow
 from megatron_rl_loss.engines.places import places, swapped, value_at
 
@@ -182,7 +182,7 @@ def tap_sum(
     samples: Samples,
     coef: float | None = None,
     aggregation: Aggregation | None = None,
-) -> TappedLosses | None:
+) -> Tap | None:
     """`tap` for a sum, float scalar, of weights * losses that an engine computes; None if nothing is observed.
 
     Another sum in a micro-batch is another micro-batch's, since engines may go through it by samples. One over the same
@@ -190,17 +190,16 @@ def tap_sum(
     """
     if (taps := taps_of(total)) is None:
         return None
-    tapped: Any = taps.losses.get(name, {}).get(taps.num_microbatches - 1)
+    tapped = taps.losses.get(name, {}).get(taps.num_microbatches - 1)
     is_same = tapped is not None and samples.labels and tapped.samples and tapped.samples.digest() == samples.digest()
     if tapped is None or not is_same:
         if tapped is not None:
             taps.begin_microbatch()
-        tapped = TappedLosses(tuple(weights.shape), weights.dtype, samples, coef, aggregation)
+        tapped = Tap(tuple(weights.shape), weights.dtype, samples=samples, coef=coef, aggregation=aggregation)
         taps.add(tapped, name)
-    of_tokens: TappedLosses = tapped
-    flat = weights.detach().reshape(-1)
-    total.register_hook(lambda gradient: of_tokens.add_gradient(gradient * flat))
-    return of_tokens
+    hooked, flat = tapped.hooked, weights.detach().reshape(-1)
+    total.register_hook(lambda gradient: hooked.add(gradient * flat))
+    return tapped
 
 
 def _agree(weights: Tensor, others: Tensor) -> bool:

@@ -25,8 +25,8 @@ class ForwardPass:
 
     Attributes:
         model: the model chunk, or the list of chunks.
-        plan: the step's plan; its `measure` computes statistics of a pass. On stages that compute no loss the plan has
-            no micro-batches, and calls no function passed to it.
+        plan: the step's plan; `measure_tokens` computes statistics of a pass by it. On stages that compute no loss the
+            plan has no micro-batches, and `measure_tokens` calls no function.
     """
 
     def __init__(

@@ -8,7 +8,7 @@ import numpy as np
 
 from megatron_rl_loss.core.masks import Floats
 from megatron_rl_loss.core.samples import LocalTokens
-from megatron_rl_loss.core.taps import HookedShare
+from megatron_rl_loss.core.taps import SummedShare
 from megatron_rl_loss.proof.outcomes import TOLERANCES
 
 #: The largest relative difference of factors that are one number.
@@ -75,13 +75,14 @@ class FactorExtremes:
         self.made_by = set[str]()
         self._low, self._high = np.full(1 + len(_COUNTS), math.inf), np.full(1 + len(_COUNTS), -math.inf)
 
-    def add(self, share: HookedShare, tokens: LocalTokens) -> None:
-        sent = share.gradient
+    def add(self, share: SummedShare, tokens: LocalTokens) -> None:
+        sent = share.gradient()
         for output in share.outputs:
-            if sent is None or output.gradient is None or output.gradient.numel() != len(tokens):
+            reached = output.gradient.total
+            if sent is None or reached is None or reached.numel() != len(tokens):
                 continue
             on = (sent != 0).cpu().numpy()
-            factors = (output.gradient.to(sent) / sent).cpu().numpy()[on]
+            factors = (reached.to(sent) / sent).cpu().numpy()[on]
             if not len(factors):
                 continue
             self.made_by.add(output.made_by)

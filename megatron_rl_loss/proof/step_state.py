@@ -6,23 +6,12 @@ from typing import Any
 import torch
 
 from megatron_rl_loss.core.samples import LocalTokens
-from megatron_rl_loss.core.taps import HookedShare, Tapped
+from megatron_rl_loss.core.taps import Declared, Tap
 from megatron_rl_loss.proof.anchor import Factor
 from megatron_rl_loss.proof.outcomes import TOLERANCES, FactorState, Gradient, Losses
 
 #: Reasons of other ranks beyond these say nothing new; nor does the rest of a long one.
 _MOST_REASONS, _MOST_WORDS = 3, 600
-
-
-@dataclass(frozen=True)
-class Declared:
-    """What a tap or a share says of its term."""
-
-    mode: str = ""  # the term's own; "" for none
-    has_policys_mode: bool = False
-    coef: float | None = None  # NaN: there may be any
-    doubt: str = ""  # why a difference of weights is no evidence
-    count: float | None = None  # the samples by which an engine divides, if it says so
 
 
 @dataclass
@@ -94,21 +83,18 @@ class StepState:
     def tolerance(self) -> float:
         return TOLERANCES[self.rounding]
 
-    def add(self, term: str, tapped: Tapped, tokens: LocalTokens) -> None:
+    def add(self, term: str, tapped: Tap, tokens: LocalTokens) -> None:
         """Add what a tap of this rank says, and what was seen of its losses."""
         self.dtypes.add(str(tapped.dtype).removeprefix("torch."))
-        mode = "" if tapped.aggregation is None else tapped.aggregation.describe()
-        coef = None if tapped.coef is None else float(tapped.coef)
-        has_policys_mode = isinstance(tapped, HookedShare) and tapped.has_policys_mode
-        declared = Declared(mode, has_policys_mode, coef, tapped.doubt, tapped.count)
-        self.terms[term] = _few(self.terms.get(term, set()) | {declared})
-        slope = tapped.slope if isinstance(tapped, HookedShare) else tapped.gradient
+        self.terms[term] = _few(self.terms.get(term, set()) | {tapped.declared})
+        share = tapped.share
+        arrived = tapped.gradient if share is None else share.slope
         self.reached |= {term} if tapped.is_reached else set()
-        if slope is not None and not bool(slope.isfinite().all()):
+        if arrived is not None and not bool(arrived.isfinite().all()):
             self.gradients.add("overflow")
-        if isinstance(tapped, HookedShare):
-            self.unseen |= {tapped.unseen} - {""}
-            self.off = max(self.off, 0.0 if tapped.off is None else float(tapped.off))
+        if share is not None:
+            self.unseen |= {share.unseen} - {""}
+            self.off = max(self.off, 0.0 if share.off is None else float(share.off))
         ids = tokens.samples.tokens
         if tapped.tokens is not None and ids is not None:
             cut = tokens.of(torch.as_tensor(ids, device=tapped.tokens.device).reshape(-1))

@@ -27,6 +27,9 @@ from megatron_rl_loss import (
     Samples,
     Term,
     ZigzagTHD,
+    keep_tokens,
+    measure_tokens,
+    pass_gap,
     plan_step,
     segment_scan,
 )
@@ -147,7 +150,7 @@ def test_nothing_is_read_back_from_a_device(mode: str, per_token_loss: bool) -> 
     assert {tensor.device.type for tensor in tensors} == {"meta"}
     assert num_tokens.dtype == torch.int32
     microbatch.log_probs["then"] = losses.detach()
-    assert microbatch.gap("then", losses).device.type == "meta"
+    assert pass_gap(microbatch, "then", losses).device.type == "meta"
     for form in (form for form in FORMS.values() if per_token_loss in form.carriers):
         microbatch._record.reset()
         microbatch.scale_for_trainer(microbatch(losses), form=form.name)
@@ -186,8 +189,8 @@ def small_step(values: Callable[[], Tensor]) -> list[float]:
     masks = {"own": [[1, 1], [0, 1]]}
     samples = Samples([[1, 1], [1, 0]], layout=ZigzagTHD([0, 2, 4]), prompt_ids=["a", "b"], term_masks=masks)
     plan = plan_step([samples] * 2, "sample_mean", terms={"kl": "token_mean"}, term_masks=["own"], dp_group=None)
-    numbers = [plan.measure(lambda microbatch: values()).quantile(0.5)]
-    plan.keep("kept", lambda microbatch: values() > 0)
+    numbers = [measure_tokens(plan, lambda microbatch: values()).quantile(0.5)]
+    keep_tokens(plan, "kept", lambda microbatch: values() > 0)
     for microbatch in plan:
         losses = values().requires_grad_()
         kinds: Any = {kind: Metric(values(), kind=kind) for kind in ("mean", "max", "variance")}

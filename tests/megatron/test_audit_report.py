@@ -21,7 +21,7 @@ from megatron_rl_loss.audit.launch import add_audit_options, report
 from megatron_rl_loss.audit.megatron.reports import FromRank, assembled
 from megatron_rl_loss.audit.tokens import MeasuredStep, PlacedSamples
 from megatron_rl_loss.core.aggregation import Aggregation, resolve
-from megatron_rl_loss.core.taps import HookedShare, TappedLosses
+from megatron_rl_loss.core.taps import GradientSum, SummedShare, Tap
 from megatron_rl_loss.proof.anchor import Factor
 from megatron_rl_loss.proof.step_state import StepState
 
@@ -51,8 +51,8 @@ def sent(*tapped: Any, factor: float = 1.0, samples: Samples | None = None, term
     return arrived
 
 
-def losses_of(gradient: Any = 0.25, **said: Any) -> TappedLosses:
-    return TappedLosses((4,), torch.float32, gradient=torch.as_tensor(gradient) * FOUR, **said)
+def losses_of(gradient: Any = 0.25, **said: Any) -> Tap:
+    return Tap((4,), hooked=GradientSum(torch.as_tensor(gradient) * FOUR), **said)
 
 
 def step_of(*from_ranks: FromRank, term: str = "pg", **sizes: int) -> MeasuredStep:
@@ -79,10 +79,12 @@ def test_a_rank_of_the_last_stage_without_a_loss_is_told() -> None:
     assert not step_of(sent(losses_of()), silent, pp=2).unknown  # of another stage
 
 
-def share(off: float = 0.0, unseen: str = "") -> HookedShare:
+def share(off: float = 0.0, unseen: str = "") -> Tap:
     """A token mean over four tokens, by a reducer of ours."""
     reducer: Any = SimpleNamespace(weights=FOUR / 4, aggregation=resolve("token_mean"), mask=None, plan=None)
-    return HookedShare(reducer, 1.0, Samples([FOUR]), unseen=unseen, slope=torch.tensor(1.0), off=torch.tensor(off))
+    summed = SummedShare(reducer, 1.0, unseen)
+    summed.slope, summed.off = torch.tensor(1.0), torch.tensor(off)
+    return Tap((4,), samples=Samples([FOUR]), share=summed)
 
 
 def test_a_reducer_that_sends_other_gradients_than_its_weights_is_told() -> None:
@@ -131,7 +133,7 @@ def test_auxiliary_losses_that_weigh_too_much_are_a_note(per_token: bool, factor
     config = SimpleNamespace(calculate_per_token_loss=per_token, num_moe_experts=2, moe_aux_loss_coeff=[0.01])
     samples = Samples([[1, 0, 1], [0.5, 0, 1]])
     for times, is_said in ((1, False), (3, True)):
-        losses = TappedLosses((6,), torch.float32, gradient=torch.ones(6), samples=samples)
+        losses = Tap((6,), hooked=GradientSum(torch.ones(6)), samples=samples)
         from_rank = sent(losses, factor=times * factor)
         steps = assembled([from_rank], groups_of(dp_cp=2), config, 1.0, dynamic_cp=False)
         says = f"Auxiliary losses (moe_aux_loss_coeff) weigh {times} times what they should"

@@ -28,7 +28,7 @@ from step_samples import DIVISOR
 from table_step import Batch, relative_error, table_model
 from torch import Tensor
 
-from megatron_rl_loss import Metric, Samples, Term, plan_step, segment_scan
+from megatron_rl_loss import Metric, Samples, Term, keep_tokens, plan_step, segment_scan
 from megatron_rl_loss.audit.judge import judge
 from megatron_rl_loss.core.collectives import StepGroups
 from megatron_rl_loss.core.counting import count_step
@@ -156,7 +156,7 @@ def errors(loop: str, tp: int = 1, planted: bool = False, verl: str = "") -> tup
                 id(microbatch): batch.local_numbers(microbatch.cp_rank, microbatch.cp_size)
                 for batch, microbatch in zip(batches, plan, strict=True)
             }
-            plan.keep("kept", lambda microbatch, numbers_of=numbers_of: KEPT[numbers_of[id(microbatch)]])  # type: ignore[misc]
+            keep_tokens(plan, "kept", lambda microbatch, numbers_of=numbers_of: KEPT[numbers_of[id(microbatch)]])  # type: ignore[misc]
         turns = iter(zip(batches, plan, strict=True))
 
         def forward_step(iterator: Iterator[Any] | None, model: Any, turns: Any = turns, loss: str = loss) -> Any:

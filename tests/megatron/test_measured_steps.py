@@ -32,7 +32,7 @@ from tiny_gpt import (
 from torch import Tensor
 from world import FP32_BOUNDS, whole
 
-from megatron_rl_loss import LossAggregation, OutputHead, Term, Tokens
+from megatron_rl_loss import LossAggregation, OutputHead, Term, Tokens, keep_tokens, measure_tokens, pass_gap
 from megatron_rl_loss.core.plan import Plan
 from megatron_rl_loss.core.record import StepRecord
 
@@ -51,12 +51,12 @@ def keep_survivors(plan: Any) -> None:
     def ratio(microbatch: Any) -> Tensor:
         return (microbatch.log_probs["now"] - microbatch.data.old_log_probs).exp()
 
-    plan.keep("kept", lambda microbatch: (ratio(microbatch) > LOW) & (ratio(microbatch) < HIGH))
+    keep_tokens(plan, "kept", lambda microbatch: (ratio(microbatch) > LOW) & (ratio(microbatch) < HIGH))
 
 
 def keep_top(plan: Any) -> None:
-    bound = plan.measure(lambda microbatch: microbatch.log_probs["entropy"]).quantile(TOP)
-    plan.keep("kept", lambda microbatch: microbatch.log_probs["entropy"] > bound)
+    bound = measure_tokens(plan, lambda microbatch: microbatch.log_probs["entropy"]).quantile(TOP)
+    keep_tokens(plan, "kept", lambda microbatch: microbatch.log_probs["entropy"] > bound)
 
 
 # --- the same stated for all tokens of the step: mask entries, and how near a threshold a number is
@@ -173,7 +173,7 @@ def trained(layout: Layout, runs: list[tuple[str, str]], rollouts: list[Rollout]
             microbatch = next(iterator)
 
             def loss_func(output: Any) -> Any:
-                gaps.append(float(microbatch.gap("now", output[0])))
+                gaps.append(float(pass_gap(microbatch, "now", output[0])))
                 losses = -(output[0] - microbatch.data.old_log_probs).exp() * microbatch.data.advantages
                 return microbatch.loss({"pg": Term(losses, mask="kept")})
 

@@ -99,15 +99,15 @@ def runs_hooks_that_come_before(chunk: Any, model: Any) -> list[str]:
 
 def leaves_gradients_to_a_caller_who_sums_them(chunk: Any, model: Any) -> list[bool]:
     """True where the gradient of the hidden states is summed over TP, as the layer says."""
-    from megatron_rl_loss.megatron import output_head
+    from megatron_rl_loss.logprobs import megatron_head
 
-    summed, plain = [], vars(output_head)["log_probs_from_hidden"]
+    summed, plain = [], vars(megatron_head)["log_probs_from_hidden"]
 
     def look(*args: Any, **kwargs: Any) -> Any:
         summed.append(args[1].tensor_parallel.sum_gradient)
         return plain(*args, **kwargs)
 
-    with changed(output_head, "log_probs_from_hidden", look):
+    with changed(megatron_head, "log_probs_from_hidden", look):
         for disabled in (False, True):
             with changed(model.output_layer, "disable_grad_reduce", disabled):
                 call(chunk, chunk_tokens=5)

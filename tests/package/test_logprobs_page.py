@@ -119,7 +119,7 @@ def test_memory_of_distillation_is_that_of_the_file() -> None:
 def test_the_code_for_a_megatron_model_gives_the_step_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     """The model stands for its own output; the real one runs in tests/megatron/test_output_head.py."""
     pytest.importorskip("megatron.core")
-    monkeypatch.setattr("megatron_rl_loss.megatron.output_head.check_output_processor", lambda: None)
+    monkeypatch.setattr("megatron_rl_loss.logprobs.megatron_head.check_output_processor", lambda: None)
     (microbatch,) = plan = plan_step([Samples([[1, 1, 0], [1]])], "token_mean", dp_group=None)
     log_probs, entropy = torch.tensor([[-1.0, -2, -3, -4]], requires_grad=True), torch.tensor([[1.0, 2, 3, 4]])
 

@@ -25,10 +25,10 @@ from repository import EXAMPLES, ROOT
 
 import megatron_rl_loss
 from megatron_rl_loss import Microbatch, Samples, add_loss_aggregation_args, weights_column
-from megatron_rl_loss.core import names as mode_names
 from megatron_rl_loss.core.aggregation import resolve
 from megatron_rl_loss.core.modes import available_modes
 from megatron_rl_loss.core.plan import Plan
+from megatron_rl_loss.engines import names as mode_names
 from megatron_rl_loss.engines import replacing
 from megatron_rl_loss.proof.outcomes import TOLERANCES
 

@@ -14,15 +14,20 @@ import megatron_rl_loss
 
 PACKAGE = "megatron_rl_loss"
 #: Each room, after all that it may import.
-ORDER = ["core", "losses", "logprobs", "megatron", "planning", "proof", "audit", "engines", "__main__"]
+ORDER = ["core", "megatron", "planning", "proof", "losses", "logprobs", "audit", "engines", "__main__"]
 #: Each file of the core, after all that it may import.
-CORE = ["errors", "collectives", "masks", "ids", "layouts", "samples", "counting", "modes", "names", "aggregation"]
-CORE += ["taps", "reducers", "metrics", "carriers", "record", "microbatch", "measure", "plan", "totals_by_hand"]
+CORE = ["errors", "collectives", "masks", "ids", "layouts", "samples", "counting", "modes", "aggregation"]
+CORE += ["taps", "reducers", "metrics", "carriers", "record", "microbatch", "plan", "measure", "totals_by_hand"]
 #: Rooms that import nothing of the core from this file on, and no other room than those named.
 NARROW = {"losses": ("reducers", {"core", "losses"}), "logprobs": ("reducers", {"core", "losses", "logprobs"})}
-#: Imports that run the other way, inside a function: a launch makes the proof of its first step; within the core, a
-#: plan has the statistics of a step for methods.
-LATE = {("megatron", "proof"), ("microbatch", "measure")}
+#: The one file of those rooms that knows Megatron's model and a micro-batch of the step.
+OF_A_MODEL = f"{PACKAGE}.logprobs.megatron_head"
+#: Files of the core with tables that `load_further_tables` of the front door fills up.
+OPEN_TABLES = {f"{PACKAGE}.core.aggregation"}
+#: Imports that run the other way, inside a function: a launch makes the proof of its first step.
+LATE = {("megatron", "proof")}
+#: Rooms that a launch loads when it uses them: the others, the front, import none of them, not even in a function.
+SHELVES = {"losses", "logprobs", "audit", "engines"}
 FILES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for path in (ROOT / PACKAGE).rglob("*.py")
@@ -57,13 +62,14 @@ def room_of(module: str) -> str:
 def is_allowed(module: str, imported: str, *, late: bool) -> bool:
     own, other = room_of(module), room_of(imported)
     if not other:  # `refuse_names`, for a room's own names; the version
-        return module in FOLDERS or own == "__main__"
+        return module in {*FOLDERS, *OPEN_TABLES} or own == "__main__"
     file, imported_file = ([*name.split("."), "", ""][2] for name in (module, imported))
     if own == other == "core":
-        return CORE.index(imported_file) < CORE.index(file) or (late and (file, imported_file) in LATE)
+        return CORE.index(imported_file) < CORE.index(file)
     if (own, other) in LATE:
         return late
-    first_refused, rooms = NARROW.get(own, (None, set(ORDER[: ORDER.index(own) + 1])))
+    all_before: tuple[str | None, set[str]] = (None, set(ORDER[: ORDER.index(own) + 1]))
+    first_refused, rooms = all_before if module == OF_A_MODEL else NARROW.get(own, all_before)
     is_refused = other == "core" and first_refused is not None and imported_file in CORE[CORE.index(first_refused) :]
     return other in rooms and not is_refused
 
@@ -71,6 +77,11 @@ def is_allowed(module: str, imported: str, *, late: bool) -> bool:
 def test_imports_run_one_way() -> None:
     edges = [(module, name, late) for module, names in imports().items() for name, late in names]
     assert [edge for edge in edges if not is_allowed(edge[0], edge[1], late=edge[2])] == []
+
+
+def test_the_front_imports_no_shelf() -> None:
+    front = {name for name in FILES if room_of(name) and room_of(name) not in {*SHELVES, "__main__"}}
+    assert [(name, other) for name in front for other, _ in imports()[name] if room_of(other) in SHELVES] == []
 
 
 def test_the_page_lists_the_rooms_in_this_order() -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_rl_loss import Samples, StepTotals, make_pg_loss_reducer
 from megatron_rl_loss.core.aggregation import Aggregation, resolve
-from megatron_rl_loss.core.names import (
+from megatron_rl_loss.engines.names import (
     FRAMEWORKS,
     LOSSES,
     NAMES,

@@ -1,4 +1,4 @@
-"""`Plan.measure` and `Plan.keep`: against sorted float64 lists, over ranks and in one process."""
+"""`measure_tokens` and `keep_tokens`: against sorted float64 lists, over ranks and in one process."""
 
 import functools
 import math
@@ -17,7 +17,7 @@ from refusals import outcome_of, refusal_tests, refusals
 from steps import drawn_step, samples_of
 from torch import Tensor
 
-from megatron_rl_loss import Samples, Term, ZigzagTHD, plan_step
+from megatron_rl_loss import Samples, Term, ZigzagTHD, keep_tokens, measure_tokens, pass_gap, plan_step
 from megatron_rl_loss.core.plan import Plan
 
 SHARES = (0.01, 0.2, 0.5, 0.8, 1.0)
@@ -41,7 +41,7 @@ def measured_by_hand(pairs: Pairs, shares: Sequence[float] = SHARES) -> list[flo
 
 
 def measured_in(plan: Plan, values: Any, shares: Sequence[float] = SHARES) -> list[float]:
-    measured = plan.measure(values)
+    measured = measure_tokens(plan, values)
     assert math.isnan(measured.mean) or measured.mean == measured.sum / measured.tokens
     return [measured.tokens, measured.sum, *(measured.quantile(q) for q in shares)]
 
@@ -79,7 +79,7 @@ def on_ranks() -> list[Any]:
         }
         numbers = measured_in(plan, lambda microbatch: values[id(microbatch)], [0.5])  # noqa: B023
         half = numbers[2]
-        plan.keep("above", lambda microbatch: values[id(microbatch)] > half)  # noqa: B023
+        keep_tokens(plan, "above", lambda microbatch: values[id(microbatch)] > half)  # noqa: B023
         shares = [
             microbatch.loss({"x": Term(values[id(microbatch)].requires_grad_(), mask="above")}, form="sum")
             for microbatch in plan
@@ -126,36 +126,38 @@ def collectives() -> tuple[dict[str, list[int]], list[str], bool]:
             samples, "sample_mean", dp_group=world if name == "dp" else None, cp_group=world if name == "cp" else None
         )
         sent.clear()
-        measured = plan.measure(lambda microbatch: torch.arange(len(microbatch.tokens)).float())
+        measured = measure_tokens(plan, lambda microbatch: torch.arange(len(microbatch.tokens)).float())
         sent_by[f"{name} measure"], sent[:] = [*sent], []
         measured.quantile(0.5)
         sent_by[f"{name} quantile"], sent[:] = [*sent], []
-        plan.keep("kept", lambda microbatch: torch.ones(len(microbatch.tokens), dtype=torch.bool))
+        keep_tokens(plan, "kept", lambda microbatch: torch.ones(len(microbatch.tokens), dtype=torch.bool))
         sent_by[f"{name} keep"], sent[:] = [*sent], []
         ones: Any = None if rank else lambda microbatch: torch.ones(len(microbatch.tokens))
         errors += [
-            outcome_of(functools.partial(plan.measure, ones)),
+            outcome_of(functools.partial(measure_tokens, plan, ones)),
             outcome_of(
-                functools.partial(plan.keep, f"x{rank}", lambda microbatch: torch.ones(len(microbatch.tokens)) > 0)
+                functools.partial(
+                    keep_tokens, plan, f"x{rank}", lambda microbatch: torch.ones(len(microbatch.tokens)) > 0
+                )
             ),
         ]
         sent.clear()
         if rank == 0 and name == "cp":  # its partner may wait inside `values`: no collective, but the error at once
-            errors.append(outcome_of(functools.partial(plan.measure, lambda microbatch: torch.ones(1))))
+            errors.append(outcome_of(functools.partial(measure_tokens, plan, lambda microbatch: torch.ones(1))))
             sent_by["alone"] = [*sent]
         elif name == "dp":
             bad: Any = (
                 (lambda microbatch: torch.ones(1)) if rank else lambda microbatch: torch.ones(len(microbatch.tokens))
             )
-            errors.append(outcome_of(functools.partial(plan.measure, bad)))
+            errors.append(outcome_of(functools.partial(measure_tokens, plan, bad)))
     of_stage = [Samples([torch.ones(2)])] if rank else None
     plan = plan_step(of_stage, "token_mean", dp_group=None, replica_groups=[world], num_microbatches=1)
     not_finite: list[Any] = [lambda microbatch: torch.tensor([1.0, math.nan]), None]
     for values in not_finite:
-        errors.append(outcome_of(functools.partial(plan.measure, values if rank else None)))
-    measured = plan.measure((lambda microbatch: torch.tensor([-30.0, 5.0])) if rank else None)
+        errors.append(outcome_of(functools.partial(measure_tokens, plan, values if rank else None)))
+    measured = measure_tokens(plan, (lambda microbatch: torch.tensor([-30.0, 5.0])) if rank else None)
     known = (measured.tokens, measured.mean, measured.quantile(0.5)) == (2, -12.5, -30)
-    plan.keep("kept", (lambda microbatch: torch.tensor([False, True])) if rank else None)
+    keep_tokens(plan, "kept", (lambda microbatch: torch.tensor([False, True])) if rank else None)
     return sent_by, errors, known and (not rank or plan[0].totals.with_mask("kept").step_tokens == 1)
 
 
@@ -202,7 +204,7 @@ def test_against_sorted_lists(kind: str, number: int) -> None:
 
 
 def test_nothing_is_active() -> None:
-    measured = plan_of([torch.zeros(2)]).measure(lambda microbatch: torch.tensor([math.nan, 1]))
+    measured = measure_tokens(plan_of([torch.zeros(2)]), lambda microbatch: torch.tensor([math.nan, 1]))
     assert (measured.tokens, measured.sum, measured.quantile(0.5)) == (0, 0, math.inf)
     assert math.isnan(measured.mean)
 
@@ -212,10 +214,10 @@ def test_masks_in_turn() -> None:
     plan, values = plan_of([torch.ones(4)]), torch.tensor([1.0, 2, 3, 6], requires_grad=True)
     sums = []
     for bound in (1.5, 2.5, 9.0):
-        plan.keep("above", lambda microbatch: values > bound)  # noqa: B023
+        keep_tokens(plan, "above", lambda microbatch: values > bound)  # noqa: B023
         term = plan[0].loss({"pg": Term(values, mask="above")}, form="sum")
         plan.reset()
-        sums += [plan.measure(lambda microbatch: values, mask="above").sum, float(term.detach())]
+        sums += [measure_tokens(plan, lambda microbatch: values, mask="above").sum, float(term.detach())]
     assert sums == pytest.approx([11, 11 / 3, 9, 4.5, 0, 0])
     assert not plan.samples[0].by_mask  # the data is as it was
 
@@ -223,26 +225,27 @@ def test_masks_in_turn() -> None:
 def test_the_gap_between_two_passes() -> None:
     microbatch = plan_of([torch.tensor([1.0, 1, 0])])[0]
     microbatch.log_probs["now"] = torch.tensor([-1.0, -2.0, -9.0])
-    assert float(microbatch.gap("now", torch.tensor([-1.0, -2.0, math.nan], requires_grad=True))) == 0
+    assert float(pass_gap(microbatch, "now", torch.tensor([-1.0, -2.0, math.nan], requires_grad=True))) == 0
     with pytest.warns(UserWarning, match="now of the training pass .* differ by up to 0.5 at a token"):
-        assert float(microbatch.gap("now", torch.tensor([-1.5, -2.0, 0.0]))) == 0.5
+        assert float(pass_gap(microbatch, "now", torch.tensor([-1.5, -2.0, 0.0]))) == 0.5
 
 
 X = torch.ones(2)
 
 
 def measured(values: Any = X, q: float = 0.5) -> float:
-    return plan_of([torch.ones(2)]).measure(lambda microbatch: values).quantile(q)
+    return measure_tokens(plan_of([torch.ones(2)]), lambda microbatch: values).quantile(q)
 
 
 def kept(flags: Any, name: str = "kept") -> None:
-    plan_step([Samples([X], term_masks={"ok": [X]})], "token_mean", dp_group=None).keep(name, lambda microbatch: flags)
+    plan = plan_step([Samples([X], term_masks={"ok": [X]})], "token_mean", dp_group=None)
+    keep_tokens(plan, name, lambda microbatch: flags)
 
 
 def gap(name: str) -> Tensor:
     microbatch = plan_of([X])[0]
     microbatch.log_probs["then"] = X
-    return microbatch.gap(name, X)
+    return pass_gap(microbatch, name, X)
 
 
 test_refusals = refusal_tests(
@@ -262,16 +265,16 @@ test_refusals = refusal_tests(
             error=TypeError,
         ),
         **refusals(
-            plan_of([X]).measure,
+            functools.partial(measure_tokens, plan_of([X])),
             ((X,), "values to measure is a Tensor: it must be a function", (lambda microbatch: X,)),
             error=TypeError,
         ),
         **refusals(
-            lambda flags: plan_of([X]).keep("kept", flags),
+            lambda flags: keep_tokens(plan_of([X]), "kept", flags),
             ((X > 0,), "tokens to keep is a Tensor: it must be a function", (lambda microbatch: X > 0,)),
             error=TypeError,
         ),
         **refusals(kept, ((X > 0, "ok"), "tokens to keep as 'ok', which is a mask of the Samples", (X > 0, "good"))),
-        **refusals(gap, (("now",), r"gap\('now'\), but forward passes gave then", ("then",))),
+        **refusals(gap, (("now",), "pass_gap of 'now', but forward passes gave then", ("then",))),
     }
 )

@@ -42,6 +42,7 @@ from megatron_rl_loss import (
     Term,
     ZigzagBSHD,
     ZigzagTHD,
+    pass_gap,
     plan_step,
 )
 from megatron_rl_loss.core.carriers import DEFAULT, FORMS, Carrier, Count, LossForm, PairForm, check_returned, product
@@ -374,7 +375,7 @@ def test_a_warning_that_is_made_an_error_stops_no_rank(caplog: pytest.LogCapture
         warnings.simplefilter("error")
         plan = plan_step([Samples([[1, 1], [1]], prompt_ids=["a", "b"])], "prompt_mean", dp_group=None)
         plan[0].log_probs["now"] = torch.zeros(3)
-        assert float(plan[0].gap("now", torch.ones(3))) == 1
+        assert float(pass_gap(plan[0], "now", torch.ones(3))) == 1
     assert "every prompt group of the step has one rollout" in caplog.text
     assert "now of the training pass" in caplog.text
 

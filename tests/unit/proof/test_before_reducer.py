@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl_loss import Samples
-from megatron_rl_loss.core.taps import HookedShare, LossOutput
+from megatron_rl_loss.core.taps import GradientSum, LossOutput, SummedShare
 from megatron_rl_loss.proof.before_reducer import Before, FactorExtremes, before_of
 
 RAGGED = [[[1, 1, 0], [1]], [[1]], [[0, 1, 1], [1, 1, 1]]]
@@ -23,8 +23,9 @@ def before(microbatches: list[list[list[int]]], factors_of: Any) -> Before:
         tokens = samples.local(0, 1)
         weights = torch.tensor(tokens.mask).float() / 7
         reducer: Any = SimpleNamespace(weights=weights)
-        share = HookedShare(reducer, 1.0, samples, slope=torch.tensor(2.0))
-        share.outputs = [LossOutput("ppo_clip_loss", 2 * weights * factors_of(samples, tokens))]
+        reached = GradientSum(2 * weights * factors_of(samples, tokens))
+        share = SummedShare(reducer, 1.0, outputs=[LossOutput("ppo_clip_loss", reached)])
+        share.add(torch.tensor(2.0))
         extremes.add(share, tokens)
     return before_of(extremes.numbers(), extremes.made_by)
 

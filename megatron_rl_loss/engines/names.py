@@ -6,6 +6,7 @@ docs/names.md says which version was read, and where its code does something els
 
 from typing import NamedTuple
 
+from megatron_rl_loss.core.aggregation import register_names
 from megatron_rl_loss.core.counting import COUNTINGS, UnitCounting
 from megatron_rl_loss.core.errors import did_you_mean
 from megatron_rl_loss.core.modes import available_modes, find_mode
@@ -190,11 +191,13 @@ def find_name(alias: str) -> PeerName:
         return peers[setting]
     if NUMBER in peers and setting.replace(".", "", 1).isdigit():
         return peers[NUMBER]
-    known, word = list(peers), setting
-    if not peers:
-        known, word = list(dict.fromkeys(peer.framework for peer in NAMES)), framework
-    rule = f"{framework} has no such setting" if peers else f"there is no framework {framework!r}"
-    raise ValueError(f"loss aggregation {alias!r}: {rule}. {did_you_mean(word, known)}.")
+    raise ValueError(
+        f"loss aggregation {alias!r}: {framework} has no such setting. {did_you_mean(setting, list(peers))}."
+    )
+
+
+for _framework in ("", *FRAMEWORKS):
+    register_names(_framework, of_peer)
 
 
 def format_modes() -> str:
