@@ -193,12 +193,11 @@ def per_token_loss(
     return losses, metrics
 
 
-def hand_over(microbatch: Microbatch, output: tuple[Tensor, dict[str, Tensor]]) -> Any:
-    """(3) Turn a share of the step loss and values of each token into the return value for Megatron."""
-    share, values = output
+def hand_over(microbatch: Microbatch, output: tuple[Any, dict[str, Tensor]]) -> Any:
+    """(3) Turn the head's sum and values of each token into the return value for Megatron."""
+    summed, values = output
     names = {"log_probs": "log_prob"}
-    means = {names.get(name, name): microbatch.sample_mean(value) for name, value in values.items()}
-    return microbatch.scale_for_trainer(share, microbatch.report({"pg_loss": share, **means}))
+    return microbatch.loss(summed, {names.get(name, name): value for name, value in values.items()})
 
 
 class OtherPolicies:

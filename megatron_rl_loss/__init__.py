@@ -19,7 +19,7 @@ _LISTED = re.findall(r"^from (megatron_rl_loss\S*) import (\w+) as", _STUB, re.M
 _HOME_OF = {name: home for home, name in _LISTED}
 
 #: Modules that add what other projects have to tables of the core: names of modes, forms of return values.
-FURTHER_TABLES = ["megatron_rl_loss.engines.names"]
+FURTHER_TABLES = ["megatron_rl_loss.engines.names", "megatron_rl_loss.engines.forms"]
 
 __all__ = sorted(_HOME_OF)
 

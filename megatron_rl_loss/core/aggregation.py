@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import InitVar, dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 from types import CodeType
@@ -20,6 +20,10 @@ from megatron_rl_loss.core.masks import Array, Floats, to_array
 from megatron_rl_loss.core.modes import Mode, ModeFunction, ModeInputs, find_mode
 from megatron_rl_loss.core.samples import LocalTokens, Samples
 
+_GIVE_A_DIVISOR = (
+    "Give a number of tokens, e.g. the generation budget: --loss-aggregation-divisor 40960, in code divisor=40960"
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Aggregation:
@@ -29,20 +33,21 @@ class Aggregation:
         mode: how token losses become a step loss.
         divisor: D of a mode that takes one, else None.
         units: which units count, one of `COUNTINGS`.
+        remedy: for a divisor that is missing, where it is given in another way than the policy loss's.
     """
 
     mode: Mode
     divisor: float | None = None
     units: UnitCounting = "all"
+    remedy: InitVar[str] = ""
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, remedy: str) -> None:
         check_choice("unit counting", self.units, COUNTINGS)
         if self.divisor is None:
             if self.mode.divisor == "required":
                 raise ValueError(
                     f"loss aggregation {self.mode.name!r} without a divisor: the mode divides by a constant. "
-                    "Give a number of tokens, e.g. the generation budget: --loss-aggregation-divisor 40960, in code "
-                    "divisor=40960."
+                    f"{remedy or _GIVE_A_DIVISOR}."
                 )
             return
         shown = f"divisor {self.divisor!r} with loss aggregation {self.mode.name!r}"
@@ -77,8 +82,9 @@ class Aggregation:
         return f"{self.describe()} (function {fingerprint(self.mode)})"
 
 
-#: Reads a name that is no mode's, with the divisor and the unit counting that the user gave: ours for all three.
-ReadName = Callable[[str, float | None, UnitCounting | None], tuple[str, float | None, UnitCounting | None]]
+#: Reads a name that is no mode's, with the divisor and the unit counting that the user gave: ours for all three. The
+#: last argument is the remedy for a divisor that is missing; "" for the usual one.
+ReadName = Callable[[str, float | None, UnitCounting | None, str], tuple[str, float | None, UnitCounting | None]]
 _READERS: dict[str, ReadName] = {}
 
 
@@ -102,7 +108,11 @@ def _reader_of(asked: str) -> ReadName:
 
 
 def resolve(
-    asked: str | Mode | ModeFunction, *, divisor: float | None = None, units: UnitCounting | None = None
+    asked: str | Mode | ModeFunction,
+    *,
+    divisor: float | None = None,
+    units: UnitCounting | None = None,
+    remedy: str = "",
 ) -> Aggregation:
     """The aggregation of a mode, its name, another framework's ``framework:name``, or a function of `ModeInputs`.
 
@@ -111,6 +121,7 @@ def resolve(
 
     Args:
         divisor, units: None for what the user left out.
+        remedy: as in `Aggregation`.
 
     Raises:
         ValueError: an unknown name; a name whose loss depends on the cut of the step; a divisor that is missing,
@@ -119,8 +130,8 @@ def resolve(
     """
     mode = find_mode(asked) if isinstance(asked, str) else asked
     if isinstance(asked, str) and mode is None:
-        name, divisor, units = _reader_of(asked)(asked, divisor, units)
-        return resolve(name, divisor=divisor, units=units)
+        name, divisor, units = _reader_of(asked)(asked, divisor, units, remedy)
+        return resolve(name, divisor=divisor, units=units, remedy=remedy)
     if not isinstance(mode, Mode):
         if not callable(mode):
             raise TypeError(
@@ -128,7 +139,7 @@ def resolve(
                 "ModeInputs. Pass one of them; a Term takes a factor as coef=."
             )
         mode = Mode(name=_name_of(mode), function=mode)
-    return Aggregation(mode=mode, divisor=divisor, units=units or "all")
+    return Aggregation(mode=mode, divisor=divisor, units=units or "all", remedy=remedy)
 
 
 def _name_of(function: Any) -> str:
@@ -219,6 +230,8 @@ def _parts_of(value: Any, names: frozenset[str]) -> list[Any]:
     return [{name: attribute for name, attribute in read.items() if isinstance(attribute, _COMPARED)}]
 
 
+#: The type of weights: `np.float32`, or `np.float64` for float64 losses.
+FloatType = type[np.floating[Any]]
 _TINY = float(np.finfo(np.float32).tiny)  # the smallest float32 that is not rounded to fewer bits
 _LARGEST = float(np.finfo(np.float32).max)
 
@@ -235,21 +248,21 @@ def rehearse(aggregation: Aggregation, samples: Samples) -> ModeInputs:
     return inputs
 
 
-def weigh(aggregation: Aggregation, local: LocalTokens, totals: StepTotals) -> Tensor:
+def weigh(aggregation: Aggregation, local: LocalTokens, totals: StepTotals, dtype: FloatType = np.float32) -> Tensor:
     """The weight of every token that this rank holds, mask included: ``sum_t w_t * loss_t`` is its share of the loss.
 
-    float32 [num_local_tokens] on the host, in the order of the layout; 0 where the mask is 0. Where every CP rank holds
-    every token (`Gathered`), each has 1/cp_size of the weight.
+    [num_local_tokens] of that type on the host, in the order of the layout; 0 where the mask is 0. Where every CP rank
+    holds every token (`Gathered`), each has 1/cp_size of the weight.
     """
     if not len(local.samples):
         with torch.inference_mode(False):
-            return torch.zeros(len(local), dtype=torch.float32, device="cpu")
+            return torch.from_numpy(np.zeros(len(local), dtype))
     inputs = ModeInputs(aggregation.mode, local.samples, totals, aggregation.divisor, aggregation.units)
-    return times_mask(local, _beside(aggregation.mode, inputs), f"the mode {aggregation.mode.name!r}")
+    return times_mask(local, _beside(aggregation.mode, inputs), f"the mode {aggregation.mode.name!r}", dtype)
 
 
-def times_mask(local: LocalTokens, beside: Floats, of: str) -> Tensor:
-    """The mask times weights beside it (as `_beside` gives them), as float32 and shared by CP copies.
+def times_mask(local: LocalTokens, beside: Floats, of: str, dtype: FloatType = np.float32) -> Tensor:
+    """The mask times weights beside it (as `_beside` gives them), as that type and shared by CP copies.
 
     ValueError for a weight of an active token that is not finite, below 0, or that float32 rounds to 0.
     """
@@ -257,10 +270,9 @@ def times_mask(local: LocalTokens, beside: Floats, of: str) -> Tensor:
     exact = (beside if beside.ndim == 1 else local.of(beside[0])) / local.copies
     # Times 0 or 1, numbers within these bounds, which NaN is not, break no rule.
     is_within = exact.size and np.minimum.reduce(exact) >= _TINY and np.maximum.reduce(exact) <= _LARGEST
-    if is_within and local.samples.holds_flags:
-        weights = _product(local, _at_tokens(local, exact.astype(np.float32), beside.ndim))
-    else:
-        weights = _checked_product(local, exact, beside.ndim, of)
+    if not (is_within and local.samples.holds_flags):
+        exact = _checked(local, exact, beside.ndim, of)
+    weights = local.mask.astype(dtype) * _at_tokens(local, exact.astype(dtype), beside.ndim)
     if not torch.is_inference_mode_enabled():
         return torch.from_numpy(weights)
     with torch.inference_mode(False):  # they serve in training too
@@ -272,19 +284,15 @@ def _at_tokens(local: LocalTokens, numbers: Array, ndim: int) -> Array:
     return numbers if ndim == 2 or len(numbers) == 1 else local.spread(numbers)
 
 
-def _product(local: LocalTokens, of_tokens: Array) -> Array:
-    return local.mask.astype(np.float32, copy=False) * of_tokens
-
-
 @np.errstate(all="ignore")  # what is not finite is refused
-def _checked_product(local: LocalTokens, exact: Floats, ndim: int, of: str) -> Array:
-    """The weights, where one may break a rule; a number beside masks that are 0 has no effect."""
+def _checked(local: LocalTokens, exact: Floats, ndim: int, of: str) -> Floats:
+    """The numbers beside the mask, where one may break a rule; beside masks that are 0 they are 0."""
     exact[(local.samples.mask_sums if ndim == 1 else local.mask) == 0] = 0
     rounded = exact.astype(np.float32)
-    of_tokens = _at_tokens(local, rounded, ndim)
-    weights = _product(local, of_tokens)
     is_finite, vanishes = np.isfinite(rounded).all(), ((np.abs(exact) < _TINY) & (exact != 0)).any()
     if not local.samples.holds_flags:  # a product of two large or small numbers need not be what they are
+        of_tokens = _at_tokens(local, rounded, ndim)
+        weights = local.mask.astype(np.float32, copy=False) * of_tokens
         is_finite &= np.isfinite(weights).all()
         vanishes |= ((np.abs(weights) < _TINY) & (local.mask != 0) & (of_tokens != 0)).any()
     if not is_finite:
@@ -302,7 +310,7 @@ def _checked_product(local: LocalTokens, exact: Floats, ndim: int, of: str) -> A
             f"a token weight from {of} that float32 rounds to 0: the token would silently not be trained. Use a "
             "smaller divisor, or larger mask values."
         )
-    return weights
+    return exact
 
 
 @np.errstate(all="ignore")
@@ -372,15 +380,12 @@ class LossModes:
         is_peer = isinstance(mode, str) and ":" in mode
         if divisor is None and mode in (self.policy.mode, self.policy.mode.name, self.policy.mode.function):
             divisor = self.policy.divisor
+        remedy = f"Pass Term(values, {mode!r}, divisor=...), or take another mode"  # flags give the policy loss's
+        units = units or (None if is_peer else self.policy.units)
         try:
-            return resolve(mode, divisor=divisor, units=units or (None if is_peer else self.policy.units))
+            return resolve(mode, divisor=divisor, units=units, remedy=remedy)
         except ValueError as error:
-            rule = f"{error}"
-            if divisor is None and "without a divisor" in rule:  # the flag and plan_step's argument are the policy's
-                rule = (
-                    rule.partition(". Give")[0] + f". Pass Term(values, {mode!r}, divisor=...), or take another mode."
-                )
-            raise ValueError(f"the term {name!r}: {rule}") from error
+            raise ValueError(f"the term {name!r}: {error}") from error
 
     def describe(self) -> str:
         """All settings that ranks must have alike, in a line."""

@@ -1,4 +1,4 @@
-"""What a loss function returns so that a trainer's own scaling cancels: `Carrier`, `Form`, and the default form.
+"""What a loss function returns so that a trainer's own scaling cancels: a table of forms, with a carrier for each.
 
 A trainer scales a returned loss in up to four places. Megatron has three: the schedule
 (`core/pipeline_parallel/schedules.py`, `forward_step_calc_loss`), DDP
@@ -17,6 +17,7 @@ from weakref import ReferenceType, ref
 
 from torch import Tensor
 
+from megatron_rl_loss import load_further_tables
 from megatron_rl_loss.core.samples import LocalTokens
 
 Count = Literal["num_microbatches", "dp_size", "cp_size", "step_active_tokens", "rollouts"]
@@ -27,8 +28,7 @@ Caller = Literal["schedule", "engine", "loop"]
 CountOf = Callable[[LocalTokens, int], int]
 #: DDP averages gradients over the DP and CP ranks; with per-token loss it sums them.
 DDP_MEAN: Powers = {"dp_size": -1, "cp_size": -1}
-#: Forms whose results type checkers know: a pair, (loss, report), and the loss alone. Others are checked when called.
-PairForm = Literal["2-tuple", "slime", "verl", "nemo_rl"]
+#: Forms that return the loss alone.
 LossForm = Literal["sum", "mean"]
 
 
@@ -97,7 +97,7 @@ class Form:
 #: 1, and by the number of micro-batches; DDP averages over its ranks. With it gradients are divided, at the end of the
 #: step, by the sum of all token counts. These are the real ones, so auxiliary losses, which Megatron divides by them
 #: too, keep their scale.
-DEFAULT = Form(
+DEFAULT: Form = Form(
     name="3-tuple",
     parts=("loss", "num_tokens", "report"),
     caller="schedule",
@@ -117,30 +117,7 @@ DEFAULT = Form(
 )
 
 
-def find_form(name: str) -> Form:
-    """The form of that name; ValueError for an unknown one."""
-    if name == DEFAULT.name:
-        return DEFAULT
-    if name not in FORMS:
-        known = ", ".join(map(repr, FORMS))
-        raise ValueError(f"form={name!r}: there is no such form. Choose one of {known}; 'mean' is for DDP and FSDP.")
-    return FORMS[name]
-
-
-def find_carrier(form: Form, per_token: bool, dynamic_cp: bool, for_schedule: bool) -> Carrier:
-    """The scaling that a form cancels with these settings; ValueError where it is not exact with them."""
-    carrier = form.carriers.get(per_token)
-    if carrier is None or (for_schedule and form.caller == "loop") or (dynamic_cp and not carrier.dynamic_cp):
-        raise refusal(form, per_token, for_schedule)
-    return carrier
-
-
-def product(powers: Powers, counts: Mapping[Count, float]) -> float:
-    """The product of the powers of the counts."""
-    return math.prod(counts[name] ** power for name, power in powers.items())
-
-
-#: A row for each form.
+#: A row for each form; the shelf `engines` adds those that engines alone take.
 FORMS = {
     form.name: form
     for form in (
@@ -173,55 +150,36 @@ FORMS = {
             caller="loop",
             carriers={False: Carrier(returned={"dp_size": 1, "cp_size": 1}, ddp=DDP_MEAN)},
         ),
-        # slime 624b824a, backends/megatron_utils/loss.py, and miles 31f1ca96, backends/training_utils/loss.py:
-        # `loss_function`. They divide by the global batch size, which counts rollouts. Not for per-token loss: there
-        # they divide by tokens of which each fully masked sample has one.
-        Form(
-            name="slime",
-            parts=("loss", "report"),
-            caller="engine",
-            carriers={
-                False: Carrier(
-                    returned={"rollouts": 1},
-                    engine={"num_microbatches": 1, "rollouts": -1, "dp_size": 1, "cp_size": 1},
-                    schedule={"num_microbatches": -1},
-                    ddp=DDP_MEAN,
-                )
-            },
-        ),
-        # verl 1dda039b and 0.9.1, workers/engine/megatron/transformer_impl.py, `postprocess_micro_batch_func`. With
-        # per-token loss the step's tokens cancel: verl multiplies by them, Megatron divides. In dynamic CP dp_size is
-        # 1.
-        Form(
-            name="verl",
-            parts=("loss", "report"),
-            caller="engine",
-            carriers={
-                False: Carrier(
-                    returned={"dp_size": 1},
-                    engine={"num_microbatches": 1},
-                    schedule={"num_microbatches": -1, "cp_size": 1},
-                    ddp=DDP_MEAN,
-                ),
-                True: Carrier(returned={"dp_size": 1}, engine={"dp_size": -1}, dynamic_cp=True),
-            },
-        ),
-        # NeMo-RL 7ea279ab, models/megatron/train.py, `LossPostProcessor`: a pair with per-token loss, whose count of
-        # tokens is 0, so that Megatron divides by nothing.
-        Form(
-            name="nemo_rl",
-            parts=("loss", "report"),
-            caller="engine",
-            carriers={
-                True: Carrier(
-                    returned={"cp_size": 1},
-                    engine={"num_microbatches": 1, "cp_size": -2},
-                    schedule={"num_microbatches": -1, "cp_size": 1},
-                )
-            },
-        ),
     )
 }
+
+
+def register_form(form: Form) -> None:
+    """Add the form of another trainer, whose name `Microbatch.loss` then takes."""
+    FORMS[form.name] = form
+
+
+def find_form(name: str) -> Form:
+    """The form of that name; ValueError for an unknown one."""
+    if name not in FORMS:
+        load_further_tables()
+    if name not in FORMS:
+        known = ", ".join(map(repr, FORMS))
+        raise ValueError(f"form={name!r}: there is no such form. Choose one of {known}; 'mean' is for DDP and FSDP.")
+    return FORMS[name]
+
+
+def find_carrier(form: Form, per_token: bool, dynamic_cp: bool, for_schedule: bool) -> Carrier:
+    """The scaling that a form cancels with these settings; ValueError where it is not exact with them."""
+    carrier = form.carriers.get(per_token)
+    if carrier is None or (for_schedule and form.caller == "loop") or (dynamic_cp and not carrier.dynamic_cp):
+        raise refusal(form, per_token, for_schedule)
+    return carrier
+
+
+def product(powers: Powers, counts: Mapping[Count, float]) -> float:
+    """The product of the powers of the counts."""
+    return math.prod(counts[name] ** power for name, power in powers.items())
 
 
 def refusal(form: Form, per_token: bool, for_schedule: bool) -> ValueError:
@@ -248,17 +206,17 @@ def refusal(form: Form, per_token: bool, for_schedule: bool) -> ValueError:
 
 
 class Receipt(NamedTuple):
-    """What `Microbatch.scale_for_trainer` returned last: form, tensors, their changes in place, and noted names."""
+    """What `Microbatch.loss` returned last: its form, tensors, their changes in place, and the names of its report."""
 
     form: Form
     tensors: dict[str, "ReferenceType[Tensor]"]  # by part; not the loss itself, which would keep its graph
     versions: dict[str, int]
-    noted: frozenset[str]  # names of the values that `Plan.finish` will fill into the report
+    reported: frozenset[str]
 
     @classmethod
-    def of(cls, form: Form, tensors: Mapping[str, Tensor], noted: Iterable[str] = ()) -> "Receipt":
+    def of(cls, form: Form, tensors: Mapping[str, Tensor], reported: Iterable[str]) -> "Receipt":
         references = {part: ref(tensor) for part, tensor in tensors.items()}
-        return cls(form, references, {part: _version(tensor) for part, tensor in tensors.items()}, frozenset(noted))
+        return cls(form, references, {part: _version(tensor) for part, tensor in tensors.items()}, frozenset(reported))
 
 
 def _version(tensor: Tensor) -> int:
@@ -267,11 +225,11 @@ def _version(tensor: Tensor) -> int:
 
 
 def check_returned(returned: object, receipt: Receipt | None, *, trains: bool = False) -> None:
-    """Raise ValueError unless a loss function returned the very objects of the last `scale_for_trainer`, unchanged.
+    """Raise ValueError unless a loss function returned the very objects of its micro-batch's `loss`, unchanged.
 
     Any other loss (a mean of its own, a tuple without the count, an earlier micro-batch's loss, a term added on top)
-    would train on another aggregation, because Megatron scales every loss alike. A report of shares would be logged as
-    means over the micro-batches of one rank.
+    would train on another aggregation, because Megatron scales every loss alike. The proof of the first step finds
+    such a loss too; this check names the cause, and holds in evaluation and where no proof is made.
     """
     form = DEFAULT if receipt is None else receipt.form
     parts = form.read(returned)
@@ -284,13 +242,13 @@ def check_returned(returned: object, receipt: Receipt | None, *, trains: bool = 
     if parts is None:
         shown = f"{len(returned)} values" if isinstance(returned, tuple) else f"a {type(returned).__name__}"
         raise ValueError(
-            f"loss_func returned {shown}: it must return all that this micro-batch's loss() or "
-            "scale_for_trainer() returned. Return microbatch.loss(per_token_loss, metrics) unchanged."
+            f"loss_func returned {shown}: it must return all that this micro-batch's loss() returned. Return "
+            "microbatch.loss(per_token_loss, metrics) unchanged."
         )
     for part, reason in _differences(parts, receipt):
         raise ValueError(
             f"loss_func returned a {part} that this micro-batch did not hand out: {reason}. Return the result of this "
-            "micro-batch's loss(...) or scale_for_trainer(share, report) unchanged; put further terms into loss({...})."
+            "micro-batch's loss(...) unchanged; put further terms into loss({...})."
         )
     if trains and not parts["loss"].requires_grad:
         raise ValueError(
@@ -298,18 +256,18 @@ def check_returned(returned: object, receipt: Receipt | None, *, trains: bool = 
             "torch.no_grad() out of the loss function."
         )
     report = parts["report"] if isinstance(parts.get("report"), Mapping) else {}
-    own = [name for name, value in report.items() if isinstance(value, Tensor) and value.dim() == 0]
-    if own and len(own) == len(report) and not (receipt and receipt.noted & report.keys()):
+    if receipt is not None and report and not receipt.reported & report.keys():
         raise ValueError(
-            f"a report of single numbers, {', '.join(report)}: Megatron logs their mean over the micro-batches of one "
-            "rank, but shares must be summed. Pass shares through microbatch.report({name: share})."
+            f"a report of {', '.join(map(str, report))} alone: Megatron logs the mean over the micro-batches of one "
+            "rank, which depends on the cut of the step. Pass values of tokens as metrics, loss(losses, {name: "
+            "values}), and add what is no sum to the report that loss() returned."
         )
 
 
 def _differences(parts: Mapping[str, Any], receipt: Receipt | None) -> Iterator[tuple[str, str]]:
     """The part that differs, and the likely reason."""
     if receipt is None:
-        yield "loss", "neither its loss() nor its scale_for_trainer() was called"
+        yield "loss", "its loss() was not called"
         return
     for part, reference in receipt.tensors.items():
         value, carried = parts[part], reference()

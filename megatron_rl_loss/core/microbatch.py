@@ -1,15 +1,16 @@
 """A micro-batch of a step: reduces its losses, and returns their sum in the form that the trainer takes."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, Literal, NamedTuple, NoReturn, overload
+from typing import Any, Literal, NamedTuple, NoReturn, TypeAlias, overload
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_rl_loss.core.aggregation import Aggregation, resolve, weigh
-from megatron_rl_loss.core.carriers import DEFAULT, LossForm, PairForm, Receipt, find_carrier, find_form
+from megatron_rl_loss.core.aggregation import Aggregation, weigh
+from megatron_rl_loss.core.carriers import DEFAULT, LossForm, Receipt, find_carrier, find_form
 from megatron_rl_loss.core.collectives import Group, rank_in, size_of
 from megatron_rl_loss.core.counting import StepTotals, UnitCounting
 from megatron_rl_loss.core.errors import check_mapping, is_number
@@ -20,10 +21,23 @@ from megatron_rl_loss.core.reducers import Summand, Term, WeightedSum, sum_terms
 from megatron_rl_loss.core.samples import LocalTokens, Samples, check_values
 
 #: Policy losses, or the terms of the loss by name; metrics by name.
-Losses = Tensor | Term | Mapping[str, Tensor | Term]
+Losses: TypeAlias = "Tensor | Term | Summed | Mapping[str, Tensor | Term]"
 Metrics = Mapping[str, Tensor | Metric] | None
 #: What Megatron's schedule takes from a loss function: loss, token count, report.
 Carried = tuple[Tensor, Tensor, Any]
+
+
+@dataclass(frozen=True)
+class Summed:
+    """This rank's share of the policy loss, summed in an output head, and the losses; made by `Microbatch.summed`.
+
+    Attributes:
+        share: 0-dim, connected to the graph.
+        values: the losses, as `Microbatch.loss` takes them; not differentiated.
+    """
+
+    share: Tensor
+    values: Tensor
 
 
 class _Key(NamedTuple):
@@ -42,7 +56,7 @@ class Microbatch:
     Attributes:
         samples: its masks, ids and layout.
         data: the user's own batch, where `LossAggregation` took it from an iterator; freed after the step.
-        receipt: the `Receipt` of the last `loss` or `scale_for_trainer`, or None.
+        receipt: the `Receipt` of the last `loss`, or None.
         log_probs: by name, the values of a forward pass before the step for this rank's tokens (see `ForwardPass`).
         cp_group: the context-parallel group: the micro-batch's own, else the launch's.
         cp_rank, cp_size: this rank's place among the ranks that the micro-batch is cut for.
@@ -102,8 +116,9 @@ class Microbatch:
         With `ZigzagBSHD` [batch, local sequence]. It lies on the device of the plan's model; without one on the host.
         """
         mask, layout = self.tokens.mask.astype(np.float32), self.samples.layout
+        shaped = mask if layout is None else mask.reshape(layout.rows(len(mask)))
         with torch.inference_mode(False):  # it serves in training too
-            return on_device(mask if layout is None else mask.reshape(layout.rows(len(mask))), self._record.device)
+            return on_device(shaped, self._record.trainer.device)
 
     def check_tokens(self, tokens: Tensor) -> None:
         """Compare the model's local tokens with the plan's cut of ``Samples(tokens=...)``: the layouts must agree.
@@ -132,42 +147,16 @@ class Microbatch:
     @property
     def weights(self) -> Tensor:
         """The weight of each token that this rank holds in the step loss, float32 [num_local_tokens]; a copy."""
-        return self.pg_loss.weights.clone()  # a change in place would be in all later shares
+        return self._policy.weights.clone()  # a change in place would be in all later shares
 
-    def __call__(self, per_token_loss: Tensor) -> Tensor:
-        """`pg_loss`, whose share is noted as the step's ``pg_loss``.
-
-        Raises ValueError for a micro-batch that was trained on before (`Plan.reset`).
-        """
-        if torch.is_grad_enabled():
-            self._record.check_fresh(self._number)
-        share = self.pg_loss(per_token_loss)
-        if share.requires_grad and not torch.compiler.is_compiling():
-            # A loop of one's own may train on the share as it is: without `scale_for_trainer`, which marks it.
-            share.register_hook(partial(self._record.mark_carried, self._number))
-        self._note({"pg_loss": Note("mean", share.detach()[None], by=self.pg_loss.by)})
-        return share
+    def weights_on(self, device: torch.device) -> Tensor:
+        """`weights` on a device, moved there once. Not to be changed."""
+        return self._policy.weights_on(device)
 
     @cached_property
-    def pg_loss(self) -> WeightedSum:
+    def _policy(self) -> WeightedSum:
         """Per-token policy loss -> this rank's share of the step loss, by the mode of the step."""
         return self._reducer("pg", self._record.modes.policy)
-
-    @cached_property
-    def sample_mean(self) -> WeightedSum:
-        """Per-token values -> this rank's share of their mean over active samples: for metrics, in any mode."""
-        return self._beside("sample_mean", self._aggregation_over("samples"))
-
-    @cached_property
-    def token_mean(self) -> WeightedSum:
-        """Per-token values -> this rank's share of their token mean: for metrics, in any mode."""
-        return self._beside("token_mean", resolve("token_mean"))
-
-    def _beside(self, name: str, aggregation: Aggregation) -> WeightedSum:
-        """A reducer other than `pg_loss`, even by the same mode: an audit tells their values apart."""
-        reducer = self._reducer(name, aggregation).renamed(name)
-        self._reducers[_key(aggregation)._replace(mode=f"beside {name}")] = reducer
-        return reducer
 
     def _reducer(self, name: str, aggregation: Aggregation, mask: str | None = None) -> WeightedSum:
         """The reducer of a mode and mask, made once; that of the policy loss is always named pg."""
@@ -176,18 +165,17 @@ class Microbatch:
         if key not in self._reducers:
             try:
                 local = self.tokens_of(mask)
-                weights = weigh(aggregation, local, self.totals.with_mask(mask))
+                self._reducers[key] = WeightedSum(
+                    partial(weigh, aggregation, local, self.totals.with_mask(mask)),
+                    local,
+                    aggregation,
+                    name="pg" if key == _key(self._record.modes.policy) else name,
+                    number=self._number,
+                    mask=mask,
+                    plan=self._record.use,
+                )
             except ValueError as error:
                 raise ValueError(f"{name!r}: {error}") from error
-            self._reducers[key] = WeightedSum(
-                weights,
-                local,
-                aggregation,
-                name="pg" if key == _key(self._record.modes.policy) else name,
-                number=self._number,
-                mask=mask,
-                plan=self._record.use,
-            )
         return self._reducers[key]
 
     # --- what a loss function returns
@@ -195,7 +183,7 @@ class Microbatch:
     @overload
     def loss(self, losses: Losses, metrics: Metrics = None, *, form: Literal["3-tuple"] = "3-tuple") -> Carried: ...
     @overload
-    def loss(self, losses: Losses, metrics: Metrics = None, *, form: PairForm) -> tuple[Tensor, Any]: ...
+    def loss(self, losses: Losses, metrics: Metrics = None, *, form: Literal["2-tuple"]) -> tuple[Tensor, Any]: ...
     @overload
     def loss(self, losses: Losses, metrics: Metrics = None, *, form: LossForm) -> Tensor: ...
     @overload
@@ -205,22 +193,29 @@ class Microbatch:
 
         Args:
             losses: this CP rank's unreduced policy losses, in the layout's order; or the terms of the loss by name,
-                tensors or `Term`s, which are added up. ``{"pg": losses, "kl": Term(kl, "token_mean", coef=0.01)}``.
+                tensors or `Term`s, which are added up: ``{"pg": losses, "kl": Term(kl, "token_mean", coef=0.01)}``.
+                Or what the model returned with an output head that sums (`Summed`).
             metrics: further per-token values of the same shape, not differentiated; reported as their mean over the
                 samples that have an active token, or as a `Metric` says.
-            form: as in `scale_for_trainer`.
+            form: ``3-tuple`` (loss, num_tokens, report) or ``2-tuple`` (loss, report) for Megatron's schedule. The loss
+                alone for a trainer without that schedule, so in no plan of a Megatron model: ``sum`` where gradients of
+                ranks are added, ``mean`` where they are averaged over DP and CP ranks. (loss, report) for an engine
+                that scales the loss before Megatron does: ``slime`` (and miles), ``verl``, ``nemo_rl``.
 
         Reported are the loss as ``pg_loss``, or for several terms as ``loss`` and each term, without its coefficient,
         by its own name. All are NaN until `Plan.finish`, which `LossAggregation` calls after the schedule.
 
         Raises:
-            ValueError: losses or metrics that are not this rank's part of the layout; a metric with the name of the
-                loss or of a term; no term; a term's mode or mask that nothing was counted for.
+            ValueError: losses or metrics that are not this rank's part of the layout; losses without a graph in
+                training; a metric with the name of the loss or of a term; no term; a term's mode or mask that nothing
+                was counted for; a micro-batch that was trained on before (`Plan.reset`); a form that is not exact with
+                per-token loss, in a step whose cp_groups change, or in a plan of a Megatron model; another form than
+                that of the step's other micro-batches.
         """
         check_mapping("metrics", metrics or {}, 'Pass {"entropy": entropies}')
-        several = isinstance(losses, Mapping)
+        has_names = isinstance(losses, Mapping)
         terms = losses if isinstance(losses, Mapping) else {"pg_loss": losses}
-        if not terms or (several and "loss" in terms):
+        if not terms or (has_names and "loss" in terms):
             raise ValueError(
                 f"a loss of the terms {list(terms)}: there must be at least one, and none named 'loss', the name of "
                 'the sum. Name each term, e.g. {"pg": losses, "kl": Term(kl, coef=0.01)}.'
@@ -228,39 +223,42 @@ class Microbatch:
         of_step = {
             name: metric if isinstance(metric, Metric) else Metric(metric) for name, metric in (metrics or {}).items()
         }
-        if clash := sorted(of_step.keys() & ({"loss", *terms} if several else terms.keys())):
+        if clash := sorted(of_step.keys() & ({"loss", *terms} if has_names else terms.keys())):
             raise ValueError(
                 f"a metric named {clash[0]!r}: the loss or one of its terms is reported by that name. Choose another "
                 "name."
             )
-        if isinstance(losses, Mapping | Term):
-            summands = [self._summand(name, term) for name, term in terms.items()]
-        else:
-            summands = [Summand(losses, self.pg_loss)]
         reducers = {name: self._reducer_of_metric(name, metric) for name, metric in of_step.items()}
+        if isinstance(losses, Summed):
+            share, parts = losses.share, [losses.share.detach()]
+            summands = [Summand(losses.values, self._policy)]
+        else:
+            summands = [self._summand(name, term, has_names) for name, term in terms.items()]
+            share, parts = sum_terms(summands)
+        if not share.is_cpu or isinstance(losses, Summed):  # else looked at by the sum
+            for summand, part in zip(summands, parts, strict=True):
+                self._record.watched.append((summand.what, summand.values.detach(), part, summand.reducer))
+        notes = {"loss": Note("mean", share.detach()[None])} if has_names else {}
+        for name, summand, part in zip(terms, summands, parts, strict=True):
+            # A step has one mode and one coefficient of each term.
+            by = f"{summand.reducer.by}, coef {summand.coef!r}"
+            notes[name] = Note("mean", (part if has_names else share.detach())[None], summand.reducer.mask, by)
         rows = {name: metric.rows() for name, metric in of_step.items()}
-        share, own, sums = sum_terms(summands, [(row, reducers[name]) for name in rows for row in rows[name]])
-        if not share.is_cpu:
-            for summand, total in zip(summands, own, strict=True):
-                self._record.watched.append((summand.what, summand.values.detach(), total, summand.reducer))
-        notes = {"loss": Note("mean", share.detach()[None])} if several else {}
-        for (name, term), summand, part in zip(terms.items(), summands, own if several else [share], strict=True):
-            mask = term.mask if isinstance(term, Term) else None
-            factor = f", coef {summand.coef!r}" if several else ""  # a step has one of each term
-            notes[name] = Note("mean", part.detach()[None], mask, summand.reducer.by + factor)
-        rest = iter(sums)
-        for name, metric in of_step.items():
-            notes[name] = metric.note([next(rest) for _ in rows[name]], reducers[name])
-        return self.scale_for_trainer(share, self._note(notes), form=form)
+        for reducer in dict.fromkeys(reducers.values()):
+            names = [name for name in of_step if reducers[name] is reducer]
+            sums = iter(reducer.sums([row for name in names for row in rows[name]]))
+            notes |= {name: of_step[name].note([next(sums) for _ in rows[name]], reducer) for name in names}
+        return self._returned(share, self._note(notes), form)
 
-    def folded(self, share: Tensor, per_token_loss: Tensor) -> Tensor:
-        """A share that was summed by `weights` elsewhere, from losses [num_local_tokens], as `pg_loss` makes it."""
-        reducer, scale = self.pg_loss, self.pg_loss.gradient_scale
-        reducer.num_uses += torch.is_grad_enabled()
-        self._record.watched.append(("per_token_loss", per_token_loss.detach(), share.detach(), reducer))
-        share = share.view_as(share) if scale == 1 else share + (scale - 1) * (share - share.detach())
-        reducer.hook(share, unseen="folded into the output head")
-        return share
+    def summed(self, share: Tensor, per_token_loss: Tensor) -> Summed:
+        """What `loss` takes of an output head, which summed its losses [num_local_tokens] by `weights` itself."""
+        share = self._policy.scaled(share)
+        self._policy.hook(share, unseen="summed in the output head")
+        return Summed(share, per_token_loss)
+
+    def __call__(self, per_token_loss: Tensor) -> Tensor:
+        """`loss` in the form ``sum``, for a loop of your own: this rank's share of the step loss."""
+        return self.loss(per_token_loss, form="sum")
 
     def _reducer_of_metric(self, name: str, metric: Metric) -> WeightedSum:
         reducer = self._reducer(name, self._aggregation_over(metric.over, metric.mask), metric.mask)
@@ -270,8 +268,10 @@ class Microbatch:
     def _aggregation_over(self, over: str, mask: str | None = None) -> Aggregation:
         return aggregation_over(over, self._record.modes.policy.units, self.totals.with_mask(mask))
 
-    def _summand(self, name: str, term: Tensor | Term) -> Summand:
+    def _summand(self, name: str, term: Any, has_names: bool) -> Summand:
         """A term with the reducer of its mode and mask; those that share both share the weights."""
+        if not has_names and not isinstance(term, Term):
+            return Summand(term, self._policy)
         term = term if isinstance(term, Term) else Term(term)
         if not is_number(term.coef) or not abs(term.coef) < 1e30:
             raise ValueError(
@@ -286,80 +286,27 @@ class Microbatch:
         self._record.notes[self._number] = dict(notes)
         return {name: self._record.placeholder(note.part.device) for name, note in notes.items()}
 
-    def report(self, shares: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """A report of shares that add up to the step's values, NaN until `Plan.finish` fills them in.
-
-        Args:
-            shares: 0-dim, by name, each from a reducer of this micro-batch.
-
-        Raises:
-            ValueError: values that are not 0-dim tensors, or that lie on several devices.
-        """
-        for name, value in shares.items():
-            _check_scalar(name, value)
-        if len(devices := {str(value.device) for value in shares.values()}) > 1:
-            raise ValueError(f"shares on {sorted(devices)}: shares are reduced together. Move them to one device.")
-        return self._note({name: Note("mean", value.detach()[None]) for name, value in shares.items()})
-
-    @overload
-    def scale_for_trainer(
-        self, share: Tensor, report: Any = None, *, form: Literal["3-tuple"] = "3-tuple"
-    ) -> Carried: ...
-    @overload
-    def scale_for_trainer(self, share: Tensor, report: Any = None, *, form: PairForm) -> tuple[Tensor, Any]: ...
-    @overload
-    def scale_for_trainer(self, share: Tensor, report: Any = None, *, form: LossForm) -> Tensor: ...
-    @overload
-    def scale_for_trainer(self, share: Tensor, report: Any = None, *, form: str) -> Any: ...
-    def scale_for_trainer(self, share: Tensor, report: Any = None, *, form: str = DEFAULT.name) -> Any:
-        """The return value of a loss function for its share: the trainer's own scaling cancels.
-
-        Args:
-            share: 0-dim, connected to the graph; shares of all ranks and micro-batches add up to the step loss.
-            report: any mapping that your trainer logs, or ``report(...)``; unused with ``sum`` and ``mean``.
-            form: ``3-tuple`` (loss, num_tokens, report) or ``2-tuple`` (loss, report) for Megatron's schedule. The loss
-                alone for a trainer without that schedule, so in no plan of a Megatron model: ``sum`` where gradients of
-                ranks are added, ``mean`` where they are averaged over DP and CP ranks. (loss, report) for an engine
-                that scales the loss before Megatron does: ``slime`` (and miles), ``verl``, ``nemo_rl``.
-
-        Raises:
-            ValueError: a share that is not a 0-dim tensor, without a graph, or not made by this micro-batch's
-                reducers; a micro-batch that was carried for training before (`Plan.reset`); a form that is not exact
-                with per-token loss, in a step whose cp_groups change, or in a plan of a Megatron model; another form
-                than that of the step's other micro-batches.
-        """
-        _check_scalar("the loss", share)
-        trains = torch.is_grad_enabled()
-        if trains and not share.requires_grad:
-            raise ValueError(
-                "a loss without a graph: training needs its gradient, and pipeline stages would hang without one. Do "
-                "not detach the model's output; evaluate under torch.no_grad()."
-            )
-        if not self._reducers or (trains and not any(reducer.num_uses for reducer in self._reducers.values())):
-            raise ValueError(
-                "a share that was put together without this micro-batch's reducers, or while gradients were off: only "
-                "these know the weights of the step. Reduce per-token losses with pg_loss, sample_mean or token_mean "
-                "of this micro-batch, outside torch.no_grad() and reentrant checkpoints (use_reentrant=False)."
-            )
+    def _returned(self, share: Tensor, report: dict[str, Tensor], form: str) -> Any:
+        """What the trainer takes, so that its own scaling cancels."""
         row, record = find_form(form), self._record
-        carrier = find_carrier(row, record.per_token_loss, record.dynamic_cp, record.check_form is not None)
-        if trains:
+        for_schedule = record.trainer.check_form is not None
+        carrier = find_carrier(row, record.trainer.per_token_loss, record.dynamic_cp, for_schedule)
+        if torch.is_grad_enabled():
+            if not share.requires_grad:
+                raise ValueError(
+                    "a loss without a graph: training needs its gradient, and pipeline stages would hang without one. "
+                    "Do not detach the model's output; evaluate under torch.no_grad()."
+                )
             record.check_fresh(self._number)
             record.take_form(row)
-            record.mark_carried(self._number)
-            # In a compiled graph no hook could be set when the share was made; with several reducers, whose share this
-            # is cannot be told.
-            used = [reducer for reducer in self._reducers.values() if reducer.num_uses]
-            if len(used) == 1 and used[0].was_compiled:
-                used[0].hook(share, unseen="compiled")
-            for reducer in self._reducers.values():
-                reducer.num_uses, reducer.was_compiled = 0, False
-        tensors = {"loss": share * self._record.factor(carrier)}
+            record.is_carried[self._number] = True
+            record.use.was_compiled |= torch.compiler.is_compiling()
+        tensors = {"loss": share * record.factor(carrier)}
         for part in row.counts:
             count = carrier.counts[part](self.tokens, self.cp_rank) if part in carrier.counts else 1
-            tensors[part] = self._record.constant(count, share.device)
-        self.receipt = Receipt.of(row, tensors, noted=self._record.notes[self._number])
-        return row.assemble({**tensors, "report": {} if report is None else report})
+            tensors[part] = record.constant(count, share.device)
+        self.receipt = Receipt.of(row, tensors, self._record.notes[self._number])
+        return row.assemble({**tensors, "report": report})
 
     def keep(self, name: str, samples: Samples) -> None:
         """Go on with samples that have a further mask of that name, in the place of an earlier one."""
@@ -372,9 +319,3 @@ class Microbatch:
 def _key(aggregation: Aggregation, mask: str | None = None) -> _Key:
     mode = aggregation.mode
     return _Key(mode.name, id(mode.function), aggregation.divisor, aggregation.units, mask)
-
-
-def _check_scalar(name: str, value: object) -> None:
-    if not isinstance(value, Tensor) or value.dim() != 0:
-        shown = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
-        raise ValueError(f"{name} is {shown}: it must be a 0-dim tensor. Reduce it (pg_loss or sample_mean).")

@@ -4,19 +4,17 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from functools import cached_property
 from typing import Any, Literal
-from weakref import ref
 
 import numpy as np
 from torch import Tensor
 
 from megatron_rl_loss.core.aggregation import LossModes
-from megatron_rl_loss.core.carriers import Form
 from megatron_rl_loss.core.collectives import StepGroups, attempt, failure_of, size_of, warn_on_one_rank, world_rank
 from megatron_rl_loss.core.counting import StepTotals, count_step
 from megatron_rl_loss.core.errors import BadBatchError, check_int
 from megatron_rl_loss.core.metrics import reduce_notes
 from megatron_rl_loss.core.microbatch import Microbatch
-from megatron_rl_loss.core.record import StepRecord, check_finished
+from megatron_rl_loss.core.record import StepRecord, Trainer, check_finished
 from megatron_rl_loss.core.samples import Samples, read_masks
 
 logger = logging.getLogger(__name__)
@@ -27,11 +25,9 @@ EmptyStep = Literal["warn", "error"]
 def check_samples(
     samples: Sequence[Samples] | None,
     num_microbatches: int | None,
-    modes: LossModes,
     groups: StepGroups,
-    term_masks: Sequence[str],
 ) -> Sequence[Samples] | None:
-    """The samples of a rank's micro-batches, validated for the modes, the layouts and the schedule."""
+    """The samples of a rank's micro-batches, validated for the layouts and the schedule."""
     if num_microbatches is not None:
         check_int("num_microbatches", num_microbatches, 1, "Pass what the schedule is called with")
     if samples is None:
@@ -65,8 +61,6 @@ def check_samples(
             )
         microbatch.local(*microbatch.place_in(groups.cp_group))  # raises if the layout cannot be cut so
     read_masks(samples)
-    for microbatch in samples:
-        modes.rehearse(microbatch, term_masks)
     return samples
 
 
@@ -135,31 +129,46 @@ def check_active_tokens(totals: StepTotals, *, per_token_loss: bool, empty_step:
 
 
 def make_plan(
-    samples: Sequence[Samples] | Exception | None,
-    modes: LossModes,
-    groups: StepGroups,
+    describe: Callable[[], Sequence[Samples] | None],
+    modes: LossModes | Exception,
+    trainer: Trainer,
     num_microbatches: int | None = None,
     *,
     term_masks: Sequence[str] = (),
-    per_token_loss: bool = False,
-    check_form: Callable[[Form], object] | None = None,
     empty_step: EmptyStep = "warn",
     further_settings: str = "",
 ) -> "Plan":
-    """The plan of samples that `check_samples` has passed; an exception in their place is raised on all ranks.
+    """Count a step over the ranks of its trainer, which call this together.
+
+    Args:
+        describe: makes this rank's samples, as `plan_step` takes them; its error is raised on all ranks.
+        modes: or the error of this rank in their place, which is raised on all ranks.
+        further_settings: words for settings that ranks must have alike.
 
     Raises:
         BadBatchError: on every rank (the error itself where there is one), if any rank failed or they do not agree.
     """
-    settings = f"{modes.describe()}, per_token_loss {per_token_loss}, empty_step {empty_step!r}{further_settings}"
-    totals = count_step(samples, groups, masks=term_masks, sums=modes.sums, settings=settings)
-    assert not isinstance(samples, Exception)  # else it was raised
-    check_active_tokens(totals, per_token_loss=per_token_loss, empty_step=empty_step)
-    filled = [batch for batch in samples or () if len(batch)]
-    if filled:
-        check_ids(totals, modes.rehearse(filled[0]), filled)
+
+    def checked() -> tuple[Sequence[Samples] | None, set[str]]:
+        if isinstance(modes, Exception):
+            raise modes
+        samples, asked = check_samples(describe(), num_microbatches, trainer.groups), set[str]()
+        for microbatch in samples or ():
+            asked |= modes.rehearse(microbatch, term_masks)
+        return samples, asked
+
+    outcome = attempt(checked)
+    samples, asked = (outcome, set[str]()) if isinstance(outcome, Exception) else outcome
+    sums, settings = ([], "") if isinstance(modes, Exception) else (modes.sums, modes.describe())
+    settings += f", per_token_loss {trainer.per_token_loss}, empty_step {empty_step!r}{further_settings}"
+    totals = count_step(samples, trainer.groups, masks=term_masks, sums=sums, settings=settings)
+    assert isinstance(modes, LossModes)  # else the error was raised, and so with the samples
+    assert not isinstance(samples, Exception)
+    check_active_tokens(totals, per_token_loss=trainer.per_token_loss, empty_step=empty_step)
+    if filled := [microbatch for microbatch in samples or () if len(microbatch)]:
+        check_ids(totals, asked, filled)
     count = len(samples or ()) if num_microbatches is None else num_microbatches
-    return Plan(samples, StepRecord(modes, totals, count, groups, per_token_loss, check_form))
+    return Plan(samples, StepRecord(modes, totals, count, trainer))
 
 
 class Plan:
@@ -174,7 +183,7 @@ class Plan:
 
     def __init__(self, samples: Sequence[Samples] | None, record: StepRecord) -> None:
         self.samples, self.record = samples, record
-        record.use.plan = ref(self)
+        record.use.samples = samples or ()
 
     def __len__(self) -> int:
         return self.record.num_microbatches
@@ -219,7 +228,6 @@ class Plan:
         """
         record, failure = self.record, failure_of(attempt(lambda: self._check_end(reports)))
         values = reduce_notes(record.notes, record.groups.of_loss, self._has_tokens, failure, record.use.forms)
-        record.claim(values.values())
         record.report_not_finite()
         for report in reports:
             if isinstance(report, dict) and (not report or report.keys() & values.keys()):
@@ -239,13 +247,6 @@ class Plan:
                 "reports of tuples: they must be the dicts, each the last item of a tuple that loss() returned. Pass "
                 "[report, ...]."
             )
-        names = {name for notes in self.record.notes for name in notes}  # a user's own may be of the step before
-        for number, report in enumerate(reports):
-            if isinstance(report, Mapping) and self.record.is_of_another_step(map(report.get, names or report)):
-                raise ValueError(
-                    f"report {number} is of another step: a plan fills the values of its own step into the reports of "
-                    "its own micro-batches. Pass the reports that these returned."
-                )
         check_finished(self.record.is_carried)
         self.record.check_tokens()
         self._check_terms()

@@ -1,14 +1,13 @@
 """`StepRecord`: what the micro-batches of a step share on this rank, its settings and what became of them so far."""
 
 import math
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from megatron_rl_loss.core.aggregation import Aggregation, LossModes
 from megatron_rl_loss.core.carriers import Carrier, Count, Form, product
@@ -17,6 +16,24 @@ from megatron_rl_loss.core.counting import StepTotals
 from megatron_rl_loss.core.metrics import Note
 from megatron_rl_loss.core.reducers import WeightedSum
 from megatron_rl_loss.core.samples import Samples
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trainer:
+    """Who trains a step: the ranks that it is spread over, and how their trainer scales what a loss function returns.
+
+    Attributes:
+        groups: that the step is spread over.
+        per_token_loss: Megatron's `calculate_per_token_loss`.
+        check_form: of a Megatron model, whose schedule calls the loss functions: raises ContractError for a form that
+            the installed schedule scales in another way than the form's row says. None without a model.
+        device: of the model; without a model the host.
+    """
+
+    groups: StepGroups = field(default_factory=StepGroups)
+    per_token_loss: bool = False
+    check_form: Callable[[Form], object] | None = None
+    device: torch.device = torch.device("cpu")  # noqa: RUF009
 
 
 def check_finished(is_carried: Sequence[bool]) -> None:
@@ -32,66 +49,43 @@ def check_finished(is_carried: Sequence[bool]) -> None:
 
 @dataclass(eq=False)
 class PlanUse:
-    """What became of a plan on this rank: a few numbers, which outlive the step.
+    """What became of a plan on this rank; it outlives the plan, whose samples it does not keep.
 
     Attributes:
         policy: the aggregation of the policy loss.
         is_carried: for each micro-batch, True once its share was returned for training; always this list.
         is_used: True once a micro-batch made a reducer or a share.
+        was_compiled: some share was made in a compiled graph, where no hook can be set.
         forms: in which micro-batches returned their shares.
-        plan: a weak reference to the `Plan`, whose module imports this one.
     """
 
     policy: Aggregation
     is_carried: list[bool] = field(default_factory=list)
     is_used: bool = False
+    was_compiled: bool = False
     forms: set[str] = field(default_factory=set)
-    plan: Callable[[], Any] = lambda: None
+    _samples: list["ReferenceType[Samples]"] = field(default_factory=list)
 
     @property
     def samples(self) -> list[Samples]:
         """Those of each micro-batch; none of a plan that is gone, or on a pipeline stage that reads no data."""
-        plan = self.plan()
-        return [] if plan is None or plan.samples is None else [microbatch.samples for microbatch in plan]
+        alive = [samples() for samples in self._samples]
+        return [samples for samples in alive if samples is not None] if None not in alive else []
 
-
-class _OfModel:
-    """The use of a model's last plan, and a copy of its smallest trainable parameter from before the step."""
-
-    def __init__(self, use: PlanUse, model: Any) -> None:
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        if getattr(getattr(model, "ddp_config", None), "overlap_param_gather", False):
-            trained = []  # the optimizer's step shows in the parameters later
-        self.use, self._parameter = use, min(trained, key=Tensor.numel, default=None)
-        self._value = None if self._parameter is None else self._parameter.detach().clone()
-
-    def was_given_up(self) -> bool:
-        """True if no optimizer step followed and gradients are 0 again, after an error say."""
-        if self._parameter is None or self._value is None:
-            return False
-        gradient = getattr(self._parameter, "main_grad", self._parameter.grad)
-        return torch.equal(self._parameter, self._value) and (gradient is None or not bool(gradient.any()))
+    @samples.setter
+    def samples(self, of_microbatches: Sequence[Samples]) -> None:
+        self._samples = [ref(samples) for samples in of_microbatches]
 
 
 #: Kept because a schedule is called with a model and without a plan: the use of the last plan of each model's first
-#: chunk, which a later step checks, and which the proof of a step asks for; and of the last plan without a model.
-_OF_MODELS: WeakKeyDictionary[Any, _OfModel] = WeakKeyDictionary()
+#: chunk, which the proof of a step asks for; and of the last plan without a model.
+_OF_MODELS: WeakKeyDictionary[Any, PlanUse] = WeakKeyDictionary()
 _WITHOUT_MODEL: list[PlanUse] = []
-#: Kept because reports pass through a trainer's schedule: whose step the values in a report are of.
-_STEP_OF: MutableMapping[Tensor, PlanUse] = WeakTensorKeyDictionary()
-
-
-def check_last_plan(model: Any) -> None:
-    """Forget the model's last plan. Raise ValueError if the model was trained on a part of its micro-batches."""
-    last = _OF_MODELS.pop(model, None)
-    if last is not None and not last.was_given_up():
-        check_finished(last.use.is_carried)
 
 
 def plan_of_model(model: Any) -> PlanUse | None:
     """The model's last plan."""
-    last = _OF_MODELS.get(model)
-    return None if last is None else last.use
+    return _OF_MODELS.get(model)
 
 
 def plan_without_model() -> PlanUse | None:
@@ -107,11 +101,7 @@ class StepRecord:
         modes: of the policy loss and of further terms.
         totals: denominators of the whole step.
         num_microbatches: of this step on this rank.
-        groups: that the step is spread over.
-        per_token_loss: Megatron's `calculate_per_token_loss`.
-        check_form: of a plan of a Megatron model, whose schedule calls the loss functions: raises ContractError for a
-            form that the installed schedule scales in another way than the form's row says. None without a model.
-        device: of the model; without a model the host.
+        trainer: the ranks of the step, and how their trainer scales a loss.
         notes: the values of each micro-batch, by name.
         use: what became of the step's plan.
         watched: values whose sum is checked after the step, on a device or summed in an output head:
@@ -122,10 +112,7 @@ class StepRecord:
     modes: LossModes
     totals: StepTotals
     num_microbatches: int
-    groups: StepGroups = field(default_factory=StepGroups)
-    per_token_loss: bool = False
-    check_form: Callable[[Form], object] | None = None
-    device: torch.device = torch.device("cpu")  # noqa: RUF009
+    trainer: Trainer = field(default_factory=Trainer)
     notes: list[dict[str, Note]] = field(init=False)
     use: PlanUse = field(init=False)
     watched: list[tuple[str, Tensor, Tensor, WeightedSum]] = field(default_factory=list, init=False)
@@ -141,7 +128,7 @@ class StepRecord:
         if model is None:
             _WITHOUT_MODEL[:] = [self.use]
         else:
-            _OF_MODELS[model] = _OfModel(self.use, model)
+            _OF_MODELS[model] = self.use
 
     @property
     def is_carried(self) -> list[bool]:
@@ -151,10 +138,14 @@ class StepRecord:
         """Drop all notes, and count no micro-batch as trained on."""
         self.notes = [{} for _ in range(self.num_microbatches)]
         self.is_carried[:] = [False] * self.num_microbatches
-        self.use.is_used = False
+        self.use.is_used = self.use.was_compiled = False
         self.use.forms.clear()
         self.watched.clear()
         self.wrong_tokens.clear()
+
+    @property
+    def groups(self) -> StepGroups:
+        return self.trainer.groups
 
     @property
     def cp_size(self) -> int:
@@ -190,24 +181,7 @@ class StepRecord:
 
     def placeholder(self, device: torch.device) -> Tensor:
         """NaN, in the place of a value of this step in a report."""
-        nan = self.constant(math.nan, device)
-        if not torch.compiler.is_compiling():
-            self.claim([nan])
-        return nan
-
-    def claim(self, values: Iterable[Tensor]) -> None:
-        """Note that placeholders, or what is filled in for them, are of this step."""
-        for value in values:
-            _STEP_OF[value] = self.use
-
-    def is_of_another_step(self, values: Iterable[Any]) -> bool:
-        """True if one of a report's values is another step's."""
-        steps = [_STEP_OF.get(value) for value in values if isinstance(value, Tensor)]
-        return any(step not in (None, self.use) for step in steps)
-
-    def mark_carried(self, number: int, _: Tensor | None = None) -> None:
-        """Note that a micro-batch was handed over for training, or that its gradient was made (a tensor's hook)."""
-        self.is_carried[number] = True
+        return self.constant(math.nan, device)
 
     def check_fresh(self, number: int) -> None:
         """Raise ValueError for a micro-batch that was trained on."""
@@ -215,8 +189,8 @@ class StepRecord:
             state = "was trained on already, all of it" if all(self.is_carried) else "is being trained on"
             raise ValueError(
                 f"micro-batch {number} of a plan, a second time: the plan {state}. Pass all terms in one call of "
-                "loss, and call plan_step for each step; to train on the same samples again (another epoch, or after "
-                "an error), call plan.reset() first."
+                "loss, and call plan_step for each step; to train on the same samples again (another "
+                "epoch, or after an error), call plan.reset() first."
             )
 
     def take_form(self, form: Form) -> None:
@@ -226,8 +200,8 @@ class StepRecord:
                 f"form={form.name!r} in a step whose other micro-batches were returned in form={other!r}: a trainer "
                 "scales all micro-batches alike, so all must have one form. Pass the same form in every micro-batch."
             )
-        if self.check_form is not None and form.name not in self.use.forms:
-            self.check_form(form)
+        if self.trainer.check_form is not None and form.name not in self.use.forms:
+            self.trainer.check_form(form)
         self.use.forms.add(form.name)
 
     def check_tokens(self) -> None:

@@ -7,11 +7,11 @@ data-parallel (DP) ranks, *is* the step loss. Nothing is divided afterwards, and
 import functools
 import logging
 import math
-from collections.abc import Sequence
-from copy import copy
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,21 +28,22 @@ logger = logging.getLogger(__name__)
 class WeightedSum:
     """``sum_t w_t * loss_t`` over the tokens this rank holds; w_t = 0 leaves the token out.
 
+    Args:
+        weigh: the type of NumPy for floats -> the weights, [num_local_tokens], in the order of the losses.
+
     Attributes:
-        weights: float32 [num_local_tokens], in the order of the losses. They move to the device of the losses.
+        weights: float32 [num_local_tokens]. They move to the device of the losses.
         gradient_scale: the factor of the sum's gradient (see `Gathered`).
         name: of the loss term, for an audit.
         number: of the micro-batch in the step, for an audit; None if nobody said it.
         aggregation: the mode, divisor and unit counting of the weights.
         mask: one of the samples' further masks, by which tokens are weighed; None for the loss mask.
         plan: what became of the plan that made it; None without a plan.
-        num_uses: the number of sums made with a gradient.
-        was_compiled: the last of these was made in a compiled graph, where no hook can be set.
     """
 
     def __init__(
         self,
-        weights: Tensor,
+        weigh: Callable[[type[np.floating[Any]]], Tensor],
         local: LocalTokens,
         aggregation: Aggregation,
         *,
@@ -51,16 +52,10 @@ class WeightedSum:
         mask: str | None = None,
         plan: Any = None,
     ) -> None:
-        self.weights, self.aggregation, self._local = weights, aggregation, local
-        self.gradient_scale = local.gradient_scale
+        self._weigh, self.weights = weigh, weigh(np.float32)
+        self._double: Tensor | None = None  # the weights in float64, for float64 losses
+        self.aggregation, self._local, self.gradient_scale = aggregation, local, local.gradient_scale
         self.name, self.number, self.mask, self.plan = name, number, mask, plan
-        self.num_uses, self.was_compiled = 0, False
-
-    def renamed(self, name: str) -> "WeightedSum":
-        """A sum by the same weights under another name."""
-        other = copy(self)
-        other.name = name
-        return other
 
     @property
     def by(self) -> str:
@@ -69,6 +64,28 @@ class WeightedSum:
 
     def __call__(self, per_token_loss: Tensor) -> Tensor:
         return sum_terms([Summand(per_token_loss, self)])[0]
+
+    def sum(self, values: Tensor) -> Tensor:
+        """``sum_t w_t * value_t`` without the tokens of weight 0, where 0 * NaN would be NaN.
+
+        0-dim, in float64 for float64 values, else in float32.
+        """
+        return self.scaled(self._sum(values.reshape(-1)))
+
+    def sums(self, rows: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The sum of each row, not differentiated; as many launches as for one row."""
+        return self._sum(torch.stack([row.detach().reshape(-1) for row in rows])).unbind()
+
+    def _sum(self, values: Tensor) -> Tensor:
+        weights = self.weights_on(values.device)
+        if values.dtype == torch.float64:
+            self._double = (self._weigh(np.float64) if self._double is None else self._double).to(values.device)
+            weights = self._double
+        return (values.to(weights.dtype).masked_fill(weights == 0, 0) * weights).sum(-1)
+
+    def scaled(self, share: Tensor) -> Tensor:
+        """The share, with its gradient times `gradient_scale`."""
+        return share if self.gradient_scale == 1 else share + (self.gradient_scale - 1) * (share - share.detach())
 
     def weights_on(self, device: torch.device) -> Tensor:
         """The weights, moved to the device once."""
@@ -144,12 +161,8 @@ class Summand(NamedTuple):
         return f"the term {self.term!r}" if self.term else "per_token_loss" if self.reducer.name == "pg" else "a metric"
 
 
-def sum_terms(
-    summands: Sequence[Summand], metrics: Sequence[tuple[Tensor, WeightedSum]] = ()
-) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """This rank's share of the loss, differentiable; and the sums of its terms, without coefficients, and of metrics.
-
-    A metric is values that `check_values` has passed, and the reducer that they are summed by.
+def sum_terms(summands: Sequence[Summand]) -> tuple[Tensor, list[Tensor]]:
+    """This rank's share of the loss, differentiable; and the sums of its terms, without coefficients.
 
     Raises:
         ValueError, TypeError: a summand's values that are not one float for each token that this rank holds; or that
@@ -157,52 +170,33 @@ def sum_terms(
     """
     for summand in summands:
         check_values(summand.what, summand.values, summand.reducer._local)
-    if len(summands) == 1 and not metrics and (share := _plain_share(summands[0])) is not None:
-        return share, [share.detach()], []
     _check_trained(summands)
-    trains = torch.is_grad_enabled() and not torch.compiler.is_compiling()
-    if trains and any(summand.values.dtype == torch.float16 for summand in summands):
+    is_compiling, is_observed = torch.compiler.is_compiling(), observed_taps() is not None
+    if torch.is_grad_enabled() and not is_compiling:
         warn_of_float16([(summand.values, summand.reducer.weights) for summand in summands])
-    device, coefs = summands[0].values.device, [summand.coef for summand in summands]
-    sums = _sums([*((summand.values, summand.reducer) for summand in summands), *metrics], device)
-    for summand, total in zip(summands, sums, strict=False):  # metrics follow
-        summand.reducer.num_uses += torch.is_grad_enabled()
-        summand.reducer.was_compiled |= torch.compiler.is_compiling()
-        if total.is_cpu and not torch.compiler.is_compiling() and not math.isfinite(float(total)):
-            summand.reducer.report_not_finite(summand.what, summand.values)
-    trained = [(total, coef) for total, coef in zip(sums, coefs, strict=False) if coef]  # 0 times infinity is not 0
-    share = _scaled(*trained[0]) if trained else torch.zeros_like(sums[0])
-    for total, coef in trained[1:]:
-        share = share.add(total, alpha=coef)
-    # A term of coefficient 0 sends no gradient: even 0 times a slope that is not finite would not be 0.
-    values = [summand.values if summand.coef or not trained else summand.values.detach() for summand in summands]
-    if observed_taps() is not None:
-        values = [row.view_as(row) for row in values]  # hooks must not see gradients of other uses of the tensor
-    weights = [summand.reducer.weights_on(device) for summand in summands]
-    slopes = [summand.coef * summand.reducer.gradient_scale for summand in summands]
-    share = _WithGradient.apply(share, weights, slopes, *values)  # type: ignore[no-untyped-call]
-    for summand, row in zip(summands, values, strict=True):
-        summand.reducer.hook(share, summand, row)
-    return share, sums[: len(summands)], sums[len(summands) :]
-
-
-def _plain_share(summand: Summand) -> Tensor | None:
-    """The share of one float32 row on the host as torch's own product and sum; None where that would not do.
-
-    Of few tokens this takes a third of the time of `_WithGradient`, whose forward and backward run in Python. On a
-    device both ways launch as many kernels, and whether a share is finite cannot be asked without waiting.
-    """
-    values, reducer = summand.values, summand.reducer
-    if not values.is_cpu or values.dtype != torch.float32 or torch.compiler.is_compiling():
-        return None
-    if summand.coef != 1 or reducer.gradient_scale != 1 or observed_taps() is not None:
-        return None
-    weights = reducer.weights_on(values.device)
-    share = (values * (weights if values.dim() == 1 else weights.view(values.shape))).sum()
-    if not math.isfinite(share.item()):  # NaN at a masked token, or a bad loss, which is reported
-        return None
-    reducer.num_uses += torch.is_grad_enabled()
-    return share
+    trains = any(summand.coef for summand in summands)
+    share: Tensor | None = None
+    sums: list[Tensor] = []
+    rows: list[Tensor] = []
+    for summand in summands:
+        # A term of coefficient 0 is reported alone: even 0 times a value or slope that is not finite would not be 0.
+        is_trained = bool(summand.coef) or not trains
+        values = summand.values if is_trained else summand.values.detach()
+        if is_observed:
+            values = values.view_as(values)  # hooks must not see gradients of other uses of the tensor
+        total = summand.reducer.sum(values)
+        if total.is_cpu and not is_compiling and not math.isfinite(float(total.detach())):
+            summand.reducer.report_not_finite(summand.what, values)
+        sums.append(total.detach())
+        rows.append(values)
+        if is_trained:
+            of_term = total if summand.coef == 1 else total * summand.coef
+            of_term = of_term if summand.coef else total[None][:0].sum()  # 0 with a graph: 0 times infinity is not 0
+            share = of_term if share is None else share + of_term
+    assert share is not None  # of no term alone
+    for summand, values in zip(summands, rows, strict=True):
+        summand.reducer.hook(share, summand, values)
+    return share, sums
 
 
 def _check_trained(summands: Sequence[Summand]) -> None:
@@ -214,66 +208,6 @@ def _check_trained(summands: Sequence[Summand]) -> None:
                 f"the term {summand.term!r} with coef={summand.coef!r} and values without a graph: it would be added "
                 "to the loss and train nothing. Do not detach it; or pass it as a metric, or with coef=0."
             )
-
-
-def _version(weights: Tensor) -> int:
-    """The number of changes in place; a compiled graph has no number for it."""
-    return 0 if torch.compiler.is_compiling() else weights._version
-
-
-def _scaled(value: Tensor, factor: float) -> Tensor:
-    return value if factor == 1 else value * factor  # of few tokens this product costs as much as their sum
-
-
-class _WithGradient(torch.autograd.Function):
-    """A loss that is known already, with its gradient at each row of values: slope * weights. Keeps the weights."""
-
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, weights: list[Tensor], slopes: list[float], *values: Tensor) -> Tensor:
-        # Not save_for_backward: weights are the reducer's and no graph's, and to save them takes as long as to sum.
-        ctx.rows = [
-            (weight, _version(weight), slope, row.shape, row.dtype)
-            for weight, slope, row in zip(weights, slopes, values, strict=True)
-        ]
-        return loss.clone()  # the caller may change it in place
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        of_values: list[Tensor | None] = [None, None, None]
-        for (weights, version, slope, shape, dtype), is_needed in zip(ctx.rows, ctx.needs_input_grad[3:], strict=True):
-            if _version(weights) != version:
-                raise RuntimeError(
-                    "reducer.weights were changed in place between a forward pass and its backward pass: the losses "
-                    "would be trained by the weights of another micro-batch. Copy new weights after the backward pass, "
-                    "or keep a reducer for each micro-batch in flight."
-                )
-            of_values.append((_scaled(gradient, slope) * weights).to(dtype).view(shape) if is_needed else None)
-        return tuple(of_values)
-
-
-def _sums(rows: Sequence[tuple[Tensor, WeightedSum]], device: torch.device) -> list[Tensor]:
-    """The sum of each row by its reducer's weights, not differentiated; launches grow with the reducers alone."""
-    tables: dict[WeightedSum, list[Tensor]] = {}
-    for values, reducer in rows:
-        tables.setdefault(reducer, []).append(values.detach().reshape(-1))
-    sums = {
-        reducer: iter(_sums_of_rows(table, reducer.weights_on(device)).unbind()) for reducer, table in tables.items()
-    }
-    return [next(sums[reducer]) for _, reducer in rows]
-
-
-def _sums_of_rows(rows: list[Tensor], weights: Tensor) -> Tensor:
-    """``sum_t w_t * row_t`` of each row, float32, without the tokens of weight 0, where 0 * NaN would be NaN.
-
-    torch's own sum adds in few-term blocks on every CPU. A BLAS dot product may add 4 million products one by one.
-    """
-    products = rows[0][None].float() * weights if len(rows) == 1 else torch.stack(rows).float().mul_(weights)
-    if products.is_cpu and not torch.compiler.is_compiling():
-        # Leaving tokens out takes several times as long as the sum. A device would be waited for.
-        sums = products.sum(1)
-        if all(map(math.isfinite, sums.tolist())):
-            return sums
-    return products.masked_fill_(weights == 0, 0).sum(1)
 
 
 # --- what is logged of losses that cannot be summed or trained exactly

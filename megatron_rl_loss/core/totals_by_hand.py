@@ -1,6 +1,7 @@
 """Weights by totals that a user counted, which may be of a part of the step; a plan counts its own."""
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from types import EllipsisType
 from typing import Any
 
@@ -23,8 +24,8 @@ from megatron_rl_loss.core.samples import Labels, LocalTokens, Samples
 _SLACK = 1 + 1e-9
 
 
-def checked_weights(aggregation: Aggregation, local: LocalTokens, totals: StepTotals) -> Tensor:
-    """`weigh` with totals that a user made: ValueError for totals of a part of the step."""
+def reducer_by(aggregation: Aggregation, local: LocalTokens, totals: StepTotals) -> WeightedSum:
+    """The reducer by totals that a user made: ValueError for totals of a part of the step."""
     if not isinstance(totals, StepTotals):
         raise TypeError(
             f"totals is {totals!r}: it must be a StepTotals, which counts the whole step. Pass "
@@ -32,9 +33,9 @@ def checked_weights(aggregation: Aggregation, local: LocalTokens, totals: StepTo
         )
     if local.samples.cp_group is None:
         _check_apart(totals, local.cp_size)
-    weights = weigh(aggregation, local, totals)
+    reducer = WeightedSum(partial(weigh, aggregation, local, totals), local, aggregation)
     _check_covers(totals, local.samples)
-    return weights
+    return reducer
 
 
 def _check_apart(totals: StepTotals, cp_size: int) -> None:
@@ -135,7 +136,7 @@ def make_pg_loss_reducer(
     samples = Samples(loss_masks, layout=layout, rollout_ids=rollout_ids, prompt_ids=prompt_ids, ids=ids, labels=labels)
     aggregation = resolve(mode, divisor=divisor, units=units)
     local = samples.local(place_in_cp(cp_rank, cp_size), cp_size)
-    return WeightedSum(checked_weights(aggregation, local, totals), local, aggregation)
+    return reducer_by(aggregation, local, totals)
 
 
 def place_in_cp(cp_rank: int | None, cp_size: int) -> int:
@@ -226,7 +227,7 @@ def fold_into_advantages(
     flat = flat if isinstance(flat, Tensor) else torch.from_numpy(flat)  # of no samples it is an array
     flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
     aggregation = resolve(mode, divisor=divisor, units=units)
-    weights = checked_weights(aggregation, samples.local(0, 1), totals).to(flat.device)
+    weights = reducer_by(aggregation, samples.local(0, 1), totals).weights_on(flat.device)
     if not bool(torch.isfinite(flat[weights != 0]).all()):
         raise ValueError(
             "advantages with NaN or Inf at active tokens: folding takes finite advantages. Mask such tokens, or "

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from megatron_rl_loss.core.aggregation import LossModes
-from megatron_rl_loss.core.collectives import Group, StepGroups, attempt, check_together, several
+from megatron_rl_loss.core.collectives import Group, StepGroups, check_together, several
 from megatron_rl_loss.core.counting import StepTotals
 from megatron_rl_loss.core.ids import as_ids
-from megatron_rl_loss.core.plan import Plan, check_samples, make_plan
+from megatron_rl_loss.core.plan import Plan, make_plan
+from megatron_rl_loss.core.record import Trainer
 from megatron_rl_loss.core.samples import Samples
 from megatron_rl_loss.engines.places import value_at
 
@@ -28,9 +29,7 @@ def plan_of(
     modes: LossModes, describe: Callable[[], list[Samples]], dp_group: Group | None, term_masks: Sequence[str] = ()
 ) -> Plan:
     """The plan of uncut samples, one `Samples` per micro-batch; an error of one rank raises on all of the group."""
-    groups = StepGroups(dp_group)
-    samples = attempt(lambda: check_samples(describe(), None, modes, groups, term_masks))
-    return make_plan(samples, modes, groups, term_masks=term_masks)
+    return make_plan(describe, modes, Trainer(groups=StepGroups(dp_group)), term_masks=term_masks)
 
 
 def token_mean_factors(
@@ -52,7 +51,7 @@ def token_mean_factors(
     count = float(plan.totals.step_active_tokens)
     if tokens is not None:
         count = check_together(lambda: tokens(plan.totals), several(dp_group))
-    factors = [microbatch.pg_loss.weights * count for microbatch in plan]
+    factors = [microbatch.weights * count for microbatch in plan]
 
     def check() -> None:
         for microbatch, flat in zip(plan, factors, strict=True):

@@ -24,6 +24,7 @@ from torch import Tensor
 from megatron_rl_loss.core.errors import check_choice
 from megatron_rl_loss.core.ids import Ids
 from megatron_rl_loss.core.layouts import Gathered, Layout, ZigzagTHD
+from megatron_rl_loss.core.metrics import Metric
 from megatron_rl_loss.core.microbatch import Microbatch
 from megatron_rl_loss.core.samples import Samples
 from megatron_rl_loss.megatron.flags import any_flag_given, check_command_line
@@ -106,20 +107,19 @@ def loss_func(
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:  # fmt: skip
     """The return value that Megatron gets for a micro-batch; the arguments after the first are `train_rl.py`'s own.
 
-    Reports ``lm loss``, the step loss that is trained on, and the five ``rl/`` metrics as token means over the step.
+    Reports ``pg_loss``, the step loss that is trained on, and the five ``rl/`` metrics as token means over the step.
     Raises ValueError for losses that are not this rank's part of the micro-batch. NaNs are left to Megatron's check
     of gradients.
     """
-    share = microbatch.pg_loss(output_tensor.reshape(-1))
     per_token = {
         "kl_term": kl_term, "pi_over_pi_old": ratios, "entropy_term": entropy_term,
         "truncated_from_above": truncated_from_above, "truncated_from_below": truncated_from_below,
     }  # fmt: skip
     means = {
-        f"rl/{name}": microbatch.token_mean(values.detach().float().reshape(-1).to(share.device))
+        f"rl/{name}": Metric(values.detach().float().reshape(-1).to(output_tensor.device), "tokens")
         for name, values in per_token.items()
     }
-    return microbatch.scale_for_trainer(share, microbatch.report({"lm loss": share, **means}))
+    return microbatch.loss(output_tensor.reshape(-1), means)
 
 
 def samples_of(batch: Any, cp_losses: CpLosses = "gathered", **ids: Any) -> Samples:

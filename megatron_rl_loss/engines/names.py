@@ -156,7 +156,7 @@ def _hint(asked: str) -> str:
 
 
 def of_peer(
-    asked: str, divisor: float | None, units: UnitCounting | None
+    asked: str, divisor: float | None, units: UnitCounting | None, remedy: str = ""
 ) -> tuple[str, float | None, UnitCounting | None]:
     """Our mode, divisor and unit counting of a name that is none of ours; errors as of `resolve`."""
     if ":" not in asked:
@@ -167,8 +167,8 @@ def of_peer(
     own = float(asked.partition(":")[2]) if peer.name == NUMBER else peer.divisor
     if isinstance(own, str) and divisor is None:
         raise ValueError(
-            f"loss aggregation {asked!r} without a divisor: {peer.framework} divides by its {own}. Give that number: "
-            "--loss-aggregation-divisor, in code divisor=."
+            f"loss aggregation {asked!r} without a divisor: {peer.framework} divides by its {own}. "
+            f"{remedy or 'Give that number: --loss-aggregation-divisor, in code divisor='}."
         )
     if not isinstance(own, str) and divisor not in (None, own):
         raise ValueError(

@@ -16,7 +16,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -146,12 +146,12 @@ class Hook:
                 "do not say which samples belong to one rollout. Run without the hook: the engine's own reducer "
                 "averages whole rollouts by rollout_mask_sums."
             )
-        weights = unit_weights(local, None if divisor is None else [divisor] * len(samples))
+        weigh = partial(unit_weights, local, None if divisor is None else [divisor] * len(samples))
         engine, theirs = _engine(), "token" if calculate_per_token_loss else "sample"
         announce(f"{engine}: policy loss by {self}; KL and entropy keep {engine}'s own {theirs} mean", is_first)
         if counts is None and installed(engine) is None:
             _prove_next_step(engine, is_first)
-        reducer = WeightedSum(weights, local, self.aggregation)
+        reducer = WeightedSum(weigh, local, self.aggregation)
         if not is_observed():
             return reducer
         if now.loss is not None and not _rejects(now.loss[0]):
@@ -178,14 +178,16 @@ class Hook:
             )
 
 
-def unit_weights(local: LocalTokens, sizes: Sequence[float] | None) -> Tensor:
+def unit_weights(
+    local: LocalTokens, sizes: Sequence[float] | None, dtype: type[np.floating[Any]] = np.float32
+) -> Tensor:
     """``m / D`` for every token that this rank holds: the weight inside its unit, without the number of units.
 
     The engine divides by that number itself. ``sizes``: D of each sample; None for its own mask sum.
     """
     of_samples = local.samples.mask_sums if sizes is None else np.asarray(sizes, np.float64)
     with np.errstate(divide="ignore"):  # the weight of a fully masked sample is 0, whatever D is
-        return times_mask(local, 1 / of_samples, "unit sizes")
+        return times_mask(local, 1 / of_samples, "unit sizes", dtype)
 
 
 def _token_divisor(samples: Samples, now: Now, per_token: bool) -> float:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_rl_loss.core.errors import check_int
 from megatron_rl_loss.core.masks import Array
-from megatron_rl_loss.core.microbatch import Microbatch
+from megatron_rl_loss.core.microbatch import Microbatch, Summed
 from megatron_rl_loss.logprobs.hidden import (
     PerTokenLoss,
     divergence_from_hidden,
@@ -53,9 +53,9 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Folded:
-    """An ``output_processor_context`` that computes the loss in the same pass: the model returns (share, values).
+    """An ``output_processor_context`` that computes the loss in the same pass: the model returns (summed, values).
 
-    Reduce `values` with ``microbatch.sample_mean``, and give Megatron ``microbatch.scale_for_trainer(share, report)``.
+    Give Megatron ``microbatch.loss(summed, values)``.
 
     Attributes:
         microbatch: aggregates the losses as its step asks.
@@ -111,7 +111,7 @@ class OutputHead:
         context: Tokens | Folded | None = None,
         scale_logits: Any = None,
         **_: Any,
-    ) -> tuple[Tensor | None, ...] | tuple[Tensor, dict[str, Tensor]]:
+    ) -> tuple[Tensor | None, ...] | tuple[Summed, dict[str, Tensor]]:
         """Run on hidden states [s, b, h], or [s / TP, b, h] under sequence parallelism."""
         if labels is None:
             raise ValueError(
@@ -166,7 +166,7 @@ class OutputHead:
             else:
                 values = divergence_from_hidden(hidden_states, layer, labels, teacher=teacher, **reading)
             return tuple(None if value is None else value.transpose(0, 1) for value in values)
-        weights = context.microbatch.pg_loss.weights_on(hidden_states.device).view(batch).t()
+        weights = context.microbatch.weights_on(hidden_states.device).view(batch).t()
         inputs = {
             name: column.reshape(*batch, *column.shape[2:]).transpose(0, 1) for name, column in context.inputs.items()
         }
@@ -175,7 +175,7 @@ class OutputHead:
             hidden_states, layer, labels, weights, loss_of, inputs, teacher=teacher, **reading
         )
         by_name = {name: value.transpose(0, 1) for name, value in by_name.items()}
-        return context.microbatch.folded(share, by_name.pop("losses")), by_name
+        return context.microbatch.summed(share, by_name.pop("losses")), by_name
 
 
 def check_layer(output_layer: Any, weight: Tensor) -> None:

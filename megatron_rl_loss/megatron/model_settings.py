@@ -1,6 +1,5 @@
 """Groups and settings of a Megatron model for counting a step, validated so that the loss is exact."""
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -8,14 +7,15 @@ import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
-from megatron_rl_loss.core.carriers import DEFAULT, Form
+from megatron_rl_loss.core.carriers import DEFAULT
 from megatron_rl_loss.core.collectives import StepGroups
+from megatron_rl_loss.core.record import Trainer
 from megatron_rl_loss.megatron.flags import CHANGING_CP
 from megatron_rl_loss.megatron.groups import groups_of
 from megatron_rl_loss.megatron.probe import check_ddp, check_finalizing, check_form, check_model
 
 
-def settings_of(
+def trainer_of(
     model: Any,
     pg_collection: ProcessGroupCollection | None = None,
     *,
@@ -23,8 +23,8 @@ def settings_of(
     looks_ahead: bool = False,
     trains: bool | None = None,
     probed: set[str] | None = None,
-) -> tuple[StepGroups, bool, Callable[[Form], object]]:
-    """The groups over which a step of the model is counted, its `calculate_per_token_loss`, and a check of a form.
+) -> Trainer:
+    """The trainer of a Megatron model: its groups, settings and device, and a check of a form of return values.
 
     The check compares the installed schedule's scaling with a form's row. The default form is checked here; a loss
     function that returns another form has it checked then, so that a launch needs no form that it does not return.
@@ -64,4 +64,9 @@ def settings_of(
         check(DEFAULT)
     # Where CP groups change, each rank of DP x CP may have samples of its own in each micro-batch.
     dp_group, cp_group = (groups.dp_cp, None) if dynamic_cp else (groups.dp, groups.cp)
-    return StepGroups(dp_group, cp_group, (groups.tp, groups.pp)), bool(config.calculate_per_token_loss), check
+    return Trainer(
+        groups=StepGroups(dp_group, cp_group, (groups.tp, groups.pp)),
+        per_token_loss=bool(config.calculate_per_token_loss),
+        check_form=check,
+        device=next(chunks[0].parameters()).device,
+    )

@@ -8,6 +8,7 @@ Collectives of a plan and of its end are counted in tests/unit/core/test_countin
 import ast
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -59,7 +60,7 @@ def microbatch_of(num_samples: int, mode: str, **options: Any) -> Microbatch:
     divisor = oracle.divisor_of(mode, 64)
     plan = plan_step(samples, mode, divisor=divisor, term_masks=["own"], dp_group=None, **options)
     cp_group: Any = SimpleNamespace(size=lambda: 2, rank=lambda: 1)
-    plan.record.groups = StepGroups(None, cp_group)
+    plan.record.trainer = replace(plan.record.trainer, groups=StepGroups(None, cp_group))
     return Plan(samples, plan.record)[0]
 
 
@@ -127,11 +128,11 @@ def test_launches_are_counted() -> None:
 
 @each_kind
 @pytest.mark.usefixtures("way")
-def test_a_loss_is_one_node_of_the_graph(mode: str, request: pytest.FixtureRequest) -> None:
-    microbatch, (losses, metrics) = microbatch_of(2048, mode), losses_of()
-    is_host = request.node.callspec.params["way"] == "on the host"  # there one row is torch's product and sum
-    assert graph_nodes(microbatch.pg_loss(losses)) == 2 + is_host  # and the leaf
-    assert graph_nodes(loss_of(microbatch, losses, metrics)[0]) == 3  # and Megatron's scale
+def test_the_graph_does_not_grow_with_samples(mode: str) -> None:
+    """The leaf, its rows side by side, without masked tokens, times weights, summed; and the trainer's scale."""
+    for num_samples in (2, 2048):
+        losses, metrics = losses_of()
+        assert graph_nodes(loss_of(microbatch_of(num_samples, mode), losses, metrics)[0]) <= 6
 
 
 # --- nothing is read back from a device
@@ -146,14 +147,14 @@ def test_nothing_is_read_back_from_a_device(mode: str, per_token_loss: bool) -> 
     kinds: Any = {kind: Metric(metrics["metric0"], kind=kind) for kind in ("mean", "min", "max", "variance", "ess")}
     loss, num_tokens, report = microbatch.loss(terms, {**metrics, **kinds})
     loss.backward()
-    tensors = [loss, num_tokens, *report.values(), losses.grad, microbatch.pg_loss(losses)]
+    tensors = [loss, num_tokens, *report.values(), losses.grad]
     assert {tensor.device.type for tensor in tensors} == {"meta"}
     assert num_tokens.dtype == torch.int32
     microbatch.log_probs["then"] = losses.detach()
     assert pass_gap(microbatch, "then", losses).device.type == "meta"
     for form in (form for form in FORMS.values() if per_token_loss in form.carriers):
         microbatch._record.reset()
-        microbatch.scale_for_trainer(microbatch(losses), form=form.name)
+        microbatch.loss(losses, form=form.name)
     for read in (lambda: float(loss.detach()), lambda: loss.detach().cpu(), lambda: bool(loss.detach() > 0)):
         with pytest.raises((RuntimeError, NotImplementedError)):  # negative control
             read()
@@ -221,17 +222,17 @@ def test_weights_and_reports_of_inference_mode_serve_in_training() -> None:
 
 @each_kind
 @pytest.mark.usefixtures("way")
-def test_one_float32_a_local_token_is_kept(mode: str) -> None:
-    microbatch, (losses, _) = microbatch_of(64, mode), losses_of()
+def test_what_is_kept_of_a_local_token(mode: str) -> None:
+    """Its weight, which its metrics share where it is the same, and a flag of the tokens that are left out."""
+    microbatch, (losses, metrics) = microbatch_of(64, mode), losses_of()
     saved: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
-        share = microbatch.pg_loss(losses)
-    rows: list[Any] = getattr(share.grad_fn, "rows", [])  # of one plain row on the host torch itself keeps them
-    (weights,) = saved or [row[0] for row in rows]
-    assert (weights.dtype, weights.shape) == (torch.float32, (4096,))
-    assert weights is microbatch.pg_loss.weights
-    # The loss and its metrics share the weights where they are the same.
-    assert (microbatch.pg_loss.weights is microbatch.sample_mean.weights) == (mode == "sample_mean")
+        loss_of(microbatch, losses, metrics)
+    assert sorted((str(kept.dtype), tuple(kept.shape)) for kept in saved if kept.dim()) == [
+        ("torch.bool", (4096,)),
+        ("torch.float32", (4096,)),
+    ]
+    assert len(microbatch._reducers) == (1 if mode == "sample_mean" else 2)
 
 
 # ---- on a GPU (TEST_DEVICE=cuda)

@@ -39,7 +39,7 @@ pytest.importorskip("megatron.training")
 from megatron_rl_loss import Microbatch, add_loss_aggregation_args
 from megatron_rl_loss.engines import megatron_rl
 
-KEYS = ["lm loss"] + [
+KEYS = ["pg_loss"] + [
     f"rl/{name}"
     for name in ("kl_term", "pi_over_pi_old", "entropy_term", "truncated_from_above", "truncated_from_below")
 ]
@@ -162,7 +162,7 @@ def test_every_mode_is_exact(cp: int, packed: bool, cp_losses: str) -> None:
             assert error_of(gradient, oracle.step_gradient(case.mode, samples, case.divisor, "active")) < oracle.EXACT
             loss = float(oracle.step_loss(case.mode, samples, case.divisor, "active"))
             assert list(logged) == KEYS
-            assert logged["lm loss"] == pytest.approx(loss, abs=3 * bound)  # shares are at most 3
+            assert logged["pg_loss"] == pytest.approx(loss, abs=3 * bound)  # shares are at most 3
             for name, values in zip(KEYS[1:], metrics, strict=True):
                 assert logged[name] == pytest.approx(float(values.mean()), abs=12 * bound)  # 4 * 3 at most
 
@@ -174,7 +174,7 @@ def test_negative_controls() -> None:
     rows, dealt = stock.step(2, 1)
     ((of_stock, _), (of_late, logged)), _ = run_ranks(2, run_on_megatron, 1, [stock, late])
     samples = [row.sample for row in rows]
-    assert math.isnan(logged["lm loss"])
+    assert math.isnan(logged["pg_loss"])
     assert error_of(of_late, oracle.step_gradient("token_mean", samples)) > 1e-2
     for mode in ("sample_mean", "prompt_mean", "token_mean", "constant"):
         for units in ("all", "active"):

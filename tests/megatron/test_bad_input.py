@@ -1,8 +1,8 @@
 """Refusals of a user's input, and those that docs/support.md states: through the entries that a launch uses.
 
 Flags go through Megatron's real `parse_and_validate_args` and `LossAggregation.from_args`; data through `samples_of`
-and `begin_step` on real groups (cp 2 x dp 2, gloo); losses through Megatron's schedule into `microbatch.loss` and
-`scale_for_trainer`. For each row: the error's type, what it says was given and what to do, on every rank; that no
+and `begin_step` on real groups (cp 2 x dp 2, gloo); losses through Megatron's schedule into `microbatch.loss`.
+For each row: the error's type, what it says was given and what to do, on every rank; that no
 parameter changed; and that the row's nearest legal neighbour is accepted. All rows of a kind share one launch of ranks.
 """
 

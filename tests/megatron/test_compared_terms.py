@@ -190,18 +190,19 @@ def test_a_term_that_nothing_reaches_is_a_fault() -> None:
     assert comparison.faults == ["The kl term went through a reducer of this library in no micro-batch."]
 
     def twice(microbatch: Microbatch) -> Tensor:
-        return loss(microbatch) + sum(microbatch.token_mean(losses_of(microbatch)) for _ in range(2))
+        return loss(microbatch) + sum(tap(losses_of(microbatch), "kl").sum() for _ in range(2))
 
-    _, comparison = compared(twice, required=["token_mean"])
+    _, comparison = compared(twice, required=["kl"])
     assert comparison.faults[0] == (
-        "The token_mean term went through a reducer of this library several times in a micro-batch."
+        "The kl term went through a reducer of this library several times in a micro-batch."
     )
 
 
 def test_losses_that_were_made_and_thrown_away_do_not_count() -> None:
     def thrown_away(microbatch: Microbatch) -> Tensor:
-        microbatch(losses_of(microbatch))
-        return microbatch.scale_for_trainer(microbatch(losses_of(microbatch)), form="sum")
+        masks = [torch.from_numpy(mask) for mask in microbatch.samples.loss_masks]
+        make_pg_loss_reducer("token_mean", masks, totals=microbatch.totals)(losses_of(microbatch))
+        return microbatch(losses_of(microbatch))
 
     state, comparison = compared(thrown_away)
     assert ([*state.terms], comparison.proved, comparison.faults) == (["pg"], [POLICY], [])

@@ -34,7 +34,7 @@ from world import FP32_BOUNDS, whole
 
 from megatron_rl_loss import LossAggregation, OutputHead, Term, Tokens, keep_tokens, measure_tokens, pass_gap
 from megatron_rl_loss.core.plan import Plan
-from megatron_rl_loss.core.record import StepRecord
+from megatron_rl_loss.core.record import StepRecord, Trainer
 
 pytestmark = pytest.mark.slow
 
@@ -131,7 +131,8 @@ def keep_over(plan: Any, over: str, keep: Callable[[Any], None]) -> None:
     if over == "step" or plan.samples is None:
         keep(plan)
         return
-    record = StepRecord(plan.record.modes, plan.totals, len(plan), per_token_loss=plan.record.per_token_loss)
+    trainer = Trainer(per_token_loss=plan.record.trainer.per_token_loss)
+    record = StepRecord(plan.record.modes, plan.totals, len(plan), trainer)
     alone = Plan(plan.samples, record)
     alone.microbatches = plan.microbatches
     keep(alone)

@@ -124,9 +124,10 @@ def adds_to_the_main_gradient(chunk: Any, model: Any) -> list[bool]:
             layer.gradient_accumulation_fusion, layer.weight.grad_added_to_main_grad = fused, False
             layer.weight.main_grad.zero_()
             microbatch = planned(torch.ones(8))[0]
-            microbatch.pg_loss.gradient_scale = scale
+            microbatch._policy.gradient_scale = scale
             folded = Folded(microbatch, lambda lp, _: (lp, {}))
-            of_head = call(chunk, folded if scale else None, chunk_tokens=5)[0].sum()
+            output = call(chunk, folded if scale else None, chunk_tokens=5)[0]
+            of_head = microbatch.loss(output, form="sum") if scale else output.sum()
             of_head.backward()
             itself.append(layer.weight.grad_added_to_main_grad)
             sums.append(layer.weight.main_grad / max(scale, 1))
@@ -159,17 +160,18 @@ def keeps_rows_apart(chunk: Any, model: Any) -> None:
 
     plan = planned(weights)
     folded = Folded(plan[0], per_token, {"values": values})
-    share, of_tokens = head(hidden_states=hidden, labels=labels, context=folded, **said)
-    torch.testing.assert_close(share.double(), (expected * values * weights).sum(), rtol=1e-5, atol=1e-6)
+    summed, of_tokens = head(hidden_states=hidden, labels=labels, context=folded, **said)
+    torch.testing.assert_close(summed.share.double(), (expected * values * weights).sum(), rtol=1e-5, atol=1e-6)
     assert torch.equal(of_tokens["seen"], values * mask)
-    plan[0].scale_for_trainer(share)  # is a share of this micro-batch
+    plan[0].loss(summed)
+    plan.reset()
     row, place = mask.nonzero()[-1].tolist()
     values[row, place] = torch.nan
     lines: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("megatron_rl_loss").addHandler(handler)
-    head(hidden_states=hidden, labels=labels, context=folded, **said)
+    plan[0].loss(head(hidden_states=hidden, labels=labels, context=folded, **said)[0])
     plan.finish()
     assert [f"per_token_loss is nan at token {place} of sample {row}" in line for line in lines] == [True]
 
@@ -203,11 +205,11 @@ def takes_several_ids_and_a_teacher(chunk: Any, model: Any) -> None:
             {"near": near},
             teacher=teacher,
         )
-        share, values = head(context=folded, **said)
+        summed, values = head(context=folded, **said)
         losses = (expected * near).sum(-1) + divergence
-        torch.testing.assert_close(share.double(), (losses * weights).sum(), **close)
+        torch.testing.assert_close(summed.share.double(), (losses * weights).sum(), **close)
         torch.testing.assert_close(values["divergence"].double(), divergence, **close)
-        microbatch.scale_for_trainer(share)
+        microbatch.loss(summed)
 
 
 def reads_nothing_back(chunk: Any, model: Any) -> None:
@@ -225,9 +227,8 @@ def reads_nothing_back(chunk: Any, model: Any) -> None:
     folded = Folded(
         microbatch, lambda lp, entropy, near: (lp * near - entropy, {"seen": near}), {"near": hidden[..., 0].t()}
     )
-    share, values = head(context=folded, **said)
-    report = microbatch.report({"entropy": microbatch.sample_mean(values["entropy"])})
-    microbatch.scale_for_trainer(share, report)[0].backward()
+    summed, values = head(context=folded, **said)
+    microbatch.loss(summed, {"entropy": values["entropy"]})[0].backward()
     assert hidden.grad is not None
     with pytest.raises(NotImplementedError, match="meta"):  # negative control
         head(context=Tokens(labels), **said)

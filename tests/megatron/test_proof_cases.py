@@ -5,6 +5,7 @@ compared with the row's words. Loops of one's own: test_proof_loops.py.
 """
 
 import contextlib
+import dataclasses
 import functools
 import io
 import json
@@ -114,25 +115,30 @@ def with_a_term_of_changing_coefficient(microbatch: Any, losses: Tensor) -> Any:
     return microbatch.loss({"pg": losses, "kl": Term(0 * losses, "token_mean", coef=1.0 + len(losses))})
 
 
-def own_backward(change: Callable[[Any, Tensor], Tensor | None]) -> Callable[[Any], None]:
-    """Plant a fault into our own backward pass."""
+def own_backward(change: Callable[[Any, Tensor, Tensor], Tensor]) -> Callable[[Any], None]:
+    """Plant a fault into the gradient of our own sum, of the reducer, the values and the sum; its value stays."""
 
     def plant(model: Any) -> None:
-        from megatron_rl_loss.core import reducers
+        from megatron_rl_loss.core.reducers import WeightedSum
 
-        backward = reducers._WithGradient.backward
+        plain = vars(WeightedSum)["_sum"]
 
-        def changed(ctx: Any, gradient: Tensor) -> Any:
-            result = change(ctx, gradient)
-            return backward(ctx, gradient if result is None else result)
+        def changed(self: Any, values: Tensor) -> Tensor:
+            total = plain(self, values)
+            other = change(self, values, total)
+            return other + (total - other).detach()
 
-        reducers._WithGradient.backward = staticmethod(changed)  # type: ignore[method-assign]
+        WeightedSum._sum = changed  # type: ignore[method-assign]
 
     return plant
 
 
-def send_mean_weights(ctx: Any, gradient: Tensor) -> None:
-    ctx.rows = [(torch.full_like(weights, float(weights.mean())), 0, *rest) for weights, _, *rest in ctx.rows]
+def doubled(reducer: Any, values: Tensor, total: Tensor) -> Tensor:
+    return 2 * total
+
+
+def by_mean_weights(reducer: Any, values: Tensor, total: Tensor) -> Tensor:
+    return (values.float() * reducer.weights.mean()).sum(-1)
 
 
 def double_what_ddp_reduces(model: Any) -> None:
@@ -181,12 +187,12 @@ AGGREGATED: dict[str, tuple[Callable[..., Any], Callable[[Any], None] | None, li
     ),
     "our backward pass doubled": (
         as_asked,
-        own_backward(lambda ctx, gradient: 2 * gradient),
+        own_backward(doubled),
         ["A reducer's backward pass does not send its weights: the largest error is 1"],
     ),
     "our backward pass sends mean weights": (
         as_asked,
-        own_backward(send_mean_weights),
+        own_backward(by_mean_weights),
         ["A reducer's backward pass does not send its weights"],
     ),
     "a fault that the trainer catches": (
@@ -203,13 +209,13 @@ AGGREGATED["a loss function's own output"] = (
 
 
 def run_aggregated() -> dict[str, list[Step]]:
-    from megatron_rl_loss.core import reducers
+    from megatron_rl_loss.core.reducers import WeightedSum
 
     start()
-    steps_of, backward = {}, reducers._WithGradient.backward
+    steps_of, plain = {}, vars(WeightedSum)["_sum"]
     for case, (loss_of, plant, words) in AGGREGATED.items():
         steps_of[case] = aggregated(loss_of, len(words), plant)
-        reducers._WithGradient.backward = staticmethod(backward)  # type: ignore[method-assign]
+        WeightedSum._sum = plain  # type: ignore[method-assign]
     return steps_of
 
 
@@ -417,9 +423,9 @@ def trained_gpt(case: str, layout: Layout, steps: int, stack: contextlib.ExitSta
         output = output_of(model, batch, output_processor=OutputHead(chunk_tokens=3), output_processor_context=folded)
 
         def loss_func(output: Any) -> Any:
-            share, _ = output
-            return microbatch.scale_for_trainer(
-                share * (2.0 if "doubled" in case else 1.0), microbatch.report({"pg_loss": share})
+            summed, _ = output
+            return microbatch.loss(
+                dataclasses.replace(summed, share=summed.share * (2.0 if "doubled" in case else 1.0))
             )
 
         return output, loss_func
@@ -447,8 +453,8 @@ def trained_gpt(case: str, layout: Layout, steps: int, stack: contextlib.ExitSta
 DP_2, PP_2, TP_2 = Layout(1, False, 1, 1, 1, 2), Layout(1, False, 2, 1, 1, 1), Layout(2, False, 1, 1, 1, 1)
 #: Layout, and what each step prints on the first rank or raises on all.
 GPTS: dict[str, tuple[Layout, list[str]]] = {
-    "folded": (DP_2, [rf"{PROVED} \d+ tokens.*; from the share on \(folded into the output head\)", "^$"]),
-    "folded, own loop": (DP_2, [rf"{PROVED} \d+ tokens.*; from the share on \(folded into the output head\)", "^$"]),
+    "folded": (DP_2, [rf"{PROVED} \d+ tokens.*; from the share on \(summed in the output head\)", "^$"]),
+    "folded, own loop": (DP_2, [rf"{PROVED} \d+ tokens.*; from the share on \(summed in the output head\)", "^$"]),
     "folded, doubled": (DP_2, [r"tokens weigh 2 times what they should \(2 = DP\)"]),
     "bf16 reduction, fp32 accumulation": (DP_2, [PROVED]),
     "bf16 reduction, 32 micro-batches": (DP_2, [f"NOT PROVED: The scaling of gradients|{PROVED}", "^$"]),

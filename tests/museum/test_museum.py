@@ -20,8 +20,8 @@ from torch import Tensor
 
 from megatron_rl_loss import Microbatch, Samples, StepTotals
 from megatron_rl_loss.core import plan as planning
-from megatron_rl_loss.core import reducers as reduction
 from megatron_rl_loss.core.collectives import StepGroups
+from megatron_rl_loss.core.reducers import WeightedSum
 
 pytestmark = pytest.mark.slow
 
@@ -39,21 +39,24 @@ def carrier(formula: Callable[[Tensor, Any, Tensor], tuple[Any, ...]]) -> Plant:
     def plant(patch: pytest.MonkeyPatch) -> None:
         from megatron_rl_loss.megatron import launch
 
-        sound = Microbatch.scale_for_trainer
+        sound = vars(Microbatch)["_returned"]
 
-        def scale_for_trainer(self: Any, share: Tensor, report: Any, **form: Any) -> tuple[Any, ...]:
-            sound(self, share, report, **form)
+        def returned(self: Any, share: Tensor, report: Any, form: str) -> tuple[Any, ...]:
+            sound(self, share, report, form)
             count = torch.tensor(self.tokens.num_active, dtype=torch.int32)
             return (*formula(share, self._record, count), report)
 
-        patch.setattr(Microbatch, "scale_for_trainer", scale_for_trainer)
+        patch.setattr(Microbatch, "_returned", returned)
         patch.setattr(launch, "check_returned", lambda *_, **__: None)  # the door, which would refuse them all
 
     return plant
 
 
 def multiplied_by_mask(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(reduction, "_sums_of_rows", lambda rows, weights: (torch.stack(rows).float() * weights).sum(1))
+    def product(self: Any, values: Tensor) -> Tensor:
+        return (values.float() * self.weights_on(values.device)).sum(-1)
+
+    patch.setattr(WeightedSum, "_sum", product)
 
 
 def at_least_one_token_each(patch: pytest.MonkeyPatch) -> None:

@@ -128,8 +128,8 @@ def test_the_code_for_a_megatron_model_gives_the_step_loss(monkeypatch: pytest.M
             return log_probs, entropy
         inputs = {name: column.flatten() for name, column in folded.inputs.items()}
         losses, metrics = folded.per_token_loss(log_probs.flatten(), entropy.flatten(), **inputs)
-        share = folded.microbatch.folded((losses * folded.microbatch.weights).sum(), losses)
-        return share, {"log_probs": log_probs, "entropy": entropy, **metrics}
+        summed = folded.microbatch.summed((losses * folded.microbatch.weights).sum(), losses)
+        return summed, {"log_probs": log_probs, "entropy": entropy, **metrics}
 
     old, advantages = log_probs.detach() - torch.tensor([[0, 0.1, 0, 0.5]]), torch.ones(1, 4)
     names: dict[str, Any] = dict.fromkeys(("tokens", "positions", "labels"))

@@ -23,7 +23,7 @@ NARROW = {"losses": ("reducers", {"core", "losses"}), "logprobs": ("reducers", {
 #: The one file of those rooms that knows Megatron's model and a micro-batch of the step.
 OF_A_MODEL = f"{PACKAGE}.logprobs.megatron_head"
 #: Files of the core with tables that `load_further_tables` of the front door fills up.
-OPEN_TABLES = {f"{PACKAGE}.core.aggregation"}
+OPEN_TABLES = {f"{PACKAGE}.core.aggregation", f"{PACKAGE}.core.carriers"}
 #: Imports that run the other way, inside a function: a launch makes the proof of its first step.
 LATE = {("megatron", "proof")}
 #: Rooms that a launch loads when it uses them: the others, the front, import none of them, not even in a function.

@@ -225,13 +225,10 @@ def earlier_ones(microbatch: Any, losses: Tensor, number: int, kept: list[Any] =
     return kept[0]
 
 
-def kl_in_the_share(microbatch: Any, losses: Tensor, number: int) -> Any:
-    share = microbatch.pg_loss(losses) + 0.1 * microbatch.sample_mean(losses.square())
-    return microbatch.scale_for_trainer(share, microbatch.report({"pg_loss": share}))
+def with_a_kl_term(microbatch: Any, losses: Tensor, number: int) -> Any:
+    from megatron_rl_loss import Term
 
-
-def _scaled(microbatch: Any, share: Tensor, report: Any) -> Any:
-    return microbatch.scale_for_trainer(share, report)
+    return microbatch.loss({"pg": losses, "kl": Term(losses.square(), "sample_mean", coef=0.1)})
 
 
 HANDED_OUT = "a loss or count that it did not hand out"
@@ -252,15 +249,14 @@ LOSS_ROWS = [
              on_dp_rank_1(["kl", "entropy"], ["entropy", "kl"]), "BadBatchError"),
     loss_row("a metric that hides the loss", "", lambda m, losses, n: m.loss(losses, {"pg_loss": 2 * losses}),
              "pg_loss", "name", lambda m, losses, n: m.loss(losses, {"pg_loss_2": 2 * losses})),
-    loss_row("report of a share as it is", "",
-             lambda m, losses, n: _scaled(m, m.pg_loss(losses), {"kl": m.pg_loss(losses)}),
-             "a report of single numbers, kl", "through microbatch.report",
-             lambda m, losses, n: _scaled(m, m.pg_loss(losses), m.report({"kl": m.pg_loss(losses)}))),
+    loss_row("a report of one's own", "", changing(lambda loss, count, report: (loss, count, {"kl": loss.detach()})),
+             "a report of kl alone", "Pass values of tokens as metrics",
+             changing(lambda loss, count, report: (loss, count, {**report, "kl": loss.detach()}))),
     loss_row("the stock 2-tuple", HANDED_OUT, lambda m, losses, n: (losses.mean(), {}), "loss_func returned 2 values",
              "Return microbatch.loss"),
     loss_row("the stock 3-tuple", HANDED_OUT,
              lambda m, losses, n: (losses.sum(), torch.tensor(losses.numel(), dtype=torch.int32), {}),
-             "neither its loss() nor its scale_for_trainer() was called", ""),
+             "its loss() was not called", ""),
     loss_row("a bare loss", HANDED_OUT, lambda m, losses, n: losses.mean(), "loss_func returned a Tensor",
              "Return microbatch.loss"),
     loss_row("its count dropped", HANDED_OUT, changing(lambda loss, count, report: (loss, report)),
@@ -268,7 +264,7 @@ LOSS_ROWS = [
     loss_row("divided by the number of micro-batches", HANDED_OUT,
              changing(lambda loss, count, report: (loss / 2, count, report)), NOT_ITS_LOSS, "Return the result"),
     loss_row("a KL term on top", HANDED_OUT, changing(lambda loss, count, report: (loss + loss**2, count, report)),
-             NOT_ITS_LOSS, "put further terms into loss({...})", kl_in_the_share),
+             NOT_ITS_LOSS, "put further terms into loss({...})", with_a_kl_term),
     loss_row("changed in place", HANDED_OUT, changing(lambda loss, count, report: (loss.mul_(0.5), count, report)),
              "it was changed in place", ""),
     loss_row("a micro-batch carried twice", "a micro-batch that is carried a second time without `plan.reset()`",
@@ -286,8 +282,6 @@ LOSS_ROWS = [
              "a num_tokens that this micro-batch did not hand out", "Return the result",
              changing(lambda loss, count, report: (loss, count, {**report, "lr": torch.ones(())}))),
     loss_row("an earlier micro-batch's", HANDED_OUT, earlier_ones, NOT_ITS_LOSS, "Return the result"),
-    loss_row("a share of no reducer", HANDED_OUT, lambda m, losses, n: _scaled(m, (losses * 0.1).sum(), {}),
-             "put together without this micro-batch's reducers", ""),
     loss_row("two micro-batches taken", "", lambda m, losses, n: m.loss(losses),
              "forward_step took 2 micro-batches from its iterator", "Call next(data_iterator) once", takes=2),
 ]  # fmt: skip

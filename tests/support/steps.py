@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_rl_loss import Samples, StepTotals
 from megatron_rl_loss.core.aggregation import resolve
-from megatron_rl_loss.core.totals_by_hand import checked_weights, place_in_cp
+from megatron_rl_loss.core.totals_by_hand import place_in_cp, reducer_by
 
 MASK_DTYPES = (torch.bool, torch.uint8, torch.int32, torch.int64, torch.float64, torch.float16, torch.bfloat16)
 
@@ -30,7 +30,8 @@ def token_weights(
     mode: Any, samples: Samples, totals: StepTotals, *, cp_rank: int | None = None, cp_size: int = 1, **asked: Any
 ) -> Tensor:
     """The weights of a reducer of these samples, checked as `make_pg_loss_reducer` checks them."""
-    return checked_weights(resolve(mode, **asked), samples.local(place_in_cp(cp_rank, cp_size), cp_size), totals)
+    local = samples.local(place_in_cp(cp_rank, cp_size), cp_size)
+    return reducer_by(resolve(mode, **asked), local, totals).weights
 
 
 def totals_of(step: Sequence[Sample]) -> StepTotals:

@@ -147,7 +147,7 @@ def main(root: str, cp: int, cases: list[dict[str, Any]]) -> None:
                 )
             outcome["audit"] = audit.measured
             outcome["stock"] = forward_step is train_rl.forward_step
-            outcome["lm loss"] = reduced([report["lm loss"] for report in reports])
+            outcome["pg_loss"] = reduced([report["pg_loss"] for report in reports])
             outcome["gradient"] = model.module.losses.main_grad.double()
 
         example.pretrain = one_step
@@ -161,7 +161,7 @@ def main(root: str, cp: int, cases: list[dict[str, Any]]) -> None:
         else:
             value, gradient, scale = logit_table.expected(step, case["mode"], case["divisor"], "active")
             in_gradient = float((outcome["gradient"] - gradient).abs().max() / gradient.abs().max())
-            in_value = abs(outcome["lm loss"] - value) / scale
+            in_value = abs(outcome["pg_loss"] - value) / scale
             result = {"stock": outcome["stock"], "gradient": in_gradient, "error": max(in_gradient, in_value)}
             result["proof"] = "".join(re.findall(r"megatron_rl_loss: (.* proved on .*)", printed.getvalue()))
             if outcome["audit"] is not None:

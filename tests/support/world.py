@@ -202,10 +202,9 @@ def gpt_in(world: World, rollouts: Sequence[Rollout], attention: str) -> Model:
 
         def loss_func(output: Any) -> Any:
             if "one pass" in head:
-                share, values = output
-                means = {name: microbatch.sample_mean(values[name]) for name in ("clip_fraction", "ppo_kl")}
-                report = microbatch.report({"pg_loss": share, **means})
-                return microbatch.scale_for_trainer(share, report, form=world.form)
+                summed, values = output
+                metrics = {name: values[name] for name in ("clip_fraction", "ppo_kl")}
+                return microbatch.loss(summed, metrics, form=world.form)
             losses, metrics = losses_of(output[0] if head else -output, None, **inputs)
             return microbatch.loss(losses, metrics, form=world.form)
 
@@ -491,9 +490,7 @@ def planned_step(model: Any, plan: Any, batches: list[Batch], form: str, engine:
     in_turn = iter(batches)
 
     def loss(microbatch: Any, losses: Tensor) -> Any:
-        share = microbatch(losses)
-        returned = microbatch.scale_for_trainer(share, {"share": share.detach()}, form=form)
-        return engine(returned, next(in_turn), len(plan))
+        return engine(microbatch.loss(losses, form=form), next(in_turn), len(plan))
 
     run_step(model, list(zip(batches, plan, strict=True)), loss, fresh=False)
 

@@ -32,7 +32,6 @@ from timing import Others, flags, keep_freed_memory, peers, publish, take_turns
 from torch import Tensor
 
 from megatron_rl_loss import StepTotals, ZigzagResponse, make_pg_loss_reducer
-from megatron_rl_loss.core.reducers import Summand, sum_terms
 
 PARTS = ("whole", "build", "fwd+bwd")
 Reduce = Callable[[], tuple[Tensor, Sequence[Tensor]]]  # the reduced loss, connected to its graph, and the metrics
@@ -120,8 +119,7 @@ def ours(data: Data) -> Reduce:
     place: dict[str, Any] = {"totals": data.totals, "cp_rank": data.cp_rank, "cp_size": data.cp_size}
     reducer = make_pg_loss_reducer("sample_mean", data.masks, layout=layout, **place)
     if data.metrics:
-        rows = [(metric, reducer) for metric in data.metrics]
-        return lambda: sum_terms([Summand(data.losses, reducer)], rows)[::2]
+        return lambda: (reducer(data.losses), reducer.sums(data.metrics))
     return lambda: (reducer(data.losses), ())
 
 

@@ -189,8 +189,14 @@ def plan_losses(losses: Any, step: Step, launch: dict[str, Any], state: Any) -> 
 
     def of_step(args: Any, batch: Any, logits: torch.Tensor, _: Any) -> Any:
         microbatch = by_first_id[int(batch["unconcat_tokens"][0][0])]
-        share, log = losses.policy_loss_function(args, batch, logits, microbatch.pg_loss)
-        loss, log = microbatch.scale_for_trainer(share, log, form="slime")
+        of_tokens: list[torch.Tensor] = []  # what the loss function hands to its reducer, the policy loss first
+
+        def keep(values: torch.Tensor) -> torch.Tensor:
+            of_tokens.append(values)
+            return values.sum()
+
+        _, log = losses.policy_loss_function(args, batch, logits, keep)
+        loss, _ = microbatch.loss(of_tokens[0], form="slime")
         return loss, log | {"pg_loss": loss.detach()}
 
     table: Any = importlib.import_module("logit_table")

@@ -27,7 +27,7 @@ from megatron_rl_loss.core.carriers import FORMS
 from megatron_rl_loss.core.collectives import StepGroups
 from megatron_rl_loss.core.counting import count_step
 from megatron_rl_loss.core.plan import Plan
-from megatron_rl_loss.core.record import StepRecord
+from megatron_rl_loss.core.record import StepRecord, Trainer
 
 ENTRIES = [0.0, 1.0, 1.0, 0.5, 0.3]
 
@@ -181,7 +181,8 @@ def gradient_of(step: Drawn) -> tuple[list[list[float]], list[list[float]], floa
     for d, microbatches in enumerate(described):
         for cp_rank in range(cp_size):
             groups = StepGroups(FakeGroup(d, dp), FakeGroup(cp_rank, cp_size))  # type: ignore[arg-type]
-            record = StepRecord(modes, totals, len(microbatches), groups, per_token)
+            trainer = Trainer(groups=groups, per_token_loss=per_token)
+            record = StepRecord(modes, totals, len(microbatches), trainer)
             plan = Plan([samples for *_, samples in microbatches], record)
             for (hand, placed, _), microbatch in zip(microbatches, plan, strict=True):
                 held = placed.held[cp_rank]

@@ -23,7 +23,8 @@ from megatron_rl_loss import BadBatchError, Contiguous, Samples, StepTotals, Sum
 from megatron_rl_loss.core.aggregation import LossModes
 from megatron_rl_loss.core.collectives import StepGroups, attempt
 from megatron_rl_loss.core.counting import count_step
-from megatron_rl_loss.core.plan import check_samples, make_plan
+from megatron_rl_loss.core.plan import make_plan
+from megatron_rl_loss.core.record import Trainer
 
 RANKS = 4
 #: By name: the ranks of data-parallel groups, and those of the groups of replicas.
@@ -247,8 +248,8 @@ def observed(case: Case, rank: int, by_ranks: Groups) -> Observed:
         if "plan" not in options:
             return count_step(attempt(prepare), groups, **options)
         modes, masks = LossModes.resolve(options["plan"]), options.get("term_masks", [])
-        checked = attempt(lambda: check_samples(prepare(), None, modes, groups, masks))
-        return make_plan(checked, modes, groups, term_masks=masks, per_token_loss=options.get("per_token_loss", False))
+        trainer = Trainer(groups=groups, per_token_loss=options.get("per_token_loss", False))
+        return make_plan(prepare, modes, trainer, term_masks=masks)
 
     calls: dict[str, int] = {}
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as seen:

@@ -45,8 +45,9 @@ from megatron_rl_loss import (
     pass_gap,
     plan_step,
 )
-from megatron_rl_loss.core.carriers import DEFAULT, FORMS, Carrier, Count, LossForm, PairForm, check_returned, product
+from megatron_rl_loss.core.carriers import DEFAULT, FORMS, Carrier, Count, LossForm, check_returned, find_form, product
 from megatron_rl_loss.core.collectives import StepGroups
+from megatron_rl_loss.core.microbatch import Microbatch
 from megatron_rl_loss.core.plan import Plan, check_active_tokens
 
 STEP = step_samples(seed=4)
@@ -74,8 +75,8 @@ def placed(plan: Plan, cp_rank: int = 0, cp_size: int = 1, dp_size: int = 1) -> 
         SimpleNamespace(size=lambda: dp_size, rank=lambda: 0),
         SimpleNamespace(size=lambda: cp_size, rank=lambda: cp_rank),
     ]
-    record = replace(plan.record, groups=StepGroups(*groups))  # type: ignore[arg-type]
-    return Plan(plan.samples, record)
+    trainer = replace(plan.record.trainer, groups=StepGroups(*groups))  # type: ignore[arg-type]
+    return Plan(plan.samples, replace(plan.record, trainer=trainer))
 
 
 @pytest.mark.gpus
@@ -86,7 +87,7 @@ def test_shares_add_up_to_the_step_loss(mode: str, units: Any) -> None:
     for microbatch, chosen in zip(plan, DEALT, strict=True):
         losses = losses_of(chosen)
         share = microbatch(losses)
-        microbatch.scale_for_trainer(share, form="sum").backward()
+        share.backward()
         weights = token_weights(mode, microbatch.samples, plan.totals, divisor=divisor, units=units)
         assert torch.equal(microbatch.weights.cpu(), weights)
         assert torch.equal(losses.grad.cpu(), weights)
@@ -96,16 +97,11 @@ def test_shares_add_up_to_the_step_loss(mode: str, units: Any) -> None:
     assert float(plan.finish()["pg_loss"]) == pytest.approx(total)
 
 
-def test_shares_of_a_report_are_on_one_device() -> None:
-    microbatch, share = planned()[0], torch.tensor(1.0)
-    with pytest.raises(ValueError, match=r"shares on \['cpu', 'meta'\]: .*Move them to one device"):
-        microbatch.report({"pg_loss": share, "kl": share.to("meta")})
-    assert set(microbatch.report({"pg_loss": share, "kl": share})) == {"pg_loss", "kl"}
-
-
 # --- what is returned
 
 
+for _name in ("slime", "verl", "nemo_rl"):
+    find_form(_name)  # loads the forms of engines
 CARRIERS = {
     f"{name}-{per_token}": carrier for name, form in FORMS.items() for per_token, carrier in form.carriers.items()
 }
@@ -129,27 +125,26 @@ def test_forms_of_the_schedule_are_averaged_and_finalised_alike() -> None:
 
 def test_the_forms_that_type_checkers_know_have_these_parts() -> None:
     """Of any other form `form: str` serves them, so that a new one is told nowhere else."""
-    assert {FORMS[name].parts for name in get_args(PairForm)} == {("loss", "report")}
+    assert FORMS["2-tuple"].parts == ("loss", "report")
     assert {FORMS[name].parts for name in get_args(LossForm)} == {("loss",)}
     assert DEFAULT.parts == ("loss", "num_tokens", "report")
 
 
 def test_what_is_returned_in_each_form() -> None:
     losses, masks = losses_of(DEALT[0]), [[STEP[i].mask for i in chosen] for chosen in DEALT]
-    mine = {"nested": {"loss": 1, "list": [1, "two"]}, "lr": 1e-6}
     split = Split(3, 5, 1, num_tokens=sum(map(active_in, masks)), rollouts=len({sample.rollout_id for sample in STEP}))
     for name, per_token in [(name, per_token) for name, form in FORMS.items() for per_token in form.carriers]:
         form, trainer = FORMS[name], trainer_of(name, per_token)
         microbatch = placed(planned("token_mean", per_token_loss=per_token), dp_size=5)[0]
-        share = microbatch(losses)
-        returned = microbatch.scale_for_trainer(share, mine, form=name)
+        returned = microbatch.loss(losses, form=name)
+        share = (losses.detach() * microbatch.weights).sum()
         parts = form.read(returned)
         assert parts is not None
         if form.caller == "schedule":
             check_returned(returned, microbatch.receipt)
-        loss, report = parts.pop("loss"), parts.pop("report", mine)
-        assert float(loss.detach()) == pytest.approx(float(share.detach()) / trainer.factor(split))
-        assert report is mine
+        loss, report = parts.pop("loss"), parts.pop("report", {"pg_loss": None})
+        assert float(loss.detach()) == pytest.approx(float(share) / trainer.factor(split))
+        assert report.keys() == {"pg_loss"}
         assert list(parts.values()) == trainer.counts(masks[0])
         assert all(number.dtype == torch.int32 for number in parts.values())
     copies = plan_step([Samples([[1] * 4], layout=Gathered([0, 4]))], "token_mean", per_token_loss=True, dp_group=None)
@@ -163,17 +158,15 @@ def test_a_share_that_was_summed_elsewhere_has_the_layouts_gradient(copies: int)
     samples = Samples([[1, 1, 0, 1]], layout=Gathered([0, 4], backward="slice"))
     microbatch = placed(plan_step([samples], "token_mean", dp_group=None), 0, copies)[0]
     losses = torch.tensor([1.0, 2, 3, 4], requires_grad=True)
-    share = microbatch.folded((losses * microbatch.weights).sum(), losses)
+    share = microbatch.loss(microbatch.summed((losses * microbatch.weights).sum(), losses), form="sum")
     share.backward()
     assert float(share.detach()) == pytest.approx(7 / 3 / copies)
     assert losses.grad.tolist() == pytest.approx([1 / 3, 1 / 3, 0, 1 / 3])
-    if copies == 1:
-        assert float(microbatch.folded(torch.tensor(math.inf), losses)) == math.inf
 
 
 def test_what_a_loss_function_returns_must_be_what_was_handed_out() -> None:
     plan, losses = planned(), losses_of(DEALT[0])
-    with pytest.raises(ValueError, match=r"neither its loss\(\) nor its scale_for_trainer\(\) was called"):
+    with pytest.raises(ValueError, match=r"its loss\(\) was not called"):
         check_returned((losses.sum(), torch.ones(()), {}), plan[0].receipt)
     loss, count, report = plan[0].loss(losses)
     check_returned((loss, count, report), plan[0].receipt)
@@ -184,7 +177,7 @@ def test_what_a_loss_function_returns_must_be_what_was_handed_out() -> None:
         ((loss, report), "returned 2 values"),
         ((loss * 2, count, report), "it is another aggregation, has a factor"),
         ((loss, 1, report), "num_tokens that this micro-batch did not hand out: it is a int"),
-        ((loss, count, {"kl": torch.ones(())}), "a report of single numbers, kl: Megatron logs their mean"),
+        ((loss, count, {"kl": torch.ones(())}), "a report of kl alone: Megatron logs the mean"),
         ((plan[1].loss(losses_of(DEALT[1]))[0], count, report), "an earlier micro-batch's loss"),
     ):
         with pytest.raises(ValueError, match=text):
@@ -221,12 +214,8 @@ def test_a_plan_is_trained_on_once() -> None:
     train(plan, 2, 0, 1)
     plan.finish()
     plan.reset()
-    with pytest.raises(ValueError, match="put together without this micro-batch's reducers"):
-        plan[0].scale_for_trainer(plan[1](losses_of(DEALT[1])))  # its uses in the pass before do not count
-    plan.reset()
     for number in (0, 1, 2):  # a loop that trains on shares as they are
-        losses = losses_of(DEALT[number]).requires_grad_()
-        (plan[number](losses) + plan[number](losses)).backward()  # terms may share a reducer until then
+        plan[number](losses_of(DEALT[number]).requires_grad_()).backward()
     plan.finish()
     with pytest.raises(ValueError, match=r"micro-batch 1 of a plan, a second time: .* all of it"):
         plan[1](losses_of(DEALT[1]).requires_grad_())
@@ -237,10 +226,55 @@ def test_a_plan_is_trained_on_once() -> None:
         plan.finish()
 
 
-def test_a_share_of_another_micro_batch_is_refused() -> None:
-    plan = planned()
-    with pytest.raises(ValueError, match="without this micro-batch's reducers"):
-        plan[0].scale_for_trainer(plan[1](losses_of(DEALT[1])))
+# --- one door: what a share was put together of by hand, a loss is made of in one call
+
+
+def test_a_micro_batch_has_one_door() -> None:
+    """A foreign term added to a share before it was scaled trained micro-batches x DP times too strongly."""
+    doors = {"pg_loss", "scale_for_trainer", "report", "sample_mean", "token_mean", "folded"}
+    assert not doors & set(dir(planned()[0]))
+
+
+@pytest.mark.parametrize("names", [("pg", "kl"), ("kl", "pg")])
+def test_the_order_of_terms_does_not_matter(names: tuple[str, ...]) -> None:
+    plan, losses = planned("token_mean"), losses_of(DEALT[0])
+    terms: dict[str, Any] = {"pg": losses, "kl": Term(losses, "sample_mean", coef=0.1)}
+    plan[0].loss({name: terms[name] for name in names}, form="sum").backward()
+    expected = plan[0].weights + 0.1 * planned("sample_mean")[0].weights
+    torch.testing.assert_close(losses.grad.cpu(), expected, rtol=1e-6, atol=0)
+
+
+def test_another_micro_batchs_losses_do_not_fit() -> None:
+    with pytest.raises(ValueError, match="this rank's part of the layout"):
+        planned()[0].loss(losses_of(DEALT[1]))
+
+
+def test_a_share_that_is_changed_in_place_does_not_change_the_log() -> None:
+    plan = plan_step([Samples([[1, 1]])], "token_mean", dp_group=None)
+    share = plan[0](torch.ones(2, requires_grad=True))
+    with torch.no_grad():
+        share *= 8
+    assert float(plan.finish()["pg_loss"]) == 1
+
+
+@pytest.mark.parametrize("mode", ["sample_mean", "prompt_mean", "token_mean", "constant"])
+def test_float64_losses_have_float64_weights(mode: str) -> None:
+    """The gradient is checked against finite differences, and the loss against the oracle to 1e-14."""
+    plan, total = planned(mode), 0.0
+    for microbatch, chosen in zip(plan, DEALT, strict=True):
+        losses = torch.cat([STEP[i].losses for i in chosen]).double().cpu().requires_grad_()
+        with torch.no_grad():
+            share = microbatch(losses)
+        assert share.dtype == torch.float64
+        assert torch.autograd.gradcheck(lambda values, of=microbatch: _reset(of)(values), losses)
+        total += float(share)
+    expected = float(oracle.step_loss(mode, STEP, oracle.divisor_of(mode, DIVISOR), "all"))
+    assert total == pytest.approx(expected, rel=1e-14, abs=1e-14)
+
+
+def _reset(microbatch: Microbatch) -> Microbatch:
+    microbatch._record.reset()
+    return microbatch
 
 
 # --- reports
@@ -300,9 +334,6 @@ def test_a_fully_masked_unit_is_in_no_mean_of_a_metric(mode: str, units: Any) ->
     assert report.pop("none") == 3
     assert report == pytest.approx(dict.fromkeys(report, 1.0))
     assert "1 rollouts fully masked, left out of metric means" in plan.describe()
-    plan.reset()
-    shares = [microbatch.sample_mean(torch.ones(len(microbatch.tokens))) for microbatch in plan]
-    assert float(sum(shares)) == pytest.approx(1)
 
 
 @settings(deadline=None, derandomize=True, max_examples=40)
@@ -466,37 +497,6 @@ def test_weights_that_are_handed_out_are_a_copy() -> None:
     assert torch.equal(plan[0](losses_of(DEALT[0])), planned()[0](losses_of(DEALT[0])))
 
 
-def test_reports_of_another_step_are_refused() -> None:
-    """They would be logged as that step's; so would those that were filled in already."""
-
-    def trained() -> tuple[Plan, list[Any]]:
-        plan = planned()
-        return plan, [microbatch.loss(losses_of(chosen))[2] for microbatch, chosen in zip(plan, DEALT, strict=True)]
-
-    (before, filled), (plan, reports) = trained(), trained()
-    before.finish(filled)
-    _, unfilled = trained()
-    for of_another in (filled, unfilled, [*reports[:-1], unfilled[0]]):
-        with pytest.raises(ValueError, match=r"report \d is of another step: .* Pass the reports that these returned"):
-            plan.finish(of_another)
-    with pytest.raises(ValueError, match=r"report 0 is of another step"):
-        planned().finish(reports)  # without a note of its own
-    reports = [{**report, "loss of the step before": filled[0]["pg_loss"]} for report in reports]
-    value = plan.finish(reports)["pg_loss"]
-    plan.finish(reports)
-    assert all(report["pg_loss"] == value and value.isfinite() for report in reports)
-
-
-def test_a_report_of_shares() -> None:
-    plan, values = planned(), []
-    for microbatch, chosen in zip(plan, DEALT, strict=True):
-        share = microbatch.token_mean(losses_of(chosen))
-        values.append(float(share.detach()))
-        report = microbatch.scale_for_trainer(share, microbatch.report({"mine": 2 * share}))[2]
-    assert float(plan.finish([report])["mine"]) == pytest.approx(2 * sum(values))
-    assert float(report["mine"]) == pytest.approx(2 * sum(values))
-
-
 @pytest.mark.parametrize("no_unit", [-1, ""])
 def test_a_fully_masked_step_whose_tokens_are_in_no_unit_trains_nothing(no_unit: int | str) -> None:
     """The check of ids runs on the first rank alone: an error there would leave the others waiting."""
@@ -529,7 +529,7 @@ def test_what_is_checked_at_the_end_of_a_step_is_of_that_step_alone(caplog: pyte
 
     def train_on(*values: float) -> None:
         losses = torch.tensor(values, requires_grad=True)
-        plan[0].scale_for_trainer(plan[0].folded((losses * plan[0].weights).sum(), losses))
+        plan[0].loss(plan[0].summed((losses * plan[0].weights).sum(), losses))
 
     train_on(1.0, math.nan)
     plan.record.wrong_tokens.append(torch.tensor(1))
@@ -715,16 +715,13 @@ def test_evaluation_before_training_changes_nothing() -> None:
     assert [values.grad.tolist() for values in losses if values.grad is not None] == [[1, 1], [0] * 4]
 
 
-def test_a_share_of_a_reentrant_checkpoint_is_refused_with_its_reason() -> None:
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_recomputes_the_loss(reentrant: bool) -> None:
     plan, values = plan_step([Samples([[1, 1]])], "token_mean", dp_group=None), torch.ones(2, requires_grad=True)
-    for reentrant in (False, True):
-        plan.reset()
-        share = checkpoint(plan[0].pg_loss, values, use_reentrant=reentrant)
-        if reentrant:
-            with pytest.raises(ValueError, match=r"gradients were off.*reentrant checkpoints \(use_reentrant=False"):
-                plan[0].scale_for_trainer(share)
-        else:
-            plan[0].scale_for_trainer(share)[0].backward()
+    checkpoint(plan[0], values, use_reentrant=reentrant).backward()
+    assert values.grad is not None
+    assert values.grad.tolist() == [0.5, 0.5]
+    plan.finish()
 
 
 def test_local_cuts_what_has_a_value_a_token() -> None:
@@ -757,7 +754,7 @@ def test_a_mask_and_a_buffer_have_the_shape_of_losses() -> None:
     (losses * rows.mask).sum().backward()
     assert losses.grad is not None
     assert losses.grad.tolist() == [[0, 1], [1, 0]]
-    plan.record.device = torch.device("meta")
+    plan.record.trainer = replace(plan.record.trainer, device=torch.device("meta"))
     assert placed(plan, 0, 2)[0].mask.device.type == "meta"
 
 
@@ -856,8 +853,7 @@ def test_a_mode_declared_beside_a_loss_without_terms_is_refused() -> None:
 
 def test_no_graph_outlives_the_loss() -> None:
     plan, losses = planned(), [losses_of(chosen) for chosen in DEALT]
-    graphs = [ref(plan[0].loss(losses[0])[0]), ref(plan[1](losses[1]))]
-
+    graphs = [ref(plan[number].loss(losses[number])[0]) for number in (0, 1)]
     assert [graph() for graph in graphs] == [None, None]
     held = ref(plan[0])
     del plan

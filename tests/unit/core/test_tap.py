@@ -13,7 +13,6 @@ from megatron_rl_loss import (
     StepTotals,
     kl_estimate,
     make_pg_loss_reducer,
-    plan_step,
     ppo_clip_loss,
     tap,
 )
@@ -163,16 +162,3 @@ def test_what_a_step_is_asked_for_is_known_while_it_runs() -> None:
     with observe(aggregation=resolve("token_mean")):
         assert expected_aggregation() == resolve("token_mean")
     assert expected_aggregation() is None
-
-
-@pytest.mark.parametrize("mode", ["token_mean", "sample_mean"])
-def test_a_mean_of_the_modes_own_name_is_not_taken_for_the_policy_loss(mode: str) -> None:
-    """Whichever is made first."""
-    (microbatch,) = plan_step([Samples([MASK])], mode)
-    values, taps = losses(), Taps(num_microbatches=1)
-    with observe(taps):
-        kl = getattr(microbatch, mode)(values * values)
-        microbatch.scale_for_trainer(microbatch(values) + 0.01 * kl)[0].backward()
-    assert [*taps.losses] == [mode, "pg"]
-    assert torch.allclose(taps.losses["pg"][0].gradient, microbatch.weights)
-    assert torch.allclose(taps.losses[mode][0].gradient, 0.01 * microbatch.weights)
