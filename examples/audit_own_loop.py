@@ -106,7 +106,7 @@ def main() -> None:
     seed = 1000 * options.seed + mpu.get_data_parallel_rank()
     batches = make_batches(options.num_microbatches, seed)
     every_mask = [mask for batch in batches for mask in batch["loss_masks"]]
-    totals = StepTotals.from_loss_masks(every_mask, dp_group=mpu.get_data_parallel_group())
+    totals = StepTotals.of(every_mask, dp_group=mpu.get_data_parallel_group())
 
     def forward_step(data_iterator: Iterator[Batch], model: Any) -> tuple[Tensor, Any]:
         batch = next(data_iterator)
@@ -127,9 +127,8 @@ def main() -> None:
             per_token_loss = negative_log_probs * held.of(batch["advantages"])[None].cuda()
             per_token_loss = tap(per_token_loss, samples=samples)  # (2) before masks and means
             if options.exact:
-                masks, layout = batch["loss_masks"], samples.layout
-                place = {"layout": layout, "cp_rank": cp_rank, "cp_size": cp_size}
-                share = make_pg_loss_reducer("token_mean", masks, totals=totals, **place)(per_token_loss)
+                place = {"cp_rank": cp_rank, "cp_size": cp_size}
+                share = make_pg_loss_reducer("token_mean", samples, totals=totals, **place)(per_token_loss)
                 return share * options.num_microbatches * dist.get_world_size(), torch.tensor(1).int().cuda(), {}
             mask = torch.tensor(held.mask)[None].cuda()
             return (per_token_loss * mask).sum(), mask.sum().int(), {}  # Megatron's own

@@ -18,6 +18,7 @@ from megatron_rl_loss.audit.log_prob_gap import compare_dumps
 from megatron_rl_loss.core.aggregation import resolve
 from megatron_rl_loss.core.counting import COUNTINGS, UnitCounting
 from megatron_rl_loss.core.errors import check_choice, did_you_mean, print_text
+from megatron_rl_loss.core.samples import Samples
 from megatron_rl_loss.core.totals_by_hand import weights_column
 from megatron_rl_loss.engines.names import format_modes
 
@@ -112,10 +113,8 @@ def format_weights(mode: str, divisor: float | None = None, units: UnitCounting 
     aggregation = resolve(mode, divisor=divisor, units=units)
     prompt_ids, session_ids = ["a", "a", "b", "b"], ["s", "s", "t", "u"]
     turn_ids = [[0, 0, 1, 1], [2, 2], [3, 3, -1, 4, -1, -1], [-1]]
-    columns = weights_column(
-        aggregation.mode, MASKS, divisor=divisor, units=units, prompt_ids=prompt_ids,
-        ids={"session": session_ids, "turn": turn_ids}, dp_group=None,
-    )  # fmt: skip
+    samples = Samples(MASKS, prompt_ids=prompt_ids, ids={"session": session_ids, "turn": turn_ids})
+    columns = weights_column(aggregation.mode, samples, divisor=divisor, units=units, dp_group=None)
     flags = f"counting {aggregation.units} units" + (f", divisor {divisor:g}" if divisor is not None else "")
     lines = [f"{mode}, {flags}: {aggregation.mode.formula}", "", "response  prompt  session  weights of its tokens"]
     for number, (prompt, session, column) in enumerate(zip(prompt_ids, session_ids, columns, strict=True)):

@@ -48,7 +48,7 @@ def main() -> None:
     check("it says that it is typed", (package / "py.typed").is_file())
     masks = [torch.tensor([1.0, 1, 0, 1]), torch.tensor([1.0, 1])]
     losses = torch.tensor([1.0, 2, 9, 3, 4, 6], requires_grad=True)
-    share = make_pg_loss_reducer("sample_mean", masks, totals=StepTotals.from_loss_masks(masks))(losses)
+    share = make_pg_loss_reducer("sample_mean", masks, totals=StepTotals.of(masks))(losses)
     share.backward()
     check(f"(6/3 + 10/2) / 2 is 3.5: {share:.7f}", abs(share.item() - 3.5) < 1e-6)
     expected = torch.tensor([1 / 6, 1 / 6, 0, 1 / 6, 1 / 4, 1 / 4])

@@ -40,7 +40,7 @@ from matter.policy import GPT
 from matter.report import columns, late, read
 from torch import Generator, Tensor, nn
 
-from megatron_rl_loss import weights_column
+from megatron_rl_loss import Samples, weights_column
 
 PADDED_PROMPT = 64  # tokens of a prompt, where rows are packed
 Weights = Callable[[Batch, Generator], Tensor]  # [rows, LIMIT]
@@ -111,7 +111,7 @@ def mode_of_rows(mode: str, length: int) -> Weights:
         there = rows.sum(1) > 0
         sessions = (torch.arange(len(rows)) * length // LIMIT)[there].tolist()
         weights = torch.zeros_like(rows)
-        weights[there] = torch.stack(weights_column(mode, list(rows[there]), ids={"session": sessions}))
+        weights[there] = torch.stack(weights_column(mode, Samples(list(rows[there]), ids={"session": sessions})))
         return weights.view_as(batch.mask)
 
     return weights

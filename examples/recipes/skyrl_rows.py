@@ -10,7 +10,7 @@ import torch
 from skyrl.train.entrypoints.main_base import BasePPOExp
 from skyrl.train.trainer import RayPPOTrainer
 
-from megatron_rl_loss import weights_column
+from megatron_rl_loss import Samples, weights_column
 
 MODE = "session_mean"  # or "prompt_mean"
 
@@ -24,9 +24,9 @@ class Trainer(RayPPOTrainer):  # type: ignore[misc]
     def _normalize_advantages(self, data: Any, mini_batch_boundaries: Any, prompt_boundaries: Any = None) -> Any:
         data, (prompts, sessions) = super()._normalize_advantages(data, mini_batch_boundaries), data.metadata["rows"]
         for start, end in mini_batch_boundaries:
-            masks = data["loss_mask"][start:end]
-            ids: Any = {"prompt_ids": prompts[start:end], "ids": {"session": sessions[start:end]}, "dp_group": None}
-            weights = torch.stack(weights_column(MODE, list(masks), **ids))  # of a whole step, which the trainer has
+            masks, ids = data["loss_mask"][start:end], {"session": sessions[start:end]}
+            step = Samples(list(masks), prompt_ids=prompts[start:end], ids=ids)
+            weights = torch.stack(weights_column(MODE, step, dp_group=None))  # of a whole step, which the trainer has
             data["advantages"][start:end] *= weights * masks.sum()  # by which SkyRL has divided
         return data
 

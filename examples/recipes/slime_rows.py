@@ -6,7 +6,7 @@
 
 from typing import Any
 
-from megatron_rl_loss import group_relative_advantages, weights_column
+from megatron_rl_loss import Samples, group_relative_advantages, weights_column
 
 MODE = "session_mean"  # or "prompt_mean"
 
@@ -22,11 +22,8 @@ def rewards(args: Any, samples: list[Any]) -> tuple[list[float], list[float]]:
     steps = [number[session] // args.global_batch_size for session in sessions]
     for step in set(steps):  # slime's optimizer steps, of so many sessions each
         rows = [i for i, of_row in enumerate(steps) if of_row == step]
-        ids: Any = {
-            "prompt_ids": [prompts[i] for i in rows],
-            "ids": {"session": [sessions[i] for i in rows]},
-            "dp_group": None,
-        }  # of a whole step, on every rank
-        for i, weights in zip(rows, weights_column(MODE, [masks[i] for i in rows], **ids), strict=True):
+        ids = {"session": [sessions[i] for i in rows]}
+        whole = Samples([masks[i] for i in rows], prompt_ids=[prompts[i] for i in rows], ids=ids)  # on every rank
+        for i, weights in zip(rows, weights_column(MODE, whole, dp_group=None), strict=True):
             folded[i] *= args.global_batch_size * max(weights.tolist(), default=0.0)
     return raw, folded.tolist()

@@ -13,7 +13,7 @@ from tensordict import TensorDict
 from verl.trainer.ppo.core_algos import get_policy_loss_fn, register_policy_loss
 from verl.trainer.ppo.v1 import PPOTrainerSync, register_trainer
 
-from megatron_rl_loss import weights_column
+from megatron_rl_loss import Samples, weights_column
 
 MODE = "session_mean"  # or "prompt_mean"
 
@@ -39,8 +39,8 @@ class Trainer(PPOTrainerSync):  # type: ignore[misc]
         for step in torch.arange(len(masks)).view(dp_size, -1, share).transpose(0, 1).flatten(1).tolist():
             prompts, sessions = ([batch.keys[i].rsplit("_", parts)[0] for i in step] for parts in (2, 1))
             # The driver holds the whole step; verl adds empty rows, hence active units.
-            ids: Any = {"prompt_ids": prompts, "ids": {"session": sessions}, "units": "active", "dp_group": None}
-            weights |= zip(step, weights_column(MODE, [masks[i] for i in step], **ids), strict=True)
+            whole = Samples([masks[i] for i in step], prompt_ids=prompts, ids={"session": sessions})
+            weights |= zip(step, weights_column(MODE, whole, units="active", dp_group=None), strict=True)
         names = [key.rsplit("_", 1 if MODE == "session_mean" else 2)[0] for key in batch.keys]
         units = {name: number for number, name in enumerate(sorted(set(names)))}  # for `verl_rows_proof`
         columns = {"rollout_is_weights": [weights[i] for i in range(len(masks))]}

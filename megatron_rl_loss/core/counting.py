@@ -29,9 +29,9 @@ from megatron_rl_loss.core.collectives import (
     world_rank,
 )
 from megatron_rl_loss.core.errors import BadBatchError
-from megatron_rl_loss.core.ids import Ids, IdsByName, Ints, hashed, join_types
+from megatron_rl_loss.core.ids import Ints, hashed, join_types
 from megatron_rl_loss.core.masks import Floats, Mask, to_array
-from megatron_rl_loss.core.samples import Labels, Samples, read_masks
+from megatron_rl_loss.core.samples import Samples, as_samples, read_masks
 
 #: The name of a unit counting, one of `COUNTINGS`.
 UnitCounting = str
@@ -153,7 +153,7 @@ class Units:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepTotals:
-    """Denominators of one optimizer step. They are counted, by `from_loss_masks` or by a plan, never made by hand.
+    """Denominators of one optimizer step. They are counted, by `of` or by a plan, never made by hand.
 
     Attributes:
         step_tokens: sum of all mask entries, fractional weights included.
@@ -184,26 +184,22 @@ class StepTotals:
         return self if name is None else self.by_mask[name]
 
     @classmethod
-    def from_loss_masks(
+    def of(
         cls,
-        loss_masks: Iterable[Mask],
+        samples: Samples | Iterable[Mask],
         *,
-        rollout_ids: Ids | None = None,
-        prompt_ids: Ids | None = None,
-        ids: IdsByName | None = None,
-        labels: Labels | None = None,
         sums: Sequence[Sum] = (),
         dp_group: Group | EllipsisType | None = ...,
         replica_groups: Sequence[Group] = (),
     ) -> "StepTotals":
-        """Totals of a step from the full (not CP-sliced) masks of all samples this DP rank holds in it.
+        """Totals of a step from all samples that this DP rank holds in it, over all micro-batches.
 
-        >>> StepTotals.from_loss_masks([torch.tensor([1, 1, 0]), torch.tensor([1])]).step_tokens
+        >>> StepTotals.of([torch.tensor([1, 1, 0]), torch.tensor([1])]).step_tokens
         3.0
 
         Args:
-            loss_masks: one per sample, over all micro-batches of the step; none if the rank has no sample.
-            rollout_ids, prompt_ids, ids, labels: as in `Samples`. Units may straddle micro-batches and DP ranks.
+            samples: with ids and labels where the mode needs some, else their full masks (not CP-sliced) alone; none if
+                the rank has no sample. Units may straddle micro-batches and DP ranks.
             sums: those that a mode declares (``list(mode.sums.values())``), in the same order on every rank.
             dp_group: the data-parallel group *without* context parallelism; None where this rank alone holds the whole
                 step. Required where `torch.distributed` has several ranks.
@@ -215,8 +211,7 @@ class StepTotals:
             BadBatchError: with groups, on every rank, naming the rank that failed and why.
         """
         groups = StepGroups(stated_dp_group(dp_group, "totals"), replica_groups=tuple(replica_groups))
-        options: dict[str, Any] = {"rollout_ids": rollout_ids, "prompt_ids": prompt_ids, "ids": ids, "labels": labels}
-        return count_step(attempt(lambda: [Samples(loss_masks, **options)]), groups, sums=sums)
+        return count_step(attempt(lambda: [as_samples(samples)]), groups, sums=sums)
 
 
 #: Units that every rank knows by name, with samples or without; there is one step.

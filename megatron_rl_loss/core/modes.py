@@ -193,7 +193,7 @@ class ModeInputs:
                 what = f"{counted} by {key}"
             raise ValueError(
                 f"totals without {what}: {self._mode.name!r} needs them. Make the totals with the samples' ids "
-                "and labels (StepTotals.from_loss_masks, for declared sums with sums=), or declare the mode to the "
+                "and labels (StepTotals.of, for declared sums with sums=), or declare the mode to the "
                 "plan (terms=)."
             )
         return counts[counted]

@@ -323,6 +323,11 @@ class Samples:
         return LocalTokens(self, cp_size, list(self.layout.pieces(cp_rank, cp_size)))
 
 
+def as_samples(samples: Samples | Iterable[Mask]) -> Samples:
+    """Samples as they are; of masks alone, samples without ids."""
+    return samples if isinstance(samples, Samples) else Samples(samples)
+
+
 def read_masks(microbatches: Iterable[Samples]) -> None:
     """Copy masks that are still on a device to the host, in one transfer per device; raises as `Samples`."""
     waiting = [

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from types import EllipsisType
-from typing import Any
 
 import numpy as np
 import torch
@@ -13,12 +12,10 @@ from megatron_rl_loss.core.aggregation import Aggregation, resolve, weigh
 from megatron_rl_loss.core.collectives import Group, StepGroups, stated_dp_group, world_size
 from megatron_rl_loss.core.counting import COUNTINGS, StepTotals, UnitCounting, count_step
 from megatron_rl_loss.core.errors import check_one_each, check_sized
-from megatron_rl_loss.core.ids import Ids, IdsByName
-from megatron_rl_loss.core.layouts import Layout
 from megatron_rl_loss.core.masks import Mask
 from megatron_rl_loss.core.modes import Mode, ModeFunction
 from megatron_rl_loss.core.reducers import WeightedSum
-from megatron_rl_loss.core.samples import Labels, LocalTokens, Samples
+from megatron_rl_loss.core.samples import LocalTokens, Samples, as_samples
 
 #: Sums of fractional masks may differ in the last bit.
 _SLACK = 1 + 1e-9
@@ -29,7 +26,7 @@ def reducer_by(aggregation: Aggregation, local: LocalTokens, totals: StepTotals)
     if not isinstance(totals, StepTotals):
         raise TypeError(
             f"totals is {totals!r}: it must be a StepTotals, which counts the whole step. Pass "
-            "StepTotals.from_loss_masks(...) of all the step's masks."
+            "StepTotals.of(...) of all the step's masks."
         )
     if local.samples.cp_group is None:
         _check_apart(totals, local.cp_size)
@@ -88,23 +85,18 @@ Reducer = Callable[[Tensor], Tensor]
 
 def make_pg_loss_reducer(
     mode: str | Mode | ModeFunction,
-    loss_masks: Iterable[Mask],
+    samples: Samples | Iterable[Mask],
     *,
     totals: StepTotals,
     divisor: float | None = None,
     units: UnitCounting | None = None,
-    rollout_ids: Ids | None = None,
-    prompt_ids: Ids | None = None,
-    ids: IdsByName | None = None,
-    labels: Labels | None = None,
-    layout: Layout | None = None,
     cp_rank: int | None = None,
     cp_size: int = 1,
 ) -> WeightedSum:
     """``reducer(per_token_loss) -> share``: this rank's share of the step loss of one micro-batch.
 
     >>> masks = [[1, 1, 0], [1]]
-    >>> totals = StepTotals.from_loss_masks(masks)
+    >>> totals = StepTotals.of(masks)
     >>> make_pg_loss_reducer("token_mean", masks, totals=totals)(torch.tensor([1.0, 2.0, 9.0, 6.0]))
     tensor(3.)
 
@@ -115,7 +107,7 @@ def make_pg_loss_reducer(
         mode: ``sample_mean``, ``prompt_mean``, ``token_mean``, ``constant``, ``token_sum``, a registered name, another
             framework's (``verl:token-mean``; `python -m megatron_rl_loss modes` lists them), or a function of
             `ModeInputs`.
-        loss_masks, rollout_ids, prompt_ids, ids, labels, layout: the micro-batch, as in `Samples`.
+        samples: of the micro-batch: masks, layout, ids and labels; or its masks alone.
         totals: the step's denominators.
         divisor: L of ``constant``, in tokens (the generation budget, say), or d of ``token_sum``; with no other mode.
         units: count every unit (``all``, unless a framework's name says otherwise) or only those with a token of
@@ -133,9 +125,8 @@ def make_pg_loss_reducer(
         ValueError, TypeError: unknown mode, a divisor that is missing, unusable or without effect, totals without the
             count the mode needs, or that are smaller than this micro-batch; anything `Samples` refuses.
     """
-    samples = Samples(loss_masks, layout=layout, rollout_ids=rollout_ids, prompt_ids=prompt_ids, ids=ids, labels=labels)
     aggregation = resolve(mode, divisor=divisor, units=units)
-    local = samples.local(place_in_cp(cp_rank, cp_size), cp_size)
+    local = as_samples(samples).local(place_in_cp(cp_rank, cp_size), cp_size)
     return reducer_by(aggregation, local, totals)
 
 
@@ -150,31 +141,26 @@ def place_in_cp(cp_rank: int | None, cp_size: int) -> int:
 
 def weights_column(
     mode: str | Mode | ModeFunction,
-    loss_masks: Iterable[Mask],
+    samples: Samples | Iterable[Mask],
     *,
     divisor: float | None = None,
     units: UnitCounting | None = None,
-    rollout_ids: Ids | None = None,
-    prompt_ids: Ids | None = None,
-    ids: IdsByName | None = None,
-    labels: Labels | None = None,
     dp_group: Group | EllipsisType | None = ...,
 ) -> list[Tensor]:
     """The weight of every token of a whole step, a tensor per sample: a data column beside ``advantages``.
 
     For a driver that holds all masks of a step before it deals samples out; no collective is needed. In a job of
-    several ranks state the `dp_group`, as in `StepTotals.from_loss_masks`: None where this rank has the whole step.
+    several ranks state the `dp_group`, as in `StepTotals.of`: None where this rank has the whole step.
 
     >>> weights_column("sample_mean", [torch.tensor([1, 1, 0]), torch.tensor([1])])
     [tensor([0.2500, 0.2500, 0.0000]), tensor([0.5000])]
 
     Returns a float32 tensor per sample, as long as its mask. Arguments and errors as in `make_pg_loss_reducer`.
     """
-    aggregation = resolve(mode, divisor=divisor, units=units)
-    samples = Samples(loss_masks, rollout_ids=rollout_ids, prompt_ids=prompt_ids, ids=ids, labels=labels)
+    aggregation, whole = resolve(mode, divisor=divisor, units=units), as_samples(samples)
     groups = StepGroups(stated_dp_group(dp_group, "weights"))
-    totals = count_step([samples], groups, sums=list(aggregation.mode.sums.values()))
-    return list(weigh(aggregation, samples.local(0, 1), totals).split(samples.mask_lengths))
+    totals = count_step([whole], groups, sums=list(aggregation.mode.sums.values()))
+    return list(weigh(aggregation, whole.local(0, 1), totals).split(whole.mask_lengths))
 
 
 _MARK = "_folded_by_megatron_rl_loss"
@@ -182,25 +168,24 @@ _MARK = "_folded_by_megatron_rl_loss"
 
 def fold_into_advantages(
     advantages: Sequence[Tensor] | Sequence[float] | Tensor,
-    loss_masks: Iterable[Mask],
+    samples: Samples | Iterable[Mask],
     *,
     mode: str | Mode | ModeFunction,
     totals: StepTotals,
     divisor: float | None = None,
     units: UnitCounting | None = None,
-    **of_samples: Any,
 ) -> list[Tensor]:
     """``w_t * A_t`` for every token, so that the plain sum of the per-token losses, over everything, is the step loss.
 
     >>> masks = [[1, 1, 0], [1]]
-    >>> fold_into_advantages([6.0, -3.0], masks, mode="token_mean", totals=StepTotals.from_loss_masks(masks))
+    >>> fold_into_advantages([6.0, -3.0], masks, mode="token_mean", totals=StepTotals.of(masks))
     [tensor([2., 2., 0.]), tensor([-1.])]
 
     The weight includes the mask: a 0/1 mask may be applied again in the sum, fractional weights may not.
 
     Args:
         advantages: one number per sample, or one 1-D tensor per sample, as long as its mask.
-        loss_masks, of_samples: of all or some of the step's samples; ids and labels as in `Samples`; not cut for CP.
+        samples: all or some of the step's, without a layout; or their masks alone.
         mode, divisor, units, totals: as in `make_pg_loss_reducer`.
 
     Returns:
@@ -216,9 +201,9 @@ def fold_into_advantages(
             "advantages that were folded already: folding them again would divide by the step's counts twice. Fold "
             "once per step, before the step is cut into micro-batches."
         )
-    if of_samples.get("layout") is not None:
-        raise ValueError("layout= with advantages to fold: these are whole rows, one per sample. Leave layout= out.")
-    samples = Samples(loss_masks, **of_samples)
+    samples = as_samples(samples)
+    if samples.layout is not None:
+        raise ValueError("samples with a layout to fold: advantages are whole rows, one per sample. Leave layout= out.")
     check_one_each("advantages", len(advantages), "loss masks", len(samples))
     rows = [
         column.detach() if isinstance(column, Tensor) else torch.tensor(column, device="cpu") for column in advantages

@@ -164,7 +164,7 @@ class AggregatedPGLossFn:
             ids = None if prompts is None else prompts[rows]
             for name, aggregation in self._modes.items():
                 settings: Any = {"divisor": aggregation.divisor, "units": aggregation.units, "dp_group": None}
-                of_rows = weights_column(aggregation.mode, list(masks), prompt_ids=ids, **settings)
+                of_rows = weights_column(aggregation.mode, Samples(list(masks), prompt_ids=ids), **settings)
                 weights = torch.stack(of_rows)
                 if self.loss_type.value == "token_level":
                     column = pad(weights * masks.sum(), (1, 0))

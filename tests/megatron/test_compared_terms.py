@@ -75,7 +75,7 @@ def test_weights_as_asked_are_proved() -> None:
 
 def test_of_several_losses_without_a_name_the_policy_loss_is_the_one_in_the_asked_mode() -> None:
     """Whichever is made first: a reducer made by hand says nothing else of its loss."""
-    totals = StepTotals.from_loss_masks([[1, 1, 0], [1], [0, 1]])
+    totals = StepTotals.of([[1, 1, 0], [1], [0, 1]])
 
     def by_hand(microbatch: Microbatch) -> Tensor:
         masks = microbatch.samples.loss_masks

@@ -106,9 +106,7 @@ def test_a_path_loads(name: str) -> None:
     path = ["--custom-pg-loss-reducer-function-path", f"{MODULE}{name}"]
     settings = validated(*path, "--loss-aggregation-divisor", "8")
     masks = [torch.tensor([1.0, 0.0, 0.5])]
-    reducer = make_pg_loss_reducer(
-        settings.modes.policy.mode, masks, totals=StepTotals.from_loss_masks(masks), divisor=8
-    )
+    reducer = make_pg_loss_reducer(settings.modes.policy.mode, masks, totals=StepTotals.of(masks), divisor=8)
     assert float(reducer(torch.tensor([2.0, float("nan"), 4.0]))) == 4
     shown = "of_a_user" if name == ":registered" else f"{MODULE}.plain_sum"
     assert settings.modes.policy.describe() == f"loss aggregation: {shown}, divisor 8, counting all units"

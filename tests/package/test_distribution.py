@@ -129,7 +129,7 @@ def test_the_wheel_works_where_only_it_is(python: Path, tmp_path: Path) -> None:
 USER = """
 from megatron_rl_loss import StepTotals, make_pg_loss_reducer
 
-reducer = make_pg_loss_reducer("token_mean", [], totals=StepTotals.from_loss_masks([]))
+reducer = make_pg_loss_reducer("token_mean", [], totals=StepTotals.of([]))
 reveal_type(reducer)
 reducer("losses")
 """

@@ -13,7 +13,7 @@ from interpreter import begin, finish
 from placements import PLACES, laid_out
 from repository import ROOT
 
-from megatron_rl_loss import StepTotals, make_pg_loss_reducer
+from megatron_rl_loss import Samples, StepTotals, make_pg_loss_reducer
 from megatron_rl_loss.core.modes import available_modes
 
 FRESH = """
@@ -86,16 +86,17 @@ def test_host_work_stays_on_the_host_whatever_the_default_device() -> None:
     ids: dict[str, Any] = {"rollout_ids": ["a", "a"], "prompt_ids": [0, 0]}
     ids["ids"] = {"session": [3, 3], "turn": [[0, 0, -1, 1], [0, -1]]}
     with torch.device("meta"):
-        totals = StepTotals.from_loss_masks(masks, **ids)
+        totals = StepTotals.of(Samples(masks, **ids))
         for placed in [laid_out(place, (4, 2), 2) for place in PLACES]:
             sizes = placed.mask_lengths or [4, 2]
             padded = [[*mask.tolist(), *[0] * (size - len(mask))] for mask, size in zip(masks, sizes, strict=True)]
             turns = [[*row, *[-1] * (size - len(row))] for row, size in zip(ids["ids"]["turn"], sizes, strict=True)]
             of_sizes = {**ids, "ids": {**ids["ids"], "turn": turns}}
+            samples = Samples(padded, layout=placed.layout, **of_sizes)
             for mode in available_modes():
-                rank: Any = {"layout": placed.layout, "cp_rank": 1, "cp_size": 2}
+                rank: Any = {"cp_rank": 1, "cp_size": 2}
                 rank["divisor"] = oracle.divisor_of(mode, 8)
-                reducer = make_pg_loss_reducer(mode, padded, totals=totals, **of_sizes, **rank)
+                reducer = make_pg_loss_reducer(mode, samples, totals=totals, **rank)
                 assert reducer.weights.device.type == "cpu"
-        share = make_pg_loss_reducer("prompt_mean", masks, totals=totals, **ids)
+        share = make_pg_loss_reducer("prompt_mean", Samples(masks, **ids), totals=totals)
     assert float(share(torch.tensor([1.0, 2, 3, 4, 5, 6]))) == (1 + 2 + 4 + 5) / 4

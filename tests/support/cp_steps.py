@@ -130,7 +130,7 @@ def run_on_ranks(
     groups = {size: [dist.new_group(list(range(k, k + size))) for k in range(0, RANKS, size)] for size in CP_SIZES}
     rank, step, outcomes = int(os.environ["RANK"]), rollouts(), {}
     masks = [rollout.mask for rollout in step]
-    totals = StepTotals.from_loss_masks(masks, dp_group=None, **ids_of(step, [*map(len, masks)]))
+    totals = StepTotals.of(Samples(masks, **ids_of(step, [*map(len, masks)])), dp_group=None)
     for place, cp_size in CASES:
         dp_rank, cp_rank = divmod(rank, cp_size)
         group = groups[cp_size][dp_rank] if cp_size > 1 else None

@@ -35,7 +35,7 @@ def token_weights(
 
 
 def totals_of(step: Sequence[Sample]) -> StepTotals:
-    return StepTotals.from_loss_masks([sample.mask for sample in step], **(ids_of(step) if step else {}))
+    return StepTotals.of(Samples([sample.mask for sample in step], **(ids_of(step) if step else {})))
 
 
 def divisor_of(mode: Any) -> float | None:

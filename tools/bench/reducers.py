@@ -31,7 +31,7 @@ import torch
 from timing import Others, flags, keep_freed_memory, peers, publish, take_turns
 from torch import Tensor
 
-from megatron_rl_loss import StepTotals, ZigzagResponse, make_pg_loss_reducer
+from megatron_rl_loss import Samples, StepTotals, ZigzagResponse, make_pg_loss_reducer
 
 PARTS = ("whole", "build", "fwd+bwd")
 Reduce = Callable[[], tuple[Tensor, Sequence[Tensor]]]  # the reduced loss, connected to its graph, and the metrics
@@ -85,7 +85,7 @@ class Data:
         rows = torch.randn(1 + case.metrics, self.weights.numel(), generator=generator).to(device)
         self.losses = rows[0].clone().requires_grad_()
         self.metrics = [row.clone() for row in rows[1:]]
-        self.totals = StepTotals.from_loss_masks(self.masks)
+        self.totals = StepTotals.of(self.masks)
 
     def _weights(self, mask: Tensor, total: int) -> Tensor:
         """Weights of this rank's tokens in a sample's mean; a token belongs to the chunk of its logit."""
@@ -117,7 +117,7 @@ class Data:
 def ours(data: Data) -> Reduce:
     layout = ZigzagResponse(data.total_lengths, data.response_lengths)
     place: dict[str, Any] = {"totals": data.totals, "cp_rank": data.cp_rank, "cp_size": data.cp_size}
-    reducer = make_pg_loss_reducer("sample_mean", data.masks, layout=layout, **place)
+    reducer = make_pg_loss_reducer("sample_mean", Samples(data.masks, layout=layout), **place)
     if data.metrics:
         return lambda: (reducer(data.losses), reducer.sums(data.metrics))
     return lambda: (reducer(data.losses), ())

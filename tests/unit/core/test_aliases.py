@@ -101,7 +101,7 @@ def ours(alias: str, batch: Batch) -> Tensor:
     masks = [mask[:length] for mask, length in zip(batch.masks, lengths, strict=True)]
     weights = torch.zeros_like(batch.masks)
     divisor = DIVISOR if isinstance(PEERS[alias].divisor, str) else None
-    totals = StepTotals.from_loss_masks(masks, prompt_ids=batch.prompts)
+    totals = StepTotals.of(Samples(masks, prompt_ids=batch.prompts))
     for part in (slice(batch.rows // 2), slice(batch.rows // 2, None)):
         samples = Samples(masks[part], prompt_ids=batch.prompts[part])
         own = token_weights(alias.replace(NUMBER, str(DIVISOR)), samples, totals, divisor=divisor).split(lengths[part])
@@ -194,7 +194,7 @@ test_refused = refusal_tests(
 
 def test_by_api_an_explicit_counting_is_told_from_none() -> None:
     masks, name = [torch.ones(2), torch.zeros(3)], "openrlhf:token_level_loss=false"
-    totals = StepTotals.from_loss_masks(masks)
+    totals = StepTotals.of(masks)
     assert float(make_pg_loss_reducer(name, masks, totals=totals)(torch.ones(5))) == 1  # the masked one is not counted
     with pytest.raises(ValueError, match="openrlhf counts active units"):
         make_pg_loss_reducer(name, masks, totals=totals, units="all")

@@ -15,7 +15,7 @@ def with_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_reducer_compiles_whole() -> None:
     masks = [torch.tensor([1, 0.5, 0, 1]), torch.zeros(2), torch.ones(2)]
     values = torch.tensor([1.0, -2, float("nan"), 4, float("inf"), float("-inf"), 7, 8])
-    reducer = make_pg_loss_reducer("sample_mean", masks, totals=StepTotals.from_loss_masks(masks))
+    reducer = make_pg_loss_reducer("sample_mean", masks, totals=StepTotals.of(masks))
     within = torch.compile(lambda losses: reducer(losses * 1), fullgraph=True, backend="aot_eager")
     for function in (reducer, torch.compile(reducer.__call__, fullgraph=True, backend="aot_eager"), within):
         losses = values.clone().requires_grad_()

@@ -321,7 +321,7 @@ def test_errors_alone_are_plain() -> None:
 test_refusals = refusal_tests(
     {
         **refusals(
-            lambda **ids: StepTotals.from_loss_masks([[1], [1, 1]], **ids),
+            lambda **ids: StepTotals.of(Samples([[1], [1, 1]], **ids)),
             ({"rollout_ids": [0, 0], "prompt_ids": [0, 1]}, f"{TWO_PROMPTS}.*Join prompt and rollout index into one id",
              {"rollout_ids": [0, 0], "prompt_ids": [1, 1]}),
         ),

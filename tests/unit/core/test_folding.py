@@ -12,7 +12,7 @@ from step_samples import step_samples
 from steps import divisor_of, ids_of, totals_of
 from torch import Tensor
 
-from megatron_rl_loss import Gathered, StepTotals, fold_into_advantages
+from megatron_rl_loss import Gathered, Samples, StepTotals, fold_into_advantages
 
 SAMPLES = step_samples(seed=4)
 MASKS = [sample.mask for sample in SAMPLES]
@@ -22,9 +22,10 @@ ADVANTAGES = list(torch.randn(sum(LENGTHS), generator=torch.Generator().manual_s
 
 def fold(mode: str = "token_mean", part: slice = slice(None), advantages: Any = None, **options: Any) -> list[Tensor]:
     """Folded advantages of a rank that has this part of the samples."""
-    options = {"totals": totals_of(SAMPLES), "divisor": divisor_of(mode), **ids_of(SAMPLES[part]), **options}
+    options = {"totals": totals_of(SAMPLES), "divisor": divisor_of(mode), **options}
+    samples = Samples(MASKS[part], **ids_of(SAMPLES[part]))
     values: Sequence[Any] = ADVANTAGES if advantages is None else advantages
-    return fold_into_advantages(values[part], MASKS[part], mode=mode, **options)
+    return fold_into_advantages(values[part], samples, mode=mode, **options)
 
 
 @pytest.mark.parametrize(("mode", "units"), COUNTINGS, ids=[f"{m}-{u}" for m, u in COUNTINGS])
@@ -60,7 +61,7 @@ def test_parts_share_no_storage_and_have_no_graph_and_masked_nan_is_ignored() ->
         assert not row.requires_grad
         assert row.untyped_storage().nbytes() == row.numel() * row.element_size()
     nan = torch.tensor([1.0, float("nan")], dtype=torch.float64)
-    totals = StepTotals.from_loss_masks([[1, 0]])
+    totals = StepTotals.of([[1, 0]])
     (folded,) = fold_into_advantages([nan], [[1, 0]], mode="token_sum", totals=totals)
     assert (folded.tolist(), folded.dtype) == ([1, 0], torch.float64)
     assert fold_into_advantages([], [], mode="token_mean", totals=totals) == []
@@ -79,15 +80,15 @@ PAIR, SOUND = [[1, 0], [1]], ([1.0, 3.0],)
 
 
 def of_two(advantages: Any, mode: Any = "token_mean") -> list[Tensor]:
-    return fold_into_advantages(advantages, PAIR, mode=mode, totals=StepTotals.from_loss_masks(PAIR))
+    return fold_into_advantages(advantages, PAIR, mode=mode, totals=StepTotals.of(PAIR))
 
 
 UNFOLDABLE, INF_AT_MASKED = "advantages with NaN or Inf at active tokens", [torch.tensor([1, float("inf")]), 1.0]
 
 
 def laid_out(layout: Any) -> list[Tensor]:
-    totals = StepTotals.from_loss_masks(PAIR)
-    return fold_into_advantages(*SOUND, PAIR, mode="token_mean", totals=totals, layout=layout)
+    totals = StepTotals.of(PAIR)
+    return fold_into_advantages(*SOUND, Samples(PAIR, layout=layout), mode="token_mean", totals=totals)
 
 
 def test_weights_lie_where_the_advantages_do() -> None:
@@ -98,7 +99,7 @@ def test_weights_lie_where_the_advantages_do() -> None:
 
 test_refusals = refusal_tests(
     {
-        **refusals(laid_out, ((Gathered([0, 2, 4]),), "layout= with advantages to fold", (None,))),
+        **refusals(laid_out, ((Gathered([0, 2, 3]),), "samples with a layout to fold", (None,))),
         **refusals(
             of_two,
             (([1.0],), "1 advantages for 2 loss masks", SOUND),

@@ -87,7 +87,7 @@ def test_a_registered_function_is_a_mode() -> None:
     assert isinstance(my_mean, Mode)
     assert available_modes()[-1] == "my_mean"
     for mode in ("my_mean", my_mean):
-        weights = token_weights(mode, Samples(MASK), StepTotals.from_loss_masks(MASK))
+        weights = token_weights(mode, Samples(MASK), StepTotals.of(MASK))
         assert weights.tolist() == pytest.approx([1 / 3.5, 0, 0.5 / 3.5, 1 / 3.5, 1 / 3.5])
     with pytest.raises(ValueError, match="divisor 3 with loss aggregation 'my_mean': this mode takes none"):
         resolve("my_mean", divisor=3)
@@ -97,12 +97,11 @@ def test_a_mode_is_given_everything() -> None:
     seen: list[ModeInputs] = []
     layout, labels = Gathered([0, 1]), {"weight": [2.5]}
     ids: dict[str, Any] = {"rollout_ids": [4], "prompt_ids": ["a"], "ids": {"task": ["t"]}, "labels": labels}
-    totals = StepTotals.from_loss_masks(
-        [[1], [1, 0]], rollout_ids=[4, 5], prompt_ids=["a", "a"], ids={"task": ["t", "t"]}
-    )
-    place: dict[str, Any] = {"layout": layout, "cp_rank": 1, "cp_size": 2}
+    totals = StepTotals.of(Samples([[1], [1, 0]], rollout_ids=[4, 5], prompt_ids=["a", "a"], ids={"task": ["t", "t"]}))
+    place: dict[str, Any] = {"cp_rank": 1, "cp_size": 2}
+    samples = Samples([torch.ones(1)], layout=layout, **ids)
     spy: Any = lambda step: seen.append(step) or 1  # noqa: E731
-    make_pg_loss_reducer(spy, [torch.ones(1)], totals=totals, divisor=3.0, units="active", **ids, **place)
+    make_pg_loss_reducer(spy, samples, totals=totals, divisor=3.0, units="active", **place)
     (step,) = seen
     assert (step.divisor, step.counting, step.totals is totals, step.batch.layout) == (3.0, "active", True, layout)
     assert (1 / step.label("weight")).tolist() == [0.4]  # numbers are an array, so that a mode calculates with them
@@ -143,7 +142,7 @@ def test_a_mode_is_given_everything() -> None:
     ],
 )
 def test_weights_beside_the_mask(beside: Any, expected: list[float]) -> None:
-    weights = token_weights(lambda step: beside, Samples(MASK), StepTotals.from_loss_masks(MASK))
+    weights = token_weights(lambda step: beside, Samples(MASK), StepTotals.of(MASK))
     assert (weights.tolist(), weights.requires_grad) == (expected, False)
 
 
@@ -187,7 +186,7 @@ def term(*arguments: Any, **options: Any) -> Any:
 
 def own(beside: Any) -> torch.Tensor:
     masks = [torch.tensor([1.0, 0, 1]), torch.ones(2)]
-    return token_weights(lambda step: beside, Samples(masks), StepTotals.from_loss_masks(masks))
+    return token_weights(lambda step: beside, Samples(masks), StepTotals.of(masks))
 
 
 LAST_INF, FINITE = ([torch.ones(3), torch.tensor([1.0, last])] for last in (math.inf, 0))

@@ -677,7 +677,7 @@ def test_empty_micro_batches_and_steps(filler: Samples) -> None:
 
 
 def test_as_many_tokens_as_megatron_counts() -> None:
-    totals = StepTotals.from_loss_masks([[1]])
+    totals = StepTotals.of([[1]])
     for per_token_loss, number in ((True, 2**31 - 1), (False, 2**31)):
         check_active_tokens(
             replace(totals, step_active_tokens=number), per_token_loss=per_token_loss, empty_step="warn"

@@ -268,7 +268,7 @@ def of_masks(*masks: Any) -> Samples:
 
 
 def reduced(mask: Any) -> Any:
-    return make_pg_loss_reducer("token_mean", mask, totals=StepTotals.from_loss_masks([[1, 1]]))
+    return make_pg_loss_reducer("token_mean", mask, totals=StepTotals.of([[1, 1]]))
 
 
 test_refusals = refusal_tests(

@@ -16,7 +16,16 @@ from refusals import refusal_tests, refusals
 from steps import divisor_of, ids_of, totals_of
 from torch import Tensor
 
-from megatron_rl_loss import Gathered, Layout, StepTotals, ZigzagBSHD, ZigzagResponse, ZigzagTHD, make_pg_loss_reducer
+from megatron_rl_loss import (
+    Gathered,
+    Layout,
+    Samples,
+    StepTotals,
+    ZigzagBSHD,
+    ZigzagResponse,
+    ZigzagTHD,
+    make_pg_loss_reducer,
+)
 from megatron_rl_loss.core import reducers
 from megatron_rl_loss.core.reducers import Summand, WeightedSum
 
@@ -52,8 +61,8 @@ def test_worked_batch_whatever_is_masked_or_padding(poison: float, place: Place,
         at = laid_out(place, tuple(len(sample.mask) for sample in part), cp_size)
         for rank, held in enumerate(at.held):
             reducer = make_pg_loss_reducer(
-                mode, padded_masks(part, at), totals=totals_of(WORKED), divisor=divisor, layout=at.layout,
-                cp_rank=rank, cp_size=cp_size, **ids_of(part),
+                mode, Samples(padded_masks(part, at), layout=at.layout, **ids_of(part)), totals=totals_of(WORKED),
+                divisor=divisor, cp_rank=rank, cp_size=cp_size,
             )  # fmt: skip
             losses = torch.tensor([float(part[t[0]].losses[t[1]]) if t else poison for t in held], requires_grad=True)
             share = reducer(losses.reshape(at.shape(len(held))))
@@ -77,11 +86,12 @@ def test_worked_batch_whatever_is_masked_or_padding(poison: float, place: Place,
 def test_a_gather_by_its_backward(backward: Any) -> None:
     """Two CP ranks gather their halves of 8 log-probs: a token's gradient is its weight, and the value is the loss."""
     masks, place = [torch.ones(4), torch.tensor([1.0, 0, 1, 0])], dict[str, Any](cp_size=2)
-    place |= {"layout": Gathered([0, 4, 8], backward=backward), "totals": StepTotals.from_loss_masks(masks)}
+    place["totals"] = StepTotals.of(masks)
+    samples = Samples(masks, layout=Gathered([0, 4, 8], backward=backward))
     gradients, value = [torch.zeros(4), torch.zeros(4)], 0.0
     for rank in range(2):
         losses = torch.arange(8.0, requires_grad=True)
-        share = make_pg_loss_reducer("token_mean", masks, cp_rank=rank, **place)(losses)
+        share = make_pg_loss_reducer("token_mean", samples, cp_rank=rank, **place)(losses)
         share.backward()
         value += float(share.detach())
         for owner in range(2) if backward == "sum" else [rank]:
@@ -104,12 +114,11 @@ def test_the_graph_stays_connected(masks: list[Tensor], layout: Layout, rank: in
     """A step without one active token has a graph, too."""
     ids, logits = [0] * len(masks), torch.full((num_losses,), 3.0, requires_grad=True)
     for elsewhere in (torch.ones(5), torch.zeros(5)):
-        totals = StepTotals.from_loss_masks([*masks, elsewhere], prompt_ids=[*ids, 0])
-        place: Any = {"layout": layout, "cp_rank": rank, "cp_size": 2}
+        totals = StepTotals.of(Samples([*masks, elsewhere], prompt_ids=[*ids, 0]))
+        place: Any = {"cp_rank": rank, "cp_size": 2}
+        samples = Samples(masks, layout=layout, prompt_ids=ids)
         for mode in MODES:
-            reducer = make_pg_loss_reducer(
-                mode, masks, totals=totals, divisor=divisor_of(mode), prompt_ids=ids, **place
-            )
+            reducer = make_pg_loss_reducer(mode, samples, totals=totals, divisor=divisor_of(mode), **place)
             share = reducer(logits * 2)
             (gradient,) = torch.autograd.grad(share, logits)
             assert (share.dtype, share.shape, float(share.detach())) == (torch.float32, (), 0)
@@ -118,7 +127,7 @@ def test_the_graph_stays_connected(masks: list[Tensor], layout: Layout, rank: in
 
 def test_masks_are_not_part_of_the_graph_and_a_reducer_can_be_used_again() -> None:
     mask, losses = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
-    reducer = make_pg_loss_reducer("token_mean", [mask], totals=StepTotals.from_loss_masks([mask]))
+    reducer = make_pg_loss_reducer("token_mean", [mask], totals=StepTotals.of([mask]))
     reducer(losses).backward()
     assert mask.grad is None
     assert losses.grad.tolist() == [0.5, 0.5]
@@ -130,11 +139,10 @@ def test_masks_are_not_part_of_the_graph_and_a_reducer_can_be_used_again() -> No
 
 def with_weights(weights: Tensor, copies: int = 1) -> WeightedSum:
     """A sum by these weights; of `copies` ranks that all hold the tokens, the first."""
-    options: dict[str, Any] = {"layout": Gathered([0, len(weights)], backward="slice"), "cp_rank": 0, "cp_size": copies}
     mask = torch.ones(len(weights), dtype=torch.bool)
-    return make_pg_loss_reducer(
-        lambda step: [weights * copies], [mask], totals=StepTotals.from_loss_masks([mask]), **options
-    )
+    samples = Samples([mask], layout=Gathered([0, len(weights)], backward="slice"))
+    place: dict[str, Any] = {"cp_rank": 0, "cp_size": copies}
+    return make_pg_loss_reducer(lambda step: [weights * copies], samples, totals=StepTotals.of([mask]), **place)
 
 
 def sums_of(reducer: WeightedSum, losses: Tensor, *metrics: Tensor) -> tuple[Tensor, list[Tensor]]:
@@ -287,7 +295,7 @@ def test_four_million_tokens_keep_their_precision() -> None:
     """
     number = 2**22
     mask = torch.rand(number, generator=torch.Generator().manual_seed(2)) < 0.9
-    reducer = make_pg_loss_reducer("token_mean", [mask], totals=StepTotals.from_loss_masks([mask]))
+    reducer = make_pg_loss_reducer("token_mean", [mask], totals=StepTotals.of([mask]))
     alike = torch.full((number,), 0.1)
     share, (metric, flat) = sums_of(reducer, alike, 3 * alike, alike.view(1, -1))
     expected = [float(alike.double()[mask].mean())] * 3
@@ -313,13 +321,13 @@ def test_weights_that_change_between_forward_and_backward_are_refused() -> None:
 
 def reduce(layout: Layout | None, lengths: list[int], losses: Any, cp_rank: int = 0, cp_size: int = 1) -> Tensor:
     masks = [torch.ones(length) for length in lengths]
-    options: dict[str, Any] = {"totals": StepTotals.from_loss_masks(masks), "layout": layout}
-    return make_pg_loss_reducer("sample_mean", masks, cp_rank=cp_rank, cp_size=cp_size, **options)(losses)
+    options: dict[str, Any] = {"totals": StepTotals.of(masks), "cp_rank": cp_rank, "cp_size": cp_size}
+    return make_pg_loss_reducer("sample_mean", Samples(masks, layout=layout), **options)(losses)
 
 
 def reduce_masked(losses: Tensor) -> Tensor:
     mask = [torch.tensor([1.0, 0, 1, 1, 0, 0, 0])]
-    return make_pg_loss_reducer("token_mean", mask, totals=StepTotals.from_loss_masks(mask))(losses)
+    return make_pg_loss_reducer("token_mean", mask, totals=StepTotals.of(mask))(losses)
 
 
 class PolicyLoss:

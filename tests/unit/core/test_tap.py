@@ -104,8 +104,9 @@ def test_no_graph_is_kept_alive() -> None:
 def test_a_reducer_taps_what_it_reduces_and_says_what_was_asked(cp_size: int) -> None:
     """Each rank's weights are a part where ranks hold copies; the layout's scale makes up for it in the gradient."""
     masks = [torch.tensor([1.0, 0, 1]), torch.tensor([1.0])]
-    place: dict[str, Any] = {"layout": Gathered([0, 3, 4], backward="slice"), "cp_rank": 0, "cp_size": cp_size}
-    reducer = make_pg_loss_reducer("sample_mean", masks, totals=StepTotals.from_loss_masks(masks), **place)
+    samples = Samples(masks, layout=Gathered([0, 3, 4], backward="slice"))
+    place: dict[str, Any] = {"cp_rank": 0, "cp_size": cp_size}
+    reducer = make_pg_loss_reducer("sample_mean", samples, totals=StepTotals.of(masks), **place)
     assert reducer.gradient_scale == cp_size
     taps, values = Taps(), losses()
     with observe(taps):
@@ -119,7 +120,7 @@ def test_a_reducer_taps_what_it_reduces_and_says_what_was_asked(cp_size: int) ->
 def test_gradients_of_several_backward_passes_add_up() -> None:
     """Those of a loop that sends gradients back term by term, wherever they are recorded."""
     taps, values = Taps(), losses()
-    reducer = make_pg_loss_reducer("token_mean", [MASK], totals=StepTotals.from_loss_masks([MASK]))
+    reducer = make_pg_loss_reducer("token_mean", [MASK], totals=StepTotals.of([MASK]))
     with observe(taps):
         taps.begin_microbatch()
         loss = (tap(values, "kl") * MASK).sum()
@@ -141,7 +142,7 @@ def test_gradients_of_several_backward_passes_add_up() -> None:
 def test_a_share_names_the_loss_functions_that_its_losses_came_from() -> None:
     """Those of this micro-batch that its graph reaches, each up to the next loss function, and no others."""
     taps, old = Taps(), log_probs().detach()
-    reducer = make_pg_loss_reducer("token_mean", [MASK], totals=StepTotals.from_loss_masks([MASK]))
+    reducer = make_pg_loss_reducer("token_mean", [MASK], totals=StepTotals.of([MASK]))
     with observe(taps):
         for _ in range(2):
             taps.begin_microbatch()

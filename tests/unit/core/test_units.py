@@ -40,7 +40,7 @@ def numbers_of(counting: str) -> dict[str, int]:
 
 @pytest.mark.parametrize("counting", COUNTINGS)
 def test_the_number_of_units(counting: str) -> None:
-    totals = StepTotals.from_loss_masks(MASKS, **IDS, labels=labels_of(counting))
+    totals = StepTotals.of(Samples(MASKS, **IDS, labels=labels_of(counting)))
     numbers = numbers_of(counting)
     assert {kind: totals.units[kind].number[counting] for kind in numbers} == numbers
 
@@ -66,7 +66,7 @@ def test_the_weights_by_a_counting(counting: str, mode: str) -> None:
         rows = oracle.step_weights(mode, step, divisor_of(mode), counting)
     assert weights.tolist() == pytest.approx([weight for row in rows for weight in row], rel=1e-6)
     if labels and mode == "prompt_mean":
-        assert counting not in StepTotals.from_loss_masks(MASKS, **IDS).units["prompt"].number
+        assert counting not in StepTotals.of(Samples(MASKS, **IDS)).units["prompt"].number
         with pytest.raises(ValueError, match=f"the samples have no label '{next(iter(labels))}'"):
             plan_step([Samples(MASKS, **IDS)], mode, **asked)
 

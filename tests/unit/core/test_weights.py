@@ -173,7 +173,7 @@ def test_the_oracle_and_the_weights_give_what_is_worked_out_by_hand(mode: str, u
     masks, ids = [sample.mask for sample in oracle.WORKED], ids_of(oracle.WORKED)
     weights = token_weights(mode, Samples(masks, **ids), totals_of(oracle.WORKED), divisor=divisor, units=units)
     assert float(weights.double() @ losses) == pytest.approx(value, rel=1e-6)
-    column = weights_column(mode, masks, divisor=divisor, units=units, **ids)
+    column = weights_column(mode, Samples(masks, **ids), divisor=divisor, units=units)
     assert list(map(len, column)) == list(map(len, masks))
     assert torch.equal(torch.cat(column), weights)
 
@@ -192,7 +192,7 @@ def shared_by(power: float) -> Mode:
 def test_two_modes_of_one_factory_have_sums_of_their_own() -> None:
     masks = [torch.ones(4), torch.zeros(2), torch.ones(1)]
     modes = [shared_by(0.25), shared_by(2.0)]
-    totals = StepTotals.from_loss_masks(masks, sums=[total for mode in modes for total in mode.sums.values()])
+    totals = StepTotals.of(masks, sums=[total for mode in modes for total in mode.sums.values()])
     for mode in modes:
         weights = token_weights(mode, Samples(masks), totals)
         assert float(weights.sum()) == pytest.approx(1)
@@ -202,7 +202,7 @@ def test_two_modes_of_one_factory_have_sums_of_their_own() -> None:
 @pytest.mark.parametrize("returned", [[1.0], [1.0, NAN], [[1.0, 1.0]], None], ids=str)
 def test_a_declared_sum_is_one_finite_number_a_sample(returned: Any) -> None:
     with pytest.raises((ValueError, TypeError)):
-        StepTotals.from_loss_masks([[1], [1]], sums=[Sum(of=lambda samples: returned)])
+        StepTotals.of([[1], [1]], sums=[Sum(of=lambda samples: returned)])
 
 
 MASKS = [torch.ones(4), torch.tensor([1.0, 0.5, 0, 0])]
@@ -212,13 +212,13 @@ LOSSES = torch.tensor([1.0, 2, 3, 4, 5, 6, NAN, NAN])
 # --- refusals, each beside its nearest legal neighbour
 
 
-def of_ones(*lengths: float, **ids: Any) -> StepTotals:
+def of_ones(*lengths: float, sums: Any = (), **ids: Any) -> StepTotals:
     """Totals of masks of ones, the last of which may be a fraction."""
     masks = [[1.0] * int(length) + [length % 1] for length in lengths]
-    return StepTotals.from_loss_masks(masks, **ids)
+    return StepTotals.of(Samples(masks, **ids), sums=sums)
 
 
-WITH_ROLLOUTS = StepTotals.from_loss_masks(MASKS, rollout_ids=[0, 0], prompt_ids=[0, 0])
+WITH_ROLLOUTS = StepTotals.of(Samples(MASKS, rollout_ids=[0, 0], prompt_ids=[0, 0]))
 PROMPTS = of_ones(8, 6, prompt_ids=[0, "a"])
 ONE, TWO, ZERO, SIX = of_ones(9), of_ones(5, 5), of_ones(0, 0), of_ones(3, 3)
 ROLLOUTS: dict[str, Any] = {"rollout_ids": [0, 0]}
@@ -228,7 +228,9 @@ UNKNOWN, LAID_OUT_TWO = "has no count in the step's totals", ZigzagTHD([0, 4, 8]
 
 
 def reduced(mode: Any, totals: Any, ids: Any = IDS, masks: Any = MASKS, units: Any = None) -> Any:
-    return make_pg_loss_reducer(mode, masks, totals=totals, units=units, **{"divisor": divisor_of(mode), **ids})
+    divisor = ids.get("divisor", divisor_of(mode))
+    samples = Samples(masks, **{name: values for name, values in ids.items() if name != "divisor"})
+    return make_pg_loss_reducer(mode, samples, totals=totals, units=units, divisor=divisor)
 
 
 def of_weights(mode: Any, totals: StepTotals, layout: Any = None, cp_size: int = 1, masks: Any = MASKS) -> Any:
@@ -237,11 +239,11 @@ def of_weights(mode: Any, totals: StepTotals, layout: Any = None, cp_size: int =
 
 def on_mask(entry: float, divisor: float) -> torch.Tensor:
     masks = [torch.tensor([entry, 1.0])]
-    return token_weights("token_sum", Samples(masks), StepTotals.from_loss_masks(masks), divisor=divisor)
+    return token_weights("token_sum", Samples(masks), StepTotals.of(masks), divisor=divisor)
 
 
 def beside_flags(weight: float) -> torch.Tensor:
-    return token_weights(lambda step: weight, Samples([[1, 0]]), StepTotals.from_loss_masks([[1, 0]]))
+    return token_weights(lambda step: weight, Samples([[1, 0]]), StepTotals.of([[1, 0]]))
 
 
 MIXED = ("prompt_mean", PROMPTS, {"prompt_ids": [0, "a"]})

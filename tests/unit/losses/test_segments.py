@@ -185,7 +185,7 @@ def sums(values: Any = WHOLE, local: Any = MASKED, **more: Any) -> Tensor:
 def of_units(per: str, tokens: dict[str, float]) -> Tensor:
     """Segment sums in a step whose units have so many tokens, which their micro-batch knows."""
     masks = [[1.0] * int(number) + [number % 1] for number in tokens.values()]
-    totals = StepTotals.from_loss_masks(masks, ids={per: [*tokens]})
+    totals = StepTotals.of(Samples(masks, ids={per: [*tokens]}))
     local = local_of(MASKS, ids={per: ["a", "a", "b"]})
     return segment_sum(WHOLE, SimpleNamespace(tokens=local, cp_group=None, totals=totals), per=per)
 
@@ -240,7 +240,7 @@ REFUSALS = {
 test_refusals = refusal_tests(REFUSALS)
 
 
-COUNTED = StepTotals.from_loss_masks([torch.ones(2)], dp_group=None)
+COUNTED = StepTotals.of([torch.ones(2)], dp_group=None)
 
 
 def test_another_group_of_as_many_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from megatron_rl_loss import StepTotals
+from megatron_rl_loss import Samples, StepTotals
 from megatron_rl_loss.core.aggregation import resolve
 from megatron_rl_loss.proof.promises import misgrouped, other_count, other_data
 
@@ -29,7 +29,7 @@ SHARED, APART = "prompts share an id", "ids differ within a group, or the mini-b
 )
 @pytest.mark.parametrize("is_sure", [True, False])
 def test_groups(ids: str, promised: int | None, mode: str, says: str, is_sure: bool) -> None:
-    totals = StepTotals.from_loss_masks(MASKS, prompt_ids=list(ids), ids={"session": list(ids)})
+    totals = StepTotals.of(Samples(MASKS, prompt_ids=list(ids), ids={"session": list(ids)}))
     findings = misgrouped(totals, promised, resolve(mode), is_sure=is_sure)
     assert any(says in finding for finding in [*findings.faults, *findings.doubts]) == (says != "")
     assert len(findings.faults) == (says == SHARED and is_sure), "only a number that is sure is evidence"
@@ -45,7 +45,7 @@ def test_groups(ids: str, promised: int | None, mode: str, says: str, is_sure: b
     ],
 )
 def test_turns_and_rows_that_fill_a_batch_up(rollouts: str, masks: Any, units: str, says: str) -> None:
-    totals = StepTotals.from_loss_masks(masks, prompt_ids=list("aaab"), rollout_ids=list(rollouts))
+    totals = StepTotals.of(Samples(masks, prompt_ids=list("aaab"), rollout_ids=list(rollouts)))
     findings = misgrouped(totals, 2, resolve("prompt_mean", units=units), is_sure=False, remedy="Give ids.")
     assert [says in doubt and doubt.endswith(". Give ids.") for doubt in findings.doubts] == [True] * bool(says)
 
@@ -61,7 +61,7 @@ def test_turns_and_rows_that_fill_a_batch_up(rollouts: str, masks: Any, units: s
     ],
 )
 def test_the_samples_by_which_an_engine_divides(count: float | None, low: float, high: float, is_reason: bool) -> None:
-    compared: Any = SimpleNamespace(totals=StepTotals.from_loss_masks(MASKS), low=low, high=high)
+    compared: Any = SimpleNamespace(totals=StepTotals.of(MASKS), low=low, high=high)
     compared.totals.units["sample"] = SimpleNamespace(number={"all": 4})
     says = other_count(count, compared)
     assert says.startswith("the engine divides by 8 samples, and the step has 4") == is_reason == (says != "")
@@ -72,6 +72,6 @@ def test_the_samples_by_which_an_engine_divides(count: float | None, low: float,
     [(None, False), ((6.0, 4), False), ((6.0 + 1e-6, 4), False), ((7.0, 4), True), ((6.0, 5), True)],
 )
 def test_the_data_of_which_losses_came(data: tuple[float, int] | None, is_fault: bool) -> None:
-    totals = StepTotals.from_loss_masks(MASKS)
+    totals = StepTotals.of(MASKS)
     vars(totals)["units"] = {"sample": SimpleNamespace(number={"all": 4})}
     assert len(other_data(data, totals)) == is_fault
