@@ -21,56 +21,6 @@ from torch import Tensor
 from megatron_rl_loss.core.aggregation import Aggregation
 from megatron_rl_loss.core.samples import Samples
 
-Parameters = ParamSpec("Parameters")
-Result = TypeVar("Result")
-
-
-class Observer(Protocol):
-    """The part of `reduction.taps.Taps` that loss functions report to."""
-
-    def add_output(self, per_token_loss: Tensor, made_by: str) -> None: ...
-
-
-#: The observer, and the aggregation that the step should have; None where nobody said so.
-_OBSERVED: ContextVar[tuple[Any, Any]] = ContextVar("observed", default=(None, None))
-
-
-@contextmanager
-def observe(observer: Any = None, aggregation: Any = None) -> Iterator[None]:
-    """In a ``with``: report to the observer; the step should have the aggregation. None changes nothing."""
-    outer_observer, outer_aggregation = _OBSERVED.get()
-    token = _OBSERVED.set((observer or outer_observer, aggregation or outer_aggregation))
-    try:
-        yield
-    finally:
-        _OBSERVED.reset(token)
-
-
-def observer() -> Any:
-    """The observer of the current step, if there is one; None while torch compiles."""
-    return None if torch.compiler.is_compiling() else _OBSERVED.get()[0]
-
-
-def expected_aggregation() -> Any:
-    """The aggregation of the current step, if its trainer said so."""
-    return _OBSERVED.get()[1]
-
-
-def reports_output(loss_function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Decorate a loss function: the gradient at its result shows what lies between it and the reducer."""
-
-    @wraps(loss_function)
-    def report(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
-        result = loss_function(*args, **kwargs)
-        observes: Observer | None = observer()
-        if observes is not None:
-            per_token_loss: Any = getattr(result, "per_token_loss", result)
-            observes.add_output(per_token_loss, loss_function.__name__)
-        return result
-
-    return report
-
-
 #: Nodes of a graph that are looked through between a reducer and a loss function: their own code, not the model.
 _MOST_NODES = 256
 
@@ -289,10 +239,43 @@ class Taps:
         self.losses[term][microbatch] = tapped
 
 
+# --- what observes the step that runs now
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+
+class Observed(NamedTuple):
+    """The taps to which losses report, and the aggregation that the step should have; None where nobody said so."""
+
+    taps: Taps | None = None
+    aggregation: Aggregation | None = None
+
+
+#: Whoever runs a step sets it and puts it back. Loss functions are called by a schedule that knows nothing of a
+#: measurement, so none can hand it on.
+_OBSERVED: ContextVar[Observed] = ContextVar("observed", default=Observed())  # noqa: B039  # a value
+
+
+@contextmanager
+def observe(taps: Taps | None = None, aggregation: Aggregation | None = None) -> Iterator[None]:
+    """In a ``with``: losses report to the taps; the step should have the aggregation. None changes nothing."""
+    outer = _OBSERVED.get()
+    token = _OBSERVED.set(Observed(taps or outer.taps, aggregation or outer.aggregation))
+    try:
+        yield
+    finally:
+        _OBSERVED.reset(token)
+
+
+def expected_aggregation() -> Aggregation | None:
+    """The aggregation of the current step, if its trainer said so."""
+    return _OBSERVED.get().aggregation
+
+
 def observed_taps() -> Taps | None:
     """Those of the measurement that observes the current step, if one does; None while torch compiles."""
-    taps: Taps | None = observer()
-    return taps
+    return None if torch.compiler.is_compiling() else _OBSERVED.get().taps
 
 
 def is_observed() -> bool:
@@ -303,6 +286,20 @@ def is_observed() -> bool:
 def taps_of(value: Tensor) -> Taps | None:
     """`observed_taps`, unless no gradient will reach the value."""
     return observed_taps() if torch.is_grad_enabled() and value.requires_grad else None
+
+
+def reports_output(loss_function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """Decorate a loss function: the gradient at its result shows what lies between it and the reducer."""
+
+    @wraps(loss_function)
+    def report(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        result = loss_function(*args, **kwargs)
+        if (taps := observed_taps()) is not None:
+            per_token_loss: Any = getattr(result, "per_token_loss", result)
+            taps.add_output(per_token_loss, loss_function.__name__)
+        return result
+
+    return report
 
 
 def tap(
