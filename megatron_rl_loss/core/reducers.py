@@ -81,7 +81,12 @@ class WeightedSum:
         if values.dtype == torch.float64:
             self._double = (self._weigh(np.float64) if self._double is None else self._double).to(values.device)
             weights = self._double
-        return (values.to(weights.dtype).masked_fill(weights == 0, 0) * weights).sum(-1)
+        values = values.to(weights.dtype)
+        if values.is_cpu and not torch.compiler.is_compiling():  # a device would be waited for
+            total = (values * weights).sum(-1)
+            if all(map(math.isfinite, total.detach().reshape(-1).tolist())):
+                return total  # the same, in half the time: nothing has to be left out
+        return (values.masked_fill(weights == 0, 0) * weights).sum(-1)
 
     def scaled(self, share: Tensor) -> Tensor:
         """The share, with its gradient times `gradient_scale`."""
