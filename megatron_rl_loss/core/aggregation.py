@@ -272,7 +272,7 @@ def times_mask(local: LocalTokens, beside: Floats, of: str, dtype: FloatType = n
     is_within = exact.size and np.minimum.reduce(exact) >= _TINY and np.maximum.reduce(exact) <= _LARGEST
     if not (is_within and local.samples.holds_flags):
         exact = _checked(local, exact, beside.ndim, of)
-    weights = local.mask.astype(dtype) * _at_tokens(local, exact.astype(dtype), beside.ndim)
+    weights = local.mask.astype(dtype, copy=False) * _at_tokens(local, exact.astype(dtype), beside.ndim)
     if not torch.is_inference_mode_enabled():
         return torch.from_numpy(weights)
     with torch.inference_mode(False):  # they serve in training too

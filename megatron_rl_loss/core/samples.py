@@ -199,15 +199,18 @@ class Samples:
         self._unread = masks
         self._buffer: Array | None = None
         if all(mask.is_cpu for mask in masks):
-            self._fill(join_on_host(masks))
+            self._fill(join_on_host(masks), is_own=len(masks) > 1)
 
-    def _fill(self, joined: Array) -> None:
-        """Fill the buffer with masks end to end on the host; ValueError for entries that are no usable weights."""
+    def _fill(self, joined: Array, is_own: bool) -> None:
+        """Fill the buffer with masks end to end on the host; ValueError for entries that are no usable weights.
+
+        If nobody else has the memory (`is_own`), it may become the buffer.
+        """
         self._holds_flags = check_entries(joined, self._unread)
         check_units(self.parts, joined)
-        # Sums of a float64 mask keep its digits; a narrower mask is float32, as the weights made of it are. A copy: the
-        # entries that `joined` may share with the user's mask would change with it.
-        weights = joined.astype(np.float64 if joined.dtype == np.float64 else np.float32)
+        # Sums of a float64 mask keep its digits; a narrower mask is float32, as its weights are. Entries that
+        # are the user's mask too are copied: they would change with it.
+        weights = joined.astype(np.float64 if joined.dtype == np.float64 else np.float32, copy=not is_own)
         self._mask_sums = sum_each(joined, self.mask_lengths)
         self._active_tokens = self._mask_sums if self._holds_flags else sum_each(weights != 0, self.mask_lengths)
         self._buffer, self._unread = place(weights, self.places, self.total_tokens), []
@@ -339,7 +342,7 @@ def read_masks(microbatches: Iterable[Samples]) -> None:
     joined = join_on_host([mask for samples in waiting for mask in samples._unread])
     ends = np.cumsum([0, *(sum(samples.mask_lengths) for samples in waiting)])
     for samples, begin, end in zip(waiting, ends, ends[1:], strict=False):
-        samples._fill(joined[begin:end])
+        samples._fill(joined[begin:end], is_own=True)
 
 
 def _find_named(what: str, name: str, columns: Mapping[str, Any], argument: str) -> Any:
