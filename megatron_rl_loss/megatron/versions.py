@@ -48,7 +48,8 @@ def check_output_processor() -> None:
         )
 
 
-def iteration_of(training_log: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
-    """The iteration that `training_log` is called with: the fourth argument from Megatron 0.16 on, the fifth before."""
+def logged_arguments(training_log: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """The arguments of a call of `training_log` by name; their order differs between versions of Megatron."""
     named = {**inspect.signature(training_log).bind(*args, **kwargs).arguments, **kwargs}
-    return int(named["iteration"] if "iteration" in named else args[3])  # a wrapper of the user's may take any
+    usual = ("loss_dict", "total_loss_dict", "learning_rate", "iteration")  # where a wrapper of the user's takes any
+    return {**dict(zip(usual, args, strict=False)), **named}

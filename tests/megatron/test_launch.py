@@ -23,7 +23,7 @@ from table_step import Batch, aggregation, begun, one_step, run_step, start, tab
 from megatron_rl_loss import LossAggregation, Samples, from_first_tp_rank, next_microbatch, plan_step
 from megatron_rl_loss.megatron.flags import AggregationSettings
 from megatron_rl_loss.megatron.iterator import MicrobatchIterator
-from megatron_rl_loss.megatron.versions import iteration_of
+from megatron_rl_loss.megatron.versions import logged_arguments
 
 SAMPLES = step_samples(seed=1)
 EVERYTHING = list(range(len(SAMPLES)))
@@ -73,6 +73,17 @@ def chunks_of_every_kind() -> None:
                 assert (microbatch.samples, microbatch.data) == (described.samples, chunk)
 
 
+#: Values of six steps; the fifth is skipped.
+LOGGED = [
+    {"pg_loss": 0.5, "kl": 1.0, "gap": math.nan},
+    {"pg_loss": -1.0, "kl": 2.0, "gap": 1.0},
+    {"pg_loss": -0.5, "kl": 2.0},
+    {"pg_loss": 1.0, "kl": 2.0},
+    {"pg_loss": 9.0, "kl": 9.0},
+    {"pg_loss": -3.0, "kl": 4.0},
+]
+
+
 def attached() -> None:
     """Check Megatron's replaced functions inside `attached`, and the restored ones after it."""
     from megatron.training import training
@@ -81,8 +92,16 @@ def attached() -> None:
     lines: list[str] = []
     calls: list[Any] = []
 
-    def training_log(loss_dict: Any, total: Any = None, lr: float = 0.0, iteration: int = 0, scale: float = 1.0) -> str:
-        lines.append("Megatron's line")
+    def training_log(loss_dict: Any, total_loss_dict: Any, lr: float, iteration: int, skipped_iter: int = 0) -> str:
+        """As Megatron's: its line has the means since its last one, those below 0 left out."""
+        if not skipped_iter:
+            for name, value in [*loss_dict.items(), ("advanced iterations", 1)]:
+                total_loss_dict[name] = total_loss_dict.get(name, 0) + value
+        if iteration % 2 == 0:
+            steps = total_loss_dict["advanced iterations"]
+            means = {name: value / steps for name, value in total_loss_dict.items() if "iterations" not in name}
+            lines.append(" ".join(f"{name} {float(mean):g}" for name, mean in means.items() if mean >= 0))
+            total_loss_dict.update(dict.fromkeys(total_loss_dict, 0))
         return "logged"
 
     training.get_forward_backward_func = lambda: lambda **kwargs: calls.append(kwargs) or "stored"
@@ -95,10 +114,10 @@ def attached() -> None:
         batches = iter([Batch(SAMPLES, [0], 1), Batch(SAMPLES, [1], 1)])
         schedule = training.get_forward_backward_func()
         assert schedule(forward_step_func=print, data_iterator=batches, **options) == "stored"
-        losses = {"pg_loss": torch.tensor(-0.25), "kl": torch.tensor(2.0), "gap": torch.tensor(math.nan)}
-        for iteration in (1, 2):
-            assert training.training_log(losses, {}, 0.1, iteration, 1.0) == "logged"
-        assert training.training_log({"kl": torch.tensor(2.0)}, iteration=4) == "logged"
+        sums: dict[str, Any] = {}
+        for iteration, of_step in enumerate(LOGGED, 1):
+            losses = {name: torch.tensor(value) for name, value in of_step.items()}
+            assert training.training_log(losses, sums, 0.1, iteration, skipped_iter=iteration == 5) == "logged"
         with pytest.raises(RuntimeError, match=r"attached\(\) inside attached\(\)"), aggregation().attached():
             pass
     assert (training.get_forward_backward_func, training.training_log) == before
@@ -109,8 +128,13 @@ def attached() -> None:
     assert [len(batch.data.samples) for batch in kwargs.pop("data_iterator")] == [1, 1]
     assert kwargs.pop("forward_step_func").__wrapped__ is print
     assert kwargs == options
-    below = " iteration        2, values below 0 | pg_loss: -2.500000E-01 | gap: NAN |"
-    assert lines == ["Megatron's line"] * 2 + [below] + ["Megatron's line"]
+    assert lines == [
+        "kl 1.5",
+        " iteration        2, values below 0 | pg_loss: -2.500000E-01 | gap: NAN |",
+        "pg_loss 0.25 kl 2 gap 0",  # -0.5 and 1: the mean is above 0, and stands in Megatron's line alone
+        "kl 4 gap 0",  # of the one step that was not skipped
+        " iteration        6, values below 0 | pg_loss: -3.000000E+00 |",
+    ]
 
 
 def on_one() -> tuple[dict[str, str], str, dict[str, float]]:
@@ -157,9 +181,9 @@ def test_the_iteration_of_a_log_by_its_name_or_its_place() -> None:
 
     def wrapper(*args: Any, **kwargs: Any) -> None: ...
 
-    assert iteration_of(before_016, {}, {}, 0.1, 0.2, 7) == 7
-    assert iteration_of(wrapper, {}, {}, 0.1, 7, 1.0) == 7
-    assert iteration_of(wrapper, {}, {}, iteration=7) == 7
+    assert logged_arguments(before_016, {}, {}, 0.1, 0.2, 7)["iteration"] == 7
+    assert logged_arguments(wrapper, {}, {}, 0.1, 7, 1.0)["iteration"] == 7
+    assert logged_arguments(wrapper, {}, {}, iteration=7)["iteration"] == 7
 
 
 def test_the_look_ahead_and_the_first_line() -> None:
