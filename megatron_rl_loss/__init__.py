@@ -25,11 +25,11 @@ __all__ = sorted(_HOME_OF)
 
 
 def refuse_names(module: str) -> Callable[[str], Any]:
-    """The `__getattr__` of a module: a name that is public elsewhere raises ImportError with the right import."""
+    """The `__getattr__` of a module: of a name that is public elsewhere the error has the right import."""
 
     def refuse(name: str) -> Any:
         if name in _HOME_OF:
-            raise ImportError(f"{name} is not in {module}. Write: from {__name__} import {name}")
+            raise AttributeError(f"{name} is not in {module}. Write: from {__name__} import {name}", name=name)
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
 
     return refuse
@@ -46,7 +46,7 @@ def __getattr__(name: str) -> Any:
         return getattr(import_module(_HOME_OF[name]), name)
     close = get_close_matches(name, _HOME_OF, n=1)
     if close and not find_spec(f"{__name__}.{name}"):
-        raise ImportError(f"{__name__} has no name {name!r}. Did you mean {close[0]}?")
+        raise AttributeError(f"{__name__} has no name {name!r}. Did you mean {close[0]}?", name=name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

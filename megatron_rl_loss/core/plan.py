@@ -248,6 +248,11 @@ class Plan:
                 "[report, ...]."
             )
         check_finished(self.record.is_carried)
+        if not any(self.record.notes) and any(self._has_tokens(number, None) for number in range(len(self))):
+            raise ValueError(
+                f"finish() of a plan of {len(self)} micro-batches, none of which made a loss: there is nothing to "
+                "report. Call microbatch.loss(...) of each micro-batch before, or the micro-batch itself."
+            )
         self.record.check_tokens()
         self._check_terms()
 

@@ -109,7 +109,7 @@ def attached() -> None:
     training.get_args = lambda: SimpleNamespace(log_interval=2)
     training.print_rank_last = lines.append
     before = training.get_forward_backward_func, training.training_log
-    options = {"model": table_model([0.0], ddp=False), "num_microbatches": 2, "seq_length": 8}
+    options = {"model": table_model([0.0], ddp=False), "num_microbatches": 2, "collect_non_loss_data": True}
     with aggregation(mode="token_mean").attached():
         batches = iter([Batch(SAMPLES, [0], 1), Batch(SAMPLES, [1], 1)])
         schedule = training.get_forward_backward_func()

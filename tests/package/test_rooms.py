@@ -133,14 +133,20 @@ def test_a_folder_says_what_it_holds_and_exports_nothing(folder: str) -> None:
 def test_an_import_from_a_folder_says_the_right_one(folder: str) -> None:
     mine = [name for name, home in HOME_OF.items() if home.rpartition(".")[0] == folder]
     assert mine
+    module = importlib.import_module(folder)
     for name in mine:
-        with pytest.raises(ImportError, match=f"from {PACKAGE} import {name}$"):
+        assert not hasattr(module, name)
+        with pytest.raises(AttributeError, match=f"from {PACKAGE} import {name}$"):
+            getattr(module, name)
+        with pytest.raises(ImportError, match=f"cannot import name '{name}'"):
             exec(f"from {folder} import {name}")
     with pytest.raises(ImportError, match="cannot import name 'no_such_name'"):
         exec(f"from {folder} import no_such_name")
 
 
 def test_a_misspelt_name_is_guessed() -> None:
-    with pytest.raises(ImportError, match="Did you mean Samples"):
-        exec(f"from {PACKAGE} import Smaples")
-    assert not hasattr(megatron_rl_loss, "no_such_name")
+    with pytest.raises(AttributeError, match="Did you mean Samples"):
+        vars(megatron_rl_loss)["__getattr__"]("Smaples")
+    for name in ("Smaples", "sample_means", "no_such_name"):
+        assert not hasattr(megatron_rl_loss, name)
+        assert getattr(megatron_rl_loss, name, 0) == 0

@@ -190,6 +190,7 @@ def begun(step: Any, data: Any, model: Any, num_microbatches: int) -> Any:
 
     schedule = step.wrap_schedule(keep)
     options = {"data_iterator": data, "model": model, "num_microbatches": num_microbatches, "forward_only": True}
+    options["collect_non_loss_data"] = True  # no losses are collected
     schedule(forward_step_func=print, **options)
     return iterators[0]
 

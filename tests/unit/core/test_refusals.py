@@ -34,6 +34,13 @@ def carried(form: Any, per_token_loss: bool = False, losses: Any = None, of_mode
     return own_plan[0].loss(torch.ones(2, requires_grad=True) if losses is None else losses, form=form)
 
 
+def finish(*reports: Any, trained: bool = True) -> Any:
+    of_step = plan([TWO])
+    if trained:
+        of_step[0](torch.ones(2, requires_grad=True))
+    return of_step.finish(*reports)
+
+
 X, TWO = torch.ones(4), Samples([torch.ones(2)])
 test_refusals = refusal_tests(
     {
@@ -52,13 +59,14 @@ test_refusals = refusal_tests(
             error=TypeError,
         ),
         **refusals(
-            plan([TWO]).finish,
+            finish,
             (({"pg_loss": X},), "reports is one report", ([{"pg_loss": X}],)),
             (([(X, {"pg_loss": X})],), "reports of tuples: they must be the dicts", ([{"pg_loss": X}],)),
             ((None,), "reports is a NoneType: it must be a list of what loss.. returned last", ()),
             ((3,), "reports is a int: it must be a list", ([3],)),
             error=TypeError,
         ),
+        **refusals(finish, ({"trained": False}, "none of which made a loss: .* Call microbatch.loss", {})),
         **refusals(
             lambda metrics: plan([TWO])[0].loss(torch.ones(2, requires_grad=True), metrics),
             (([X[:2]],), "metrics is a list: it must be a dict", ({"entropy": X[:2]},)),
