@@ -1,6 +1,7 @@
 """The ``--loss-aggregation`` flags, their validation, and the Megatron settings that are rejected."""
 
 import difflib
+import functools
 import os
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
@@ -115,7 +116,10 @@ def _flag_of(name: str) -> str:
 
 
 def add_loss_aggregation_args(parser: ArgumentParser) -> ArgumentParser:
-    """Add the flags to a parser and return it. Pass this function to Megatron as ``extra_args_provider``."""
+    """Add the flags to a parser and return it. Pass this function to Megatron as ``extra_args_provider``.
+
+    The parser validates their values when it parses: raises as `AggregationSettings.resolve`.
+    """
     group = parser.add_argument_group("policy-gradient loss aggregation (megatron_rl_loss)")
     group.add_argument(
         "--loss-aggregation",
@@ -152,7 +156,33 @@ def add_loss_aggregation_args(parser: ArgumentParser) -> ArgumentParser:
             metavar="MODE",
             help=f"Mode of the loss term named {name!r}. Default: the mode of the policy loss.",
         )
+    parse_known_args = parser.parse_known_args
+
+    @functools.wraps(parse_known_args)
+    def parse_and_validate(*args: Any, **kwargs: Any) -> Any:
+        parsed, rest = parse_known_args(*args, **kwargs)
+        check_command_line(parsed, rest)
+        if _has_flags(parsed) and parsed.custom_pg_loss_reducer_function_path is None:
+            _settings_of(parsed, parsed.loss_aggregation)  # an error now stands below no log of Megatron's
+        return parsed, rest
+
+    parser.parse_known_args = parse_and_validate  # type: ignore[method-assign]  # which parse_args calls
     return parser
+
+
+def _settings_of(args: Namespace, mode: str | Mode | ModeFunction | None) -> "AggregationSettings":
+    per_token = bool(getattr(args, "calculate_per_token_loss", False))
+    return AggregationSettings.resolve(
+        ("token_mean" if per_token else "sample_mean") if mode is None else mode,
+        args.loss_aggregation_divisor,
+        args.loss_aggregation_units,
+        terms={name: getattr(args, f"{name}_loss_aggregation") for name in _TERMS},
+        **{row.name: getattr(args, name) for name, row in _FIELDS.items()},
+    )
+
+
+def _has_flags(args: Namespace) -> bool:
+    return all(hasattr(args, name) for name in _DEFAULTS)
 
 
 def validate_loss_aggregation_args(args: Namespace) -> AggregationSettings:
@@ -176,13 +206,7 @@ def validate_loss_aggregation_args(args: Namespace) -> AggregationSettings:
             )
         rule, remedy = "it must be a function of ModeInputs", "Name a function that returns weights"
         mode = load_function(path, flag, rule, remedy, Mode)
-    settings = AggregationSettings.resolve(
-        ("token_mean" if per_token else "sample_mean") if mode is None else mode,
-        args.loss_aggregation_divisor,
-        args.loss_aggregation_units,
-        terms={name: getattr(args, f"{name}_loss_aggregation") for name in _TERMS},
-        **{row.name: getattr(args, name) for name, row in _FIELDS.items()},
-    )
+    settings = _settings_of(args, mode)
     check_per_token(settings, per_token)
     return settings
 
@@ -271,4 +295,5 @@ def _check_present(args: Namespace) -> None:
 
 
 #: Names of the flags in a Namespace, and their defaults.
-_DEFAULTS: dict[str, object] = vars(add_loss_aggregation_args(ArgumentParser()).parse_args([]))
+_DEFAULTS: dict[str, object] = {}
+_DEFAULTS |= vars(add_loss_aggregation_args(ArgumentParser()).parse_args([]))
