@@ -7,13 +7,14 @@ weights are known beforehand; as Liger's fused linear cross-entropy and Apple's 
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_rl_loss.core.collectives import size_of
-from megatron_rl_loss.core.errors import check_callable, check_float
+from megatron_rl_loss.core.errors import check_callable, check_choice, check_float
+from megatron_rl_loss.logprobs.choice import choose
 from megatron_rl_loss.logprobs.kept_ids import Keep
 from megatron_rl_loss.logprobs.kernels import run_from_hidden
 from megatron_rl_loss.logprobs.layer import (
@@ -22,6 +23,7 @@ from megatron_rl_loss.logprobs.layer import (
     Gradients,
     OutputLayer,
     WeightGradient,
+    default_chunk_tokens,
     in_autocast,
     make_log_probs,
 )
@@ -52,14 +54,15 @@ def log_probs_from_hidden(
         labels: integers [...] or [..., K], of all tokens, in the order of the gathered hidden states.
         keep, entropy, rest_without: as in `log_probs_from_logits`.
         token_mask: as there; the output layer does not run on tokens with 0 either.
-        kernel: "liger" for Liger-Kernel's in this function's place, with chunks of its own: on a GPU, for one id per
-            token, without bias, kept ids, vocab_size and main_gradient.
+        kernel: "torch" forces plain torch where `choice.choose` would take Triton kernels for the chunks' logits.
+            "liger" is Liger-Kernel's in this function's place, with chunks of its own: on a GPU, for one id per token,
+            without bias, kept ids, vocab_size and main_gradient.
 
     Differentiable towards hidden, weight and bias. Raises ValueError and TypeError as `log_probs_from_logits`, and for
     hidden states, weight and labels that do not fit each other.
     """
-    read, leaves = _read(hidden, output_layer, labels, keep, entropy, token_mask, rest_without)
-    if kernel is not None:
+    read, leaves = _read(hidden, output_layer, labels, keep, entropy, token_mask, rest_without, kernel)
+    if kernel is not None and kernel != "torch":
         return run_from_hidden(kernel, read, leaves, output_layer)
     return make_log_probs(read, leaves, output_layer.tensor_parallel, output_layer.main_gradient)[0]
 
@@ -97,7 +100,7 @@ def divergence_from_hidden(
     Raises ValueError and TypeError as `log_probs_from_hidden`, and ValueError for a teacher of other tokens or another
     shard.
     """
-    read, leaves = _read(hidden, output_layer, labels, keep, entropy, token_mask, rest_without)
+    read, leaves = _read(hidden, output_layer, labels, keep, entropy, token_mask, rest_without, teacher=teacher)
     comparison = _compare(read, teacher, hidden, output_layer)
     parallel, main_gradient = output_layer.tensor_parallel, output_layer.main_gradient
     (log_probs, entropies), divergence = make_log_probs(read, leaves, parallel, main_gradient, comparison)
@@ -117,6 +120,7 @@ def loss_from_hidden(
     token_mask: TokenMask | None = None,
     rest_without: Tensor | None = None,
     teacher: Teacher | None = None,
+    kernel: Literal["torch"] | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """``sum_t weights[t] * loss_t`` in one pass: forward makes the gradients, backward scales them.
 
@@ -134,6 +138,7 @@ def loss_from_hidden(
         inputs: further arguments of it, [...] or with further dimensions, such as a teacher's log-probs [..., K].
         token_mask: default: where `weights` are not 0, for which the host waits if they are on a device. Pass the loss
             mask to have metrics at other tokens too.
+        kernel: "torch" forces plain torch.
         others: as in `log_probs_from_hidden`.
 
     Returns:
@@ -144,6 +149,8 @@ def loss_from_hidden(
     and for a metric with a name that `values` has already.
     """
     check_callable("per_token_loss", per_token_loss, "it must give losses and metrics of a chunk", "Pass a function")
+    if kernel is not None:
+        check_choice("kernel", kernel, ["torch"])
     inputs = inputs or {}
     if teacher is not None and "divergence" in inputs:
         raise ValueError(
@@ -156,7 +163,7 @@ def loss_from_hidden(
     inputs = {name: values.reshape(-1, *values.shape[len(shape) :]) for name, values in inputs.items()}
     _check_per_token(inputs, shape.numel(), several=True)
     token_mask = (weights != 0).view(shape) if token_mask is None else token_mask
-    read, leaves = _read(hidden, output_layer, labels, keep, entropy, token_mask, rest_without)
+    read, leaves = _read(hidden, output_layer, labels, keep, entropy, token_mask, rest_without, kernel, teacher)
     comparison = None if teacher is None else _compare(read, teacher, hidden, output_layer)
     needs_gradient = [torch.is_grad_enabled() and leaf is not None and leaf.requires_grad for leaf in leaves]
     exact = torch.promote_types(weights.dtype, torch.float32)
@@ -246,6 +253,8 @@ def _read(
     entropy: bool,
     token_mask: TokenMask | None,
     rest_without: Tensor | None,
+    kernel: str | None = None,
+    teacher: Teacher | None = None,
 ) -> tuple[Reading, list[Tensor | None]]:
     """The tokens to read, and the leaves as autocast casts them; ValueError where these do not fit each other."""
     if not isinstance(output_layer, OutputLayer):
@@ -256,22 +265,28 @@ def _read(
     check_float("hidden", hidden, "Pass the hidden states of the last layer")
     check_rows("hidden states", hidden)
     leaves = [in_autocast(leaf) for leaf in (hidden, output_layer.weight, output_layer.bias)]
+    assert leaves[0] is not None
     _check_leaves(leaves)
     parallel, columns = output_layer.tensor_parallel, len(output_layer.weight)
     ranks = size_of(parallel.group) if parallel.sequence_parallel else 1
     shape = (hidden.shape[0] * ranks, *hidden.shape[1:-1])
+    ids = 0 if labels is None else labels.shape[-1] if labels.dim() > len(shape) else 1
+    wanted = kernel if kernel is None else "torch"
+    choice = choose(leaves[0], ids, kernel=wanted, rest=rest_without is not None, teacher=teacher is not None)
     read = Reading(
         labels,
         shape,
         columns,
         parallel.group,
         hidden.device,
+        choice,
+        from_logits=False,
         temperature=output_layer.temperature,
         keep=keep,
         vocab_size=output_layer.vocab_size,
         entropy=entropy,
         token_mask=token_mask,
-        chunk_tokens=output_layer.chunk_tokens,
+        chunk_tokens=output_layer.chunk_tokens or default_chunk_tokens(hidden.device),
         rest_without=rest_without,
     )
     return read, leaves

@@ -38,7 +38,8 @@ class KeptIds:
         column = ids.to(device, non_blocking=ids.is_cpu) - first
         width = last - first
         column = column.where((column >= 0) & (column < width), width)  # ids of other ranks have a column of their own
-        kept = torch.zeros(len(tokens), width + 1, dtype=torch.bool, device=device)
+        # Rows begin at multiples of 16 bytes, which a kernel reads at a time.
+        kept = torch.zeros(len(tokens), -(-(width + 1) // 16) * 16, dtype=torch.bool, device=device)
         kept[on_device(rows, device), column] = True
         return kept[:, :width]
 

@@ -1,5 +1,6 @@
 """Logits of a chunk of tokens, by an output layer or given; and the way of their gradient back to its leaves."""
 
+import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass
@@ -16,11 +17,17 @@ from megatron_rl_loss.logprobs.reading import LogProbs, Places, Reading
 from megatron_rl_loss.logprobs.teacher import Comparison
 from megatron_rl_loss.losses.first_order import first_order
 
+logger = logging.getLogger(__name__)
+
 # Newer versions of torch have the first name, and warn of the second; older ones have the second alone.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
-#: Tokens of a chunk: enough that products with the weight run at full speed.
-CHUNK_TOKENS = 1024
+#: Tokens of a chunk: enough that products with the weight run at full speed. Each chunk adds its part of the weight's
+#: gradient, which moves 8 bytes per weight: on a GPU, products of fewer tokens would wait for memory.
+HOST_CHUNK, DEVICE_CHUNK = 1024, 4096
+
+#: Why no product of this process adds to another dtype.
+_narrow: list[str] = []
 
 #: Rows of the weight's gradient that are made in a lower precision before they are added.
 _PRODUCT_ROWS = 4096
@@ -81,8 +88,9 @@ class WeightGradient:
         if self.total.dtype == hidden.dtype:
             self.total.addmm_(of_logits.t(), hidden)
             return
-        # torch has no product of bfloat16 factors that adds to float32. A block at a time, the product before the sum
-        # needs no second tensor of the weight's size.
+        if self.total.is_cuda and self.total.dtype == torch.float32 and add_wider(self.total, of_logits.t(), hidden):
+            return
+        # A block at a time, the product before the sum needs no second tensor of the weight's size.
         for begin in range(0, len(self.total), _PRODUCT_ROWS):
             rows = slice(begin, begin + _PRODUCT_ROWS)
             self.total[rows] += of_logits[:, rows].t() @ hidden
@@ -102,7 +110,8 @@ class OutputLayer:
         bias: [vocabulary / TP].
         tensor_parallel: how hidden states and vocabulary lie on ranks; by default this rank holds both.
         temperature, vocab_size: as in `log_probs_from_logits`.
-        chunk_tokens: tokens whose logits are held at a time; they, in float32, are the peak of memory.
+        chunk_tokens: tokens whose logits are held at a time; they are the peak of memory (in plain torch with scratch
+            in float32). Default: 1024 on a host, 4096 on a GPU.
         main_gradient: takes the weight's gradient. Without it, autograd gets that gradient, summed in float32.
 
     Raises TypeError for a weight or a bias that is no float tensor, and ValueError for chunks without a token.
@@ -114,20 +123,22 @@ class OutputLayer:
     tensor_parallel: TensorParallel = ALONE
     temperature: float = 1.0
     vocab_size: int | None = None
-    chunk_tokens: int = CHUNK_TOKENS
+    chunk_tokens: int | None = None
     main_gradient: WeightGradient | None = None
 
     def __post_init__(self) -> None:
         check_float("the output layer's weight", self.weight, "Pass layer.weight")
         if self.bias is not None:
             check_float("the output layer's bias", self.bias, "Pass layer.bias, or leave it out")
-        check_int("chunk_tokens", self.chunk_tokens, at_least=1, remedy=f"The default is {CHUNK_TOKENS}")
+        if self.chunk_tokens is not None:
+            check_int("chunk_tokens", self.chunk_tokens, at_least=1, remedy="Leave it out for a default")
 
 
 class Chunks:
     """The output layer on chunks of the gathered hidden states, and the sums of the gradients that are wanted.
 
-    Leaves are hidden states, weight and bias; without a weight, the hidden states are the logits.
+    Leaves are hidden states, weight and bias; without a weight, the hidden states are the logits. `skips`: some tokens
+    may be in no chunk, and their gradient is 0.
     """
 
     def __init__(
@@ -137,6 +148,7 @@ class Chunks:
         wanted: Sequence[bool] = (False, False, False),
         main_gradient: WeightGradient | None = None,
         in_place: bool = False,
+        skips: bool = True,
     ) -> None:
         self._hidden, self._weight, self._bias = leaves
         self._parallel, self._tokens, self._in_place = parallel, parallel.gather(self._hidden), in_place
@@ -144,7 +156,8 @@ class Chunks:
         exact = torch.promote_types(self._tokens.dtype, torch.float32)
         self._of_hidden = self._of_weight = self._of_bias = None
         if wanted[0]:
-            self._of_hidden = self._tokens if in_place else torch.zeros_like(self._tokens)
+            new = torch.zeros_like if skips else torch.empty_like
+            self._of_hidden = self._tokens if in_place else new(self._tokens)
         if wanted[1]:
             self._of_weight = main_gradient or WeightGradient(torch.zeros_like(self._weight, dtype=exact))
         if wanted[2]:
@@ -172,7 +185,9 @@ class Chunks:
                 self._of_bias += gradient.sum(0, dtype=self._of_bias.dtype)
             if self._of_weight is not None:
                 self._of_weight.add_product(gradient, self._tokens[places])
-            if self._of_hidden is not None and self._weight is not None:
+            if self._of_hidden is not None and self._weight is not None and isinstance(places, slice):
+                torch.mm(gradient, self._weight, out=self._of_hidden[places])
+            elif self._of_hidden is not None and self._weight is not None:
                 self._of_hidden[places] = gradient @ self._weight
             elif self._of_hidden is not None and isinstance(places, Tensor):
                 self._of_hidden[places] = gradient
@@ -216,9 +231,10 @@ class _MakeLogProbs(torch.autograd.Function):
                 norm = read.combine(statistics, part)[1]
                 compared_of_chunks.append(comparison.compare(logits, norm, comparison.logits(places), part))
             del logits  # before the next chunk's are made: two at a time would double the peak of memory
-        # Once for all chunks, so that ranks of the vocabulary wait for each other twice, however many chunks there are.
-        # A comparison needs the norm of its chunk at once, and pays five rounds more for each.
-        log_probs, norm = read.combine(torch.cat(statistics_of_chunks))
+        # Once for all chunks, so that ranks of the vocabulary wait for each other once, however many chunks there are.
+        # A comparison needs the norm of its chunk at once, and pays three rounds more for each.
+        whole = statistics_of_chunks[0] if len(statistics_of_chunks) == 1 else torch.cat(statistics_of_chunks)
+        log_probs, norm = read.combine(whole)
         compared = torch.cat(compared_of_chunks, 1) if compared_of_chunks else None
         ctx.save_for_backward(norm, compared, *leaves)
         ctx.read, ctx.chunks_of, ctx.comparison = read, chunks_of, comparison
@@ -233,7 +249,7 @@ class _MakeLogProbs(torch.autograd.Function):
         norm, compared, *leaves = ctx.saved_tensors
         read: Reading = ctx.read
         gradients = tuple(read.select(gradient) for gradient in gradients)
-        chunks: Chunks = ctx.chunks_of(leaves, ctx.needs_input_grad[3:])
+        chunks: Chunks = ctx.chunks_of(leaves, ctx.needs_input_grad[3:], skips=read.rows is not None)
         for part, places in read.chunks():
             logits, chunk_norm = chunks.logits(places), norm[:, part]
             target = chunks.target(logits, places)
@@ -251,6 +267,28 @@ class _MakeLogProbs(torch.autograd.Function):
             teacher_logits = more = None
             del logits, target
         return None, None, None, *chunks.gradients(read)
+
+
+def default_chunk_tokens(device: torch.device) -> int:
+    return HOST_CHUNK if device.type == "cpu" else DEVICE_CHUNK
+
+
+def add_wider(total: Tensor, left: Tensor, right: Tensor) -> bool:
+    """``total += left @ right`` in the sum's precision: no product is rounded to the factors' dtype, or stored.
+
+    False, and nothing done, where torch (before 2.8) or the device has no product that adds to another dtype.
+    """
+    if _narrow or not hasattr(torch.ops.aten.addmm, "dtype_out"):
+        return False
+    try:
+        torch.ops.aten.addmm.dtype_out(total, left, right, total.dtype, out=total)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        _narrow.append(str(error)[:500])
+        logger.warning("The weight's gradient is added in blocks, which is slower: addmm failed (%s)", _narrow[0])
+        return False
+    return True
 
 
 def in_autocast(factor: Tensor | None) -> Tensor | None:

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from megatron_rl_loss.core.collectives import Group, size_of
 from megatron_rl_loss.core.errors import check_callable, check_choice, check_float, check_int, require
+from megatron_rl_loss.logprobs import flags
+from megatron_rl_loss.logprobs.choice import choose
 from megatron_rl_loss.logprobs.kept_ids import Keep
 from megatron_rl_loss.logprobs.layer import make_log_probs
 from megatron_rl_loss.logprobs.reading import LogProbs, Reading, TokenMask, check_rows
@@ -51,30 +53,35 @@ def log_probs_from_logits(
         vocab_size: ids from there on are padding, and left out; default: all columns count, as in Megatron.
         entropy: return the entropy too. Backward does no work for an entropy that no loss uses.
         token_mask: [...], bool or numbers; at 0 a token is passed over: its log-prob, entropy and gradient are 0, and
-            its label may be anything. Pass it on the host: the host reads it, and waits for one on a device.
-        chunk_tokens: tokens to work on at a time; default: by the size of the vocabulary.
+            its label may be anything. Plain torch reads it on the host, and waits for one on a device.
+        chunk_tokens: tokens to work on at a time; default: all for kernels, else by the size of the vocabulary.
         rest_without: bool, in the shape of labels [..., K]. With it log-probs are [..., K + 1]: the last is the log of
             the probability of all ids but the marked ones, exact where it is small, for `divergence_at_ids`.
         gradient_in_place: the gradient overwrites the logits. Autograd then refuses a second backward, and any later
             use of the logits that needs them.
-        kernel: makes the log-probs of plain logits, of one id per token, in this function's place: your own function,
-            one of `kernels`, or its name.
+        kernel: by default `choice.choose` takes this package's Triton kernels for logits on an NVIDIA GPU, and plain
+            torch for what these lack; "torch" forces plain torch. Your own function, one of `kernels`, or its name
+            makes the log-probs of plain logits, of one id per token, in this function's place.
 
     Raises:
         ValueError, TypeError: logits that are probabilities, as their first row shows where one rank has the
             vocabulary; a temperature that is not finite and > 0; labels of another shape, not integers or
-            outside the vocabulary where the token mask is not 0 (on a device: a device assertion); a keep-mask or
-            token mask of another shape; a `vocab_size` beyond the columns; a kernel with settings that it lacks.
+            outside the vocabulary where the token mask is not 0; a keep-mask or token mask of another shape; a
+            `vocab_size` beyond the columns; a kernel with settings that it lacks. Of values on a device the host is
+            told late: by a later pass (kernels; the log-prob is NaN), or a device assertion (plain torch).
     """
     check_float("logits", logits, "Pass the output layer's result")
     check_rows("logits", logits)
     rows = logits.reshape(-1, logits.shape[-1])
-    if size_of(tp_group) == 1 and rows.shape[1] > 1 and len(rows) and not torch.compiler.is_compiling():
+    ids = labels.shape[-1] if labels.dim() == logits.dim() else 1
+    choice = choose(rows, ids, kernel=kernel if kernel is None else "torch", rest=rest_without is not None)
+    is_checked = choice.kernels is None and not torch.compiler.is_compiling()  # kernels check it themselves
+    if is_checked and size_of(tp_group) == 1 and rows.shape[1] > 1 and len(rows):
         first = rows[0].detach().float()
         require(
             ~((first > 0).all() & ((first.sum() - 1).abs() < 1e-2)),
-            lambda: "logits whose first row is above 0 and sums to 1",
-            "these are probabilities, and a softmax of them is nearly flat. Pass what the output layer returns.",
+            lambda: flags.PROBABILITIES,
+            flags.PROBABILITY_RULE,
         )
     read = Reading(
         labels,
@@ -82,6 +89,8 @@ def log_probs_from_logits(
         rows.shape[1],
         tp_group,
         rows.device,
+        choice,
+        from_logits=True,
         temperature=temperature,
         keep=keep,
         vocab_size=vocab_size,
@@ -92,7 +101,7 @@ def log_probs_from_logits(
     )
     if chunk_tokens is not None:
         check_int("chunk_tokens", chunk_tokens, at_least=1, remedy="Leave it out for a default")
-    if kernel is None:
+    if kernel is None or kernel == "torch":
         return make_log_probs(read, (rows, None, None), in_place=gradient_in_place)[0]
     settled = (temperature, keep, vocab_size, entropy, chunk_tokens, gradient_in_place, read.labels.dim())
     if settled != (1, None, None, False, None, False, 1):
@@ -103,7 +112,7 @@ def log_probs_from_logits(
     if isinstance(kernel, str):
         from megatron_rl_loss.logprobs.kernels import KERNELS  # which plain torch does not need
 
-        check_choice("kernel", kernel, KERNELS)
+        check_choice("kernel", kernel, ["torch", *KERNELS])
         kernel = KERNELS[kernel]
     check_callable("kernel", kernel, "it must make log-probs of logits", "Pass one of logprobs.kernels")
     rows = rows if read.rows is None else rows[read.rows]

@@ -26,7 +26,7 @@ from megatron_rl_loss.logprobs.hidden import (
     loss_from_hidden,
 )
 from megatron_rl_loss.logprobs.kept_ids import Keep
-from megatron_rl_loss.logprobs.layer import CHUNK_TOKENS, OutputLayer, TensorParallel, WeightGradient
+from megatron_rl_loss.logprobs.layer import OutputLayer, TensorParallel, WeightGradient
 from megatron_rl_loss.logprobs.teacher import Teacher, check_teacher
 from megatron_rl_loss.megatron.versions import check_output_processor, has_plain_forward, remat_size
 
@@ -91,7 +91,7 @@ class OutputHead:
             that does more than Megatron's ColumnParallelLinear, also by a hook; a kernel with unsupported inputs.
     """
 
-    chunk_tokens: int = CHUNK_TOKENS
+    chunk_tokens: int | None = None
     temperature: float = 1.0
     entropy: bool = False
     vocab_size: int | None = None
@@ -99,7 +99,8 @@ class OutputHead:
 
     def __post_init__(self) -> None:
         check_output_processor()
-        check_int("chunk_tokens", self.chunk_tokens, at_least=1, remedy=f"The default is {CHUNK_TOKENS}")
+        if self.chunk_tokens is not None:
+            check_int("chunk_tokens", self.chunk_tokens, at_least=1, remedy="Leave it out for a default")
 
     def __call__(
         self,
@@ -125,7 +126,8 @@ class OutputHead:
         context = context or Tokens()
         mask = context.microbatch.tokens.mask if isinstance(context, Folded) and context.mask is None else context.mask
         keep, teacher = context.keep, context.teacher
-        if self.kernel is not None and (teacher is not None or isinstance(context, Folded)):
+        is_foreign = self.kernel is not None and self.kernel != "torch"
+        if is_foreign and (teacher is not None or isinstance(context, Folded)):
             raise ValueError(
                 f"OutputHead(kernel={self.kernel!r}) with a teacher or Folded: a kernel computes log-probs and entropy "
                 "only. Leave the kernel out, or the teacher and Folded."
@@ -171,8 +173,9 @@ class OutputHead:
             name: column.reshape(*batch, *column.shape[2:]).transpose(0, 1) for name, column in context.inputs.items()
         }
         loss_of = context.per_token_loss
+        kernel: Any = self.kernel
         share, by_name = loss_from_hidden(
-            hidden_states, layer, labels, weights, loss_of, inputs, teacher=teacher, **reading
+            hidden_states, layer, labels, weights, loss_of, inputs, teacher=teacher, kernel=kernel, **reading
         )
         by_name = {name: value.transpose(0, 1) for name, value in by_name.items()}
         return context.microbatch.summed(share, by_name.pop("losses")), by_name

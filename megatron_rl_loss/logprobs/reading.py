@@ -6,34 +6,42 @@ With z = logits / temperature and q = softmax(z) over the vocabulary of all tens
     entropy  = - sum_j q[j] log q[j]          d entropy / d z[j]  = - q[j] (log q[j] + entropy)
     log_rest = log sum_{j in rest} q[j]       d log_rest / d z[j] = [j in rest] q[j] / rest - q[j]
 
-No [tokens, vocabulary] tensor is made or kept beside the logits and their gradient. Forward reads a block of tokens
-once, each rank against its own maximum; the ranks then take one maximum and one sum of a few numbers per token.
-Backward makes the softmax again from the logits, and takes no collective. Nothing is read back from a device.
+No [tokens, vocabulary] tensor is made or kept beside the logits and their gradient. Forward reads the logits once, each
+rank against its own maximum; the ranks then gather a few numbers per token. Backward makes the softmax again from the
+logits, and takes no collective. Nothing is read back from a device.
 
-Gradients are written by hand for speed. Plain torch that reads each block twice, and leaves gradients to autograd,
-takes 1.35 times as long with entropy and as long without, for a vocabulary on one rank (`tools/bench/logprobs.py
---tables logits --sizes 64x32768`, *read twice*; CPU time on a busy Intel host). It is fast by torch's fused
-`log_softmax`, which cannot serve where ranks must add up sums before the logarithm.
+Each of the three steps (`statistics`, `combine`, `differentiate`) is done by a Triton kernel or by plain torch, as
+`choice` says. Both exchange the same tables, so that a rank whose Triton fails can go on in plain torch beside others.
+
+Plain torch has its gradients written by hand, too. Reading each block twice, and leaving gradients to autograd, takes
+1.35 times as long with entropy and as long without, for a vocabulary on one rank (`tools/bench/logprobs.py --tables
+logits --sizes 64x32768`, *read twice*; CPU time on a busy Intel host). It is fast by torch's fused `log_softmax`, which
+cannot serve where ranks must add up sums before the logarithm.
 """
 
 import copy
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl_loss.core.collectives import Group, rank_in, size_of
+from megatron_rl_loss.core.collectives import Group, all_gather_single, rank_in, size_of
 from megatron_rl_loss.core.errors import check_within, is_int, require
 from megatron_rl_loss.core.masks import Array, on_device, to_array
-from megatron_rl_loss.logprobs.kept_ids import Keep, KeptIds, check_keep
+from megatron_rl_loss.logprobs import flags
+from megatron_rl_loss.logprobs.choice import Choice, give_up
+from megatron_rl_loss.logprobs.kept_ids import Keep, check_keep
 
-#: Bool or numbers, one per token. On the host best: one on a device is read, and the host waits for it.
+#: Bool or numbers, one per token. On the host best: plain torch and the output layer wait for one on a device.
 TokenMask = Tensor | Array | Sequence[Any]
+
+Launched = TypeVar("Launched")
 
 #: Some tokens of the batch.
 Places = Tensor | slice
@@ -73,10 +81,11 @@ class Reading:
 
     `statistics` reduces a chunk's logits, `combine` adds up statistics over ranks, `differentiate` makes the gradient.
 
-    The last arguments are those of `log_probs_from_logits`.
+    `choice` is that of `choice.choose`, and the last arguments are those of `log_probs_from_logits`. `from_logits`:
+    logits of all tokens are there, so that kernels can pass over those that the mask leaves out.
 
     Attributes:
-        labels: int64 [n] or [n, K], of the tokens that are read; without labels [n, 0].
+        labels: [n] or [n, K], of the tokens that are read; without labels [n, 0].
         rows: their places in the batch, on the labels' device; None for all.
         shape: of one value per token of the batch.
         scale: 1 / temperature.
@@ -91,7 +100,9 @@ class Reading:
         columns: int,
         tp_group: Group | None,
         device: torch.device,
+        choice: Choice,
         *,
+        from_logits: bool,
         temperature: float,
         keep: Keep | None,
         vocab_size: int | None,
@@ -116,31 +127,38 @@ class Reading:
                 )
             size = vocab_size
         self.tp_group = tp_group if size_of(tp_group) > 1 else None
-        self.labels, self.rows = labels.reshape(self.shape.numel(), *labels.shape[len(shape) :]).long(), None
-        self._host_rows = _rows_of(token_mask, self.shape)
+        self.labels, self.rows = labels.reshape(self.shape.numel(), *labels.shape[len(shape) :]), None
+        self._kernels, self._mask, self._host_rows = choice.kernels, None, None
+        if self._kernels is not None and from_logits:
+            self._mask = _mask_on(token_mask, self.shape, device)
+        else:
+            self._host_rows = _rows_of(token_mask, self.shape)
         if self._host_rows is not None:
             self.rows = on_device(self._host_rows, labels.device)
             self.labels = self.labels[self.rows]
+        # Ranks of a vocabulary exchange tables of all tokens: another rank's kernels may pass over some by a mask.
+        self._spreads = from_logits and self.rows is not None
         self._without = None
         if rest_without is not None:
             _check_rest(rest_without, labels, self.shape)
             self._without = self.select(rest_without.to(labels.device, torch.bool))
-        # After the mask: labels of tokens that are passed over may be anything, such as -100.
-        if self.labels.numel():
-            require(
-                ((self.labels >= 0) & (self.labels < size)).all(),
-                lambda: (
-                    f"a label {next(label for label in self.labels.ravel().tolist() if not 0 <= label < size)} "
-                    f"in a vocabulary of {size}"
-                ),
-                "labels must be ids from 0 to the size of the vocabulary. Pass token_mask with 0 at tokens that do not "
-                "count; their labels may be anything.",
-            )
+        self._size = size
+        if self._kernels is None:
+            # After the mask: labels of tokens that are passed over may be anything, such as -100.
+            self.labels = self.labels.long()
+            self._check_labels_in_range()
+        else:
+            self.labels = self.labels.contiguous()
         self.keep = check_keep(keep, self.shape, columns)
+        if self._kernels is not None and isinstance(self.keep, Tensor) and self.keep.stride(1) != 1:
+            self.keep = self.keep.contiguous()
         self.scale = 1 / temperature
+        self._is_first_row_checked = from_logits and self.tp_group is None and columns > 1
+        self._width = columns
         self._first = columns * rank_in(tp_group)  # the id of this rank's first column
         self._held = min(max(size - self._first, 0), columns)  # this rank's columns without padding
-        self._chunk_tokens = chunk_tokens or self._block_tokens(device)
+        # Kernels need no scratch: logits that are there already are one chunk.
+        self._chunk_tokens = chunk_tokens or (self._block_tokens(device) if self._kernels is None else sys.maxsize)
 
     def at(self, temperature: float | None) -> "Reading":
         """The same tokens without entropy, at another temperature if one is given."""
@@ -173,13 +191,22 @@ class Reading:
     # --- arithmetic
 
     def statistics(self, logits: Tensor, part: slice) -> Tensor:
-        """[chunk, 3 + K] of this rank's columns: top, the largest logit; sum z exp z; sum exp z; z of each label.
+        """The table [chunk, 3 + K] of this rank's columns: top, the largest logit; sum z exp z; sum exp z; labels' z.
 
-        z = scale * (logits - top). The second is 0 unless entropy is asked for, the labels' are arbitrary where another
+        z = scale * (logits - top). The second is 0 unless entropy is asked for, the labels' are -inf where another
         rank has the label. Where no id counts here, top is -inf and the sums 0. With a rest one more column has the
         sum of exp z over it.
         """
-        column, in_rest = self._columns(part)[0], self._in_rest(part)
+        of_labels = {"size": self._size, "flags": flags.tensor(), "entropy": self.entropy}
+        of_labels["check_first_row"] = self._is_first_row_checked and part.start == 0
+        table = self._launch(
+            lambda kernels: kernels.statistics(
+                logits, self._table_of_labels(part), **self._of_kernel(part), **of_labels
+            )
+        )
+        if table is not None:
+            return table
+        (column, here), in_rest = self._columns(part), self._in_rest(part)
         exact = torch.promote_types(logits.dtype, torch.float32)
         columns = 3 + column.shape[1] + (in_rest is not None)
         statistics = logits.new_zeros(len(column), columns, dtype=exact)
@@ -189,13 +216,16 @@ class Reading:
             top[rows] = x.amax(-1)
             # Where no id counts here, -inf - -inf would be NaN; another rank has ids that count.
             finite = top[rows].masked_fill(top[rows] == -math.inf, 0)
-            label[rows] = (x.gather(1, column[rows]) - finite[:, None]) * self.scale
+            of_label = (x.gather(1, column[rows]) - finite[:, None]) * self.scale
+            label[rows] = of_label.masked_fill(~here[rows], -math.inf)
             self._centre(x, finite, z)
             total[rows] = torch.exp2(z, out=q).sum(-1)
             if self.entropy:
                 weighted[rows] = z.mul_(q).sum(-1) * LN_2
             if in_rest is not None:  # summed itself: the difference of two sums near 1 would have few digits
                 statistics[rows, -1] = q.scatter_reduce_(1, column[rows], in_rest[rows].to(q), "amin").sum(-1)
+        if self._mask is not None:
+            statistics = statistics.where(self._counts(part)[:, None], self._row_without_token(statistics))
         return statistics
 
     def combine(self, statistics: Tensor, part: slice = slice(None)) -> tuple[Tensor, Tensor]:
@@ -203,30 +233,55 @@ class Reading:
 
         The norm: top, sum exp z of the whole vocabulary, entropy, and sum exp z of the rest.
         """
-        (top, weighted, total), label = statistics[:, :3].unbind(1), statistics[:, 3:]
-        labels = self.labels[part]
-        # Two rounds for all tokens: the largest logit of all ranks, then the sums, each brought to it.
-        # Without tokens there is none: all ranks of the vocabulary have the same tokens, so all skip it.
-        if self.tp_group is not None and top.numel():
-            own, top = top, top.clone(memory_format=torch.contiguous_format)
-            dist.all_reduce(top, op=dist.ReduceOp.MAX, group=self.tp_group)
-            shift = (own - top) * self.scale
-            # -inf where no id counts here: the factor is then 0, and its product with the shift must be 0, not NaN.
-            factor, finite = shift.exp(), shift.clamp(min=_NEVER)
-            here = self._columns(part)[1]
-            of_labels = torch.where(here, label[:, : here.shape[1]] + shift[:, None], 0)
-            label = torch.cat([of_labels, label[:, here.shape[1] :] * factor[:, None]], 1)
-            sums = torch.cat([((weighted + total * finite) * factor)[None], (total * factor)[None], label.t()])
-            dist.all_reduce(sums if self.entropy else sums[1:], group=self.tp_group)  # unasked, its sum is not sent
-            (weighted, total), label = sums[:2], sums[2:].t()
-        log_total = total.log()
-        norm = [top, total, log_total - weighted / total]
+        tables, shape = self._tables_of_ranks(statistics), self.labels[part].shape
+        combined = self._launch(lambda kernels: kernels.combine(tables, self.scale))
+        if combined is not None:
+            return combined[0].view(shape), combined[1]
+        label, others = tables[..., 3:], None
         if self._without is not None:
+            label, others = tables[..., 3:-1], tables[..., -1]
+        if len(tables) == 1:
+            (top, weighted, total), label = tables[0, :, :3].unbind(1), label[0]
+            others = None if others is None else others[0]
+        else:
+            tops, weighted, total = tables[..., :3].unbind(-1)
+            top = tops.amax(0)
+            # -inf where no id counts on a rank: the factor is 0, and its product with the shift must be 0, not NaN.
+            shift = (tops - top) * self.scale
+            finite = shift.clamp(min=_NEVER)
+            factor = finite.exp()
+            weighted, total = ((weighted + total * finite) * factor).sum(0), (total * factor).sum(0)
+            label = (label + shift[..., None]).amax(0)  # -inf on the ranks without the label
+            others = None if others is None else (others * factor).sum(0)
+        log_total = total.log()
+        norms = [top, total, log_total - weighted / total]
+        if others is not None:
             # A rest that vanishes has the smallest normal number as probability: log 0 would make its gradient NaN.
-            label, others = label[:, :-1], torch.maximum(label[:, -1], total * torch.finfo(total.dtype).tiny)
+            others = torch.maximum(others, total * torch.finfo(total.dtype).tiny)
             log_probs = torch.cat([label - log_total[:, None], (others / total).log()[:, None]], 1)
-            return log_probs, torch.stack([*norm, others])
-        return (label - log_total[:, None]).contiguous().view(labels.shape), torch.stack(norm)
+            return log_probs, torch.stack([*norms, others])
+        return (label - log_total[:, None]).contiguous().view(shape), torch.stack(norms)
+
+    def _tables_of_ranks(self, statistics: Tensor) -> Tensor:
+        """The tables of all ranks of the vocabulary, [ranks, chunk, columns], by one all-gather."""
+        if self.tp_group is None:
+            return statistics[None]
+        if self._spreads and self.rows is not None:
+            mine = self._row_without_token(statistics).repeat(self.shape.numel(), 1)
+            statistics = mine.index_copy_(0, self.rows, statistics)
+        tables = statistics.new_empty(self.tp_group.size(), *statistics.shape)
+        if statistics.numel():  # all ranks of the vocabulary have the same tokens, so all skip it
+            all_gather_single(tables.flatten(0, 1), statistics.contiguous(), group=self.tp_group)
+        return tables[:, self.rows] if self._spreads else tables
+
+    def _row_without_token(self, statistics: Tensor) -> Tensor:
+        """The row of a table where the mask leaves out a token: combined, its log-probs and entropy are 0."""
+        row = statistics.new_zeros(statistics.shape[1])
+        if self._first == 0:
+            row[2] = 1  # the sum over the vocabulary, whose logarithm is 0
+        else:
+            row[0] = row[3:] = -math.inf
+        return row
 
     def probabilities(self, logits: Tensor, norm: Tensor, part: slice) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """Rows at a time: log2 of each id's probability, -inf for none, and the probability; both are scratch."""
@@ -250,6 +305,14 @@ class Reading:
         the chunk's. `into` may be the logits. `more` is added, a block's part at a time. Of a rest with gradient r,
         ``scale r ([j in rest] exp z_j / sum exp z of the rest - q)`` is written too.
         """
+        of_labels = None if g is None else g if g.dim() == 2 else g[:, None]
+        done = self._launch(
+            lambda kernels: kernels.differentiate(
+                logits, into, self._table_of_labels(part), norm, of_labels, h, **self._of_kernel(part)
+            )
+        )
+        if done:
+            return
         (top, total, entropy), (column, here), in_rest = norm[:3], self._columns(part), self._in_rest(part)
         into[:, self._held :] = 0  # padding of the vocabulary takes no part
         is_divergence_alone = g is None and h is None
@@ -279,6 +342,8 @@ class Reading:
                 z.add_(added)
             if into.dtype != z.dtype:  # otherwise z is that part of `into`
                 into[rows, : self._held] = z
+        if self._mask is not None:
+            into.masked_fill_(~self._counts(part)[:, None], 0)
 
     def _centre(self, x: Tensor, top: Tensor, z: Tensor) -> None:
         """z = scale * (x - top) / log 2, finite, for exp2."""
@@ -299,7 +364,10 @@ class Reading:
             rows = slice(begin, min(begin + size, len(logits)))
             number = rows.stop - rows.start
             z = scratch[0, :number] if into is None else into[rows, : self._held]
-            yield rows, self._kept(logits[rows, : self._held], z, part, rows, column, here), z, scratch[-1, :number]
+            x = logits[rows, : self._held]
+            if self._mask is not None:
+                x = x.masked_fill(~self._counts(part)[rows, None], 0)
+            yield rows, self._kept(x, z, part, rows, column, here), z, scratch[-1, :number]
 
     def _block_tokens(self, device: torch.device) -> int:
         """Tokens of a block, whose scratch fits."""
@@ -310,10 +378,66 @@ class Reading:
 
     def _columns(self, part: slice) -> tuple[Tensor, Tensor]:
         """The labels' columns [n, K], and True where this rank has them; otherwise the column is arbitrary."""
-        labels = self.labels[part]
-        column = (labels if labels.dim() == 2 else labels[:, None]) - self._first
+        column = self._table_of_labels(part).long() - self._first
         here = (column >= 0) & (column < self._held)
         return column.clamp(0, max(self._held - 1, 0)), here
+
+    def _table_of_labels(self, part: slice) -> Tensor:
+        """[n, K]."""
+        labels = self.labels[part]
+        return labels if labels.dim() == 2 else labels[:, None]
+
+    def _check_labels_in_range(self) -> None:
+        labels, size = self.labels, self._size
+        if not labels.numel():
+            return
+        in_range = (labels >= 0) & (labels < size)
+        if self._mask is not None:
+            in_range |= ~self._counts(slice(None)).view(-1, *[1] * (labels.dim() - 1))
+        require(
+            in_range.all(),
+            lambda: (
+                f"a label {next(label for label in labels.ravel().tolist() if not 0 <= label < size)} "
+                f"in a vocabulary of {size}"
+            ),
+            flags.LABEL_RULE,
+        )
+
+    # --- kernels
+
+    def _launch(self, launch: Callable[[ModuleType], Launched]) -> Launched | None:
+        """What a kernel gives; None where plain torch reads, and from a failure of Triton on."""
+        if self._kernels is None:
+            return None
+        flags.raise_flagged()
+        try:
+            return launch(self._kernels)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # a compiler that is missing, a cache that is full, another version of Triton
+            give_up(error)
+            self._kernels = None
+            self._check_labels_in_range()
+            return None
+
+    def _counts(self, part: slice) -> Tensor:
+        """True for the tokens that the mask on the device does not leave out."""
+        assert self._mask is not None
+        return self._mask[part] != 0
+
+    def _of_kernel(self, part: slice) -> dict[str, Any]:
+        mask = None if self._mask is None else self._mask[part]
+        of_rank = {"first": self._first, "held": self._held, "scale": self.scale}
+        return of_rank | {"mask": mask, "keep": self._keep_mask(part)}
+
+    def _keep_mask(self, part: slice) -> Tensor | None:
+        """The ids of this rank that count, bool [tokens of the part or 1, columns]; None for all."""
+        if self.keep is None or (isinstance(self.keep, Tensor) and len(self.keep) == 1):
+            return self.keep
+        if isinstance(self.keep, Tensor):
+            return self.keep[part if self.rows is None else self.rows[part]]
+        tokens = np.arange(part.start, part.stop) if self._host_rows is None else self._host_rows[part]
+        return self.keep.mask(tokens, self._first, self._first + self._width, self.labels.device)
 
     def _in_rest(self, part: slice) -> Tensor | None:
         """False where a label's column is here and not in the rest, [n, K]; None without a rest.
@@ -325,16 +449,10 @@ class Reading:
 
     def _kept(self, x: Tensor, z: Tensor, part: slice, rows: slice, column: Tensor, here: Tensor) -> Tensor:
         """The logits, in `z` with -inf where an id is not kept."""
-        if self.keep is None:
+        kept = self._keep_mask(slice(part.start + rows.start, part.start + rows.stop))
+        if kept is None:
             return x
-        block = slice(part.start + rows.start, part.start + rows.stop)
-        if isinstance(self.keep, KeptIds):
-            tokens = np.arange(block.start, block.stop) if self._host_rows is None else self._host_rows[block]
-            kept = self.keep.mask(tokens, self._first, self._first + self._held, z.device)
-        elif len(self.keep) == 1:
-            kept = self.keep[:, : self._held].expand(len(z), -1)
-        else:
-            kept = self.keep[block if self.rows is None else self.rows[block], : self._held]
+        kept = kept[:, : self._held]
         label = x.gather(1, column[rows]).to(z.dtype).masked_fill_(~here[rows], -math.inf)
         return z.copy_(x).masked_fill_(~kept, -math.inf).scatter_reduce_(1, column[rows], label, "amax")
 
@@ -364,18 +482,34 @@ def _check_rest(rest_without: object, labels: Tensor, shape: torch.Size) -> None
 
 def _rows_of(token_mask: TokenMask | None, shape: torch.Size) -> npt.NDArray[np.intp] | None:
     """Places of the tokens that are read; None for all of them."""
-    if token_mask is None:
-        return None
+    mask = None if token_mask is None else _mask_of(token_mask, shape)
+    return None if mask is None or mask.all() else np.flatnonzero(mask)
+
+
+def _mask_of(token_mask: TokenMask, shape: torch.Size) -> npt.NDArray[np.bool_]:
+    """True for the tokens that count, on the host."""
     numbers = to_array(token_mask)
     if numbers.dtype.kind not in "biuf" or not (numbers >= 0).all():
+        given = numbers.min() if numbers.dtype.kind in "iuf" else numbers.dtype
+        raise ValueError(f"a token mask with {given}: {flags.MASK_RULE}")
+    _check_mask_shape(numbers.shape, shape)
+    return np.asarray(numbers != 0)
+
+
+def _mask_on(token_mask: TokenMask | None, shape: torch.Size, device: torch.device) -> Tensor | None:
+    """[tokens] on the device of the logits, not 0 where a token counts; None for all. Waits for nothing."""
+    if token_mask is None:
+        return None
+    if isinstance(token_mask, Tensor) and token_mask.device == device and not token_mask.is_cpu:
+        _check_mask_shape(token_mask.shape, shape)
+        return token_mask.reshape(-1).contiguous()  # its kernel looks at the numbers
+    mask = _mask_of(token_mask, shape)
+    return None if mask.all() else on_device(mask.ravel(), device)
+
+
+def _check_mask_shape(given: Sequence[int], shape: torch.Size) -> None:
+    if tuple(given) != tuple(shape):
         raise ValueError(
-            f"a token mask with {numbers.min() if numbers.dtype.kind in 'iuf' else numbers.dtype}: it must hold bools, "
-            "or numbers >= 0. Pass the loss mask, neither labels nor an attention mask that is added to scores."
-        )
-    mask = numbers != 0
-    if mask.shape != shape:
-        raise ValueError(
-            f"a token mask of shape {mask.shape}: it must have one entry per token, {tuple(shape)}. Cut it for this "
+            f"a token mask of shape {tuple(given)}: it must have one entry per token, {tuple(shape)}. Cut it for this "
             "context-parallel rank as the labels are."
         )
-    return None if mask.all() else np.flatnonzero(mask)

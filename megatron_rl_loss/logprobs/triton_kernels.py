@@ -1,0 +1,280 @@
+"""Triton kernels for rows of logits: statistics in one read, the gradient in one read and one write.
+
+`reading.py` has the formulas, and the same three steps in plain torch: `statistics`, `combine`, `differentiate`.
+
+    z = (x - top) * scale / log 2            q = 2^z
+
+Each lane of the first kernel adds up a few columns at a time, relative to its own largest logit, so that its loop has
+no barrier; lanes are brought to the row's largest logit once, at the end. Importing this file imports Triton.
+"""
+
+# ruff: noqa: SIM102 -- an `if` of a constant, around one of a value, is dropped when Triton compiles
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LN_2 = tl.constexpr(0.6931471805599453)
+#: Below any logit, and its difference to one is -inf or finite, never NaN.
+LOWEST = tl.constexpr(-3.0e38)
+#: 2 to it is 0, and products with it are finite.
+NEVER = tl.constexpr(-1.0e4)
+
+#: Launch settings, chosen by what the compiler makes of them (tools/compile_kernels.py). A lane reads 16 bytes at once.
+FORWARD = {"LANES": 1024, "num_warps": 8}
+BACKWARD = {"BLOCK": 4096, "num_warps": 8}
+#: Rows that a program combines.
+COMBINED_ROWS = 64
+
+
+@triton.jit
+def _label_columns(labels, row, of_k, K, first, held):
+    """The labels, whether each is there, and whether its column is on this rank, and the column."""
+    label = tl.load(labels + row * K + of_k, mask=of_k < K, other=-1).to(tl.int64)
+    column = label - first
+    here = (of_k < K) & (column >= 0) & (column < held)
+    return label, here, tl.where(here, column, -1).to(tl.int32)
+
+
+@triton.jit
+def _logits(x, keep, columns, width, held, KEEP: tl.constexpr, PADDED: tl.constexpr):
+    """Float32 logits at these columns; -inf where an id does not count."""
+    # The bound of the load is the tensor's own width, which 16 divides: loads are as wide as they can be.
+    values = tl.load(x + columns, mask=columns < width, other=float("-inf")).to(tl.float32)
+    if PADDED:
+        values = tl.where(columns < held, values, float("-inf"))
+    if KEEP:
+        kept = tl.load(keep + columns, mask=columns < width, other=0) != 0
+        values = tl.where(kept, values, float("-inf"))
+    return values
+
+
+@triton.jit
+def _statistics(
+    x, labels, mask, keep, table, flags,
+    width, held, first, size, x_stride, keep_stride, scale, K,
+    MASK: tl.constexpr, KEEP: tl.constexpr, PADDED: tl.constexpr, ENTROPY: tl.constexpr, FIRST_ROW: tl.constexpr,
+    LABELS: tl.constexpr, LANES: tl.constexpr, PER_LANE: tl.constexpr,
+):  # fmt: skip
+    """A row of the table for each row of logits. `flags`: see `logprobs.flags`."""
+    row = tl.program_id(0).to(tl.int64)
+    of_k = tl.arange(0, LABELS)
+    x += row * x_stride
+    table += row * (3 + K)
+    offsets = tl.arange(0, LANES)[:, None] * PER_LANE + tl.arange(0, PER_LANE)[None, :]
+    if FIRST_ROW:  # are these probabilities?
+        if row == 0:
+            of_row = tl.zeros([LANES], tl.float32)
+            least = tl.full([LANES], float("inf"), tl.float32)
+            for begin in range(0, width, LANES * PER_LANE):
+                columns = begin + offsets
+                values = tl.load(x + columns, mask=columns < width, other=0).to(tl.float32)
+                of_row += tl.sum(values, 1)
+                least = tl.minimum(least, tl.min(tl.where(columns < width, values, float("inf")), 1))
+            is_probability = (tl.min(least, 0) > 0) & (tl.abs(tl.sum(of_row, 0) - 1) < 1e-2)
+            tl.store(flags + 3, 1, mask=is_probability)
+    if MASK:
+        counts = tl.load(mask + row).to(tl.float64)
+        tl.store(flags + 4, 1, mask=(counts >= 0) == 0)  # NaN, too
+        if counts == 0:  # log-probs and entropy are 0: one rank of the vocabulary has sum 1, and the others none
+            is_one = first == 0
+            tl.store(table, tl.where(is_one, 0.0, float("-inf")))
+            tl.store(table + 1, 0.0)
+            tl.store(table + 2, tl.where(is_one, 1.0, 0.0))
+            tl.store(table + 3 + of_k, tl.where(is_one, 0.0, float("-inf")), mask=of_k < K)
+            return
+    if KEEP:
+        keep += row * keep_stride
+    id_of_label, here, column = _label_columns(labels, row, of_k, K, first, held)
+    wrong = (of_k < K) & ((id_of_label < 0) | (id_of_label >= size))
+    is_wrong = tl.max(wrong.to(tl.int32), 0) != 0
+    tl.store(flags, 1, mask=is_wrong)
+    tl.store(flags + 1, tl.max(tl.where(wrong, id_of_label, -(2**62)), 0), mask=is_wrong)
+    tl.store(flags + 2, size, mask=is_wrong)
+    label = tl.load(x + column, mask=here, other=0).to(tl.float32)
+    factor = scale / LN_2
+    top = tl.full([LANES], LOWEST, tl.float32)
+    total = tl.zeros([LANES], tl.float32)
+    weighted = tl.zeros([LANES], tl.float32)
+    for begin in range(0, held, LANES * PER_LANE):
+        values = _logits(x, keep, begin + offsets, width, held, KEEP, PADDED)
+        higher = tl.maximum(top, tl.max(values, 1))
+        shift = tl.maximum((top - higher) * factor, NEVER)
+        brought = tl.exp2(shift)
+        z = (values - higher[:, None]) * factor
+        q = tl.exp2(z)
+        if ENTROPY:
+            weighted = (weighted + total * shift) * brought + tl.sum(tl.maximum(z, NEVER) * q, 1)
+        total = total * brought + tl.sum(q, 1)
+        top = higher
+    highest = tl.max(top, 0)
+    if KEEP:  # a label counts, even where it is not kept: once, if a token names it twice
+        kept = tl.load(keep + column, mask=here, other=0) != 0
+        is_named_before = (column[:, None] == column[None, :]) & (of_k[None, :] < of_k[:, None])
+        alone = here & (kept == 0) & (tl.max(is_named_before.to(tl.int32), 1) == 0)
+        highest = tl.maximum(highest, tl.max(tl.where(alone, label, LOWEST), 0))
+    shift = tl.maximum((top - highest) * factor, NEVER)
+    brought = tl.exp2(shift)
+    sum_q = tl.sum(total * brought, 0)
+    weight = 0.0
+    if ENTROPY:
+        weight += tl.sum((weighted + total * shift) * brought, 0) * LN_2
+    if KEEP:
+        z = tl.where(alone, (label - highest) * factor, float("-inf"))
+        sum_q += tl.sum(tl.exp2(z), 0)
+        if ENTROPY:
+            weight += tl.sum(tl.maximum(z, NEVER) * tl.exp2(z), 0) * LN_2
+    tl.store(table, tl.where(highest <= LOWEST, float("-inf"), highest))
+    tl.store(table + 1, weight)
+    tl.store(table + 2, tl.where(is_wrong, float("nan"), sum_q))  # so no step trains on a wrong label
+    tl.store(table + 3 + of_k, tl.where(here, (label - highest) * scale, float("-inf")), mask=of_k < K)
+
+
+@triton.jit
+def _combine(
+    tables, log_probs, norm, rows, ranks, scale, K, LABELS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """The tables of all ranks, [ranks, rows, 3 + K], to log-probs [rows, K] and norm [3, rows]."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    of_k = tl.arange(0, LABELS)
+    valid = row < rows
+    is_label = valid[:, None] & (of_k < K)[None, :]
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    for rank in range(ranks):
+        top = tl.maximum(top, tl.load(tables + (rank * rows + row) * (3 + K), mask=valid, other=0))
+    total = tl.zeros([ROWS], tl.float32)
+    weighted = tl.zeros([ROWS], tl.float32)
+    label = tl.full([ROWS, LABELS], float("-inf"), tl.float32)
+    for rank in range(ranks):
+        table = tables + (rank * rows + row) * (3 + K)
+        shift = (tl.load(table, mask=valid, other=0) - top) * scale
+        finite = tl.maximum(shift, NEVER)
+        factor = tl.exp2(finite / LN_2)
+        of_rank = tl.load(table + 2, mask=valid, other=1)
+        weighted += (tl.load(table + 1, mask=valid, other=0) + of_rank * finite) * factor
+        total += of_rank * factor
+        at_label = tl.load(table[:, None] + 3 + of_k[None, :], mask=is_label, other=0)
+        label = tl.maximum(label, at_label + shift[:, None])  # -inf on the ranks without the label
+    log_total = tl.log(total)
+    tl.store(log_probs + row[:, None] * K + of_k[None, :], label - log_total[:, None], mask=is_label)
+    tl.store(norm + row, top, mask=valid)
+    tl.store(norm + rows + row, total, mask=valid)
+    tl.store(norm + 2 * rows + row, log_total - weighted / total, mask=valid)
+
+
+@triton.jit
+def _gradient(
+    x, into, labels, mask, keep, norm, of_log_probs, of_entropy,
+    width, held, first, norm_stride, x_stride, into_stride, keep_stride, g_stride, g_step, h_stride, scale, K,
+    MASK: tl.constexpr, KEEP: tl.constexpr, PADDED: tl.constexpr, G: tl.constexpr, H: tl.constexpr,
+    LABELS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A block of columns of a row of the gradient; `into` may be the logits."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    into += row * into_stride
+    if MASK:
+        if tl.load(mask + row).to(tl.float64) == 0:
+            tl.store(into + columns, tl.zeros([BLOCK], tl.float32).to(into.dtype.element_ty), mask=columns < width)
+            return
+    x += row * x_stride
+    if KEEP:
+        keep += row * keep_stride
+    of_k = tl.arange(0, LABELS)
+    _, here, column = _label_columns(labels, row, of_k, K, first, held)
+    here &= column // BLOCK == tl.program_id(1)
+    top = tl.load(norm + row)
+    total = tl.load(norm + norm_stride + row)
+    factor = scale / LN_2
+    level, slope = 0.0, 0.0
+    if G:
+        g = tl.load(of_log_probs + row * g_stride + of_k * g_step, mask=of_k < K, other=0).to(tl.float32)
+        level += tl.sum(g, 0)
+    if H:
+        h = tl.load(of_entropy + row * h_stride).to(tl.float32)
+        level += h * (tl.load(norm + 2 * norm_stride + row) - tl.log(total))
+        slope = -scale / total * h * LN_2
+    level *= -scale / total
+    if G or KEEP:  # entries at labels, of logits that are overwritten below; a label counts, even if it is not kept
+        z = (tl.load(x + column, mask=here, other=0).to(tl.float32) - top) * factor
+        entries = tl.exp2(z) * (slope * tl.maximum(z, NEVER) + level)
+        if G:  # several labels may be one id
+            entries += scale * tl.sum(tl.where(column[:, None] == column[None, :], g[None, :], 0.0), 1)
+        tl.debug_barrier()
+    z = (_logits(x, keep, columns, width, held, KEEP, PADDED) - top) * factor
+    gradient = tl.exp2(z)
+    if H:
+        gradient *= slope * tl.maximum(z, NEVER) + level
+    else:
+        gradient *= level
+    tl.store(into + columns, gradient.to(into.dtype.element_ty), mask=columns < width)
+    if G or KEEP:
+        tl.debug_barrier()
+        tl.store(into + column, entries.to(into.dtype.element_ty), mask=here)
+
+
+def _on(device: torch.device) -> AbstractContextManager[Any]:
+    """Triton launches on the current device."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def _stride_of(keep: Tensor | None) -> int:
+    return 0 if keep is None or len(keep) == 1 else keep.stride(0)
+
+
+def statistics(
+    logits: Tensor, labels: Tensor, *, first: int, held: int, size: int, scale: float, entropy: bool,
+    mask: Tensor | None, keep: Tensor | None, check_first_row: bool, flags: Tensor,
+) -> Tensor:  # fmt: skip
+    """`Reading.statistics` of logits [n, columns] and labels [n, K]; the label is -inf on the ranks without it."""
+    rows, k = labels.shape
+    table = torch.empty(rows, 3 + k, dtype=torch.float32, device=logits.device)
+    if rows:
+        with _on(logits.device):
+            _statistics[(rows,)](
+                logits, labels, mask, keep, table, flags,
+                logits.shape[1], held, first, size, logits.stride(0), _stride_of(keep), scale, k,
+                MASK=mask is not None, KEEP=keep is not None, PADDED=held < logits.shape[1], ENTROPY=entropy,
+                FIRST_ROW=check_first_row, LABELS=triton.next_power_of_2(k), PER_LANE=16 // logits.element_size(),
+                **FORWARD,
+            )  # fmt: skip
+    return table
+
+
+def combine(tables: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Log-probs [n, K] and norm [3, n] of the tables of all ranks, [ranks, n, 3 + K]."""
+    ranks, rows, columns = tables.shape
+    log_probs, norm = tables.new_empty(rows, columns - 3), tables.new_empty(3, rows)
+    if rows:
+        with _on(tables.device):
+            _combine[(triton.cdiv(rows, COMBINED_ROWS),)](
+                tables, log_probs, norm, rows, ranks, scale, columns - 3,
+                LABELS=triton.next_power_of_2(columns - 3), ROWS=COMBINED_ROWS,
+            )  # fmt: skip
+    return log_probs, norm
+
+
+def differentiate(
+    logits: Tensor, into: Tensor, labels: Tensor, norm: Tensor, g: Tensor | None, h: Tensor | None, *,
+    first: int, held: int, scale: float, mask: Tensor | None, keep: Tensor | None,
+) -> bool:  # fmt: skip
+    """`Reading.differentiate` of logits [n, columns], labels [n, K], norm [3, n], g [n, K] and h [n]; True."""
+    (rows, k), width = labels.shape, logits.shape[1]
+    if not rows:
+        return True
+    with _on(logits.device):
+        _gradient[(rows, triton.cdiv(width, BACKWARD["BLOCK"]))](
+            logits, into, labels, mask, keep, norm, g, h,
+            width, held, first, norm.stride(0), logits.stride(0), into.stride(0), _stride_of(keep),
+            0 if g is None else g.stride(0), 0 if g is None else g.stride(1), 0 if h is None else h.stride(0), scale, k,
+            MASK=mask is not None, KEEP=keep is not None, PADDED=held < width, G=g is not None, H=h is not None,
+            LABELS=triton.next_power_of_2(k), **BACKWARD,
+        )  # fmt: skip
+    if into.data_ptr() == logits.data_ptr():  # autograd does not see what a kernel writes
+        torch.autograd.graph.increment_version(into)
+    return True
