@@ -139,7 +139,7 @@ def _statistics(
 def _combine(
     tables, log_probs, norm, rows, ranks, scale, K, LABELS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The tables of all ranks, [ranks, rows, 3 + K], to log-probs [rows, K] and norm [3, rows]."""
+    """The tables of all ranks, [ranks, rows, 3 + K], to log-probs [rows, K] and norm [3 + K, rows]."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     of_k = tl.arange(0, LABELS)
     valid = row < rows
@@ -165,16 +165,17 @@ def _combine(
     tl.store(norm + row, top, mask=valid)
     tl.store(norm + rows + row, total, mask=valid)
     tl.store(norm + 2 * rows + row, log_total - weighted / total, mask=valid)
+    tl.store(norm + (3 + of_k)[None, :] * rows + row[:, None], label, mask=is_label)
 
 
 @triton.jit
 def _gradient(
-    x, into, labels, mask, keep, norm, of_log_probs, of_entropy,
-    width, held, first, norm_stride, x_stride, into_stride, keep_stride, g_stride, g_step, h_stride, scale, K,
+    x, into, mask, keep, norm, of_log_probs, of_entropy,
+    width, held, norm_stride, x_stride, into_stride, keep_stride, g_stride, g_step, h_stride, scale, K,
     MASK: tl.constexpr, KEEP: tl.constexpr, PADDED: tl.constexpr, G: tl.constexpr, H: tl.constexpr,
     LABELS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A block of columns of a row of the gradient; `into` may be the logits."""
+    """A block of columns of a row of the gradient, as if no column were a label's; `into` may be the logits."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     into += row * into_stride
@@ -182,15 +183,51 @@ def _gradient(
         if tl.load(mask + row).to(tl.float64) == 0:
             tl.store(into + columns, tl.zeros([BLOCK], tl.float32).to(into.dtype.element_ty), mask=columns < width)
             return
-    x += row * x_stride
-    if KEEP:
-        keep += row * keep_stride
+    level, slope, _ = _level_and_slope(
+        norm, of_log_probs, of_entropy, row, norm_stride, g_stride, g_step, h_stride, scale, K, G, H, LABELS
+    )
+    values = _logits(x + row * x_stride, keep + row * keep_stride if KEEP else keep, columns, width, held, KEEP, PADDED)
+    z = (values - tl.load(norm + row)) * (scale / LN_2)
+    gradient = tl.exp2(z)
+    if H:
+        gradient *= slope * tl.maximum(z, NEVER) + level
+    else:
+        gradient *= level
+    tl.store(into + columns, gradient.to(into.dtype.element_ty), mask=columns < width)
+
+
+@triton.jit
+def _gradient_at_labels(
+    into, labels, mask, norm, of_log_probs, of_entropy,
+    held, first, norm_stride, into_stride, g_stride, g_step, h_stride, scale, K,
+    MASK: tl.constexpr, G: tl.constexpr, H: tl.constexpr, LABELS: tl.constexpr,
+):  # fmt: skip
+    """A row's entries at its labels, which count even where they are not kept."""
+    row = tl.program_id(0).to(tl.int64)
+    if MASK:
+        if tl.load(mask + row).to(tl.float64) == 0:
+            return
     of_k = tl.arange(0, LABELS)
     _, here, column = _label_columns(labels, row, of_k, K, first, held)
-    here &= column // BLOCK == tl.program_id(1)
-    top = tl.load(norm + row)
+    level, slope, g = _level_and_slope(
+        norm, of_log_probs, of_entropy, row, norm_stride, g_stride, g_step, h_stride, scale, K, G, H, LABELS
+    )
+    z = tl.load(norm + (3 + of_k) * norm_stride + row, mask=here, other=0) / LN_2
+    entries = tl.exp2(z) * (slope * tl.maximum(z, NEVER) + level)
+    if G:  # several labels may be one id: each writes the same
+        entries += scale * tl.sum(tl.where(column[:, None] == column[None, :], g[None, :], 0.0), 1)
+    tl.store(into + row * into_stride + column, entries.to(into.dtype.element_ty), mask=here)
+
+
+@triton.jit
+def _level_and_slope(
+    norm, of_log_probs, of_entropy, row, norm_stride, g_stride, g_step, h_stride, scale, K,
+    G: tl.constexpr, H: tl.constexpr, LABELS: tl.constexpr,
+):  # fmt: skip
+    """Where no label is, the gradient is q (level + slope z). And the gradients of the row's log-probs."""
     total = tl.load(norm + norm_stride + row)
-    factor = scale / LN_2
+    of_k = tl.arange(0, LABELS)
+    g = tl.zeros([LABELS], tl.float32)
     level, slope = 0.0, 0.0
     if G:
         g = tl.load(of_log_probs + row * g_stride + of_k * g_step, mask=of_k < K, other=0).to(tl.float32)
@@ -199,23 +236,7 @@ def _gradient(
         h = tl.load(of_entropy + row * h_stride).to(tl.float32)
         level += h * (tl.load(norm + 2 * norm_stride + row) - tl.log(total))
         slope = -scale / total * h * LN_2
-    level *= -scale / total
-    if G or KEEP:  # entries at labels, of logits that are overwritten below; a label counts, even if it is not kept
-        z = (tl.load(x + column, mask=here, other=0).to(tl.float32) - top) * factor
-        entries = tl.exp2(z) * (slope * tl.maximum(z, NEVER) + level)
-        if G:  # several labels may be one id
-            entries += scale * tl.sum(tl.where(column[:, None] == column[None, :], g[None, :], 0.0), 1)
-        tl.debug_barrier()
-    z = (_logits(x, keep, columns, width, held, KEEP, PADDED) - top) * factor
-    gradient = tl.exp2(z)
-    if H:
-        gradient *= slope * tl.maximum(z, NEVER) + level
-    else:
-        gradient *= level
-    tl.store(into + columns, gradient.to(into.dtype.element_ty), mask=columns < width)
-    if G or KEEP:
-        tl.debug_barrier()
-        tl.store(into + column, entries.to(into.dtype.element_ty), mask=here)
+    return level * (-scale / total), slope, g
 
 
 def _on(device: torch.device) -> AbstractContextManager[Any]:
@@ -247,9 +268,9 @@ def statistics(
 
 
 def combine(tables: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Log-probs [n, K] and norm [3, n] of the tables of all ranks, [ranks, n, 3 + K]."""
+    """`Reading.combine` of [ranks, n, 3 + K]: log-probs [n, K] and norm, [3 + K, n] with the labels' z."""
     ranks, rows, columns = tables.shape
-    log_probs, norm = tables.new_empty(rows, columns - 3), tables.new_empty(3, rows)
+    log_probs, norm = tables.new_empty(rows, columns - 3), tables.new_empty(columns, rows)
     if rows:
         with _on(tables.device):
             _combine[(triton.cdiv(rows, COMBINED_ROWS),)](
@@ -263,18 +284,24 @@ def differentiate(
     logits: Tensor, into: Tensor, labels: Tensor, norm: Tensor, g: Tensor | None, h: Tensor | None, *,
     first: int, held: int, scale: float, mask: Tensor | None, keep: Tensor | None,
 ) -> bool:  # fmt: skip
-    """`Reading.differentiate` of logits [n, columns], labels [n, K], norm [3, n], g [n, K] and h [n]; True."""
+    """`Reading.differentiate` of logits [n, columns], labels [n, K], norm [3 + K, n], g [n, K] and h [n]; True."""
     (rows, k), width = labels.shape, logits.shape[1]
     if not rows:
         return True
+    g_strides = (0, 0) if g is None else (g.stride(0), g.stride(1))
+    of_row = *g_strides, 0 if h is None else h.stride(0), scale, k
+    wanted = {"MASK": mask is not None, "G": g is not None, "H": h is not None, "LABELS": triton.next_power_of_2(k)}
     with _on(logits.device):
         _gradient[(rows, triton.cdiv(width, BACKWARD["BLOCK"]))](
-            logits, into, labels, mask, keep, norm, g, h,
-            width, held, first, norm.stride(0), logits.stride(0), into.stride(0), _stride_of(keep),
-            0 if g is None else g.stride(0), 0 if g is None else g.stride(1), 0 if h is None else h.stride(0), scale, k,
-            MASK=mask is not None, KEEP=keep is not None, PADDED=held < width, G=g is not None, H=h is not None,
-            LABELS=triton.next_power_of_2(k), **BACKWARD,
+            logits, into, mask, keep, norm, g, h,
+            width, held, norm.stride(0), logits.stride(0), into.stride(0), _stride_of(keep), *of_row,
+            **wanted, KEEP=keep is not None, PADDED=held < width, **BACKWARD,
         )  # fmt: skip
+        if g is not None or keep is not None:
+            _gradient_at_labels[(rows,)](
+                into, labels, mask, norm, g, h, held, first, norm.stride(0), into.stride(0), *of_row,
+                **wanted, num_warps=1 if k <= 32 else 4,
+            )  # fmt: skip
     if into.data_ptr() == logits.data_ptr():  # autograd does not see what a kernel writes
         torch.autograd.graph.increment_version(into)
     return True
