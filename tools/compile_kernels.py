@@ -56,8 +56,8 @@ class Programs(list[tuple[str, Any]]):
         super().__init__()
         target = GPUTarget("cuda", capability, THREADS_OF_WARP)
         zero: Any = lambda *_: 0  # noqa: E731
-        driver: Any = SimpleNamespace(get_current_device=zero, get_current_stream=zero, get_current_target=lambda: target)
-        triton.runtime.driver.set_active(driver)
+        driver = SimpleNamespace(get_current_device=zero, get_current_stream=zero, get_current_target=lambda: target)
+        triton.runtime.driver.set_active(driver)  # in the place of one that asks a GPU
         run = JITFunction.run
 
         def compile_alone(function: Any, *args: Any, warmup: bool, **more: Any) -> Any:

@@ -48,7 +48,7 @@ def choose(logits: Tensor, ids: int, *, kernel: str | None, rest: bool = False, 
     why = next((reason for reason, holds in reasons.items() if holds), "")
     kernels = None if why else _kernels()
     if kernels is None:
-        why = why or _failures[0]
+        why = why or failure()
     choice = Choice(kernels, why or "kernels are the default on a GPU")
     if not torch.compiler.is_compiling():
         _say(f"log-probs are made by {'plain torch' if kernels is None else 'Triton kernels'}: {choice.why}")
@@ -64,6 +64,11 @@ def give_up(error: Exception) -> None:
             "longer. Mend Triton (it needs a C compiler and a cache folder it can write to), or pass kernel='torch'.",
             _failures[0],
         )
+
+
+def failure() -> str:
+    """Why Triton does not run in this process any more; "" where it does."""
+    return _failures[0] if _failures else ""
 
 
 def _kernels() -> ModuleType | None:

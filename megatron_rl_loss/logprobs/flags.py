@@ -1,8 +1,8 @@
 """What kernels found wrong in the values that they read: flags in the host's memory, which nobody waits for.
 
-A kernel that reads a wrong label stores it here, and makes that token's log-prob NaN, so that no step trains on it. The
-host looks at the flags when the next pass begins, forward or backward, and `LossAggregation` where all ranks begin a
-step.
+A kernel that reads a wrong label stores it here, and makes that token's log-prob NaN, so that no step trains on it
+unseen. The host looks at the flags when the next pass begins, forward or backward, and `LossAggregation` where all
+ranks begin a step and raise together.
 """
 
 import atexit
@@ -44,6 +44,8 @@ def tensor() -> Tensor:
 
 def raise_flagged() -> None:
     """Raise ValueError for what a kernel of an earlier call found wrong, once; waits for no device."""
+    if not _flags.cache_info().currsize:  # no kernel has run
+        return
     values = _flags()[1]
     if not values.any():
         return

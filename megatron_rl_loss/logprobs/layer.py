@@ -248,6 +248,7 @@ class _MakeLogProbs(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> Gradients:
         norm, compared, *leaves = ctx.saved_tensors
         read: Reading = ctx.read
+        read.begin_pass()
         gradients = tuple(read.select(gradient) for gradient in gradients)
         chunks: Chunks = ctx.chunks_of(leaves, ctx.needs_input_grad[3:], skips=read.rows is not None)
         for part, places in read.chunks():

@@ -129,6 +129,7 @@ class Reading:
         self.tp_group = tp_group if size_of(tp_group) > 1 else None
         self.labels, self.rows = labels.reshape(self.shape.numel(), *labels.shape[len(shape) :]), None
         self._kernels, self._mask, self._host_rows = choice.kernels, None, None
+        self.begin_pass()
         if self._kernels is not None and from_logits:
             self._mask = _mask_on(token_mask, self.shape, device)
         else:
@@ -166,6 +167,11 @@ class Reading:
         other._without = None
         other.scale, other.entropy = self.scale if temperature is None else 1 / temperature, False
         return other
+
+    def begin_pass(self) -> None:
+        """Raise ValueError for what kernels found wrong before, as far as the host knows by now."""
+        if self._kernels is not None:
+            flags.raise_flagged()
 
     # --- tokens
 
@@ -409,7 +415,6 @@ class Reading:
         """What a kernel gives; None where plain torch reads, and from a failure of Triton on."""
         if self._kernels is None:
             return None
-        flags.raise_flagged()
         try:
             return launch(self._kernels)
         except torch.OutOfMemoryError:

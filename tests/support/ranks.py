@@ -115,11 +115,20 @@ def start_process_group() -> None:
 
 def bytes_reduced() -> list[int]:
     """On a rank, whose process ends with the test: the bytes of each later call of `all_reduce`."""
-    sent, all_reduce = list[int](), dist.all_reduce
+    return _bytes_sent("all_reduce", 0)
 
-    def counting(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        sent.append(tensor.nbytes)
-        return all_reduce(tensor, *args, **kwargs)
 
-    dist.all_reduce = counting
+def bytes_gathered() -> list[int]:
+    """On a rank, whose process ends with the test: the bytes that each later all-gather into one tensor sends."""
+    return _bytes_sent("all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor", 1)
+
+
+def _bytes_sent(name: str, argument: int) -> list[int]:
+    sent, collective = list[int](), getattr(dist, name)
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        sent.append(args[argument].nbytes)
+        return collective(*args, **kwargs)
+
+    setattr(dist, name, counting)
     return sent

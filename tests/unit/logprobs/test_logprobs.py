@@ -1,7 +1,6 @@
 """Log-probs, entropy and gradients of a loss of them, in every way, against float64; and what they cost."""
 
 import contextlib
-import functools
 import itertools
 from typing import Any
 
@@ -19,22 +18,19 @@ from head_oracle import (
     VOCABULARY,
     WANTED,
     Outputs,
-    Wanted,
     batch_of,
     expected_of,
     inputs_of,
     relative,
 )
-from ranks import bytes_reduced, run_ranks, start_process_group
+from logprob_ways import WAYS, WAYS_OF, check, kept_ids, leaves_of, results_of, values_of
+from ranks import bytes_gathered, run_ranks, start_process_group
 from refusals import refusal_tests, refusals
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_rl_loss import (
     OutputLayer,
-    Teacher,
-    TensorParallel,
-    divergence_from_hidden,
     log_probs_from_hidden,
     log_probs_from_logits,
     loss_from_hidden,
@@ -42,109 +38,10 @@ from megatron_rl_loss import (
 from megatron_rl_loss.logprobs.kept_ids import KeptIds
 from megatron_rl_loss.logprobs.layer import WeightGradient
 
-WAYS = ("logits", "two passes", "one pass")
-#: From logits there is no divergence.
-WAYS_OF = [(way, name) for way in WAYS for name in CASES if way != "logits" or "teacher" not in CASES[name]]
-#: What the layer is told, not the function.
-OF_LAYER = {"temperature", "vocab_size", "chunk_tokens", "main_gradient"}
 #: Cases whose chunks have one token, too: one of each kind of values.
 ONE_BY_ONE = {"plain", "kept ids", "five ids", "a rest", "reverse KL, kept ids"}
 every_way = pytest.mark.parametrize("way", WAYS)
 of_hidden = pytest.mark.parametrize("way", WAYS[1:])
-Parallel = dict[str, Any]
-
-
-def leaves_of(name: str, dtype: torch.dtype = torch.float32, parallel: Parallel | None = None) -> Outputs:
-    """This rank's leaves: its part of the vocabulary and, with sequence parallelism, of tokens."""
-    batch, group = inputs_of(name, dtype)[0], (parallel or {}).get("group")
-    rank, size = (0, 1) if group is None else (group.rank(), group.size())
-    columns = slice(rank * VOCABULARY // size, (rank + 1) * VOCABULARY // size)
-    mine = slice(rank * TOKENS // size, (rank + 1) * TOKENS // size)
-    mine = mine if (parallel or {}).get("sequence_parallel") else slice(None)
-    leaves = {"hidden": batch.hidden[mine], "weight": batch.weight[columns], "bias": batch.bias[columns]}
-    return {
-        key: leaf.to(dtype).requires_grad_() for key, leaf in leaves.items() if key != "bias" or CASES[name].get("bias")
-    }
-
-
-def teacher_of(name: str, dtype: torch.dtype, device: torch.device, parallel: Parallel) -> dict[str, Any]:
-    """This rank's teacher: its part of the vocabulary and, for hidden states with sequence parallelism, of tokens."""
-    taught, group = inputs_of(name, dtype)[0].taught, parallel.get("group")
-    rank, size = (0, 1) if group is None else (group.rank(), group.size())
-    columns = slice(rank * VOCABULARY // size, (rank + 1) * VOCABULARY // size)
-    mine = slice(rank * TOKENS // size, (rank + 1) * TOKENS // size)
-    mine = mine if parallel.get("sequence_parallel") and "temperature" in CASES[name]["teacher"] else slice(None)
-    if CASES[name].get("logits"):
-        of_rank = {"hidden": (taught["hidden"] @ taught["weight"].T)[:, columns]}
-    else:
-        of_rank = {"hidden": taught["hidden"][mine].to(dtype), "weight": taught["weight"][columns].to(dtype)}
-    return {key: tensor.to(device) for key, tensor in of_rank.items()} | CASES[name]["teacher"]
-
-
-def values_of(
-    way: str, name: str, leaves: Outputs, wanted: Wanted = BOTH, parallel: Parallel | None = None, **more: Any
-) -> Outputs:
-    """The same as `expected_of` but gradients, of the code under test."""
-    hidden, weight, bias = leaves["hidden"], leaves["weight"], leaves.get("bias")
-    (batch, labels, mask, options), parallel = inputs_of(name, hidden.dtype), parallel or {}
-    group, device = parallel.get("group"), hidden.device
-    first = 0 if group is None else group.rank() * len(weight)
-    exact = torch.promote_types(hidden.dtype, torch.float32)
-    labels = labels.index_fill(0, (~mask).nonzero()[:, 0], -100).to(device)
-    weights = (batch.weights * mask).to(exact)
-    keep = batch.keep[:, first : first + len(weight)] if CASES[name].get("keep") else None
-    options |= {"keep": keep, "entropy": wanted[1] != 0, "token_mask": mask, **more}
-    loss = functools.partial(head_oracle.losses_of, wanted=wanted)
-    near = batch.near.to(device, exact)
-    if way == "logits":
-        logits = hidden @ weight.T if bias is None else hidden @ weight.T + bias
-        log_probs, entropy = log_probs_from_logits(logits, labels, tp_group=group, **options)
-    else:
-        of_layer = {key: options.pop(key) for key in OF_LAYER & options.keys()}
-        layer = OutputLayer(weight, bias, tensor_parallel=TensorParallel(**parallel), **of_layer)
-    divergence, taught = None, {}
-    if "teacher" in CASES[name]:
-        taught = teacher_of(name, hidden.dtype, device, parallel)
-        options["teacher"] = Teacher(**taught)
-    if way == "two passes" and taught:
-        log_probs, entropy, divergence = divergence_from_hidden(hidden, layer, labels, **options)
-    elif way == "two passes":
-        log_probs, entropy = log_probs_from_hidden(hidden, layer, labels, **options)
-    if way == "one pass":
-        inputs = {"near": near.masked_fill(weights.to(device) == 0, torch.nan)}  # is ignored there
-        share, values = loss_from_hidden(hidden, layer, labels, weights, loss, inputs, **options)
-        assert set(values) - {"entropy", "divergence"} == {"log_probs", "losses", "mixed"}
-        assert not any(value.requires_grad for value in values.values())
-        log_probs, entropy, divergence = (values.get(key) for key in ("log_probs", "entropy", "divergence"))
-    else:
-        share = (loss(log_probs, entropy, near, divergence)[0] * weights.to(device)).sum()
-    results = {"log_probs": log_probs, "share": share, "entropy": entropy, "divergence": divergence}
-    return {key: value for key, value in results.items() if value is not None}
-
-
-def results_of(way: str, name: str, dtype: torch.dtype, wanted: Wanted, parallel: Any = None, **more: Any) -> Outputs:
-    leaves = leaves_of(name, dtype, parallel)
-    results = values_of(way, name, leaves, wanted, parallel, **more)
-    assert {value.dtype for value in results.values()} == {torch.promote_types(dtype, torch.float32)}
-    (results["share"] * 3).backward()
-    assert all(leaf.grad is not None and leaf.grad.dtype == dtype for leaf in leaves.values())
-    results |= {key: leaf.grad.double() / 3 for key, leaf in leaves.items()}
-    return {key: value.detach() for key, value in results.items()}
-
-
-def check(results: Outputs, expected: Outputs, dtype: torch.dtype) -> None:
-    assert set(results) == set(expected)
-    for key, value in expected.items():
-        if value.abs().max() > 0:
-            assert relative(results[key], value) <= BOUNDS[dtype], key
-        else:
-            assert results[key].count_nonzero() == 0, key
-
-
-def kept_ids() -> KeptIds:
-    """The mask of the case "kept ids", ragged."""
-    keep = batch_of(TOKENS, VOCABULARY, HIDDEN).keep.numpy()
-    return KeptIds(torch.from_numpy(keep.nonzero()[1]), np.append(0, keep.sum(1).cumsum()))
 
 
 @pytest.mark.parametrize(("way", "name"), WAYS_OF)
@@ -159,9 +56,9 @@ def test_values_and_gradients_in_any_chunks(name: str, way: str) -> None:
 
 
 def on_tp_rank() -> dict[Any, tuple[Outputs, list[int]]]:
-    """Every way's values and gradients, and the bytes of each `all_reduce`."""
+    """Every way's values and gradients, and the bytes that each all-gather sends."""
     start_process_group()
-    group, sent, by_case = torch.distributed.group.WORLD, bytes_reduced(), dict[Any, Any]()
+    group, sent, by_case = torch.distributed.group.WORLD, bytes_gathered(), dict[Any, Any]()
     ways = [("logits", False), *itertools.product(WAYS[1:], (False, True))]
     for (way, sequence_parallel), name, wanted in itertools.product(ways, CASES, WANTED):
         if (wanted == "both" or name == "plain") and (way, name) in WAYS_OF:
@@ -193,10 +90,9 @@ def test_vocabulary_and_tokens_over_several_ranks(ranks: int) -> None:
         whole |= {"hidden": summed} if way == "logits" else {}
         for part in parts:
             check(part | whole, expected_of(name, torch.float32, WANTED[wanted]), torch.float32)
-        if way == "logits":  # one maximum and one sum, whatever the chunks
-            tokens, numbers = int(inputs_of(name)[2].sum()), CASES[name].get("ids", 1) + (2 if WANTED[wanted][1] else 1)
-            numbers += CASES[name].get("rest", False)
-            assert all(rank[at][1] == [4 * tokens, 4 * numbers * tokens][: 2 * bool(tokens)] for rank in by_rank)
+        if way == "logits":  # once, whatever the chunks
+            numbers = 3 + CASES[name].get("ids", 1) + CASES[name].get("rest", False)
+            assert all(rank[at][1] == [4 * numbers * TOKENS] for rank in by_rank)
 
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

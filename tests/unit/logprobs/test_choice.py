@@ -1,0 +1,261 @@
+"""Who reads the logits, what happens where Triton or values are wrong, and how many launches a call takes."""
+
+import itertools
+import logging
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from head_oracle import BOTH, expected_of, relative
+from interpreted import needs_triton, use_kernels
+from logprob_ways import check, leaves_of, results_of, values_of
+from ranks import run_ranks
+from repository import ROOT
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_rl_loss import OutputLayer, log_probs_from_hidden, log_probs_from_logits
+from megatron_rl_loss.logprobs import choice, flags, layer
+from megatron_rl_loss.logprobs.choice import choose
+
+# --- what goes wrong
+
+
+def fall_back(step: str, way: str) -> list[str]:
+    """A step of the kernels fails in the middle of a call; the warnings, and then who is chosen."""
+    use_kernels()
+    from megatron_rl_loss.logprobs import triton_kernels
+
+    warnings = list[str]()
+    handler = logging.Handler()
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+    handler.setLevel(logging.WARNING)
+    choice.logger.addHandler(handler)
+    for number, name in enumerate(("kept ids", "five ids, padded vocabulary", "plain")):
+        choice._failures.clear()
+
+        def fail(*_: Any, **__: Any) -> None:
+            raise RuntimeError("no C compiler")
+
+        works = getattr(triton_kernels, step)
+        setattr(triton_kernels, step, fail)
+        results = results_of(way, name, torch.float32, BOTH, chunk_tokens=7)
+        setattr(triton_kernels, step, works)
+        check(results, expected_of(name, torch.float32), torch.float32)
+        assert len(warnings) == number + 1
+    why = choose(torch.zeros(2, 4), 1, kernel=None).why
+    if step == "statistics":  # labels that are wrong are found then, too
+        choice._failures.clear()
+        setattr(triton_kernels, step, fail)
+        with pytest.raises(ValueError, match="a label 9 in a vocabulary of 4"):
+            log_probs_from_logits(torch.zeros(2, 4), torch.tensor([0, 9]), token_mask=[1, 1])
+    return [warnings[0], why]
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("step", "way"), [("statistics", "logits"), ("combine", "one pass"), ("differentiate", "logits")]
+)
+def test_plain_torch_goes_on_where_triton_fails(step: str, way: str) -> None:
+    ((warning, why),) = run_ranks(1, fall_back, step, way)
+    assert warning.startswith("Triton failed (RuntimeError: no C compiler): plain torch makes log-probs")
+    assert why == "Triton failed (RuntimeError: no C compiler)"
+
+
+@pytest.fixture
+def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that has chosen nothing yet, and takes the host's tensors for a GPU's."""
+    monkeypatch.setattr(choice, "DEVICES", {"cuda", "cpu"})
+    monkeypatch.setattr(choice, "_failures", [])
+    choice._say.cache_clear()
+
+
+LOGITS, LABELS = torch.zeros(3, 8), torch.tensor([0, 3, 7])
+
+
+@pytest.mark.usefixtures("_fresh")
+def test_a_missing_triton_is_told_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setitem(sys.modules, "megatron_rl_loss.logprobs.triton_kernels", None)  # its import fails
+    values = [log_probs_from_logits(LOGITS, LABELS, kernel=kernel).log_probs for kernel in (None, None, "torch")]
+    assert torch.equal(values[0], values[2])
+    assert [record.levelname for record in caplog.records].count("WARNING") == 1
+    assert "Triton failed (ModuleNotFoundError" in caplog.text
+
+
+@pytest.mark.usefixtures("_fresh")
+def test_one_function_chooses_and_says_why(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    module: Any = SimpleNamespace()
+    monkeypatch.setattr(choice, "_kernels", lambda: module)
+    caplog.set_level(logging.INFO)
+
+    def why(logits: Tensor = LOGITS, ids: int = 1, **more: Any) -> str:
+        chosen = choose(logits, ids, **{"kernel": None, **more})
+        assert (chosen.kernels is module) == (chosen.why == "kernels are the default on a GPU")
+        return chosen.why
+
+    assert why() == why(LOGITS.bfloat16()) == why(LOGITS.half()) == "kernels are the default on a GPU"
+    assert why(kernel="torch") == "kernel='torch' asks for it"
+    assert why(LOGITS.to("meta")) == "the logits are on meta"
+    assert why(LOGITS.double()) == "the kernels do not read torch.float64"
+    assert why(LOGITS.t()) == "the vocabulary is not the last dimension in memory"
+    assert why(rest=True) == "the kernels know no rest of ids"
+    assert why(teacher=True) == "the kernels know no teacher"
+    assert why(ids=129) == "the kernels take 1 to 128 ids per token, not 129"
+    assert why(ids=0) == "the kernels take 1 to 128 ids per token, not 0"
+    why()
+    messages = [record.getMessage() for record in caplog.records]
+    assert messages[0] == "log-probs are made by Triton kernels: kernels are the default on a GPU"
+    assert len(messages) == len(set(messages)) == 9
+
+
+def flag() -> None:
+    use_kernels()
+    from megatron_rl_loss.logprobs import triton_kernels
+
+    logits, labels = torch.randn(3, 8), torch.tensor([0, 8, -100])
+    log_probs = log_probs_from_logits(logits, labels, token_mask=[1, 1, 0]).log_probs
+    assert log_probs.isnan().tolist() == [False, True, False]
+    with pytest.raises(ValueError, match=r"a label 8 in a vocabulary of 8: labels must be ids .* Pass token_mask"):
+        log_probs_from_logits(logits, labels[:1].expand(3))
+    leaf = logits.requires_grad_()  # once told, it is over
+    values = log_probs_from_logits(leaf, LABELS, vocab_size=7).log_probs
+    with pytest.raises(ValueError, match="a label 7 in a vocabulary of 7"):
+        values.sum().backward()
+    for name in ("float32", "bfloat16"):
+        log_probs_from_logits(logits.softmax(-1).to(getattr(torch, name)), LABELS)
+        with pytest.raises(ValueError, match="whose first row is above 0 and sums to 1: these are probabilities"):
+            flags.raise_flagged()
+    log_probs_from_logits(logits.log_softmax(-1), LABELS)
+    flags.raise_flagged()
+    for mask, is_wrong in (([1, 0.5, 0], False), ([1, -1, 0], True), ([1, torch.nan, 0], True)):
+        of_device: Any = {"mask": torch.tensor(mask), "keep": None, "flags": flags.tensor(), "check_first_row": False}
+        triton_kernels.statistics(
+            logits, LABELS[:, None], first=0, held=8, size=8, scale=1.0, entropy=False, **of_device
+        )
+        assert bool(flags.tensor()[4]) == is_wrong
+        if is_wrong:
+            with pytest.raises(ValueError, match="a token mask with a number below 0"):
+                flags.raise_flagged()
+
+
+@needs_triton
+def test_wrong_values_are_told_when_the_next_pass_begins() -> None:
+    run_ranks(1, flag)
+
+
+def test_flags_that_nobody_read_are_logged_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
+    flags.tensor().copy_(torch.tensor([1, 9, 8, 0, 0]))
+    flags._log_flagged()
+    assert "a label 9 in a vocabulary of 8" in caplog.text
+    flags.raise_flagged()
+
+
+# --- what it costs
+
+
+class Operations(TorchDispatchMode):
+    """The operations that launch a kernel of torch, or copy to a device."""
+
+    FREE = ("view", "reshape", "alias", "detach", "slice", "unsqueeze", "select", "empty", "transpose", "t", "expand")
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names = list[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.__name__.split(".")[0].strip("_")
+        if not name.startswith(self.FREE):
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.usefixtures("_fresh")
+def test_few_launches_beside_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At most six in a call, forward and backward, without those of the loss."""
+    launched = list[str]()
+
+    def statistics(logits: Tensor, labels: Tensor, **_: Any) -> Tensor:
+        launched.append("statistics")
+        return torch.empty(len(labels), 3 + labels.shape[1])
+
+    def combine(tables: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        launched.append("combine")
+        return torch.empty(tables.shape[1], tables.shape[2] - 3), torch.empty(tables.shape[2], tables.shape[1])
+
+    def differentiate(*_: Any, **__: Any) -> bool:
+        launched.append("differentiate")
+        return True
+
+    stand_in = SimpleNamespace(statistics=statistics, combine=combine, differentiate=differentiate)
+    monkeypatch.setattr(choice, "_kernels", lambda: stand_in)
+    for logits, more in itertools.product(
+        (LOGITS, LOGITS.bfloat16()),
+        (
+            dict[str, Any](), {"entropy": True}, {"token_mask": [1, 0, 1]}, {"keep": LOGITS == 0, "vocab_size": 8},
+            {"gradient_in_place": True, "temperature": 0.5},
+        ),
+    ):  # fmt: skip
+        leaf = logits.clone().requires_grad_()
+        with Operations() as seen:
+            values = log_probs_from_logits(leaf, LABELS, **more)
+            outputs = [value for value in values if value is not None]
+            ones = [torch.empty_like(value) for value in outputs]
+            torch.autograd.grad(outputs, leaf, ones)
+        assert len(seen.names) <= 6, seen.names
+        assert launched == ["statistics", "combine", "differentiate"]
+        launched.clear()
+    hidden, weight = torch.zeros(8, 4, requires_grad=True), torch.zeros(8, 4, requires_grad=True)
+    with Operations() as seen:
+        values = log_probs_from_hidden(hidden, OutputLayer(weight, chunk_tokens=4), torch.zeros(8).long())
+        torch.autograd.grad(values.log_probs, (hidden, weight), torch.empty(8))
+    others = [name for name in seen.names if name not in ("mm", "addmm")]
+    assert seen.names.count("mm") + seen.names.count("addmm") == 2 * 4
+    assert len(others) <= 6, others
+    assert launched == ["statistics", "statistics", "combine", "differentiate", "differentiate"]
+
+
+def test_the_weights_gradient_without_a_product_that_adds_wider(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On the host torch has none."""
+    monkeypatch.setattr(layer, "_narrow", [])
+    total, left, right = torch.ones(3, 4), torch.ones(3, 5).bfloat16(), torch.ones(5, 4).bfloat16()
+    assert not layer.add_wider(total, left, right)
+    assert not layer.add_wider(total, left, right)
+    assert torch.equal(total, torch.ones(3, 4))
+    assert len(caplog.records) == bool(hasattr(torch.ops.aten.addmm, "dtype_out"))
+
+
+@pytest.mark.gpus
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_weights_gradient_added_wider_on_a_gpu(dtype: torch.dtype) -> None:
+    if os.environ.get("TEST_DEVICE") != "cuda":
+        pytest.skip("needs a GPU and TEST_DEVICE=cuda")
+    total, left, right = torch.randn(96, 64).cuda(), torch.randn(96, 300).cuda(), torch.randn(300, 64).cuda()
+    expected = total.double() + left.to(dtype).double() @ right.to(dtype).double()
+    if layer.add_wider(total, left.to(dtype), right.to(dtype)):
+        assert relative(total, expected) <= 300 * 2.0**-24
+
+
+@needs_triton
+@pytest.mark.slow
+def test_the_kernels_compile_for_a_gpu_that_is_not_there() -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tools" / "compile_kernels.py"), "--quick"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "sm_90" in done.stdout
+    assert "gradient_at_labels" in done.stdout
+
+
+def test_values_and_gradients_of_leaves_on_the_host_need_no_kernel() -> None:
+    """The negative control of all counts above: without `use_kernels`, nobody launches."""
+    assert choose(leaves_of("plain")["hidden"], 1, kernel=None).why == "the logits are on cpu"
+    assert values_of("logits", "plain", leaves_of("plain"))
