@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_rl_loss.core.aggregation import LossModes
 from megatron_rl_loss.core.collectives import StepGroups, attempt, failure_of, size_of, warn_on_one_rank, world_rank
 from megatron_rl_loss.core.counting import StepTotals, count_step
-from megatron_rl_loss.core.errors import BadBatchError, check_int
+from megatron_rl_loss.core.errors import LATE_CHECKS, BadBatchError, check_int
 from megatron_rl_loss.core.metrics import reduce_notes
 from megatron_rl_loss.core.microbatch import Microbatch
 from megatron_rl_loss.core.record import StepRecord, Trainer, check_finished
@@ -152,6 +152,8 @@ def make_plan(
     def checked() -> tuple[Sequence[Samples] | None, set[str]]:
         if isinstance(modes, Exception):
             raise modes
+        for check in LATE_CHECKS:
+            check()
         samples, asked = check_samples(describe(), num_microbatches, trainer.groups), set[str]()
         for microbatch in samples or ():
             asked |= modes.rehearse(microbatch, term_masks)

@@ -1,8 +1,8 @@
 """What kernels found wrong in the values that they read: flags in the host's memory, which nobody waits for.
 
 A kernel that reads a wrong label stores it here, and makes that token's log-prob NaN, so that no step trains on it
-unseen. The host looks at the flags when the next pass begins, forward or backward, and `LossAggregation` where all
-ranks begin a step and raise together.
+unseen. The host looks at the flags when the next pass begins, forward or backward, and where all ranks begin a step and
+raise together.
 """
 
 import atexit
@@ -13,6 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+
+from megatron_rl_loss.core.errors import LATE_CHECKS
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +36,7 @@ def _flags() -> tuple[Tensor, npt.NDArray[np.int64]]:
     # A GPU writes to pinned memory of the host by the same address.
     flags = torch.zeros(5, dtype=torch.int64, device="cpu", pin_memory=torch.cuda.is_available())
     atexit.register(_log_flagged)
+    LATE_CHECKS.append(raise_flagged)
     return flags, flags.numpy()
 
 

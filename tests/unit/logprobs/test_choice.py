@@ -18,7 +18,7 @@ from repository import ROOT
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_rl_loss import OutputLayer, log_probs_from_hidden, log_probs_from_logits
+from megatron_rl_loss import OutputLayer, Samples, log_probs_from_hidden, log_probs_from_logits, plan_step
 from megatron_rl_loss.logprobs import choice, flags, layer
 from megatron_rl_loss.logprobs.choice import choose
 
@@ -152,6 +152,15 @@ def test_flags_that_nobody_read_are_logged_at_the_end(caplog: pytest.LogCaptureF
     flags._log_flagged()
     assert "a label 9 in a vocabulary of 8" in caplog.text
     flags.raise_flagged()
+
+
+def test_a_step_does_not_begin_where_a_flag_is_set() -> None:
+    """`plan_step` raises it, as any error of a rank, on all ranks."""
+    flags.tensor().copy_(torch.tensor([1, 9, 8, 0, 0]))
+    samples = [Samples([torch.ones(4)])]
+    with pytest.raises(ValueError, match="a label 9 in a vocabulary of 8"):
+        plan_step(samples, "token_mean", dp_group=None)
+    assert len(plan_step(samples, "token_mean", dp_group=None)) == 1
 
 
 # --- what it costs
