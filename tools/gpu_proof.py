@@ -40,6 +40,7 @@ class Part:
     reason: str = ""
     variables: dict[str, str] = field(default_factory=dict)
     figures: str = ""  # the JSON file it writes
+    seconds: int = 3600  # it may take, against hangs
 
 
 def parts(rehearse: bool, folder: Path) -> Iterator[Part]:
@@ -51,14 +52,25 @@ def parts(rehearse: bool, folder: Path) -> Iterator[Part]:
     on_gpu = {} if rehearse else {"TEST_DEVICE": "cuda"}
     no_gpu = {"CUDA_VISIBLE_DEVICES": ""} if rehearse else {}
 
-    def bench(name: str, small: str, large: str, others: Sequence[str] = peers, reason: str = without_gpu) -> Part:
+    def bench(
+        name: str,
+        small: str,
+        large: str,
+        others: Sequence[str] = peers,
+        reason: str = without_gpu,
+        seconds: int = 3600,
+    ) -> Part:
         sizes = (small if rehearse else large).split()
         command = ["python", f"tools/bench/{name}.py", *device, *others, *sizes, f"--out={folder}"]
-        return Part(name, command, reason, no_gpu, f"{name}-{device[1]}.json")
+        return Part(name, command, reason, no_gpu, f"{name}-{device[1]}.json", seconds)
 
-    yield bench("reducers", "--sizes 2x64 --seconds 0.1 --passes 1", "--seconds 1 --passes 2")
+    # First what a short loan of a GPU must show: the time of log-probs, then that kernels and plain torch agree.
     slime = [peer for peer in peers if peer.startswith("--slime")]
-    yield bench("logprobs", "--tables logits --sizes 64x256 --seconds 0.1 --repeats 1", "--seconds 1", slime)
+    yield bench("logprobs", "--sizes 64x256 --seconds 0.1 --repeats 1", "--limit 210", slime, seconds=240)
+    cases = ["--cases", "4" if rehearse else "500", *device]
+    compared = ["python", "tools/compare_kernels.py", *cases]
+    yield Part("kernels beside plain torch", compared, without_gpu, no_gpu, seconds=120)
+    yield bench("reducers", "--sizes 2x64 --seconds 0.1 --passes 1", "--seconds 1 --passes 2")
     yield bench("audit", "--tokens 65536 --hidden 64 --seconds 0.1", "--seconds 2", [])
     yield bench("segments", "--sizes 2x1024 --cp 2 --repeats 1", f"--cp {min(gpus, 4)}", reason=without_two)
     ranks = " ".join(str(n) for n in (1, 2, 4, 8) if n <= gpus)
@@ -85,12 +97,12 @@ def run(part: Part, folder: Path, limit: int = 3600) -> dict[str, Any]:
     python = [sys.executable] if part.command[0] == "python" else [part.command[0]]
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = os.environ | {"PYTHON": sys.executable, "PYTHONPATH": path} | part.variables
-    began = time.monotonic()
+    began, seconds = time.monotonic(), min(limit, part.seconds)
     done = subprocess.run(
-        ["timeout", "--kill-after=10", str(limit), *python, *part.command[1:]], cwd=ROOT, env=environment, text=True,
+        ["timeout", "--kill-after=10", str(seconds), *python, *part.command[1:]], cwd=ROOT, env=environment, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
-    ended = {0: "passed", 124: f"failed: still running after {limit} s"}
+    ended = {0: "passed", 124: f"failed: still running after {seconds} s"}
     record["outcome"] = ended.get(done.returncode, f"failed with exit status {done.returncode}")
     record["seconds"] = round(time.monotonic() - began, 1)
     lines = [line for line in done.stdout.splitlines() if "warn" not in line.lower()]

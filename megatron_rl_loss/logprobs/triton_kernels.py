@@ -28,6 +28,9 @@ NEVER = tl.constexpr(-1.0e4)
 #: Launch settings, chosen by what the compiler makes of them (tools/compile_kernels.py). A lane reads 16 bytes at once.
 FORWARD = {"LANES": 1024, "num_warps": 8}
 BACKWARD = {"BLOCK": 4096, "num_warps": 8}
+#: Numbers that change with the tokens of a micro-batch: a kernel is not compiled anew for them.
+COUNTS = ("rows", "norm_stride", "g_stride", "h_stride")
+
 #: Rows that a program combines.
 COMBINED_ROWS = 64
 
@@ -135,7 +138,7 @@ def _statistics(
     tl.store(table + 3 + of_k, tl.where(here, (label - highest) * scale, float("-inf")), mask=of_k < K)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def _combine(
     tables, log_probs, norm, rows, ranks, scale, K, LABELS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -168,7 +171,7 @@ def _combine(
     tl.store(norm + (3 + of_k)[None, :] * rows + row[:, None], label, mask=is_label)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def _gradient(
     x, into, mask, keep, norm, of_log_probs, of_entropy,
     width, held, norm_stride, x_stride, into_stride, keep_stride, g_stride, g_step, h_stride, scale, K,
@@ -196,7 +199,7 @@ def _gradient(
     tl.store(into + columns, gradient.to(into.dtype.element_ty), mask=columns < width)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def _gradient_at_labels(
     into, labels, mask, norm, of_log_probs, of_entropy,
     held, first, norm_stride, into_stride, g_stride, g_step, h_stride, scale, K,

@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import gpu_proof
 import pytest
 import torch
 from gpu_proof import Part, page, parts, run
+from interpreted import import_triton_anew
 from ranks import run_ranks
 from repository import ROOT
 
@@ -25,6 +27,8 @@ def ran(words: list[str]) -> tuple[int, str]:
     with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.redirect_stderr(printed):
         if words[:2] == ["-m", "pytest"]:
             return int(pytest.main([*words[2:], "--collect-only"])), printed.getvalue()
+        if "compare_kernels" in words[0]:
+            import_triton_anew()
         sys.argv = words
         sys.path.insert(0, str(Path(words[0]).parent))
         runpy.run_path(words[0], run_name="__main__")
@@ -40,6 +44,20 @@ def run_warm(command: list[str], *, env: dict[str, str], **options: Any) -> Any:
     return SimpleNamespace(returncode=code, stdout=printed)
 
 
+def test_the_benchmark_of_log_probs_runs_at_tiny_sizes_and_tells_what_it_leaves_out() -> None:
+    words = ["tools/bench/logprobs.py", "--sizes", "16x32", "--seconds", "0.05", "--repeats", "1"]
+    ((code, printed),) = run_ranks(1, ran, words)
+    assert code == 0
+    for way in ("floor", "products", "megatron", "ours", "ours, kept ids, entropy", "ours, one pass, entropy"):
+        assert re.search(rf" {way}  ", printed), way
+    assert "read_by plain torch" in printed
+    assert "not to be had here: liger, transformer_engine, flash_attn" in printed
+    assert "no time is left" not in printed
+    ((_, printed),) = run_ranks(1, ran, [*words, "--limit", "0.001"])  # nothing can run
+    assert printed.count("no time is left") == 3
+    assert not re.search(" ours  ", printed)
+
+
 @pytest.mark.slow
 def test_the_rehearsal_runs_every_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The launch itself: test_example.py."""
@@ -51,6 +69,7 @@ def test_the_rehearsal_runs_every_part(tmp_path: Path, monkeypatch: pytest.Monke
     assert {part["outcome"] for part in by_part.values()} == {"passed"}, by_part
     assert not ended.value.code
     assert list(by_part) == [part.name for part in parts(True, tmp_path)]
+    assert next(iter(by_part)) == "logprobs"
     for name in ("reducers", "logprobs", "segments", "totals"):
         assert by_part[name]["figures"]
     assert "--nproc-per-node 4" in "\n".join(by_part["launch at TP 2 x CP 2"]["output"])
@@ -61,7 +80,8 @@ def test_a_part_that_fails_or_cannot_run_is_told(tmp_path: Path) -> None:
     failed = run(Part("one", ["python", "-c", "print('the end'); raise SystemExit(3)"]), tmp_path)
     assert failed["outcome"] == "failed with exit status 3"
     assert failed["output"] == ["the end"]
-    slow = run(Part("slow", ["python", "-c", "import time; print('begun', flush=True); time.sleep(60)"]), tmp_path, 1)
+    sleep = ["python", "-c", "import time; print('begun', flush=True); time.sleep(60)"]
+    slow = run(Part("slow", sleep, seconds=1), tmp_path)
     assert (slow["outcome"], slow["output"]) == ("failed: still running after 1 s", ["begun"])
     missing = run(Part("two", ["no such program"], reason="needs 4 GPUs"), tmp_path)
     assert missing["outcome"] == "not run: needs 4 GPUs"

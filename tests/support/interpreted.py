@@ -14,12 +14,16 @@ needs_triton = pytest.mark.skipif(
 )
 
 
-def use_kernels() -> Counter[str]:
-    """On a rank: the kernels read tensors of the host; returns their launches, counted from now on."""
-    # Triton's own functions are made for the interpreter when they are imported: anew, if Megatron has imported Triton.
+def import_triton_anew() -> None:
+    """On a rank: Triton's functions are made for the interpreter when they are imported, which Megatron has done."""
     os.environ["TRITON_INTERPRET"] = "1"
     for name in [name for name in sys.modules if name.split(".")[0] == "triton" and not name.startswith("triton._C")]:
         del sys.modules[name]
+
+
+def use_kernels() -> Counter[str]:
+    """On a rank: the kernels read tensors of the host; returns their launches, counted from now on."""
+    import_triton_anew()
     torch.set_num_threads(1)
     import compare_kernels
 

@@ -5,13 +5,14 @@ import logging
 import os
 import subprocess
 import sys
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from head_oracle import BOTH, expected_of, relative
-from interpreted import needs_triton, use_kernels
+from interpreted import import_triton_anew, needs_triton, use_kernels
 from logprob_ways import check, leaves_of, results_of, values_of
 from ranks import run_ranks
 from repository import ROOT
@@ -201,13 +202,9 @@ def test_few_launches_beside_the_kernels(monkeypatch: pytest.MonkeyPatch) -> Non
 
     stand_in = SimpleNamespace(statistics=statistics, combine=combine, differentiate=differentiate)
     monkeypatch.setattr(choice, "_kernels", lambda: stand_in)
-    for logits, more in itertools.product(
-        (LOGITS, LOGITS.bfloat16()),
-        (
-            dict[str, Any](), {"entropy": True}, {"token_mask": [1, 0, 1]}, {"keep": LOGITS == 0, "vocab_size": 8},
-            {"gradient_in_place": True, "temperature": 0.5},
-        ),
-    ):  # fmt: skip
+    options: list[dict[str, Any]] = [{}, {"entropy": True}, {"token_mask": [1, 0, 1]}]
+    options += [{"keep": LOGITS == 0, "vocab_size": 8}, {"gradient_in_place": True, "temperature": 0.5}]
+    for logits, more in itertools.product((LOGITS, LOGITS.bfloat16()), options):
         leaf = logits.clone().requires_grad_()
         with Operations() as seen:
             values = log_probs_from_logits(leaf, LABELS, **more)
@@ -225,6 +222,31 @@ def test_few_launches_beside_the_kernels(monkeypatch: pytest.MonkeyPatch) -> Non
     assert seen.names.count("mm") + seen.names.count("addmm") == 2 * 4
     assert len(others) <= 6, others
     assert launched == ["statistics", "statistics", "combine", "differentiate", "differentiate"]
+
+
+def count_bytes() -> dict[str, float]:
+    import_triton_anew()
+    sys.path.insert(0, str(ROOT / "tools" / "bench"))
+    import logit_bytes
+
+    bytes_of = {
+        str(dtype): logit_bytes.count(partial(log_probs_from_logits, entropy=True), dtype, True).bytes
+        / logit_bytes.LOGITS
+        for dtype in (torch.float32, torch.bfloat16)
+    }
+    plain = partial(log_probs_from_logits, entropy=True, kernel="torch")
+    return bytes_of | {"plain torch": logit_bytes.count(plain, torch.float32, False).bytes / logit_bytes.LOGITS}
+
+
+@needs_triton
+@pytest.mark.slow
+def test_the_kernels_move_what_must_move() -> None:
+    """One read, and one read and one write; and a hundredth for labels and the first row's second read."""
+    pytest.importorskip("megatron.core")
+    (bytes_of,) = run_ranks(1, count_bytes)
+    assert 12 <= bytes_of["torch.float32"] <= 12 * 1.02
+    assert 6 <= bytes_of["torch.bfloat16"] <= 6 * 1.02
+    assert bytes_of["plain torch"] > 5 * 12  # negative control
 
 
 def test_the_weights_gradient_without_a_product_that_adds_wider(
