@@ -1,6 +1,6 @@
 """The output layer of a Megatron model, run in chunks of tokens through a hook of `GPTModel.forward`.
 
-    head = OutputHead(chunk_tokens=1024, temperature=1.0, entropy=True)
+    head = OutputHead(temperature=1.0, entropy=True)
     log_probs, entropy = model(tokens, positions, None, labels=labels, output_processor=head)  # [b, s] each
 
 On the last pipeline stage the model calls its ``output_processor`` instead of output layer and cross-entropy

@@ -18,6 +18,7 @@ from repository import ROOT
 from megatron_rl_loss import Samples, plan_step
 
 PAGE = (ROOT / "docs/logprobs.md").read_text()
+BYTES = json.loads((ROOT / "docs/bench/logit_bytes-cpu.json").read_text())
 WIDTH, VOCABULARY = 8, 11
 
 
@@ -101,6 +102,23 @@ def test_memory_and_times_of_log_probs_are_those_of_the_file() -> None:
     times = {row["way"]: row["to megatron"] for row in figures["hidden"]}
     one_pass, two_passes = (f"{times[f'ours, {way}, entropy']:.2f}" for way in ("one pass", "two passes"))
     assert f"On one H200 these are {one_pass} and {two_passes} times" in text
+
+
+def test_bytes_per_logit_and_what_is_predicted_of_them() -> None:
+    (rows,) = (rows for name, rows in BYTES.items() if name != "machine")
+    section = PAGE[PAGE.index("## On a GPU") : PAGE.index("## Limits")]
+    shown = re.findall(r"^\| ([\w, ]+) \| ([\d.]+) \| ([\d.]+) \|$", section, re.MULTILINE)
+    counted = [(row["way"], f"{row['fp32, bytes']:g}", f"{row['bf16, bytes']:g}") for row in rows]
+    assert shown == counted
+    parts = json.loads((ROOT / "docs/bench/gpu-nvidia-h200.json").read_text())["parts"]
+    (figures,) = (part["figures"] for part in parts if part["part"] == "logprobs")
+    times = {row["way"]: row["ms"] for row in figures["logits"] if (row["tokens"], row["vocabulary"]) == (8192, 32768)}
+    bytes_of, entries = {row["way"]: row["fp32, bytes"] for row in rows}, 8192 * 32768
+    rate = bytes_of["Megatron, eager"] * entries / times["megatron"] / 1e9  # TB/s of a time in ms
+    text = " ".join(section.split())
+    assert f"Predicted is {bytes_of['ours, kernels'] * entries / rate / 1e9:.2f} ms for 8,192" in text
+    assert f"at {rate:.1f} TB/s" in text
+    assert f"Megatron's took {times['megatron']:.2f} ms and plain torch {times['ours']:.2f} ms" in text
 
 
 def test_memory_of_distillation_is_that_of_the_file() -> None:
