@@ -277,7 +277,8 @@ def default_chunk_tokens(device: torch.device) -> int:
 def add_wider(total: Tensor, left: Tensor, right: Tensor) -> bool:
     """``total += left @ right`` in the sum's precision: no product is rounded to the factors' dtype, or stored.
 
-    False, and nothing done, where torch (before 2.8) or the device has no product that adds to another dtype.
+    False, and nothing done, where torch or the device has no such product. `addmm` takes an output type since torch
+    2.8, and a sum of that type since PyTorch's pull request 167931.
     """
     if _narrow or not hasattr(torch.ops.aten.addmm, "dtype_out"):
         return False
@@ -287,7 +288,7 @@ def add_wider(total: Tensor, left: Tensor, right: Tensor) -> bool:
         raise
     except Exception as error:
         _narrow.append(str(error)[:500])
-        logger.warning("The weight's gradient is added in blocks, which is slower: addmm failed (%s)", _narrow[0])
+        logger.info("the weight's gradient is added in blocks: torch has no product that adds wider (%s)", _narrow[0])
         return False
     return True
 

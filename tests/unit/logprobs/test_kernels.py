@@ -22,7 +22,7 @@ from repository import ROOT
 from torch import Tensor
 
 from megatron_rl_loss import OutputLayer, log_probs_from_hidden, log_probs_from_logits
-from megatron_rl_loss.logprobs import kernels
+from megatron_rl_loss.logprobs import choice, kernels
 
 
 def plain(logits: Tensor, labels: Tensor, tp_group: Any) -> Tensor:
@@ -60,15 +60,16 @@ def test_ligers_kernel_in_tritons_interpreter(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.gpus
-@pytest.mark.parametrize("name", [None, *kernels.KERNELS])
+@pytest.mark.parametrize("name", [None, "torch", *kernels.KERNELS])
 def test_kernels_on_a_gpu(name: str | None) -> None:
-    """None is plain torch."""
+    """None is our own kernels."""
     if DEVICE != "cuda":
         pytest.skip("needs a GPU and TEST_DEVICE=cuda")
-    if name is None:
-        check(None, DEVICE, 1e-5)
+    if name in (None, "torch"):
+        check(name, DEVICE, 1e-5)
         for dtype, bound in BOUNDS.items():
-            assert max(errors_from_hidden(None, device=DEVICE, dtype=dtype)) <= bound
+            assert max(errors_from_hidden(name, device=DEVICE, dtype=dtype)) <= bound
+        assert choice.failure() == ""
         return
     if importlib.util.find_spec({"liger": "liger_kernel"}.get(name, name)) is None:
         pytest.skip(f"{name} is not installed")
