@@ -275,6 +275,7 @@ def test_the_weights_gradient_added_wider_on_a_gpu(dtype: torch.dtype) -> None:
 @needs_triton
 @pytest.mark.slow
 def test_the_kernels_compile_for_a_gpu_that_is_not_there() -> None:
+    pytest.importorskip("tabulate")
     done = subprocess.run(
         [sys.executable, str(ROOT / "tools" / "compile_kernels.py"), "--quick"],
         capture_output=True,
