@@ -203,11 +203,15 @@ class Reading:
         rank has the label. Where no id counts here, top is -inf and the sums 0. With a rest one more column has the
         sum of exp z over it.
         """
-        of_labels = {"size": self._size, "flags": flags.tensor(), "entropy": self.entropy}
-        of_labels["check_first_row"] = self._is_first_row_checked and part.start == 0
         table = self._launch(
             lambda kernels: kernels.statistics(
-                logits, self._table_of_labels(part), **self._of_kernel(part), **of_labels
+                logits,
+                self._table_of_labels(part),
+                **self._of_kernel(part),
+                size=self._size,
+                entropy=self.entropy,
+                check_first_row=self._is_first_row_checked and part.start == 0,
+                flags=flags.tensor(),
             )
         )
         if table is not None:

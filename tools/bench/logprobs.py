@@ -214,6 +214,7 @@ def hidden_passes(
     weight = leaf(size.vocabulary, hidden_size, like=size, device=args.device, scale=hidden_size**-0.5)
     output_layer = OutputLayer(weight, chunk_tokens=args.chunk_tokens)
     weights = torch.full_like(advantages, 1 / size.tokens)
+    on_host = torch.ones(size.tokens)  # or the host would wait for the weights
     inputs = {"old": torch.full_like(advantages, 1 / size.vocabulary).log(), "advantages": advantages}
 
     def reduced(log_probs: Tensor, entropy: Tensor | None) -> Tensor:
@@ -227,7 +228,7 @@ def hidden_passes(
 
     def one_pass(entropy: bool, kernel: Any = None) -> Tensor:
         loss = partial(loss_from_hidden, hidden, output_layer, labels, weights, per_token, inputs)
-        return loss(entropy=entropy, kernel=kernel)[0]
+        return loss(entropy=entropy, kernel=kernel, token_mask=on_host)[0]
 
     shares: dict[str, Callable[[], Tensor]] = {name: partial(whole, way) for name, way in ways.items()}
     for entropy, name in ENTROPY.items():

@@ -272,6 +272,34 @@ def test_the_weights_gradient_added_wider_on_a_gpu(dtype: torch.dtype) -> None:
         assert relative(total, expected) <= 300 * 2.0**-24
 
 
+@pytest.mark.gpus
+def test_on_a_gpu_the_host_waits_for_nothing_and_is_told_of_a_wrong_label() -> None:
+    if os.environ.get("TEST_DEVICE") != "cuda":
+        pytest.skip("needs a GPU and TEST_DEVICE=cuda")
+    logits, labels = torch.randn(64, 512).cuda().bfloat16().requires_grad_(), torch.arange(64).cuda()
+    mask = (torch.arange(64) % 3 > 0).float().cuda()
+
+    def differentiate(labels: Tensor) -> Tensor:
+        values = log_probs_from_logits(logits, labels, entropy=True, token_mask=mask)
+        torch.autograd.grad([*values], logits, [torch.ones_like(value) for value in values])
+        return values.log_probs.detach()
+
+    expected = log_probs_from_logits(logits.detach().double(), labels, token_mask=mask.cpu()).log_probs
+    differentiate(labels)  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        log_probs = differentiate(labels)
+        wrong = log_probs_from_logits(logits, labels.masked_fill(labels == 1, 512), token_mask=mask).log_probs
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    assert choice.failure() == ""
+    assert relative(log_probs, expected) <= 1e-5
+    assert wrong.isnan().nonzero().tolist() == [[1]]
+    with pytest.raises(ValueError, match="a label 512 in a vocabulary of 512"):
+        flags.raise_flagged()
+
+
 @needs_triton
 @pytest.mark.slow
 def test_the_kernels_compile_for_a_gpu_that_is_not_there() -> None:
