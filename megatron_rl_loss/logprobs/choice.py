@@ -18,6 +18,9 @@ _MOST_IDS = 128  # backward compares each with each
 #: Why no kernel runs in this process any more.
 _failures: list[str] = []
 
+#: Where kernels were compared with plain torch in this process (`Reading.compare_once`).
+compared: set[tuple[torch.device, torch.dtype]] = set()
+
 
 class Choice(NamedTuple):
     """The module of the kernels, None for plain torch, and the reason."""

@@ -35,7 +35,7 @@ from megatron_rl_loss.core.collectives import Group, all_gather_single, rank_in,
 from megatron_rl_loss.core.errors import check_within, is_int, require
 from megatron_rl_loss.core.masks import Array, on_device, to_array
 from megatron_rl_loss.logprobs import flags
-from megatron_rl_loss.logprobs.choice import Choice, give_up
+from megatron_rl_loss.logprobs.choice import Choice, compared, give_up
 from megatron_rl_loss.logprobs.kept_ids import Keep, check_keep
 
 #: Bool or numbers, one per token. On the host best: plain torch and the output layer wait for one on a device.
@@ -52,6 +52,9 @@ LN_2 = math.log(2)
 
 #: Below it exp and exp2 are 0 in float32 and float64 alike, and products with it are finite: a stand-in for -inf.
 _NEVER = -1e4
+
+#: Tokens on which kernels are compared with plain torch, and what float32 may differ by, relative to 1 + |value|.
+_COMPARED, _DIFFERENCE = 8, 1e-4
 
 #: Entries of scratch: on the host as many as caches hold for a thread, on a device enough to fill it.
 _HOST_BLOCK, _HOST_MOST, _DEVICE_BLOCK = 2**19, 2**23, 2**25
@@ -203,6 +206,7 @@ class Reading:
         rank has the label. Where no id counts here, top is -inf and the sums 0. With a rest one more column has the
         sum of exp z over it.
         """
+        self.compare_once(logits, part)
         table = self._launch(
             lambda kernels: kernels.statistics(
                 logits,
@@ -424,10 +428,47 @@ class Reading:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # a compiler that is missing, a cache that is full, another version of Triton
-            give_up(error)
-            self._kernels = None
-            self._check_labels_in_range()
+            self._give_up(error)
             return None
+
+    def _give_up(self, error: Exception) -> None:
+        give_up(error)
+        self._kernels = None
+        self._check_labels_in_range()
+
+    def compare_once(self, logits: Tensor, part: slice) -> None:
+        """Compare kernels with plain torch on a few tokens, the first of each dtype; where they differ, give up.
+
+        A compiler may be wrong on a device that no test ran on. The host waits for the result, once in a process.
+        """
+        where = logits.device, logits.dtype
+        is_captured = logits.is_cuda and torch.cuda.is_current_stream_capturing()
+        if self._kernels is None or where in compared or not len(logits) or is_captured:
+            return
+        compared.add(where)
+        few = slice(part.start, part.start + min(len(logits), _COMPARED))
+        rows = logits[: few.stop - few.start]
+        by_kernels, in_torch = self._differentiated(rows, few, self._kernels), self._differentiated(rows, few, None)
+        bounds = _DIFFERENCE, _DIFFERENCE, _DIFFERENCE + 2 * torch.finfo(logits.dtype).eps
+        parts = [torch.zeros((), device=logits.device)]
+        for value, right, bound in zip(by_kernels, in_torch, bounds, strict=True):
+            is_same = (value == right) | (value.isnan() & right.isnan())
+            parts.append(((value - right).abs() / (1 + right.abs()) / bound).masked_fill(is_same, 0).amax())
+        if not (largest := float(torch.stack(parts).amax())) <= 1:
+            self._give_up(RuntimeError(f"its kernels differ from plain torch by {largest:.1e} of what they may"))
+
+    def _differentiated(self, rows: Tensor, part: slice, kernels: ModuleType | None) -> list[Tensor]:
+        """Log-probs, entropy and gradient of rows, by this rank's columns alone: float32 [rows, any].
+
+        Of tokens that the mask leaves out too, whose labels may be anything: of an id of the vocabulary then.
+        """
+        alone = copy.copy(self)
+        alone._kernels, alone._mask, alone.tp_group, alone._spreads = kernels, None, None, False
+        alone.labels = self.labels.long().clamp(0, self._size - 1)
+        log_probs, norm = alone.combine(alone.statistics(rows, part), part)
+        gradient, ones = torch.empty_like(rows), torch.ones_like(log_probs)
+        alone.differentiate(rows, part, norm, ones, norm.new_ones(len(rows)) if self.entropy else None, gradient)
+        return [log_probs.view(len(rows), -1), norm[2, :, None], gradient.float()]
 
     def _counts(self, part: slice) -> Tensor:
         """True for the tokens that the mask on the device does not leave out."""

@@ -21,14 +21,19 @@ def import_triton_anew() -> None:
         del sys.modules[name]
 
 
-def use_kernels() -> Counter[str]:
-    """On a rank: the kernels read tensors of the host; returns their launches, counted from now on."""
+def use_kernels(*, compare: bool = False) -> Counter[str]:
+    """On a rank: the kernels read tensors of the host; returns their launches, counted from now on.
+
+    Without `compare` they are not compared with plain torch first.
+    """
     import_triton_anew()
     torch.set_num_threads(1)
     import compare_kernels
 
-    from megatron_rl_loss.logprobs import triton_kernels
+    from megatron_rl_loss.logprobs import choice, triton_kernels
 
+    if not compare:
+        choice.compared |= {(torch.device("cpu"), dtype) for dtype in compare_kernels.DTYPES}
     compare_kernels.use_interpreter()
     counts = Counter[str]()
     for name in ("statistics", "combine", "differentiate"):

@@ -83,6 +83,9 @@ def counting_kernels(counted: Counted) -> Iterator[None]:
     from megatron_rl_loss.logprobs import triton_kernels
 
     builder, choice.DEVICES = interpreter.InterpreterBuilder, {"cuda", "cpu"}
+    choice.compared |= {
+        (torch.device("cpu"), dtype) for dtype in DTYPES.values()
+    }  # once in a process, not in each call
     load, store = builder.create_masked_load, builder.create_masked_store
     names = ("statistics", "combine", "differentiate")
     launches = {name: getattr(triton_kernels, name) for name in names}

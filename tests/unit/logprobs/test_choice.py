@@ -67,11 +67,43 @@ def test_plain_torch_goes_on_where_triton_fails(step: str, way: str) -> None:
     assert why == "Triton failed (RuntimeError: no C compiler)"
 
 
+def plant(step: str, way: str) -> list[str]:
+    """A step of the kernels is wrong by 1 %: what is logged, before and after."""
+    use_kernels(compare=True)
+    from megatron_rl_loss.logprobs import triton_kernels
+
+    check(results_of(way, "plain", torch.float32, BOTH), expected_of("plain", torch.float32), torch.float32)
+    told, works = [choice.failure()], getattr(triton_kernels, step)
+    choice.compared.clear()
+
+    def wrong(logits: Tensor, *args: Any, **more: Any) -> Any:
+        result = works(logits * 1.01 if step == "statistics" else logits, *args, **more)
+        if step == "differentiate":
+            args[0].mul_(1.01)
+        return (result[0], result[1] * 1.01) if step == "combine" else result
+
+    setattr(triton_kernels, step, wrong)
+    for name in ("five ids, kept ids", "plain"):
+        check(results_of(way, name, torch.float32, BOTH), expected_of(name, torch.float32), torch.float32)
+    return [*told, choice.failure()]
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("step", "way"), [("statistics", "one pass"), ("combine", "logits"), ("differentiate", "two passes")]
+)
+def test_plain_torch_goes_on_where_the_first_results_of_kernels_are_wrong(step: str, way: str) -> None:
+    ((before, after),) = run_ranks(1, plant, step, way)
+    assert before == ""
+    assert after.startswith("Triton failed (RuntimeError: its kernels differ from plain torch by ")
+
+
 @pytest.fixture
 def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that has chosen nothing yet, and takes the host's tensors for a GPU's."""
     monkeypatch.setattr(choice, "DEVICES", {"cuda", "cpu"})
     monkeypatch.setattr(choice, "_failures", [])
+    choice.compared |= {(torch.device("cpu"), dtype) for dtype in (torch.float32, torch.bfloat16)}
     choice._say.cache_clear()
 
 
