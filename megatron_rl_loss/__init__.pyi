@@ -45,6 +45,7 @@ from megatron_rl_loss.losses.advantages import gdpo_advantages as gdpo_advantage
 from megatron_rl_loss.losses.advantages import group_relative_advantages as group_relative_advantages
 from megatron_rl_loss.losses.advantages import rloo_advantages as rloo_advantages
 from megatron_rl_loss.losses.by_name import policy_loss as policy_loss
+from megatron_rl_loss.losses.centering import score_centering as score_centering
 from megatron_rl_loss.losses.divergence import divergence_at_ids as divergence_at_ids
 from megatron_rl_loss.losses.gates import Gate as Gate
 from megatron_rl_loss.losses.off_policy import importance_weights as importance_weights
@@ -52,8 +53,8 @@ from megatron_rl_loss.losses.off_policy import keep_sequences as keep_sequences
 from megatron_rl_loss.losses.off_policy import surviving_masks as surviving_masks
 from megatron_rl_loss.losses.ppo import ppo_clip_loss as ppo_clip_loss
 from megatron_rl_loss.losses.scans import segment_scan as segment_scan
-from megatron_rl_loss.losses.score_centering import score_centering as score_centering
 from megatron_rl_loss.losses.segments import segment_mean as segment_mean
+from megatron_rl_loss.losses.segments import segment_quantile as segment_quantile
 from megatron_rl_loss.losses.segments import segment_sum as segment_sum
 from megatron_rl_loss.losses.segments import to_tokens as to_tokens
 from megatron_rl_loss.losses.value_and_kl import kl_estimate as kl_estimate

@@ -257,6 +257,14 @@ class Samples:
             return self.mask_sums
         return parts.sums(np.concatenate([np.zeros(0), *self.loss_masks]))
 
+    def part_in_buffer(self, key: str) -> Ints:
+        """The number of each position's part by that key, in the layout's buffer [total_tokens]; -1 in none."""
+        parts = self.parts.get(key)
+        of_entry = np.arange(len(self)).repeat(self.mask_lengths)
+        if parts is not None and parts.of_entry is not None:
+            of_entry = parts.of_entry
+        return place(of_entry + 1, self.places, self.total_tokens) - 1
+
     def at_parts(self, key: str, of_samples: Array) -> Array:
         """One value per sample -> the value of each part by that key, [num_parts]."""
         parts = self.parts.get(key)

@@ -35,7 +35,8 @@ class Gate:
         level: what is judged: a ``token``, a ``sequence`` (sample) or a ``rollout``.
         aggregate: of the tokens of a sequence: ``mean`` by the mask (the default; of ratios the geometric one), ``sum``
             (of ratios the product), or ``max``.
-        action: ``mask`` gives tokens outside weight 0; ``clamp`` gives them the bound, of a ratio alone.
+        action: ``mask`` gives tokens outside weight 0; ``clamp`` gives them the bound, of a ratio that is not the
+            largest.
 
     Raises ValueError for unknown names, unusable bounds, a clamp of another metric, and an aggregate of single tokens.
     Source: the form is that of AReaL's `RejectionSamplingConfig`; binary divergences, DPPO, arXiv:2602.04879.
@@ -58,20 +59,26 @@ class Gate:
                     f"aggregate={self.aggregate!r} of a gate of tokens: a token has nothing to aggregate. Drop it, or "
                     "pass level='sequence'."
                 )
+        if self.action == "clamp" and not self.has_weight:
+            shown = "largest ratio" if self.metric == "ratio" else self.metric
+            raise ValueError(
+                f"a clamp of the {shown}: a clamped token has the bound as its weight, which must be a ratio of its "
+                "own, a product or a mean. Pass action='mask', or metric='ratio'."
+            )
         if self.metric == "ratio":
             check_within("high", self.high, "[1, inf)", "2.0 is usual; 5.0 for IcePop")
             check_within("low", 0.0 if self.low is None else self.low, "[0, 1)", "0 is usual; 0.5 for IcePop")
             return
-        if self.action == "clamp":
-            raise ValueError(
-                f"a clamp of {self.metric}: only a ratio is a weight that can be clamped. Pass action='mask', or "
-                "metric='ratio'."
-            )
         check_within("high", self.high, "(0, inf)", "around 0.01 to 0.1 is usual")
         if self.low is not None and not (is_number(self.low) and self.low < self.high):
             raise ValueError(
                 f"low is {self.low!r}, high {self.high!r}: low must be a number below high. Leave it out for no bound."
             )
+
+    @property
+    def has_weight(self) -> bool:
+        """True where what is judged is a ratio that can weigh tokens: a token's, a product, or a geometric mean."""
+        return self.metric == "ratio" and self.aggregate != "max"
 
     @property
     def bounds(self) -> tuple[float, float]:
@@ -102,9 +109,9 @@ class Gate:
         return forward if self.metric == "binary_kl" else torch.maximum(forward, binary_kl(p, q))
 
     def is_outside(self, judged: Tensor) -> Tensor:
-        """True where the metric, as `of_tokens` gives it, is beyond a bound; NaN is."""
+        """True where the metric, as `of_tokens` gives it, is beyond a bound; NaN is not."""
         low, high = self.bounds
-        return ~((judged >= low) & (judged <= high))
+        return (judged < low) | (judged > high)
 
 
 def binary_kl(of: Tensor, against: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Corrections where another policy drew the tokens: importance weights, and masks of rejected tokens.
 
 The log-ratio is the trainer's old log-prob less the inference engine's. The results are detached and multiply a loss
-(``importance_weights=``); `to_tokens` spreads results of sequences over their tokens.
+(``importance_weights=``).
 
 A weight of 0 rejects a token, which still counts in every denominator. If only the survivors shall count, their masks
 must be known before the step is trained on: `surviving_masks` makes them from data, for `Samples`, and `Plan.keep` from
@@ -11,47 +11,114 @@ the policy in training.
 import logging
 import math
 from collections.abc import Sequence
-from typing import Literal, get_args
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_rl_loss.core.errors import check_choice, check_float, check_one_each, check_within, require
-from megatron_rl_loss.core.masks import Mask
+from megatron_rl_loss.core.collectives import Group
+from megatron_rl_loss.core.errors import check_float, check_one_each, check_within, require
+from megatron_rl_loss.core.ids import Ids, as_ids
+from megatron_rl_loss.core.masks import Mask, on_device
+from megatron_rl_loss.losses.gates import Gate
+from megatron_rl_loss.losses.place import Place, tokens_of
 from megatron_rl_loss.losses.ratio import at_least_float32, check_shape
+from megatron_rl_loss.losses.segments import segment_mean, segment_quantile, segment_sum, to_tokens
 
 logger = logging.getLogger(__name__)
 
 #: So many log-ratios are not all above 0 by chance.
 _MANY = 16
-Outside = Literal["cap", "drop"]
-Level = Literal["token", "sequence", "geometric"]
+#: A weight below it is as good as none.
+_NEAR_0 = 0.02
 
 
 @torch.inference_mode(False)
-def importance_weights(log_ratio: Tensor, *, high: float, low: float = 0.0, outside: Outside = "cap") -> Tensor:
-    """``r = exp(log_ratio)`` within [low, high], detached; outside, the bound (``cap``) or 0 (``drop``).
+def importance_weights(
+    log_ratio: Tensor,
+    gate: Gate,
+    local: Place | None = None,
+    cp_group: Group | None = None,
+    *,
+    log_probs: Tensor | None = None,
+) -> Tensor:
+    """A weight for each token, detached: the ratio within the gate's bounds; outside, the bound (``clamp``) or 0.
 
-    For log-ratios of tokens ``cap`` is TIS and ``drop`` IcePop or MIS. Their `segment_sum` gives weights of sequences,
-    their `segment_mean` geometric weights. `log_ratio` has any shape; subtract log-probs in float32 at least. On the
-    host, values that look like ratios or probabilities are warned of: all above 0, and many, or near 1 on average.
+    >>> log_ratio = torch.tensor([0.0, 1.0, 3.0])
+    >>> importance_weights(log_ratio, Gate(high=5.0, action="clamp"))  # TIS
+    tensor([1.0000, 2.7183, 5.0000])
+    >>> importance_weights(log_ratio, Gate(low=0.5, high=5.0))  # IcePop
+    tensor([1.0000, 2.7183, 0.0000])
 
-    Raises ValueError for bounds that are not ``0 <= low < 1 <= high < inf``, and an unknown `outside`.
+    The ratio is the token's, ``exp(log_ratio)``, or, by a gate of sequences or rollouts, their product or geometric
+    mean, the same at all of their tokens. A gate of another metric, or of the largest ratio, gives 1 inside and 0
+    outside.
+
+    Args:
+        log_ratio: ``old_log_probs - rollout_log_probs``, of any shape; with `local` of this rank's tokens, in the shape
+            of its losses. Subtract in float32 at least.
+        gate: bounds, and what becomes of tokens outside.
+        local, cp_group: as in `segment_mean`, for sequences and rollouts: one collective under context parallelism.
+        log_probs: ``old_log_probs``, for metrics of probabilities (``binary_kl``, ``both_binary_kl``, ``tv``).
+
+    On the host two things are warned of: values that look like ratios or probabilities, being all above 0, and many,
+    or near 1 on average; and weights of which most are near 0 or at a bound, as products over long sequences are.
+
+    Raises ValueError for log-ratios that require grad, a gate of sequences without `local`, a metric without the
+    log-probs that it needs, and as `segment_mean`.
     Source: TIS: Ionides 2008; for RL post-training, Yao et al. 2025. Sequence TIS and MIS: Liu, Li et al. 2025, "When
     Speed Kills Stability". IcePop: Ling Team 2025, arXiv:2510.18855.
     """
-    _check_bounds(low, high)
-    check_choice("outside", outside, get_args(Outside))
+    _check_gate(gate)
     check_float("log_ratio", log_ratio, "Pass old_log_probs - rollout_log_probs")
-    log_ratio = at_least_float32(log_ratio.detach())
-    _warn_of_ratios(log_ratio)
-    return _within(log_ratio, low, high, outside)
+    if log_ratio.requires_grad:
+        raise ValueError(
+            "log-ratios that require grad: a weight is a constant, and the ratio of the policy in training is the "
+            "loss's own, which clips it. Pass old_log_probs - rollout_log_probs, or detach the log-ratios."
+        )
+    if log_probs is not None:
+        check_shape("log_probs", log_probs, log_ratio)
+        log_probs = log_probs.detach()
+    active = None
+    if local is not None:
+        active = on_device(tokens_of(local).mask != 0, log_ratio.device).view(log_ratio.shape)
+        log_ratio = log_ratio.masked_fill(~active, 0)
+    _warn_of_ratios(log_ratio if active is None or not log_ratio.is_cpu else log_ratio[active])
+    judged = gate.of_tokens(log_ratio, log_probs)
+    if gate.level != "token":
+        if local is None:
+            raise ValueError(
+                f"a gate of a {gate.level} without local: its tokens must be known. Pass the micro-batch, or "
+                "Samples(...).local(cp_rank, cp_size)."
+            )
+        per = "sample" if gate.level == "sequence" else "rollout"
+        given = judged.to(at_least_float32(log_ratio).dtype), local, cp_group
+        if gate.aggregate == "max":
+            of_sequences = segment_quantile(*given, q=1.0, per=per)
+        else:
+            of_sequences = (segment_sum if gate.aggregate == "sum" else segment_mean)(*given, per=per)
+        _warn_of_lost_weights(gate, of_sequences)
+        judged = to_tokens(of_sequences, local).view(log_ratio.shape).double()
+    else:
+        _warn_of_lost_weights(gate, judged if active is None else judged[active])
+    return _weights(gate, judged).to(at_least_float32(log_ratio).dtype)
 
 
-def _check_bounds(low: float, high: float) -> None:
-    """Bounds of the ratio itself, not widths: a token of which both policies think alike has ratio 1."""
-    check_within("high", high, "[1, inf)", "2.0 is usual; 5.0 for IcePop")
-    check_within("low", low, "[0, 1)", "0 is usual; 0.5 for IcePop")
+def _check_gate(gate: object) -> None:
+    if not isinstance(gate, Gate):
+        raise TypeError(
+            f"gate is {gate!r}: it must be a Gate. Pass Gate(high=2.0, action='clamp') for TIS, or Gate(low=0.5, "
+            "high=5.0) for IcePop."
+        )
+
+
+def _weights(gate: Gate, judged: Tensor) -> Tensor:
+    """The weights of what was judged, of ratios by their logarithms."""
+    if not gate.has_weight:
+        weights = torch.ones_like(judged).masked_fill(judged.isnan(), math.nan)
+    else:
+        weights = judged.exp().clamp(0 if gate.low is None else gate.low, gate.high)
+    return weights if gate.action == "clamp" else weights.masked_fill(gate.is_outside(judged), 0)
 
 
 def _warn_of_ratios(log_ratios: Tensor) -> None:
@@ -69,10 +136,22 @@ def _warn_of_ratios(log_ratios: Tensor) -> None:
             )
 
 
-def _within(log_ratio: Tensor, low: float, high: float, outside: Outside) -> Tensor:
-    lowest, highest = math.log(low) if low > 0 else -math.inf, math.log(high)
-    weights = log_ratio.clamp(lowest, highest).exp()
-    return weights if outside == "cap" else weights.masked_fill((log_ratio < lowest) | (log_ratio > highest), 0)
+def _warn_of_lost_weights(gate: Gate, judged: Tensor) -> None:
+    """Log weights of which most are near 0 or at a bound; of a device they are not read."""
+    if not judged.is_cpu or judged.numel() < 2 or torch.compiler.is_compiling():
+        return
+    low, high = gate.bounds
+    lost = (judged <= max(low, math.log(_NEAR_0))) | (judged >= high) if gate.has_weight else gate.is_outside(judged)
+    if (share := float(lost.double().mean())) > 0.5:
+        most = "near 0 or at a bound" if gate.has_weight else "outside"
+        logger.warning(
+            f"{share:.0%} of the weights by {gate} are {most}: few tokens are left to learn from, or a bound decides. "
+            + (
+                "A product over a long sequence is so; take aggregate='mean'."
+                if gate.aggregate == "sum"
+                else "Compare the two sides' log-probs: python -m megatron_rl_loss log-probs."
+            )
+        )
 
 
 @torch.inference_mode(False)
@@ -97,30 +176,46 @@ def keep_sequences(mean_kl: Tensor, *, max_kl: float, advantages: Tensor | None 
 
 
 def surviving_masks(
-    loss_masks: Sequence[Mask], log_ratios: Sequence[Mask], *, high: float, low: float = 0.0, level: Level = "token"
+    loss_masks: Sequence[Mask],
+    log_ratios: Sequence[Mask],
+    gate: Gate,
+    *,
+    log_probs: Sequence[Mask] | None = None,
+    rollout_ids: Ids | None = None,
 ) -> list[Tensor]:
     """Loss masks with 0 where a token is rejected: of whole samples, uncut, for `Samples`, so only survivors count.
 
     They are on the device of the log-ratios.
 
-    >>> surviving_masks([torch.tensor([1, 1, 0])], [torch.tensor([0.1, 3.0, 0.0])], high=5.0)
+    >>> surviving_masks([torch.tensor([1, 1, 0])], [torch.tensor([0.1, 3.0, 0.0])], Gate(high=5.0))
     [tensor([1, 0, 0])]
 
     Args:
         loss_masks: one per sample: a 1-D tensor, array or list.
         log_ratios: per sample, ``old_log_probs - rollout_log_probs`` of its tokens, as long as its mask.
-        low, high: bounds of the ratio.
-        level: ``token`` judges each token. ``sequence`` judges exp of the sum over the sample's mask, ``geometric`` exp
-            of the mean; both reject whole samples.
+        gate: that masks: of tokens, or of sequences or rollouts, which are rejected whole.
+        log_probs: per sample ``old_log_probs``, for metrics of probabilities.
+        rollout_ids: for a gate of rollouts: one per sample; all samples of a rollout must be given.
 
     Raises ValueError for log-ratios that require grad (those of the policy in training are not known before the step's
-    first forward: give them weights of 0, or use `Plan.keep`), NaN at active tokens, lengths that differ, and as
-    `importance_weights`.
+    first forward: give them weights of 0, or use `Plan.keep`), NaN at active tokens, lengths that differ, a gate that
+    clamps, and as `importance_weights`.
     """
-    check_choice("level of rejection", level, get_args(Level))
+    _check_gate(gate)
     check_one_each("log-ratios", len(log_ratios), "loss masks", len(loss_masks))
-    _check_bounds(low, high)
-    survivors, active = list[Tensor](), list[Tensor]()
+    if log_probs is not None:
+        check_one_each("log-probs", len(log_probs), "loss masks", len(loss_masks))
+    if gate.action == "clamp":
+        raise ValueError(
+            "a gate that clamps: it rejects nothing, so all masks would stay. Pass action='mask', or give tokens "
+            "importance_weights."
+        )
+    if (gate.level == "rollout") != (rollout_ids is not None):
+        raise ValueError(
+            f"rollout_ids={rollout_ids!r} with a gate of a {gate.level}: these ids say which samples a gate of "
+            "rollouts judges together. Pass both, or neither."
+        )
+    masks, judged, active = list[Tensor](), list[Tensor](), list[Tensor]()
     for i, pair in enumerate(zip(loss_masks, log_ratios, strict=True)):
         mask, log_ratio = (row if isinstance(row, Tensor) else torch.as_tensor(row, device="cpu") for row in pair)
         mask = mask.to(log_ratio.device, non_blocking=mask.is_cpu)
@@ -136,14 +231,28 @@ def surviving_masks(
             lambda i=i: f"log-ratios of sample {i} with NaN at an active token",  # type: ignore[misc]
             "no bound can judge them, so the token would be dropped. Mask the token, or mend its log-probs.",
         )
-        judged = log_ratio.double()
-        if judged.is_cpu:
-            active.append(judged[mask != 0])
-        if level != "token":
-            judged = (judged * mask).masked_fill(mask == 0, 0).sum()
-            judged = judged if level == "sequence" else judged / mask.double().sum().clamp(min=1e-30)
-        kept = _within(judged, low, high, "drop") > 0
-        survivors.append(mask.masked_fill(~kept, 0))
+        row = None if log_probs is None else torch.as_tensor(log_probs[i], device=log_ratio.device)
+        masks.append(mask)
+        judged.append(gate.of_tokens(log_ratio, row))
+        if log_ratio.is_cpu:
+            active.append(log_ratio.double()[mask != 0])
     if active:
         _warn_of_ratios(torch.cat(active))
-    return survivors
+    if gate.level != "token" and masks:
+        units = np.arange(len(masks))
+        if rollout_ids is not None:
+            units = np.unique(as_ids("rollout_ids", rollout_ids, len(masks)), return_inverse=True)[1]
+        judged = [row.expand(len(mask)) for row, mask in zip(_of_units(gate, masks, judged, units), masks, strict=True)]
+    return [mask.masked_fill(gate.is_outside(row), 0) for mask, row in zip(masks, judged, strict=True)]
+
+
+def _of_units(gate: Gate, masks: list[Tensor], rows: list[Tensor], units: np.ndarray) -> list[Tensor]:
+    """The aggregate of each sample's unit, 0-dim each."""
+    pairs = [(row.masked_fill(mask == 0, 0), mask.double()) for row, mask in zip(rows, masks, strict=True)]
+    members = [np.flatnonzero(units == unit) for unit in units]
+    if gate.aggregate == "max":
+        largest = [torch.cat([row[mask != 0], row.new_full((1,), -math.inf)]).amax() for row, mask in pairs]
+        return [torch.stack([largest[k] for k in of_unit]).amax() for of_unit in members]
+    sums = [torch.stack([(row * mask).sum(), mask.sum()]) for row, mask in pairs]
+    totals = [torch.stack([sums[k] for k in of_unit]).sum(0) for of_unit in members]
+    return [total / count.clamp(min=1e-30) if gate.aggregate != "sum" else total for total, count in totals]

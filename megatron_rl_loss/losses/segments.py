@@ -1,6 +1,7 @@
 """Sums over sequences whose tokens lie on several context-parallel (CP) ranks: one number per sample, differentiable.
 
     from tokens to samples    segment_sum, segment_mean     forward a sum over CP, backward a sum over CP
+                              segment_quantile              a sum over CP of a number per token, no gradient
     from samples to tokens    to_tokens                     no exchange
 
 All statistics of one call share one collective of one float64 per sample, whatever the samples' lengths. Those that
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl_loss.core.collectives import Group
+from megatron_rl_loss.core.errors import check_within
 from megatron_rl_loss.core.masks import on_device
 from megatron_rl_loss.losses.cut_sequences import Sequences, Values
 from megatron_rl_loss.losses.first_order import first_order
@@ -67,6 +69,53 @@ def segment_mean(values: Values, local: Place, cp_group: Group | None = None, *,
     Every rank knows M_i without a collective. All else is as in `segment_sum`.
     """
     return _statistic("segment_mean", values, local, cp_group, per)
+
+
+@torch.inference_mode(False)
+def segment_quantile(
+    values: Values, local: Place, cp_group: Group | None = None, *, q: float, per: str = "sample"
+) -> Tensor:
+    """The smallest active value of every sample that at least a share q of its mask does not exceed; detached.
+
+    >>> samples = Samples([torch.tensor([1, 1, 0, 1]), torch.tensor([1])])
+    >>> segment_quantile(torch.tensor([1.0, 2.0, 9.0, 4.0, 6.0]), samples.local(0, 1), q=0.5)
+    tensor([2., 6.])
+
+    Of M tokens that count 1 it is the ceil(q M)-th smallest, never a mean of two; 1.0 gives the largest. 0 for a fully
+    masked sample. Takes one collective of a float64 per token of the micro-batch. All else is as in `segment_sum`.
+    Raises ValueError for a q outside (0, 1], and as `segment_sum`.
+    """
+    check_within("q", q, "(0, 1]", "0.5 is the median, 1 the largest")
+    sequences = Sequences.of("segment_quantile", values, local, cp_group, per)
+    samples, device = sequences.tokens.samples, sequences.mask.device
+    part = samples.part_in_buffer(per)
+    places = np.flatnonzero((samples.buffer != 0) & (part >= 0))
+    units = part[places] if sequences.units is None else sequences.units[part[places]]
+    masked = torch.stack(sequences.rows).detach().masked_fill(sequences.mask == 0, 0)
+    whole = masked.new_zeros(len(masked), samples.total_tokens)
+    whole[:, on_device(sequences.tokens.positions, device)] = masked
+    if sequences.group is not None and whole.numel():
+        dist.all_reduce(whole, group=sequences.group)
+    number = len(sequences.counts)
+    entries = samples.buffer[places].astype(np.float64)
+    totals = np.bincount(units, entries, number)
+    # Of values sorted within their units, the first at which the sum of mask entries so far reaches the share.
+    wanted = on_device(totals.cumsum() - totals + q * totals * (1 - 1e-12), device)
+    last = on_device((np.bincount(units, minlength=number).cumsum() - 1).clip(min=0), device)
+    unit_of, weight, at = (on_device(array, device) for array in (units, entries, places))
+    found = list[Tensor]()
+    for row in whole[:, at]:
+        order = row.argsort(stable=True)
+        order = order[unit_of[order].argsort(stable=True)]
+        if not len(order):
+            found.append(row.new_zeros(number))
+            continue
+        reached = torch.searchsorted(weight[order].cumsum(0), wanted)
+        found.append(row[order][torch.minimum(reached, last)].masked_fill(on_device(totals == 0, device), 0))
+    of_units = torch.stack(found)
+    if sequences.units is not None:
+        of_units = of_units[:, on_device(sequences.units, device)]
+    return (of_units if isinstance(values, Sequence) else of_units[0]).to(sequences.dtype)
 
 
 def to_tokens(of_samples: Tensor, local: Place, *, per: str = "sample") -> Tensor:

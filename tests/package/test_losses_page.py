@@ -15,6 +15,7 @@ from torch import Tensor
 
 import megatron_rl_loss
 from megatron_rl_loss import (
+    Gate,
     Metric,
     Samples,
     add_loss_aggregation_args,
@@ -24,8 +25,6 @@ from megatron_rl_loss import (
     plan_step,
     policy_loss,
     ppo_clip_loss,
-    segment_mean,
-    to_tokens,
 )
 from megatron_rl_loss.core.aggregation import resolve
 from megatron_rl_loss.losses.by_name import POLICY_LOSSES, check_goes_with
@@ -90,7 +89,7 @@ def test_where_other_frameworks_differ_the_page_says_how_to_have_theirs() -> Non
         flat = now.flatten(), old.flatten(), advantages.flatten(), local
         return policy_loss(name, *flat, importance_weights=weights, **settings).per_token_loss.view(2, 3) * mask
 
-    of_sequences = importance_weights(to_tokens(segment_mean(log_k.flatten(), local), local), high=9.0)
+    of_sequences = importance_weights(log_k.flatten(), Gate(high=9.0, level="sequence", action="clamp"), local)
     clipped = torch.where(advantages < 0, r.log().clamp(min=-0.4), r.log().clamp(max=0.4))
     geo_mean = -advantages * mean(clipped).exp() * mean(log_k).exp() * mask
     assert "`geo_mean`" in table
@@ -122,6 +121,8 @@ def test_code_runs() -> None:
     terms = code_under("losses.md", "Several terms, each with its own aggregation")
     metrics = code_under("losses.md", "Metrics")
     block = code_under("losses.md", "Write your own loss")
+    gates = code_under("losses.md", "Off-policy corrections")
+    centred = code_under("losses.md", "Score centering")
     over_step = code_under("losses.md", "Select tokens over the step")
     local = Samples([torch.ones(3), torch.ones(2)]).local(0, 1)
     handed: list[Any] = []
@@ -140,6 +141,13 @@ def test_code_runs() -> None:
         "advantages": torch.ones(1, 5),
     }
     exec(block, names)
+    gated = dict(names)
+    exec(gates, gated)
+    assert gated["weights"].flatten().tolist() == pytest.approx([math.exp(0.001), 1, 1, math.exp(0.5), math.exp(0.5)])
+    logits, rollout_ids = torch.zeros(1, 5, 4, requires_grad=True), torch.tensor([[[0, 3]] * 5])
+    labels, sampler = torch.ones(1, 5, dtype=torch.int64), torch.full((1, 5, 2), 0.4).log()
+    of_logits = {"logits": logits, "labels": labels, "rollout_ids": rollout_ids, "rollout_log_probs": sampler}
+    exec(centred, names | of_logits | {"torch": torch, "tp_group": None})
     exec(terms, names | dict.fromkeys(("losses", "kl", "entropy"), torch.ones(1, 5)))
     values = dict.fromkeys(("losses", "kl", "entropy", "ratio", "weights"), torch.ones(1, 5))
     exec(metrics, names | values)

@@ -5,6 +5,7 @@
 
 import itertools
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -99,6 +100,53 @@ def vespo(
 
 def sequence_tis(v: Values, m: Tensor) -> Tensor:
     return (mismatch(v) * m).sum().exp().clamp(max=1.1) * gspo(v, m)
+
+
+def gated(
+    v: Values, m: Tensor, metric: str, aggregate: str | None, low: float, high: float, clamps: bool = False
+) -> Tensor:
+    """PPO's loss times the weight of a gate: by tokens where nothing is aggregated."""
+    x, weights = mismatch(v).tolist(), list[float]()
+    p, q = v["old_log_probs"].exp().tolist(), v["rollout_log_probs"].exp().tolist()
+
+    def coins(a: float, b: float) -> float:
+        return a * math.log(a / b) + (1 - a) * math.log((1 - a) / (1 - b))
+
+    by_metric: dict[str, Callable[[int], float]] = {
+        "ratio": lambda t: x[t],
+        "k1": lambda t: -x[t],
+        "k2": lambda t: x[t] ** 2 / 2,
+        "k3": lambda t: math.exp(x[t]) - 1 - x[t],
+        "tv": lambda t: abs(p[t] - q[t]),
+        "binary_kl": lambda t: coins(q[t], p[t]),
+        "both_binary_kl": lambda t: max(coins(q[t], p[t]), coins(p[t], q[t])),
+    }
+    of_tokens = [by_metric[metric](t) for t in range(len(x))]
+    active = [t for t in range(len(x)) if m[t]]
+    for t in range(len(x)):
+        judged = of_tokens[t]
+        if aggregate == "max":
+            judged = max([of_tokens[k] for k in active], default=0.0)
+        elif aggregate is not None:
+            judged = math.fsum(of_tokens[k] * float(m[k]) for k in active)
+            judged /= float(m.sum()) if aggregate == "mean" and active else 1
+        value = math.exp(judged) if metric == "ratio" else judged
+        if clamps:
+            weights.append(min(max(value, low), high))
+        else:
+            has_weight = metric == "ratio" and aggregate != "max"
+            weights.append((value if has_weight else 1.0) if low <= value <= high else 0.0)
+    return torch.tensor(weights, dtype=torch.float64) * ppo(v, m)
+
+
+def of_quantiles(v: Values, m: Tensor) -> Tensor:
+    """Three quantiles of the masked values, by the definition: the smallest that is enough."""
+    total = torch.zeros((), dtype=torch.float64)
+    for n, q in enumerate((0.3, 0.5, 1.0)):
+        values = sorted((x, float(w)) for x, w in zip(v["token_advantages"].tolist(), m.tolist(), strict=True) if w)
+        enough = [x for i, (x, _) in enumerate(values) if math.fsum(w for _, w in values[: i + 1]) >= q * m.sum()]
+        total = total + (n + 1) * (enough[0] if enough else 0.0)
+    return total * v["log_probs"]
 
 
 def off_policy_mask(v: Values, m: Tensor) -> Tensor:

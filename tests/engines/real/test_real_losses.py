@@ -21,13 +21,12 @@ from table_step import relative_error
 from torch import Tensor
 
 from megatron_rl_loss import (
+    Gate,
     Samples,
     gdpo_advantages,
     importance_weights,
     kl_estimate,
     policy_loss,
-    segment_mean,
-    to_tokens,
 )
 
 LENGTHS, BETA = [5, 1, 9, 7], 0.04
@@ -105,7 +104,7 @@ def of_verl_k3(module: Any, x: Tensor, v: dict[str, Tensor]) -> Tensor:
 
 def capped(v: dict[str, Tensor], high: float) -> Tensor:
     """Weights of tokens of the policy that drew them."""
-    return importance_weights(stated.mismatch(v).float(), high=high)
+    return importance_weights(stated.mismatch(v).float(), Gate(high=high, action="clamp"))
 
 
 def of_slime(module: Any, x: Tensor, v: dict[str, Tensor]) -> Tensor:
@@ -133,9 +132,8 @@ def ipo(v: dict[str, Tensor]) -> Tensor:
 
 
 def vespo_from_rollouts(v: dict[str, Tensor]) -> Tensor:
-    return ours(
-        "vespo", v | {"old_log_probs": v["old_log_probs"] - importance_weights(stated.mismatch(v), high=1.3).log()}
-    )
+    weights = importance_weights(stated.mismatch(v), Gate(high=1.3, action="clamp"))
+    return ours("vespo", v | {"old_log_probs": v["old_log_probs"] - weights.log()})
 
 
 def stated_from_rollouts(v: dict[str, Tensor], m: Tensor) -> Tensor:
@@ -145,8 +143,7 @@ def stated_from_rollouts(v: dict[str, Tensor], m: Tensor) -> Tensor:
 def gmpo_with_rollout_weights(v: dict[str, Tensor]) -> Tensor:
     """No token's weight is capped: the geometric mean of a sequence's weights is exp of its mean log-ratio."""
     local = Samples(list(v["mask"])).local(0, 1)
-    of_sequence = to_tokens(segment_mean(stated.mismatch(v).flatten(), local), local)
-    weights = importance_weights(of_sequence, high=9.0)
+    weights = importance_weights(stated.mismatch(v).flatten(), Gate(high=9.0, level="sequence", action="clamp"), local)
     return ours("gmpo", v, clip_low=0.1, clip_high=0.15, importance_weights=weights)
 
 

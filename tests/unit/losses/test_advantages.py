@@ -20,6 +20,7 @@ from refusals import outcome_of, refusal_tests, refusals
 from torch import Tensor
 
 from megatron_rl_loss import (
+    Gate,
     Samples,
     gae,
     gdpo_advantages,
@@ -199,20 +200,20 @@ INSIDE = [math.exp(-0.1), 1, math.exp(0.4), 2]
 
 
 @pytest.mark.parametrize(
-    ("low", "outside", "expected"),
+    ("low", "action", "expected"),
     [
-        (0.0, "cap", [math.exp(-9), 0.5, *INSIDE, 2, 2]),
-        (0.0, "drop", [math.exp(-9), 0.5, *INSIDE, 0, 0]),
-        (0.5, "cap", [0.5, 0.5, *INSIDE, 2, 2]),
-        (0.5, "drop", [0, 0.5, *INSIDE, 0, 0]),
+        (0.0, "clamp", [math.exp(-9), 0.5, *INSIDE, 2, 2]),
+        (0.0, "mask", [math.exp(-9), 0.5, *INSIDE, 0, 0]),
+        (0.5, "clamp", [0.5, 0.5, *INSIDE, 2, 2]),
+        (0.5, "mask", [0, 0.5, *INSIDE, 0, 0]),
     ],
 )
-def test_importance_weights(low: float, outside: Any, expected: list[float]) -> None:
-    weights = importance_weights(LOG_RATIOS.clone().requires_grad_(), low=low, high=2.0, outside=outside)
+def test_importance_weights(low: float, action: Any, expected: list[float]) -> None:
+    weights = importance_weights(LOG_RATIOS.clone(), Gate(low=low, high=2.0, action=action))
     assert weights.tolist() == pytest.approx(expected)
     assert not weights.requires_grad
     half = torch.tensor([-15.5, 2.0]).bfloat16()
-    assert torch.equal(importance_weights(half, high=9.0), importance_weights(half.float(), high=9.0))
+    assert torch.equal(importance_weights(half, Gate(high=9.0)), importance_weights(half.float(), Gate(high=9.0)))
 
 
 def test_ratios_in_the_place_of_log_ratios_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
@@ -223,20 +224,20 @@ def test_ratios_in_the_place_of_log_ratios_are_warned_of(caplog: pytest.LogCaptu
     few, many = torch.full((15,), 0.01), torch.full((16,), 0.01)
     log_ratios += few, torch.cat([many, torch.zeros(1)])  # which may be above 0 by chance, or are those of one policy
     for sound in log_ratios:
-        importance_weights(sound, high=2.0)
-        surviving_masks([torch.ones(len(sound))], [sound], high=2.0)
-    surviving_masks([[1, 0], [1, 1]], [[1.0, 1.0], [1.1, -0.1]], high=2.0)  # masked, or of some samples alone
+        importance_weights(sound, Gate(high=1e3, action="clamp"))
+        surviving_masks([torch.ones(len(sound))], [sound], Gate(high=2.0))
+    surviving_masks([[1, 0], [1, 1]], [[1.0, 1.0], [1.1, -0.1]], Gate(high=2.0))  # masked, or of some samples alone
     assert not caplog.records
-    importance_weights(near.exp(), high=2.0)
-    surviving_masks([[1, 0], [1, 1]], [[1.0, -9.0], [1.1, 0.9]], high=2.0)
-    importance_weights(many, high=2.0)  # small probabilities
+    importance_weights(near.exp(), Gate(high=1e3))
+    surviving_masks([[1, 0], [1, 1]], [[1.0, -9.0], [1.1, 0.9]], Gate(high=2.0))
+    importance_weights(many, Gate(high=2.0))  # small probabilities
     for record in caplog.records:
         assert "these look like ratios or probabilities" in record.message
         assert "Pass old_log_probs - rollout_log_probs" in record.message
     assert [record.message.split(" at least")[0] for record in caplog.records] == [
         "log-ratios of 0.819", "log-ratios of 0.9", "log-ratios of 0.01"
     ]  # fmt: skip
-    importance_weights(near.exp().to("meta"), high=2.0)  # of a device nothing is read
+    importance_weights(near.exp().to("meta"), Gate(high=2.0))  # of a device nothing is read
 
 
 def test_keep_sequences() -> None:
@@ -263,20 +264,22 @@ FRACTIONS, NONE = [0.5, 0.25, 1.0], [0, 0, 0]
     [
         ("token", {"high": 5.0}, [[1, 0, 0, 1], [1, 1], [0, 1, 1], FRACTIONS]),
         ("token", {"low": 0.5, "high": 2.0}, [[1, 0, 0, 1], [0, 0], NONE, [0.5, 0, 1]]),
-        ("sequence", {"high": 5.0}, [[0, 0, 0, 0], [1, 1], NONE, FRACTIONS]),  # sums 2.9, -0.2, 2.0, 0.25
-        ("geometric", {"high": 2.7}, [[1, 1, 0, 1], [1, 1], NONE, FRACTIONS]),  # means 0.97, -0.1, 1.0, 0.14
-        ("geometric", {"low": 0.95, "high": 3.0}, [[1, 1, 0, 1], [0, 0], [0, 1, 1], FRACTIONS]),
-        ("geometric", {"high": 1.2}, [[0, 0, 0, 0], [1, 1], NONE, FRACTIONS]),
+        ("sum", {"high": 5.0}, [[0, 0, 0, 0], [1, 1], NONE, FRACTIONS]),  # sums 2.9, -0.2, 2.0, 0.25
+        ("mean", {"high": 2.7}, [[1, 1, 0, 1], [1, 1], NONE, FRACTIONS]),  # means 0.97, -0.1, 1.0, 0.14
+        ("mean", {"low": 0.95, "high": 3.0}, [[1, 1, 0, 1], [0, 0], [0, 1, 1], FRACTIONS]),
+        ("mean", {"high": 1.2}, [[0, 0, 0, 0], [1, 1], NONE, FRACTIONS]),
     ],
 )
-def test_surviving_masks(level: Any, bounds: dict[str, float], expected: list[list[float]]) -> None:
+def test_surviving_masks(level: Any, bounds: dict[str, Any], expected: list[list[float]]) -> None:
     before = [mask.clone() for mask in MASKS]
-    survivors = surviving_masks(MASKS, [row.to(DEVICE) for row in RATIOS], level=level, **bounds)
+    of_sequence: dict[str, Any] = {} if level == "token" else {"level": "sequence", "aggregate": level}
+    gate = Gate(**bounds, **of_sequence)
+    survivors = surviving_masks(MASKS, [row.to(DEVICE) for row in RATIOS], gate)
     assert [mask.tolist() for mask in survivors] == expected
     assert [mask.dtype for mask in survivors] == [mask.dtype for mask in MASKS]
     assert all(map(torch.equal, MASKS, before))
-    assert surviving_masks([[0.25]], [[1.0]], high=2.0, level="geometric")[0].tolist() == [0]
-    assert surviving_masks(MASKS, [row.to("meta") for row in RATIOS], level=level, **bounds)[0].is_meta
+    assert surviving_masks([[0.25]], [[1.0]], Gate(high=2.0, level="sequence"))[0].tolist() == [0]
+    assert surviving_masks(MASKS, [row.to("meta") for row in RATIOS], gate)[0].is_meta
 
 
 # --- refusals
@@ -291,8 +294,8 @@ TWO, WITH_GRAPH, IN = torch.zeros(2), torch.zeros(2, requires_grad=True), "it mu
 OF_CRITIC = torch.zeros(3, requires_grad=True)
 
 
-def survive(*log_ratios: Any, level: Any = "token") -> list[Tensor]:
-    return surviving_masks([torch.ones(2)], log_ratios or [TWO], high=2.0, level=level)
+def survive(*log_ratios: Any, **more: Any) -> list[Tensor]:
+    return surviving_masks([torch.ones(2)], log_ratios or [TWO], **{"gate": Gate(high=2.0)} | more)
 
 
 REFUSALS = {
@@ -341,8 +344,9 @@ REFUSALS = {
         (([0],), "1 prompt_ids for 2 rewards", ([0, 0],)),
     ),
     **refusals(
-        lambda log_ratio: importance_weights(log_ratio, high=2.0),
+        lambda log_ratio=TWO, gate=Gate(high=2.0): importance_weights(log_ratio, gate),  # noqa: B008
         (([0.0, 0.1],), "log_ratio is a list: it must be a float tensor", (TWO,)),
+        ({"gate": 2.0}, "gate is 2.0: it must be a Gate", {}),
         error=TypeError,
     ),
     **refusals(advantages_from, (([1.0], [0.5]), "prompt_ids holds 0.5", ([1.0], ["0.5"])), error=TypeError),
@@ -366,11 +370,23 @@ REFUSALS = {
         error=TypeError,
     ),
     **refusals(
-        lambda **more: importance_weights(TWO, **{"high": 2.0} | more),
+        lambda log_ratio: importance_weights(log_ratio, Gate(high=2.0)),
+        ((WITH_GRAPH,), "log-ratios that require grad: a weight is a constant", (TWO,)),
+    ),
+    **refusals(
+        lambda **more: importance_weights(TWO, Gate(**{"high": 2.0} | more)),
         ({"high": 0.2}, rf"high is 0.2: {IN} \[1, inf\)", {"high": 1}),  # a width, where a bound is asked for
         ({"low": 1.0}, rf"low is 1.0: {IN} \[0, 1\)", {"low": 0.99}),
         ({"low": -0.1}, rf"low is -0.1: {IN} \[0, 1\)", {"low": 0}),
-        ({"outside": "mask"}, "there is no such outside. Choose one of cap, drop", {"outside": "drop"}),
+        ({"action": "drop"}, "there is no such action of a gate", {"action": "mask"}),
+        ({"metric": "k4"}, "no such metric of a gate", {"metric": "k3"}),
+        ({"metric": "k3", "action": "clamp"}, "a clamp of the k3", {"metric": "k3"}),
+        ({"metric": "k3", "high": 0.0}, rf"high is 0.0: {IN} \(0, inf\)", {"metric": "k3", "high": 0.1}),
+        ({"metric": "k1", "low": 3.0}, "low must be a number below high", {"metric": "k1", "low": -3.0}),
+        ({"aggregate": "sum"}, "a token has nothing to aggregate", {}),
+        ({"level": "sequence"}, "a gate of a sequence without local", {}),
+        ({"metric": "tv", "high": 0.1}, "a gate of tv without log_probs", {"metric": "k2", "high": 0.1}),
+        ({"level": "prompt"}, "no such level of a gate", {"level": "token"}),
     ),
     **refusals(
         lambda **more: keep_sequences(TWO, **{"max_kl": 1} | more),
@@ -383,7 +399,8 @@ REFUSALS = {
         ((torch.zeros(3),), r"the log-ratios of sample 0 of shape \(3,\) for values of shape \(2,\)", ([0.0, 0.0],)),
         ((TWO, TWO), "2 log-ratios for 1 loss masks", ()),
         ((torch.tensor([0.0, NAN]),), "log-ratios of sample 0 with NaN at an active token: no bound", ()),
-        ({"level": "prompt"}, "no such level of rejection. Choose one of token, sequence, geom", {"level": "sequence"}),
+        ({"gate": Gate(high=2.0, action="clamp")}, "a gate that clamps: it rejects nothing", {}),
+        ({"gate": Gate(high=2.0, level="rollout")}, "rollout_ids=None with a gate of a rollout", {}),
     ),
 }
 
@@ -393,4 +410,4 @@ test_refusals = refusal_tests(REFUSALS)
 def test_an_unknown_divergence_is_neither_kept_nor_dropped_in_silence() -> None:
     """NaN keeps the loss from being a number; where a masked token has one, its log-ratio is ignored."""
     assert keep_sequences(torch.tensor([NAN, 0.1, 0.0]), max_kl=0.05).isnan().tolist() == [True, False, False]
-    assert surviving_masks([torch.tensor([1, 0])], [torch.tensor([0.0, NAN])], high=2.0)[0].tolist() == [1, 0]
+    assert surviving_masks([torch.tensor([1, 0])], [torch.tensor([0.0, NAN])], Gate(high=2.0))[0].tolist() == [1, 0]

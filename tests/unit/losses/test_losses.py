@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_rl_loss import (
+    Gate,
     Gathered,
     Samples,
     divergence_at_ids,
@@ -479,7 +480,7 @@ def test_what_is_made_in_inference_mode_is_trained_on() -> None:
         local = Samples(MASKS).local(0, 1)
         ratio = data["log_probs"] - data["old_log_probs"]
         factors = (
-            importance_weights(ratio, high=2.0),
+            importance_weights(ratio.detach(), Gate(high=2.0, action="clamp")),
             keep_sequences(ratio, max_kl=0.1),
             *gae(ratio, ratio, local),
             group_relative_advantages(ratio, [0] * 8),
@@ -505,7 +506,7 @@ def test_a_default_device_is_not_where_data_goes() -> None:
             *gae(now, now, LOCAL),
             group_relative_advantages(now, [0] * 8),
             rloo_advantages(now, [0] * 8, rollout_ids=list(range(8))),
-            *surviving_masks(MASKS, rows, high=2.0, level="sequence"),
+            *surviving_masks(MASKS, [row.detach() for row in rows], Gate(high=2.0, level="sequence", aggregate="sum")),
         ]
 
     right = results()
