@@ -56,7 +56,8 @@ def log_probs_from_logits(
             its label may be anything. Plain torch reads it on the host, and waits for one on a device.
         chunk_tokens: tokens to work on at a time; default: all for kernels, else by the size of the vocabulary.
         rest_without: bool, in the shape of labels [..., K]. With it log-probs are [..., K + 1]: the last is the log of
-            the probability of all ids but the marked ones, exact where it is small, for `divergence_at_ids`.
+            the probability of all ids but the marked ones, exact however small, for `divergence_at_ids`. Where no
+            other id counts it is that of the smallest normal number, without a gradient.
         gradient_in_place: the gradient overwrites the logits. Autograd then refuses a second backward, and any later
             use of the logits that needs them.
         kernel: by default `choice.choose` takes this package's Triton kernels for logits on an NVIDIA GPU, and plain

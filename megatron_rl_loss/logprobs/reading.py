@@ -204,7 +204,7 @@ class Reading:
 
         z = scale * (logits - top). The second is 0 unless entropy is asked for, the labels' are -inf where another
         rank has the label. Where no id counts here, top is -inf and the sums 0. With a rest one more column has the
-        sum of exp z over it.
+        log of the sum of exp z over it, -inf where none of it is here.
         """
         self.compare_once(logits, part)
         table = self._launch(
@@ -233,11 +233,11 @@ class Reading:
             of_label = (x.gather(1, column[rows]) - finite[:, None]) * self.scale
             label[rows] = of_label.masked_fill(~here[rows], -math.inf)
             self._centre(x, finite, z)
+            if in_rest is not None:
+                statistics[rows, -1] = self._log_sum_of_rest(q.copy_(z), column[rows], in_rest[rows])
             total[rows] = torch.exp2(z, out=q).sum(-1)
             if self.entropy:
                 weighted[rows] = z.mul_(q).sum(-1) * LN_2
-            if in_rest is not None:  # summed itself: the difference of two sums near 1 would have few digits
-                statistics[rows, -1] = q.scatter_reduce_(1, column[rows], in_rest[rows].to(q), "amin").sum(-1)
         if self._mask is not None:
             statistics = statistics.where(self._counts(part)[:, None], self._row_without_token(statistics))
         return statistics
@@ -245,7 +245,7 @@ class Reading:
     def combine(self, statistics: Tensor, part: slice = slice(None)) -> tuple[Tensor, Tensor]:
         """Log-probs like the labels, with a rest another column; and the norm [3, tokens] or more.
 
-        The norm: top, sum exp z of the whole vocabulary, entropy, and sum exp z of a rest, or of a kernel labels' z.
+        The norm: top, sum exp z of the whole vocabulary, entropy, and log sum exp z of a rest, or of a kernel labels' z.
         """
         tables, shape = self._tables_of_ranks(statistics), self.labels[part].shape
         combined = self._launch(lambda kernels: kernels.combine(tables, self.scale))
@@ -266,13 +266,14 @@ class Reading:
             factor = finite.exp()
             weighted, total = ((weighted + total * finite) * factor).sum(0), (total * factor).sum(0)
             label = (label + shift[..., None]).amax(0)  # -inf on the ranks without the label
-            others = None if others is None else (others * factor).sum(0)
+            others = None if others is None else (others + shift).logsumexp(0)
         log_total = total.log()
         norms = [top, total, log_total - weighted / total]
         if others is not None:
-            # A rest that vanishes has the smallest normal number as probability: log 0 would make its gradient NaN.
-            others = torch.maximum(others, total * torch.finfo(total.dtype).tiny)
-            log_probs = torch.cat([label - log_total[:, None], (others / total).log()[:, None]], 1)
+            # A rest without an id has the smallest normal number as probability, a constant: losses of it are finite.
+            nothing = math.log(torch.finfo(total.dtype).tiny)
+            log_rest = (others - log_total).masked_fill(others == -math.inf, nothing)
+            log_probs = torch.cat([label - log_total[:, None], log_rest[:, None]], 1)
             return log_probs, torch.stack([*norms, others])
         return (label - log_total[:, None]).contiguous().view(shape), torch.stack(norms)
 
@@ -333,15 +334,19 @@ class Reading:
         g = top.new_zeros(column.shape) if g is None else g if g.dim() == 2 else g[:, None]
         factor, of_all, tilt = -self.scale / total, g.sum(1), None
         if in_rest is not None and g.shape[1] > column.shape[1]:
-            g, tilt = g[:, :-1], (self.scale * g[:, -1] / norm[3])[:, None]
+            of_rest = g[:, -1].masked_fill(norm[3] == -math.inf, 0)
+            g = g[:, :-1]
+            of_all, tilt = g.sum(1) + of_rest, (self.scale * of_rest)[:, None]
         level = (factor * (of_all if h is None else of_all + h * (entropy - total.log())))[:, None]
         slope = None if h is None else (factor * h * LN_2)[:, None]
         at_label = g * here * self.scale
         for rows, x, z, q in self._blocks(logits, part, norm.dtype, into):
             added = None if more is None else next(more)  # reads logits, which `into` may overwrite: so first
             self._centre(x, top[rows], z)
-            if tilt is not None:
-                torch.exp2(z, out=q)
+            relative = None
+            if tilt is not None:  # each probability relative to the rest's sum, which may be far below the whole's
+                log_rest = (norm[3, rows, None] / LN_2).masked_fill(norm[3, rows, None] == -math.inf, 0)
+                relative = torch.exp2(z - log_rest)
             if is_divergence_alone:
                 z.zero_()
             elif slope is None:
@@ -349,8 +354,8 @@ class Reading:
             else:
                 torch.exp2(z, out=q)
                 z.mul_(slope[rows]).add_(level[rows]).mul_(q)
-            if tilt is not None and in_rest is not None:
-                z.add_(q.scatter_reduce_(1, column[rows], in_rest[rows].to(q), "amin").mul_(tilt[rows]))
+            if relative is not None and tilt is not None and in_rest is not None:
+                z.add_(relative.scatter_reduce_(1, column[rows], in_rest[rows].to(q), "amin").mul_(tilt[rows]))
             z.scatter_add_(1, column[rows], at_label[rows])
             if added is not None:
                 z.add_(added)
@@ -489,11 +494,23 @@ class Reading:
         tokens = np.arange(part.start, part.stop) if self._host_rows is None else self._host_rows[part]
         return self.keep.mask(tokens, self._first, self._first + self._width, self.labels.device)
 
+    def _log_sum_of_rest(self, z: Tensor, column: Tensor, in_rest: Tensor) -> Tensor:
+        """log of the sum of exp2 z over the rest, -inf where none is here; z is overwritten.
+
+        Summed against its own maximum: the difference of two sums near 1 has few digits, and a sum against the largest
+        logit vanishes in float32 87 below it.
+        """
+        z.scatter_reduce_(1, column, torch.where(in_rest, math.inf, -math.inf).to(z), "amin")
+        top = z.amax(-1)
+        here = top > _NEVER + 64  # -1e4 stands for an id that is not kept
+        sums = z.sub_(top.where(here, 0)[:, None]).exp2_().sum(-1)
+        return ((top + sums.log2()) * LN_2).masked_fill(~here, -math.inf)
+
     def _in_rest(self, part: slice) -> Tensor | None:
         """False where a label's column is here and not in the rest, [n, K]; None without a rest.
 
-        Probabilities relative to the largest are at most 1, so the smaller of both is 0 at the marked labels, and the
-        probability at others: also where an arbitrary column is that of another label.
+        Probabilities relative to the rest's sum are at most 1 in the rest, so the smaller of both is 0 at the marked
+        labels, and the probability at others: also where an arbitrary column is that of another label.
         """
         return None if self._without is None else ~(self._columns(part)[1] & self._without[part])
 

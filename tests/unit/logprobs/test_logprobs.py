@@ -456,3 +456,54 @@ REFUSALS = {
 }
 
 test_refusals = refusal_tests(REFUSALS)
+
+
+# --- a rest that is far below the marked ids
+
+
+def far_rest(group: Any = None) -> tuple[Tensor, Tensor]:
+    """Log-prob of the rest and the logits' gradient for gaps of 20 to 200, with a large gradient from above."""
+    rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
+    leaf = far_logits().float().chunk(ranks, -1)[rank].requires_grad_()
+    labels, marked = torch.tensor([[0, 5]] * len(leaf)), torch.tensor([[True, True]] * len(leaf))
+    log_probs, _ = log_probs_from_logits(leaf, labels, tp_group=group, temperature=0.3, rest_without=marked)
+    log_probs[:, -1].backward(torch.full((len(leaf),), 1000.0))
+    assert leaf.grad is not None
+    return log_probs[:, -1].detach(), leaf.grad
+
+
+def far_logits() -> Tensor:
+    logits = torch.randn(6, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float32).double()
+    logits[:, [0, 5]] += torch.tensor([[20.0], [30], [60], [105], [150], [200]])
+    return logits
+
+
+def far_rest_on_rank() -> tuple[Tensor, Tensor]:
+    start_process_group()
+    return far_rest(torch.distributed.group.WORLD)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_a_rest_however_small_has_its_log_and_its_gradient(ranks: int) -> None:
+    exact = far_logits().requires_grad_()
+    z = exact / 0.3
+    right = z[:, [1, 2, 3, 4, 6, 7]].logsumexp(-1) - z.logsumexp(-1)
+    right.backward(torch.full((6,), 1000.0, dtype=torch.float64))
+    parts = [far_rest()] if ranks == 1 else run_ranks(ranks, far_rest_on_rank, timeout_s=600)
+    for value, _ in parts:  # a difference of logits of up to 700: one rounding of each
+        torch.testing.assert_close(value.double(), right.detach(), rtol=4e-7, atol=0)
+    gradient = torch.cat([slopes for _, slopes in parts], -1).double()
+    assert exact.grad is not None
+    # exp of differences of up to 10 / 0.3, whose rounding is relative to the logits' size, 200 / 0.3 in float32
+    assert (gradient - exact.grad).abs().max() / exact.grad.abs().max() < 1e-4
+    assert right.detach().min() < -600  # far beyond float32's exp
+
+
+def test_a_rest_without_an_id_is_a_constant() -> None:
+    leaf = torch.randn(2, 3, requires_grad=True)
+    labels, keep = torch.tensor([[0, 1]] * 2), torch.tensor([True, True, False])
+    for more in ({"keep": keep}, {"vocab_size": 2}):
+        log_probs, _ = log_probs_from_logits(leaf, labels, rest_without=torch.ones(2, 2) > 0, **more)
+        (slopes,) = torch.autograd.grad(log_probs[:, -1].sum(), leaf)
+        assert log_probs[:, -1].tolist() == pytest.approx([-87.336] * 2, rel=1e-4)
+        assert not slopes.any()
