@@ -7,6 +7,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from megatron_rl_loss.core.errors import require
 from megatron_rl_loss.core.masks import Array, on_device
 
 
@@ -27,6 +28,12 @@ class KeptIds:
     def __post_init__(self) -> None:
         offsets = self.offsets.numpy(force=True) if isinstance(self.offsets, Tensor) else np.asarray(self.offsets)
         object.__setattr__(self, "offsets", offsets)
+        bounds = np.concatenate([[0], offsets.ravel(), [len(self.ids)]])
+        if (np.diff(bounds) < 0).any():
+            raise ValueError(
+                f"KeptIds with offsets {offsets.tolist()[:8]} for {len(self.ids)} ids: they must never decrease, from "
+                "0 to the number of ids. Pass the cumulative counts of ids, a leading 0 included."
+            )
 
     def mask(self, tokens: npt.NDArray[np.intp], first: int, last: int, device: torch.device) -> Tensor:
         """bool [len(tokens), last - first]: True for those of the ids first to last that are kept."""
@@ -48,9 +55,17 @@ class KeptIds:
 Keep = Tensor | KeptIds
 
 
-def check_keep(keep: Keep | None, shape: torch.Size, columns: int) -> Keep | None:
-    """A mask becomes bool [tokens, columns], or [1, columns] for all."""
+def check_keep(keep: Keep | None, shape: torch.Size, columns: int, size: int) -> Keep | None:
+    """A mask becomes bool [tokens, columns], or [1, columns] for all; `size` is that of the vocabulary."""
     if isinstance(keep, KeptIds):
+        if keep.ids.numel() and not torch.compiler.is_compiling():
+            low, high = keep.ids.aminmax()
+            require(
+                (low >= 0) & (high < size),
+                lambda: f"KeptIds with ids from {int(low)} to {int(high)} in a vocabulary of {size}",
+                "ids must be from 0 to the size of the vocabulary, or they would be left out in silence. Drop padding "
+                "from ids, and count none of it in offsets.",
+            )
         if keep.offsets.shape != (shape.numel() + 1,):
             raise ValueError(
                 f"KeptIds with offsets of shape {tuple(keep.offsets.shape)} for {shape.numel()} tokens: there must be "

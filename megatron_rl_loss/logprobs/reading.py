@@ -153,7 +153,7 @@ class Reading:
             self._check_labels_in_range()
         else:
             self.labels = self.labels.contiguous()
-        self.keep = check_keep(keep, self.shape, columns)
+        self.keep = check_keep(keep, self.shape, columns, size)
         if self._kernels is not None and isinstance(self.keep, Tensor) and self.keep.stride(1) != 1:
             self.keep = self.keep.contiguous()
         self.scale = 1 / temperature

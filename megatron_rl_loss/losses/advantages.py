@@ -224,8 +224,11 @@ def _share_of_rollout(rewards: Floats, prompts: Ints, ids: Ints) -> Floats:
     return share
 
 
-def _warn_of_lost_rewards(rewards: Tensor, tokens: LocalTokens) -> None:
-    """Warn of a sample whose rewards are all at masked tokens; of a device, or where samples are cut, read nothing."""
+def _warn_of_lost_rewards(rewards: Tensor, values: Tensor, tokens: LocalTokens) -> None:
+    """Warn of rewards at masked tokens alone, or behind the last active one, and of values in the place of rewards.
+
+    Of a device, or where samples are cut, nothing is read.
+    """
     if not rewards.is_cpu or tokens.copies != tokens.cp_size or torch.compiler.is_compiling():
         return
     has_reward = np.isfinite(of_tokens := to_array(rewards).reshape(-1)) & (of_tokens != 0)
@@ -237,6 +240,26 @@ def _warn_of_lost_rewards(rewards: Tensor, tokens: LocalTokens) -> None:
         warnings.warn(
             f"sample {i} has rewards at masked tokens alone: rewards there are ignored, so it is taken for a sample "
             "without a reward. Put the reward of a sample at its last token whose mask is not 0.",
+            stacklevel=4,
+        )
+        return
+    place = np.arange(len(tokens))
+    last = np.full(len(tokens.samples), -1)
+    np.maximum.at(last, tokens.sample_index, np.where(tokens.mask != 0, place, -1))
+    for i in tokens.sample_index[has_reward & (place > last[tokens.sample_index])][:1]:
+        warnings.warn(
+            f"sample {i} has a reward behind its last active token: rewards at masked tokens are ignored, so it "
+            "vanishes. Put the reward of a sample at its last token whose mask is not 0.",
+            stacklevel=4,
+        )
+        return
+    has_value = to_array(values).reshape(-1) != 0
+    valued = np.bincount(tokens.sample_index, has_value & (tokens.mask != 0), len(tokens.samples))
+    lengths = np.bincount(tokens.sample_index, tokens.mask != 0, len(tokens.samples))
+    if (lengths >= 4).any() and (valued <= 1).all() and valued.any() and (active[lengths >= 4] >= 4).all():
+        warnings.warn(
+            "rewards at nearly every token, and a value at one token of each sample: a critic values every token, and "
+            "rewards are few, so the two may be swapped. Check the order of the arguments; rewards come first.",
             stacklevel=4,
         )
 
@@ -274,7 +297,7 @@ def gae(
             "rewards with a graph, and values without one: a critic makes values, and nobody rewards, so the two are "
             "swapped. Check the order of the arguments; rewards come first."
         )
-    _warn_of_lost_rewards(rewards.detach(), tokens)
+    _warn_of_lost_rewards(rewards.detach(), values.detach(), tokens)
     for name, discount in (("gamma", gamma), ("lam", lam)):
         check_within(name, discount, "[0, 1]", "gamma 1 and lam 0.95 are usual")
     r, v = rewards.detach().double(), values.detach().double()

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_rl_loss.core.collectives import warn_on_one_rank
 from megatron_rl_loss.core.errors import check_float, check_within, require
 from megatron_rl_loss.core.masks import Array, on_device, to_array
 from megatron_rl_loss.core.samples import check_values
@@ -55,6 +56,12 @@ class RatioBounds:
                 f"clip_low is {clip_low!r}, without a clip_high: widths from 1, so the ratio would be clipped at "
                 f"{1 - clip_low:.3g} and {1 + clip_low:.3g}. Pass {1 - clip_low:.3g} for a bound of {clip_low:.3g}, or "
                 "clip_high= too."
+            )
+        if clip_high is not None and 0.5 <= clip_low < 1 and clip_high < clip_low:
+            raise ValueError(
+                f"clip_low is {clip_low!r}, clip_high {clip_high!r}: widths from 1, so the ratio would be clipped at "
+                f"{1 - clip_low:.3g} and {1 + clip_high:.3g}. Pass clip_low={1 - clip_low:.3g} for a bound of "
+                f"{clip_low:.3g}."
             )
         clip_high = clip_low if clip_high is None else clip_high
         check_within("clip_high", clip_high, "(0, inf)", "0.2 or 0.28 is usual")
@@ -115,6 +122,7 @@ class PolicyInputs:
         by_name = {"log_probs": log_probs, "old_log_probs": old_log_probs}
         log_probs, old, advantages, *factors = masked(local, log_probs, old_log_probs.detach(), advantages, *factors)
         check_log_probs(by_name, log_probs.detach(), old)
+        _warn_of_zeros(advantages, local)
         if factors and not torch.compiler.is_compiling() and factors[0].numel():
             require(
                 ~(factors[0].amin() < 0),  # NaN passes
@@ -140,6 +148,25 @@ class PolicyInputs:
         if self.weights is not None:
             loss, clipped = self.kept(loss * self.weights), clipped & (self.weights != 0)
         return PolicyLoss(loss, clipped.to(loss.dtype), -self.log_ratio.detach())
+
+
+def _warn_of_zeros(advantages: Tensor, local: "Masked") -> None:
+    """Warn of a sample with advantages of 0 at some active tokens alone; nothing is read of a device, or of a mask."""
+    if isinstance(local, Tensor | np.ndarray) or not advantages.is_cpu or torch.compiler.is_compiling():
+        return
+    tokens = tokens_of(local)
+    if advantages.numel() != len(tokens) or not len(tokens.samples):
+        return
+    active, zero = tokens.mask != 0, to_array(advantages).reshape(-1) == 0
+    if not (active & zero).any():
+        return
+    zeros, others = (np.bincount(tokens.sample_index, active & of, len(tokens.samples)) for of in (zero, ~zero))
+    for i in np.flatnonzero((zeros > 0) & (others > 0))[:1]:
+        warn_on_one_rank(
+            f"sample {i} has advantages of exactly 0 at {zeros[i]:.0f} of {zeros[i] + others[i]:.0f} active tokens: a "
+            "token without an advantage still counts in every denominator. To leave tokens out, set their loss mask "
+            "to 0."
+        )
 
 
 class _Bounded(torch.autograd.Function):
@@ -201,6 +228,15 @@ def masked_places(local: Masked, trained: Tensor) -> Tensor:
     tokens = tokens_of(local)
     check_values("a loss's input", trained, tokens)
     return on_device(tokens.mask == 0, trained.device).view(trained.shape)
+
+
+def name_token(local: Masked, at: int, shape: torch.Size) -> str:
+    """A token of a loss in words, by its place end to end."""
+    if isinstance(local, Tensor | np.ndarray):
+        place = np.unravel_index(at, tuple(shape)) if len(shape) else ()
+        return f"the token at {[int(i) for i in place]}"
+    sample, position = tokens_of(local).place_of(at)
+    return f"token {position} of sample {sample}"
 
 
 def at_least_float32(values: Tensor) -> Tensor:

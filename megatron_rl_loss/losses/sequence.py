@@ -11,13 +11,15 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from megatron_rl_loss.core.collectives import Group
+from megatron_rl_loss.core.collectives import Group, warn_on_one_rank
 from megatron_rl_loss.core.errors import check_choice, check_within
 from megatron_rl_loss.core.taps import reports_output
 from megatron_rl_loss.losses.place import Place
 from megatron_rl_loss.losses.ratio import PolicyInputs, PolicyLoss, RatioBounds
 from megatron_rl_loss.losses.segments import segment_mean, segment_sum, to_tokens
 
+#: The usual width of a clip range of single tokens is 0.2.
+_WIDTH_OF_TOKENS = 0.1
 Level = Literal["sequence", "token"]
 
 
@@ -57,6 +59,11 @@ def gspo_loss(
     check_choice("level of GSPO", level, get_args(Level))
     inputs = PolicyInputs.of(log_probs, old_log_probs, advantages, importance_weights, local)
     bounds = RatioBounds.around_1(clip_low, clip_high)
+    if min(clip_low, clip_low if clip_high is None else clip_high) >= _WIDTH_OF_TOKENS:
+        warn_on_one_rank(
+            f"clip_low={clip_low!r}, clip_high={clip_high!r} of GSPO: these are widths of a token's ratio. The mean "
+            "ratio of a sequence stays far closer to 1, so next to nothing is clipped. Pass 3e-4 and 4e-4, the paper's."
+        )
     if mean_log_ratio is None:
         mean_log_ratio = segment_mean(inputs.log_ratio, local, cp_group, per=per)
     of_sequence = to_tokens(mean_log_ratio, local, per=per).view(log_probs.shape)

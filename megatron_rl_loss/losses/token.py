@@ -80,8 +80,9 @@ def sapo_loss(
     for name, tau in (("tau_positive", tau_positive), ("tau_negative", tau_negative)):
         check_within(name, tau, "[0.1, 100]", "1.0 and 1.05 are usual")
     taus = torch.full_like(inputs.log_ratio, tau_negative).masked_fill(inputs.advantages > 0, tau_positive)
-    # From e^10 on the gate is 1 to the last bit and its gradient 0; far beyond, the exp itself would overflow.
-    gate = torch.sigmoid(taus * torch.expm1(inputs.log_ratio.clamp(max=10))) * (4 / taus)
+    # From e^10 on the gate is 1 to the last bit and its gradient 0; far beyond, the exp itself would overflow. Autograd
+    # makes the gradient of expm1 of its result, so it would be 0 below -17.
+    gate = torch.sigmoid(taus * (inputs.log_ratio.clamp(max=10).exp() - 1)) * (4 / taus)
     return inputs.policy_loss(-inputs.advantages * gate)
 
 

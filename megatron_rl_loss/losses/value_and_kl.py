@@ -9,11 +9,22 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from megatron_rl_loss.core.collectives import warn_on_one_rank
 from megatron_rl_loss.core.errors import check_choice, check_float, check_within
 from megatron_rl_loss.core.taps import reports_output
 from megatron_rl_loss.losses.first_order import first_order
-from megatron_rl_loss.losses.ratio import Masked, bounded, check_log_probs, check_shape, check_trained, masked
+from megatron_rl_loss.losses.ratio import (
+    Masked,
+    bounded,
+    check_log_probs,
+    check_shape,
+    check_trained,
+    masked,
+    name_token,
+)
 
+#: From here on one token's slope of k3, e^10 = 22,026, is all that a norm sees.
+_FAR = 10.0
 KlEstimator = Literal["k1", "k2", "k3"]
 
 
@@ -56,6 +67,7 @@ def kl_estimate(
     *,
     estimator: KlEstimator = "k3",
     old_log_probs: Tensor | None = None,
+    bound: float | None = None,
 ) -> Tensor:
     """Estimate of KL(policy || reference) per token, from the policy's samples; ``d = log_probs - ref_log_probs``.
 
@@ -67,12 +79,17 @@ def kl_estimate(
         local: as in `ppo_clip_loss`.
         old_log_probs: of the policy that drew the tokens, to multiply by ``r = exp(log_probs - old_log_probs)``, whose
             gradient counts: that of ``r k3`` is ``r d grad log_probs``, the KL's own. None for the estimator alone,
-            whose gradient is not the KL's even where r is 1, but for k2.
+            whose gradient is not the KL's even where r is 1, but for k2. k1 alone has the gradient of the log-prob,
+            whatever the reference is: without old log-probs its log-probs must be detached, as those of a metric are.
+        bound: of ``|d|``: beyond it the value is that at the bound, without a gradient (TRL: 20). None for no bound: on
+            the host a token further than 10 below the reference is then warned of, whose slope of k3, above 20,000,
+            leaves nothing of the other tokens' gradient once it is clipped.
 
     k3 and estimates times r have gradients by these formulas, exact to float32 however far the reference is; gradients
     of these gradients raise ValueError.
 
-    Raises ValueError for an unknown estimator, shapes that differ, k2 with old log-probs, reference or old log-probs
+    Raises ValueError for an unknown estimator, shapes that differ, k2 with old log-probs, k1 without them, a bound
+    that is not above 0, reference or old log-probs
     that require grad while the log-probs do not, and values above 0.1, or none below 0, which are no log-probs.
     Source: Schulman, "Approximating KL divergence" (2020); k3 in GRPO, arXiv:2402.03300 eq. 4; times r, DeepSeek-V3.2,
     arXiv:2512.02556 eq. 7.
@@ -89,18 +106,50 @@ def kl_estimate(
                 "k2 with old_log_probs: k2 times the ratio has not the KL's gradient. Take k3, or drop old_log_probs."
             )
         others.append(old_log_probs.detach())
+    elif estimator == "k1" and log_probs.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            "k1 of log-probs that require grad, without old_log_probs: its gradient is that of the log-prob alone, so "
+            "as a loss it pushes down every sampled token, whatever the reference is. Pass old_log_probs= for a loss, "
+            "or log_probs.detach() for a metric."
+        )
+    if bound is not None:
+        check_within("bound", bound, "(0, inf)", "20 is usual; None for no bound")
     check_trained("log_probs", log_probs, ref_log_probs=ref_log_probs, old_log_probs=old_log_probs)
     by_name = {"log_probs": log_probs, "ref_log_probs": ref_log_probs}
     by_name |= {} if old_log_probs is None else {"old_log_probs": old_log_probs}
     log_probs, reference, *old = masked(local, log_probs, *others)
     check_log_probs(by_name, log_probs.detach(), reference, *old)
+    if bound is None and log_probs.requires_grad and (estimator == "k3" or old):
+        _warn_of_far_token(log_probs.detach(), reference, local)
     if estimator != "k3" and not old:
         d = log_probs - reference
+        d = d if bound is None else d.clamp(-bound, bound)
         return d if estimator == "k1" else d.square() / 2
     with torch.no_grad():
+        far = None
+        if bound is not None:
+            d = _difference(log_probs, reference)
+            far = d.abs() > bound
+            reference = reference.where(~far, log_probs - d.clamp(-bound, bound))
         value, slope = _k3(log_probs, reference) if not old else _times_ratio(estimator, log_probs, reference, old[0])
+        slope = slope if far is None else slope.masked_fill(far, 0)
     estimate: Tensor = _WithSlope.apply(log_probs, value, slope)  # type: ignore[no-untyped-call]
     return estimate
+
+
+def _warn_of_far_token(now: Tensor, reference: Tensor, local: Masked) -> None:
+    """Warn of the token that is furthest below the reference; of a device nothing is read."""
+    if not now.is_cpu or not now.numel() or torch.compiler.is_compiling():
+        return
+    d = _difference(now, reference).flatten()
+    least, at = d.min(0)
+    if float(least) < -_FAR:
+        warn_on_one_rank(
+            f"{name_token(local, int(at), now.shape)} has a log-prob {-float(least):.3g} below the reference's: its "
+            f"slope of the KL is up to exp({-float(least):.3g}), so clipping by the norm leaves the other tokens no "
+            "gradient. Pass bound= to leave out the gradient of such tokens, mask them, or compare the two sides' "
+            "log-probs."
+        )
 
 
 def _k3(now: Tensor, reference: Tensor) -> tuple[Tensor, Tensor]:

@@ -189,8 +189,27 @@ def test_a_reward_at_a_masked_token_is_warned_of() -> None:
     assert caught[0].filename == __file__
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        gae(torch.tensor([NAN, -1, 1.0, 0, 1]), values, local)
+        gae(torch.tensor([2.0, -1, NAN, 0, 1]), values, local)
         gae(torch.tensor([NAN, 0, 0, 0, 0]), values, local)
+
+
+def test_a_reward_behind_the_last_active_token_is_warned_of() -> None:
+    """It vanishes beside rewards that count; one before, as a penalty for each prompt token, is usual."""
+    local = Samples([[0, 1, 0, 1, 0], [1, 1]]).local(0, 1)
+    with pytest.warns(UserWarning, match="sample 0 has a reward behind its last active token"):
+        gae(torch.tensor([0, 0.5, 0, 0.5, 1.0, 0, 1]), torch.zeros(7), local)
+
+
+def test_values_in_the_place_of_rewards_are_warned_of() -> None:
+    local, dense = Samples([[1] * 5, [0, 1, 1, 1, 1]]).local(0, 1), torch.linspace(0.1, 1, 10)
+    sparse = torch.tensor([0.0, 0, 0, 0, 1, 0, 0, 0, 0, 1])
+    with pytest.warns(UserWarning, match="the two may be swapped"):
+        gae(dense, sparse, local)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        gae(sparse, dense, local)
+        gae(dense, dense, local)
+        gae(dense, torch.zeros(10), local)  # a critic that starts at 0
 
 
 # --- off-policy corrections

@@ -223,7 +223,10 @@ TABLE: dict[str, tuple[Loss, Formula]] = {
     "VESPO of rollouts": (named("vespo", per="rollout"), stated.vespo),
     "VESPO of turns": (named("vespo", per="turn"), stated.vespo),
     "value": (value_here, partial(stated.critic, clip=0.2)),
-    "k1": (kl_here("k1"), lambda v, m: log_ratio(v)),
+    "k1 times the ratio": (
+        lambda t: kl_estimate(*log_probs_of(t)[:2], t.local, estimator="k1", old_log_probs=t.values["old_log_probs"]),
+        lambda v, m: log_ratio(v).exp() * log_ratio(v),
+    ),
     "k2": (kl_here("k2"), lambda v, m: log_ratio(v).square() / 2),
     "k3": (kl_here("k3"), lambda v, m: (-log_ratio(v)).exp() - 1 + log_ratio(v)),
     "k3 times the ratio": (weighted_k3_here, stated.weighted_k3),
