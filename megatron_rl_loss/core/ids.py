@@ -127,6 +127,12 @@ def as_ids(name: str, ids: Ids, num_samples: int, beside: str = "loss masks") ->
                 )
             if not isinstance(value, str) and str(int(value)) in texts:
                 raise ValueError(f"{name} holds {value} and '{value}': these are two ids. Write every id one way.")
+        if texts and len(texts) < len(set(values)) and not all(isinstance(value, str) for value in values):
+            number = next(value for value in values if not isinstance(value, str))
+            raise ValueError(
+                f"{name} mix strings and ints, {min(texts)!r} and {number!r}: ids of one kind must be written one way, "
+                'or the same unit may have two. Pass str(...) of each, and "" for no unit.'
+            )
         hashes = {text: hashed(text) for text in texts}
         values = [hashes[value] if isinstance(value, str) else int(value) for value in values]
     if values and not -_LIMIT < min(values) <= max(values) < _LIMIT:

@@ -394,7 +394,7 @@ test_refusals = refusal_tests(
         ),
         **refusals(
             partial(Samples, [TWO] * 2),
-            ({"prompt_ids": [0, "0"]}, "holds 0 and '0': these are two ids", {"prompt_ids": [0, "1"]}),
+            ({"prompt_ids": [0, "0"]}, "holds 0 and '0': these are two ids", {"prompt_ids": ["0", "1"]}),
         ),
         **refusals(
             Samples([TWO, torch.ones(1)]).in_buffer,

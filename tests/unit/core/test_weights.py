@@ -219,7 +219,7 @@ def of_ones(*lengths: float, sums: Any = (), **ids: Any) -> StepTotals:
 
 
 WITH_ROLLOUTS = StepTotals.of(Samples(MASKS, rollout_ids=[0, 0], prompt_ids=[0, 0]))
-PROMPTS = of_ones(8, 6, prompt_ids=[0, "a"])
+PROMPTS = of_ones(8, 6, prompt_ids=[0, 7])
 ONE, TWO, ZERO, SIX = of_ones(9), of_ones(5, 5), of_ones(0, 0), of_ones(3, 3)
 ROLLOUTS: dict[str, Any] = {"rollout_ids": [0, 0]}
 IDS: dict[str, Any] = {"prompt_ids": [0, 0]}
@@ -246,16 +246,16 @@ def beside_flags(weight: float) -> torch.Tensor:
     return token_weights(lambda step: weight, Samples([[1, 0]]), StepTotals.of([[1, 0]]))
 
 
-MIXED = ("prompt_mean", PROMPTS, {"prompt_ids": [0, "a"]})
+KNOWN = ("prompt_mean", PROMPTS, {"prompt_ids": [0, 7]})
 test_refusals = refusal_tests(
     {
         **refusals(
             reduced,
             *(
-                (("prompt_mean", PROMPTS, {"prompt_ids": unknown}), f"sample {i} {UNKNOWN}", MIXED)
-                for i, unknown in ((1, [0, 1]), (1, ["a", "b"]), (0, [1, "a"]))
+                (("prompt_mean", PROMPTS, {"prompt_ids": unknown}), f"sample {i} {UNKNOWN}", KNOWN)
+                for i, unknown in ((1, [0, 1]), (0, ["a", "b"]), (0, [1, 7]))
             ),
-            (("prompt_mean", PROMPTS, {}), "'prompt_mean' and samples without prompt_ids", MIXED),
+            (("prompt_mean", PROMPTS, {}), "'prompt_mean' and samples without prompt_ids", KNOWN),
             *(
                 ((mode, WITH_ROLLOUTS), "totals with rollout ids, a micro-batch without", (mode, WITH_ROLLOUTS, BOTH))
                 for mode in ("sample_mean", "constant")
