@@ -53,6 +53,11 @@ def check_samples(
                 f"the samples of micro-batch {number} are a {type(microbatch).__name__}: they must be "
                 "megatron_rl_loss.Samples. Wrap the masks in Samples."
             )
+        if len(microbatch) and (first := next(k for k, other in enumerate(samples) if other is microbatch)) < number:
+            raise ValueError(
+                f"micro-batches {first} and {number} are one Samples object: its samples would count twice. Make a "
+                "Samples of each micro-batch's own masks; Samples([]) for fillers."
+            )
         if microbatch.cp_group is not None and size_of(groups.cp_group) > 1:
             raise ValueError(
                 f"the samples of micro-batch {number} with a cp_group of their own, in a plan with a cp_group of "

@@ -572,7 +572,7 @@ def test_a_metric_by_a_mask_is_a_mean_over_the_units_that_the_mask_has() -> None
 def test_micro_batches_with_other_functions_of_one_name_for_a_term_are_refused() -> None:
     """The mode that a `Term` brings is compared at the end of the step, as those of `plan_step` are before it."""
     for factors in ((0.5, 0.5), (0.5, 1 / 3)):
-        plan = plan_step([Samples([[1, 1]])] * 2, "token_mean", dp_group=None)
+        plan = plan_step([Samples([[1, 1]]) for _ in "ab"], "token_mean", dp_group=None)
         for microbatch, factor in zip(plan, factors, strict=True):
             losses = torch.ones(2, requires_grad=True)
             microbatch.loss({"pg": losses, "kl": Term(losses, partial(scaled, factor=factor))})
@@ -586,7 +586,7 @@ def test_micro_batches_with_other_functions_of_one_name_for_a_term_are_refused()
 def test_a_coefficient_that_differs_between_micro_batches_is_refused() -> None:
     """As of a controller of the KL that adapts on each rank, or in each micro-batch, by itself."""
     for coefs in ((0.1, 0.1), (0.1, 0.2), (0, 0.2)):
-        plan = plan_step([Samples([[1, 1]])] * 2, "token_mean", dp_group=None)
+        plan = plan_step([Samples([[1, 1]]) for _ in "ab"], "token_mean", dp_group=None)
         for microbatch, coef in zip(plan, coefs, strict=True):
             losses = torch.ones(2, requires_grad=True)
             microbatch.loss({"pg": losses, "kl": Term(losses, coef=coef)})
@@ -598,7 +598,7 @@ def test_a_coefficient_that_differs_between_micro_batches_is_refused() -> None:
 
 
 def test_a_step_has_one_form() -> None:
-    plan = plan_step([Samples([[1, 1]])] * 2, "token_mean", dp_group=None)
+    plan = plan_step([Samples([[1, 1]]) for _ in "ab"], "token_mean", dp_group=None)
     losses = torch.ones(2, requires_grad=True)
     plan[0].loss(losses, form="sum")
     with pytest.raises(

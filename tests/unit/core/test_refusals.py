@@ -74,7 +74,8 @@ test_refusals = refusal_tests(
         ),
         **refusals(
             lambda samples, options: plan(samples, **options),
-            (([TWO], {"num_microbatches": 2}), "1 Samples for 2 micro-batches", ([TWO] * 2, {"num_microbatches": 2})),
+            (([TWO], {"num_microbatches": 2}), "1 Samples for 2 micro-batches",
+             ([TWO, Samples([[1]])], {"num_microbatches": 2})),
             (([TWO], {"num_microbatches": -1}), "num_microbatches is -1", ([TWO], {"num_microbatches": 1})),
             (([], {}), "0 Samples for one or more", ([Samples([])], {})),
             ((None, {}), "neither samples nor num_microbatches", ([TWO], {})),
