@@ -130,7 +130,8 @@ class Slots(Layout):
             raise ValueError(
                 f"{len(mask_lengths)} loss masks for {len(slots)} slots with a sample "
                 f"(filler_slots={self.filler_slots}): there must be one mask per slot, in order. If the last slots "
-                "are padding alone, count them in filler_slots and pass no masks for them."
+                "are padding alone, count them in filler_slots and pass no masks for them. Empty slots are left out "
+                "already: never count them."
             )
         sizes = [self.sizes[slot] for slot in slots]
         totals = sizes if self.total_lengths is None else self.total_lengths

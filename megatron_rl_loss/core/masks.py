@@ -24,6 +24,9 @@ SMALLEST, LARGEST = 1e-30, 1e9
 #: The bounds, rounded to float32, may lie a little beyond themselves.
 _ROUNDED = 1 + 1e-6
 _COMPLEX = {torch.complex32, torch.complex64, torch.complex128}
+_FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+#: Torch joins none of them with another dtype.
+_WIDE_UNSIGNED = {torch.uint16, torch.uint32, torch.uint64}
 
 
 def check_masks(loss_masks: Iterable[Mask]) -> tuple[list[Tensor], list[int]]:
@@ -42,21 +45,35 @@ def check_masks(loss_masks: Iterable[Mask]) -> tuple[list[Tensor], list[int]]:
                 f"the loss mask of sample {i} has shape {tuple(mask.shape)}: it must be 1-D, one entry per token. Pass "
                 "one mask per sample."
             )
-    for dtype in {mask.dtype for mask in masks} & _COMPLEX:
+    dtypes = {mask.dtype for mask in masks}
+    for dtype in dtypes & _COMPLEX:
         raise TypeError(f"loss masks of {dtype}: each must hold one real number per token. Pass 0/1 or weights.")
+    for dtype in [dtype for dtype in dtypes - _FLOATS if dtype.is_floating_point]:
+        raise TypeError(
+            f"loss masks of {dtype}: weights must be float16, bfloat16, float32 or float64, which can be summed. Cast "
+            "the masks, or pass 0/1 as ints or bools."
+        )
+    if dtypes & _WIDE_UNSIGNED:
+        masks = [mask.to(torch.int64) if mask.dtype in _WIDE_UNSIGNED else mask for mask in masks]
     return masks, [mask.numel() for mask in masks]  # faster than by their shapes
 
 
 def _as_tensor(i: int, mask: Any) -> Tensor:
+    if isinstance(mask, list | tuple) and mask and all(isinstance(entry, Tensor) and not entry.dim() for entry in mask):
+        return torch.stack(list(mask)).detach()
     try:
         array = np.asarray(mask)
-    except ValueError:  # ragged
+    except (ValueError, TypeError, RuntimeError):  # ragged, or with tensors that NumPy cannot read
         array = np.empty(0, object)
     if array.dtype.kind not in "biufc" or isinstance(mask, int | float):
         raise TypeError(
             f"the loss mask of sample {i} is a {type(mask).__name__}: it must hold one real number per token. Pass 0/1 "
             "or weights."
         )
+    if array.dtype.kind == "f" and array.dtype.itemsize > 8:  # long double, which torch does not have
+        array = array.astype(np.float64)
+    if not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="))
     if not array.size or not array.flags.writeable or array.strides < (0,):  # which torch warns of, or refuses
         array = array.astype(array.dtype if array.size else np.float32)
     return torch.from_numpy(array)
@@ -66,6 +83,11 @@ def to_array(values: Any) -> Array:
     """On the host, for NumPy, which has no bfloat16; waits for a device."""
     if not isinstance(values, Tensor):
         return np.asarray(values)
+    if values.is_meta:
+        raise ValueError(
+            f"a tensor of shape {tuple(values.shape)} on the meta device: it must have values, which are read here. "
+            "Pass a tensor with data."
+        )
     return (values.float() if values.dtype == torch.bfloat16 else values).numpy(force=True)
 
 

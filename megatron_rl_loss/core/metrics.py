@@ -84,6 +84,8 @@ def aggregation_over(over: str, of_loss: UnitCounting, totals: StepTotals) -> Ag
     """
     alike = all(units.number.get(of_loss) == units.number["active"] for units in totals.units.values())
     name, mode = MODE_OF.get(over), find_mode(over)
+    if name is None and mode is None and over not in totals.units and not totals.units["sample"].number["all"]:
+        return resolve("sample_mean", units="active")  # a step without a sample has no ids; it is 0 of 0 units, as any
     if name is None and mode is None and over not in totals.units:
         known = dict.fromkeys([*MODE_OF, *available_modes(), *totals.units])
         raise ValueError(

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from megatron_rl_loss.core.collectives import Group, rank_in, size_of
+from megatron_rl_loss.core.collectives import Group, rank_in, size_of, warn_on_one_rank
 from megatron_rl_loss.core.errors import check_mapping, check_one_each, check_sized, is_number
 from megatron_rl_loss.core.ids import Ids, IdsByName, Ints, check_units, parts_of, type_of_ids
 from megatron_rl_loss.core.layouts import (
@@ -207,6 +207,8 @@ class Samples:
         If nobody else has the memory (`is_own`), it may become the buffer.
         """
         self._holds_flags = check_entries(joined, self._unread)
+        if not self._holds_flags:
+            _warn_of_token_ids(joined, self.mask_lengths)
         check_units(self.parts, joined)
         # Sums of a float64 mask keep its digits; a narrower mask is float32, as its weights are. Entries that
         # are the user's mask too are copied: they would change with it.
@@ -339,18 +341,37 @@ def as_samples(samples: Samples | Iterable[Mask]) -> Samples:
     return samples if isinstance(samples, Samples) else Samples(samples)
 
 
+def _warn_of_token_ids(joined: Array, lengths: Sequence[int]) -> None:
+    """Warn of a mask of floats that look like token ids: whole numbers far above 1, of many values in one sample."""
+    if not joined.size or joined.max() < 100:
+        return
+    ends = list(accumulate(lengths))
+    for i, (length, end) in enumerate(zip(lengths, ends, strict=True)):
+        entries = joined[end - length : end]
+        if (entries == np.floor(entries)).all() and len(np.unique(entries[entries > 1])) >= 8:
+            warn_on_one_rank(
+                f"the loss mask of sample {i} holds whole numbers up to {float(entries.max()):g}, of many values: they "
+                "look like token ids, and would weigh tokens by them. Pass the loss mask, 1 where a token counts."
+            )
+            return
+
+
 def read_masks(microbatches: Iterable[Samples]) -> None:
     """Copy masks that are still on a device to the host, in one transfer per device; raises as `Samples`."""
-    waiting = [
-        of_mask
-        for samples in microbatches
-        for of_mask in (samples, *samples.by_mask.values())
-        if of_mask._buffer is None
-    ]
+    microbatches = list(microbatches)
+    numbers, waiting = list[int](), list["Samples"]()
+    for number, samples in enumerate(microbatches):
+        late = [of_mask for of_mask in (samples, *samples.by_mask.values()) if of_mask._buffer is None]
+        numbers, waiting = numbers + [number] * len(late), waiting + late
     joined = join_on_host([mask for samples in waiting for mask in samples._unread])
     ends = np.cumsum([0, *(sum(samples.mask_lengths) for samples in waiting)])
-    for samples, begin, end in zip(waiting, ends, ends[1:], strict=False):
-        samples._fill(joined[begin:end], is_own=True)
+    for number, samples, begin, end in zip(numbers, waiting, ends, ends[1:], strict=False):
+        try:
+            samples._fill(joined[begin:end], is_own=True)
+        except ValueError as error:
+            if len(microbatches) == 1:
+                raise
+            raise ValueError(f"micro-batch {number}: {error}") from error
 
 
 def _find_named(what: str, name: str, columns: Mapping[str, Any], argument: str) -> Any:
