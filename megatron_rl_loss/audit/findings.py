@@ -91,15 +91,16 @@ def find_faults(
         if finding is not None:
             shown.setdefault(finding.kind, []).append(finding)
     for alike in shown.values():
-        low, high = min(finding.low for finding in alike), max(finding.high for finding in alike)
+        low, high = np.nanmin([np.inf, *(f.low for f in alike)]), np.nanmax([-np.inf, *(f.high for f in alike)])
         apart = f"{low:.4g}" if high - low <= TOLERANCE * abs(high) else f"{low:.3g} to {high:.3g}"
         # A shift shows on all steps, or is none: the text of another fault is the surer one.
         certain = [finding for finding in alike if finding.fact != "shift"]
         first = min(certain or alike, key=lambda finding: (not finding.says, finding.length))
         times = "what they should" if cut == UNCUT else "their uncut weight"
         says = first.says or f"tokens weigh {apart} times {times}"
-        findings.append(replace(first, says=says, low=low, high=high))
-    return findings
+        findings.append(replace(first, says=says, low=float(low), high=float(high)))
+    # Wrong weights are the fault; a mean over a micro-batch without a token, NaN, is one of its signs.
+    return sorted(findings, key=lambda finding: finding.kind != "weights")
 
 
 def _fault_of(measure: Measure, mode: Aggregation | None, cut: str, step: DrawnStep) -> Finding | None:
@@ -110,7 +111,8 @@ def _fault_of(measure: Measure, mode: Aggregation | None, cut: str, step: DrawnS
     if number or not np.isfinite(measured.stray[1]):
         where = f"{number} of {len(weights)} tokens" if number else "padding"
         return Finding(cut, "NaN", f"the gradient is NaN or infinite at {where}{_zero_by_zero(step, weights)}", step)
-    for kind, says, seed in _REPEATED if cut == UNCUT else ():
+    # Without a mode the gradients of cut and uncut steps of the same losses are compared, linear in these or not.
+    for kind, says, seed in _REPEATED[: 1 if mode is None else None] if cut == UNCUT else ():
         other = measure(step._replace(seed=step.seed + seed))
         if deviation_of(replace(other, stray=(0, 0.0)), weights) > TOLERANCE:
             return Finding(cut, kind, says, step)
@@ -125,6 +127,12 @@ def _fault_of(measure: Measure, mode: Aggregation | None, cut: str, step: DrawnS
     wanted = asked if cut == UNCUT else plain
     if deviation_of(measured, wanted) <= TOLERANCE:
         return None
+    if ((weights != 0) != (wanted != 0)).any() and mode is None:
+        text = (
+            "trains on other tokens than uncut: it selects them, by value say, among those of a micro-batch or rank. "
+            "Select before the step, or over the whole step with plan.keep"
+        )
+        return Finding(cut, "weights", text, step, tuple(weights.tolist()), tuple(asked.tolist()))
     of_mask = ((wanted != 0) == (measured.tokens.mask != 0)).all()  # else its own zeros would be read as the mask
     facts = take_off(measured, wanted, TOLERANCE).misplaced[-1:] if of_mask else []  # the last says most
     ratio = weights[wanted != 0] / wanted[wanted != 0]

@@ -72,7 +72,8 @@ def check_loss(
     Args:
         loss_fn: ``loss_fn(losses, mask, ...)`` returns a loss. Its other parameters get values by their names (see
             `LossCall`, and the trainer's own names).
-        mode, divisor, units: the intended aggregation, as in `make_pg_loss_reducer`; None checks invariance alone.
+        mode, divisor, units: the intended aggregation, as in `make_pg_loss_reducer`; None checks invariance alone: the
+            gradient of cut and uncut steps of the same losses, which need not be linear in them.
         call: the trainer's call of the function and its later divisions: a `LossCall`, or a name in `CALLS`.
         draws: number of random steps for each way of cutting.
         ids, labels: that a mode of your own reads, by name: a function of a `DrawnRow` (its `mask`, `rollout` and
@@ -87,6 +88,11 @@ def check_loss(
         raise TypeError(
             f"loss_fn is the mode {loss_fn.name!r}: it must be a function of losses and masks. Check a mode alone by "
             "check_loss(mode=...)."
+        )
+    if isinstance(loss_fn, str):
+        raise TypeError(
+            f"loss_fn is {loss_fn!r}: it must be a function of losses and masks, and the mode comes second. Pass "
+            f"check_loss(my_loss, {loss_fn!r}), or check_loss(mode={loss_fn!r}) for a mode alone."
         )
     if not isinstance(call, LossCall):
         check_choice("call", call, CALLS, "or describe your trainer in a LossCall(...)")
@@ -163,7 +169,8 @@ def _check_function(
     notes = [f"parameter {parameter} was left at its default" for parameter in _left_at_default(loss_fn, call)]
     # A function that fails in some draws only, which the findings report, has no causes to look for.
     with contextlib.suppress(CallFailed):
-        if expected is not None and {finding.kind for finding in findings} == {"weights"}:
+        kinds = {finding.kind for finding in findings}
+        if expected is not None and "weights" in kinds <= {"weights", "NaN"}:
             causes = _causes(run, call, expected, seed)
         if not np.isfinite(run(_HOLED, poisoned=True).weights).all():
             notes.append("a NaN at a masked token spoils the loss; select by the mask (torch.where) before multiplying")
@@ -183,6 +190,7 @@ def _findings(run: Measure, call: LossCall, expected: Aggregation | None, draws:
 def _causes(run: Measure, call: LossCall, expected: Aggregation, seed: int) -> tuple[str, ...]:
     """What explains the weights of some large steps, in words; the simplest first."""
     steps = [run(draw_step(call, CUTS[TOGETHER], f"{seed}/causes/{i}", is_large=True)) for i in range(8)]
+    steps = [step for step in steps if np.isfinite(step.weights).all()]
     hints = HINTS if call.returns == "loss" else HINTS | OF_MEGATRON
     causes = explain(steps, expected, tolerance=TOLERANCE)
     return tuple(cause.describe(hints).replace(f"x {cause.factor:.6g} = ", "x ") for cause in causes)

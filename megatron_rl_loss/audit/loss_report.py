@@ -38,7 +38,7 @@ class LossReport:
         elif self.invariant:
             lines = [f"NOT SOUND: {self.name} is invariant, but not {mode}"]
         else:
-            fails = any(finding.kind != "weights" for finding in self.findings)
+            fails = all(finding.kind != "weights" for finding in self.findings)
             how = "fails, or is no aggregation of losses" if fails else "is not invariant"
             lines = [f"NOT SOUND: {self.name} {how}" + f"; expected {mode}" * bool(mode)]
         lines += [f"  {finding.cut}: {finding.says}" for finding in self.findings]

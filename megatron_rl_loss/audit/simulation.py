@@ -145,6 +145,10 @@ CALLS: dict[str, LossCall] = {
 }
 
 
+#: Entries that are drawn for a row; longer ones repeat them.
+_LONGEST = 32
+
+
 class NotForSchedule(Exception):
     """Raised for a value that Megatron's schedule does not take from a loss function."""
 
@@ -226,7 +230,9 @@ def measure(
     generator, lengths = torch.Generator().manual_seed(step.seed), list(map(len, masks))
     advantages = torch.randn(len(masks), generator=generator)
     advantages += 0.5 * torch.where(advantages < 0, -1, 1)  # none is near 0
-    losses = torch.randn(sum(lengths), generator=generator)
+    # A row's losses do not depend on the lengths of others: a padded row has those of the unpadded one.
+    drawn = torch.randn(len(masks), _LONGEST, generator=generator).repeat(1, max(lengths) // _LONGEST + 1)
+    losses = torch.cat([row[:length] for row, length in zip(drawn, lengths, strict=True)])
     losses = -losses.abs() - 0.1 if call.takes == "log_probs" else 3 * losses
     if poisoned:
         losses[torch.tensor(list(chain(*masks))) == 0] = torch.nan

@@ -231,6 +231,48 @@ def test_a_fault_is_told(loss_fn: Callable[..., Any], kind: str, text: str) -> N
     assert len(finding.step.rows) <= 4, finding.step
 
 
+def above(bound: Any) -> Callable[..., Tensor]:
+    """A loss of the tokens whose losses are above a bound, of its micro-batch's mean, say."""
+
+    def selected(losses: Tensor, mask: Tensor, step_tokens: Tensor) -> Tensor:
+        return share(losses * (losses.detach() > bound(losses)), mask, step_tokens)
+
+    return selected
+
+
+def test_a_selection_by_value_is_sound_unless_the_cut_changes_it() -> None:
+    """Without a mode gradients of cut and uncut steps are compared; with one such a loss is no aggregation."""
+    fixed, relative = above(lambda losses: 0.5), above(lambda losses: losses.mean())
+    assert check_loss(fixed, call=ADDED, draws=6).sound
+    report = check_loss(relative, call=ADDED, draws=6)
+    assert {finding.cut for finding in report.findings} >= {MICROBATCHES, DP}
+    assert all("trains on other tokens than uncut: it selects them" in f.says for f in report.findings[:2])
+    assert "plan.keep" in str(report)
+    for function in (fixed, relative):
+        (finding,) = check_loss(function, "token_mean", call=ADDED, draws=3).findings
+        assert finding.kind == "values"
+    clipped = check_loss(lambda x, m, step_tokens: share(x.clamp(max=1), m, step_tokens), call=ADDED, draws=6)
+    assert clipped.sound
+
+
+def test_a_masked_mean_of_each_micro_batch_is_named_before_its_nan() -> None:
+    """The page's own example: the cause is the division, and 0/0 one of its signs."""
+    head, first, *rest = str(check_loss(masked_mean_as_written, "token_mean")).splitlines()
+    assert head == "NOT SOUND: masked_mean_as_written is not invariant; expected token_mean"
+    assert re.search(r"over micro-batches: tokens weigh .* times their uncut weight", first)
+    assert any("NaN or infinite" in line for line in rest)
+    assert any("fits: divided by the tokens of the micro-batch, not of the step" in line for line in rest)
+
+
+def masked_mean_as_written(losses: Tensor, mask: Tensor) -> Tensor:
+    return (losses * mask).sum() / mask.sum()
+
+
+def test_a_mode_in_the_place_of_the_function_is_told() -> None:
+    with pytest.raises(TypeError, match=r"loss_fn is 'token_mean': .* the mode comes second. Pass check_loss"):
+        check_loss("token_mean", masked_mean_as_written)  # type: ignore[arg-type]
+
+
 def test_what_is_no_fault_where_the_call_is_another() -> None:
     every_row = LossCall(dp="mean", microbatches="mean", masked_samples=False, even_microbatches=True)
     assert check_loss(zero_by_zero, "sample_mean", call=every_row, draws=4).sound
