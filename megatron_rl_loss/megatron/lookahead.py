@@ -1,10 +1,13 @@
 """The look-ahead: fetches and describes all micro-batches of a step before training on the first one."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import Tensor
 
+from megatron_rl_loss.core.layouts import ZigzagTHD
 from megatron_rl_loss.core.samples import Samples
 from megatron_rl_loss.megatron.iterator import MicrobatchIterator
 
@@ -53,6 +56,8 @@ def look_ahead(
             )
         return fetched, None
     samples = [_describe(batch, samples_of) for batch in reading[-1]]
+    for number, (batch, described) in enumerate(zip(reading[-1], samples, strict=True)):
+        check_packed_bounds(number, batch, described, described.place_in(groups.cp)[1])
     # Megatron gives each virtual stage an iterator of its own, and weights are made from the last one's samples.
     for chunk, batches in enumerate(fetched[:-1]):
         for i, (batch, expected) in enumerate(zip(batches or [], samples, strict=False)):
@@ -63,6 +68,30 @@ def look_ahead(
                     "from the same data, in the same order."
                 )
     return fetched, samples
+
+
+def check_packed_bounds(number: int, batch: Any, samples: Samples, cp_size: int) -> None:
+    """Raise ValueError where the batch's `PackedSeqParams` cut other slots over CP ranks than the layout.
+
+    Bounds on a device are not read.
+    """
+    layout = samples.layout
+    if cp_size == 1 or not isinstance(layout, ZigzagTHD):
+        return
+    values = batch.values() if isinstance(batch, Mapping) else getattr(batch, "__dict__", {}).values()
+    for packed in [value for value in values if isinstance(value, PackedSeqParams)]:
+        bounds = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
+        if isinstance(bounds, Tensor) and bounds.is_cpu:
+            of_model, of_layout = sorted(set(bounds.tolist())), sorted(set(layout.bounds))
+            if of_model != of_layout:
+                only = [bound for bound in of_model if bound not in of_layout]
+                others = [bound for bound in of_layout if bound not in of_model]
+                raise ValueError(
+                    f"micro-batch {number}: the model's packed bounds have {only[:4]}, and the layout's {others[:4]} "
+                    "in their place: context-parallel ranks cut each slot for itself, so losses would get the weights "
+                    "of other tokens. Give ZigzagTHD the model's cu_seqlens_q_padded; padding behind the last sample "
+                    "is a slot of its own, with filler_slots=1, only where the model has it so."
+                )
 
 
 def _fetch(iterator: Iterator[Any], num_microbatches: int) -> list[Any]:
