@@ -11,6 +11,10 @@ Each line of the file is a JSON object for one *sample* (a prompt and a response
 | `prompt_id`       | int or string; equal for all responses to a prompt                                             |
 | `rollout_id`      | int or string, unique in the file but for samples that are parts of one rollout (agent turns)  |
 | `old_log_probs`   | optional, on all lines or none: log-prob of each response token under the policy that drew it  |
+| `rollout_log_probs` | optional, on all lines or none: the inference engine's, numbers or SGLang's tuples        |
+| `top_log_probs`   | optional, on all lines or none: its likeliest ids at each response token, as of vLLM or SGLang |
+
+NeMo-Gym's name for `rollout_log_probs`, `generation_log_probs`, is read too.
 """
 
 import itertools
@@ -26,14 +30,19 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from megatron_rl_loss import Samples, ZigzagTHD, group_relative_advantages
+from megatron_rl_loss.losses.sampler_columns import ids_and_log_probs, likeliest_ids, sampled_log_probs
 
 _KEYS = {"prompt_tokens", "response_tokens", "loss_mask", "reward", "prompt_id", "rollout_id"}
-_OPTIONAL_KEYS = {"old_log_probs"}
+_OPTIONAL_KEYS = {"old_log_probs", "rollout_log_probs", "top_log_probs"}
+_OF_NEMO_GYM = "generation_log_probs"
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """One sample, ready to train on. `advantage` is that of its whole rollout."""
+    """One sample, ready to train on. `advantage` is that of its whole rollout.
+
+    `top_log_probs` are pairs of log-prob and id, the likeliest first.
+    """
 
     prompt_tokens: list[int]
     response_tokens: list[int]
@@ -42,6 +51,8 @@ class Rollout:
     prompt_id: int | str
     rollout_id: int | str
     old_log_probs: list[float] | None = None
+    rollout_log_probs: list[float] | None = None
+    top_log_probs: list[list[tuple[float, int]]] | None = None
     advantage: float = 0.0
 
     @property
@@ -69,8 +80,9 @@ def read_rollouts(path: str | Path, *, vocab_size: int, normalize_by_std: bool =
             if rollout is first:  # later parts of a split rollout may have a longer prompt
                 _check_prompt(rollout, first_of_prompt.setdefault(rollout.prompt_id, rollout))
             rollouts.append(rollout)
-            if (rollout.old_log_probs is None) != (rollouts[0].old_log_probs is None):
-                raise ValueError("old_log_probs must be on all lines or on none")
+            for key in sorted(_OPTIONAL_KEYS):
+                if (getattr(rollout, key) is None) != (getattr(rollouts[0], key) is None):
+                    raise ValueError(f"{key} must be on all lines or on none")
         except ValueError as error:
             raise ValueError(f"{path}, line {number}: {error}") from None
     if not rollouts:
@@ -85,6 +97,8 @@ def _parse(line: str, vocab_size: int) -> Rollout:
         raise ValueError(f"not JSON ({error})") from None
     if not isinstance(record, dict):
         raise ValueError(f"a {type(record).__name__}, not an object")
+    if _OF_NEMO_GYM in record and "rollout_log_probs" not in record:
+        record["rollout_log_probs"] = record.pop(_OF_NEMO_GYM)
     missing, unknown = _KEYS - record.keys(), record.keys() - _KEYS - _OPTIONAL_KEYS
     if missing or unknown:
         raise ValueError(f"missing keys {sorted(missing)}, unknown keys {sorted(unknown)}")
@@ -96,7 +110,16 @@ def _parse(line: str, vocab_size: int) -> Rollout:
             or not all(type(t) is int and 0 <= t < vocab_size for t in tokens)
         ):
             raise ValueError(f"{key} must be a list of one or more ints in [0, {vocab_size}), the vocabulary")
+    if record.get("rollout_log_probs") is not None:
+        record["rollout_log_probs"] = sampled_log_probs(record["rollout_log_probs"])
+    if record.get("top_log_probs") is not None:
+        record["top_log_probs"] = likeliest_ids(record["top_log_probs"])
+        if any(token_id >= vocab_size for pairs in record["top_log_probs"] for _, token_id in pairs):
+            raise ValueError(f"top_log_probs has an id that is not in [0, {vocab_size}), the vocabulary")
     length = len(record["response_tokens"])
+    for key in ("rollout_log_probs", "top_log_probs"):
+        if record.get(key) is not None and len(record[key]) != length:
+            raise ValueError(f"{key} has {len(record[key])} entries for {length} response tokens")
     for key in ("loss_mask", "old_log_probs"):
         if record.get(key) is None and key in _OPTIONAL_KEYS:
             continue
@@ -156,7 +179,8 @@ def with_advantages(rollouts: Sequence[Rollout], *, normalize_by_std: bool = Tru
 class Pack:
     """One micro-batch: rollouts in the padded slots of one sequence of fixed length, not yet cut for a CP rank.
 
-    Tensors are [seq_length]; position t holds input token t, and all values of the token that it predicts, t + 1.
+    Tensors are [seq_length], of the likeliest ids [seq_length, K]; position t holds input token t, and all values of
+    the token that it predicts, t + 1.
     """
 
     tokens: Tensor
@@ -164,6 +188,9 @@ class Pack:
     position_ids: Tensor
     advantages: Tensor
     old_log_probs: Tensor | None
+    rollout_log_probs: Tensor | None
+    top_ids: Tensor | None
+    top_log_probs: Tensor | None
     packed_seq_params: PackedSeqParams
     samples: Samples
 
@@ -173,7 +200,9 @@ def make_pack(rollouts: list[Rollout], *, seq_length: int, slot_multiple: int) -
     cu_seqlens, masks = [0], []
     tokens = torch.zeros(seq_length, dtype=torch.int64)
     labels, position_ids = torch.zeros_like(tokens), torch.zeros_like(tokens)
-    advantages, old_log_probs = torch.zeros(2, seq_length)
+    advantages, old_log_probs, rollout_log_probs = torch.zeros(3, seq_length)
+    most = max((len(pairs) for rollout in rollouts for pairs in rollout.top_log_probs or ()), default=1)
+    top_ids, top_log_probs = torch.zeros(seq_length, most).long(), torch.full((seq_length, most), -math.inf)
     for rollout in rollouts:
         start, n = cu_seqlens[-1], rollout.num_inputs
         end = start + _padded(n, slot_multiple)
@@ -186,6 +215,12 @@ def make_pack(rollouts: list[Rollout], *, seq_length: int, slot_multiple: int) -
         advantages[start : start + n] = rollout.advantage
         if rollout.old_log_probs is not None:
             old_log_probs[start + first_response : start + n] = torch.tensor(rollout.old_log_probs)
+        if rollout.rollout_log_probs is not None:
+            rollout_log_probs[start + first_response : start + n] = torch.tensor(rollout.rollout_log_probs)
+        if rollout.top_log_probs is not None:
+            ids, log_probs = ids_and_log_probs(rollout.top_log_probs)
+            at = slice(start + first_response, start + n), slice(ids.shape[1])
+            top_ids[at], top_log_probs[at] = ids, log_probs
         cu_seqlens.append(end)
     filler_slots = int(cu_seqlens[-1] < seq_length)
     if filler_slots:
@@ -200,6 +235,9 @@ def make_pack(rollouts: list[Rollout], *, seq_length: int, slot_multiple: int) -
         position_ids=position_ids,
         advantages=advantages,
         old_log_probs=old_log_probs if rollouts and rollouts[0].old_log_probs is not None else None,
+        rollout_log_probs=rollout_log_probs if rollouts and rollouts[0].rollout_log_probs is not None else None,
+        top_ids=top_ids if rollouts and rollouts[0].top_log_probs is not None else None,
+        top_log_probs=top_log_probs if rollouts and rollouts[0].top_log_probs is not None else None,
         packed_seq_params=PackedSeqParams(
             qkv_format="thd",
             cu_seqlens_q=cu,

@@ -13,10 +13,13 @@ import torch
 from torch import Tensor
 
 from megatron_rl_loss.losses.ratio import not_log_probs, range_in_words
+from megatron_rl_loss.losses.sampler_columns import sampled_log_probs
 
 FEWEST = 8  # a pattern must bring so many tokens at least from beyond rounding to within it
 _SAME = "both sides need one row per sample and one entry per token. Cut both to the same tokens"
 _DUMP = "a dump is a .pt without code or a .jsonl, with a list of log-probs per sample. Write torch.save([tensor, ...])"
+#: The sampler's side: slime's and this library's name, NeMo-Gym's, SGLang's.
+_OF_ROLLOUT = ("rollout_log_probs", "generation_log_probs", "output_token_logprobs")
 Rows = Sequence[Tensor]
 Ids = Sequence[Any]
 
@@ -249,8 +252,12 @@ def _read(path: Path) -> dict[str, tuple[Tensor, list[float], int]]:
         samples = content.get("samples", content) if isinstance(content, Mapping) else content  # of slime
         for number, entry in samples.items() if isinstance(samples, Mapping) else enumerate(samples):
             sample = entry if isinstance(entry, Mapping) else {"index": number, "log_probs": entry}
-            trained = "data_parallel_rank" in sample or "rollout_log_probs" not in sample
-            row = torch.as_tensor(sample["log_probs" if trained else "rollout_log_probs"], dtype=torch.float64)
+            of_rollout = next((key for key in _OF_ROLLOUT if key in sample), "log_probs")
+            trained = "data_parallel_rank" in sample or of_rollout == "log_probs"
+            column = sample["log_probs" if trained else of_rollout]
+            if isinstance(column, list) and any(isinstance(each, list | tuple | Mapping) for each in column):
+                column = sampled_log_probs(column)
+            row = torch.as_tensor(column, dtype=torch.float64)
             mask = sample.get("loss_masks", sample.get("loss_mask"))
             name = str(sample.get("sample_index", sample.get("index", number)))
             name += f", entry {number}" if name in by_id else ""
@@ -260,5 +267,7 @@ def _read(path: Path) -> dict[str, tuple[Tensor, list[float], int]]:
     except Exception as error:  # of many kinds
         code = str(error).partition("GLOBAL ")[2].split(" ")[0]
         why = f"it holds code, {code}" if code else "no log-probs were found in it"
+        if str(error).startswith("a log-prob of "):
+            raise ValueError(f"{path}: {error}") from None
         raise ValueError(f"{path}: {why} ({type(error).__name__}); {_DUMP}.") from None
     return by_id

@@ -1,6 +1,7 @@
 """The example's JSONL reader, its advantages and its packing; and the tool that writes such files."""
 
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import make_rollouts
 import pytest
 from repository import EXAMPLES
-from rollouts import Rollout, balance, make_pack, packs_of_rank, read_rollouts
+from rollouts import Rollout, balance, make_pack, packs_of_rank, read_rollouts, write_rollouts
 
 GOOD: dict[str, Any] = {
     "prompt_tokens": [1, 2],
@@ -45,6 +46,10 @@ BAD_LINES = {
     "reward as bool": (GOOD | {"reward": True}, "reward is True"),
     "id as null": (GOOD | {"rollout_id": None}, "rollout_id is None"),
     "short old log-probs": (GOOD | {"old_log_probs": [-1]}, "old_log_probs has 1 entries"),
+    "short rollout log-probs": (GOOD | {"rollout_log_probs": [-1]}, "rollout_log_probs has 1 entries"),
+    "short likeliest ids": (GOOD | {"top_log_probs": [{"3": -0.1}]}, "top_log_probs has 1 entries"),
+    "likeliest texts": (GOOD | {"top_log_probs": [{"a": -0.1}] * 3}, "a text names no id.*Ask the engine for ids"),
+    "likeliest id beyond the vocabulary": (GOOD | {"top_log_probs": [[[-0.1, 32]]] * 3}, r"not in \[0, 32\)"),
     "positive old log-prob": (GOOD | {"old_log_probs": [-1, 0.5, -1]}, "above 0"),
 }
 
@@ -153,3 +158,30 @@ def test_rewards_are_those_of_a_verifier() -> None:
     assert any(0 < sum(rollout.loss_mask) < len(rollout.loss_mask) for rollout in rollouts), (
         "what the calculator wrote is masked"
     )
+
+
+def test_the_samplers_log_probs_are_read_as_engines_write_them_and_packed(tmp_path: Path) -> None:
+    """vLLM's, SGLang's and NeMo-Gym's forms, fewer ids at some tokens; written and read again they are the same."""
+    forms = [
+        {"rollout_log_probs": [-0.5, -1.0, -2.0], "top_log_probs": [{"3": {"logprob": -0.5}, "9": -2.0}] * 3},
+        {"generation_log_probs": [-0.5, -1.0, -2.0], "top_log_probs": [[[-2.0, 9, None], [-0.5, 3, None]]] * 3},
+        {"rollout_log_probs": [[-0.5, 3, "x"], [-1.0, 4, None], [-2.0, 0, None]], "top_log_probs": [{"3": -0.5}] * 3},
+    ]
+    records = [GOOD | {"rollout_id": f"p/{i}", "reward": i} | form for i, form in enumerate(forms)]
+    rollouts = read_rollouts(written(tmp_path, *records), vocab_size=32)
+    assert [rollout.rollout_log_probs for rollout in rollouts] == [[-0.5, -1.0, -2.0]] * 3
+    assert rollouts[0].top_log_probs == rollouts[1].top_log_probs == [[(-0.5, 3), (-2.0, 9)]] * 3
+    write_rollouts(tmp_path / "again.jsonl", rollouts)
+    assert read_rollouts(tmp_path / "again.jsonl", vocab_size=32) == rollouts
+    pack = make_pack(rollouts, seq_length=16, slot_multiple=4)
+    assert pack.top_ids is not None
+    assert pack.top_log_probs is not None
+    assert pack.rollout_log_probs is not None
+    assert pack.rollout_log_probs[:5].tolist() == [0, -0.5, -1.0, -2.0, 0]
+    assert pack.top_ids[[1, 9]].tolist() == [[3, 9], [3, 0]]
+    assert pack.top_log_probs[[0, 1, 9]].tolist() == [[-math.inf] * 2, [-0.5, -2.0], [-0.5, -math.inf]]
+    assert make_pack([], seq_length=16, slot_multiple=4).top_ids is None
+    with pytest.raises(ValueError, match="line 2: top_log_probs must be on all lines or on none"):
+        read_rollouts(
+            written(tmp_path, records[0], GOOD | {"rollout_id": "b", "rollout_log_probs": [-1] * 3}), vocab_size=32
+        )

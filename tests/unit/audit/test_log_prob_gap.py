@@ -238,6 +238,16 @@ del WITHOUT["samples"][1]["log_probs"]
 #: Dumps of both sides, the exit status, and what is printed.
 DUMPS: dict[str, tuple[str, Any, Any, int, str]] = {
     "lists": ("a.jsonl", "\n".join(map(json.dumps, LISTS)).encode(), STEP.ours, 0, "all gaps are within rounding"),
+    "SGLang's tuples": (
+        "a.jsonl",
+        "\n".join(json.dumps({"output_token_logprobs": [[x, 5, None] for x in row]}) for row in LISTS).encode(),
+        STEP.ours, 0, "all gaps are within rounding"),
+    "NeMo-Gym's name": (
+        "a.jsonl", "\n".join(json.dumps({"generation_log_probs": row}) for row in LISTS).encode(),
+        STEP.ours, 0, "all gaps are within rounding"),
+    "vLLM's dicts": (
+        "a.jsonl", json.dumps({"rollout_log_probs": [{"5": {"logprob": -1.0}}]}).encode(), STEP.ours, 2,
+        "a.jsonl: a log-prob of .* at token 0: it must be a number, .*SGLang's"),
     "ids": ("a.pt", dict(zip(ORDER, STEP.ours, strict=True)), dict(zip(ORDER, LISTS, strict=True)), 0, "all gaps are"),
     "one side": ("a.pt", {7: [0.0], 8: [1.0]}, {8: [1.0]}, 2, "1 samples of .*a.pt alone, 0 of .*b.pt alone, first 7"),
     "no id": ("a.pt", {7: [0.0]}, {8: [1.0]}, 2, r"a.pt has samples \['7'\], .*b.pt \['8'\]: they share none"),

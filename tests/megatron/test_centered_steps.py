@@ -1,0 +1,111 @@
+"""The recipe `score_centering.py` through the real Megatron: PP 2 x TP 2 with SP x CP 2 gives one gradient.
+
+A tiny GPT in packed rows, ragged, with masked samples. The sampler is the same GPT of other weights; some tokens have
+fewer ids. The oracle is `gpt_oracle`'s model with the whole vocabulary, in float64, sample by sample.
+"""
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import gpt_oracle
+import oracle
+import pytest
+import torch
+from gpt_oracle import GptShape, Rollout
+from ranks import run_ranks
+from score_oracle import mean_score, modelled
+from table_step import relative_error
+from tiny_gpt import Batch, Case, Layout, Outcome, collect, place_in, prepared, run_batches, settings_of, start_layout
+from torch import Tensor
+from world import FP32_BOUNDS, whole
+
+from megatron_rl_loss import LossAggregation
+
+LAYOUT = Layout(tp=2, sp=True, pp=2, vp=1, cp=2, dp=1)
+SHAPE, SAMPLER = GptShape(2, False, False), GptShape(1, False, False)
+K, HIGH = 5, 2.0
+MODES = ["token_mean", "prompt_mean"]
+
+pytestmark = pytest.mark.slow
+
+
+def sampler_of(rollout: Rollout) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probs of the sampled tokens, [length]; ids and log-probs [length, K], of every third token K - 2."""
+    of_all = gpt_oracle.distributions_of(SAMPLER, gpt_oracle.weights_of(SAMPLER), rollout.tokens)
+    top = of_all.topk(K)
+    log_probs = top.values.float()
+    log_probs[::3, K - 2 :] = -torch.inf
+    sampled = of_all[torch.arange(len(rollout.tokens)), torch.tensor(rollout.labels)].float()
+    return sampled, top.indices, log_probs
+
+
+def pack_of(batch: Batch, rollouts: list[Rollout]) -> dict[str, Any]:
+    def column(of_rollouts: list[Tensor]) -> Tensor:
+        values_of_pack = of_rollouts[0].new_zeros(int(batch.bounds[-1]), *of_rollouts[0].shape[1:])
+        for values, (begin, _) in zip(of_rollouts, pairwise(batch.bounds.tolist()), strict=False):  # filler is behind
+            values_of_pack[begin : begin + len(values)] = values
+        return values_of_pack
+
+    columns: dict[str, Callable[[Rollout], Tensor]] = {
+        "tokens": lambda rollout: torch.tensor(rollout.tokens),
+        "positions": lambda rollout: torch.arange(len(rollout.tokens)),
+        "labels": lambda rollout: torch.tensor(rollout.labels),
+        "old_log_probs": lambda rollout: torch.tensor(rollout.old_log_probs),
+        "advantages": lambda rollout: torch.tensor(rollout.advantages),
+        "rollout_log_probs": lambda rollout: sampler_of(rollout)[0],
+        "top_ids": lambda rollout: sampler_of(rollout)[1],
+        "top_log_probs": lambda rollout: sampler_of(rollout)[2],
+    }
+    shown = rollouts or gpt_oracle.rollouts_of(SHAPE)[:1]  # a pack without samples has columns too
+    pack = {name: column([of(rollout) for rollout in shown]) for name, of in columns.items()}
+    return pack | {"packed": batch.packed_seq_params(), "samples": batch.samples}
+
+
+def gradients(rollouts: list[Rollout]) -> tuple[dict[str, int], list[Outcome]]:
+    """On a rank: its place, and its part of the gradients by each mode."""
+    from recipes.score_centering import forward_step
+
+    place, outcomes = place_in(start_layout(LAYOUT)), []
+    for mode in MODES:
+        case = Case(2, mode, "all", "mean", False, "plain", False, False)
+        ready, batches = prepared(LAYOUT, case, rollouts, "packed")
+        packs = [pack_of(batch, list(batch._rollouts)) for batch in batches]
+        aggregation = LossAggregation(settings_of(case), lambda pack: pack["samples"])
+        run_batches(LAYOUT, ready, forward_step, packs, aggregation.wrap_schedule)
+        outcomes.append(Outcome(collect(ready.chunks, of_gradients=True), {}, 0.0, None))
+    return place, outcomes
+
+
+def expected(mode: str, *, centred: bool = True) -> dict[str, Tensor]:
+    gate = {"high": HIGH, "action": "clamp"}
+    weights = {name: weight.requires_grad_() for name, weight in gpt_oracle.weights_of(SHAPE).items()}
+    samples = list[oracle.Sample]()
+    for rollout in gpt_oracle.rollouts_of(SHAPE):
+        of_all = gpt_oracle.distributions_of(SHAPE, weights, rollout.tokens)
+        advantages, old = (torch.tensor(values).double() for values in (rollout.advantages, rollout.old_log_probs))
+        sampled, ids, log_q = sampler_of(rollout)
+        ratios = (of_all[torch.arange(len(rollout.tokens)), torch.tensor(rollout.labels)] - old).exp()
+        truncated = (torch.tensor(rollout.old_log_probs) - sampled).double().exp().clamp(max=HIGH)
+        losses = -truncated * torch.minimum(ratios * advantages, ratios.clamp(0.8, 1.2) * advantages)
+        rows = list[Tensor]()
+        for t in range(len(rollout.tokens)):
+            there, log_p = log_q[t] > -torch.inf, of_all[t : t + 1]
+            q = modelled(log_q[t, there].double().exp()[None], ids[t, there][None], log_p.detach().exp())
+            rows.append(mean_score(log_p, q, gate)[0])
+        losses = losses + advantages * torch.stack(rows) * centred
+        samples.append(oracle.Sample(losses, torch.tensor(rollout.mask), rollout.rollout_id, rollout.prompt_id))
+    return dict(zip(weights, torch.autograd.grad(oracle.step_loss(mode, samples), list(weights.values())), strict=True))
+
+
+def test_a_centred_policy_loss_in_8_processes_is_that_of_one(record_property: Any) -> None:
+    by_rank = run_ranks(LAYOUT.world_size, gradients, gpt_oracle.rollouts_of(SHAPE))
+    for k, mode in enumerate(MODES):
+        parts = list(whole([(place, outcomes[k]) for place, outcomes in by_rank], "gradients"))
+        right, uncentred = expected(mode), expected(mode, centred=False)
+        assert {name for name, _ in parts} == set(right)
+        error = max(relative_error(gradient, right[name]) for name, gradient in parts)
+        record_property("relative_error_of_score_centering", error)
+        assert error <= FP32_BOUNDS["gradients"], mode
+        off = max(relative_error(gradient, uncentred[name]) for name, gradient in parts)
+        assert off > 100 * FP32_BOUNDS["gradients"]  # negative control
