@@ -181,7 +181,6 @@ def test_the_samplers_log_probs_are_read_as_engines_write_them_and_packed(tmp_pa
     assert pack.top_ids[[1, 9]].tolist() == [[3, 9], [3, 0]]
     assert pack.top_log_probs[[0, 1, 9]].tolist() == [[-math.inf] * 2, [-0.5, -2.0], [-0.5, -math.inf]]
     assert make_pack([], seq_length=16, slot_multiple=4).top_ids is None
+    lacking = GOOD | {"rollout_id": "b", "rollout_log_probs": [-1] * 3}
     with pytest.raises(ValueError, match="line 2: top_log_probs must be on all lines or on none"):
-        read_rollouts(
-            written(tmp_path, records[0], GOOD | {"rollout_id": "b", "rollout_log_probs": [-1] * 3}), vocab_size=32
-        )
+        read_rollouts(written(tmp_path, records[0], lacking), vocab_size=32)
