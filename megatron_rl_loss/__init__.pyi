@@ -43,7 +43,9 @@ from megatron_rl_loss.logprobs.teacher import Teacher as Teacher
 from megatron_rl_loss.losses.advantages import gae as gae
 from megatron_rl_loss.losses.advantages import gdpo_advantages as gdpo_advantages
 from megatron_rl_loss.losses.advantages import group_relative_advantages as group_relative_advantages
+from megatron_rl_loss.losses.advantages import maxrl_advantages as maxrl_advantages
 from megatron_rl_loss.losses.advantages import rloo_advantages as rloo_advantages
+from megatron_rl_loss.losses.advantages import whiten_advantages as whiten_advantages
 from megatron_rl_loss.losses.by_name import policy_loss as policy_loss
 from megatron_rl_loss.losses.centering import score_centering as score_centering
 from megatron_rl_loss.losses.divergence import divergence_at_ids as divergence_at_ids

@@ -7,7 +7,10 @@ position among those of its sequence that count, from 1. All ranks of a context-
 import torch
 from torch import Tensor
 
-from megatron_rl_loss import Microbatch, ppo_clip_loss, segment_scan
+from megatron_rl_loss import Microbatch, ppo_clip_loss, segment_quantile, segment_scan, segment_sum, to_tokens
+
+#: Of CPPO: a token's largest divergence, the budget of a prefix's mean, and the weight of the last token.
+WIDTH, BUDGET, LEAST = 0.2, 0.02, 0.8
 
 
 def future_kl(log_probs: Tensor, old: Tensor, advantages: Tensor, microbatch: Microbatch) -> Tensor:
@@ -25,6 +28,16 @@ def prefix_ratio(log_probs: Tensor, old: Tensor, advantages: Tensor, microbatch:
 
 
 def prefix_budget(log_probs: Tensor, old: Tensor, advantages: Tensor, microbatch: Microbatch) -> Tensor:
-    """CPPO, arXiv:2606.10968: no loss from where the mean divergence of the tokens up to here is above a budget."""
-    spent, position = segment_scan([(log_probs - old).detach().abs(), torch.ones_like(old)], microbatch)
-    return torch.where(spent <= 0.1 * position, -advantages * (log_probs - old).exp(), 0)
+    """CPPO, arXiv:2606.10968 eq. 8 to 11: a token's weighted divergence within its bound and what its prefix has left.
+
+    The weight falls from 1 to `LEAST` along the sequence. A token that A pulls back to the old policy stays.
+    """
+    change, ones = log_probs.detach().exp() - old.exp(), torch.ones_like(old)
+    divergence, position = change.abs(), segment_scan(ones, microbatch)
+    length = to_tokens(segment_sum(ones, microbatch), microbatch).view(old.shape)
+    weight = 1 - (1 - LEAST) * (position - 1) / (length - 1).clamp(min=1)
+    spent, weights = segment_scan([weight * divergence, weight], microbatch, exclusive=True)
+    usual = segment_quantile(divergence, microbatch, q=0.9, interpolates=True).clamp(BUDGET, 2 * BUDGET)
+    left = WIDTH + to_tokens(usual, microbatch).view(old.shape) * weights - spent
+    keep = (advantages * change <= 0) | (weight * divergence <= left.clamp(max=WIDTH))
+    return torch.where(keep, -advantages * (log_probs - old).exp(), 0)

@@ -130,7 +130,7 @@ def _fault_of(measure: Measure, mode: Aggregation | None, cut: str, step: DrawnS
     if ((weights != 0) != (wanted != 0)).any() and mode is None:
         text = (
             "trains on other tokens than uncut: it selects them, by value say, among those of a micro-batch or rank. "
-            "Select before the step, or over the whole step with plan.keep"
+            "Select before the step, or over the whole step with keep_tokens"
         )
         return Finding(cut, "weights", text, step, tuple(weights.tolist()), tuple(asked.tolist()))
     of_mask = ((wanted != 0) == (measured.tokens.mask != 0)).all()  # else its own zeros would be read as the mask

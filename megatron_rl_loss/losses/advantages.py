@@ -4,18 +4,20 @@ import math
 import warnings
 from collections.abc import Sequence, Sized
 from types import EllipsisType
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_rl_loss.core.collectives import Group, gather_parts, rank_in, stated_dp_group
-from megatron_rl_loss.core.errors import check_bool, check_within, is_number, is_unordered
-from megatron_rl_loss.core.ids import Ids, Ints, as_ids, type_of_ids
+from megatron_rl_loss.core.errors import check_bool, check_one_each, check_within, is_number, is_unordered
+from megatron_rl_loss.core.ids import Ids, Ints, as_ids, example_of, type_of_ids
 from megatron_rl_loss.core.masks import Array, Floats, on_device, to_array
-from megatron_rl_loss.core.samples import LocalTokens, check_values
+from megatron_rl_loss.core.samples import LocalTokens, Samples, check_values
 from megatron_rl_loss.losses.place import Place, tokens_of
 from megatron_rl_loss.losses.scans import segment_scan
+from megatron_rl_loss.losses.segments import segment_sum, to_tokens
 
 Rewards = Tensor | Array | Sequence[float]
 
@@ -124,11 +126,128 @@ def rloo_advantages(
     return groups.mine(groups.centred[0] * groups.size / (groups.size - 1).clip(min=1))
 
 
+@torch.inference_mode(False)
+def maxrl_advantages(
+    rewards: Rewards,
+    prompt_ids: Ids,
+    *,
+    rollout_ids: Ids | None = None,
+    epsilon: float = 1e-6,
+    dp_group: Group | EllipsisType | None = ...,
+) -> Tensor:
+    """``A_i = (r_i - mean) / (mean + epsilon)``, mean of its prompt group's rewards; 0 in a group of one.
+
+    >>> maxrl_advantages(torch.tensor([1.0, 0.0, 0.0, 0.0]), ["a"] * 4)
+    tensor([ 3.0000, -1.0000, -1.0000, -1.0000])
+
+    A rare success weighs as much as all successes of an easy prompt together. All arguments and errors are as in
+    `group_relative_advantages`, and ValueError for a reward below 0, whose group's mean could vanish.
+    Source: MaxRL, arXiv:2602.02710; SkyRL's `compute_maxrl_advantage`.
+    """
+    check_within("epsilon", epsilon, "(0, inf)", "1e-6 is usual")
+    groups = _Groups([rewards], prompt_ids, rollout_ids, dp_group, at_least_0=True)
+    return groups.mine(groups.centred[0] / (groups.means[0] + epsilon))
+
+
+@torch.inference_mode(False)
+def whiten_advantages(
+    advantages: Sequence[Tensor],
+    local: Sequence[Place],
+    *,
+    per: str = "step",
+    epsilon: float = 1e-8,
+    dp_cp_group: Group | EllipsisType | None = ...,
+) -> list[Tensor]:
+    """``(A_t - mean) / (std + epsilon)``, mean and variance of the active tokens of the whole step, by their masks.
+
+    >>> local = Samples([torch.tensor([1, 1, 0])]).local(0, 1)
+    >>> whiten_advantages([torch.tensor([1.0, 3.0, 9.0])], [local], dp_cp_group=None)
+    [tensor([-1.,  1.,  0.])]
+
+    The variance is that of the tokens themselves, without Bessel's correction. One exchange, whatever a rank holds:
+    ranks without a token take part, with empty lists too.
+
+    Args:
+        advantages: of each micro-batch of this rank in the step, in the shape of its losses.
+        local: the micro-batches, or this rank's tokens of each.
+        per: ``step``, or the name of ids (``prompt``) for a mean and a variance of each of their units.
+        dp_cp_group: the group of all ranks that hold tokens of the step: data parallelism with context parallelism.
+            None where this rank has the whole step. A job of several ranks must say which.
+
+    Returns a tensor for each, float32 (float64 of float64), detached, 0 where masked. Raises ValueError for values that
+    are not a rank's part of the layout, another number of them, values that are not finite at active tokens, ids that
+    the samples lack, and no group in a job of several ranks, on all ranks together.
+    """
+    check_within("epsilon", epsilon, "(0, inf)", "1e-8 is usual")
+    rule = "the mean is that of all tokens of the step, over all ranks that hold some"
+    group = stated_dp_group(dp_cp_group, "advantages", rule)
+    places = list[tuple[LocalTokens, Floats, Ints]]()
+
+    def tally() -> tuple[Ints, Floats]:
+        check_one_each("advantages", len(advantages), "micro-batches", len(local), "Pass one tensor for each")
+        for values, place in zip(advantages, local, strict=True):
+            tokens = tokens_of(place)
+            check_values("advantages", values, tokens)
+            places.append((tokens, to_array(values.detach().double()).reshape(-1), _units_at(tokens, per)))
+        units, entries = (
+            _joined([unit[tokens.mask != 0] for tokens, _, unit in places], np.int64),
+            _joined([tokens.mask[tokens.mask != 0] / tokens.copies for tokens, _, _ in places], np.float64),
+        )
+        active = _joined([values[tokens.mask != 0] for tokens, values, _ in places], np.float64)
+        if not np.isfinite(active).all():
+            raise ValueError("advantages with NaN or infinity at active tokens: they must be finite. Mask such tokens.")
+        return _moments(units, entries, active)
+
+    parts = gather_parts(tally, group)
+    units = np.concatenate([of_rank for of_rank, _ in parts])
+    ids, at = np.unique(units, return_inverse=True)
+    counts, means, squares = np.concatenate([moments for _, moments in parts], 1)
+    total = np.bincount(at, counts, len(ids))
+    mean = np.bincount(at, counts * means, len(ids)) / total
+    # Squares around each rank's own mean, brought to that of all: nothing cancels.
+    variance = np.bincount(at, squares + counts * (means - mean[at]) ** 2, len(ids)) / total
+    whitened = list[Tensor]()
+    for values, (tokens, exact, unit) in zip(advantages, places, strict=True):
+        row, active = np.zeros(len(tokens)), tokens.mask != 0
+        k = ids.searchsorted(unit[active])
+        row[active] = (exact[active] - mean[k]) / (np.sqrt(variance[k]) + epsilon)
+        dtype = torch.promote_types(values.dtype, torch.float32)
+        whitened.append(on_device(row, values.device).to(dtype).view(values.shape))
+    return whitened
+
+
+def _units_at(tokens: LocalTokens, per: str) -> Ints:
+    """The id of each token's unit; ValueError for ids that the samples lack."""
+    if per == "step":
+        return np.zeros(len(tokens), np.int64)
+    parts = tokens.samples.parts.get(per)
+    if parts is None and len(tokens.samples):
+        raise ValueError(
+            f"per={per!r} of samples with ids of: {', '.join(tokens.samples.parts) or 'none'}: {per} ids must say "
+            f"which samples are one {per}. Pass Samples(..., {example_of(per)})."
+        )
+    part = tokens.samples.part_in_buffer(per)[tokens.positions]
+    return np.concatenate([np.zeros(0, np.int64) if parts is None else parts.ids, [-1]])[part]
+
+
+def _joined(rows: Sequence[Array], dtype: type) -> Array:
+    return np.concatenate([np.zeros(0, dtype), *rows])
+
+
+def _moments(units: Ints, entries: Floats, values: Floats) -> tuple[Ints, Floats]:
+    """Ids, and per id the sum of entries, the mean and the sum of squares around it, float64 [3, ids]."""
+    ids, at = np.unique(units, return_inverse=True)
+    counts = np.bincount(at, entries, len(ids))
+    means = np.bincount(at, entries * values, len(ids)) / counts
+    return ids, np.stack([counts, means, np.bincount(at, entries * (values - means[at]) ** 2, len(ids))])
+
+
 class _Groups:
     """The rewards of all ranks in float64, the sums over their groups, and which of them are this rank's.
 
     Attributes:
         centred: a row per reward: less the mean of the sample's group.
+        means: a row per reward: the mean of the sample's group.
         size: rollouts of each sample's group.
         counts: 1 / the samples of each sample's rollout.
     """
@@ -139,6 +258,8 @@ class _Groups:
         prompt_ids: Ids,
         rollout_ids: Ids | None,
         stated_group: Group | EllipsisType | None,
+        *,
+        at_least_0: bool = False,
     ) -> None:
         if isinstance(rewards, Tensor | np.ndarray):
             raise TypeError(
@@ -158,6 +279,12 @@ class _Groups:
                 raise ValueError(
                     f"rewards of shape {' and '.join(map(str, sorted(shapes))) or 'none'}: they must be 1-D and "
                     "finite. Pass one finite reward per sample."
+                )
+            if at_least_0 and any((row < 0).any() for row in mine):
+                lowest = min(float(row.min()) for row in mine)
+                raise ValueError(
+                    f"rewards down to {lowest:g}: divided by their group's mean, they must be at least 0. Shift them, "
+                    "or take group_relative_advantages."
                 )
             prompts = as_ids("prompt_ids", prompt_ids, len(mine[0]), "rewards")
             rollouts = prompts if rollout_ids is None else as_ids("rollout_ids", rollout_ids, len(mine[0]), "rewards")
@@ -186,8 +313,9 @@ class _Groups:
             self.counts = _share_of_rollout(exact, prompts, rollouts)
         self.size = self.sum(np.ones(sum(sizes)))
         # From a reward of the group on: rewards that are equal are then exactly 0, which epsilon does not blow up.
-        exact = exact - exact[:, first][:, self._group]
-        self.centred = exact - self.sum(exact) / self.size
+        shifted = exact - exact[:, first][:, self._group]
+        self.centred = shifted - self.sum(shifted) / self.size
+        self.means = self.sum(exact) / self.size
         if sum(sizes) > 1 and not self.centred.any():
             alone = self.size.max() == 1
             why = "every prompt group has one sample" if alone else "all rewards are equal within their prompt groups"
@@ -266,7 +394,14 @@ def _warn_of_lost_rewards(rewards: Tensor, values: Tensor, tokens: LocalTokens) 
 
 @torch.inference_mode(False)
 def gae(
-    rewards: Tensor, values: Tensor, local: Place, cp_group: Group | None = None, *, gamma: float = 1, lam: float = 0.95
+    rewards: Tensor,
+    values: Tensor,
+    local: Place,
+    cp_group: Group | None = None,
+    *,
+    gamma: float = 1,
+    lam: float | Tensor = 0.95,
+    steps: str = "token",
 ) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimates of tokens by a critic, and returns: ``A_t = delta_t + gamma lam A_{t+1}``.
 
@@ -282,12 +417,17 @@ def gae(
         rewards, values: of the tokens this rank holds, in the shape of its losses; ignored where masked. On the host a
             sample whose rewards are all at masked tokens is warned of.
         local, cp_group: as in `segment_mean`. All ranks of the group call it together, as `segment_scan`.
-        gamma, lam: discounts in [0, 1].
+        gamma, lam: discounts in [0, 1]; lam also as one for each sample, [num_samples], such as VAPO's
+            ``1 - 1 / (alpha length)``.
+        steps: what a step is: a ``token``, or the name of ids per token (``turn``): a turn's reward is the sum of its
+            tokens', its value that of its first active token, and all of its tokens have its advantage and return.
 
-    Returns advantages and returns, float32 in the shape of the values, detached, 0 where masked. Raises ValueError for
+    Returns advantages and returns, float32 (float64 if the values are) in the shape of the values, detached, 0 where
+    masked. Raises ValueError for turns that lie in several samples, and ValueError for
     values that are not this rank's part of the layout, discounts outside [0, 1], and rewards that require grad beside
     values that do not.
-    Source: arXiv:1506.02438 eq. 16; over active tokens alone as in verl and TRL.
+    Source: arXiv:1506.02438 eq. 16; over active tokens alone as in verl and TRL; lam per sample, VAPO,
+    arXiv:2504.05118 eq. 9; turns as steps as in AReaL.
     """
     tokens = tokens_of(local)
     for name, of_tokens in (("rewards", rewards), ("values", values)):
@@ -298,12 +438,65 @@ def gae(
             "swapped. Check the order of the arguments; rewards come first."
         )
     _warn_of_lost_rewards(rewards.detach(), values.detach(), tokens)
-    for name, discount in (("gamma", gamma), ("lam", lam)):
+    for name, discount in (("gamma", gamma), ("lam", 0 if isinstance(lam, Tensor) else lam)):
         check_within(name, discount, "[0, 1]", "gamma 1 and lam 0.95 are usual")
+    if isinstance(lam, Tensor) and lam.shape != (len(tokens.samples),):
+        raise ValueError(
+            f"lam of shape {tuple(lam.shape)} for {len(tokens.samples)} samples: it must be one number, or one for "
+            "each sample of the micro-batch. Pass a float, or a tensor [num_samples]."
+        )
+    dtype = torch.promote_types(values.dtype, torch.float32)
     r, v = rewards.detach().double(), values.detach().double()
     mask = on_device(tokens.mask, v.device).view(v.shape)
-    following = segment_scan(  # A_t = r_t - V_t + the sum of these from t + 1 on; over the mask: each counts once
-        (gamma * lam * (r - v) + gamma * v) / mask, local, cp_group, gamma=gamma * lam, reverse=True, exclusive=True
+    nothing = mask == 0
+    r, v = (column.masked_fill(nothing, 0) for column in (r, v))
+    once = mask.masked_fill(nothing, 1)  # sums are by the mask: over it, each token counts once
+    if steps == "token" or not len(tokens.samples):
+        advantages = _of_steps(r, v, once, gamma, lam, local, cp_group)
+        returned = advantages + v
+    else:
+        at = local, cp_group
+        first = on_device(tokens.of(_firsts(tokens, steps)), v.device).view(v.shape)
+        of_turns = segment_sum([r / once, v * first / once], *at, per=steps)
+        parts = tokens.samples.parts[steps].sample
+        turns = Samples([np.ones(n) for n in np.bincount(parts, minlength=len(tokens.samples))]).local(0, 1)
+        of_each = _of_steps(of_turns[0], of_turns[1], torch.ones_like(of_turns[0]), gamma, lam, turns, None)
+        advantages, returned = (
+            to_tokens(of_turn, local, per=steps).view(v.shape) for of_turn in (of_each, of_each + of_turns[1])
+        )
+    return advantages.masked_fill(nothing, 0).to(dtype), returned.masked_fill(nothing, 0).to(dtype)
+
+
+def _of_steps(
+    r: Tensor, v: Tensor, once: Tensor, gamma: float, lam: float | Tensor, local: Place, cp_group: Group | None
+) -> Tensor:
+    """``A_t = r_t - V_t`` plus the discounted sum, from t + 1 on, of ``gamma lam (r - V) + gamma V``."""
+    decay: Any = gamma * lam
+    at_tokens = decay
+    if isinstance(lam, Tensor):
+        at_tokens = on_device(tokens_of(local).spread(to_array(lam.detach().double())), v.device).view(v.shape) * gamma
+    following = segment_scan(
+        (at_tokens * (r - v) + gamma * v) / once, local, cp_group, gamma=decay, reverse=True, exclusive=True
     )
-    advantages = (r - v + following).masked_fill(mask == 0, 0)
-    return advantages.float(), (advantages + v).masked_fill(mask == 0, 0).float()
+    return r - v + following
+
+
+def _firsts(tokens: LocalTokens, steps: str) -> Floats:
+    """1 at the first active token of each turn of a sample, else 0, in the uncut buffer [total_tokens]."""
+    samples = tokens.samples
+    parts = samples.parts.get(steps)
+    if parts is None or parts.of_entry is None:
+        raise ValueError(
+            f"steps={steps!r} of samples with ids per token of: "
+            f"{', '.join(name for name, of in samples.parts.items() if of.of_entry is not None) or 'none'}: such ids "
+            f"must say which tokens are one step. Pass Samples(..., ids={{{steps!r}: rows}}), or steps='token'."
+        )
+    if len(np.unique(parts.ids)) < len(parts.ids):
+        raise ValueError(
+            f"{steps} ids that come in several samples: advantages run along a sample, so a {steps} must lie in one. "
+            f"Make {steps} ids unique in the step."
+        )
+    part, first = samples.part_in_buffer(steps), np.zeros(samples.total_tokens)
+    places = np.flatnonzero((samples.buffer != 0) & (part >= 0))
+    first[places[np.unique(part[places], return_index=True)[1]]] = 1
+    return first

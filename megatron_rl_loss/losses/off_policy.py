@@ -4,7 +4,7 @@ The log-ratio is the trainer's old log-prob less the inference engine's. The res
 (``importance_weights=``).
 
 A weight of 0 rejects a token, which still counts in every denominator. If only the survivors shall count, their masks
-must be known before the step is trained on: `surviving_masks` makes them from data, for `Samples`, and `Plan.keep` from
+must be known before the step is trained on: `surviving_masks` makes them from data, for `Samples`, and `keep_tokens` from
 the policy in training.
 """
 
@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 #: So many log-ratios are not all above 0 by chance.
 _MANY = 16
+#: Of fewer weights most may be lost by chance.
+_FEW = 8
 #: A weight below it is as good as none.
 _NEAR_0 = 0.02
 
@@ -138,7 +140,7 @@ def _warn_of_ratios(log_ratios: Tensor) -> None:
 
 def _warn_of_lost_weights(gate: Gate, judged: Tensor) -> None:
     """Log weights of which most are near 0 or at a bound; of a device they are not read."""
-    if not judged.is_cpu or judged.numel() < 2 or torch.compiler.is_compiling():
+    if not judged.is_cpu or judged.numel() < _FEW or torch.compiler.is_compiling():
         return
     low, high = gate.bounds
     lost = (judged <= max(low, math.log(_NEAR_0))) | (judged >= high) if gate.has_weight else gate.is_outside(judged)
@@ -198,7 +200,7 @@ def surviving_masks(
         rollout_ids: for a gate of rollouts: one per sample; all samples of a rollout must be given.
 
     Raises ValueError for log-ratios that require grad (those of the policy in training are not known before the step's
-    first forward: give them weights of 0, or use `Plan.keep`), NaN at active tokens, lengths that differ, a gate that
+    first forward: give them weights of 0, or use `keep_tokens`), NaN at active tokens, lengths that differ, a gate that
     clamps, and as `importance_weights`.
     """
     _check_gate(gate)

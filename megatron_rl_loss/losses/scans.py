@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl_loss.core.collectives import Group
-from megatron_rl_loss.core.errors import check_bool, check_choice, check_within
+from megatron_rl_loss.core.errors import check_bool, check_choice, check_within, require
 from megatron_rl_loss.core.masks import on_device
 from megatron_rl_loss.losses.cut_sequences import Sequences, Values
 from megatron_rl_loss.losses.first_order import first_order
@@ -27,7 +27,7 @@ def segment_scan(
     local: Place,
     cp_group: Group | None = None,
     *,
-    gamma: float = 1.0,
+    gamma: float | Tensor = 1.0,
     steps: Literal["active", "all"] = "active",
     reverse: bool = False,
     exclusive: bool = False,
@@ -49,7 +49,7 @@ def segment_scan(
 
     Args:
         values, local, cp_group: as in `segment_sum`.
-        gamma: discount of each step, in [0, 1].
+        gamma: discount of each step, in [0, 1]; or of each sample's steps, [num_samples].
         steps: t - 1 is the ``active`` token before, however many masked ones lie between (as in GAE); or ``all``
             entries of the mask are steps (as in FIPO's future KL).
         reverse: from the last token to the first.
@@ -62,7 +62,8 @@ def segment_scan(
 
     Raises as `segment_sum`, and ValueError for a discount outside [0, 1] or unknown steps.
     """
-    check_within("gamma", gamma, "[0, 1]", "1 is a plain sum")
+    if not isinstance(gamma, Tensor):
+        check_within("gamma", gamma, "[0, 1]", "1 is a plain sum")
     check_choice("steps", steps, ("active", "all"))
     check_bool("reverse", reverse)
     check_bool("exclusive", exclusive)
@@ -75,12 +76,35 @@ def segment_scan(
         samples = sequences.tokens.samples
         entries = samples.in_buffer([np.ones(length) for length in samples.mask_lengths]).reshape(-1)
         discounted = on_device(sequences.tokens.of(entries), sequences.mask.device) != 0
-    discounts = torch.ones_like(sequences.mask).masked_fill(discounted, gamma)
+    discounts = torch.ones_like(sequences.mask)
+    discounts = torch.where(discounted, _of_tokens(gamma, sequences), discounts)
     own = (torch.stack(sequences.rows) * sequences.mask).masked_fill(masked, 0)
     before: Tensor = _Before.apply(_Chunks.of(sequences), reverse, discounts, own)  # type: ignore[no-untyped-call]
     scanned = before if exclusive else discounts * before + own
     shape = (len(values), *values[0].shape) if isinstance(values, Sequence) else values.shape
     return scanned.masked_fill(masked, 0).to(sequences.dtype).view(shape)
+
+
+def _of_tokens(gamma: float | Tensor, sequences: Sequences) -> Tensor:
+    """The discount at each token, or one for all."""
+    device = sequences.mask.device
+    if not isinstance(gamma, Tensor):
+        return torch.full((), gamma, dtype=torch.float64, device=device)
+    number = len(sequences.tokens.samples)
+    if gamma.shape != (number,):
+        raise ValueError(
+            f"gamma of shape {tuple(gamma.shape)} for {number} samples: it must be one number, or one for each sample "
+            "of the micro-batch. Pass a float, or a tensor [num_samples]."
+        )
+    of_samples = gamma.detach().to(device, torch.float64)
+    if of_samples.numel():
+        require(
+            ((of_samples >= 0) & (of_samples <= 1)).all(),
+            lambda: f"gamma from {of_samples.amin():.3g} to {of_samples.amax():.3g}",
+            "discounts must lie in [0, 1]. Clamp them.",
+        )
+    counts = on_device(sequences.tokens.counts, device)
+    return of_samples.repeat_interleave(counts, output_size=len(sequences.tokens)) if number else sequences.mask
 
 
 @dataclass(frozen=True)

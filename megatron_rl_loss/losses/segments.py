@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl_loss.core.collectives import Group
-from megatron_rl_loss.core.errors import check_within
+from megatron_rl_loss.core.errors import check_bool, check_within
 from megatron_rl_loss.core.masks import on_device
 from megatron_rl_loss.losses.cut_sequences import Sequences, Values
 from megatron_rl_loss.losses.first_order import first_order
@@ -73,7 +73,13 @@ def segment_mean(values: Values, local: Place, cp_group: Group | None = None, *,
 
 @torch.inference_mode(False)
 def segment_quantile(
-    values: Values, local: Place, cp_group: Group | None = None, *, q: float, per: str = "sample"
+    values: Values,
+    local: Place,
+    cp_group: Group | None = None,
+    *,
+    q: float,
+    interpolates: bool = False,
+    per: str = "sample",
 ) -> Tensor:
     """The smallest active value of every sample that at least a share q of its mask does not exceed; detached.
 
@@ -82,10 +88,12 @@ def segment_quantile(
     tensor([2., 6.])
 
     Of M tokens that count 1 it is the ceil(q M)-th smallest, never a mean of two; 1.0 gives the largest. 0 for a fully
-    masked sample. Takes one collective of a float64 per token of the micro-batch. All else is as in `segment_sum`.
-    Raises ValueError for a q outside (0, 1], and as `segment_sum`.
+    masked sample. With `interpolates`, each active token counts 1, and the quantile lies between the two values nearest
+    to the place ``q (M - 1)``, as that of `torch.quantile`. Takes one collective of a float64 per token of the
+    micro-batch. All else is as in `segment_sum`. Raises ValueError for a q outside (0, 1], and as there.
     """
     check_within("q", q, "(0, 1]", "0.5 is the median, 1 the largest")
+    check_bool("interpolates", interpolates)
     sequences = Sequences.of("segment_quantile", values, local, cp_group, per)
     samples, device = sequences.tokens.samples, sequences.mask.device
     part = samples.part_in_buffer(per)
@@ -101,7 +109,14 @@ def segment_quantile(
     totals = np.bincount(units, entries, number)
     # Of values sorted within their units, the first at which the sum of mask entries so far reaches the share.
     wanted = on_device(totals.cumsum() - totals + q * totals * (1 - 1e-12), device)
-    last = on_device((np.bincount(units, minlength=number).cumsum() - 1).clip(min=0), device)
+    filled = np.bincount(units, minlength=number)
+    last = on_device((filled.cumsum() - 1).clip(min=0), device)
+    place = q * (filled - 1).clip(min=0)
+    below = np.floor(place)
+    at_below, share = (
+        on_device((filled.cumsum() - filled + below).astype(np.int64), device),
+        on_device(place - below, device),
+    )
     unit_of, weight, at = (on_device(array, device) for array in (units, entries, places))
     found = list[Tensor]()
     for row in whole[:, at]:
@@ -110,8 +125,14 @@ def segment_quantile(
         if not len(order):
             found.append(row.new_zeros(number))
             continue
-        reached = torch.searchsorted(weight[order].cumsum(0), wanted)
-        found.append(row[order][torch.minimum(reached, last)].masked_fill(on_device(totals == 0, device), 0))
+        ascending = row[order]
+        if interpolates:
+            lower = ascending[torch.minimum(at_below, last)]
+            quantile = lower.lerp(ascending[torch.minimum(at_below + 1, last)], share)
+        else:
+            reached = torch.searchsorted(weight[order].cumsum(0), wanted)
+            quantile = ascending[torch.minimum(reached, last)]
+        found.append(quantile.masked_fill(on_device(totals == 0, device), 0))
     of_units = torch.stack(found)
     if sequences.units is not None:
         of_units = of_units[:, on_device(sequences.units, device)]

@@ -142,6 +142,9 @@ def gated(
 def of_quantiles(v: Values, m: Tensor) -> Tensor:
     """Three quantiles of the masked values, by the definition: the smallest that is enough."""
     total = torch.zeros((), dtype=torch.float64)
+    linear = sorted(x for x, w in zip(v["token_advantages"].tolist(), m.tolist(), strict=True) if w)
+    if linear:
+        total = total + 4 * torch.tensor(linear, dtype=torch.float64).quantile(0.7)
     for n, q in enumerate((0.3, 0.5, 1.0)):
         values = sorted((x, float(w)) for x, w in zip(v["token_advantages"].tolist(), m.tolist(), strict=True) if w)
         enough = [x for i, (x, _) in enumerate(values) if math.fsum(w for _, w in values[: i + 1]) >= q * m.sum()]
@@ -204,14 +207,48 @@ def prefix_ratio(v: Values, m: Tensor) -> Tensor:
 
 
 def prefix_budget(v: Values, m: Tensor) -> Tensor:
-    within = scan(log_ratio(v).detach().abs(), m, 1) <= 0.1 * scan(torch.ones_like(m), m, 1)
-    return -within.double() * v["token_advantages"] * log_ratio(v).exp()
+    """CPPO's mask, token by token; a mask entry of 0.5 is half a token of a position or a sum, not of a quantile."""
+    p, q, a = v["log_probs"].detach().exp().tolist(), v["old_log_probs"].exp().tolist(), v["token_advantages"].tolist()
+    length, active = float(m.sum()), [t for t in range(len(m)) if m[t]]
+    ascending = sorted(abs(p[t] - q[t]) for t in active)
+    usual = 0.0
+    if active:
+        below, share = divmod(0.9 * (len(ascending) - 1), 1)
+        above = ascending[min(int(below) + 1, len(ascending) - 1)]
+        usual = ascending[int(below)] * (1 - share) + above * share
+    budget = min(max(usual, 0.02), 0.04)
+    keep, position, spent, weights = torch.zeros_like(m), 0.0, 0.0, 0.0
+    for t in active:
+        position += float(m[t])
+        weight = 1 - 0.2 * (position - 1) / max(length - 1, 1)
+        weighted = weight * abs(p[t] - q[t])
+        is_kept = a[t] * (p[t] - q[t]) <= 0 or weighted <= min(0.2, 0.2 + budget * weights - spent)
+        keep[t] = float(is_kept)
+        spent, weights = spent + float(m[t]) * weighted, weights + float(m[t]) * weight
+    return -keep * v["token_advantages"] * log_ratio(v).exp()
 
 
-def generalised(v: Values, m: Tensor) -> Tensor:
+def generalised(v: Values, m: Tensor, adaptive: bool = False) -> Tensor:
     r, values, active = v["token_advantages"], v["old_log_probs"], [t for t in range(len(m)) if m[t] != 0]
+    lam = max(1 - 1 / (0.3 * float(m.sum())), 0.0) if adaptive and active else 0.8
     advantages, later, value = torch.zeros_like(m), 0.0, 0.0
     for t in reversed(active):
-        later = float(r[t]) + 0.9 * value - float(values[t]) + 0.72 * later
+        later = float(r[t]) + 0.9 * value - float(values[t]) + 0.9 * lam * later
         advantages[t], value = later, float(values[t])
     return (advantages + 0.3 * torch.where(m != 0, advantages + values, 0)) * v["log_probs"]
+
+
+def generalised_of_turns(v: Values, m: Tensor) -> Tensor:
+    """Of a sample whose turns are 0, 1, 0, 1, ... by fours, as `cp_steps` has them: two steps, 0 and 1."""
+    r, values, active = v["token_advantages"], v["old_log_probs"], [t for t in range(len(m)) if m[t] != 0]
+    turns: dict[int, list[int]] = {}
+    for t in active:
+        turns.setdefault(t // 4 % 2, []).append(t)
+    advantages, returns, later, value = torch.zeros_like(m), torch.zeros_like(m), 0.0, 0.0
+    for tokens in reversed(turns.values()):
+        own = float(values[tokens[0]])
+        later = math.fsum(float(r[t]) for t in tokens) + 0.9 * value - own + 0.72 * later
+        value = own
+        for t in tokens:
+            advantages[t], returns[t] = later, later + own
+    return (advantages + 0.3 * returns) * v["log_probs"]

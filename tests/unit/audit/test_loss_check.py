@@ -247,7 +247,7 @@ def test_a_selection_by_value_is_sound_unless_the_cut_changes_it() -> None:
     report = check_loss(relative, call=ADDED, draws=6)
     assert {finding.cut for finding in report.findings} >= {MICROBATCHES, DP}
     assert all("trains on other tokens than uncut: it selects them" in f.says for f in report.findings[:2])
-    assert "plan.keep" in str(report)
+    assert "keep_tokens" in str(report)
     for function in (fixed, relative):
         (finding,) = check_loss(function, "token_mean", call=ADDED, draws=3).findings
         assert finding.kind == "values"
