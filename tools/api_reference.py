@@ -31,6 +31,7 @@ OTHERS = {
     "core.reducers": ["WeightedSum"],
     "losses.ratio": ["PolicyLoss"],
     "losses.sampler_columns": ["likeliest_ids", "sampled_log_probs", "ids_and_log_probs"],
+    "losses.by_name": ["formula_of"],
     "losses.token": ["cispo_loss", "sapo_loss", "cfpo_loss", "dppo_loss"],
     "losses.sequence": ["gspo_loss", "gmpo_loss", "vespo_loss"],
     "logprobs.kept_ids": ["KeptIds"],

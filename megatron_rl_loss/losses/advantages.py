@@ -49,9 +49,9 @@ def group_relative_advantages(
         dp_group: the data-parallel group, where a prompt's samples may lie on several of its ranks; all call it
             together. None where this rank has all samples of its prompts. A job of several ranks must say which.
 
-    Returns float32 [num_samples], on the rewards' device. Raises ValueError for rewards that are not 1-D and finite, do
-    not match the ids, or differ within a rollout, for an epsilon that is not above 0, and for no `dp_group` in a job of
-    several ranks.
+    Returns float32 [num_samples], on the rewards' device. Raises ValueError for rewards
+    that are not 1-D and finite, do not match the ids, or differ within a rollout, for an epsilon that is not above 0,
+    and for no `dp_group` in a job of several ranks.
     Source: GRPO, arXiv:2402.03300 section 4.1.2; without std, Dr. GRPO, arXiv:2503.20783 section 3.
     """
     check_bool("normalize_by_std", normalize_by_std)

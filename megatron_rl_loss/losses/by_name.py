@@ -10,15 +10,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megatron_rl_loss.core.aggregation import Aggregation
 from megatron_rl_loss.core.collectives import Group, size_of
 from megatron_rl_loss.core.errors import check_choice
-from megatron_rl_loss.losses.ppo import ppo_clip_loss
-from megatron_rl_loss.losses.ratio import Masked, PolicyLoss
+from megatron_rl_loss.losses.ppo import ppo, ppo_clip_loss
+from megatron_rl_loss.losses.ratio import Formula, Masked, PolicyInputs, PolicyLoss, largest_exponent
 from megatron_rl_loss.losses.sequence import gmpo_loss, gspo_loss, vespo_loss
-from megatron_rl_loss.losses.token import cfpo_loss, cispo_loss, dppo_loss, sapo_loss
+from megatron_rl_loss.losses.token import cfpo, cfpo_loss, cispo, cispo_loss, dppo, dppo_loss, sapo, sapo_loss
 
 
 @dataclass(frozen=True)
@@ -27,26 +28,28 @@ class NamedLoss:
 
     name: str
     compute: Callable[..., PolicyLoss]
+    formula: Callable[..., Formula] | None = None  # of a loss of single tokens, by its settings
     of_sequence: bool = False  # each token has its sequence's number, and compute takes the CP group
     mode: str | None = None  # the only one that makes it its paper's loss, or None where any does
     divisor: float | None = None
 
 
+_IPO: dict[str, Any] = {"divergence": "tv", "both_directions": True}
 POLICY_LOSSES = {
     loss.name: loss
     for loss in (
-        NamedLoss("ppo", ppo_clip_loss),
-        NamedLoss("cispo", cispo_loss),
-        NamedLoss("sapo", sapo_loss),
-        NamedLoss("cfpo", cfpo_loss),
-        NamedLoss("dppo_tv", partial(dppo_loss, divergence="tv")),
-        NamedLoss("dppo_kl", partial(dppo_loss, divergence="kl")),
-        NamedLoss("ipo", partial(dppo_loss, divergence="tv", both_directions=True)),
-        NamedLoss("gspo", partial(gspo_loss, level="sequence"), True, "sample_mean"),
-        NamedLoss("gspo_token", partial(gspo_loss, level="token"), True),
-        NamedLoss("luspo", partial(gspo_loss, level="sequence"), True, "constant", 1),
-        NamedLoss("gmpo", gmpo_loss, True, "sample_mean"),
-        NamedLoss("vespo", vespo_loss, True),
+        NamedLoss("ppo", ppo_clip_loss, ppo),
+        NamedLoss("cispo", cispo_loss, cispo),
+        NamedLoss("sapo", sapo_loss, sapo),
+        NamedLoss("cfpo", cfpo_loss, cfpo),
+        NamedLoss("dppo_tv", partial(dppo_loss, divergence="tv"), partial(dppo, divergence="tv")),
+        NamedLoss("dppo_kl", partial(dppo_loss, divergence="kl"), partial(dppo, divergence="kl")),
+        NamedLoss("ipo", partial(dppo_loss, **_IPO), partial(dppo, **_IPO)),
+        NamedLoss("gspo", partial(gspo_loss, level="sequence"), None, True, "sample_mean"),
+        NamedLoss("gspo_token", partial(gspo_loss, level="token"), None, True),
+        NamedLoss("luspo", partial(gspo_loss, level="sequence"), None, True, "constant", 1),
+        NamedLoss("gmpo", gmpo_loss, None, True, "sample_mean"),
+        NamedLoss("vespo", vespo_loss, None, True),
     )
 }
 
@@ -76,6 +79,34 @@ def policy_loss(
     place = (local, cp_group) if loss.of_sequence else (local,)
     own = {key: value for key, value in settings.items() if value is not None}
     return loss.compute(log_probs, old_log_probs, advantages, *place, **own)
+
+
+def formula_of(
+    name: str, *, dtype: torch.dtype = torch.float32, **settings: Any
+) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """``(log_probs, old_log_probs, advantages) -> losses`` of a loss of single tokens: torch operations alone.
+
+    For others' loops: `torch.fx.symbolic_trace` takes it, as Tinker's custom losses need. It checks and masks nothing:
+    give it finite log-probs of active tokens, of the dtype. Settings are those of `policy_loss`, but for importance
+    weights, by which the losses may be multiplied.
+
+    Raises ValueError as `policy_loss`, and for a loss of sequences, whose tokens depend on each other.
+    """
+    loss = _named(name, settings)
+    if loss.formula is None or "importance_weights" in settings:
+        traced = [other.name for other in POLICY_LOSSES.values() if other.formula is not None]
+        raise ValueError(
+            f"the formula of {name} with {', '.join(settings) or 'no settings'}: only losses of single tokens have "
+            f"one, without importance weights. Choose one of {', '.join(traced)}; multiply the losses by the weights."
+        )
+    formula = loss.formula(**{key: value for key, value in settings.items() if value is not None})
+    largest = largest_exponent(dtype)
+
+    def losses(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor) -> Tensor:
+        log_ratio = log_probs - old_log_probs
+        return formula(PolicyInputs(log_probs, old_log_probs, log_ratio, advantages, None, largest)).per_token_loss
+
+    return losses
 
 
 def check_goes_with(name: str, aggregation: Aggregation, **settings: Any) -> None:

@@ -4,7 +4,7 @@ The log-ratio is the trainer's old log-prob less the inference engine's. The res
 (``importance_weights=``).
 
 A weight of 0 rejects a token, which still counts in every denominator. If only the survivors shall count, their masks
-must be known before the step is trained on: `surviving_masks` makes them from data, for `Samples`, and `keep_tokens` from
+must be known before the step is trained on: `surviving_masks` makes them from data, for `Samples`, `keep_tokens` from
 the policy in training.
 """
 

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from megatron_rl_loss.core.taps import reports_output
-from megatron_rl_loss.losses.ratio import Masked, PolicyInputs, PolicyLoss, RatioBounds
+from megatron_rl_loss.losses.ratio import Formula, Masked, PolicyInputs, PolicyLoss, RatioBounds
 
 
 @reports_output
@@ -44,5 +44,10 @@ def ppo_clip_loss(
     eq. 5.
     """
     inputs = PolicyInputs.of(log_probs, old_log_probs, advantages, importance_weights, local)
+    return ppo(clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)(inputs)
+
+
+def ppo(*, clip_low: float = 0.2, clip_high: float | None = None, dual_clip: float | None = None) -> Formula:
+    """PPO's formula, of inputs that were checked."""
     bounds = RatioBounds.around_1(clip_low, clip_high, dual_clip)
-    return bounds.surrogate(inputs, inputs.log_ratio)
+    return lambda inputs: bounds.surrogate(inputs, inputs.log_ratio)

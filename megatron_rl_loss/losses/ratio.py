@@ -1,7 +1,7 @@
 """The common part of the policy losses: their inputs, checked and masked; the ratio of two policies, and its bounds."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,8 +86,8 @@ class RatioBounds:
 
     def surrogate(self, inputs: "PolicyInputs", log_ratio: Tensor) -> PolicyLoss:
         """``w * max(-A r, -A clip(r))`` of that log-ratio."""
-        bounded, clipped = self.clip(inputs.before_exp(log_ratio), inputs.advantages)
-        return inputs.policy_loss(-inputs.advantages * bounded.exp(), clipped)
+        within, clipped = self.clip(inputs.before_exp(log_ratio), inputs.advantages)
+        return inputs.policy_loss(-inputs.advantages * within.exp(), clipped)
 
 
 @dataclass(frozen=True)
@@ -97,6 +97,7 @@ class PolicyInputs:
     Attributes:
         log_ratio: differentiable in `log_probs`; 0 where a token of weight 0 has an infinite one.
         weights: importance weights, detached, or None.
+        largest: exponent, see `largest_exponent`.
     """
 
     log_probs: Tensor
@@ -104,6 +105,7 @@ class PolicyInputs:
     log_ratio: Tensor
     advantages: Tensor
     weights: Tensor | None
+    largest: float
 
     @classmethod
     def of(
@@ -132,7 +134,8 @@ class PolicyInputs:
         log_ratio = log_probs - old
         if factors:  # else 0 * inf of a rejected token would be NaN
             log_ratio = log_ratio.masked_fill((factors[0] == 0) & ~log_ratio.isfinite(), 0)
-        return cls(log_probs, old, log_ratio, advantages, factors[0] if factors else None)
+        largest = largest_exponent(log_ratio.dtype)
+        return cls(log_probs, old, log_ratio, advantages, factors[0] if factors else None, largest)
 
     def kept(self, values: Tensor) -> Tensor:
         """The values, and 0 at tokens of weight 0."""
@@ -140,7 +143,7 @@ class PolicyInputs:
 
     def before_exp(self, log_ratio: Tensor, power: int = 1) -> Tensor:
         """`kept` log-ratios, `bounded`: all that are finite have a finite exp."""
-        return bounded(self.kept(log_ratio), power)
+        return bounded(self.kept(log_ratio), self.largest / power)
 
     def policy_loss(self, loss: Tensor, clipped: Tensor | None = None) -> PolicyLoss:
         """The loss times the importance weights; `clipped` of a loss that has no clip is False everywhere."""
@@ -169,27 +172,24 @@ def _warn_of_zeros(advantages: Tensor, local: "Masked") -> None:
         )
 
 
-class _Bounded(torch.autograd.Function):
-    """A clamp from above that leaves infinity, and passes the gradient on."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, most: float) -> Tensor:
-        return torch.where(values == math.inf, values, values.clamp(max=most))
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
+#: Of a loss of single tokens with its settings: of inputs that were checked; torch operations alone.
+Formula = Callable[[PolicyInputs], PolicyLoss]
 
 
-def bounded(exponents: Tensor, power: int = 1) -> Tensor:
-    """The exponents, at most so large that ``exp`` of them to the power is finite: 80 for float32, over the power.
+def largest_exponent(dtype: torch.dtype) -> float:
+    """80 for float32: ``exp`` of it is finite, and so are factors of e^8 beside it."""
+    return math.log(torch.finfo(dtype).max) - 8
+
+
+def bounded(exponents: Tensor, most: float | None = None) -> Tensor:
+    """The exponents, at most so large that ``exp`` of them is finite: by default their dtype's `largest_exponent`.
 
     The slope of a loss beyond is that at the bound: a clamp would leave the tokens that are furthest off without any.
     An infinite exponent stays: an input's infinity is not hidden.
     """
-    most = (math.log(torch.finfo(exponents.dtype).max) - 8) / power  # e^8 for factors
-    limited: Tensor = _Bounded.apply(exponents, most)  # type: ignore[no-untyped-call]
-    return limited
+    most = largest_exponent(exponents.dtype) if most is None else most
+    is_beyond = (exponents > most) & (exponents != math.inf)
+    return torch.where(is_beyond, most + (exponents - exponents.detach()), exponents)
 
 
 def check_trained(name: str, trained: Tensor, **constants: Tensor | None) -> None:

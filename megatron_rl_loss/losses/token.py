@@ -4,6 +4,8 @@ Each is elementwise over tokens of any shape, and not reduced: reducers sum. Hal
 Inputs at masked tokens are set to 0, even NaN and inf. A token of importance weight 0 has loss and gradient 0, even
 with an infinite ratio. Finite inputs have finite losses and gradients: from a log-ratio of about 80 on (40 where it is
 squared; 700 and 350 in float64) a ratio is that of the bound. No function waits for a device.
+
+Each loss is a door, which checks its inputs, and a formula of them, which `torch.fx` can trace (`by_name.formula_of`).
 """
 
 import math
@@ -14,11 +16,8 @@ from torch import Tensor
 
 from megatron_rl_loss.core.errors import check_bool, check_choice, check_within
 from megatron_rl_loss.core.taps import reports_output
-from megatron_rl_loss.losses.ratio import (
-    Masked,
-    PolicyInputs,
-    PolicyLoss,
-)
+from megatron_rl_loss.losses.gates import binary_kl
+from megatron_rl_loss.losses.ratio import Formula, Masked, PolicyInputs, PolicyLoss
 
 DivergenceName = Literal["tv", "kl"]
 
@@ -46,13 +45,22 @@ def cispo_loss(
     Source: CISPO, MiniMax-M1, arXiv:2506.13585 eq. 4 and 5; with the prompt mean, ScaleRL, arXiv:2510.13786.
     """
     inputs = PolicyInputs.of(log_probs, old_log_probs, advantages, importance_weights, local)
+    return cispo(clip_low=clip_low, clip_high=clip_high)(inputs)
+
+
+def cispo(*, clip_low: float | None = None, clip_high: float = 4.0) -> Formula:
+    """CISPO's formula, of inputs that were checked."""
     if clip_low is not None:
         check_within("clip_low", clip_low, "(0, 1]", "None for no lower bound is usual")
     check_within("clip_high", clip_high, "(0, inf)", "4.0 is usual")
-    lowest = -math.inf if clip_low in (None, 1) else math.log1p(-clip_low)
-    bounded = inputs.log_ratio.detach().clamp(lowest, math.log1p(clip_high))
-    clipped = (inputs.advantages != 0) & (bounded != inputs.log_ratio)
-    return inputs.policy_loss(-bounded.exp() * inputs.advantages * inputs.log_probs, clipped)
+    lowest = -math.inf if clip_low is None or clip_low == 1 else math.log1p(-clip_low)
+
+    def formula(inputs: PolicyInputs) -> PolicyLoss:
+        bounded = inputs.log_ratio.detach().clamp(lowest, math.log1p(clip_high))
+        clipped = (inputs.advantages != 0) & (bounded != inputs.log_ratio)
+        return inputs.policy_loss(-bounded.exp() * inputs.advantages * inputs.log_probs, clipped)
+
+    return formula
 
 
 @reports_output
@@ -77,13 +85,22 @@ def sapo_loss(
     Raises ValueError as `ppo_clip_loss`, and for a temperature outside [0.1, 100]. Source: arXiv:2511.20347, eq. 6.
     """
     inputs = PolicyInputs.of(log_probs, old_log_probs, advantages, importance_weights, local)
+    return sapo(tau_positive=tau_positive, tau_negative=tau_negative)(inputs)
+
+
+def sapo(*, tau_positive: float = 1.0, tau_negative: float = 1.05) -> Formula:
+    """SAPO's formula, of inputs that were checked."""
     for name, tau in (("tau_positive", tau_positive), ("tau_negative", tau_negative)):
         check_within(name, tau, "[0.1, 100]", "1.0 and 1.05 are usual")
-    taus = torch.full_like(inputs.log_ratio, tau_negative).masked_fill(inputs.advantages > 0, tau_positive)
-    # From e^10 on the gate is 1 to the last bit and its gradient 0; far beyond, the exp itself would overflow. Autograd
-    # makes the gradient of expm1 of its result, so it would be 0 below -17.
-    gate = torch.sigmoid(taus * (inputs.log_ratio.clamp(max=10).exp() - 1)) * (4 / taus)
-    return inputs.policy_loss(-inputs.advantages * gate)
+
+    def formula(inputs: PolicyInputs) -> PolicyLoss:
+        taus = torch.full_like(inputs.log_ratio, tau_negative).masked_fill(inputs.advantages > 0, tau_positive)
+        # From e^10 on the gate is 1 to the last bit and its gradient 0; far beyond, the exp itself would overflow.
+        # Autograd makes the gradient of expm1 of its result, so it would be 0 below -17.
+        gate = torch.sigmoid(taus * (inputs.log_ratio.clamp(max=10).exp() - 1)) * (4 / taus)
+        return inputs.policy_loss(-inputs.advantages * gate)
+
+    return formula
 
 
 @reports_output
@@ -108,11 +125,20 @@ def cfpo_loss(
     Source: CFPO, arXiv:2601.22801; before language models, SPO, arXiv:2401.16025.
     """
     inputs = PolicyInputs.of(log_probs, old_log_probs, advantages, importance_weights, local)
+    return cfpo(epsilon=epsilon)(inputs)
+
+
+def cfpo(*, epsilon: float = 0.2) -> Formula:
+    """CFPO's formula, of inputs that were checked."""
     check_within("epsilon", epsilon, "(0, 1]", "0.2 is usual")
-    a = inputs.advantages
-    change = torch.expm1(inputs.before_exp(inputs.log_ratio, power=2).masked_fill(a == 0, 0))
-    # One product for both terms of r: an infinite one less another would be NaN.
-    return inputs.policy_loss(a.abs() * change * (change / (2 * epsilon) - a.sign()) - a)
+
+    def formula(inputs: PolicyInputs) -> PolicyLoss:
+        a = inputs.advantages
+        change = torch.expm1(inputs.before_exp(inputs.log_ratio, power=2).masked_fill(a == 0, 0))
+        # One product for both terms of r: an infinite one less another would be NaN.
+        return inputs.policy_loss(a.abs() * change * (change / (2 * epsilon) - a.sign()) - a)
+
+    return formula
 
 
 @reports_output
@@ -143,25 +169,28 @@ def dppo_loss(
     the threshold that of 3586).
     """
     inputs = PolicyInputs.of(log_probs, old_log_probs, advantages, importance_weights, local)
+    return dppo(divergence=divergence, both_directions=both_directions, threshold=threshold)(inputs)
+
+
+def dppo(
+    *, divergence: DivergenceName = "tv", both_directions: bool = False, threshold: float | None = None
+) -> Formula:
+    """DPPO's formula, of inputs that were checked."""
     check_choice("divergence", divergence, get_args(DivergenceName))
     check_bool("both_directions", both_directions)
     if threshold is None:
         threshold = 0.3 if both_directions else 0.15 if divergence == "tv" else 0.05
     interval = "(0, 1)" if divergence == "tv" else "(0, inf)"
     check_within("threshold", threshold, interval, "0.15 for tv, 0.05 for kl are usual")
-    a = inputs.advantages
-    with torch.no_grad():
-        now, before = inputs.log_probs.double(), inputs.old_log_probs.double()
+
+    def formula(inputs: PolicyInputs) -> PolicyLoss:
+        a = inputs.advantages
+        now, before = inputs.log_probs.detach().double(), inputs.old_log_probs.double()
         difference = now.exp() - before.exp()
-        distance = difference.abs() if divergence == "tv" else _binary_kl(before, now)
+        distance = difference.abs() if divergence == "tv" else binary_kl(before, now)
         pushed = a != 0 if both_directions else a * difference > 0
         left_out = pushed & (distance > threshold)
-    loss = -a * inputs.before_exp(inputs.log_ratio).masked_fill(left_out | (a == 0), 0).exp()
-    return inputs.policy_loss(loss.masked_fill(left_out, 0), left_out)
+        loss = -a * inputs.before_exp(inputs.log_ratio).masked_fill(left_out | (a == 0), 0).exp()
+        return inputs.policy_loss(loss.masked_fill(left_out, 0), left_out)
 
-
-def _binary_kl(before: Tensor, now: Tensor) -> Tensor:
-    """KL of two coins, float64, from their log-probs of heads; 0 * log 0 is 0."""
-    tails_before, tails_now = (torch.expm1(heads.clamp(max=0)).abs() for heads in (before, now))
-    of_tails = tails_before * (tails_before / tails_now).log()
-    return before.exp() * (before - now) + of_tails.masked_fill(tails_before == 0, 0)
+    return formula

@@ -123,6 +123,7 @@ def test_code_runs() -> None:
     block = code_under("losses.md", "Write your own loss")
     gates = code_under("losses.md", "Off-policy corrections")
     centred = code_under("losses.md", "Score centering")
+    carried = code_under("losses.md", "Carry a loss away")
     over_step = code_under("losses.md", "Select tokens over the step")
     local = Samples([torch.ones(3), torch.ones(2)]).local(0, 1)
     handed: list[Any] = []
@@ -148,6 +149,8 @@ def test_code_runs() -> None:
     labels, sampler = torch.ones(1, 5, dtype=torch.int64), torch.full((1, 5, 2), 0.4).log()
     of_logits = {"logits": logits, "labels": labels, "rollout_ids": rollout_ids, "rollout_log_probs": sampler}
     exec(centred, names | of_logits | {"torch": torch, "tp_group": None})
+    exec(carried, graphed := dict(names))
+    assert graphed["losses"].shape == (1, 5)
     exec(terms, names | dict.fromkeys(("losses", "kl", "entropy"), torch.ones(1, 5)))
     values = dict.fromkeys(("losses", "kl", "entropy", "ratio", "weights"), torch.ones(1, 5))
     exec(metrics, names | values)

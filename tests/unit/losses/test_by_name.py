@@ -11,7 +11,7 @@ from refusals import refusal_tests, refusals
 
 from megatron_rl_loss import Samples, kl_estimate, policy_loss, value_loss
 from megatron_rl_loss.core.aggregation import resolve
-from megatron_rl_loss.losses.by_name import POLICY_LOSSES, check_goes_with
+from megatron_rl_loss.losses.by_name import POLICY_LOSSES, check_goes_with, formula_of
 from megatron_rl_loss.losses.token import dppo_loss
 
 HELD = Samples([[1, 1, 0], [1, 1]]).local(0, 1)
@@ -185,3 +185,55 @@ REFUSALS = {
 }  # fmt: skip
 
 test_refusals = refusal_tests(REFUSALS)
+
+
+# --- formulas that others can carry away
+
+TRACED = [name for name, loss in POLICY_LOSSES.items() if loss.formula is not None]
+SETTINGS: dict[str, dict[str, Any]] = {
+    "ppo": {"clip_low": 0.1, "clip_high": 0.3, "dual_clip": 1.5},
+    "cispo": {"clip_low": 0.2, "clip_high": 0.5},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", TRACED)
+def test_a_formula_is_traced_by_torch_fx_and_equals_the_loss(name: str, dtype: Any) -> None:
+    """Value and gradient, in ratios that overflow too; the graph has functions of torch, math and operator alone."""
+    generator = torch.Generator().manual_seed(0)
+    old = -torch.rand(64, generator=generator, dtype=dtype) - 0.1
+    now = (old + 0.5 * torch.randn(64, generator=generator, dtype=dtype)).clamp(max=-0.01)
+    old[:2], now[2:4] = -900.0, -60.0
+    advantages = torch.randn(64, generator=generator, dtype=dtype)
+    settings = SETTINGS.get(name, {})
+    graph = torch.fx.symbolic_trace(formula_of(name, dtype=dtype, **settings))
+    graph.graph.eliminate_dead_code()
+    graph.recompile()
+    for node in graph.graph.nodes:
+        if node.op == "call_function":
+            module = node.target.__module__ or "torch"
+            assert module.partition(".")[0] in ("torch", "math", "_operator", "_VariableFunctions"), node
+        assert node.op in ("placeholder", "output", "call_function", "call_method"), node
+    results = []
+    for loss in (
+        lambda leaf: graph(leaf, old, advantages),
+        lambda leaf: policy_loss(name, leaf, old, advantages, torch.ones(64), **settings).per_token_loss,
+    ):
+        leaf = now.clone().requires_grad_()
+        losses = loss(leaf)
+        assert losses.dtype == dtype
+        results.append((losses.detach(), torch.autograd.grad(losses.sum(), leaf)[0]))
+    for traced, eager in zip(*results, strict=True):
+        assert eager.isfinite().all()
+        torch.testing.assert_close(traced, eager, rtol=1e-7, atol=0)
+
+
+test_refused_formulas = refusal_tests(
+    refusals(
+        formula_of,
+        (("gspo",), "the formula of gspo with no settings: only losses of single tokens", ("sapo",)),
+        ({"name": "ppo", "tau_positive": 2.0}, "this loss takes clip_low", {"name": "sapo", "tau_positive": 2.0}),
+        ({"name": "ppo", "importance_weights": 1}, "without importance weights", {"name": "ppo"}),
+        ({"name": "ppo", "clip_low": 0.0}, "clip_low is 0.0", {"name": "ppo", "clip_low": 0.1}),
+    )
+)
