@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.experimental import context_parallel
 from torch.nn.parallel import DistributedDataParallel
 
-from megatron_rl_loss import Samples, ZigzagBSHD, plan_step, ppo_clip_loss
+from megatron_rl_loss import Samples, ZigzagBSHD, plan_step, ppo_clip_loss, prove_plain_step
 
 Batch = dict[
     str, Any
@@ -45,17 +45,18 @@ def train_step(
 
     plan = plan_step(describe, mode, divisor=divisor, dp_group=dp_group, cp_group=cp_group)
     optimizer.zero_grad()
-    for number, (batch, microbatch) in enumerate(zip(batches, plan, strict=True), start=1):
-        buffers = [batch[name].clone() for name in CUT]
-        # Torch cuts the buffers in place.
-        cut = context_parallel(mesh["cp"], buffers=buffers, buffer_seq_dims=[1] * 4, no_restore_buffers={*buffers})
-        with contextlib.nullcontext() if number == len(plan) else model.no_sync(), cut:
-            tokens, labels, old_log_probs, advantages = buffers
-            microbatch.check_tokens(tokens)  # torch cuts rows as ZigzagBSHD says
-            log_probs = model(tokens).log_softmax(-1).gather(-1, labels[..., None])[..., 0]
-            policy = ppo_clip_loss(log_probs, old_log_probs, advantages, microbatch)
-            microbatch.loss(policy.per_token_loss, form="mean").backward()
-    values = plan.finish()
+    with prove_plain_step(model, plan):  # the first step; a wrong one stops all ranks
+        for number, (batch, microbatch) in enumerate(zip(batches, plan, strict=True), start=1):
+            buffers = [batch[name].clone() for name in CUT]
+            # Torch cuts the buffers in place.
+            cut = context_parallel(mesh["cp"], buffers=buffers, buffer_seq_dims=[1] * 4, no_restore_buffers={*buffers})
+            with contextlib.nullcontext() if number == len(plan) else model.no_sync(), cut:
+                tokens, labels, old_log_probs, advantages = buffers
+                microbatch.check_tokens(tokens)  # torch cuts rows as ZigzagBSHD says
+                log_probs = model(tokens).log_softmax(-1).gather(-1, labels[..., None])[..., 0]
+                policy = ppo_clip_loss(log_probs, old_log_probs, advantages, microbatch)
+                microbatch.loss(policy.per_token_loss, form="mean").backward()
+    values = plan.finish()  # clip gradients here
     optimizer.step()
     return values["pg_loss"]
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from megatron_rl_loss import Samples, plan_step, ppo_clip_loss
+from megatron_rl_loss import Samples, plan_step, ppo_clip_loss, prove_plain_step
 
 Batch = dict[str, Any]  # tokens, labels, old_log_probs, advantages: [tokens]; loss_masks, prompt_ids: 1 per sample
 
@@ -24,13 +24,14 @@ def train_step(model: Any, optimizer: Any, batches: list[Batch], mode: str, divi
 
     plan = plan_step(describe, mode, divisor=divisor, dp_group=dist.group.WORLD)
     optimizer.zero_grad()
-    for number, (batch, microbatch) in enumerate(zip(batches, plan, strict=True), start=1):
-        with contextlib.nullcontext() if number == len(plan) else model.no_sync():
-            logits = model(batch["tokens"])
-            log_probs = logits.log_softmax(-1).gather(-1, batch["labels"][:, None])[:, 0]
-            policy = ppo_clip_loss(log_probs, batch["old_log_probs"], batch["advantages"], microbatch)
-            microbatch.loss(policy.per_token_loss, form="mean").backward()
-    values = plan.finish()
+    with prove_plain_step(model, plan):  # the first step; a wrong one stops all ranks
+        for number, (batch, microbatch) in enumerate(zip(batches, plan, strict=True), start=1):
+            with contextlib.nullcontext() if number == len(plan) else model.no_sync():
+                logits = model(batch["tokens"])
+                log_probs = logits.log_softmax(-1).gather(-1, batch["labels"][:, None])[:, 0]
+                policy = ppo_clip_loss(log_probs, batch["old_log_probs"], batch["advantages"], microbatch)
+                microbatch.loss(policy.per_token_loss, form="mean").backward()
+    values = plan.finish()  # clip gradients here
     optimizer.step()
     return values["pg_loss"]
 

@@ -196,9 +196,11 @@ class Plan:
         return self.record.num_microbatches
 
     def __getitem__(self, number: int) -> Microbatch:
+        self.record.use.is_handed_out = True
         return self.microbatches[number]
 
     def __iter__(self) -> Iterator[Microbatch]:
+        self.record.use.is_handed_out = True
         return iter(self.microbatches)
 
     @property

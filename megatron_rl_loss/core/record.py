@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_rl_loss.core.aggregation import Aggregation, LossModes
 from megatron_rl_loss.core.carriers import Carrier, Count, Form, product
-from megatron_rl_loss.core.collectives import StepGroups, size_of
+from megatron_rl_loss.core.collectives import Group, StepGroups, size_of
 from megatron_rl_loss.core.counting import StepTotals
 from megatron_rl_loss.core.metrics import Note
 from megatron_rl_loss.core.reducers import WeightedSum
@@ -53,14 +53,18 @@ class PlanUse:
 
     Attributes:
         policy: the aggregation of the policy loss.
+        cp_group: by which micro-batches are cut that have no group of their own.
         is_carried: for each micro-batch, True once its share was returned for training; always this list.
+        is_handed_out: True once somebody took micro-batches of it, to train on them.
         is_used: True once a micro-batch made a reducer or a share.
         was_compiled: some share was made in a compiled graph, where no hook can be set.
         forms: in which micro-batches returned their shares.
     """
 
     policy: Aggregation
+    cp_group: Group | None = None
     is_carried: list[bool] = field(default_factory=list)
+    is_handed_out: bool = False
     is_used: bool = False
     was_compiled: bool = False
     forms: set[str] = field(default_factory=set)
@@ -119,7 +123,7 @@ class StepRecord:
     wrong_tokens: list[Tensor] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
-        self.use = PlanUse(self.modes.policy)
+        self.use = PlanUse(self.modes.policy, self.groups.cp_group)
         self._constants: dict[tuple[str, torch.device], Tensor] = {}
         self.reset()
 

@@ -122,7 +122,8 @@ class WeightedSum:
         coef, term = (1.0, None) if summand is None else (summand.coef, summand.term)
         outputs = [] if summand is None else taps.outputs_of(summand.values)
         hooked = SummedShare(self, self.gradient_scale * coef, unseen, outputs)
-        share.register_hook(hooked.add)
+        share.register_hook(hooked.see)
+        share.register_hook(taps.of_training(hooked.add))
         if values is not None and values.requires_grad and coef:
             values.register_hook(hooked.check)
         tapped = Tap(tuple(self.weights.shape), samples=self._local.samples, share=hooked)

@@ -85,10 +85,13 @@ class SummedShare:
         self.slope: Tensor | None = None
         self.off: Tensor | None = None
 
-    def add(self, gradient: Tensor) -> None:
-        """A tensor hook of the share: returns nothing, so that the gradient goes on as it is."""
+    def see(self, gradient: Tensor) -> None:
+        """A tensor hook of the share, for `check`: returns nothing, so that the gradient goes on as it is."""
         self._last = gradient.detach().clone()
-        self.slope = self._last if self.slope is None else self.slope + self._last
+
+    def add(self, gradient: Tensor) -> None:
+        """Add a gradient of the share."""
+        self.slope = gradient.detach().clone() if self.slope is None else self.slope + gradient.detach()
 
     def check(self, gradient: Tensor) -> None:
         """A tensor hook of the losses, after that of the share: compares what was sent to them with the weights."""
@@ -178,12 +181,44 @@ class Taps:
         losses: by term and micro-batch. A term that is tapped twice in a micro-batch is a second term.
         outputs: of loss functions of this package in this micro-batch, with their nodes in the graph.
         log_prob_gradients: of losses `at_log_probs`, a `LogProbGradients`.
+        num_taken: how many gradients parameters took so far; None where nobody counts them.
     """
 
+    num_taken: int | None = None
     num_microbatches: int = 0
     losses: dict[str, dict[int, Tap]] = field(default_factory=dict)
     outputs: list[tuple[Any, LossOutput]] = field(default_factory=list)
     log_prob_gradients: Any = None
+    _not_taken: list[Callable[[], None]] = field(default_factory=list)
+
+    def of_training(self, add: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+        """A tensor hook that adds a gradient once the backward pass that it came by has trained some parameter.
+
+        A pass for a log, as of ``torch.autograd.grad``, trains none; neither does a loss that is detached from the
+        model. Where no parameter takes any gradient all step long, all passes count.
+        """
+
+        def hook(gradient: Tensor) -> None:
+            before, kept = self.num_taken, gradient.detach().clone()
+            if before is None:
+                add(kept)
+                return
+
+            def end() -> None:
+                if self.num_taken == before:
+                    self._not_taken.append(lambda: add(kept))
+                else:
+                    add(kept)
+
+            torch.autograd.Variable._execution_engine.queue_callback(end)
+
+        return hook
+
+    def end(self) -> None:
+        """Count the passes that trained no parameter, if none did."""
+        waiting, self._not_taken = self._not_taken, []
+        for add in waiting if not self.num_taken else ():
+            add()
 
     def begin_microbatch(self) -> None:
         self.num_microbatches += 1
@@ -193,7 +228,7 @@ class Taps:
         """Record what reaches the losses that a loss function returned."""
         if torch.is_grad_enabled() and per_token_loss.requires_grad:
             output = LossOutput(made_by, GradientSum())
-            per_token_loss.register_hook(output.gradient.add)
+            per_token_loss.register_hook(self.of_training(output.gradient.add))
             self.outputs.append((per_token_loss.grad_fn, output))
 
     def outputs_of(self, losses: Tensor) -> list[LossOutput]:
@@ -226,7 +261,7 @@ class Taps:
             return known
         tapped = Tap(tuple(losses.shape), losses.dtype, source=ref(losses))
         if losses.requires_grad:
-            losses.register_hook(tapped.hooked.add)
+            losses.register_hook(self.of_training(tapped.hooked.add))
         self.add(tapped, name)
         return tapped
 

@@ -11,10 +11,11 @@ from megatron_rl_loss.core.collectives import Group, world_rank, world_size
 from megatron_rl_loss.core.errors import print_text
 from megatron_rl_loss.core.record import PlanUse
 from megatron_rl_loss.megatron.groups import groups_of
-from megatron_rl_loss.proof.first_step import FirstStep
+from megatron_rl_loss.megatron.proving import MegatronFirstStep
+from megatron_rl_loss.proof.unproved import line_of
 
 
-class EngineStep(FirstStep):
+class EngineStep(MegatronFirstStep):
     """`FirstStep` of an engine, in which something may be known to be unprovable before the step runs.
 
     Attributes:
@@ -38,9 +39,7 @@ class EngineStep(FirstStep):
             return
         self.is_over, self.outcome = True, "unknown"
         if not world_rank():
-            from megatron_rl_loss.proof.unproved import line_of
-
-            print_text(f"megatron_rl_loss: {line_of('unknown', why, self.aim(self.asked), self._level)}")
+            print_text(f"megatron_rl_loss: {line_of('unknown', why, self.aim(self.asked), self.level)}")
 
 
 def _groups_without_model() -> list[Group]:

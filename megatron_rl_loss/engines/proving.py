@@ -35,7 +35,7 @@ def prove(
         announce(f"{engine}: NOT PROVED: Megatron-Core is not loaded")
         return None
     from megatron_rl_loss.engines.engine_step import EngineStep
-    from megatron_rl_loss.megatron.flags import proof_level
+    from megatron_rl_loss.proof.level import proof_level
 
     proof = EngineStep(asked, f"{engine}'s {loss}", level=proof_level(), **words)
     proofs: WeakKeyDictionary[Any, EngineStep] = WeakKeyDictionary()  # an address is used again

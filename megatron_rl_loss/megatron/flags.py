@@ -2,21 +2,18 @@
 
 import difflib
 import functools
-import os
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from megatron_rl_loss.core.aggregation import LossModes
 from megatron_rl_loss.core.counting import COUNTINGS, UnitCounting
 from megatron_rl_loss.core.errors import check_choice, check_int
 from megatron_rl_loss.core.modes import Mode, ModeFunction, available_modes, load_function, token_mean
 from megatron_rl_loss.core.plan import EmptyStep
+from megatron_rl_loss.proof.level import ProofLevel, proof_level
 
-ProofLevel = Literal["error", "warn", "off"]
-#: An environment variable: the level of the first step's proof without a flag.
-PROOF_VARIABLE = "MEGATRON_RL_LOSS_PROOF"
 #: Loss terms whose mode has a flag.
 _TERMS = ("kl", "entropy", "value")
 #: Sizes of weight-rematerialising TP (GTP).
@@ -37,7 +34,8 @@ class AggregationSettings:
         empty_step: as in `plan_step`.
         with_per_token_loss: allow any mode on a model whose config calculates per-token loss.
         audit_interval: number of steps from one measured step to the next; None to measure none.
-        proof: reaction to wrong weights in the first training step: ``error``, ``warn``, or ``off`` for no measurement.
+        proof: reaction to wrong weights in the first training step: ``strict``, ``error``, ``warn``, or ``off`` for no
+            measurement.
             The default is the environment's ``MEGATRON_RL_LOSS_PROOF``, else ``error``.
     """
 
@@ -71,8 +69,8 @@ class AggregationSettings:
         metadata={
             "choices": get_args(ProofLevel),
             "help": "The first training step is measured. If a token has a wrong weight, abort all ranks before the "
-            "optimizer step (error) or print a report (warn); off measures nothing. Default: MEGATRON_RL_LOSS_PROOF, "
-            "or error.",
+            "optimizer step (error; strict also where single parameters are reduced differently) or print a report "
+            "(warn); off measures nothing. Default: MEGATRON_RL_LOSS_PROOF, or error.",
         },
     )
 
@@ -102,13 +100,6 @@ class AggregationSettings:
 
 #: By the name of its flag in a Namespace, each field that has one.
 _FIELDS = {f"loss_aggregation_{row.name}": row for row in fields(AggregationSettings) if row.metadata}
-
-
-def proof_level(asked: str | None = None) -> ProofLevel:
-    """The level asked for, else that of the environment, else ``error``. Raises ValueError for an unknown level."""
-    level: Any = asked or os.environ.get(PROOF_VARIABLE) or "error"
-    check_choice("proof level" if asked else f"{PROOF_VARIABLE} level", level, get_args(ProofLevel))
-    return level
 
 
 def _flag_of(name: str) -> str:

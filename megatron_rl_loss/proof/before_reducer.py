@@ -23,7 +23,8 @@ class Before:
         made_by: the loss functions.
         low, high: the factors of tokens by that code.
         division: the count that losses were divided by, which the reducer divides by again; "" for none.
-        is_sure: the division cannot be a coefficient that somebody chose.
+        is_sure: the division cannot be a coefficient that somebody chose, or weights: it changes with the micro-batch.
+        is_doubtful: tokens weigh one over the length of their sample, which somebody may want.
     """
 
     made_by: tuple[str, ...] = ()
@@ -31,6 +32,7 @@ class Before:
     high: float = 1.0
     division: str = ""
     is_sure: bool = False
+    is_doubtful: bool = False
 
     @property
     def is_one(self) -> bool:
@@ -63,6 +65,7 @@ _COUNTS = (
     "the sum of the mask over the micro-batch's part on the CP rank",
     "the number of tokens of the micro-batch",
 )
+_OF_SAMPLES = _COUNTS[:2]
 
 
 class FactorExtremes:
@@ -111,16 +114,20 @@ def before_of(numbers: Sequence[float], made_by: set[str]) -> Before:
     """What the extremes of all ranks show: a division where the factors of tokens, times a count, are one number.
 
     If the factors are one number themselves, then the count is one too. Losses were divided by it if the product is 1.
-    A factor of two digits at most may be somebody's coefficient: 0.1, say, where each sample has ten tokens.
+    A factor of two digits at most may be somebody's coefficient: 0.1, say, where each sample has ten tokens. So may be
+    any factor of samples of one length, and weights of 1 / length may be wanted; none of a micro-batch is.
     """
     if not made_by:
         return Before()
     low, high = -np.array(numbers[: 1 + len(_COUNTS)]), np.array(numbers[1 + len(_COUNTS) :])
     is_alike = high - low <= _ALIKE * np.abs(high)
     factor = float(high[0])
-    division, is_sure = "", False
+    division, is_sure, is_doubtful = "", False, False
     for name, alike, product in zip(_COUNTS, is_alike[1:], high[1:], strict=True):
         if alike and not division and (not is_alike[0] or (abs(product - 1) <= _ALIKE and factor < 0.5)):
             division = name
-            is_sure = not is_alike[0] or not math.isclose(factor, float(f"{factor:.2g}"), rel_tol=1e-5)
-    return Before(tuple(sorted(made_by)), float(low[0]), factor, division, is_sure)
+            is_of_sample = name in _OF_SAMPLES
+            is_doubtful = is_of_sample and not is_alike[0]
+            is_odd = not is_alike[0] or not math.isclose(factor, float(f"{factor:.2g}"), rel_tol=1e-5)
+            is_sure = is_odd and not is_of_sample
+    return Before(tuple(sorted(made_by)), float(low[0]), factor, division, is_sure, is_doubtful)

@@ -1,7 +1,8 @@
 """The outcomes of a measured step: a table from what was seen of it to what the proof does.
 
 A step is `wrong` only on positive evidence: token weights that were measured through a certified factor and are not
-those asked, or a plan that knows that none of its micro-batches was trained on. What was not seen is `unknown`.
+those asked, or a plan that knows that none of its micro-batches was trained on. A parameter that has another factor may
+be meant to: that only keeps the step from being `proved`. What was not seen is `unknown`.
 """
 
 from typing import Literal, NamedTuple, get_args
@@ -9,17 +10,22 @@ from typing import Literal, NamedTuple, get_args
 #: The largest relative difference of sound weights, by the type that gradients were rounded to. float32 allows for some
 #: ten products on either side and the residual of a measurement, half precision for a few roundings of a gradient.
 TOLERANCES = {"float32": 64 * 2.0**-24, "float16": 4 * 2.0**-11, "bfloat16": 4 * 2.0**-8}
-#: Gradients at the reference parameters of the last pipeline stage; ``unseen``: there is no such parameter.
-Gradient = Literal["finite", "zero", "overflow", "unseen"]
-#: The factor between backward and finalised gradients: measured on a parameter, or not.
+#: Gradients of the trainable parameters; ``unseen``: they are not measured; ``failed``: the measurement has an error.
+Gradient = Literal["finite", "zero", "overflow", "unseen", "failed"]
+#: The factor between backward and final gradients: that of most parameters, or none.
 FactorState = Literal["certified", "unknown"]
-#: Losses that went through a reducer or a tap; ``untrained``: none did, though a plan or an engine expects it.
-Losses = Literal["seen", "unseen", "untrained"]
+#: Losses that went through a reducer or a tap; ``untrained``: none did, though a plan or an engine expects it;
+#: ``foreign``: none did in a step without a plan, such as one of supervised training, and a later one may have one.
+Losses = Literal["seen", "unseen", "untrained", "foreign"]
 #: Measured weights of the terms; ``unknown`` without a mode, a coefficient, masks, or a certified tap; ``none``: no
 #: token of the step is active.
 Weights = Literal["as asked", "other", "unknown", "none"]
+#: Whether the factor is that of every parameter that was measured, on all ranks.
+Parameters = Literal["alike", "unlike"]
 #: ``wait`` and ``overflow`` measure the next step; ``overflow`` for as long as a loss scale takes to settle.
-Outcome = Literal["wait", "overflow", "unknown", "wrong", "proved"]
+#: ``unlike``: weights are as asked, by the factor of most parameters, and some parameters have another.
+#: ``foreign``: the step trains on something else, and the next one with a plan is measured.
+Outcome = Literal["wait", "overflow", "foreign", "unknown", "unlike", "wrong", "proved"]
 
 
 class Seen(NamedTuple):
@@ -29,21 +35,25 @@ class Seen(NamedTuple):
     factor: FactorState | None
     losses: Losses | None
     weights: Weights | None
+    parameters: Parameters | None
 
 
 #: Every combination matches one row (`tests/unit` tries all).
 OUTCOMES: dict[Seen, Outcome] = {
-    # gradient, factor, losses, weights
-    Seen("overflow", None, None, None): "overflow",
-    Seen("zero", None, None, None): "wait",
-    Seen("unseen", None, None, None): "unknown",
-    Seen("finite", None, "untrained", None): "wrong",
-    Seen("finite", None, "unseen", None): "unknown",
-    Seen("finite", "unknown", "seen", None): "unknown",
-    Seen("finite", "certified", "seen", "as asked"): "proved",
-    Seen("finite", "certified", "seen", "other"): "wrong",
-    Seen("finite", "certified", "seen", "unknown"): "unknown",
-    Seen("finite", "certified", "seen", "none"): "wait",
+    # gradient, factor, losses, weights, parameters
+    Seen("failed", None, None, None, None): "unknown",
+    Seen("overflow", None, None, None, None): "overflow",
+    Seen("zero", None, None, None, None): "wait",
+    Seen("unseen", None, None, None, None): "unknown",
+    Seen("finite", None, "untrained", None, None): "wrong",
+    Seen("finite", None, "unseen", None, None): "unknown",
+    Seen("finite", None, "foreign", None, None): "foreign",
+    Seen("finite", "unknown", "seen", None, None): "unknown",
+    Seen("finite", "certified", "seen", "as asked", "alike"): "proved",
+    Seen("finite", "certified", "seen", "as asked", "unlike"): "unlike",
+    Seen("finite", "certified", "seen", "other", None): "wrong",
+    Seen("finite", "certified", "seen", "unknown", None): "unknown",
+    Seen("finite", "certified", "seen", "none", None): "wait",
 }
 
 
@@ -58,5 +68,5 @@ def outcome_of(seen: Seen) -> Outcome:
 
 
 #: The strictest first: where ranks see differently, this order decides.
-ORDER: tuple[Outcome, ...] = ("wrong", "unknown", "overflow", "wait", "proved")
+ORDER: tuple[Outcome, ...] = ("wrong", "unlike", "unknown", "foreign", "overflow", "wait", "proved")
 assert set(ORDER) == set(get_args(Outcome))

@@ -1,7 +1,7 @@
 """What an engine was told about a step, or says about it, against what came: group sizes, counts of its data."""
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -9,9 +9,7 @@ from megatron_rl_loss.core.aggregation import Aggregation, rehearse
 from megatron_rl_loss.core.collectives import attempt
 from megatron_rl_loss.core.counting import StepTotals
 from megatron_rl_loss.core.samples import Samples
-
-if TYPE_CHECKING:  # it imports Megatron, which nothing here needs
-    from megatron_rl_loss.proof.own_tokens import Compared
+from megatron_rl_loss.proof.difference import Compared
 
 
 class Promises(NamedTuple):
@@ -82,7 +80,7 @@ def other_data(data: tuple[float, int] | None, totals: StepTotals) -> list[str]:
     return [f"The step's data has {had}, and its losses had {came}: each micro-batch must be trained on once."]
 
 
-def other_count(count: float | None, compared: "Compared") -> str:
+def other_count(count: float | None, compared: Compared) -> str:
     """The reason if weights differ by just the samples that an engine divides by and those that came; else empty."""
     came = compared.totals.units["sample"].number["all"] if "sample" in compared.totals.units else 0
     if not came or count is None:

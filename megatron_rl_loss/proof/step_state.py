@@ -1,17 +1,40 @@
 """What ranks tell each other of a measured step, before they compare weights: words, and numbers of a fixed size."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from megatron_rl_loss.core.samples import LocalTokens
 from megatron_rl_loss.core.taps import Declared, Tap
-from megatron_rl_loss.proof.anchor import Factor
-from megatron_rl_loss.proof.outcomes import TOLERANCES, FactorState, Gradient, Losses
+from megatron_rl_loss.proof.factor import MOST_NAMES, Alike, Factor
+from megatron_rl_loss.proof.outcomes import TOLERANCES, FactorState, Gradient, Losses, Parameters
 
 #: Reasons of other ranks beyond these say nothing new; nor does the rest of a long one.
 _MOST_REASONS, _MOST_WORDS = 3, 600
+
+
+class Covered(NamedTuple):
+    """Numbers of trainable parameters of a pipeline stage.
+
+    Attributes:
+        total: all of them.
+        covered: those that have the factor.
+        zero: those without a gradient.
+        unlike: those that have it not.
+    """
+
+    total: int = 0
+    covered: int = 0
+    zero: int = 0
+    unlike: int = 0
+
+    def joined(self, other: "Covered") -> "Covered":
+        """As the rank that covers fewest sees them."""
+        return Covered(
+            max(self.total, other.total), min(self.covered, other.covered), max(self.zero, other.zero),
+            max(self.unlike, other.unlike),
+        )  # fmt: skip
 
 
 @dataclass
@@ -20,8 +43,13 @@ class StepState:
 
     faults: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
-    uncertain: list[str] = field(default_factory=list)  # why anchors have no factor
-    factors: dict[tuple[int, str], Factor] = field(default_factory=dict)  # by pipeline stage and parameter
+    uncertain: list[str] = field(default_factory=list)  # why parameters have no common factor
+    factors: dict[int, Factor] = field(default_factory=dict)  # by pipeline stage
+    parameters: dict[int, Covered] = field(default_factory=dict)  # by pipeline stage
+    unlike: dict[str, str] = field(default_factory=dict)  # parameters, and what they have in place of the factor
+    uncovered: dict[str, str] = field(default_factory=dict)  # parameters of which nothing can be said, and why
+    notes: list[str] = field(default_factory=list)  # further words on the measurement of gradients
+    coarsest: float = 0.0  # the largest part of a covered parameter's gradient that rounding may be
     gradients: set[Gradient] = field(default_factory=set)
     dtypes: set[str] = field(default_factory=set)  # of tapped losses
     terms: dict[str, set[Declared]] = field(default_factory=dict)
@@ -38,19 +66,26 @@ class StepState:
     def __add__(self, other: "StepState") -> "StepState":
         a, b = vars(self), vars(other)
         joined: dict[str, Any] = {name: a[name] | b[name] for name in a if isinstance(a[name], set | bool)}
-        for name in ("faults", "unknown", "uncertain"):
+        for name in ("faults", "unknown", "uncertain", "notes"):
             joined[name] = [text[:_MOST_WORDS] for text in dict.fromkeys(a[name] + b[name])][:_MOST_REASONS]
         names = {**self.terms, **other.terms}  # in the order of the loss
         joined["terms"] = {name: _few(self.terms.get(name, set()) | other.terms.get(name, set())) for name in names}
+        for name in ("unlike", "uncovered"):
+            joined[name] = dict([*{**b[name], **a[name]}.items()][:MOST_NAMES])
+        stages = sorted({**self.parameters, **other.parameters})
+        pairs = {n: [of[n] for of in (self.parameters, other.parameters) if n in of] for n in stages}
+        joined["parameters"] = {n: of_stage[0].joined(of_stage[-1]) for n, of_stage in pairs.items()}
+        for name in ("off", "coarsest"):
+            joined[name] = max(a[name], b[name])
         tokens = self.tokens[0] + other.tokens[0], self.tokens[1] + other.tokens[1]
-        state = StepState(**joined, off=max(self.off, other.off), tokens=tokens, factors=dict(self.factors))
-        for (stage, _), factor in other.factors.items():
+        state = StepState(**joined, tokens=tokens, factors=dict(self.factors))
+        for stage, factor in other.factors.items():
             state.add_factor(stage, factor)
         return state
 
     @property
     def gradient(self) -> Gradient:
-        order: tuple[Gradient, ...] = ("overflow", "finite", "zero", "unseen")
+        order: tuple[Gradient, ...] = ("failed", "overflow", "finite", "zero", "unseen")
         return next((state for state in order if state in self.gradients), "unseen")
 
     @property
@@ -62,14 +97,18 @@ class StepState:
         return "seen" if self.terms else "unseen"
 
     @property
-    def factor(self) -> Factor:
-        """That of the last pipeline stage that has one, by its first anchor."""
-        last = max((stage for stage, _ in self.factors), default=0)
-        return next((factor for (stage, _), factor in self.factors.items() if stage == last), Factor())
+    def all_parameters(self) -> Covered:
+        """Of all stages."""
+        return Covered(*map(sum, zip(*self.parameters.values(), strict=True))) if self.parameters else Covered()
 
     @property
-    def anchors(self) -> list[str]:
-        return [*dict.fromkeys(name for _, name in self.factors)]
+    def alikeness(self) -> Parameters:
+        return "unlike" if self.all_parameters.unlike else "alike"
+
+    @property
+    def factor(self) -> Factor:
+        """That of the last pipeline stage that has one."""
+        return self.factors[max(self.factors)] if self.factors else Factor()
 
     @property
     def rounding(self) -> str:
@@ -101,25 +140,38 @@ class StepState:
             compared, differ = self.tokens
             self.tokens = compared + len(tokens), differ + int((cut != tapped.tokens).sum())
 
-    def check_factor(self, place: tuple[int, str], factor: Factor, reference: Factor) -> None:
+    def add_parameters(self, stage: int, alike: Alike, *, is_one_stage: bool) -> None:
+        """Add what sketches say of this rank's parameters."""
+        self.parameters[stage] = Covered(alike.total, alike.covered, len(alike.zero), len(alike.unlike))
+        place = "" if is_one_stage else f" of pipeline stage {stage}"
+        self.unlike, self.uncovered = (
+            {f"{name}{place}": words for name, words in found.items()} for found in (alike.unlike, alike.uncovered)
+        )
+        self.notes, self.coarsest = [*alike.notes], alike.coarsest
+        if alike.factor is not None:
+            self.add_factor(stage, alike.factor)
+        if alike.problem:
+            self.uncertain.append(alike.problem)
+
+    def check_factor(self, factor: Factor, reference: Factor) -> None:
         """Add a fault if a factor is not the other one, within the rounding of both."""
-        stage, name = place
         if abs(factor.value / reference.value - 1) > factor.rounding + reference.rounding:
+            at, other = (f" on {of.where}" * bool(of.where) for of in (factor, reference))
             fault = (
-                f"Gradients are multiplied by {factor.value:.6g} at {name} (pipeline stage {stage}), "
-                f"{reference.value:.6g} at {reference.name}: no weight holds for all parameters."
+                f"Gradients are multiplied by {factor.value:.6g}{at}, by {reference.value:.6g}{other}: no weight holds "
+                "for all parameters."
             )
             self.faults += [fault] if fault not in self.faults else []
 
     def add_factor(self, stage: int, factor: Factor) -> None:
-        """Add a factor. It is a fault if parameters of one name have several, on tensor-parallel ranks or in chunks."""
-        known = self.factors.setdefault((stage, factor.name), factor)
-        self.check_factor((stage, factor.name), factor, known)
+        """Add a factor. It is a fault if ranks of a stage have several."""
+        known = self.factors.setdefault(stage, factor)
+        self.check_factor(factor, known)
 
     def check_factors(self) -> None:
         """Add the faults that numbers of all ranks show together."""
-        for place, factor in self.factors.items():
-            self.check_factor(place, factor, self.factor)
+        for factor in self.factors.values():
+            self.check_factor(factor, self.factor)
         if self.off > TOLERANCES["bfloat16"]:
             self.faults.append(
                 f"A reducer's backward pass does not send its weights: the largest error is {self.off:.2g}."
@@ -132,3 +184,28 @@ class StepState:
 def _few(declared: set[Declared]) -> set[Declared]:
     """Some of what micro-batches declare, the same on every rank: two that differ say as much as thousands."""
     return set(sorted(declared, key=repr)[:_MOST_REASONS])
+
+
+def parameters_in_words(state: StepState) -> str:
+    """By which gradients a step was measured, and by which not."""
+    of_all, rounding = state.all_parameters, state.coarsest
+    whose = f"all {of_all.total}" if of_all.covered == of_all.total else f"{of_all.covered} of {of_all.total}"
+    told = f"by the gradients of {whose} parameters" if of_all.total > 1 else "by the gradient of the one parameter"
+    left = of_all.total - of_all.covered - of_all.zero
+    beside = [*state.notes, *[f"{of_all.zero} have none"] * bool(of_all.zero)]
+    if left:
+        reasons = [f"{name}: {why}" for name, why in state.uncovered.items()]
+        beside.append(f"{left} not covered, as {'; '.join(reasons) or 'other ranks say'}")
+    if state.tolerance > TOLERANCES["float32"]:
+        beside.append(f"weights to within {100 * state.tolerance:.2g} %, gradients to {100 * rounding:.2g} %")
+    return told + f" ({', '.join(beside)})" * bool(beside)
+
+
+def unlike_in_words(state: StepState) -> str:
+    """The parameters that have not the factor of the others."""
+    of_all, names = state.all_parameters, [f"{name} ({what})" for name, what in state.unlike.items()]
+    more = f", and {of_all.unlike - len(names)} more" * (of_all.unlike > len(names))
+    return (
+        f"{of_all.unlike} of {of_all.total} parameters are not trained by these weights: their final gradients are not "
+        f"{state.factor.value:.6g} times the sum over ranks, as those of the others are: {', '.join(names)}{more}."
+    )

@@ -3,16 +3,18 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from functools import partial
 
+from megatron_rl_loss.core.aggregation import Aggregation
+from megatron_rl_loss.core.collectives import attempt
 from megatron_rl_loss.core.counting import StepTotals
-from megatron_rl_loss.proof.measurement import StepMeasurement
+from megatron_rl_loss.core.taps import Declared
+from megatron_rl_loss.proof.difference import Compared, may_be_clipped
+from megatron_rl_loss.proof.measurement import Measurement
 from megatron_rl_loss.proof.outcomes import Weights
-from megatron_rl_loss.proof.own_tokens import Compared, OwnTokens
+from megatron_rl_loss.proof.own_tokens import OwnTokens
+from megatron_rl_loss.proof.promises import Promises, misgrouped, other_count, other_data
 from megatron_rl_loss.proof.step_state import StepState
-
-if TYPE_CHECKING:  # few launches make promises
-    from megatron_rl_loss.proof.promises import Promises
 
 
 @dataclass
@@ -46,6 +48,8 @@ class OfTerms:
             (self.unknown if doubt else self.faults).append(f"{aim}: {compared}. {doubt}".rstrip())
         elif compared.before.is_sure and compared.averages:
             self.faults.append(f"{aim}: {compared.before.fault}")
+        elif compared.before.is_doubtful and compared.averages:
+            self.unknown.append(f"{aim}: {compared.before.fault} Or are these your own weights?")
         elif compared.totals.step_active_tokens:
             self.proved.append(aim)
             self.uncovered += [str(compared.before)] * (not compared.before.is_one)
@@ -60,13 +64,13 @@ class OfTerms:
 
 
 def compare_terms(
-    measured: StepMeasurement,
+    measured: Measurement,
     state: StepState,
     own: OwnTokens | None,
     *,
     policy: str = "the policy loss",
     required: Sequence[str] = (),
-    promises: "Promises | None" = None,
+    promises: Promises | None = None,
 ) -> OfTerms:
     """Compare each term; all ranks of the last stage call it, others have nothing to compare.
 
@@ -84,41 +88,92 @@ def compare_terms(
             where = "several times in a micro-batch" if name in state.terms else "in no micro-batch"
             of_terms.faults.append(f"The {name} term went through a reducer of this library {where}.")
     first = "pg" if "pg" in state.terms else next(iter(state.terms))
-    for name in sorted(state.terms, key=lambda name: name != first):
-        (declared, *others), loss = sorted(state.terms[name], key=repr), _in_words(name, policy)
-        doubt = next((said.doubt for said in (declared, *others) if said.doubt), "")  # micro-batches may differ by it
-        others = [other for other in others if replace(other, doubt="") != replace(declared, doubt="")]
-        asked, why = own.aggregation(name), ""
-        if name != first and not declared.mode:
-            why = "no mode of its own"
-        elif len(state.asked) > 1 and (declared.has_policys_mode or not declared.mode):
-            why = "ranks ask for different modes"
-        elif others or (declared.coef is not None and math.isnan(declared.coef)):
-            why = "its mode or coefficient differs between micro-batches, or is not known"
-        elif asked is None or (declared.mode and name in state.lacking):
-            why = "its mode is not known on every rank"
-        elif declared.coef == 0:
-            why = "coefficient 0"
-        elif name not in state.reached and name != first:
-            why = "no gradient"
+    names = sorted(state.terms, key=lambda name: name != first)
+    # What a rank knows of a term's mode may be its own; what is compared is what all ranks can compare.
+    whys = {}
+    for name in names:
+        why_not = partial(_why_not, name, state, own, is_first=name == first)
+        whys[name] = measured.exchange.local(why_not, "a rank failed")
+    over = measured.ranks.of_loss(is_dynamic=state.is_dynamic).of_loss
+    refused = measured.exchange.agree([name for name, why in whys.items() if why], names, over)
+    for name in names:
+        loss, declared, why = _in_words(name, policy), _declared(state, name), whys[name]
         if why == "no gradient" and declared.coef:
             of_terms.faults.append(f"The {loss} term has a coefficient, {declared.coef:g}, and no gradient reaches it.")
-            continue
-        if why or asked is None:
-            of_terms.uncovered.append(f"{loss} ({why})")
-            continue
-        compared = own.compare(name, asked, state.factor.value / measured.loss_scale, declared.coef or 1.0)
-        if promises is not None or declared.count is not None:  # an engine said so
-            from megatron_rl_loss.proof.promises import Promises, misgrouped, other_count, other_data
-
-            size, is_sure, remedy, data = promises or Promises()
-            ids = misgrouped(compared.totals, size, asked, is_sure=is_sure, remedy=remedy)
-            of_terms.faults += ids.faults
-            of_terms.unknown += ids.doubts
-            of_terms.faults += other_data(data, compared.totals) if name == first else []
-            doubt = doubt or other_count(declared.count, compared)
-        of_terms.add(f"{asked} on {loss}", compared, state.tolerance, doubt)
+        elif name in refused:
+            of_terms.uncovered.append(f"{loss} ({why or 'its mode is not known on every rank'})")
+        else:
+            _compare(name, f"on {loss}", measured, state, own, of_terms, promises, is_first=name == first)
     return of_terms
+
+
+def _declared(state: StepState, name: str) -> Declared:
+    return min(state.terms[name], key=repr)
+
+
+def _why_not(name: str, state: StepState, own: OwnTokens, *, is_first: bool) -> str:
+    """Why a term is not compared; empty if it can be."""
+    declared, asked = _declared(state, name), own.aggregation(name)
+    others = [said for said in state.terms[name] if replace(said, doubt="") != replace(declared, doubt="")]
+    if not is_first and not declared.mode:
+        return "no mode of its own"
+    if len(state.asked) > 1 and (declared.has_policys_mode or not declared.mode):
+        return "ranks ask for different modes"
+    if others or (declared.coef is not None and math.isnan(declared.coef)):
+        return "its mode or coefficient differs between micro-batches, or is not known"
+    if asked is None or (declared.mode and name in state.lacking):
+        return "its mode is not known on every rank"
+    if declared.coef == 0:
+        return "coefficient 0"
+    return "no gradient" if name not in state.reached and not is_first else ""
+
+
+def _compare(
+    name: str,
+    on_loss: str,
+    measured: Measurement,
+    state: StepState,
+    own: OwnTokens,
+    of_terms: OfTerms,
+    promises: Promises | None,
+    *,
+    is_first: bool,
+) -> None:
+    """Compare a term's weights, and what was promised of the step with what came."""
+    asked, declared = own.aggregation(name), _declared(state, name)
+    assert asked is not None
+    factor = state.factor.value / measured.loss_scale
+
+    def compare_and_judge() -> None:
+        compared = own.compare(name, asked, factor, declared.coef or 1.0, measured.exchange)
+        _judge(f"{asked} {on_loss}", compared, asked, state, name, of_terms, promises, is_first)
+
+    failure = attempt(compare_and_judge)
+    if isinstance(failure, Exception):
+        of_terms.unknown.append(f"A rank failed to measure. {type(failure).__name__}: {failure}")
+
+
+def _judge(
+    aim: str,
+    compared: Compared,
+    asked: Aggregation,
+    state: StepState,
+    name: str,
+    of_terms: OfTerms,
+    promises: Promises | None,
+    is_first: bool,
+) -> None:
+    """Add what a comparison shows, on this rank alone."""
+    declared = _declared(state, name)
+    doubt = next((said.doubt for said in sorted(state.terms[name], key=repr) if said.doubt), "")
+    if promises is not None or declared.count is not None:  # an engine said so
+        size, is_sure, remedy, data = promises or Promises()
+        ids = misgrouped(compared.totals, size, asked, is_sure=is_sure, remedy=remedy)
+        of_terms.faults += ids.faults
+        of_terms.unknown += ids.doubts
+        of_terms.faults += other_data(data, compared.totals) if is_first else []
+        doubt = doubt or other_count(declared.count, compared)
+    of_terms.add(aim, compared, state.tolerance, doubt or may_be_clipped(compared, state.factor))
 
 
 def _in_words(term: str, policy: str) -> str:

@@ -1,9 +1,9 @@
 """A step that is not proved, in words; loaded where there is one."""
 
 from megatron_rl_loss.core.carriers import find_form
-from megatron_rl_loss.megatron.flags import PROOF_VARIABLE
+from megatron_rl_loss.proof.level import PROOF_VARIABLE
 from megatron_rl_loss.proof.outcomes import Losses, Outcome
-from megatron_rl_loss.proof.step_state import StepState
+from megatron_rl_loss.proof.step_state import StepState, unlike_in_words
 from megatron_rl_loss.proof.terms import OfTerms
 
 #: A loop of one's own may return any loss; `LossAggregation` refuses another one than `Microbatch.loss` made.
@@ -23,11 +23,15 @@ def line_of(outcome: str, text: str, aim: str, level: str) -> str:
         aim: what was asked of which loss.
         level: as in `prove_first_step`.
     """
-    if outcome == "unknown":
+    if outcome in ("unknown", "foreign"):
         return f"{aim}, NOT PROVED: {text}"
+    if outcome == "unlike":
+        stops = "All ranks aborted before the optimizer step (strict)."
+        goes_on = stops if level == "strict" else f"Training goes on; {PROOF_VARIABLE}=strict aborts."
+        return f"{aim}, NOT PROVED: {text}\n{goes_on}"
     if outcome == "wrong":
         stops = f"All ranks aborted before the optimizer step; {PROOF_VARIABLE}=warn trains on."
-        goes_on = stops if level == "error" else "Training goes on."
+        goes_on = stops if level in ("error", "strict") else "Training goes on."
         return f"{aim} was expected, but the first training step does something else.\n{text}\n{goes_on}"
     why = "gradients of the step overflow" if outcome == "overflow" else "no token of the step has a gradient"
     return f"{aim}, not proved yet: {why}, so the next step is measured. {text}".rstrip()
@@ -46,12 +50,16 @@ def reasons(
     if outcome == "wrong":
         forms = sorted(name for name in state.forms if find_form(name).caller != "schedule")
         returned = [f"Micro-batches returned form={forms[0]!r}, which is for another trainer."] if forms else []
-        return "\n".join([*of_terms.faults, *returned, *[remedy] * bool(remedy), _CAUSE])
+        unlike = [unlike_in_words(state)] * bool(state.all_parameters.unlike and state.factors)
+        return "\n".join([*of_terms.faults, *unlike, *returned, *[remedy] * bool(remedy), _CAUSE])
     if outcome in ("wait", "overflow"):
         return " ".join(state.uncertain)
+    if outcome == "unlike":
+        return unlike_in_words(state)
     texts = [*state.unknown, *state.uncertain * (not state.factors), *of_terms.unknown]
-    if losses == "unseen":
-        texts.append("No loss went through a reducer or a tap of this library.")
+    if losses in ("unseen", "foreign"):
+        later = " The first step with a plan is measured." * (losses == "foreign")
+        texts.append(f"No loss went through a reducer or a tap of this library.{later}")
     if not texts:
         texts.append(f"Nothing was compared: {', '.join(of_terms.uncovered) or 'there is no loss'}.")
     return " ".join(dict.fromkeys(texts))

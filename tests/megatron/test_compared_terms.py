@@ -13,16 +13,16 @@ from torch import Tensor
 from megatron_rl_loss import Microbatch, Samples, StepTotals, Term, make_pg_loss_reducer, plan_step, ppo_clip_loss, tap
 from megatron_rl_loss.core.aggregation import resolve
 from megatron_rl_loss.core.taps import Taps, observe
-from megatron_rl_loss.proof.anchor import Factor
 from megatron_rl_loss.proof.difference import named
+from megatron_rl_loss.proof.exchange import Exchange
+from megatron_rl_loss.proof.factor import Alike, Factor
+from megatron_rl_loss.proof.measurement import Ranks
 from megatron_rl_loss.proof.own_tokens import state_of
 from megatron_rl_loss.proof.promises import Promises
 from megatron_rl_loss.proof.step_state import StepState
 from megatron_rl_loss.proof.terms import OfTerms, compare_terms
 
-ALONE = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
-GROUPS = SimpleNamespace(dp=ALONE, cp=ALONE, tp=ALONE, pp=ALONE, dp_cp=ALONE)
-RIGHT = Factor("decoder.final_layernorm.weight", 1.0, 1e-6, 1e-8)
+RIGHT = Factor(1.0, 1e-8)
 STEP = [Samples([[1, 1, 0]], prompt_ids=["a"]), Samples([[1], [0, 1]], prompt_ids=["a", "b"])]
 POLICY = "token_mean on the policy loss"
 
@@ -38,8 +38,8 @@ def compared(
     """What is found of a step in which each micro-batch's loss goes back, and gradients are scaled by the factor."""
     plan, taps = plan_step(samples, mode, dp_group=None), Taps()
     measured: Any = SimpleNamespace(
-        groups=GROUPS, taps=taps, faults=[], unknown=[], uncertain=[], gradients={"finite"}, factors=[factor],
-        computes_loss=True, expected=resolve(mode), loss_scale=1.0,
+        ranks=Ranks(), exchange=Exchange(), taps=taps, faults=[], unknown=[], gradient="finite", computes_loss=True,
+        alike=Alike(total=3, factor=factor, covered=3), expected=resolve(mode), loss_scale=1.0,
     )  # fmt: skip
     with observe(taps):
         for microbatch in plan:
@@ -108,7 +108,7 @@ def test_losses_of_other_data_than_the_steps_are_told() -> None:
 
 
 def test_a_factor_is_told_with_its_place() -> None:
-    _, comparison = compared(loss, factor=Factor("norm", 0.25, 1e-6, 1e-8))
+    _, comparison = compared(loss, factor=Factor(0.25, 1e-8))
     (fault,) = comparison.faults
     assert fault.startswith(f"{POLICY}: tokens weigh 0.25 times what they should; furthest off: token 0 of sample 0 of")
     assert (comparison.weights, comparison.proved) == ("other", [])
@@ -217,7 +217,7 @@ def test_a_micro_batch_that_was_not_trained_on_weighs_nothing() -> None:
         returned = microbatch.loss(losses_of(microbatch), form=form)
         return returned if isinstance(returned, Tensor) else returned[0]
 
-    state, comparison = compared(first_alone, factor=Factor("norm", 0.5, 1e-6, 1e-8))
+    state, comparison = compared(first_alone, factor=Factor(0.5, 1e-8))
     assert state.unknown == []
     says = f"{POLICY}: tokens weigh 0 to 1 times what they should; furthest off: token 0 of sample 0 of micro-batch 1"
     assert comparison.faults[0].startswith(says)

@@ -151,15 +151,17 @@ def arguments_in_a_measured_step() -> list[str]:
     """The CP arguments for a Megatron that takes the group alone, whose function a measurement has wrapped."""
     from megatron.core.pipeline_parallel import schedules
 
+    from megatron_rl_loss.megatron.proving import facts_of
     from megatron_rl_loss.megatron.versions import cp_arguments
-    from megatron_rl_loss.proof.measurement import StepMeasurement
+    from megatron_rl_loss.proof.megatron_step import MegatronStep
 
     state = start()
 
     def forward_step_calc_loss(model: Any, output_tensor: Any, loss_func: Any, *, cp_group: Any) -> None: ...
 
     schedules.forward_step_calc_loss = forward_step_calc_loss
-    with StepMeasurement(table_model([0.0])):
+    model = table_model([0.0])
+    with MegatronStep(model, facts_of(model)[0]):
         return [*cp_arguments(state.get_context_parallel_group())]
 
 

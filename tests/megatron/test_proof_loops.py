@@ -20,7 +20,7 @@ import torch
 from proved_steps import PROVED, Step, attempted, policy
 from ranks import run_ranks
 from step_samples import dealt
-from table_step import Batch, relative_error, run_step, table_model
+from table_step import Batch, relative_error, run_schedule, run_step, table_model
 from torch import Tensor
 from world import CP, DP, STEP, TABLE, gradient_of, start_ranks
 
@@ -167,10 +167,6 @@ def critic_without_this_library() -> list[Step]:
     """The actor's plan is made; then a critic trains on a loss of its own through the same wrapped schedule."""
     loop, critic = Loop(), table_model(TABLE)
     plan = loop.plan("prompt_mean")
-
-    def squared(microbatch: Any, values: Tensor) -> Any:
-        return (values**2).mean(), {}
-
     first = loop.step(plan, squared, expected=None, model=critic)
     return [first, loop.step(plan, expected="prompt_mean")]
 
@@ -293,7 +289,175 @@ def three_steps_without_a_gradient() -> list[Step]:
     return [loop.step(loop.plan("token_mean"), nothing, expected=torch.zeros(len(TABLE))) for _ in range(4)]
 
 
+def gradients_for_a_log() -> list[Step]:
+    """Norms of gradients are taken in the loss function, of the losses and of a parameter."""
+
+    def loss_of(microbatch: Any, losses: Tensor) -> Any:
+        share, *others = microbatch.loss(losses)
+        torch.autograd.grad(share, [losses, loop.model.module.losses], retain_graph=True)
+        return share, *others
+
+    loop = Loop("prompt_mean")
+    return [loop.step(loop.plan("prompt_mean"), loss_of, expected="prompt_mean")]
+
+
+def squared(microbatch: Any, values: Tensor) -> Any:
+    """A loss without this library."""
+    return (values**2).mean(), {}
+
+
+def skipped_plan() -> list[Step]:
+    """A plan is made and given up; then the model trains on a loss of its own; then on a plan."""
+    loop = Loop()
+    loop.plan("prompt_mean", model=loop.model)
+    first = loop.step(loop.samples, squared, expected=None)
+    return [first, loop.step(loop.plan("prompt_mean", model=loop.model), expected="prompt_mean")]
+
+
+def supervised_first() -> list[Step]:
+    """Two steps without this library, then two with a plan, through one wrapped schedule that names a mode."""
+    loop = Loop("prompt_mean")
+    steps = [loop.step(loop.samples, squared, expected=None) for _ in range(2)]
+    return [*steps, *(loop.step(loop.plan("prompt_mean"), expected="prompt_mean") for _ in range(2))]
+
+
+def groups_of_one(factor: float) -> list[Step]:
+    """Context-parallel groups of one rank in a launch of CP 2, which no micro-batch names."""
+    from megatron.core import parallel_state as mpu
+
+    from megatron_rl_loss import plan_step
+
+    loop, dp_cp = Loop(), mpu.get_data_parallel_group(with_context_parallel=True)
+    batches = [Batch(STEP, hand[loop.cp_rank :: CP], 1) for hand in dealt(STEP, loop.dp_rank, DP, 3)]
+    plan = plan_step([batch.samples for batch in batches], "prompt_mean", dp_group=dp_cp)
+    loop.model.zero_grad_buffer()
+
+    def forward_step(iterator: Any, chunk: Any) -> Any:
+        batch, microbatch = next(iterator)
+        numbers = batch.local_numbers(microbatch.cp_rank, microbatch.cp_size)
+
+        def loss_func(losses: Tensor) -> Any:
+            share, *others = microbatch.loss(losses)
+            return share * factor, *others
+
+        return chunk(numbers), loss_func
+
+    def run() -> float:
+        pairs = iter(list(zip(batches, plan, strict=True)))
+        run_schedule(forward_step, pairs, loop.model, len(batches), lambda schedule: loop.proved, fresh=False)
+        return error_in(loop.model, "prompt_mean") if factor == 1 else 0.0
+
+    return [attempted(run)]
+
+
+def after_a_caught_exception() -> list[Step]:
+    """The schedule raises in a step, whose plan is given up; the next step is right."""
+    loop = Loop("prompt_mean")
+
+    def fails(microbatch: Any, losses: Tensor) -> Any:
+        raise RuntimeError("out of memory")
+
+    first = loop.step(loop.plan("prompt_mean", model=loop.model), fails, expected=None)
+    return [first, loop.step(loop.plan("prompt_mean", model=loop.model), expected="prompt_mean")]
+
+
+def weights_on_purpose(third: bool) -> list[Step]:
+    """A coefficient of 1/3 on losses of three tokens each, or weights of one over a sample's length."""
+    step = [oracle.sample([0.1 * t - k for t in range(3)], [1.0] * 3, f"r{k}", f"p{k // 2}") for k in range(8)]
+    loop = Loop("token_mean", [], [float(loss) for sample in step for loss in sample.losses] + [0.0])
+    loop.batches = [Batch(step, [4 * loop.dp_rank + k, 4 * loop.dp_rank + k + 1], CP) for k in (0, 2)]
+    if not third:
+        loop = Loop("token_mean")
+
+    def loss_of(microbatch: Any, losses: Tensor) -> Any:
+        lengths = torch.from_numpy(microbatch.tokens.spread(microbatch.samples.mask_sums + 1e-9)).float()
+        return microbatch.loss(policy(microbatch, losses) * (1 / 3 if third else 1 / lengths))
+
+    return [loop.step(loop.plan("token_mean"), loss_of, expected=None)]
+
+
+def clipped_while_finalising() -> list[Step]:
+    loop = Loop("prompt_mean")
+    finalize = loop.model.config.finalize_model_grads_func
+
+    def finalised(*args: Any, **options: Any) -> None:
+        finalize(*args, **options)
+        loop.model.module.losses.main_grad *= 0.0599
+
+    loop.model.config.finalize_model_grads_func = finalised
+    return [loop.step(loop.plan("prompt_mean"), expected=None)]
+
+
+def a_call_for_each_microbatch() -> list[Step]:
+    """The schedule is called for each micro-batch of one plan, which accumulates gradients as it should."""
+    loop = Loop("prompt_mean")
+    plan = loop.plan("prompt_mean", model=loop.model)
+    loop.model.zero_grad_buffer()
+    count = len(loop.batches)
+    options: Any = {"num_microbatches": 1, "fresh": False}
+
+    def loss_of(microbatch: Any, losses: Tensor) -> Any:
+        share, *others = microbatch.loss(losses)
+        return share / count, *others
+
+    steps = []
+    loop.model.config.finalize_model_grads_func = None
+    for pair in zip(loop.batches, plan, strict=True):
+        run: Any = functools.partial(run_step, loop.model, [pair], loss_of, lambda schedule: loop.proved, **options)
+        steps.append(attempted(lambda run=run: float(bool(run())) * 0))  # type: ignore[misc]
+    return steps
+
+
 # ---- wrong loops
+
+
+def losses_detached_in_a_microbatch() -> list[Step]:
+    loop, numbers = Loop("token_mean"), iter(range(3))
+
+    def loss_of(microbatch: Any, losses: Tensor) -> Any:
+        is_cut = next(numbers) == 1
+        return microbatch.loss(losses.detach().requires_grad_() if is_cut else losses)
+
+    return [loop.step(loop.plan("token_mean"), loss_of, expected="token_mean")]
+
+
+def a_plan_for_each_microbatch() -> list[Step]:
+    """A plan for each micro-batch, whose gradients add up until one optimizer step."""
+    from megatron_rl_loss import plan_step
+
+    loop = Loop("token_mean")
+    loop.model.zero_grad_buffer()
+    options: Any = {"num_microbatches": 1, "fresh": False}
+    steps = []
+    for batch in loop.batches[:2]:
+        plan = plan_step([batch.samples], "token_mean", model=loop.model)
+        loss_of = lambda microbatch, losses: microbatch.loss(losses)  # noqa: E731
+        run: Any = functools.partial(
+            run_step, loop.model, [(batch, plan[0])], loss_of, lambda schedule: loop.proved, **options
+        )
+        steps.append(attempted(lambda run=run: float(bool(run())) * 0))  # type: ignore[misc]
+    return steps
+
+
+def never_zeroed() -> list[Step]:
+    loop = Loop("token_mean")
+    first = loop.step(loop.plan("token_mean", model=loop.model), expected="token_mean")
+    zero, loop.model.zero_grad_buffer = loop.model.zero_grad_buffer, lambda: None
+    second = loop.step(loop.plan("token_mean", model=loop.model), expected="token_mean")
+    loop.model.zero_grad_buffer = zero
+    return [first, second]
+
+
+def compiled_and_doubled() -> list[Step]:
+    """The share of a compiled graph, where no hook is set, is doubled before it is returned."""
+
+    def loss_of(microbatch: Any, losses: Tensor) -> Any:
+        with patch.object(torch.compiler, "is_compiling", lambda: True):
+            share, *others = microbatch.loss(losses)
+        return 2 * share, *others
+
+    loop = Loop("prompt_mean")
+    return [loop.step(loop.plan("prompt_mean"), loss_of, expected=None)]
 
 
 def another_mode_in_a_dict() -> list[Step]:
@@ -375,18 +539,18 @@ def ranks_ask_for_different_modes() -> list[Step]:
 
 def freed_after_the_step() -> list[Step]:
     """Without the collector of cycles, nothing of a measured step is left."""
-    from megatron_rl_loss.proof import first_step
+    from megatron_rl_loss.megatron import proving
 
     references: list[Any] = []
-    measurement = vars(first_step)["StepMeasurement"]
+    measurement = vars(proving)["MegatronStep"]
 
     def noted(*args: Any, **options: Any) -> Any:
         measured = measurement(*args, **options)
-        references.extend(map(weakref.ref, (measured, measured.taps, *measured._anchors)))
+        references.extend(map(weakref.ref, (measured, measured.taps, measured._source)))
         return measured
 
     loop = Loop("prompt_mean")
-    vars(first_step)["StepMeasurement"] = noted
+    vars(proving)["MegatronStep"] = noted
     gc.collect()
     gc.disable()
     try:
@@ -394,7 +558,7 @@ def freed_after_the_step() -> list[Step]:
         left = [type(reference()).__name__ for reference in references if reference() is not None]
     finally:
         gc.enable()
-        vars(first_step)["StepMeasurement"] = measurement
+        vars(proving)["MegatronStep"] = measurement
     return [step._replace(error=math.inf if left or not references else step.error)]
 
 
@@ -458,7 +622,7 @@ LOOPS: dict[str, tuple[Callable[[], list[Step]], list[str]]] = {
     ),
     "three steps without a gradient": (
         three_steps_without_a_gradient,
-        ["not proved yet: no token", "^$", "NOT PROVED: No token of 3 steps had a gradient.* losses are 0", "^$"],
+        ["not proved yet: no token", "^$", "NOT PROVED: No token of 3 steps had a gradient.* gradients are 0", "^$"],
     ),
     "planned by another mode": (
         another_mode_in_a_dict,
@@ -467,6 +631,43 @@ LOOPS: dict[str, tuple[Callable[[], list[Step]], list[str]]] = {
             "Give plan_step and .* one mode"
         ],
     ),
+    "gradients for a log": (gradients_for_a_log, [rf"prompt_mean on the policy loss, {PROVED} 37 [^;]*; by the grad"]),
+    "a skipped plan": (
+        skipped_plan,
+        ["NOT PROVED: No loss went through .* The first step with a plan is measured", f"prompt_mean .*{PROVED} 37"],
+    ),
+    "supervised training first": (
+        supervised_first,
+        ["NOT PROVED: No loss went .* The first step with a plan", "^$", f"prompt_mean .*{PROVED} 37 tokens", "^$"],
+    ),
+    "groups of one": (functools.partial(groups_of_one, 1.0), [f"prompt_mean .*{PROVED} 37 tokens of 13 samples"]),
+    "groups of one, doubled": (functools.partial(groups_of_one, 2.0), ["raises tokens weigh 2 times what they"]),
+    "an exception that was caught": (
+        after_a_caught_exception, ["raises RuntimeError: out of memory", f"prompt_mean .*{PROVED} 37 tokens"]
+    ),
+    "a third on purpose": (
+        functools.partial(weights_on_purpose, True),
+        [rf"{PROVED} 24 .*not covered: a factor of 0.3333 \(1 / the sum of the mask over each sample\) on tokens"],
+    ),
+    "weights on purpose": (
+        functools.partial(weights_on_purpose, False),
+        ["NOT PROVED: .*Losses are divided by the sum of the mask over each sample between ppo_clip_loss and the red"],
+    ),
+    "clipped in the finalisation": (
+        clipped_while_finalising, ["NOT PROVED: .*Gradients may have been clipped inside the measured step"]
+    ),
+    "a call for each micro-batch": (a_call_for_each_microbatch, ["NOT PROVED", "^$", "^$"]),
+    "losses detached in a micro-batch": (
+        losses_detached_in_a_microbatch,
+        ["raises token_mean on the policy loss: tokens weigh 0 to 1 times what they should; .* of micro-batch 1 on"],
+    ),
+    "a plan for each micro-batch": (
+        a_plan_for_each_microbatch, [PROVED, "raises gradients that are not 0 before the step's first micro-batch"]
+    ),
+    "gradients never zeroed": (
+        never_zeroed, [PROVED, "raises gradients that are not 0 before the step's first micro-batch"]
+    ),
+    "compiled and doubled": (compiled_and_doubled, ["NOT PROVED: .*made in a compiled graph, where no gradient"]),
     "loss doubled": (
         doubled,
         [r"raises (?s)tokens weigh 2 times what they should \(2 = .*Return what microbatch.loss.* put a coef"],

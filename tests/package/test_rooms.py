@@ -14,7 +14,7 @@ import megatron_rl_loss
 
 PACKAGE = "megatron_rl_loss"
 #: Each room, after all that it may import.
-ORDER = ["core", "megatron", "planning", "proof", "losses", "logprobs", "audit", "engines", "__main__"]
+ORDER = ["core", "proof", "megatron", "planning", "losses", "logprobs", "audit", "engines", "__main__"]
 #: Each file of the core, after all that it may import.
 CORE = ["errors", "collectives", "masks", "ids", "layouts", "samples", "counting", "modes", "aggregation"]
 CORE += ["taps", "reducers", "metrics", "carriers", "record", "microbatch", "plan", "measure", "totals_by_hand"]
@@ -24,8 +24,6 @@ NARROW = {"losses": ("reducers", {"core", "losses"}), "logprobs": ("reducers", {
 OF_A_MODEL = f"{PACKAGE}.logprobs.megatron_head"
 #: Files of the core with tables that `load_further_tables` of the front door fills up.
 OPEN_TABLES = {f"{PACKAGE}.core.aggregation", f"{PACKAGE}.core.carriers"}
-#: Imports that run the other way, inside a function: a launch makes the proof of its first step.
-LATE = {("megatron", "proof")}
 #: Rooms that a launch loads when it uses them: the others, the front, import none of them, not even in a function.
 SHELVES = {"losses", "logprobs", "audit", "engines"}
 FILES = {
@@ -59,15 +57,13 @@ def room_of(module: str) -> str:
     return [*module.split("."), ""][1]
 
 
-def is_allowed(module: str, imported: str, *, late: bool) -> bool:
+def is_allowed(module: str, imported: str) -> bool:
     own, other = room_of(module), room_of(imported)
     if not other:  # `refuse_names`, for a room's own names; the version
         return module in {*FOLDERS, *OPEN_TABLES} or own == "__main__"
     file, imported_file = ([*name.split("."), "", ""][2] for name in (module, imported))
     if own == other == "core":
         return CORE.index(imported_file) < CORE.index(file)
-    if (own, other) in LATE:
-        return late
     all_before: tuple[str | None, set[str]] = (None, set(ORDER[: ORDER.index(own) + 1]))
     first_refused, rooms = all_before if module == OF_A_MODEL else NARROW.get(own, all_before)
     is_refused = other == "core" and first_refused is not None and imported_file in CORE[CORE.index(first_refused) :]
@@ -75,8 +71,8 @@ def is_allowed(module: str, imported: str, *, late: bool) -> bool:
 
 
 def test_imports_run_one_way() -> None:
-    edges = [(module, name, late) for module, names in imports().items() for name, late in names]
-    assert [edge for edge in edges if not is_allowed(edge[0], edge[1], late=edge[2])] == []
+    edges = [(module, name) for module, names in imports().items() for name, _ in names]
+    assert [edge for edge in edges if not is_allowed(*edge)] == []
 
 
 def test_the_front_imports_no_shelf() -> None:
@@ -100,14 +96,14 @@ def test_negative_control() -> None:
     code = f"if TYPE_CHECKING:\n    from {PACKAGE}.audit import verdicts\ndef f():\n    from {PACKAGE} import losses\n"
     (audit, losses) = imports_of(ast.parse(code))
     assert (audit, losses) == ((f"{PACKAGE}.audit", False), (f"{PACKAGE}.losses", True))
-    assert not is_allowed(f"{PACKAGE}.core.layouts", audit[0], late=False)
-    assert not is_allowed(f"{PACKAGE}.losses.token", f"{PACKAGE}.core.reducers", late=True)
-    assert not is_allowed(f"{PACKAGE}.core.masks", f"{PACKAGE}.core.samples", late=True)
-    assert is_allowed(f"{PACKAGE}.core.samples", f"{PACKAGE}.core.masks", late=False)
-    assert not is_allowed(f"{PACKAGE}.megatron.launch", audit[0], late=False)
-    assert is_allowed(f"{PACKAGE}.megatron.launch", f"{PACKAGE}.proof.first_step", late=True)
-    assert not is_allowed(f"{PACKAGE}.megatron.launch", f"{PACKAGE}.proof.first_step", late=False)
-    assert not is_allowed(f"{PACKAGE}.core.plan", PACKAGE, late=True)
+    assert not is_allowed(f"{PACKAGE}.core.layouts", audit[0])
+    assert not is_allowed(f"{PACKAGE}.losses.token", f"{PACKAGE}.core.reducers")
+    assert not is_allowed(f"{PACKAGE}.core.masks", f"{PACKAGE}.core.samples")
+    assert is_allowed(f"{PACKAGE}.core.samples", f"{PACKAGE}.core.masks")
+    assert not is_allowed(f"{PACKAGE}.megatron.launch", audit[0])
+    assert is_allowed(f"{PACKAGE}.megatron.launch", f"{PACKAGE}.proof.first_step")
+    assert not is_allowed(f"{PACKAGE}.proof.first_step", f"{PACKAGE}.megatron.flags")
+    assert not is_allowed(f"{PACKAGE}.core.plan", PACKAGE)
 
 
 # --- the front door

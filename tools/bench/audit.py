@@ -41,8 +41,9 @@ from torch import Tensor
 
 from megatron_rl_loss import Audit, LossAggregation, Samples
 from megatron_rl_loss.megatron.flags import AggregationSettings
+from megatron_rl_loss.megatron.proving import facts_of
 from megatron_rl_loss.proof.intervals import deviation
-from megatron_rl_loss.proof.measurement import StepMeasurement
+from megatron_rl_loss.proof.megatron_step import MegatronStep
 
 LENGTH = 4096  # of a sample
 
@@ -119,7 +120,8 @@ def main() -> None:
         return audit
 
     def proved() -> float | None:
-        measured = StepMeasurement(model)
+        groups, unknown = facts_of(model)
+        measured = MegatronStep(model, groups, unknown=unknown)
         step(measured)
         return deviation(measured)[0]
 

@@ -42,9 +42,9 @@ def by_sample(samples: Samples, tokens: Any) -> Tensor:
     ("microbatches", "factors_of", "division", "is_sure"),
     [
         (RAGGED, by_microbatch, OF_MICROBATCH, True),  # one of the micro-batches has one token: there nothing changes
-        (RAGGED, by_sample, OF_SAMPLE, True),
-        (OF_13, by_sample, OF_SAMPLE, True),  # nobody has a coefficient of 1 / 13
-        (OF_10, by_sample, OF_SAMPLE, False),  # 0.1 may be one
+        (RAGGED, by_sample, OF_SAMPLE, False),  # weights of one's own may be so
+        (OF_13, by_sample, OF_SAMPLE, False),  # 1 / 13 may be a coefficient
+        (OF_10, by_sample, OF_SAMPLE, False),
         (RAGGED, lambda *_: 1.0, "", False),
         (RAGGED, lambda *_: 0.2, "", False),
         ([[[1]]] * 3, lambda *_: 1.0, "", False),
@@ -54,6 +54,7 @@ def by_sample(samples: Samples, tokens: Any) -> Tensor:
 def test_divisions(microbatches: Any, factors_of: Any, division: str, is_sure: bool) -> None:
     seen = before(microbatches, factors_of)
     assert (seen.division, seen.is_sure, seen.made_by) == (division, is_sure, ("ppo_clip_loss",))
+    assert seen.is_doubtful == (microbatches is RAGGED and factors_of is by_sample)
 
 
 def test_factors_are_said() -> None:

@@ -12,12 +12,14 @@ from megatron_rl_loss.proof.outcomes import (
     Gradient,
     Losses,
     Outcome,
+    Parameters,
     Seen,
     Weights,
     outcome_of,
 )
 
-EVERYTHING = [Seen(*fields) for fields in itertools.product(*map(get_args, (Gradient, FactorState, Losses, Weights)))]
+FIELDS = (Gradient, FactorState, Losses, Weights, Parameters)
+EVERYTHING = [Seen(*values) for values in itertools.product(*map(get_args, FIELDS))]
 
 
 def test_every_combination_has_one_outcome() -> None:
@@ -32,7 +34,9 @@ def test_only_evidence_is_wrong_and_only_a_measurement_proves(seen: Seen) -> Non
     measured = seen.gradient == "finite" and seen.factor == "certified" and seen.losses == "seen"
     untrained = seen.gradient == "finite" and seen.losses == "untrained"
     assert (outcome_of(seen) == "wrong") == (untrained or (measured and seen.weights == "other"))
-    assert (outcome_of(seen) == "proved") == (measured and seen.weights == "as asked")
+    as_asked = measured and seen.weights == "as asked"
+    assert (outcome_of(seen) == "proved") == (as_asked and seen.parameters == "alike")
+    assert (outcome_of(seen) == "unlike") == (as_asked and seen.parameters == "unlike")
     assert (outcome_of(seen) in ("wait", "overflow")) == (
         seen.gradient in ("zero", "overflow") or (measured and seen.weights == "none")
     )

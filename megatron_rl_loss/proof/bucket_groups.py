@@ -1,0 +1,256 @@
+"""Gradients of a model in Megatron-Core's DistributedDataParallel, as a source of sketches.
+
+What backward gives is seen by a hook of each parameter. Where none is called, as for weight gradients that are fused
+with their accumulation, `main_grad` is seen when a bucket group starts its reduction. The final gradient is the part
+of `main_grad` that the rank's optimizer owns. Gradients are summed over DP x CP, those of experts over their own
+data-parallel ranks, and those of tied embeddings over the stages that hold them.
+
+Whether a sum over tensor-parallel ranks is due is read off the numbers, and off no mark of Megatron's: a parameter
+whose values are the same on all of these ranks is a replica; where its gradients from backward differ between them,
+each rank saw a part of the tokens or heads, and all need the sum.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import Tensor
+
+from megatron_rl_loss.core.collectives import Group, attempt, size_of
+from megatron_rl_loss.proof.exchange import Exchange
+from megatron_rl_loss.proof.factor import Alike, Fit, Parameter, no_factor
+from megatron_rl_loss.proof.hooks import Failure, watch
+from megatron_rl_loss.proof.sketches import Backward, Signs, num_patterns
+
+#: Replicas compute their gradients each on its own; where a reduction lacks, they differ by about their norm.
+_REPLICAS = 2.0**-4
+#: Megatron's mark of parameters of which each tensor-parallel rank has a part.
+_CUT = "tensor_model_parallel"
+#: Marks of parameters whose gradients are summed over further ranks, by rules that are not followed.
+_FURTHER = {"pipeline_parallel": "summed over pipeline stages", "is_gtp_weight_remat": "sharded further (GTP)"}
+
+
+def unseen(chunks: Sequence[Any]) -> str:
+    """Why the gradients of these model chunks cannot be measured; empty if they can."""
+    for chunk in chunks:
+        if not isinstance(chunk, DistributedDataParallel):
+            return no_factor(f"{type(chunk).__name__} is not Megatron-Core's own DistributedDataParallel")
+    return ""
+
+
+class BucketGroups:
+    """The trainable parameters of a rank's model chunks; a `measurement.Source`."""
+
+    def __init__(self, chunks: Sequence[Any], groups: ProcessGroupCollection) -> None:
+        named = [
+            (name, parameter, chunk)
+            for chunk in chunks
+            for name, parameter in chunk.module.named_parameters()
+            if parameter in chunk.param_to_bucket_group
+        ]
+        self._groups, self._chunks = groups, chunks
+        self._trained: list[tuple[Any, Any]] = [(parameter, chunk) for _, parameter, chunk in named]
+        self.parameters = [
+            Parameter.of(name, parameter, [tensor.dtype for tensor in _buffers(parameter)])
+            for name, parameter, _ in named
+        ]
+        for known, (parameter, _) in zip(self.parameters, self._trained, strict=True):
+            known.why = next((why for mark, why in _FURTHER.items() if getattr(parameter, mark, False)), "")
+        # Ranks of a tied embedding are of different stages, which must take as many patterns.
+        self._signs = Signs(num_patterns(len(named)) if groups.pp.size() == 1 else num_patterns(2**10))
+        device = named[0][1].device if named else torch.device("cpu")
+        self._backward = Backward.of(self._signs, len(named), device)
+        self._fused, self._before = set[int](), dict[int, Tensor]()
+        self._final, self._values = list[Tensor](), dict[int, float]()
+        self._number_of = {parameter: number for number, (parameter, _) in enumerate(self._trained)}
+        self._undo: list[Callable[[], object]] = []
+
+    def open(self, count: Callable[[], None], fail: Failure) -> None:
+        for group in _bucket_groups(self._chunks):
+            start = group.start_grad_sync
+            group.start_grad_sync = partial(self._start, group, start, fail)
+            self._undo.append(partial(_restore, group, group.start_grad_sync))
+        for number, (parameter, _) in enumerate(self._trained):
+            self._undo.append(watch(parameter, partial(self._see, number), partial(self._take, number, count), fail))
+
+    def close(self) -> None:
+        undo, self._undo = self._undo, []
+        for restore in undo:
+            restore()
+
+    def _see(self, number: int, gradient: Tensor) -> None:
+        """A tensor hook: returns nothing, so that the gradient goes on as it is."""
+        if getattr(self._trained[number][0], "grad_added_to_main_grad", False):
+            self._fused.add(number)  # the gradient is a placeholder
+        else:
+            self._backward.see(number, gradient)
+
+    def _take(self, number: int, count: Callable[[], None]) -> None:
+        count()
+        self._backward.take(number)
+
+    def _start(self, group: Any, start: Callable[..., Any], fail: Failure, *args: Any, **kwargs: Any) -> Any:
+        """`start_grad_sync`, after a look at those gradients that no hook saw."""
+        if getattr(group, "grad_reduce_handle", None) is None:
+            numbers = [self._number_of[parameter] for parameter in group.params if parameter in self._number_of]
+            failure = attempt(lambda: self.see_unlinked(numbers))
+            if isinstance(failure, Exception):
+                fail(failure)
+        return start(*args, **kwargs)
+
+    def see_unlinked(self, numbers: Sequence[int] | None = None) -> None:
+        """Sketch those gradients that no hook saw, before ranks are added up; later looks change nothing."""
+        for number in range(len(self._trained)) if numbers is None else numbers:
+            if not self._is_linked(number) and number not in self._before:
+                self._before[number] = self._signs.sketch(self._trained[number][0].main_grad)
+
+    def _is_linked(self, number: int) -> bool:
+        return self._backward.num_terms[number] > 0 and number not in self._fused
+
+    def sketch(self) -> int:
+        self._backward.flush()
+        for number in self._backward.changed:
+            self.parameters[number].why = "a hook changes its gradient in place"
+        for number, (parameter, chunk) in enumerate(self._trained):
+            flat, mine = parameter.main_grad.reshape(-1), owned_by(parameter, chunk)
+            self._final.append(self._signs.sketch_slice(flat[mine], parameter.shape, mine.start))
+            if not self._is_linked(number):
+                # DDP may never have begun to reduce it; then it holds the rank's own sum.
+                before = self._before.get(number)
+                self._backward.table[number] = self._signs.sketch(parameter.main_grad) if before is None else before
+        for number in self._replicas().tolist() if self._groups.tp.size() > 1 else ():
+            self._values[number] = float(self._signs.sketch(self._trained[number][0].detach())[0])
+        return max([1, *self._backward.num_terms])
+
+    def _replicas(self) -> Tensor:
+        """Numbers of the parameters that may be whole on each tensor-parallel rank."""
+        whole = [
+            getattr(p, "allreduce", True) and not _is_tied(p, self._groups) and not getattr(p, _CUT, False)
+            for p, _ in self._trained
+        ]
+        return torch.tensor(whole, dtype=torch.bool).nonzero()[:, 0]
+
+    def alike(self, exchange: Exchange, num_terms: int, where: str) -> Alike:
+        groups, own = self._groups, self._backward.table.cpu()
+        final = torch.stack(self._final).cpu() if self._final else own.clone()
+        for parameter in self.parameters:
+            parameter.roundings = 3.0 + num_terms  # a cast, two products
+        of_expert = torch.tensor([not getattr(p, "allreduce", True) for p, _ in self._trained], dtype=torch.bool)
+        for is_expert in (False, True):
+            at = of_expert == is_expert
+            if not bool(at.any()):
+                continue
+            chunk = self._trained[int(at.nonzero()[0])][1]
+            over = chunk.expt_dp_group if is_expert else groups.dp_cp
+            self._sum(exchange, own, at, over)
+            if chunk.ddp_config.use_distributed_optimizer:
+                shards = chunk.intra_expt_dp_group if is_expert else chunk.intra_dp_cp_group
+                part = final[at]
+                exchange.reduce(part, shards)
+                final[at] = part
+        tied = torch.tensor([_is_tied(p, groups) for p, _ in self._trained], dtype=torch.bool)
+        differ = self._add_replicas(exchange, own, final)
+        self._add_tied(exchange, own, tied)
+        found = Fit(self.parameters, own, final).alike(where)
+        for number, spread in differ.items():
+            name = self.parameters[number].name
+            if spread > _REPLICAS and name not in (*found.zero, *found.uncovered, *found.unlike):
+                differs = f"differs between tensor-parallel ranks by {spread:.2g} of its norm, and its values do not"
+                found.unlike[name] = differs
+                found.covered -= 1
+        unlinked = [n for n in range(len(self._trained)) if not self._is_linked(n) and bool(own[n, -1] > 0)]
+        if unlinked:
+            found.notes.append(f"{len(unlinked)} of them from main_grad on")
+        return found
+
+    def _sum(self, exchange: Exchange, table: Tensor, at: Tensor, group: Group) -> None:
+        """Add up rows of a table over a group."""
+        part = table[at]
+        exchange.reduce(part, group)
+        table[at] = part
+        for number in at.nonzero()[:, 0].tolist():
+            self.parameters[number].roundings += size_of(group)
+
+    def _add_replicas(self, exchange: Exchange, own: Tensor, final: Tensor) -> dict[int, float]:
+        """Add up gradients of replicas over TP where a sum is due; how far final gradients differ, by parameter."""
+        tp, at = self._groups.tp, self._replicas()
+        if tp.size() == 1 or not len(at):
+            return {}
+        both = torch.cat([own[at], final[at, :-1]], 1)
+        total = both.clone()
+        exchange.reduce(total, tp)
+        # Sketches of replicas are equal: each is the mean.
+        off, patterns = (total / tp.size() - both).abs(), self._signs.patterns
+        norms = (total[:, patterns] / tp.size()).sqrt(), final[at, -1].sqrt()
+        is_part = (off[:, :patterns].amax(1) > _REPLICAS * norms[0]).double()
+        spread = off[:, patterns + 1 :].amax(1) / norms[1].clamp(min=1e-300)
+        values = torch.tensor([self._values[number] for number in at.tolist()], dtype=torch.float64)
+        extremes = torch.stack([values, -values, is_part, spread], 1)
+        exchange.reduce(extremes, tp, dist.ReduceOp.MAX)
+        differ = {}
+        for row, number in enumerate(at.tolist()):
+            high, minus_low, any_part, widest = extremes[row].tolist()
+            if high + minus_low:  # cut by hand
+                continue
+            if any_part:
+                own[number] = total[row, : patterns + 1]
+                self.parameters[number].roundings += tp.size()
+            differ[number] = widest
+        return differ
+
+    def _add_tied(self, exchange: Exchange, own: Tensor, tied: Tensor) -> None:
+        """Add up the gradients of an embedding that stages share; those that hold no part of it take part."""
+        if self._groups.pp.size() == 1:
+            return
+        group = getattr(self._groups, "embd", None) or parallel_state.get_embedding_group(check_initialized=False)
+        if group is None:
+            for number in tied.nonzero()[:, 0].tolist():
+                self.parameters[number].why = "tied over stages without a known group"
+            return
+        if dist.get_rank() not in dist.get_process_group_ranks(group):
+            return
+        part = own[tied].sum(0)
+        exchange.reduce(part, group)
+        own[tied] = part
+        for number in tied.nonzero()[:, 0].tolist():
+            self.parameters[number].roundings += group.size()
+
+
+def _bucket_groups(chunks: Sequence[Any]) -> list[Any]:
+    return [group for chunk in chunks for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)]
+
+
+def _restore(group: Any, ours: Any) -> None:
+    if vars(group).get("start_grad_sync") is ours:
+        del group.start_grad_sync
+
+
+def _is_tied(parameter: Any, groups: ProcessGroupCollection) -> bool:
+    return bool(getattr(parameter, "shared_embedding", False)) and groups.pp.size() > 1
+
+
+def _buffers(parameter: Any) -> list[Tensor]:
+    """Those in which a gradient is accumulated, and reduced, if that is another."""
+    tensors = parameter.main_grad, getattr(parameter, "main_grad_copy_in_grad_buffer", None)
+    return [tensor for tensor in tensors if tensor is not None]
+
+
+def owned_by(parameter: Any, chunk: Any) -> slice:
+    """The part of a final gradient that this rank's optimizer uses; the rest of the buffer is invalid."""
+    most = parameter.numel()
+    if not chunk.ddp_config.use_distributed_optimizer:
+        return slice(0, most)
+    # Megatron cuts a bucket into equal parts, one for each rank of a distributed optimizer's instance; parameters lie
+    # across these parts.
+    group = chunk.param_to_bucket_group[parameter]
+    bucket = group.param_to_bucket[parameter]
+    size = bucket.grad_data.numel() // group.intra_distributed_optimizer_instance_size
+    first = size * group.intra_distributed_optimizer_instance_rank
+    start, end = bucket.param_to_index[parameter]
+    begin, stop = min(max(first, start), end) - start, max(min(first + size, end), start) - start
+    return slice(min(begin, most), min(stop, most))

@@ -1,0 +1,168 @@
+"""`prove_plain_step`: the proof of the first step in plain PyTorch, with DDP, FSDP2 or sums of one's own.
+
+The measurement, the table of outcomes and the words are those of the proof under Megatron; only where gradients are
+seen is another place (`torch_gradients`).
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from megatron_rl_loss.core.collectives import StepGroups, attempt, raise_together, world_rank
+from megatron_rl_loss.core.errors import print_text
+from megatron_rl_loss.core.plan import Plan
+from megatron_rl_loss.core.record import PlanUse
+from megatron_rl_loss.proof.exchange import Exchange
+from megatron_rl_loss.proof.factor import Fit
+from megatron_rl_loss.proof.first_step import FirstStep
+from megatron_rl_loss.proof.level import ProofLevel, proof_level
+from megatron_rl_loss.proof.measurement import Measurement, Ranks
+from megatron_rl_loss.proof.torch_gradients import TorchGradients, first_gradient, unseen
+
+_REMEDY = (
+    'form= says what your trainer does to gradients: form="mean" where it averages them over ranks (DDP, fully_shard), '
+    'form="sum" where it adds them up or there is one process. All ranks of the groups of plan_step must be in the '
+    "reduction. End the `with` before gradients are clipped."
+)
+_LEFT = (
+    "gradients of the step before are still in .grad: this step's gradients were added to them. Call "
+    "optimizer.zero_grad() before every step, and make one plan for all micro-batches between two optimizer steps."
+)
+
+
+class TorchStep(Measurement):
+    """Measures one step of a model: a ``with`` around forward, backward and whatever adds gradients up over ranks.
+
+    Args:
+        groups: that the step is spread over.
+        then: as in `Measurement`.
+    """
+
+    def __init__(
+        self, model: Any, groups: StepGroups, *, then: Callable[[Exception | None], None] | None = None
+    ) -> None:
+        why = unseen(model)
+        source: Any = None if why else attempt(lambda: TorchGradients(model, groups))
+        self.gradients = source if isinstance(source, TorchGradients) else None
+        # Where the context-parallel group changes, the plan's dp_group has the ranks of both.
+        ranks = Ranks(groups.dp_group, groups.cp_group, dp_cp=groups.dp_group, same=groups.all)
+        self._scales, self._is_unscaled = list[Any](), False
+        super().__init__(source, ranks, next(model.parameters()).device, unseen=why, then=then)
+
+    def _observe(self, stack: ExitStack) -> None:
+        stack.enter_context(self._watch_scalers())
+
+    @contextmanager
+    def _watch_scalers(self) -> Iterator[None]:
+        """Note which GradScaler scales the loss, and whether gradients are unscaled inside the ``with``."""
+        kind = torch.amp.GradScaler
+        scale, unscale = kind.scale, kind.unscale_
+
+        def noted_scale(scaler: Any, outputs: Any) -> Any:
+            scaled = scale(scaler, outputs)
+            self._scales.append(scaler)
+            return scaled
+
+        def noted_unscale(scaler: Any, optimizer: Any) -> Any:
+            self._is_unscaled = True
+            return unscale(scaler, optimizer)
+
+        patched: Any = kind
+        patched.scale, patched.unscale_ = noted_scale, noted_unscale
+        try:
+            yield
+        finally:
+            patched.scale, patched.unscale_ = scale, unscale
+
+    def _further(self) -> None:
+        if self._scales and not self._is_unscaled:
+            self.loss_scale = float(self._scales[-1].get_scale())
+
+
+class _ModelProof:
+    """What the proof remembers of a model: the measurement of its steps, and the first one's gradients for the next."""
+
+    def __init__(self, level: ProofLevel) -> None:
+        self._groups = StepGroups()  # of this step
+        self.first = FirstStep(
+            None,
+            "the policy loss",
+            measure=self._measure,
+            groups_of=lambda model, plan: self._groups.all,
+            level=level,
+            remedy=_REMEDY,
+        )
+        self._source: TorchGradients | None = None  # of a measured step, until the next one began
+
+    def _measure(self, model: Any, plan: PlanUse | None, then: Callable[[Exception | None], None]) -> TorchStep:
+        measured = TorchStep(model, self._groups, then=then)
+        self._source = measured.gradients
+        return measured
+
+    @contextmanager
+    def step(self, model: Any, plan: Plan) -> Iterator[None]:
+        before, self._source, self._groups = self._source, None, plan.record.groups
+        groups = self._groups.all
+        left: list[bool] = []
+        with ExitStack() as stack:
+            # Whether hooks are set is the same on all ranks; what they see is agreed on below.
+            is_checked = before is not None
+            if before is not None:
+                for remove in first_gradient(before.leaves, lambda: left.append(_is_left(before))):
+                    stack.callback(remove)
+            with self.first.step(model, plan=plan.record.use):
+                yield
+        if is_checked and Exchange().agree(["left"] if any(left) else [], ["left"], groups):
+            if self.first.level in ("error", "strict"):
+                raise_together(True, ValueError(_LEFT) if not world_rank() else None, groups)
+            if not world_rank():
+                print_text(f"megatron_rl_loss: {_LEFT}")
+
+
+def _is_left(before: TorchGradients) -> bool:
+    """True if what `.grad` holds is that of the step before, or a multiple of it."""
+    now: Any = attempt(before.held)
+    if not isinstance(now, Tensor) or not bool(now[:, -1].sum() > 0):
+        return False
+    fit = Fit(before.parameters, before.final, now)
+    return fit.is_certain and fit.share > 0.9
+
+
+#: Kept because the ``with`` of a step is made anew for each step of a model, which may be trained by several loops.
+_PROOFS: WeakKeyDictionary[Any, _ModelProof] = WeakKeyDictionary()
+
+
+@contextmanager
+def prove_plain_step(model: Any, plan: Plan, *, level: ProofLevel | None = None) -> Iterator[None]:
+    """Prove the first step of a loop of your own in plain PyTorch; a ``with`` in every step, before the optimizer's.
+
+        with prove_plain_step(model, plan):
+            for batch, microbatch in zip(batches, plan, strict=True):
+                microbatch.loss(losses_of(model, batch), form="mean").backward()
+        optimizer.step()
+
+    Inside are forward, backward and whatever adds gradients up over ranks, such as all-reduces of your own; gradients
+    are clipped after it. The first step with a gradient is measured, the next one only looked at for gradients that
+    nobody zeroed; later ones cost nothing. The first rank prints one line. All ranks of the plan's groups call it.
+
+    Args:
+        model: DistributedDataParallel, a module with `fully_shard`, or a plain module.
+        plan: of this step.
+        level: ``error`` raises on every rank before the optimizer step, ``strict`` also where parameters disagree,
+            ``warn`` prints, ``off`` measures nothing; default: the environment's ``MEGATRON_RL_LOSS_PROOF``, else
+            ``error``.
+
+    Raises:
+        ValueError: an unknown level.
+        BadBatchError: on every rank, at the end of the ``with``, for wrong weights; in the second step for gradients
+            of the first that are still there.
+    """
+    proof = _PROOFS.get(model)
+    if proof is None:
+        proof = _PROOFS[model] = _ModelProof(proof_level(level))
+    with proof.step(model, plan):
+        yield

@@ -1,0 +1,302 @@
+"""Gradients of a model in plain PyTorch, as a source of sketches: DDP, FSDP2, an all-reduce of one's own, one process.
+
+What backward gives is seen by a hook of each leaf tensor, which runs before DDP's reducer does; the final gradient is
+what `.grad` holds at the end of the ``with``. FSDP2 (`fully_shard`) makes one unsharded leaf of each parameter and
+keeps it, so that a hook set while a module is gathered stays. Of a sharded gradient each rank has a part of the sketch.
+
+A job may add gradients up over all ranks of the step, or wrongly over some. Each of these sums is tried: where most
+parameters are a multiple of a sum over some ranks alone, tokens of the others weigh nothing, and that is evidence.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_rl_loss.core.collectives import Group, StepGroups, several
+from megatron_rl_loss.proof.exchange import Exchange
+from megatron_rl_loss.proof.factor import Alike, Fit, Parameter, no_factor
+from megatron_rl_loss.proof.hooks import Failure, put_first, watch
+from megatron_rl_loss.proof.sketches import Backward, Signs, num_patterns
+
+#: Hooks of a reduction may round gradients to this type, which nobody sees.
+_HALF = torch.finfo(torch.bfloat16).eps
+
+
+def unseen(model: Any) -> str:
+    """Why the gradients of a model cannot be measured; empty if they can."""
+    if dist.is_available():
+        from torch.distributed.fsdp import FullyShardedDataParallel
+
+        if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+            return no_factor("FullyShardedDataParallel joins parameters into flat ones. Use fully_shard")
+    return ""
+
+
+@dataclass
+class _Trained:
+    """A trainable parameter: `tensor` has the final `.grad`; the leaf is its unsharded one, where there is another."""
+
+    tensor: Any
+    module: Any
+    attribute: str
+    leaf: Any = None
+
+
+@dataclass(frozen=True)
+class _Sum:
+    """A sum of backward's gradients over some ranks, which the final ones may be a multiple of."""
+
+    words: str  # what is wrong with it; empty for that over all ranks
+    given: Tensor
+    final: Tensor
+    note: str = ""
+
+
+class TorchGradients:
+    """The trainable parameters of a model; a `measurement.Source`.
+
+    Args:
+        groups: that the step is spread over.
+
+    Attributes:
+        leaves: the tensors whose hooks see what backward gives.
+        final: float64 [parameters, patterns + 1], of this rank's final gradients, after `sketch`.
+    """
+
+    def __init__(self, model: Any, groups: StepGroups) -> None:
+        self._groups = groups
+        self._sharded = _sharded_modules(model)
+        self.parameters, self._trained = list[Parameter](), list[_Trained]()
+        known = set[int]()
+        for prefix, module in model.named_modules():
+            for attribute, tensor in module._parameters.items():
+                if tensor is None or not tensor.requires_grad or id(tensor) in known:
+                    continue
+                known.add(id(tensor))
+                name = f"{prefix}.{attribute}".removeprefix(".").replace("_checkpoint_wrapped_module.", "")
+                self.parameters.append(Parameter.of(name, tensor, [tensor.dtype]))
+                self._trained.append(_Trained(tensor, module, attribute))
+        self.signs = Signs(num_patterns(len(self._trained)))
+        device = self._trained[0].tensor.device if self._trained else torch.device("cpu")
+        self._backward = Backward.of(self.signs, len(self._trained), device)
+        self._held: Tensor | None = None
+        self.final = torch.zeros(0)
+        self._undo: list[Callable[[], None]] = []
+
+    @property
+    def leaves(self) -> list[Any]:
+        return [trained.leaf for trained in self._trained]
+
+    def open(self, count: Callable[[], None], fail: Failure) -> None:
+        self._find_leaves()
+        for number, leaf in enumerate(self.leaves):
+            self._undo.append(watch(leaf, partial(self._see, number), partial(self._take, number, count), fail))
+
+    def _find_leaves(self) -> None:
+        of_module: dict[int, list[_Trained]] = {}
+        for trained in self._trained:
+            of_module.setdefault(id(trained.module), []).append(trained)
+        for module in self._sharded:
+            module.reshard()  # after an evaluation the root's parameters may still be whole
+        for module in self._sharded:
+            module.unshard()  # of the module's own parameters; their unsharded tensors are kept
+            for inner in module.modules():
+                for trained in of_module.get(id(inner), ()):
+                    now = inner._parameters[trained.attribute]
+                    if trained.leaf is None and now is not trained.tensor:
+                        trained.leaf = now
+            module.reshard()
+        self._sharded = []  # they may hold the model, which this may outlive
+        for trained in self._trained:
+            trained.leaf, trained.module = trained.tensor if trained.leaf is None else trained.leaf, None
+
+    def close(self) -> None:
+        undo, self._undo = self._undo, []
+        for remove in undo:
+            remove()
+
+    def _take(self, number: int, count: Callable[[], None]) -> None:
+        count()
+        self._backward.take(number)
+
+    def _see(self, number: int, gradient: Tensor) -> None:
+        """A tensor hook: returns nothing, so that the gradient goes on as it is."""
+        if self._held is None:  # the step's first gradient
+            self._held = self.held()
+        known = self.parameters[number]
+        if gradient.layout != torch.strided:
+            known.why = "its gradient is sparse"
+            return
+        known.eps = max(known.eps, torch.finfo(gradient.dtype).eps)
+        if not _is_sharded(gradient):
+            self._backward.see(number, gradient)
+        elif _places(gradient) == _places(self._trained[number].leaf):
+            self._backward.see_sketch(number, sketch_part(self.signs, gradient))
+        else:
+            known.why = "its gradient is sharded in another way than the parameter"
+
+    def held(self) -> Tensor:
+        """float64 [parameters, patterns + 1]: of what `.grad` holds now, on this rank."""
+        rows = [self._of_gradient(number) for number in range(len(self._trained))]
+        return torch.stack(rows) if rows else self._backward.table.cpu()
+
+    def _of_gradient(self, number: int) -> Tensor:
+        gradient, known = self._trained[number].tensor.grad, self.parameters[number]
+        if gradient is not None and gradient.layout != torch.strided:
+            known.why = "its gradient is sparse"
+        if gradient is None or known.why:
+            return torch.zeros(self.signs.patterns + 1, dtype=torch.float64)
+        known.eps = max(known.eps, torch.finfo(gradient.dtype).eps)
+        return sketch_part(self.signs, gradient).cpu()
+
+    def sketch(self) -> int:
+        self._backward.flush()
+        for number in self._backward.changed:
+            self.parameters[number].why = "a hook changes its gradient in place"
+        self.final = self.held()
+        self._held = torch.zeros_like(self.final) if self._held is None else self._held
+        return max([1, *self._backward.num_terms])
+
+    def alike(self, exchange: Exchange, num_terms: int, where: str) -> Alike:
+        own = self._add_parts(exchange, self._backward.table.cpu(), [trained.leaf for trained in self._trained])
+        final = self._add_parts(exchange, self.final, [trained.tensor for trained in self._trained])
+        assert self._held is not None
+        has_held = bool(exchange.largest([float(self._held.abs().sum() > 0)], self._all)[0])
+        for parameter in self.parameters:
+            parameter.roundings = 3.0 + num_terms + sum(group.size() for group in self._groups.of_loss)
+        sums = self._sums(exchange, own, final, has_held)
+        tried = [(of, least) for least in (0.0, _HALF) for of in sums]
+        nothing: list[Fit] = []
+        fits = exchange.local(lambda: [Fit(self.parameters, of.given, of.final, least) for of, least in tried], nothing)
+        uncertain = [-float(fit.is_certain) for fit in fits] or [0.0] * len(tried)
+        agreed = exchange.largest(uncertain, self._all)
+        best = next((number for number, share in enumerate(agreed) if share < 0), 0)
+        chosen = sums[best % len(sums)]
+        found = exchange.local(lambda: fits[best].alike(where), Alike())
+        found.notes += [chosen.note] * bool(chosen.note)
+        found.notes += ["rounded like bfloat16 on the way"] * (best >= len(sums))
+        if chosen.words:
+            found.faults.append(
+                f"Gradients are {chosen.words}: what other ranks hold weighs 0 in this rank's optimizer."
+            )
+        self._explain(exchange, found, list(zip(sums, fits, strict=False)))
+        return found
+
+    @property
+    def _all(self) -> list[Group]:
+        return self._groups.all
+
+    def _sums(self, exchange: Exchange, own: Tensor, final: Tensor, has_held: bool) -> list[_Sum]:
+        """The sums that the final gradients may be multiples of, the right one first."""
+        by_group = []
+        for group in self._groups.of_loss:
+            by_group.append(own.clone())
+            exchange.reduce(by_group[-1], group)
+        whole = own if not by_group else by_group[0].clone()
+        for group in self._groups.of_loss[1:]:
+            exchange.reduce(whole, group)
+        sums = [_Sum("", whole, final)]
+        if has_held:
+            assert self._held is not None
+            held = self._add_parts(exchange, self._held, [trained.tensor for trained in self._trained])
+            less = torch.cat([(final - held)[:, :-1], final[:, -1:] + held[:, -1:]], 1)
+            sums.append(_Sum("", whole, less, "gradients were not 0 before the step"))
+        if len(by_group) == 2:
+            sums.append(_Sum("summed over the DP ranks alone, not over CP", by_group[0], final))
+            sums.append(_Sum("summed over the CP ranks alone, not over DP", by_group[1], final))
+        if by_group:
+            sums.append(_Sum("not summed over ranks at all", own, final))
+        return sums
+
+    def _add_parts(self, exchange: Exchange, table: Tensor, tensors: list[Any]) -> Tensor:
+        """A table of parts of sketches, each summed over the ranks that hold the parts of its tensor."""
+        total, by_groups = table.clone(), dict[tuple[int, ...], tuple[list[int], list[Group]]]()
+        for number, tensor in enumerate(tensors):
+            groups = _groups_of_parts(tensor)
+            by_groups.setdefault(tuple(map(id, groups)), ([], groups))[0].append(number)
+        for numbers, groups in by_groups.values():
+            part = total[numbers]
+            for group in groups:
+                exchange.reduce(part, group)
+            total[numbers] = part
+        return total
+
+    def _values(self) -> Tensor:
+        """float64 [parameters, 1]: a number of this rank's part of each parameter."""
+        return torch.stack([sketch_part(self.signs, trained.tensor.detach()).cpu()[:1] for trained in self._trained])
+
+    def _explain(self, exchange: Exchange, found: Alike, tried: list[tuple[_Sum, Fit]]) -> None:
+        """Say what is known of parameters that have not the factor; all ranks call it together."""
+        numbers = {parameter.name: number for number, parameter in enumerate(self.parameters)}
+        odd = {numbers[name] for name in found.unlike}
+        flags = [float(number in odd) for number in numbers.values()]
+        if not exchange.largest([float(bool(odd))], self._all)[0]:
+            return
+        values = exchange.local(self._values, torch.zeros(len(flags), 1, dtype=torch.float64))
+        values = self._add_parts(exchange, values, [trained.tensor for trained in self._trained])[:, 0]
+        mine = [*flags, *values.tolist(), *(-values).tolist()]
+        count, together = len(flags), exchange.largest(mine, self._all)
+        for name, number in numbers.items():
+            if together[number] and together[count + number] + together[2 * count + number]:
+                found.covered -= name not in (*found.unlike, *found.zero, *found.uncovered)
+                found.unlike.pop(name, None)
+                found.uncovered[name] = "ranks hold different values of it"
+            elif name in found.unlike:
+                words = [of.words for of, fit in tried if of.words and not math.isnan(fit.multiple(number))]
+                found.unlike[name] = words[0] if words else found.unlike[name]
+
+
+def _sharded_modules(model: Any) -> list[Any]:
+    """Modules that FSDP2 shards, of which there are none without torch's distributed package."""
+    if not dist.is_available():
+        return []
+    from torch.distributed.fsdp import FSDPModule
+
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def _is_sharded(values: Any) -> bool:
+    return hasattr(values, "device_mesh") and hasattr(values, "placements")
+
+
+def _places(values: Any) -> Any:
+    return (values.device_mesh, values.placements) if _is_sharded(values) else None
+
+
+def _groups_of_parts(values: Any) -> list[Group]:
+    """The groups over whose ranks parts of a tensor's sketch add up."""
+    if not _is_sharded(values):
+        return []
+    mesh = values.device_mesh
+    places = enumerate(values.placements)
+    return several(*(mesh.get_group(dim) for dim, place in places if not place.is_replicate()))
+
+
+def sketch_part(signs: Signs, values: Any) -> Tensor:
+    """The sketch of this rank's part of a tensor."""
+    if not _is_sharded(values):
+        return signs.sketch(values.detach())
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    local = values.detach().to_local()
+    _, offsets = compute_local_shape_and_global_offset(values.shape, values.device_mesh, values.placements)
+    return signs.sketch(local, values.shape, offsets)
+
+
+def first_gradient(leaves: list[Any], look: Callable[[], None]) -> Iterator[Callable[[], None]]:
+    """Hooks that call a function once, at the first gradient of any leaf; yields the functions that remove them."""
+    seen: list[bool] = []
+
+    def see(_: Tensor) -> None:
+        if not seen:
+            seen.append(True)
+            look()
+
+    for leaf in leaves:
+        yield put_first(leaf, see)
