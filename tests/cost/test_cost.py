@@ -56,7 +56,7 @@ def microbatch_of(num_samples: int, mode: str, **options: Any) -> Microbatch:
     masks = [torch.arange(length) % 3 != i % 2 for i in range(num_samples)]
     bounds = list(itertools.accumulate([length] * num_samples, initial=0))
     ids: Any = {"prompt_ids": [i // 2 for i in range(num_samples)], "term_masks": {"own": masks}}
-    samples = [Samples(masks, layout=ZigzagTHD(bounds), **ids)] * 2
+    samples = [Samples(masks, layout=ZigzagTHD(bounds), **ids) for _ in range(2)]
     divisor = oracle.divisor_of(mode, 64)
     plan = plan_step(samples, mode, divisor=divisor, term_masks=["own"], dp_group=None, **options)
     cp_group: Any = SimpleNamespace(size=lambda: 2, rank=lambda: 1)
@@ -188,8 +188,9 @@ def test_no_copy_to_the_host_is_asynchronous(tmp_path: Path) -> None:
 def small_step(values: Callable[[], Tensor]) -> list[float]:
     """A step with all that a plan makes: weights, terms, metrics, measurements, kept tokens, values of the step."""
     masks = {"own": [[1, 1], [0, 1]]}
-    samples = Samples([[1, 1], [1, 0]], layout=ZigzagTHD([0, 2, 4]), prompt_ids=["a", "b"], term_masks=masks)
-    plan = plan_step([samples] * 2, "sample_mean", terms={"kl": "token_mean"}, term_masks=["own"], dp_group=None)
+    options: Any = {"layout": ZigzagTHD([0, 2, 4]), "prompt_ids": ["a", "b"], "term_masks": masks}
+    samples = [Samples([[1, 1], [1, 0]], **options) for _ in range(2)]
+    plan = plan_step(samples, "sample_mean", terms={"kl": "token_mean"}, term_masks=["own"], dp_group=None)
     numbers = [measure_tokens(plan, lambda microbatch: values()).quantile(0.5)]
     keep_tokens(plan, "kept", lambda microbatch: values() > 0)
     for microbatch in plan:
