@@ -1,6 +1,7 @@
 from collections.abc import Callable
 from typing import Any
 
+from megatron_rl_loss.audit.assertion import assert_exact as assert_exact
 from megatron_rl_loss.audit.log_prob_gap import compare_log_probs as compare_log_probs
 from megatron_rl_loss.audit.loss_check import check_loss as check_loss
 from megatron_rl_loss.audit.megatron.audit import Audit as Audit
