@@ -261,13 +261,13 @@ def count_bytes() -> dict[str, float]:
     sys.path.insert(0, str(ROOT / "tools" / "bench"))
     import logit_bytes
 
-    bytes_of = {
-        str(dtype): logit_bytes.count(partial(log_probs_from_logits, entropy=True), dtype, True).bytes
-        / logit_bytes.LOGITS
-        for dtype in (torch.float32, torch.bfloat16)
-    }
-    plain = partial(log_probs_from_logits, entropy=True, kernel="torch")
-    return bytes_of | {"plain torch": logit_bytes.count(plain, torch.float32, False).bytes / logit_bytes.LOGITS}
+    def per_logit(dtype: torch.dtype, kernel: str | None) -> float:
+        way = partial(log_probs_from_logits, entropy=True, kernel=kernel)
+        choice.compared.add((torch.device("cpu"), dtype))  # which moves some once in a process
+        return logit_bytes.count(way, dtype, kernel is None).bytes / logit_bytes.LOGITS
+
+    bytes_of = {str(dtype): per_logit(dtype, None) for dtype in (torch.float32, torch.bfloat16)}
+    return bytes_of | {"plain torch": per_logit(torch.float32, "torch")}
 
 
 @needs_triton
