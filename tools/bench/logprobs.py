@@ -1,13 +1,14 @@
 """Memory and time of log-probs and entropy, beside other projects' functions and the time that memory needs.
 
     python tools/bench/logprobs.py --device cuda --slime ~/slime              # at most four minutes
-    python tools/bench/logprobs.py --slime ~/slime --limit 1200               # on a CPU: 8 GB, some ten minutes
+    python tools/bench/logprobs.py --slime ~/slime                            # on a CPU: 8 GB, some ten minutes
     python tools/bench/logprobs.py --tables logits --sizes 4096x32768         # one table, one size
 
-Three tables, each forward and backward:
+Tables, each forward and backward:
 
 - *logits*: time from logits, of log-probs alone, and with the entropy and its gradient.
 - *hidden*: time from hidden states.
+- *compiled* (on a GPU): time from logits beside what `torch.compile` makes, which takes some ten seconds for each size.
 - *memory*: of output layer and log-probs. **Peak extra** is torch's largest allocation at a time in the pass, minus the
   returned gradients (of hidden states and weight). On a CPU the allocations are those that torch's profiler
   records, kernels' temporaries included and a BLAS's own buffers not; on a GPU `torch.cuda.max_memory_allocated`.
@@ -17,10 +18,10 @@ The ways:
 - *floor* (from logits): what must move, one read forward, one read and one write backward: 1.5 times a copy of the
   logits in the same turns. *Products* (from hidden states): the matrix products of two passes in chunks, and nothing
   else. Ratios *to the floor* are to these.
-- *megatron*: `vocab_parallel_cross_entropy` of the installed Megatron-Core, eager; *megatron, fused* on a GPU: its
-  `fused_vocab_parallel_cross_entropy`. They have no entropy.
+- *megatron*: `vocab_parallel_cross_entropy` of the installed Megatron-Core, eager; *megatron, fused*: its
+  `fused_vocab_parallel_cross_entropy`, which it compiles. They have no entropy.
 - *liger*, *flash_attn*, *transformer_engine*: their kernels, where they are installed.
-- *torch.compile* (from logits, on a GPU): of plain torch, for the first size of each dtype; each is compiled anew.
+- *torch.compile*: of plain torch, a `log_softmax` and what is read of it.
 - *read twice* (from logits, on a CPU): plain torch on blocks of half a million logits, which autograd differentiates. A
   block's intermediates are dropped and made again backward (`torch.utils.checkpoint`), so that it needs no formula of a
   gradient, and no more memory than ours but for autograd's own copy of the gradient.
@@ -80,13 +81,14 @@ SIZES = {
     "cuda": {
         "logits": "8192x32768 4096x32768:bfloat16 8192x152064:bfloat16 4096x131072 16384x19008:bfloat16",
         "hidden": "8192x32768:bfloat16 8192x152064:bfloat16",
+        "compiled": "8192x32768 4096x32768:bfloat16",
         "memory": "16384x152064:bfloat16",
     },
 }
 #: The width of the hidden states. On a GPU the products must be those of a model, to have their speed.
 HIDDEN = {"cpu": {"memory": 64, "hidden": 256}, "cuda": {"memory": 4096, "hidden": 4096}}
-#: Of the time of a run, what a table may take; the rest is a reserve.
-PARTS = {"logits": 0.5, "hidden": 0.3, "memory": 0.1}
+#: Of the time of a run, what a table may take.
+PARTS = {"logits": 0.35, "hidden": 0.25, "compiled": 0.35, "memory": 0.05}
 #: Seconds that a way may take before it is timed: it compiles.
 FIRST_CALL = 45
 #: Log-probs that are compared with float64.
@@ -177,8 +179,6 @@ def is_installed(name: str, args: argparse.Namespace) -> bool:
 def from_logits(args: argparse.Namespace) -> dict[str, FromLogits]:
     """Other frameworks' passes from logits."""
     ways: dict[str, FromLogits] = {"megatron": megatron}
-    if args.device == "cuda":
-        ways["megatron, fused"] = megatron_fused
     ways |= {name: partial(alone, kernel) for name, kernel in kernels.KERNELS.items() if is_installed(name, args)}
     for _, formulas in peers(args, SimpleNamespace()).values():
         slime = partial(slimes, formulas, args.chunk_tokens)
@@ -263,6 +263,13 @@ def our_kernels(args: argparse.Namespace) -> dict[str | None, str]:
     return {None: ""} if chosen.kernels is None else {None: "", "torch": ", plain torch"}
 
 
+def compiled_ways() -> dict[str, FromLogits]:
+    ways: dict[str, FromLogits] = {"megatron": megatron, "megatron, fused": megatron_fused}
+    for entropy, name in ENTROPY.items():
+        ways[f"torch.compile{name}"] = partial(torch.compile(plain, dynamic=False), entropy=entropy)
+    return ways
+
+
 def logits_passes(size: Size, ways: dict[str, FromLogits], args: argparse.Namespace) -> dict[str, Pass]:
     """Passes that return the gradient of the logits, by name.
 
@@ -283,8 +290,6 @@ def logits_passes(size: Size, ways: dict[str, FromLogits], args: argparse.Namesp
             ways[f"ours{name}{says}"] = partial(ours, entropy=entropy, kernel=kernel)
         if args.device == "cpu":
             ways[f"read twice{name}"] = partial(read_twice, entropy=entropy)
-        elif entropy and size == first_of_dtype(size.dtype, args):
-            ways[f"torch.compile{name}"] = partial(torch.compile(plain, dynamic=False), entropy=entropy)
     ways["ours in place, entropy"] = partial(ours, entropy=True, gradient_in_place=True)
     keep = torch.rand(size.tokens, size.vocabulary, device=args.device) < 0.5
     ways["ours, kept ids, entropy"] = partial(ours, entropy=True, keep=keep)
@@ -293,11 +298,6 @@ def logits_passes(size: Size, ways: dict[str, FromLogits], args: argparse.Namesp
     copy = torch.empty_like(logits)
     passes: dict[str, Pass] = {"floor": lambda: [copy.copy_(logits.detach())]}
     return passes | {name: partial(run, way, spoiled if name in overwrites else logits) for name, way in ways.items()}
-
-
-def first_of_dtype(dtype: str, args: argparse.Namespace) -> Size:
-    sizes = map(Size.parse, args.sizes or SIZES[args.device]["logits"].split())
-    return next(size for size in sizes if size.dtype == dtype)
 
 
 def errors_of(size: Size, ways: dict[str, FromLogits], args: argparse.Namespace) -> dict[str, float]:
@@ -348,6 +348,14 @@ class Clock:
         return self.end - time.monotonic()
 
     @contextmanager
+    def told(self, what: str) -> Iterator[None]:
+        """Go on after an error."""
+        try:
+            yield
+        except Exception as error:
+            self.left_out.append(f"{what}: {type(error).__name__}: {' '.join(str(error).split())[:160]}")
+
+    @contextmanager
     def limit(self, what: str, seconds: float) -> Iterator[None]:
         """Go on after an error, or after that many seconds of Python: a single operation is not cut off."""
 
@@ -357,9 +365,8 @@ class Clock:
         former = signal.signal(signal.SIGALRM, too_late)
         signal.setitimer(signal.ITIMER_REAL, max(seconds, 0.1))
         try:
-            yield
-        except Exception as error:
-            self.left_out.append(f"{what}: {type(error).__name__}: {' '.join(str(error).split())[:160]}")
+            with self.told(what):
+                yield
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, former)
@@ -372,7 +379,10 @@ def rows(
     copies = {name: 1 if name == "megatron" else 2 for name in ways}
     ways = {name: way for name, way in ways.items() if copies[name] * size.logits <= args.most_logits * 2**30}
     hidden_size = HIDDEN[args.device].get(table)
-    passes = logits_passes(size, ways, args) if hidden_size is None else hidden_passes(size, hidden_size, ways, args)
+    if hidden_size is None:
+        passes = logits_passes(size, compiled_ways() if table == "compiled" else ways, args)
+    else:
+        passes = hidden_passes(size, hidden_size, ways, args)
     others, unit = Others(), "peak extra MB" if table == "memory" else "ms"
     figures, runs = dict[str, float](), dict[str, Pass]()
     errors = errors_of(size, ways, args) if table == "logits" else {}
@@ -387,7 +397,7 @@ def rows(
     if runs:
         turns = take_turns(runs, min(args.seconds, clock.left()), args.repeats, args.device, CLOCKS[args.clock])
         figures = {name: min(times) for name, times in turns.items()}
-    if table == "logits" and "floor" in figures:
+    if "floor" in figures:
         figures["floor"] *= 1.5
     floor = figures.get("floor") or figures.get("products")
     rows_of_size = []
@@ -403,8 +413,7 @@ def rows(
 
 def main() -> None:
     parser = flags(__doc__, "slime")
-    tables_of = list(PARTS)
-    parser.add_argument("--tables", nargs="+", choices=tables_of, default=tables_of)
+    parser.add_argument("--tables", nargs="+", choices=PARTS, help="Default: all, without `compiled` on a CPU.")
     parser.add_argument(
         "--sizes", nargs="+", metavar="TOKENSxVOCABULARY[:DTYPE]", help="Sizes of every table; default: each its own."
     )
@@ -414,12 +423,14 @@ def main() -> None:
     )
     parser.add_argument("--seconds", type=float, help="Shortest time for a size. Default: 20, 1.5 on a GPU.")
     parser.add_argument("--repeats", type=int, default=5, help="Fewest turns.")
-    parser.add_argument("--limit", type=float, default=240, help="Seconds for all tables.")
+    parser.add_argument("--limit", type=float, help="Seconds for all tables. Default: 7200, 240 on a GPU.")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of torch.")
     parser.add_argument("--clock", choices=CLOCKS, help="Default: cpu, or wall on a GPU.")
     args = parser.parse_args()
     on_gpu = args.device == "cuda"
+    args.tables = args.tables or list(SIZES[args.device])
     args.clock = args.clock or ("wall" if on_gpu else "cpu")
+    args.limit = args.limit or (240 if on_gpu else 7200)
     args.seconds = args.seconds or (1.5 if on_gpu else 20)
     args.most_logits = args.most_logits or (24 if on_gpu else 2.4)
     args.chunk_tokens = args.chunk_tokens or default_chunk_tokens(torch.device(args.device))
@@ -434,11 +445,13 @@ def main() -> None:
             spared = args.limit - (time.monotonic() - began)
             clock = Clock(min(spared, args.limit * PARTS[table] / sum(PARTS[name] for name in args.tables)))
             tables[table] = []
-            for size in map(Size.parse, args.sizes or SIZES[args.device][table].split()):
+            sizes = args.sizes or SIZES[args.device].get(table, SIZES[args.device]["logits"]).split()
+            for size in map(Size.parse, sizes):
                 if clock.left() <= 0:
                     clock.left_out.append(f"{table}, {size.tokens}x{size.vocabulary}: no time is left")
                 else:
-                    tables[table] += rows(table, size, ways, args, clock)
+                    with clock.told(f"{table}, {size.tokens}x{size.vocabulary}"):
+                        tables[table] += rows(table, size, ways, args, clock)
             left_out += clock.left_out
         dist.destroy_process_group()
     read_by = "plain torch" if len(our_kernels(args)) == 1 else "Triton kernels"
