@@ -139,7 +139,7 @@ def test_nothing_is_read_back_from_a_device(name: str, way: str) -> None:
     assert all(leaf.grad is not None for leaf in on_device.values())
     if way == "one pass":  # the tokens are those with a weight, on the host
         values_of(way, name, on_device, token_mask=None, **more)["share"].backward()
-    with pytest.raises(ValueError, match="on the meta device: it must have values"):  # negative control: a mask on the device must be read
+    with pytest.raises(ValueError, match="on the meta device"):  # negative control: a mask on the device must be read
         values_of(way, name, on_device, token_mask=inputs_of(name)[2].to("meta"), **more)
 
 
