@@ -61,6 +61,7 @@ class StepState:
     off: float = 0.0  # the largest error of a reducer's backward pass
     tokens: tuple[int, int] = (0, 0)  # of the model's ids compared with the samples', and different
     uses_plan: bool = False  # some rank's plan weighed losses
+    gathers: bool = False  # some losses are of gathered tokens, whose gather's backward is declared and not measured
     is_dynamic: bool = False  # some micro-batches have a context-parallel group of their own
 
     def __add__(self, other: "StepState") -> "StepState":

@@ -8,6 +8,7 @@ import functools
 import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import gpt_oracle
 import moe_gpt
@@ -215,10 +216,11 @@ ROWS = RIGHTS | WRONG
 
 
 def step_of(row: Row) -> Step:
-    """On a rank: the step's outcome; what the proof set is gone afterwards."""
+    """On a rank: the step's outcome; what the proof set is gone afterwards, and it sent few bytes."""
     import megatron.core.distributed as distributed
 
     from megatron_rl_loss import LossAggregation
+    from megatron_rl_loss.proof.megatron_step import MegatronStep
 
     config = distributed.DistributedDataParallelConfig
     if row.reduces_bf16:
@@ -242,7 +244,16 @@ def step_of(row: Row) -> Step:
         run_batches(row.layout, ready, forward_step, batches, aggregation.wrap_schedule)
         return 0.0
 
-    step = attempted(run)
+    measured, measure = list[Any](), MegatronStep.measure
+
+    def noted(self: Any) -> None:
+        measured.append(self)
+        measure(self)
+
+    with patch.object(MegatronStep, "measure", noted):
+        step = attempted(run)
+    each = 120 if row.layout.tp > 1 else 24 * (1 + ("distributed" in case.optimizer))
+    assert measured[0].sent <= each * measured[0].alike.total + 2048, measured[0].sent
     left = sum(len(parameter._backward_hooks or {}) for _, parameter in named(ready)) - planted
     groups = [group for chunk in ready.chunks for group in chunk.bucket_groups]
     left += sum("start_grad_sync" in vars(group) for group in groups)
