@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import EllipsisType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -26,18 +26,45 @@ Group = dist.ProcessGroup
 Result = TypeVar("Result")
 
 
+def unwrapped(group: Group) -> Group:
+    """The group that torch knows, of one that wraps it in ``.group``.
+
+    Engines that free the memory of communicators between steps wrap groups, so that they can destroy a group and build
+    it again behind the same object (slime's, miles's and ROLL's ``ReloadableProcessGroup``). torch looks a group up by
+    identity, so each collective unwraps the group anew, and nothing keeps the inner one. What an engine has put in the
+    place of a function of `torch.distributed` takes such a group too.
+
+    Raises ValueError for a wrapper whose group is destroyed.
+    """
+    inner: Any = group
+    while (held := getattr(inner, "group", inner)) is not inner:
+        if held is None:
+            raise ValueError(
+                f"a process group of type {type(inner).__name__} whose group is destroyed: no collective can run over "
+                "it. Build the engine's groups again before the step."
+            )
+        inner = held
+    return cast(Group, inner)
+
+
 def rank_in(group: Group | None) -> int:
-    return 0 if group is None else group.rank()
+    return 0 if group is None else unwrapped(group).rank()
 
 
 def size_of(group: Group | None) -> int:
-    """The number of ranks of a group; 1 without a group. TypeError for anything else."""
-    if group is not None and (isinstance(group, Tensor) or not hasattr(group, "size")):
+    """The number of ranks of a group; 1 without a group.
+
+    Raises TypeError for anything else, ValueError for a group that was destroyed behind its wrapper.
+    """
+    if group is None:
+        return 1
+    inner = unwrapped(group)
+    if isinstance(inner, Tensor) or not hasattr(inner, "size"):
         raise TypeError(
             f"a process group of type {type(group).__name__}: it must be a ProcessGroup of torch.distributed, or None. "
             "Pass what dist.new_group or Megatron's parallel_state returns."
         )
-    return 1 if group is None else group.size()
+    return inner.size()
 
 
 def several(*groups: Group | None) -> list[Group]:
@@ -78,7 +105,7 @@ class StepGroups:
 
 def ranks_of(group: Group | None) -> list[int]:
     """Global ranks of the group; this one without a group."""
-    return [world_rank()] if group is None else dist.get_process_group_ranks(group)
+    return [world_rank()] if group is None else dist.get_process_group_ranks(unwrapped(group))
 
 
 def world_size() -> int:
@@ -106,25 +133,48 @@ def stated_dp_group(
 
 
 def device_of(group: Group) -> torch.device:
-    """The device whose tensors the group's backends take: the host if one of them does ("cpu:gloo,cuda:nccl")."""
-    devices = [backend.partition(":")[0] for backend in dist.get_backend_config(group).split(",")]
+    """The device whose tensors the group's backends take: the host if one of them does ("cpu:gloo,cuda:nccl").
+
+    Raises ValueError for a group that torch does not know.
+    """
+    inner = unwrapped(group)
+    try:
+        backends = dist.get_backend_config(inner)
+    except (TypeError, ValueError, KeyError) as error:
+        raise ValueError(
+            f"a process group of type {type(inner).__name__} that torch.distributed does not know: it was destroyed, "
+            "or it wraps a group elsewhere than in .group. Pass a group that dist.new_group returned and that was not "
+            "destroyed since."
+        ) from error
+    devices = [backend.partition(":")[0] for backend in backends.split(",")]
     if "cpu" in devices or not devices[0]:
         return torch.device("cpu")
     return torch.device(devices[0], getattr(torch, devices[0]).current_device())
 
 
 def all_reduce(values: Tensor, group: Group, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
-    """Reduce values over the group, in place."""
+    """Reduce values over the group, in place, wherever each rank has them."""
     # NCCL takes tensors on its device alone; values that lie there already are reduced in place, without a copy.
     moved = values.to(device_of(group))
-    dist.all_reduce(moved, op=op, group=group)
+    reduce_in_place(moved, group, op)
     values.copy_(moved)
+
+
+def reduce_in_place(values: Tensor, group: Group, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
+    """Reduce values that lie, on every rank, on the device on which they were computed: none of them travels."""
+    dist.all_reduce(values, op=op, group=unwrapped(group))
 
 
 def all_gather_single(received: Tensor, sent: Tensor, group: Group) -> None:
     """torch's all-gather into one tensor, by its name in this version."""
     name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-    getattr(dist, name)(received, sent, group=group)
+    getattr(dist, name)(received, sent, group=unwrapped(group))
+
+
+def reduce_scatter_single(received: Tensor, sent: Tensor, group: Group) -> None:
+    """torch's sum of one tensor, scattered over the ranks, by its name in this version."""
+    name = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+    getattr(dist, name)(received, sent, group=unwrapped(group))
 
 
 def gather_objects(value: Result, group: Group) -> list[Result]:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl_loss.core.collectives import Group, rank_in, size_of
+from megatron_rl_loss.core.collectives import Group, rank_in, size_of, unwrapped
 from megatron_rl_loss.core.errors import check_choice
 from megatron_rl_loss.logprobs.layer import Gradients, OutputLayer, TensorParallel, make_log_probs
 from megatron_rl_loss.logprobs.reading import LogProbs, Reading
@@ -35,14 +35,18 @@ def liger(logits: Tensor, labels: Tensor, tp_group: Group | None) -> Tensor:
 def transformer_engine(logits: Tensor, labels: Tensor, tp_group: Group | None) -> Tensor:
     """Transformer Engine's parallel cross-entropy; the gradient overwrites the logits."""
     loss = _look_up("transformer_engine.pytorch.cross_entropy", "parallel_cross_entropy")
-    return -loss(logits[:, None], labels[:, None], 0.0, False, tp_group).reshape(-1)
+    return -loss(logits[:, None], labels[:, None], 0.0, False, _known(tp_group)).reshape(-1)
 
 
 def flash_attn(logits: Tensor, labels: Tensor, tp_group: Group | None) -> Tensor:
     """flash-attn's Triton cross-entropy, which returns the losses first."""
     return -_look_up("flash_attn.ops.triton.cross_entropy", "cross_entropy_loss")(
-        logits, labels, process_group=tp_group
+        logits, labels, process_group=_known(tp_group)
     )[0]
+
+
+def _known(tp_group: Group | None) -> Group | None:
+    return None if tp_group is None else unwrapped(tp_group)
 
 
 def liger_from_hidden(

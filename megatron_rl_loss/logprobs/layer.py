@@ -8,19 +8,21 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl_loss.core.collectives import Group, all_gather_single
+from megatron_rl_loss.core.collectives import (
+    Group,
+    all_gather_single,
+    reduce_in_place,
+    reduce_scatter_single,
+    size_of,
+)
 from megatron_rl_loss.core.errors import check_float, check_int
 from megatron_rl_loss.logprobs.reading import LogProbs, Places, Reading
 from megatron_rl_loss.logprobs.teacher import Comparison
 from megatron_rl_loss.losses.first_order import first_order
 
 logger = logging.getLogger(__name__)
-
-# Newer versions of torch have the first name, and warn of the second; older ones have the second alone.
-_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 #: Tokens of a chunk: enough that products with the weight run at full speed. Each chunk adds its part of the weight's
 #: gradient, which moves 8 bytes per weight: on a GPU, products of fewer tokens would wait for memory.
@@ -52,22 +54,22 @@ class TensorParallel:
 
     def gather(self, hidden: Tensor) -> Tensor:
         """The hidden states of all tokens, [tokens, hidden]."""
-        if self.sequence_parallel and self.group is not None and self.group.size() > 1:
+        if self.sequence_parallel and self.group is not None and size_of(self.group) > 1:
             mine = hidden.contiguous()
-            hidden = mine.new_empty(len(mine) * self.group.size(), *mine.shape[1:])
+            hidden = mine.new_empty(len(mine) * size_of(self.group), *mine.shape[1:])
             all_gather_single(hidden, mine, group=self.group)
         return hidden.reshape(-1, hidden.shape[-1])
 
     def sum(self, gradient: Tensor, hidden: Tensor) -> Tensor:
         """The gradient of all tokens -> that of this rank's hidden states, in their shape."""
         gradient = gradient.view(-1, *hidden.shape[1:])
-        if self.group is None or self.group.size() == 1:
+        if self.group is None or size_of(self.group) == 1:
             return gradient
         if self.sequence_parallel:
             whole, gradient = gradient, gradient.new_empty(hidden.shape)
-            _reduce_scatter(gradient, whole, group=self.group)
+            reduce_scatter_single(gradient, whole, self.group)
         elif self.sum_gradient:
-            dist.all_reduce(gradient, group=self.group)
+            reduce_in_place(gradient, self.group)
         return gradient
 
 

@@ -284,7 +284,7 @@ class Reading:
         if self._spreads and self.rows is not None:
             mine = self._row_without_token(statistics).repeat(self.shape.numel(), 1)
             statistics = mine.index_copy_(0, self.rows, statistics)
-        tables = statistics.new_empty(self.tp_group.size(), *statistics.shape)
+        tables = statistics.new_empty(size_of(self.tp_group), *statistics.shape)
         if statistics.numel():  # all ranks of the vocabulary have the same tokens, so all skip it
             all_gather_single(tables.flatten(0, 1), statistics.contiguous(), group=self.tp_group)
         return tables[:, self.rows] if self._spreads else tables

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import KW_ONLY, dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from megatron_rl_loss.core.collectives import reduce_in_place
 from megatron_rl_loss.core.errors import check_float, check_within
 from megatron_rl_loss.logprobs.reading import LN_2, Places, Reading
 from megatron_rl_loss.losses.divergence import DivergenceKind, check_kind
@@ -90,7 +90,7 @@ class Comparison:
                 sums[:, rows] = torch.stack([self._beta * _kl(q, log_q, m, log_m) + (1 - self._beta) * level, level])
         # The third round of a chunk, after two for the teacher's norm. Backward takes none: its level is kept.
         if self._read.tp_group is not None and sums.numel():
-            dist.all_reduce(sums, group=self._read.tp_group)
+            reduce_in_place(sums, self._read.tp_group)
         return torch.cat([sums, teacher_norm])
 
     def slopes(

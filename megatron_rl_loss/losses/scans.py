@@ -11,10 +11,9 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl_loss.core.collectives import Group
+from megatron_rl_loss.core.collectives import Group, reduce_in_place
 from megatron_rl_loss.core.errors import check_bool, check_choice, check_within, require
 from megatron_rl_loss.core.masks import on_device
 from megatron_rl_loss.losses.cut_sequences import Sequences, Values
@@ -159,7 +158,7 @@ def _before(discounts: Tensor, own: Tensor, chunks: _Chunks, reverse: bool) -> T
     every = own.new_zeros(1 + len(own), len(chunks.sequences))
     every.index_copy_(1, places, torch.cat([products[None], sums])[:, lasts])
     if chunks.group is not None:
-        dist.all_reduce(every, group=chunks.group)  # a chunk is one rank's: all others add 0 to it
+        reduce_in_place(every, chunks.group)  # a chunk is one rank's: all others add 0 to it
     begins = np.flatnonzero(np.diff(chunks.sequences, prepend=-1))
     starts = _flags(every.shape[1], begins, own.device)
     carried = _scan(every[0], every[1:], starts)[1].roll(1, -1).masked_fill(starts, 0)[:, places]

@@ -16,10 +16,9 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl_loss.core.collectives import Group
+from megatron_rl_loss.core.collectives import Group, reduce_in_place
 from megatron_rl_loss.core.errors import check_bool, check_within
 from megatron_rl_loss.core.masks import on_device
 from megatron_rl_loss.losses.cut_sequences import Sequences, Values
@@ -103,7 +102,7 @@ def segment_quantile(
     whole = masked.new_zeros(len(masked), samples.total_tokens)
     whole[:, on_device(sequences.tokens.positions, device)] = masked
     if sequences.group is not None and whole.numel():
-        dist.all_reduce(whole, group=sequences.group)
+        reduce_in_place(whole, sequences.group)
     number = len(sequences.counts)
     entries = samples.buffer[places].astype(np.float64)
     totals = np.bincount(units, entries, number)
@@ -194,7 +193,7 @@ class _OfSamples(torch.autograd.Function):
 def _over_sequences(of_samples: Tensor, sequences: Sequences, divisor: Tensor | None) -> Tensor:
     """Parts of samples [num_rows, num_samples] -> at each sample its sequence's sum, or mean; its own transpose."""
     if sequences.group is not None and of_samples.numel():
-        dist.all_reduce(of_samples, group=sequences.group)
+        reduce_in_place(of_samples, sequences.group)
     if sequences.units is not None:
         units = on_device(sequences.units, of_samples.device)
         of_samples = torch.zeros_like(of_samples).index_add(-1, units, of_samples)[:, units]

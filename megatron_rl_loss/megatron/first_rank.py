@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from megatron_rl_loss.core.collectives import Group, attempt, gather_parts, several
+from megatron_rl_loss.core.collectives import Group, attempt, gather_parts, rank_in, several, unwrapped
 from megatron_rl_loss.core.errors import BadBatchError
 
 Batches = TypeVar("Batches")
@@ -36,11 +36,12 @@ def from_first_tp_rank(make: Callable[[], Batches], tp_group: Group, pp_group: G
         return parts[0] if pp_group is None else pickle.dumps(join_batches(map(pickle.loads, parts)))
 
     # An error travels in the place of the batches: the other ranks of the TP group wait for one of the two.
-    is_first = tp_group.rank() == 0
+    is_first = rank_in(tp_group) == 0
     mine = attempt(sent) if is_first else None
     outcome: list[Any] = [f"{type(mine).__name__}: {mine}" if isinstance(mine, Exception) else mine]
     if several(tp_group):
-        dist.broadcast_object_list(outcome, src=dist.get_global_rank(tp_group, 0), group=tp_group)
+        known = unwrapped(tp_group)
+        dist.broadcast_object_list(outcome, src=dist.get_global_rank(known, 0), group=known)
     if isinstance(mine, Exception):
         raise mine
     if isinstance(outcome[0], str):
