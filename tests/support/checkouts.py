@@ -248,6 +248,12 @@ def record_errors(
 
 def load(framework: Framework, root: str, *modules: str) -> list[Any]:
     """Import modules of a checkout, for the life of this process."""
+    stand_in(framework, root)
+    return [importlib.import_module(name) for name in modules]
+
+
+def stand_in(framework: Framework, root: str) -> None:
+    """Pass its packages by and put stand-ins into their places, for the life of this process."""
     for name in framework.passed_by:
         package = ModuleType(name)
         package.__path__ = [str(Path(root, *name.split(".")))]
@@ -257,7 +263,6 @@ def load(framework: Framework, root: str, *modules: str) -> list[Any]:
             setattr(sys.modules[parent], child, package)
     missing = [name for name in framework.stand_ins if "." in name or importlib.util.find_spec(name) is None]
     sys.meta_path.insert(0, _StandIns(missing))
-    return [importlib.import_module(name) for name in modules]
 
 
 class Settings(SimpleNamespace):
