@@ -93,6 +93,10 @@ class Replaced:
         self._all += new
         self.put_everywhere()
 
+    def ours(self, function: Any) -> Any:
+        """What took the function's place, for a caller that took the engine's before; else the function itself."""
+        return next((ours for _, stock, _, ours in self._all if stock is function), function)
+
     def put_everywhere(self) -> None:
         """Replace the functions in modules that were loaded later, too."""
         held = holders([stock for _, stock, *_ in self._all])
@@ -128,11 +132,23 @@ def holders(functions: Sequence[Any]) -> list[list[tuple[Any, str]]]:
 
 
 def announce(line: object, is_first: bool | None = None) -> None:
-    """Add the line to `active`, and print it on one rank, by default the first."""
+    """Add the line to `active`, and print it on one rank, by default the first, with the process it speaks of."""
     is_new = line not in _REGISTRY
     once(line, lambda: line)
-    if is_new and ((world_rank() or int(os.environ.get("RANK", "0"))) == 0 if is_first is None else is_first):
-        print_text(f"megatron_rl_loss in {line}")
+    rank, (engine, _, says) = world_rank() or int(os.environ.get("RANK", "0")), str(line).partition(": ")
+    if is_new and (rank == 0 if is_first is None else is_first):
+        if is_driver():
+            print_text(f"megatron_rl_loss in {engine} driver: {says}; each worker prints a line of its own")
+        else:
+            print_text(f"megatron_rl_loss in {engine} worker {rank}: {says}")
+
+
+def is_driver() -> bool:
+    """True in a process that uses Ray and is none of Ray's actors: what it replaces is not replaced in the workers."""
+    ray = sys.modules.get("ray")
+    if ray is None or "RANK" in os.environ:
+        return False
+    return not (ray.is_initialized() and ray.get_runtime_context().get_actor_id())
 
 
 def once(key: object, make: Callable[[], object]) -> Any:

@@ -1,6 +1,6 @@
-"""verl: its `agg_loss` guarded, and its Megatron engine exact under context parallelism, by ``model.external_lib``.
+"""verl: its `agg_loss` guarded, and its Megatron engine exact under context parallelism, in each of verl's workers.
 
-    actor_rollout_ref.model.external_lib=megatron_rl_loss.engines.verl_install
+    VERL_USE_EXTERNAL_MODULES=megatron_rl_loss.engines.verl_install  # in Ray's runtime environment
 
 verl's `agg_loss` returns the step's share in every mode if it gets counts of the whole step, as from verl's engine. The
 guard refuses other counts, never reads masked losses, sums in float32, and taps losses: the first training step of each
@@ -275,8 +275,13 @@ def _with_every_token(running: _Running, stock: Callable[[], Any], arguments: di
     verl rounds the count down on each CP rank, and Megatron divides by the sum.
     """
     running.on_megatron = True
+    engine, loss_function = arguments["self"], arguments["loss_function"]
+    if isinstance(loss_function, partial):  # a worker may have got verl's own before it installed this
+        ours: Replaced = installed("verl")
+        arguments["loss_function"] = partial(
+            ours.ours(loss_function.func), *loss_function.args, **loss_function.keywords
+        )
     loss, *tokens, output = stock()
-    engine = arguments["self"]
     if not tokens or engine.engine_config.dynamic_context_parallel:
         return loss, *tokens, output
     from megatron.core import parallel_state

@@ -1,8 +1,15 @@
-"""Importing this module guards verl by `megatron_rl_loss.engines.verl.install`: for ``model.external_lib``.
+"""Importing this module guards verl by `megatron_rl_loss.engines.verl.install`, for ``VERL_USE_EXTERNAL_MODULES``.
 
-verl imports it in every worker, before its model is made.
+verl imports it in every process, before anything else of verl is used there. With ``model.external_lib`` alone only the
+driver and the actor's workers import it. The critic's workers get their loss from the driver, and import it then.
 """
+
+import importlib
+from typing import Any
 
 from megatron_rl_loss.engines.verl import install
 
 install()
+#: The loss that a driver sends to a critic's workers: pickle finds it by this name, so that they import this module.
+value_loss: Any = importlib.import_module("verl.workers.utils.losses").value_loss
+value_loss.__module__, value_loss.__qualname__ = __name__, "value_loss"

@@ -1,7 +1,7 @@
 """A local Ray without GPUs whose workers prepare themselves for an engine: where its code lies, what is stubbed.
 
-A driver runs in a process of its own (`run_ranks(1, drive, ...)`); each worker is a new process, as on a cluster. Ray is
-told of GPUs that do not exist, for engines ask for them; CUDA is the CPU in every process (`megatron_on_cpu`).
+A driver runs in a process of its own (`run_ranks(1, drive, ...)`), each worker in a new one, as on a cluster. Ray is
+told of GPUs that do not exist, because engines ask for them; CUDA is the CPU in every process (`megatron_on_cpu`).
 """
 
 import importlib
@@ -9,14 +9,13 @@ import json
 import os
 import re
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import checkouts
-from checkouts import Framework, stand_in
+from checkouts import stand_in
 from fork_server import PYTHONPATH
 
 _ENGINE = "TEST_RAY_ENGINE"
@@ -25,16 +24,16 @@ _OF_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_
 _LINE = re.compile(r"^.*?(megatron_rl_loss(?: in [^:]+)?: .*)$", re.MULTILINE)
 
 
-def prepare(name: str, root: str, stub: str, more: tuple[str, ...]) -> None:
-    """In a process: the engine's code is importable, what is not installed has stand-ins, and `stub` has been called.
+def prepare(module: str, root: str) -> None:
+    """In a process: the engine's code is importable, and what is missing here is stubbed.
 
-    `stub` is the dotted name of a function of a test file, which replaces what needs a GPU, a sampler or a checkpoint.
+    `module` is that of a test file: its `ENGINE` has the stand-ins, its `stub()` replaces what needs a GPU, a sampler
+    or a checkpoint.
     """
-    framework: Framework = getattr(checkouts, name)
-    stand_in(replace(framework, stand_ins=(*framework.stand_ins, *more)), root)
+    test: Any = importlib.import_module(module)
+    stand_in(test.ENGINE, root)
     sys.path.append(root)
-    module, _, function = stub.rpartition(".")
-    getattr(importlib.import_module(module), function)()
+    test.stub()
 
 
 def set_up_worker() -> None:
@@ -47,11 +46,12 @@ def set_up_worker() -> None:
 
 @contextmanager
 def local_ray(
-    name: str, root: str, stub: str, more: tuple[str, ...] = (), *, gpus: int, variables: dict[str, str] | None = None
+    module: str, root: str, *, gpus: int, variables: dict[str, str] | None = None, seconds: int = 180
 ) -> Iterator[Callable[[], list[str]]]:
-    """Ray for a driver of the engine `checkouts.<name>`; gives what returns the library's lines of all workers so far.
+    """Ray for a driver, prepared as in `prepare`; gives what returns the library's lines of all workers so far.
 
-    `variables` are those of the user's runtime environment.
+    `variables` are those of the user's runtime environment. After so many seconds a driver that hangs ends, and Ray
+    with it.
     """
     import ray
 
@@ -59,21 +59,30 @@ def local_ray(
         os.environ.pop(variable, None)
     os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # Ray counts its entries
     os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
-    of_engine = json.dumps([name, root, stub, more])
-    environment = {"PYTHONPATH": PYTHONPATH, _ENGINE: of_engine, "OMP_NUM_THREADS": "1", **(variables or {})}
-    prepare(name, root, stub, more)
+    environment = {"PYTHONPATH": PYTHONPATH, _ENGINE: json.dumps([module, root]), "OMP_NUM_THREADS": "1"}
+    prepare(module, root)
     ray.init(
         num_cpus=2 * gpus + 2, num_gpus=gpus, include_dashboard=False, log_to_driver=False,
         object_store_memory=2**27,
-        runtime_env={"env_vars": environment, "worker_process_setup_hook": "ray_workers.set_up_worker"},
+        runtime_env={
+            "env_vars": environment | (variables or {}), "worker_process_setup_hook": "ray_workers.set_up_worker",
+        },
     )  # fmt: skip
-    logs = Path(importlib.import_module("ray._private.worker")._global_node.get_logs_dir_path())
+    node = importlib.import_module("ray._private.worker")._global_node
+    logs = Path(node.get_logs_dir_path())
 
     def lines() -> list[str]:
         found = [line for log in sorted(logs.glob("worker-*.out")) for line in _LINE.findall(log.read_text())]
         return [*dict.fromkeys(found)]
 
+    def end() -> None:
+        node.kill_all_processes(check_alive=False, allow_graceful=False)
+        os._exit(1)  # Ray's calls do not return where a worker hangs
+
+    watch = threading.Timer(seconds, end)
+    watch.start()
     try:
         yield lines
     finally:
+        watch.cancel()
         ray.shutdown()
