@@ -46,7 +46,7 @@ def set_up_worker() -> None:
 
 @contextmanager
 def local_ray(
-    module: str, root: str, *, gpus: int, variables: dict[str, str] | None = None, seconds: int = 180
+    module: str, root: str, *, gpus: int, variables: dict[str, str] | None = None, seconds: int = 140
 ) -> Iterator[Callable[[], list[str]]]:
     """Ray for a driver, prepared as in `prepare`; gives what returns the library's lines of all workers so far.
 
@@ -62,7 +62,7 @@ def local_ray(
     environment = {"PYTHONPATH": PYTHONPATH, _ENGINE: json.dumps([module, root]), "OMP_NUM_THREADS": "1"}
     prepare(module, root)
     ray.init(
-        num_cpus=2 * gpus + 2, num_gpus=gpus, include_dashboard=False, log_to_driver=False,
+        num_cpus=16 * gpus, num_gpus=gpus, include_dashboard=False, log_to_driver=False,
         object_store_memory=2**27,
         runtime_env={
             "env_vars": environment | (variables or {}), "worker_process_setup_hook": "ray_workers.set_up_worker",
