@@ -59,6 +59,7 @@ class Replaced:
     def __str__(self) -> str:
         held = holders([ours for *_, ours in self._all])
         places = {f"{module.__name__}.{name}" for each in held for module, name in each}
+        places = {place for place in places if place.partition(".")[0] != __name__.partition(".")[0]}
         return f"{self.engine}: replaced {', '.join(sorted(places | {str(function) for function, *_ in self._all}))}"
 
     def add(self, names: Sequence[str]) -> None:

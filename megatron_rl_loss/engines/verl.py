@@ -275,7 +275,7 @@ def _with_every_token(running: _Running, stock: Callable[[], Any], arguments: di
     verl rounds the count down on each CP rank, and Megatron divides by the sum.
     """
     running.on_megatron = True
-    engine, loss_function = arguments["self"], arguments["loss_function"]
+    engine, loss_function = arguments["self"], arguments.get("loss_function")
     if isinstance(loss_function, partial):  # a worker may have got verl's own before it installed this
         ours: Replaced = installed("verl")
         arguments["loss_function"] = partial(

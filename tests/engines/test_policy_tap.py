@@ -168,4 +168,4 @@ def test_a_proof_asks_for_the_advantages_before_weighing(capsys: Any) -> None:
             prove_policy_loss(home, "loss", LOSS, "token_mean", lambda arguments: None, engine="mine")
         replaced.undo()
     assert home.loss is ppo
-    assert "megatron_rl_loss in proof of mine: replaced SimpleNamespace.loss" in capsys.readouterr().out
+    assert "megatron_rl_loss in proof of mine worker 0: replaced SimpleNamespace.loss" in capsys.readouterr().out

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_rl_loss.engines import replacing
-from megatron_rl_loss.engines.replacing import Function, Replaced, active
+from megatron_rl_loss.engines.replacing import Function, Replaced, active, announce
 
 
 @pytest.fixture(autouse=True)
@@ -40,6 +40,42 @@ def replace(owner: Any, name: str = "scale", *parameters: str, **how: Any) -> Re
     return Replaced("Engine", "1.0 or 1.1", [Function(owner, name, parameters or ("loss",), doubled, **how)])
 
 
+class Ray:
+    """What a process asks Ray about itself."""
+
+    def __init__(self, actor: str | None) -> None:
+        self.actor = actor
+
+    def is_initialized(self) -> bool:
+        return self.actor is not None
+
+    def get_runtime_context(self) -> Any:
+        return SimpleNamespace(get_actor_id=lambda: self.actor)
+
+
+@pytest.mark.parametrize(
+    ("ray", "rank", "process", "after"),
+    [
+        (None, None, "worker 0", ""),
+        (Ray(None), None, "driver", "; each worker prints a line of its own"),
+        (Ray(""), None, "driver", "; each worker prints a line of its own"),
+        (Ray("an actor"), None, "worker 0", ""),
+        (Ray(None), "0", "worker 0", ""),
+    ],
+)
+def test_a_line_says_of_which_process_it_speaks(
+    ray: Any, rank: str | None, process: str, after: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """A driver replaces functions that its workers never call."""
+    monkeypatch.setattr(replacing, "_REGISTRY", {})
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.delenv("RANK", raising=False)
+    if rank is not None:
+        monkeypatch.setenv("RANK", rank)
+    announce("Engine: replaced a: b")
+    assert capsys.readouterr().out == f"megatron_rl_loss in Engine {process}: replaced a: b{after}\n"
+
+
 def test_replaced_wherever_it_is_and_put_back(engine: Any, capsys: pytest.CaptureFixture[str]) -> None:
     replaced = replace(engine.home, also_in=lambda module: module not in ("engine.trainer", __name__))
     assert engine.home.scale is engine.by_name.scale is engine.renamed._s
@@ -47,7 +83,7 @@ def test_replaced_wherever_it_is_and_put_back(engine: Any, capsys: pytest.Captur
     assert (engine.trainer.scale(3), engine.other.scale(3)) == (3, -3)
     line = "Engine: replaced engine.by_name.scale, engine.home.scale, engine.renamed._s"
     assert active() == [line]
-    assert capsys.readouterr().out == f"megatron_rl_loss in {line}\n"
+    assert capsys.readouterr().out == f"megatron_rl_loss in {line.replace(': ', ' worker 0: ', 1)}\n"
 
     engine.other.late = engine.stock
     engine.other.ours = engine.home.scale

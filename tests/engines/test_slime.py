@@ -403,7 +403,9 @@ def test_the_first_call_says_what_is_active(
         "slime: policy loss by token_mean; KL and entropy keep slime's own token mean",
     ]
     assert replacing.active() == lines
-    assert capsys.readouterr().out == "".join(f"megatron_rl_loss in {line}\n" for line in lines)
+    assert capsys.readouterr().out == "".join(
+        f"megatron_rl_loss in {line.replace(':', ' worker 0:', 1)}\n" for line in lines
+    )
     from megatron.core import parallel_state
 
     monkeypatch.setattr(replacing, "_REGISTRY", {})

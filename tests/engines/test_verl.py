@@ -92,7 +92,7 @@ def test_an_audit_sees_the_losses() -> None:
 def test_steps_of_another_engine_are_said_not_to_be_proved(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setattr(replacing, "_REGISTRY", {})
     call(losses=LOSSES.clone().requires_grad_())
-    assert "verl: NOT PROVED: only steps of verl's Megatron engine are measured" in capsys.readouterr().out
+    assert "verl worker 0: NOT PROVED: only steps of verl's Megatron engine are measured" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("calls", [0, 1])
@@ -188,7 +188,7 @@ def test_importing_the_installer_guards_agg_loss_everywhere_but_in_trainers(
     losses._aggregate = own  # type: ignore[attr-defined]
     replaced = verl.install()
     assert core_algos.agg_loss is losses._aggregate
-    assert capsys.readouterr().out == f"megatron_rl_loss in {line}\n"
+    assert capsys.readouterr().out == f"megatron_rl_loss in {line.replace(':', ' worker 0:', 1)}\n"
     replaced.undo()
     assert core_algos.agg_loss is losses._aggregate is own
     again = verl.install()

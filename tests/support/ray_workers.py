@@ -53,7 +53,7 @@ def local_ray(
     `variables` are those of the user's runtime environment. After so many seconds a driver that hangs ends, and Ray
     with it.
     """
-    import ray
+    ray: Any = importlib.import_module("ray")
 
     for variable in [*_OF_TORCHRUN, *(key for key in os.environ if key.startswith("TORCHELASTIC"))]:
         os.environ.pop(variable, None)

@@ -82,7 +82,15 @@ def case(
 
 DP, CP = 2, 2
 #: What their modules import and a launch without a GPU, a sampler and checkpoints does not use.
-NOT_USED = ("torch_memory_saver", "sglang", "sglang_router", "safetensors", "huggingface_hub", "PIL", "pylatexenc")
+NOT_USED: tuple[str, ...] = (
+    "torch_memory_saver",
+    "sglang",
+    "sglang_router",
+    "safetensors",
+    "huggingface_hub",
+    "PIL",
+    "pylatexenc",
+)
 NOT_USED += ("mbridge", "megatron.bridge", "ring_flash_attn", "aiohttp", "numba", "transformers")
 #: Options of a launch: `step_of_a_launch` is its step.
 STARTED = (
@@ -120,7 +128,7 @@ def data_of(step: Step, dp_rank: int) -> dict[str, Any]:
     """What the rollout manager puts into Ray's store for one data-parallel rank."""
     whole = rollout_data([step], dp_rank, lambda values, total, response: values)
     chosen = [i for of_batch in step.dealt[dp_rank] for i in of_batch]
-    kept = ("tokens", "response_lengths", "loss_masks", "rollout_log_probs", "rollout_mask_sums")
+    kept: tuple[str, ...] = ("tokens", "response_lengths", "loss_masks", "rollout_log_probs", "rollout_mask_sums")
     kept += ("micro_batch_indices", "num_microbatches", "global_batch_sizes")
     return {name: whole[name] for name in kept} | {
         "partition": chosen,

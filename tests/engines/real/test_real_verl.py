@@ -404,19 +404,29 @@ class FirstSteps(NamedTuple):
 
 
 def first_steps(
-    root: str, per_token: bool, modes: list[str], told: int = 0, actor: dict[str, Any] | None = None, **of_model: Any
+    root: str,
+    per_token: bool,
+    modes: list[str],
+    told: int = 0,
+    actor: dict[str, Any] | None = None,
+    taken_before: bool = False,
+    **of_model: Any,
 ) -> list[FirstSteps]:
     """On a rank: two steps of an actor in each mode, and two of a critic.
 
     With verl's gather of CP ranks, its losses and its Megatron engine. Of the CP ranks' table one entry is a token's
     log-prob, and its value; the entropy is a half of it. verl was told of mini-batches larger by `told` rows.
-    `actor`: settings of its config, instead of those of which the error is meant.
+    `actor`: settings of its config, instead of those of which the error is meant. `taken_before`: verl's own losses,
+    which the worker held before it imported our module, as a colocated critic's does.
     `of_model`: options of `table_model`, of whose pipeline stages the last one is two ranks.
     """
     state = start(cp=CP, pp=of_model.get("stages", 1))
     _, losses, config_module, import_utils, util = load_verl(root, "models.mcore.util")
     own, engine = megatron_engine(root, per_token)
+    of_actor_and_critic = losses.ppo_loss, losses.value_loss
     import_utils.import_external_libs(INSTALL)
+    if not taken_before:
+        of_actor_and_critic = losses.ppo_loss, losses.value_loss
     cp_rank, chosen = state.get_context_parallel_rank(), dealt(STEP, state.get_data_parallel_rank(), DP, 3)
     counts: dict[str, Any] = {"dp_size": DP, "batch_num_tokens": sum(int((sample.mask != 0).sum()) for sample in STEP)}
     counts |= {"global_batch_size": len(STEP) + told, "num_micro_batch": len(chosen)}
@@ -468,9 +478,10 @@ def first_steps(
         of_actor |= {"use_kl_loss": True, "kl_loss_coef": KL_COEF, "kl_loss_type": "kl"}
         config = actor_config(config_module, **options, **of_actor | (actor or {}))
         critic = SimpleNamespace(**options, cliprange_value=VALUE_CLIP)
-        for loss in (partial(losses.ppo_loss, config), partial(losses.value_loss, critic)):
+        for held, of in zip(of_actor_and_critic, (config, critic), strict=True):
+            loss = partial(held, of)
             model = table_model(TABLE, per_token=per_token, forward=as_hidden_states, **of_model)
-            results.append(train(model, loss, expected_of_step(mode, loss.func is losses.ppo_loss)))
+            results.append(train(model, loss, expected_of_step(mode, of is config)))
     return results
 
 
@@ -651,8 +662,8 @@ def test_the_first_step_of_actor_and_critic_is_proved(per_token: bool, monkeypat
         assert re.search(f": {words} on verl's loss, aggregation proved on ", critic.printed), critic
 
 
-@pytest.mark.parametrize("of_model", [{"stages": 2}, {"frozen": True}], ids=["PP 2", "LoRA"])
-def test_pipelines_and_frozen_parameters_are_no_faults(of_model: dict[str, Any]) -> None:
+@pytest.mark.parametrize("of_model", [{"stages": 2}, {"frozen": True}, {"taken_before": True}])
+def test_pipelines_frozen_parameters_and_losses_taken_before_are_no_faults(of_model: dict[str, Any]) -> None:
     launch = partial(first_steps, **of_model)
     by_rank = run_ranks(CP * DP * of_model.get("stages", 1), launch, checkout(VERL), False, ["token-mean"])
     assert all("aggregation proved on" in steps.printed for steps in by_rank[0])

@@ -35,12 +35,12 @@ from slime_launches import (
     step_of_a_launch,
 )  # fmt: skip
 
-pytest.importorskip("ray")
+ray: Any = pytest.importorskip("ray")
 pytestmark = pytest.mark.slow
 
 _REAL = ("ray", "pydantic", "miles.utils.audit_utils", "miles.utils.http_utils")
-_FURTHER = ("polars", "mooncake", "pybase64", "setproctitle", "starlette", "uvicorn", "fastapi", "aiofiles", "blobfile")
-_FURTHER += ("omegaconf", "httpx", "megatron.training.tokenizer")
+_FURTHER: tuple[str, ...] = ("polars", "mooncake", "pybase64", "setproctitle", "starlette", "uvicorn", "fastapi")
+_FURTHER += ("aiofiles", "blobfile", "omegaconf", "httpx", "megatron.training.tokenizer")
 ENGINE = dataclasses.replace(
     MILES, stand_ins=(*(name for name in MILES.stand_ins if name not in _REAL), *NOT_USED, *_FURTHER)
 )
@@ -49,7 +49,7 @@ ENGINE = dataclasses.replace(
 def stub() -> None:
     """What a machine without GPU, sampler and checkpoint lacks."""
     compute_in_float32()
-    torch.cuda.mem_get_info = lambda *_: (2**40, 2**40)  # type: ignore[assignment]
+    torch.cuda.mem_get_info = lambda *_: (2**40, 2**40)
     actor, arguments, initialize = (
         importlib.import_module(f"miles.{name}")
         for name in ("backends.megatron_utils.actor", "utils.arguments", "backends.megatron_utils.initialize")
@@ -70,8 +70,6 @@ def stub() -> None:
 
 async def trained(group: Any, args: Any) -> tuple[list[list[torch.Tensor]], str]:
     """Two rollouts, with the workers put to sleep in between."""
-    import ray
-
     store = importlib.import_module("miles.utils.object_store").get_instance
     await group.init()
     workers = group._actor_handles

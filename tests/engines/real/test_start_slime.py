@@ -33,7 +33,7 @@ from slime_launches import (
     step_of_a_launch,
 )  # fmt: skip
 
-pytest.importorskip("ray")
+ray: Any = pytest.importorskip("ray")
 pytestmark = pytest.mark.slow
 
 ENGINE = dataclasses.replace(SLIME, stand_ins=(*SLIME.stand_ins, *NOT_USED))
@@ -68,8 +68,6 @@ def stub() -> None:
 
 def drive(root: str, flags: list[str]) -> tuple[list[list[torch.Tensor]], list[str], str]:
     """As slime's train.py up to the first rollouts: gradients of each worker, the workers' lines, how groups look."""
-    import ray
-
     with local_ray(__name__, root, gpus=DP * CP) as lines:
         sys.argv = ["train.py", *STARTED.split(), *flags]
         args = importlib.import_module("slime.utils.arguments").parse_args()

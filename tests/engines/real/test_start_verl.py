@@ -17,14 +17,14 @@ import oracle
 import pytest
 import torch
 import torch.distributed as dist
-from checkouts import VERL, Settings, checkout, record_errors
+from checkouts import VERL, checkout, record_errors
 from logit_table import KeepsGradients
 from ranks import run_ranks
 from ray_workers import local_ray
 from table_step import relative_error, table_model
 
-pytest.importorskip("ray")
-pytest.importorskip("hydra")
+ray: Any = pytest.importorskip("ray")
+hydra: Any = pytest.importorskip("hydra")
 pytest.importorskip("tensordict")
 pytestmark = pytest.mark.slow
 
@@ -135,8 +135,6 @@ def drive(root: str, external_lib: bool, variable: bool) -> tuple[list[torch.Ten
         os.environ["VERL_USE_EXTERNAL_MODULES"] = INSTALL
     variables = {"VERL_USE_EXTERNAL_MODULES": INSTALL} if variable else {}
     with local_ray(__name__, root, gpus=CP, variables=variables) as lines:
-        import ray
-        from hydra import compose, initialize_config_dir
         from verl.single_controller.ray.base import (
             RayClassWithInitArgs,
             RayResourcePool,
@@ -150,8 +148,8 @@ def drive(root: str, external_lib: bool, variable: bool) -> tuple[list[torch.Ten
         overrides += ["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4", "critic.ppo_micro_batch_size_per_gpu=4"]
         overrides += [f"critic.megatron.context_parallel_size={CP}", "critic.loss_agg_mode=token-mean"]
         overrides += [f"critic.model.external_lib={INSTALL}"] * external_lib
-        with initialize_config_dir(str(Path(root, "verl/trainer/config")), version_base=None):
-            config = compose("ppo_megatron_trainer", overrides)
+        with hydra.initialize_config_dir(str(Path(root, "verl/trainer/config")), version_base=None):
+            config = hydra.compose("ppo_megatron_trainer", overrides)
         critic = omega_conf_to_dataclass(config.critic)
         of_worker = TrainingWorkerConfig(
             model_type="value_model", model_config=critic.model, engine_config=critic.engine,
