@@ -126,6 +126,11 @@ class AggregatedPolicyLoss:
 
     def __call__(self, log_probs: Tensor, old: Tensor, advantages: Tensor, config: Any, **inputs: Any) -> Any:
         """SkyRL's loss of that name for a micro-batch; terms that SkyRL computes afterwards use the same planes."""
+        if advantages.dim() != 3 and _MODULE in sys.modules and installed("SkyRL") is None:
+            raise ValueError(
+                "a mini-batch without weights: this worker took the loss from SkyRL's registry before it imported "
+                f"MegatronModelWrapper, which adds the weights. Import {_MODULE} first."
+            )
         if advantages.dim() != 3:
             raise ValueError(
                 "a mini-batch without weights: SkyRL's MegatronModelWrapper adds the weights. Set "

@@ -349,7 +349,10 @@ def _prove_next_step(engine: str, is_first: bool) -> None:
     else:
         from megatron.training.global_vars import get_args
 
-        says = f"the next step is measured. To measure the first one, {_COUNT_STEPS}"
+        says = (
+            f"count_steps did not run in this worker, so the next step is measured; {engine} ignores options that it "
+            f"does not know. To measure the first step, check the spelling: {_COUNT_STEPS}"
+        )
         if get_args().pipeline_model_parallel_size > 1:
             says = f"NOT PROVED: only the last pipeline stage loads the hook. To measure the first step, {_COUNT_STEPS}"
         elif refusal := attempt(lambda: _check_countable(get_args())):

@@ -1,6 +1,6 @@
 """AReaL, ROLL and RLinf: a row for each, with what `token_mean` asks of an engine that trains on a token mean.
 
-Source: areal 4aef98d8, engine/megatron_engine.py, trainer/ppo/actor.py; ROLL 8eb27cc2, distributed/strategy/
+Source: AReaL 2.0.0 (cbff54d6), engine/megatron_engine.py, trainer/ppo/actor.py; ROLL 8eb27cc2, distributed/strategy/
 megatron_strategy.py, utils/functionals.py; RLinf a3816b59, workers/megatron_worker.py, workers/actor.
 """
 
@@ -291,7 +291,7 @@ def _areal_group_size(actor: Any) -> int | None:
 #: By the package of the class.
 ENGINES = {
     "areal": TokenMeanEngine(
-        "AReaL", "1.0.4 or 4aef98d8", ("train_batch", ["input_", "loss_fn", "loss_weight_fn"]),
+        "AReaL", "1.0.4 or 2.0.0 (cbff54d6)", ("train_batch", ["input_", "loss_fn", "loss_weight_fn"]),
         wrong=lambda step: [
             (getattr(step["self"].config, "m2_threshold", None) is not None, "m2_threshold", "Remove m2_threshold")
         ],

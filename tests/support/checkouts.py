@@ -115,8 +115,8 @@ AREAL = Framework(
     passed_by=_packages("areal", "engine", "trainer", "trainer.ppo"),
     stand_ins=(
         *("aiohttp", "colorlog", "httpx", "hydra", "lark", "mbridge", "numba", "omegaconf", "orjson", "pandas", "ray"),
-        *("safetensors", "tenacity", "torchdata", "transformers", "uvloop", "yaml", "megatron.bridge"),
-        *("areal.infra", "areal.experimental.training_service"),  # launchers and servers
+        *("pydantic", "safetensors", "tenacity", "torchdata", "transformers", "uvloop", "yaml", "megatron.bridge"),
+        *("areal.infra", "areal.v2", "areal.experimental.training_service"),  # launchers and servers
     ),
 )
 MS_SWIFT = Framework(

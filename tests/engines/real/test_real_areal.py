@@ -96,6 +96,7 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
         config = Settings(
             mb_spec=MicroBatchSpec(n_mbs=case.get("n_mbs", 3)), temperature=1.0, ppo_n_minibatches=1, eps_clip=CLIP_LOW,
             eps_clip_higher=CLIP_HIGH, mask_no_eos_with_zero=False, prox_logp_method="recompute",
+            logprobs_chunk_size=1024,
             **{"importance_sampling_level": "token", **case.get("config", {})},
         )  # fmt: skip
         actor.__dict__.update(
@@ -104,6 +105,9 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
             optimizer=Settings(zero_grad=lambda: None, param_groups=[{"lr": 0.0}], **optimizer),
             train=lambda: None, get_version=lambda: 0, actor=object.__new__(actors.PPOActor),
             **dict.fromkeys(("enable_tree_training", "enable_fp8", "is_vision_model", "use_padded_seq"), False),
+            **dict.fromkeys(("_deterministic", "use_model_packed_seq"), False),
+            mcore_config=Settings(lm_head_loss_chunk_size=0),
+            dtype=torch.float32, _awex_adapter=None, _dte_runtime_config=Settings(enabled=False),
         )  # fmt: skip
         actor.actor.__dict__.update(config=config, engine=actor, m2_threshold=None)
         with aggregated(Actor, case):

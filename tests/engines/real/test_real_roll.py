@@ -5,6 +5,8 @@ micro-batches, its counts and its log-probs, `ActorWorker.loss_func`, `DataProto
 model is a table of logits. Replaced: Ray, TensorDict, the optimizer, which keeps what Megatron hands it.
 """
 
+import logging
+import runpy
 import sys
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -28,7 +30,7 @@ from bigram_step import (
     k3,
     make_batch,
 )
-from checkouts import ROLL, Settings, checkout, load
+from checkouts import ROLL, Settings, checkout, load, stand_in
 from plants import Plant, assert_stops, planted, record_plant
 from ranks import RankError, run_ranks
 from replacements import aggregated
@@ -93,9 +95,22 @@ def pad(values: Tensor) -> Tensor:
     return torch.nn.functional.pad(values, (0, LEFT))
 
 
+def wrap_groups(root: str) -> None:
+    """As ROLL's worker does with ``offload_nccl: true``, before it makes any group."""
+    stand_in(ROLL, root)
+    sys.modules["roll.utils.logging"] = ModuleType("roll.utils.logging")
+    vars(sys.modules["roll.utils.logging"])["get_logger"] = logging.getLogger
+    runpy.run_path(str(Path(root, "roll/utils/offload_nccl.py")))["monkey_patch_torch_dist"]()
+    del sys.modules["roll.utils.logging"]
+
+
 def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """On a rank: the error of each case's gradient."""
+    """On a rank: the error of each case's gradient. The first case may ask for ROLL's ``offload_nccl``."""
+    if cases[0].get("offload_nccl"):
+        wrap_groups(root)
     state = start(cp=cp)
+    group = state.get_data_parallel_group()
+    assert (type(group).__name__ == "ReloadableProcessGroup") == bool(cases[0].get("offload_nccl"))
     for name in ("tensordict", "tensordict.utils", "mcore_adapter"):
         sys.modules[name] = ModuleType(name)
         sys.modules[name].__spec__ = ModuleSpec(name, None)
@@ -168,6 +183,11 @@ def test_every_mode_is_exact(record_property: Any) -> None:
 def test_packed_rows_are_proved(record_property: Any) -> None:
     """ROLL then calls its loss function for each row."""
     case = {"mode": "prompt_mean", "settings": MODES["prompt_mean"], "packed": True}
+    assert_exact(record_property, train, ROLL, [case], worlds=[(2, 1)])
+
+
+def test_groups_that_roll_wraps(record_property: Any) -> None:
+    case = {"mode": "prompt_mean", "settings": MODES["prompt_mean"], "offload_nccl": True}
     assert_exact(record_property, train, ROLL, [case], worlds=[(2, 1)])
 
 

@@ -108,3 +108,11 @@ def test_workers_of_a_launch_aggregate_as_asked(record_property: Any) -> None:
     assert [len(of_worker) for of_worker in gradients] == [2] * DP * CP
     assert error < TOLERANCE
     record_errors(record_property, SLIME, "started: two rollouts, groups built again in between", ours=error)
+
+
+def test_a_misspelt_option_is_said_in_the_worker() -> None:
+    """slime ignores options that it does not know: without `count_steps` a hook is proved in the second step."""
+    misspelt = [option.replace("--custom-megatron-init-path", "--custom-megatron-start") for option in HOOKS]
+    gradients, lines, _ = started(*misspelt)
+    assert len(gradients) == DP * CP
+    assert "slime worker 0: count_steps did not run in this worker" in "".join(lines)
