@@ -21,7 +21,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
-from megatron_rl_loss.core.collectives import Group, attempt, size_of
+from megatron_rl_loss.core.collectives import Group, attempt, ranks_of, size_of, world_rank
 from megatron_rl_loss.proof.exchange import Exchange
 from megatron_rl_loss.proof.factor import Alike, Fit, Parameter, no_factor
 from megatron_rl_loss.proof.hooks import Failure, watch
@@ -212,7 +212,7 @@ class BucketGroups:
             for number in tied.nonzero()[:, 0].tolist():
                 self.parameters[number].why = "tied over stages without a known group"
             return
-        if dist.get_rank() not in dist.get_process_group_ranks(group):
+        if world_rank() not in ranks_of(group):
             return
         part = own[tied].sum(0)
         exchange.reduce(part, group)
