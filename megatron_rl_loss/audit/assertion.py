@@ -1,9 +1,9 @@
 """`assert_exact`: `check_loss` as an assertion, for the tests of another project; and the same as a pytest fixture.
 
-    from megatron_rl_loss import assert_exact
+from megatron_rl_loss import assert_exact
 
-    def test_my_loss():
-        assert_exact(my_loss, "token_mean", call="verl")
+def test_my_loss():
+    assert_exact(my_loss, "token_mean", call="verl")
 """
 
 from collections.abc import Callable
