@@ -40,7 +40,7 @@ def judge(measured: MeasuredStep, expected: Aggregation | str | None = None) -> 
     if unknown:
         return Verdict(expected=named, sound=False, unknown=unknown, notes=notes)
     try:
-        asked = expected or _nearest(measured)
+        asked = expected or nearest_mode(measured)
         wanted = expected_weights(measured, asked)
     except (ValueError, KeyError) as error:  # a mode over ids or labels that the samples do not have
         why = f"The weights of {named} cannot be computed from the samples. {error}"
@@ -163,7 +163,7 @@ def _scaled(measured: MeasuredStep, factor: float) -> MeasuredStep:
     return replace(measured, weights=measured.weights * factor, stray=(places, size * abs(factor)))
 
 
-def _nearest(measured: MeasuredStep) -> Aggregation:
+def nearest_mode(measured: MeasuredStep) -> Aggregation:
     """The mode without a divisor that puts least weight on the wrong tokens."""
     names = ["token_mean", "sample_mean", *["prompt_mean"] * ("prompt" in measured.tokens.ids)]
     filled = [placed.samples for placed in measured.microbatches if len(placed.samples)]

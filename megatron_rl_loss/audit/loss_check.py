@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron_rl_loss.audit.causes import HINTS, OF_MEGATRON
 from megatron_rl_loss.audit.drawing import CUTS, PADDED, TOGETHER, UNCUT, draw_step
 from megatron_rl_loss.audit.findings import TOLERANCE, Finding, Measure, find_faults
-from megatron_rl_loss.audit.judge import explain
+from megatron_rl_loss.audit.judge import deviation_of, expected_weights, explain, nearest_mode
 from megatron_rl_loss.audit.loss_report import LossReport
 from megatron_rl_loss.audit.simulation import (
     CALLS,
@@ -169,9 +169,11 @@ def _check_function(
     notes = [f"parameter {parameter} was left at its default" for parameter in _left_at_default(loss_fn, call)]
     # A function that fails in some draws only, which the findings report, has no causes to look for.
     with contextlib.suppress(CallFailed):
-        kinds = {finding.kind for finding in findings}
-        if expected is not None and "weights" in kinds <= {"weights", "NaN"}:
-            causes = _causes(run, call, expected, seed)
+        kinds, wanted = {finding.kind for finding in findings}, expected or _mode_of_uncut_steps(run, call, seed)
+        if wanted is not expected:
+            notes.append(f"in uncut steps its weights are those of {wanted}")
+        if wanted is not None and "weights" in kinds <= {"weights", "NaN"}:
+            causes = _causes(run, call, wanted, seed)
         if not np.isfinite(run(_HOLED, poisoned=True).weights).all():
             notes.append("a NaN at a masked token spoils the loss; select by the mask (torch.where) before multiplying")
     return LossReport(name, expected, call.describe(), draws, seed, tuple(findings), causes, tuple(notes))
@@ -185,6 +187,14 @@ def _findings(run: Measure, call: LossCall, expected: Aggregation | None, draws:
         return failures
     of_cuts = [finding for cut, over in CUTS.items() if len(over) == 1 for finding in look(cut)]
     return findings + (of_cuts or look(TOGETHER)) + look(PADDED)
+
+
+def _mode_of_uncut_steps(run: Measure, call: LossCall, seed: int) -> Aggregation | None:
+    """The mode without a divisor whose weights the function gives in some large uncut steps."""
+    steps = [run(draw_step(call, CUTS[UNCUT], f"{seed}/uncut/{i}", is_large=True)) for i in range(8)]
+    mode = nearest_mode(steps[0])
+    fits = all(deviation_of(step, expected_weights(step, mode)) < TOLERANCE for step in steps)
+    return mode if fits else None
 
 
 def _causes(run: Measure, call: LossCall, expected: Aggregation, seed: int) -> tuple[str, ...]:

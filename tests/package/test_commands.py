@@ -65,6 +65,7 @@ ROWS = [
     Row(r"python tools/names_page\.py", by="package/test_pages.py", named="names_page.with_tables"),
     Row(r"git clone URL .*", needs="a repository's address"),
     Row(r"pip install (-e \.|-e '\.\[\w+\]')", needs="a package index; tools/setup.sh does it"),
+    Row(r"python check_vectors\.py vectors\.json token_mean", by="package/test_vectors.py", named="check_vectors.py"),
     # what the online example and the audit show
     Row(r"(torchrun .* |python )examples/online_grpo\.py .*",
         by="examples/test_online.py", named="online_grpo.main(flags)"),

@@ -46,7 +46,7 @@ def test_the_index_has_every_section() -> None:
 
 
 def test_every_recipe_has_a_link_and_stands_alone(tmp_path: Path) -> None:
-    named = ("tasks.md", "using.md", "losses.md", "logprobs.md", "engines.md")
+    named = ("tasks.md", "using.md", "losses.md", "logprobs.md", "engines.md", "check.md")
     pages = "".join((ROOT / "docs" / name).read_text() for name in named)
     for name in RECIPES:
         assert f"](../examples/recipes/{name})" in pages
