@@ -35,6 +35,7 @@ COMPANIONS = {
     **dict.fromkeys(["audit_own_loop.py", "on_cpu.py"], _ON_CPU),
     **dict.fromkeys(["launch_grpo.sh", "launch_grpo.slurm", "pretrain_grpo.py"], _LAUNCH),
     "does_it_matter.py": ("matter/*.py", "megatron_on_cpu.py"),
+    "does_centering_matter.py": ("does_it_matter.py", "matter/*.py", "megatron_on_cpu.py"),
     "online_grpo.py": ("online/*.py", "rollouts.py", *_ON_CPU),
     "recipes/own_loop.py": ("megatron_on_cpu.py",),
     "recipes/verl_rows_proof.py": ("recipes/verl_rows.py",),

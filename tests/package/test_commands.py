@@ -72,6 +72,8 @@ ROWS = [
     Row(r"python tools/plot_online\.py .*", by="examples/test_online_tools.py", named="plot_online"),
     Row(r"(OMP_NUM_THREADS=1 )?python (examples/does_it_matter|tools/vary_matter)\.py .*",
         by="examples/test_does_it_matter.py", named="does_it_matter.py"),
+    Row(r"(OMP_NUM_THREADS=1 )?python examples/does_centering_matter\.py .*",
+        by="examples/test_does_centering_matter.py", named="does_centering_matter.py"),
     Row(r"tools/audit_picture\.py", by="unit/audit/test_picture.py", named="audit_picture.main()"),
     Row(r"python tools/count_museum\.py", needs="half an hour"),
     # measurements
