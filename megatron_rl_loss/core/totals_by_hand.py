@@ -108,7 +108,8 @@ def make_pg_loss_reducer(
             framework's (``verl:token-mean``; `python -m megatron_rl_loss modes` lists them), or a function of
             `ModeInputs`.
         samples: of the micro-batch: masks, layout, ids and labels; or its masks alone.
-        totals: the step's denominators.
+        totals: the step's denominators. Totals of a part of the step are refused; of more than the step no micro-batch
+            can tell, and all weights are then too small by one factor: a plan counts its own step.
         divisor: L of ``constant``, in tokens (the generation budget, say), or d of ``token_sum``; with no other mode.
         units: count every unit (``all``, unless a framework's name says otherwise) or only those with a token of
             nonzero weight (``active``).

@@ -245,8 +245,8 @@ class Reading:
     def combine(self, statistics: Tensor, part: slice = slice(None)) -> tuple[Tensor, Tensor]:
         """Log-probs like the labels, with a rest another column; and the norm [3, tokens] or more.
 
-                        The norm: top, sum exp z of the whole vocabulary, entropy, and log sum exp z of a rest, or a kernel's labels' z.
-                """
+        The norm: top, sum exp z of the whole vocabulary, entropy, and log sum exp z of a rest, or a kernel's labels' z.
+        """
         tables, shape = self._tables_of_ranks(statistics), self.labels[part].shape
         combined = self._launch(lambda kernels: kernels.combine(tables, self.scale))
         if combined is not None:
