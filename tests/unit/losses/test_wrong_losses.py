@@ -15,9 +15,12 @@ from torch import Tensor
 from megatron_rl_loss import (
     Gate,
     Samples,
+    Term,
     importance_weights,
+    keep_tokens,
     kl_estimate,
     log_probs_from_logits,
+    plan_step,
     policy_loss,
     segment_quantile,
     surviving_masks,
@@ -256,3 +259,15 @@ def test_survivors_of_rollouts_are_judged_together() -> None:
             kept_whole = survivors[i].tolist() == pytest.approx(masks[i])
             assert kept_whole == (math.exp(judged) <= high)
             assert kept_whole or not survivors[i].any()
+
+
+def test_a_gate_of_the_policy_in_training_counts_the_step_anew() -> None:
+    """Before the step, from a forward pass: only the tokens within count in the term's denominators."""
+    old, now = NOW, NOW + torch.tensor([0.1, 1.5, -0.1, 0.2])
+    plan = plan_step([Samples([[1, 1, 1], [1]])], "token_mean", dp_group=None)
+    gate = Gate(low=0.5, high=2.0)
+    keep_tokens(plan, "within", lambda microbatch: importance_weights(now - old, gate, microbatch) > 0)
+    losses = torch.tensor([1.0, 100.0, 2.0, 6.0], requires_grad=True)
+    plan[0].loss({"pg": Term(losses, mask="within")}, form="sum").backward()
+    assert losses.grad is not None
+    assert losses.grad.tolist() == pytest.approx([1 / 3, 0, 1 / 3, 1 / 3])
