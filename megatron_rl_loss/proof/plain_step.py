@@ -10,7 +10,6 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
 
 from megatron_rl_loss.core.collectives import StepGroups, attempt, raise_together, world_rank
 from megatron_rl_loss.core.errors import print_text
@@ -83,11 +82,16 @@ class TorchStep(Measurement):
             self.loss_scale = float(self._scales[-1].get_scale())
 
 
-class _ModelProof:
-    """What the proof remembers of a model: the measurement of its steps, and the first one's gradients for the next."""
+class PlainProof:
+    """The proof of a model's first step, and a look at gradients in its second.
+
+    Attributes:
+        sent: bytes handed to reductions in the step that was measured last.
+    """
 
     def __init__(self, level: ProofLevel) -> None:
-        self._groups = StepGroups()  # of this step
+        self._groups, self.sent = StepGroups(), 0  # of this step
+        self._source: TorchGradients | None
         self.first = FirstStep(
             None,
             "the policy loss",
@@ -96,21 +100,24 @@ class _ModelProof:
             level=level,
             remedy=_REMEDY,
         )
-        self._source: TorchGradients | None = None  # of a measured step, until the next one began
+        # Of the step before, if it was measured, as it is on all ranks or none.
+        self._was_measured, self._source = False, None
 
     def _measure(self, model: Any, plan: PlanUse | None, then: Callable[[Exception | None], None]) -> TorchStep:
-        measured = TorchStep(model, self._groups, then=then)
-        self._source = measured.gradients
+        def end(failure: Exception | None) -> None:
+            self.sent = measured.sent
+            then(failure)
+
+        measured = TorchStep(model, self._groups, then=end)
+        self._was_measured, self._source = True, measured.gradients
         return measured
 
     @contextmanager
     def step(self, model: Any, plan: Plan) -> Iterator[None]:
-        before, self._source, self._groups = self._source, None, plan.record.groups
-        groups = self._groups.all
-        left: list[bool] = []
+        before, is_checked = self._source, self._was_measured
+        self._source, self._was_measured, self._groups = None, False, plan.record.groups
+        groups, left = self._groups.all, list[bool]()
         with ExitStack() as stack:
-            # Whether hooks are set is the same on all ranks; what they see is agreed on below.
-            is_checked = before is not None
             if before is not None:
                 for remove in first_gradient(before.leaves, lambda: left.append(_is_left(before))):
                     stack.callback(remove)
@@ -125,15 +132,19 @@ class _ModelProof:
 
 def _is_left(before: TorchGradients) -> bool:
     """True if what `.grad` holds is that of the step before, or a multiple of it."""
-    now: Any = attempt(before.held)
-    if not isinstance(now, Tensor) or not bool(now[:, -1].sum() > 0):
-        return False
-    fit = Fit(before.parameters, before.final, now)
-    return fit.is_certain and fit.share > 0.9
+
+    def compare() -> bool:
+        now = before.held()
+        if not bool(now[:, -1].sum() > 0):
+            return False
+        fit = Fit(before.parameters, before.final, now)
+        return fit.is_certain and fit.share > 0.9
+
+    return attempt(compare) is True  # an error in a hook would end the backward pass
 
 
 #: Kept because the ``with`` of a step is made anew for each step of a model, which may be trained by several loops.
-_PROOFS: WeakKeyDictionary[Any, _ModelProof] = WeakKeyDictionary()
+_PROOFS: WeakKeyDictionary[Any, PlainProof] = WeakKeyDictionary()
 
 
 @contextmanager
@@ -163,6 +174,6 @@ def prove_plain_step(model: Any, plan: Plan, *, level: ProofLevel | None = None)
     """
     proof = _PROOFS.get(model)
     if proof is None:
-        proof = _PROOFS[model] = _ModelProof(proof_level(level))
+        proof = _PROOFS[model] = PlainProof(proof_level(level))
     with proof.step(model, plan):
         yield

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-#: Entries that are cast to float64 at a time, and up to which gradients are sketched together.
-_CHUNK = 2**20
+#: Entries that are cast to float64 at a time; and the entries of a gradient that waits for others of its shape.
+_CHUNK, _SMALL = 2**20, 2**14
 #: Numbers of patterns: at least 2, and so many that a model of few parameters has this many numbers in all.
 _FEWEST, _NUMBERS = 2, 64
 
@@ -131,7 +131,7 @@ class Backward:
     def see(self, number: int, gradient: Tensor) -> None:
         """Look at a gradient of the parameter of that number, which `take` then adds."""
         # A small one is held itself: autograd then copies it, instead of adding the next gradient into it.
-        is_large = max(gradient.untyped_storage().nbytes(), gradient.numel() * self.signs.patterns) > _CHUNK
+        is_large = gradient.numel() > _SMALL or gradient.untyped_storage().nbytes() > _CHUNK
         self._seen[number] = self.signs.sketch(gradient) if is_large else (gradient, gradient._version)
 
     def take(self, number: int) -> None:
@@ -157,15 +157,12 @@ class Backward:
         """Add up all that wait."""
         waiting, self._waiting, self._held = self._waiting, [], 0
         self.changed |= {number for number, gradient, version in waiting if gradient._version != version}
-        kinds = {(gradient.dtype, gradient.device) for _, gradient, _ in waiting}
-        for dtype, device in sorted(kinds, key=str):
-            alike = [
-                (n, gradient) for n, gradient, _ in waiting if (gradient.dtype, gradient.device) == (dtype, device)
-            ]
-            flat = torch.cat([gradient.reshape(-1) for _, gradient in alike]).double()
-            signs = torch.cat([self.signs.of_shape(tuple(gradient.shape), device) for _, gradient in alike], 1)
-            lengths = torch.tensor([gradient.numel() for _, gradient in alike])
-            numbers = torch.repeat_interleave(torch.tensor([n for n, _ in alike]), lengths).to(device)
-            terms = torch.cat([signs * flat, flat.square()[None]]).T
-            sums = torch.zeros(self.table.shape, dtype=torch.float64, device=device).index_add_(0, numbers, terms)
-            self.table += sums.to(self.table.device)
+        alike: dict[Any, list[tuple[int, Tensor]]] = {}
+        for number, gradient, _ in waiting:
+            alike.setdefault((gradient.dtype, gradient.device, tuple(gradient.shape)), []).append((number, gradient))
+        for (_, device, shape), gradients in alike.items():
+            rows = torch.stack([gradient.reshape(-1) for _, gradient in gradients]).double()
+            norms2 = torch.linalg.vector_norm(rows, dim=1, keepdim=True) ** 2
+            sums = torch.cat([rows @ self.signs.of_shape(shape, device).T, norms2], 1).to(self.table.device)
+            numbers = torch.tensor([number for number, _ in gradients]).to(self.table.device)
+            self.table.index_add_(0, numbers, sums)

@@ -26,6 +26,7 @@ from megatron_rl_loss.proof.sketches import Backward, Signs, num_patterns
 
 #: Hooks of a reduction may round gradients to this type, which nobody sees.
 _HALF = torch.finfo(torch.bfloat16).eps
+_ALONE = "not summed over ranks at all"
 
 
 def unseen(model: Any) -> str:
@@ -167,51 +168,68 @@ class TorchGradients:
         own = self._add_parts(exchange, self._backward.table.cpu(), [trained.leaf for trained in self._trained])
         final = self._add_parts(exchange, self.final, [trained.tensor for trained in self._trained])
         assert self._held is not None
+        self._whole_final = final
         has_held = bool(exchange.largest([float(self._held.abs().sum() > 0)], self._all)[0])
         for parameter in self.parameters:
             parameter.roundings = 3.0 + num_terms + sum(group.size() for group in self._groups.of_loss)
-        sums = self._sums(exchange, own, final, has_held)
-        tried = [(of, least) for least in (0.0, _HALF) for of in sums]
-        nothing: list[Fit] = []
-        fits = exchange.local(lambda: [Fit(self.parameters, of.given, of.final, least) for of, least in tried], nothing)
-        uncertain = [-float(fit.is_certain) for fit in fits] or [0.0] * len(tried)
-        agreed = exchange.largest(uncertain, self._all)
-        best = next((number for number, share in enumerate(agreed) if share < 0), 0)
-        chosen = sums[best % len(sums)]
-        found = exchange.local(lambda: fits[best].alike(where), Alike())
+        by_group, right = self._right_sums(exchange, own, final, has_held)
+        tried = [(of, 0.0) for of in right]
+        fits = self._fit(exchange, tried)
+        if (best := self._best(exchange, fits, tried)) is None:  # all ranks agree on it
+            partial_sums = self._partial_sums(exchange, own, final, by_group)
+            further = [(of, 0.0) for of in partial_sums] + [(of, _HALF) for of in (*right, *partial_sums)]
+            tried, fits = tried + further, fits + self._fit(exchange, further)
+            best = self._best(exchange, fits, tried)
+        chosen, least_eps = tried[best or 0]
+        found = exchange.local(lambda: fits[best or 0].alike(where), Alike())
         found.notes += [chosen.note] * bool(chosen.note)
-        found.notes += ["rounded like bfloat16 on the way"] * (best >= len(sums))
+        found.notes += ["rounded like bfloat16 on the way"] * (least_eps > 0)
         if chosen.words:
             found.faults.append(
                 f"Gradients are {chosen.words}: what other ranks hold weighs 0 in this rank's optimizer."
             )
-        self._explain(exchange, found, list(zip(sums, fits, strict=False)))
+        self._explain(exchange, found, own)
         return found
+
+    def _fit(self, exchange: Exchange, tried: list[tuple[_Sum, float]]) -> list[Fit]:
+        nothing: list[Fit] = []
+        return exchange.local(lambda: [Fit(self.parameters, of.given, of.final, least) for of, least in tried], nothing)
+
+    def _best(self, exchange: Exchange, fits: list[Fit], tried: list[tuple[_Sum, float]]) -> int | None:
+        """The first that all ranks are certain of, if there is one."""
+        is_certain = [float(fit.is_certain) for fit in fits]
+        is_certain = is_certain if len(is_certain) == len(tried) else [0.0] * len(tried)
+        uncertain = exchange.largest([-certain for certain in is_certain], self._all)
+        return next((number for number, most in enumerate(uncertain) if most < 0), None)
 
     @property
     def _all(self) -> list[Group]:
         return self._groups.all
 
-    def _sums(self, exchange: Exchange, own: Tensor, final: Tensor, has_held: bool) -> list[_Sum]:
-        """The sums that the final gradients may be multiples of, the right one first."""
-        by_group = []
-        for group in self._groups.of_loss:
-            by_group.append(own.clone())
-            exchange.reduce(by_group[-1], group)
-        whole = own if not by_group else by_group[0].clone()
-        for group in self._groups.of_loss[1:]:
+    def _right_sums(self, exchange: Exchange, own: Tensor, final: Tensor, has_held: bool) -> tuple[Tensor, list[_Sum]]:
+        """The sum over the first group of ranks; and those over all, of which the final gradients may be multiples."""
+        whole, of_first = own.clone(), own
+        for number, group in enumerate(self._groups.of_loss):
             exchange.reduce(whole, group)
+            of_first = whole.clone() if number == 0 else of_first
         sums = [_Sum("", whole, final)]
         if has_held:
             assert self._held is not None
             held = self._add_parts(exchange, self._held, [trained.tensor for trained in self._trained])
             less = torch.cat([(final - held)[:, :-1], final[:, -1:] + held[:, -1:]], 1)
             sums.append(_Sum("", whole, less, "gradients were not 0 before the step"))
-        if len(by_group) == 2:
-            sums.append(_Sum("summed over the DP ranks alone, not over CP", by_group[0], final))
-            sums.append(_Sum("summed over the CP ranks alone, not over DP", by_group[1], final))
-        if by_group:
-            sums.append(_Sum("not summed over ranks at all", own, final))
+        return of_first, sums
+
+    def _partial_sums(self, exchange: Exchange, own: Tensor, final: Tensor, of_dp: Tensor) -> list[_Sum]:
+        """Sums over some ranks alone, of which the final gradients are multiples where others are left out."""
+        sums = []
+        if len(self._groups.of_loss) == 2:
+            of_cp = own.clone()
+            exchange.reduce(of_cp, self._groups.cp_group)
+            sums.append(_Sum("summed over the DP ranks alone, not over CP", of_dp, final))
+            sums.append(_Sum("summed over the CP ranks alone, not over DP", of_cp, final))
+        if self._groups.of_loss:
+            sums.append(_Sum(_ALONE, own, final))
         return sums
 
     def _add_parts(self, exchange: Exchange, table: Tensor, tensors: list[Any]) -> Tensor:
@@ -231,7 +249,13 @@ class TorchGradients:
         """float64 [parameters, 1]: a number of this rank's part of each parameter."""
         return torch.stack([sketch_part(self.signs, trained.tensor.detach()).cpu()[:1] for trained in self._trained])
 
-    def _explain(self, exchange: Exchange, found: Alike, tried: list[tuple[_Sum, Fit]]) -> None:
+    def _multiples(self, own: Tensor) -> list[float]:
+        """By which factor each final gradient is that of this rank alone; NaN for none, and where there is one rank."""
+        fit = Fit(self.parameters, own, self._whole_final)
+        several_ranks = bool(self._groups.of_loss)
+        return [fit.multiple(number) if several_ranks else math.nan for number in range(len(self.parameters))]
+
+    def _explain(self, exchange: Exchange, found: Alike, own: Tensor) -> None:
         """Say what is known of parameters that have not the factor; all ranks call it together."""
         numbers = {parameter.name: number for number, parameter in enumerate(self.parameters)}
         odd = {numbers[name] for name in found.unlike}
@@ -242,14 +266,14 @@ class TorchGradients:
         values = self._add_parts(exchange, values, [trained.tensor for trained in self._trained])[:, 0]
         mine = [*flags, *values.tolist(), *(-values).tolist()]
         count, together = len(flags), exchange.largest(mine, self._all)
+        alone: list[float] = exchange.local(lambda: self._multiples(own), [math.nan] * count)
         for name, number in numbers.items():
             if together[number] and together[count + number] + together[2 * count + number]:
                 found.covered -= name not in (*found.unlike, *found.zero, *found.uncovered)
                 found.unlike.pop(name, None)
                 found.uncovered[name] = "ranks hold different values of it"
             elif name in found.unlike:
-                words = [of.words for of, fit in tried if of.words and not math.isnan(fit.multiple(number))]
-                found.unlike[name] = words[0] if words else found.unlike[name]
+                found.unlike[name] = found.unlike[name] if math.isnan(alone[number]) else _ALONE
 
 
 def _sharded_modules(model: Any) -> list[Any]:
