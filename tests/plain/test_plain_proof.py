@@ -7,6 +7,8 @@ with those without it, and no hook may be left.
 import contextlib
 import functools
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -366,6 +368,14 @@ def run_all(world: int) -> dict[str, Any]:
 @functools.cache
 def outcomes_of(world: int) -> list[dict[str, Any]]:
     return run_ranks(world, run_all, world, timeout_s=300)
+
+
+def test_the_plain_proof_needs_no_megatron() -> None:
+    code = (
+        "import sys; from megatron_rl_loss import prove_plain_step; print([m for m in sys.modules if 'megatron.' in m])"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert (run.stdout, run.returncode) == ("[]\n", 0), run.stderr[-2000:]
 
 
 @pytest.mark.parametrize("name", RUNS)
