@@ -47,9 +47,10 @@ ROWS = [
     # lines of other frameworks' launches, whose code is not here: its loaders' way, and the real code from checkouts
     Row(r"--(custom-pg-loss-reducer-function|rollout-data-postprocess|custom-megatron-[\w-]+)-path .*",
         by="engines/test_slime.py", named="load_function"),
-    Row(r"actor_rollout_ref\.model\.external_lib=.*", by="engines/test_verl.py", named="verl_install"),
+    Row(r"\+ray_kwargs\..*\.VERL_USE_EXTERNAL_MODULES=.*", by="engines/real/test_start_verl.py", named="INSTALL"),
+    Row(r"grep -rhE 'megatron_rl_loss.*", by="support/ray_workers.py", named="megatron_rl_loss"),
     Row(r"PYTHONPATH=\$MEGATRON_LM torchrun .*", by="engines/real/test_real_train_rl.py", named="MEGATRON_LM"),
-    Row(r"([A-Z_]+_PATH=\S+ )+(python -m pytest|tools/test\.sh) tests/engines/real\S*",
+    Row(r"([A-Z_]+_PATH=\S+ )+(python -m pytest|tools/test\.sh) tests/engines/real\S*|tools/test_engines\.sh .*",
         needs="checkouts of those frameworks"),
     Row(r"python tools/check_engines\.py .*", by="package/test_check_engines.py", named="check_engines.main"),
     Row(r"pip install megatron-bridge.*|python -c 'from megatron\.bridge .*", needs="a GPU and a model"),

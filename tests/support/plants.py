@@ -1,11 +1,13 @@
 """Faults planted in a copy of an engine's real code, and the table of what became of them."""
 
+import subprocess
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 from checkouts import Framework, checkout
 from ranks import RankError, run_ranks
+from repository import ROOT
 
 
 class Plant(NamedTuple):
@@ -37,6 +39,20 @@ def planted(framework: Framework, folder: Path, edits: dict[str, tuple[str, str]
         (folder / path).unlink()
         (folder / path).write_text(text.replace(old, new))
     return str(folder)
+
+
+def patched(framework: Framework, folder: Path, name: str) -> str:
+    """A copy of the checkout with that patch of docs/upstream."""
+    patch, root = ROOT / "docs/upstream" / name, planted(framework, folder, {})
+    for line in patch.read_text().splitlines():
+        if line.startswith("+++ b/"):
+            file = folder / line.removeprefix("+++ b/")
+            text = file.read_text()
+            file.unlink()  # a link to the checkout's own
+            file.write_text(text)
+    applied = subprocess.run(["git", "apply", str(patch)], cwd=folder, capture_output=True, text=True)
+    assert not applied.returncode, applied.stderr
+    return root
 
 
 def assert_stopped(record_property: Any, framework: Framework, plant: str, match: str, *launch: Any) -> None:

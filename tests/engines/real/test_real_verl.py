@@ -24,7 +24,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkouts import VERL, Settings, checkout, load, record_errors
-from plants import assert_stopped, planted
+from plants import assert_stopped, patched, planted
 from ranks import run_ranks, start_process_group
 from repository import EXAMPLES
 from step_samples import dealt
@@ -765,3 +765,12 @@ def test_weights_that_the_recipe_forgot_stop_the_first_step(record_property: Any
 def test_a_mask_shifted_in_the_loss_stops_the_recipe(tmp_path: Path, record_property: Any) -> None:
     root = planted(VERL, tmp_path, {TERMS: (MASK, MASK.replace("(bool)", "(bool).roll(1, 1)"))})
     assert_stopped(record_property, VERL, "mask shifted, by the recipe", OTHER, DP * CP, by_the_recipe, root, False)
+
+
+def test_verl_counts_every_token_under_cp(tmp_path: Path, record_property: Any) -> None:
+    root = patched(VERL, tmp_path, "verl-count-under-cp.patch")
+    for results in run_ranks(DP * CP, modes_in_its_engine, root, True, False):
+        errors = [error for error in results.values() if isinstance(error, float)]
+        assert len(errors) >= 4
+        assert max(errors) < oracle.EXACT
+        record_errors(record_property, VERL, "verl-count-under-cp.patch, CP 2 with per-token loss", ours=max(errors))

@@ -1,0 +1,63 @@
+"""Put the rows that a run of the engines' tests printed into docs/bench/engines-cpu.txt.
+
+    python tools/engine_tables.py LOG docs/bench/engines-cpu.txt  # as tools/test_engines.sh does
+
+Rows of an engine's version that the run has take the place of that version's; other rows stay. So do the counts of
+planted faults of rows with an engine in which the run planted none.
+"""
+
+import re
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+_ENGINES, _PLANTED = "| engine | version | setting |", "| engine | planted |"
+_OF_LAUNCHES = "`LossAggregation`, a loop of your own"
+
+
+def rows_of(text: str, columns: int) -> list[tuple[str, ...]]:
+    """The cells of each row of tables with that many columns, without their heads."""
+    rows = [tuple(re.split(r" \| ", line[2:-2])) for line in re.findall(r"^\| .* \|$", text, re.MULTILINE)]
+    return [row for row in rows if len(row) == columns and row[0] != "engine"]
+
+
+def merged_errors(before: str, log: str) -> list[tuple[str, ...]]:
+    """Rows of errors, by engine and in the order of the run."""
+    new = rows_of(log, 5)
+    measured = {row[:2] for row in new}
+    return sorted([*(row for row in rows_of(before, 5) if row[:2] not in measured), *new], key=lambda row: row[0])
+
+
+def merged_counts(before: str, log: str) -> list[tuple[str, ...]]:
+    """Rows of counts: planted faults, those that stopped, those that are said not to be proved."""
+    outcomes: dict[str, list[str]] = {}
+    for engine, _, outcome in rows_of(log, 3):
+        outcomes.setdefault(engine, []).append(outcome)
+    counted = []
+    for row in rows_of(before, 4):
+        names = [name.lower().replace("_", "-") for name in row[0].split(", ")]
+        of_row = [outcome for name in names for outcome in outcomes[name]] if {*names} <= outcomes.keys() else []
+        if row[0] == _OF_LAUNCHES:
+            known = {name.lower() for other in rows_of(before, 4) for name in other[0].split(", ")}
+            of_row = [outcome for name, those in outcomes.items() if name not in known for outcome in those]
+        stopped = of_row.count("stopped")
+        counted.append((row[0], *map(str, (len(of_row), stopped, len(of_row) - stopped))) if of_row else row)
+    return counted
+
+
+def table(text: str, head: str, rows: Iterable[tuple[str, ...]]) -> str:
+    """The text with these rows in the place of those of the table with that head."""
+    begin = text.index("\n", text.index("\n", text.index(head)) + 1) + 1
+    end = re.compile(r"^(?!\|)|\Z", re.MULTILINE).search(text, begin)
+    assert end is not None
+    return text[:begin] + "".join(f"| {' | '.join(row)} |\n" for row in rows) + text[end.start() :]
+
+
+def main(log: str, file: str) -> None:
+    before, printed = Path(file).read_text(), Path(log).read_text()
+    after = table(before, _ENGINES, merged_errors(before.partition("Faults planted")[0], printed))
+    Path(file).write_text(table(after, _PLANTED, merged_counts(before.partition("Faults planted")[2], printed)))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
