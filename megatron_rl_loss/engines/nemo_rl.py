@@ -31,7 +31,7 @@ from megatron_rl_loss.engines.places import wrapped
 from megatron_rl_loss.engines.policy_tap import LossPaths, WeighedMicrobatch, tap_policy
 from megatron_rl_loss.engines.prompt_tokens import is_by_prompt, misplaced_ids
 from megatron_rl_loss.engines.proving import prove
-from megatron_rl_loss.engines.replacing import Function, Replaced, once
+from megatron_rl_loss.engines.replacing import Function, Replaced, announce, once
 from megatron_rl_loss.proof.promises import Promises
 
 __all__ = ["AggregatedPGLossFn", "aggregate"]
@@ -140,6 +140,8 @@ class AggregatedPGLossFn:
         self._doubt = misplaced_ids(prompts, tokens, None, self._group_size)
 
     def _prove(self) -> Any:
+        terms = ", ".join(f"{term} by {aggregation.mode.name}" for term, aggregation in self._modes.items())
+        announce(f"NeMo-RL: {terms}, with the weights that the driver adds to each batch")
         beside = "NeMo-RL aggregates MoE, MTP and draft losses"
         never = "NeMo-RL did not call aggregate(...)'s loss. Pass that loss to grpo_train of NeMo-RL 7ea279ab."
         proof = prove("NeMo-RL", self._modes["policy"], beside=beside, never=never)

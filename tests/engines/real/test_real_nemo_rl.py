@@ -88,7 +88,10 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
     let_backward_run_here(worker.allgather_cp_sharded_tensor.__globals__["AllGatherCPTensor"])
     dp_rank, dp = state.get_data_parallel_rank(), state.get_data_parallel_world_size()
     group, config = state.get_data_parallel_group(), losses.ClippedPGLossConfig
-    defaults = {name: getattr(config, name) for name in config.__annotations__}
+    fields = getattr(config, "model_fields", {})  # of pydantic, where it is installed
+    defaults = {
+        name: fields[name].default if name in fields else getattr(config, name) for name in config.__annotations__
+    }
     results = []
     for case in cases:
         of_case = case.get("cfg", {})
