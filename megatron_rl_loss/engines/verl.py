@@ -107,6 +107,10 @@ def install(*, proves: bool = True) -> Replaced:
     """
     replaced: Replaced = installed("verl") or _replace(_Running(taps=proves))
     replaced.put_everywhere()
+    # A driver sends its critic's loss to workers that may never import `external_lib`. pickle finds it by this name,
+    # so a worker that gets it imports our module, which installs there.
+    value_loss = importlib.import_module("verl.workers.utils.losses").value_loss
+    value_loss.__module__, value_loss.__qualname__ = "megatron_rl_loss.engines.verl_install", "value_loss"
     return replaced
 
 

@@ -10,6 +10,5 @@ from typing import Any
 from megatron_rl_loss.engines.verl import install
 
 install()
-#: The loss that a driver sends to a critic's workers: pickle finds it by this name, so that they import this module.
+#: What pickle looks for in a worker that gets the critic's loss: see `install`.
 value_loss: Any = importlib.import_module("verl.workers.utils.losses").value_loss
-value_loss.__module__, value_loss.__qualname__ = __name__, "value_loss"

@@ -31,6 +31,7 @@ class Framework:
         passed_by: packages whose ``__init__`` does not run.
         stand_ins: packages that get one where they are not installed, and single modules (with a dot) that always do.
         since: a file that older checkouts lack, which are skipped; and the oldest that was read.
+        replaced: packages that get a stand-in even where they are installed: they would inspect other stand-ins.
     """
 
     variable: str
@@ -38,6 +39,7 @@ class Framework:
     passed_by: tuple[str, ...]
     stand_ins: tuple[str, ...]
     since: tuple[str, str] | None = None
+    replaced: tuple[str, ...] = ()
 
 
 def _packages(name: str, *below: str) -> tuple[str, ...]:
@@ -125,7 +127,7 @@ MS_SWIFT = Framework(
     passed_by=_packages("swift", "megatron", "megatron.trainers", "rl_core", "rlhf_trainers"),
     stand_ins=(
         *("accelerate", "aiohttp", "dacite", "datasets", "fastapi", "huggingface_hub", "json_repair", "mcore_bridge"),
-        *("modelscope", "msgspec", "openai", "pandas", "peft", "PIL", "pydantic", "ray", "requests", "tqdm"),
+        *("modelscope", "msgspec", "openai", "pandas", "peft", "PIL", "ray", "requests", "tqdm"),
         *(
             "transformers",
             "trl",
@@ -144,6 +146,7 @@ MS_SWIFT = Framework(
         *("swift.megatron.arguments", "swift.megatron.callbacks", "swift.megatron.model"),
         *(f"swift.rlhf_trainers.{name}" for name in ("gkd_helpers", "grpo_trainer", "vllm_client")),
     ),
+    replaced=("pydantic",),
 )
 ROLL = Framework(
     variable="ROLL_PATH",
@@ -261,7 +264,10 @@ def stand_in(framework: Framework, root: str) -> None:
         parent, _, child = name.rpartition(".")
         if parent:
             setattr(sys.modules[parent], child, package)
+    for name in [name for name in sys.modules if name.partition(".")[0] in framework.replaced]:
+        del sys.modules[name]
     missing = [name for name in framework.stand_ins if "." in name or importlib.util.find_spec(name) is None]
+    missing += framework.replaced
     sys.meta_path.insert(0, _StandIns(missing))
 
 
