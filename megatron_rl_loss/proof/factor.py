@@ -24,6 +24,8 @@ from megatron_rl_loss.proof.outcomes import Gradient
 
 #: An error counts as rounding up to this multiple of eps * sqrt(roundings) * norm.
 _SLACK = 2.0
+#: Rounding is at least of this size: that of sketches, which are float64 themselves.
+_LEAST_EPS = 2.0**-40
 #: Sums of this many roundings times eps may stand still, so that errors add up instead of averaging out.
 _STAGNATES = 0.5
 #: Rounding above this part of a parameter's gradient hides what may have been done to it.
@@ -78,7 +80,7 @@ class Parameter:
     @classmethod
     def of(cls, name: str, values: Tensor, dtypes: Sequence[torch.dtype]) -> "Parameter":
         info = max((torch.finfo(dtype) for dtype in dtypes), key=lambda info: info.eps)
-        return cls(name, values.numel(), info.eps, info.smallest_normal)
+        return cls(name, values.numel(), max(info.eps, _LEAST_EPS), info.smallest_normal)
 
 
 @dataclass

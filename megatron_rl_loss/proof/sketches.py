@@ -57,6 +57,7 @@ class Signs:
 
     def of_shape(self, shape: tuple[int, ...], device: torch.device) -> Tensor:
         """`of_block` of a whole small tensor, kept."""
+        shape = shape or (1,)  # of a number
         if (shape, device) not in self._of_shapes:
             self._of_shapes[shape, device] = self.of_block(shape, [0] * len(shape), shape, device)
         return self._of_shapes[shape, device]
@@ -67,6 +68,8 @@ class Signs:
         shape, offsets = shape or block.shape, offsets or [0] * block.dim()
         if not block.dim():
             return self.sketch(block[None])
+        if not block.numel():  # a shard may be empty
+            return torch.zeros(self.patterns + 1, dtype=torch.float64, device=block.device)
         leading = self.of_block(shape[:-1], offsets[:-1], block.shape[:-1], block.device)
         last = self.of_dimension(len(shape) - 1, shape[-1], block.device)
         return _of_rows(

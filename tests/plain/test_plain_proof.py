@@ -30,6 +30,7 @@ class Net(torch.nn.Module):
     def __init__(self, run: "Run") -> None:
         super().__init__()
         self.embedding, self.hidden = torch.nn.Embedding(WORDS, WIDTH), torch.nn.Linear(WIDTH, WIDTH)
+        self.temperature = torch.nn.Parameter(torch.ones([1] * (run.kind == "fsdp")))
         self.norm, self.output = torch.nn.LayerNorm(WIDTH), torch.nn.Linear(WIDTH, WORDS, bias=not run.tied)
         self.unused = torch.nn.Linear(WIDTH, 3) if run.unused else None
         self.recomputes = run.recomputes
@@ -41,7 +42,7 @@ class Net(torch.nn.Module):
         inner: Any = lambda values: torch.tanh(self.hidden(values))  # noqa: E731
         recomputed: Any = checkpoint
         hidden = recomputed(inner, values, use_reentrant=False) if self.recomputes else inner(values)
-        logits: Tensor = self.output(self.norm(hidden))
+        logits: Tensor = self.output(self.norm(hidden) * self.temperature)
         return logits.float()
 
 
@@ -250,7 +251,7 @@ def _local(values: Any) -> Tensor:
     return values.to_local() if hasattr(values, "to_local") else values
 
 
-ALL, MEAN = rf"prompt_mean on the policy loss, {PROVED} .*; by the gradients of all 7 parameters; masks as given$", "^$"
+ALL, MEAN = rf"prompt_mean on the policy loss, {PROVED} .*; by the gradients of all 8 parameters; masks as given$", "^$"
 BF16 = rf"{PROVED} .* parameters \(weights to within 1.6 %, gradients to [\d.]+ %\)"
 TWICE = r"tokens weigh 2 times what they should"
 #: All of them train rightly: not one may be aborted.
@@ -260,16 +261,17 @@ RIGHT = {
     "DDP, bucket views": Run((ALL,), options={"gradient_as_bucket_view": True}),
     "DDP, static graph": Run((ALL,), options={"static_graph": True}, microbatches=lambda rank: 1),
     "DDP, unused parameters": Run(
-        (r"of 7 of 9 parameters \(2 have none\)",), unused=True, options={"find_unused_parameters": True}
+        (r"of 8 of 10 parameters \(2 have none\)",), unused=True, options={"find_unused_parameters": True}
     ),
     "DDP, bf16 model": Run((BF16,), dtype=torch.bfloat16),
+    "DDP, float64 model": Run((ALL,), dtype=torch.float64),
     "DDP, bf16 compression": Run((r"rounded like bfloat16 on the way, weights",), change=compressed("bf16")),
     "DDP, fp16 compression": Run((PROVED,), change=compressed("fp16")),
     "DDP, uneven micro-batches": Run((ALL,), microbatches=lambda rank: 1 + rank),
     "DDP, 3 ranks": Run((ALL,), world=3),
-    "DDP, frozen": Run(("of all 6 parameters",), frozen=True),
+    "DDP, frozen": Run(("of all 7 parameters",), frozen=True),
     "DDP, recomputed": Run((ALL,), recomputes=True),
-    "DDP, tied": Run(("of all 5 parameters",), tied=True),
+    "DDP, tied": Run(("of all 6 parameters",), tied=True),
     "DDP, GradScaler": Run((ALL,), scaler="scaled"),
     "DDP, unscaled inside": Run((ALL,), scaler="unscaled inside"),
     "DDP, clipped after": Run((ALL, MEAN), late=clipped),
@@ -284,13 +286,13 @@ RIGHT = {
         (PROVED,), kind="fsdp", policy={"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
     ),
     "FSDP2, kept whole": Run((ALL,), kind="fsdp", options={"reshard_after_forward": False}),
-    "FSDP2, frozen": Run(("of all 6 parameters",), kind="fsdp", frozen=True),
+    "FSDP2, frozen": Run(("of all 7 parameters",), kind="fsdp", frozen=True),
     "FSDP2, recomputed": Run((ALL,), kind="fsdp", recomputes=True),
     "FSDP2, replicas of shards": Run((ALL,), kind="fsdp", world=4, mesh=(2, 2)),
     "CP 2": Run((ALL,), world=2, cp=2),
     "DP 2, CP 2": Run((ALL, MEAN), world=4, cp=2),
 }  # fmt: skip
-NOT_PROVED = r"(?s)NOT PROVED: 1 of 7 parameters are not trained by these weights.*{}.*Training goes on"
+NOT_PROVED = r"(?s)NOT PROVED: 1 of 8 parameters are not trained by these weights.*{}.*Training goes on"
 #: What goes wrong, and is stopped or named.
 WRONG = {
     "sum under DDP": Run(
@@ -320,7 +322,7 @@ WRONG = {
         (NOT_PROVED.format(r"norm.bias \(0.5 times the others\)"),), reduce=functools.partial(scaled, only="norm.bias")
     ),
     "one parameter x 0.5, strict": Run(
-        (r"raises (?s)1 of 7 parameters are not trained.*norm.bias.*All ranks aborted",),
+        (r"raises (?s)1 of 8 parameters are not trained.*norm.bias.*All ranks aborted",),
         reduce=functools.partial(scaled, only="norm.bias"), level="strict",
     ),
     "a parameter forgotten by hand": Run(

@@ -46,6 +46,7 @@ def test_slices_and_shards_add_up(shape: tuple[int, ...]) -> None:
         edges = [0, *(cut for cut in cuts if cut <= len(flat)), len(flat)]
         parts = [signs.sketch_slice(flat[a:b], shape, a) for a, b in itertools.pairwise(edges)]
         torch.testing.assert_close(sum(parts), whole, rtol=1e-12, atol=1e-12)
+    assert not signs.sketch(values[..., :0], shape, [0] * len(shape)).any()
     for dim, size in enumerate(shape):
         blocks = torch.zeros(3, dtype=torch.float64)
         for begin, part in zip((0, size // 2), values.split([size // 2, size - size // 2], dim), strict=True):
@@ -56,7 +57,7 @@ def test_slices_and_shards_add_up(shape: tuple[int, ...]) -> None:
 
 def test_many_gradients_are_added_as_they_were_seen() -> None:
     """Small ones wait for others of their shape; those that are not taken, or changed later, are told apart."""
-    signs, shapes = Signs(2), [(6,), (200, 200), (6,), (3, 2)]
+    signs, shapes = Signs(2), [(6,), (200, 200), (6,), (3, 2), ()]
     backward = Backward.of(signs, len(shapes), torch.device("cpu"))
     sums = [torch.zeros(3, dtype=torch.float64) for _ in shapes]
     for turn in range(3):
@@ -69,7 +70,7 @@ def test_many_gradients_are_added_as_they_were_seen() -> None:
     backward.take(0)  # nothing was seen since
     backward.flush()
     torch.testing.assert_close(backward.table, torch.stack(sums), rtol=1e-12, atol=1e-12)
-    assert (backward.num_terms, backward.changed) == ([3] * 4, set())
+    assert (backward.num_terms, backward.changed) == ([3] * 5, set())
     values = drawn((6,))
     backward.see(2, values)
     backward.take(2)
