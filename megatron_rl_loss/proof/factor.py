@@ -58,6 +58,10 @@ class Factor:
         """The difference from another factor that rounding explains."""
         return _ALIKE * self.uncertainty
 
+    def is_near(self, other: "Factor") -> bool:
+        """True if the two are one number, within the rounding of both."""
+        return abs(self.value / other.value - 1) <= self.rounding + other.rounding
+
 
 @dataclass
 class Parameter:

@@ -156,7 +156,7 @@ class StepState:
 
     def check_factor(self, factor: Factor, reference: Factor) -> None:
         """Add a fault if a factor is not the other one, within the rounding of both."""
-        if abs(factor.value / reference.value - 1) > factor.rounding + reference.rounding:
+        if not factor.is_near(reference):
             at, other = (f" on {of.where}" * bool(of.where) for of in (factor, reference))
             fault = (
                 f"Gradients are multiplied by {factor.value:.6g}{at}, by {reference.value:.6g}{other}: no weight holds "
@@ -165,9 +165,15 @@ class StepState:
             self.faults += [fault] if fault not in self.faults else []
 
     def add_factor(self, stage: int, factor: Factor) -> None:
-        """Add a factor. It is a fault if ranks of a stage have several."""
+        """Add a factor. That parts of the model have several is a fault; that ranks of one part do is only said."""
         known = self.factors.setdefault(stage, factor)
-        self.check_factor(factor, known)
+        if known.where != factor.where:
+            self.check_factor(factor, known)
+        elif not known.is_near(factor):
+            of_stage = self.parameters[stage]
+            self.parameters[stage] = of_stage._replace(unlike=of_stage.total)
+            pair = " or ".join(f"{value:.6g}" for value in sorted((known.value, factor.value)))
+            self.unlike = {"all of them": f"{pair} times the sum, on different ranks"} | self.unlike
 
     def check_factors(self) -> None:
         """Add the faults that numbers of all ranks show together."""

@@ -84,6 +84,19 @@ def scale_norms_of_a_rank(name: str, gradient: Tensor) -> None:
         gradient.mul_(1.5)
 
 
+def scale_a_rank(name: str, gradient: Tensor) -> None:
+    gradient.mul_(1 + 0.01 * place()["dp"])
+
+
+def scale_a_rank_much(name: str, gradient: Tensor) -> None:
+    gradient.mul_(1 + 0.5 * place()["dp"])
+
+
+def double_norms(name: str, gradient: Tensor) -> None:
+    if "norm" in name:
+        gradient.mul_(2)
+
+
 def scale_all_but_two(name: str, gradient: Tensor) -> None:
     if "final_layernorm" not in name and "layers.0.self_attention.linear_proj" not in name:
         gradient.mul_(0.25)
@@ -209,6 +222,21 @@ WRONG = {
     ),
     "a gradient of one micro-batch dropped": Row(
         DP, UNLIKE.format(1, 15, r"linear_fc1.weight \(no multiple"), plant=drop_a_microbatch
+    ),
+    "a data-parallel rank x 1.01": Row(
+        DP, UNLIKE.format(15, 15, r"0.5 or 0.505 times the sum, on different ranks"),
+        plant=finalised(after_finalising, scale_a_rank),
+    ),
+    "a shard of the distributed optimizer x 1.5": Row(
+        DP, r"NOT PROVED: .*\d+ of \d+ parameters", OVERLAPPED, plant=finalised(after_finalising, scale_a_rank_much)
+    ),
+    "a tied embedding is not reduced over stages": Row(
+        PP, UNLIKE.format(2, 15, r"embedding.word_embeddings.weight of pipeline stage 0 \(no multiple"), TIED,
+        plant=finalised(finalised_by, finish_all),
+    ),
+    "a sum too many over tensor-parallel ranks": Row(
+        SP_DP, UNLIKE.format(5, 15, r"input_layernorm.weight \(2 times the others\)"),
+        plant=finalised(after_finalising, double_norms),
     ),
     "clipped in the finalisation": Row(DP, r"NOT PROVED: .*Gradients may have been clipped", plant=clip),
 }  # fmt: skip
