@@ -170,7 +170,7 @@ class StepState:
         if known.where != factor.where:
             self.check_factor(factor, known)
         elif not known.is_near(factor):
-            of_stage = self.parameters[stage]
+            of_stage = self.parameters.get(stage, Covered())
             self.parameters[stage] = of_stage._replace(unlike=of_stage.total)
             pair = " or ".join(f"{value:.6g}" for value in sorted((known.value, factor.value)))
             self.unlike = {"all of them": f"{pair} times the sum, on different ranks"} | self.unlike

@@ -64,11 +64,11 @@ def step_of(*from_ranks: FromRank, term: str = "pg", **sizes: int) -> MeasuredSt
 
 def test_tensor_parallel_ranks_that_are_scaled_apart_have_no_weight() -> None:
     """Both measure the same parameter, each its own piece."""
-    alone = FromRank(StepState(factors={0: Factor(2.0, 1e-8)}))
+    alone = FromRank(StepState(factors={0: Factor(2.0, 1e-8, "tensor-parallel rank 1")}))
     (why,) = step_of(sent(losses_of()), alone, tp=2).unknown
     assert why.startswith("Gradients are multiplied by")
     assert "no weight holds for all parameters" in why
-    alone = FromRank(StepState(factors={0: Factor(1 + 1e-7, 1e-8)}))
+    alone = FromRank(StepState(factors={0: Factor(1 + 1e-7, 1e-8, "tensor-parallel rank 1")}))
     assert not step_of(sent(losses_of()), alone, tp=2).unknown  # within rounding
 
 
