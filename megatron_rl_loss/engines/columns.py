@@ -7,14 +7,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_rl_loss.core.aggregation import LossModes
 from megatron_rl_loss.core.collectives import Group, StepGroups, check_together, several
 from megatron_rl_loss.core.counting import StepTotals
 from megatron_rl_loss.core.ids import as_ids
-from megatron_rl_loss.core.plan import Plan, make_plan
-from megatron_rl_loss.core.record import Trainer
 from megatron_rl_loss.core.samples import Samples
 from megatron_rl_loss.engines.places import value_at
+from megatron_rl_loss.extend import LossModes, Plan, Trainer, make_plan
 
 Batch = MutableMapping[str, Any]
 #: Columns of a batch: a number for each row's prompt; what the advantages were multiplied by; and what they were; the

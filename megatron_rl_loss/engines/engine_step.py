@@ -9,10 +9,7 @@ from megatron.core import parallel_state
 
 from megatron_rl_loss.core.collectives import Group, world_rank, world_size
 from megatron_rl_loss.core.errors import print_text
-from megatron_rl_loss.core.record import PlanUse
-from megatron_rl_loss.megatron.groups import groups_of
-from megatron_rl_loss.megatron.proving import MegatronFirstStep
-from megatron_rl_loss.proof.unproved import line_of
+from megatron_rl_loss.extend import MegatronFirstStep, PlanUse, groups_of, line_of
 
 
 class EngineStep(MegatronFirstStep):

@@ -1,6 +1,6 @@
 """What engines take from a loss function of yours, a row each; `core/carriers.py` says what a row means."""
 
-from megatron_rl_loss.core.carriers import DDP_MEAN, Carrier, Form, register_form
+from megatron_rl_loss.extend import DDP_MEAN, Carrier, Form, register_form
 
 FORMS = (
     # slime 624b824a, backends/megatron_utils/loss.py, and miles 31f1ca96, backends/training_utils/loss.py:

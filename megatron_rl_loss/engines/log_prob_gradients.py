@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl_loss.core.collectives import all_reduce, several
-from megatron_rl_loss.core.taps import taps_of
+from megatron_rl_loss.extend import taps_of
 
 #: The entries of a block whose absolute values are summed at once.
 _BLOCK = 2**22

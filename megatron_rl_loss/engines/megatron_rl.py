@@ -27,7 +27,7 @@ from megatron_rl_loss.core.layouts import Gathered, Layout, ZigzagTHD
 from megatron_rl_loss.core.metrics import Metric
 from megatron_rl_loss.core.microbatch import Microbatch
 from megatron_rl_loss.core.samples import Samples
-from megatron_rl_loss.megatron.flags import any_flag_given, check_command_line
+from megatron_rl_loss.extend import any_flag_given, check_command_line
 from megatron_rl_loss.megatron.iterator import next_microbatch
 from megatron_rl_loss.megatron.launch import LossAggregation
 

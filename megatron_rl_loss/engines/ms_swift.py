@@ -23,9 +23,8 @@ from typing import Any
 
 import torch
 
-from megatron_rl_loss.core.aggregation import LossModes
 from megatron_rl_loss.core.layouts import Gathered
-from megatron_rl_loss.core.modes import Mode, ModeFunction
+from megatron_rl_loss.core.modes import Mode
 from megatron_rl_loss.core.samples import Samples
 from megatron_rl_loss.engines.columns import (
     FACTORS,
@@ -42,7 +41,7 @@ from megatron_rl_loss.engines.policy_tap import LossPaths, WeighedMicrobatch, ta
 from megatron_rl_loss.engines.prompt_tokens import is_by_prompt, misplaced_ids
 from megatron_rl_loss.engines.proving import prove
 from megatron_rl_loss.engines.replacing import Function, Replaced
-from megatron_rl_loss.proof.promises import Promises
+from megatron_rl_loss.extend import LossModes, ModeFunction, Promises
 
 __all__ = ["aggregate"]
 _VERSIONS = "4.6.0 or 3602360a"

@@ -6,10 +6,8 @@ docs/names.md says which version was read, and where its code does something els
 
 from typing import NamedTuple
 
-from megatron_rl_loss.core.aggregation import register_names
-from megatron_rl_loss.core.counting import COUNTINGS, UnitCounting
 from megatron_rl_loss.core.errors import did_you_mean
-from megatron_rl_loss.core.modes import available_modes, find_mode
+from megatron_rl_loss.extend import COUNTINGS, UnitCounting, available_modes, find_mode, register_names
 
 #: Stands for a name that is itself a number: the divisor.
 NUMBER = "<number>"

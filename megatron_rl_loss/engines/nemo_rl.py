@@ -20,10 +20,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megatron_rl_loss.core.aggregation import Aggregation, LossModes, resolve
 from megatron_rl_loss.core.ids import as_ids
 from megatron_rl_loss.core.layouts import Gathered
-from megatron_rl_loss.core.modes import Mode, ModeFunction
+from megatron_rl_loss.core.modes import Mode
 from megatron_rl_loss.core.samples import Samples
 from megatron_rl_loss.core.totals_by_hand import weights_column
 from megatron_rl_loss.engines.columns import check_even, prompts_of
@@ -32,7 +31,7 @@ from megatron_rl_loss.engines.policy_tap import LossPaths, WeighedMicrobatch, ta
 from megatron_rl_loss.engines.prompt_tokens import is_by_prompt, misplaced_ids
 from megatron_rl_loss.engines.proving import prove
 from megatron_rl_loss.engines.replacing import Function, Replaced, announce, once
-from megatron_rl_loss.proof.promises import Promises
+from megatron_rl_loss.extend import Aggregation, LossModes, ModeFunction, Promises, resolve
 
 __all__ = ["AggregatedPGLossFn", "aggregate"]
 _ROWS, _PROMPTS = "loss_row_numbers", "loss_prompt_ids"  # columns

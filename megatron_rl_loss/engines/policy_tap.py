@@ -13,11 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_rl_loss.core.aggregation import Aggregation
 from megatron_rl_loss.core.samples import Samples
-from megatron_rl_loss.core.taps import Tap, is_observed, taps_of
 from megatron_rl_loss.engines.log_prob_gradients import follow
 from megatron_rl_loss.engines.places import places, swapped, value_at
+from megatron_rl_loss.extend import Aggregation, Tap, is_observed, taps_of
 
 Value = Callable[[Tensor, Tensor], Any]  # of a trial's log-probs and advantages
 _VALUES: dict[str, Value] = {

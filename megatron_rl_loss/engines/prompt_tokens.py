@@ -6,9 +6,9 @@ from hashlib import blake2b
 
 import numpy as np
 
-from megatron_rl_loss.core.aggregation import LossModes
 from megatron_rl_loss.core.collectives import Group, gather_objects, several
 from megatron_rl_loss.core.samples import Samples
+from megatron_rl_loss.extend import LossModes
 
 
 def is_by_prompt(modes: LossModes) -> bool:

@@ -6,12 +6,10 @@ from copy import copy
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from megatron_rl_loss.core.aggregation import Aggregation, resolve
-from megatron_rl_loss.core.modes import Mode, ModeFunction
+from megatron_rl_loss.core.modes import Mode
 from megatron_rl_loss.engines.policy_tap import LossPaths, WeighedMicrobatch, tap_policy
 from megatron_rl_loss.engines.replacing import Function, Replaced, announce
-from megatron_rl_loss.proof.promises import Promises
-from megatron_rl_loss.proof.schedules import run_schedules_by
+from megatron_rl_loss.extend import Aggregation, ModeFunction, Promises, proof_level, resolve, run_schedules_by
 
 
 def prove(
@@ -35,7 +33,6 @@ def prove(
         announce(f"{engine}: NOT PROVED: Megatron-Core is not loaded")
         return None
     from megatron_rl_loss.engines.engine_step import EngineStep
-    from megatron_rl_loss.proof.level import proof_level
 
     proof = EngineStep(asked, f"{engine}'s {loss}", level=proof_level(), **words)
     proofs: WeakKeyDictionary[Any, EngineStep] = WeakKeyDictionary()  # an address is used again

@@ -24,19 +24,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megatron_rl_loss.core.aggregation import LossModes, weigh
-from megatron_rl_loss.core.counting import UnitCounting
 from megatron_rl_loss.core.layouts import Gathered
-from megatron_rl_loss.core.modes import Mode, ModeFunction
+from megatron_rl_loss.core.modes import Mode
 from megatron_rl_loss.core.samples import Samples
-from megatron_rl_loss.core.taps import is_observed, observed_taps, tap
+from megatron_rl_loss.core.taps import tap
 from megatron_rl_loss.engines.columns import MEDIA, at_masked_tokens, plan_of, prompts_of, samples_of
 from megatron_rl_loss.engines.log_prob_gradients import tap_output
 from megatron_rl_loss.engines.places import wrapped
 from megatron_rl_loss.engines.policy_tap import LossPaths, WeighedMicrobatch, tap_policy, tap_sum
 from megatron_rl_loss.engines.proving import prove
 from megatron_rl_loss.engines.replacing import Function, Replaced, installed
-from megatron_rl_loss.proof.promises import Promises
+from megatron_rl_loss.extend import LossModes, ModeFunction, Promises, UnitCounting, is_observed, observed_taps, weigh
 
 __all__ = ["AggregatedPolicyLoss"]
 _MODULE = "skyrl.backends.skyrl_train.workers.megatron.megatron_model_wrapper"

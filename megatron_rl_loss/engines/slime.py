@@ -22,20 +22,25 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from megatron_rl_loss.core.aggregation import Aggregation, resolve, times_mask
 from megatron_rl_loss.core.collectives import StepGroups, attempt, world_rank
-from megatron_rl_loss.core.counting import count_step
 from megatron_rl_loss.core.layouts import IntList, ZigzagResponse
 from megatron_rl_loss.core.masks import Mask
-from megatron_rl_loss.core.modes import load_function
-from megatron_rl_loss.core.reducers import WeightedSum
 from megatron_rl_loss.core.samples import LocalTokens, Samples
-from megatron_rl_loss.core.taps import is_observed, tap
-from megatron_rl_loss.core.totals_by_hand import Reducer
+from megatron_rl_loss.core.taps import tap
 from megatron_rl_loss.engines.places import swapped
 from megatron_rl_loss.engines.proving import prove
 from megatron_rl_loss.engines.replacing import Function, Replaced, announce, installed, once
-from megatron_rl_loss.proof.promises import Promises
+from megatron_rl_loss.extend import (
+    Aggregation,
+    Promises,
+    Reducer,
+    WeightedSum,
+    count_step,
+    is_observed,
+    load_function,
+    resolve,
+    times_mask,
+)
 
 __all__ = ["Hook", "count_steps", "make_hook", "sample_mean", "token_mean"]
 

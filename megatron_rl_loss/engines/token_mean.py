@@ -19,8 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_rl_loss.core.aggregation import LossModes
-from megatron_rl_loss.core.modes import Mode, ModeFunction
+from megatron_rl_loss.core.modes import Mode
 from megatron_rl_loss.engines.columns import GROUPS, Batch, weigh_advantages
 from megatron_rl_loss.engines.places import swapped
 from megatron_rl_loss.engines.policy_tap import tap_policy
@@ -28,7 +27,7 @@ from megatron_rl_loss.engines.prompt_tokens import is_by_prompt, misplaced_ids
 from megatron_rl_loss.engines.proving import prove
 from megatron_rl_loss.engines.replacing import Function, Replaced
 from megatron_rl_loss.engines.token_mean_engines import ENGINES, StepArguments
-from megatron_rl_loss.proof.promises import Promises
+from megatron_rl_loss.extend import LossModes, ModeFunction, Promises
 
 __all__ = ["aggregate"]
 

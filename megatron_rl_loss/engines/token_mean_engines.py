@@ -15,7 +15,6 @@ from torch import Tensor
 from megatron_rl_loss.core.counting import StepTotals
 from megatron_rl_loss.core.layouts import Gathered
 from megatron_rl_loss.core.samples import Samples
-from megatron_rl_loss.core.taps import is_observed
 from megatron_rl_loss.engines.columns import (
     FACTORS,
     GROUPS,
@@ -29,6 +28,7 @@ from megatron_rl_loss.engines.columns import (
 )
 from megatron_rl_loss.engines.places import Call, places, swapped, value_at, wrapped
 from megatron_rl_loss.engines.policy_tap import LossPaths, WeighedMicrobatch
+from megatron_rl_loss.extend import is_observed
 
 StepArguments = Mapping[str, Any]  # the arguments of a call of the step method, by name
 

@@ -11,10 +11,11 @@ import pytest
 from repository import ROOT
 
 import megatron_rl_loss
+from megatron_rl_loss import extend
 
 PACKAGE = "megatron_rl_loss"
 #: Each room, after all that it may import.
-ORDER = ["core", "proof", "megatron", "planning", "losses", "logprobs", "audit", "engines", "__main__"]
+ORDER = ["core", "proof", "megatron", "planning", "extend", "losses", "logprobs", "audit", "engines", "__main__"]
 #: Each file of the core, after all that it may import.
 CORE = ["errors", "collectives", "masks", "ids", "layouts", "samples", "counting", "modes", "aggregation"]
 CORE += ["taps", "reducers", "metrics", "carriers", "record", "microbatch", "plan", "measure", "totals_by_hand"]
@@ -78,6 +79,23 @@ def test_imports_run_one_way() -> None:
 def test_the_front_imports_no_shelf() -> None:
     front = {name for name in FILES if room_of(name) and room_of(name) not in {*SHELVES, "__main__"}}
     assert [(name, other) for name in front for other, _ in imports()[name] if room_of(other) in SHELVES] == []
+
+
+def test_adapters_use_public_names_and_those_of_extend() -> None:
+    """And the first files of the core, of which a share needs nothing: errors to samples."""
+    ground = {f"{PACKAGE}.core.{file}" for file in CORE[: CORE.index("counting")]}
+    used, beside = set[str](), set[tuple[str, str]]()
+    for module, path in FILES.items():
+        for node in ast.walk(ast.parse(path.read_text())) if room_of(module) == "engines" else ():
+            if isinstance(node, ast.ImportFrom) and room_of(node.module or "") not in ("", "engines", *SHELVES):
+                names = {alias.name for alias in node.names}
+                used |= names if node.module == f"{PACKAGE}.extend" else set()
+                of_front = node.module and node.module.startswith(PACKAGE) and node.module not in ground
+                beside |= {(module, name) for name in names if of_front and HOME_OF.get(name) != node.module}
+    assert {(module, name) for module, name in beside if name not in extend.__all__} == set()
+    assert used == set(extend.__all__)
+    assert extend.__doc__ is not None
+    assert set(re.findall(r"`(\w+)`", extend.__doc__)) - {"megatron_rl_loss"} >= used
 
 
 def test_the_page_lists_the_rooms_in_this_order() -> None:
