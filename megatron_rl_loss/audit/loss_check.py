@@ -124,10 +124,9 @@ def _check_mode_runs(expected: Aggregation, described: Described) -> None:
     try:
         rehearse(expected, samples)
     except ValueError as error:
-        rule = f"{error}".partition(". Pass Samples(")[0]
         raise ValueError(
-            f"{rule}. Drawn rows have rollout, prompt, session and turn ids: give check_loss the others as functions "
-            'of a row, ids={"task": lambda row: row.prompt // 2}, or labels={...}.'
+            "check_loss draws rows with rollout, prompt, session and turn ids: give it the others as functions of a "
+            f'row, ids={{"task": lambda row: row.prompt // 2}}, or labels={{...}}. In a step of your own: {error}'
         ) from error
     totals = count_step([samples], StepGroups(), sums=list(expected.mode.sums.values()))
     weigh(expected, samples.local(0, 1), totals)

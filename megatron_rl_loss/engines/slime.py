@@ -299,21 +299,22 @@ def count_steps(args: Namespace) -> None:
 
 
 def _check_countable(args: Namespace) -> None:
+    if rule := _why_uncountable(args):
+        raise ValueError(f"counting steps {rule}. {_NO_COUNTS_NEEDED}")
+
+
+def _why_uncountable(args: Namespace) -> str:
+    """Why nobody can count this launch's steps; empty if they can be counted."""
     if _engine() != "miles":
-        return
+        return ""
     from miles.backends.training_utils import parallel
     from miles.utils.multi_lora import is_multi_lora_enabled
 
     if is_multi_lora_enabled(args):
-        raise ValueError(
-            "counting steps with multi-LoRA: every adapter has a batch of its own, and miles divides by that batch. "
-            f"{_NO_COUNTS_NEEDED}"
-        )
+        return "with multi-LoRA: every adapter has a batch of its own, and miles divides by that batch"
     if parallel._parallel_state is not None and parallel._parallel_state.indep_dp.size > 1:
-        raise ValueError(
-            f"counting steps with independent data-parallel replicas: Megatron's groups span one replica only. "
-            f"{_NO_COUNTS_NEEDED}"
-        )
+        return "with independent data-parallel replicas: Megatron's groups span one replica only"
+    return ""
 
 
 def _replace(engine: str, *, keeps_counts: bool) -> None:
@@ -360,8 +361,8 @@ def _prove_next_step(engine: str, is_first: bool) -> None:
         )
         if get_args().pipeline_model_parallel_size > 1:
             says = f"NOT PROVED: only the last pipeline stage loads the hook. To measure the first step, {_COUNT_STEPS}"
-        elif refusal := attempt(lambda: _check_countable(get_args())):
-            says = f"NOT PROVED: {str(refusal).partition('. ')[0]}"  # without the remedy, which is for `count_steps`
+        elif rule := _why_uncountable(get_args()):
+            says = f"NOT PROVED: counting steps {rule}"
         else:
             _replace(engine, keeps_counts=False)
     announce(f"{engine}: {says}", is_first)
