@@ -306,6 +306,13 @@ def squared(microbatch: Any, values: Tensor) -> Any:
     return (values**2).mean(), {}
 
 
+def gathered_over_cp() -> list[Step]:
+    """Each context-parallel rank holds all losses, and the gather's backward adds up what they send."""
+    loop = Loop("prompt_mean")
+    loop.batches = [Batch(STEP, hand, CP, gathered=True) for hand in dealt(STEP, loop.dp_rank, DP, 3)]
+    return [loop.step(loop.plan("prompt_mean"), expected="prompt_mean")]
+
+
 def skipped_plan() -> list[Step]:
     """A plan is made and given up; then the model trains on a loss of its own; then on a plan."""
     loop = Loop()
@@ -632,6 +639,9 @@ LOOPS: dict[str, tuple[Callable[[], list[Step]], list[str]]] = {
         ],
     ),
     "gradients for a log": (gradients_for_a_log, [rf"prompt_mean on the policy loss, {PROVED} 37 [^;]*; by the grad"]),
+    "gathered over CP": (
+        gathered_over_cp, [rf"{PROVED} 37 .*; masks, and the backward of the gather over CP, as given"]
+    ),
     "a skipped plan": (
         skipped_plan,
         ["NOT PROVED: No loss went through .* The first step with a plan is measured", f"prompt_mean .*{PROVED} 37"],
