@@ -20,7 +20,7 @@ from megatron_rl_loss.core.counting import COUNTINGS, UnitCounting
 from megatron_rl_loss.core.errors import check_choice, did_you_mean, print_text
 from megatron_rl_loss.core.samples import Samples
 from megatron_rl_loss.core.totals_by_hand import weights_column
-from megatron_rl_loss.engines.names import format_modes
+from megatron_rl_loss.engines.names import FRAMEWORKS, format_modes, format_versions
 
 #: README's small step: losses and masks of four responses.
 LOSSES = [[1.0, 2.0, 3.0, 4.0], [5.0, 6.0], [-1.0, 0.5, 2.0, 7.0, 1.0, 3.0], [2.0]]
@@ -50,7 +50,13 @@ def main() -> int:
     modes = commands.add_parser(
         "modes", help="print the modes, their formulas, their flags and other frameworks' names for them"
     )
-    modes.add_argument("mode", metavar="MODE", nargs="?", help="print the weights that this mode gives a small step")
+    modes.add_argument(
+        "mode",
+        metavar="MODE",
+        nargs="?",
+        help="print the weights that this mode gives a small step, and of another framework's name what it means in "
+        "each known version",
+    )
     modes.add_argument("--loss-aggregation-divisor", metavar="D", type=float, help="of constant or token_sum")
     modes.add_argument("--loss-aggregation-units", metavar="COUNTING", help=" or ".join(COUNTINGS))
     example = commands.add_parser("example", help="list the examples, or copy one with the files that it needs")
@@ -103,7 +109,13 @@ def _run(options: Namespace) -> tuple[str, int]:
         flags = (options.loss_aggregation_divisor, options.loss_aggregation_units)
         if options.mode is None and flags != (None, None):
             raise ValueError("flags without a mode: they are a mode's. Name one: modes constant, for example.")
-        return (format_modes() if options.mode is None else format_weights(options.mode, *flags)), 0
+        if options.mode is None:
+            return format_modes(), 0
+        if (
+            ":" in options.mode and re.split("[@:]", options.mode)[0] in FRAMEWORKS
+        ):  # before a refusal, which asks for a version or a divisor
+            print_text(format_versions(options.mode) + "\n")
+        return format_weights(options.mode, *flags), 0
     if options.name is None:
         return format_examples(), 0
     return "\n".join(map(str, copy_example(options.name, options.to))), 0

@@ -10,30 +10,26 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT)] if str(ROOT) not in sys.path else []
 
-from megatron_rl_loss.engines.names import FRAMEWORKS, LOSSES, NAMES, NUMBER, OWN_CODE, PeerName
+from megatron_rl_loss.engines.names import FRAMEWORKS, NAMES, NUMBER, PeerName
 
 PAGE = ROOT / "docs" / "names.md"
-BLOCK = re.compile(r"<!-- settings: (\w+) -->\n(?:\|.*\n)*(?:\n- The code for .*\n)*")
+BLOCK = re.compile(r"<!-- settings: (\w+) -->\n(?:\|.*\n)*(?:\nVersions .*\n)?")
 
 
 def table(framework: str) -> str:
-    """Table of a framework's settings: our mode of each, and differences of the framework's own code."""
-    setting, default, version = FRAMEWORKS[framework]
-    version = re.sub(r"\b[0-9a-f]{8}\b", r"`\g<0>`", version)
+    """Table of a framework's settings: our mode of each by version, and what the framework's own code does."""
+    row = FRAMEWORKS[framework]
     rows: dict[tuple[str, str], list[str]] = {}
-    notes: dict[str, list[str]] = {}
     for peer in NAMES:
         if peer.framework == framework:
-            own = OWN_CODE.get(_alias(peer), "")
-            rows.setdefault((_mode(peer), own), []).append(_name(peer) + " (default)" * (peer.name == default))
-            notes.setdefault(own, []).append(f"`{_alias(peer)}`")
-    of_rows = [own for _, own in rows]
-    lines = [f"| `{setting}` | mode in {version} |", "|---|---|"]
-    for (mode, own), names in rows.items():
-        remark = f"; its code {own}" if own and of_rows.count(own) == 1 else ""
-        lines.append(f"| {', '.join(names)} | {mode}{remark} |")
-    shared = [(own, names) for own, names in notes.items() if own and of_rows.count(own) > 1]
-    return "\n".join([*lines, *(f"\n- The code for {', '.join(names)} {own}." for own, names in shared)])
+            ranged = f"{peer.versions[0]} to {peer.versions[-1]}" if len(peer.versions) > 1 else peer.versions[0]
+            mode = f"{_mode(peer)}{f'; its code {peer.own_code}' * bool(peer.own_code)}"
+            rows.setdefault((_commits(ranged), mode), []).append(_name(peer))
+    lines = [f"| `{row.setting}` | versions | mode |", "|---|---|---|"]
+    lines += [f"| {', '.join(names)} | {ranged} | {mode} |" for (ranged, mode), names in rows.items()]
+    found = {how: [version for version, its in row.versions.items() if its == how] for how in ("run", "read")}
+    said = "; ".join(f"{how}: {_commits(', '.join(versions))}" for how, versions in found.items() if versions)
+    return "\n".join([*lines, "", f"Versions {said}. Source: {row.source}."])
 
 
 def with_tables(page: str) -> str:
@@ -41,13 +37,14 @@ def with_tables(page: str) -> str:
     return BLOCK.sub(lambda match: f"<!-- settings: {match[1]} -->\n{table(match[1])}\n", page)
 
 
-def _alias(peer: PeerName) -> str:
-    return f"{peer.framework}:{peer.name}".replace(NUMBER, "8192")
+def _commits(text: str) -> str:
+    return re.sub(r"\b(?=\d*[a-f])[0-9a-f]{8}\b", r"`\g<0>`", text)
 
 
 def _name(peer: PeerName) -> str:
-    loss = f" with `--policy-loss {LOSSES[_alias(peer)]}`" if _alias(peer) in LOSSES else ""
-    return f"`{_alias(peer)}`{loss}"
+    loss = f" with `--policy-loss {peer.loss}`" * bool(peer.loss)
+    default = " (default)" * (peer.name == FRAMEWORKS[peer.framework].default)
+    return f"`{peer.alias.replace(NUMBER, '8192')}`{loss}{default}"
 
 
 def _mode(peer: PeerName) -> str:

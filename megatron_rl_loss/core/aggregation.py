@@ -89,7 +89,7 @@ _READERS: dict[str, ReadName] = {}
 
 
 def register_names(project: str, read: ReadName) -> None:
-    """Make the names ``project:name`` readable; for the project "" those without a colon that are no mode's.
+    """Make ``project:name`` and ``project@version:name`` readable; for "" what has no colon and is no mode's.
 
     A reader raises ValueError for a name that it does not know or that no exact mode has.
     """
@@ -98,7 +98,7 @@ def register_names(project: str, read: ReadName) -> None:
 
 def _reader_of(asked: str) -> ReadName:
     load_further_tables()
-    project = asked.partition(":")[0] if ":" in asked else ""
+    project = asked.partition(":")[0].partition("@")[0] if ":" in asked else ""
     if project not in _READERS:
         known = list(filter(None, _READERS))
         raise ValueError(

@@ -1,10 +1,13 @@
 """Other frameworks' names for the modes (``verl:seq-mean-token-mean``), and `of_peer`, which reads one.
 
-`NAMES` is the one table of others' names: a setting's *documented* formula over the whole optimizer step.
-docs/names.md says which version was read, and where its code does something else.
+`NAMES` is the one table of others' names: a setting's *documented* formula over the whole optimizer step, in each
+known version. Where versions differ, a name has one in it: ``verl@0.9.0:gspo``. tools/check_names.py runs the
+frameworks' own code and compares.
 """
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from textwrap import wrap
+from typing import Literal, NamedTuple
 
 from megatron_rl_loss.core.errors import did_you_mean
 from megatron_rl_loss.extend import COUNTINGS, UnitCounting, available_modes, find_mode, register_names
@@ -14,13 +17,16 @@ NUMBER = "<number>"
 
 
 class PeerName(NamedTuple):
-    """One setting of a framework, written ``framework:name``.
+    """One setting of a framework, written ``framework:name``, in a range of its known versions.
 
     Attributes:
         mode: ours; for a refused name, whose value depends on how the step is cut, the nearest one.
         divisor: the number that the name stands for, or the framework's own word for it where the user must give it.
         units: how the framework counts rollouts or prompts.
         refused: why there is no exact mode.
+        since, until: first and last version with this meaning; empty for the first and the last known one.
+        loss: the policy loss that the name stands for, too, where it is not the clipped one: of `POLICY_LOSSES`.
+        own_code: what the framework's own code does otherwise.
     """
 
     framework: str
@@ -29,105 +35,220 @@ class PeerName(NamedTuple):
     divisor: float | str | None = None
     units: UnitCounting | None = None
     refused: str = ""
+    since: str = ""
+    until: str = ""
+    loss: str = ""
+    own_code: str = ""
+
+    @property
+    def meaning(self) -> tuple[str, float | str | None, UnitCounting | None, str]:
+        """What `of_peer` gives for the name."""
+        return self.mode, self.divisor, self.units, self.refused
+
+    @property
+    def versions(self) -> list[str]:
+        """The known versions with this meaning, oldest first."""
+        known = FRAMEWORKS[self.framework].names
+        first = known.index(self.since) if self.since else 0
+        return known[first : known.index(self.until) + 1 if self.until else None]
+
+    @property
+    def alias(self) -> str:
+        """The name as the library takes it, with the last of its versions if the meaning depends on the version."""
+        others = {peer.meaning for peer in NAMES if (peer.framework, peer.name) == (self.framework, self.name)}
+        return f"{self.framework}{f'@{self.versions[-1]}' * (len(others) > 1)}:{self.name}"
 
 
 class Framework(NamedTuple):
-    """A framework as it was read: the setting that its names are values of, its default, and the version."""
+    """A framework: the setting that its names are values of, its default ("" where it has none), and the source.
+
+    Attributes:
+        versions: oldest first: a release, or a commit with its date; whether its code was run or only read.
+        source: the file, or the document, that says what a name means.
+    """
 
     setting: str
     default: str
-    version: str
+    versions: Mapping[str, Literal["run", "read"]]
+    source: str
+
+    @property
+    def names(self) -> list[str]:
+        """The versions as one writes them after ``@``, oldest first."""
+        return [version.split()[0] for version in self.versions]
+
+
+def _run(*versions: str) -> dict[str, Literal["run", "read"]]:
+    return dict.fromkeys(versions, "run")
+
+
+def _read(*versions: str) -> dict[str, Literal["run", "read"]]:
+    return dict.fromkeys(versions, "read")
 
 
 #: In the order of the page and of what is printed.
 FRAMEWORKS = {
-    "verl": Framework("actor.loss_agg_mode", "token-mean", "0.10.0.dev, 1dda039b (2026-08-22)"),
-    "slime": Framework("--calculate-per-token-loss", "calculate_per_token_loss=false", "624b824a (2026-08-21)"),
-    "miles": Framework("--calculate-per-token-loss", "calculate_per_token_loss=false", "31f1ca96 (2026-08-21)"),
-    "skyrl": Framework("trainer.algorithm.loss_reduction", "token_mean", "a9564572 (2026-08-21)"),
-    "tinker": Framework("loss_fn", "sum", "Tinker's documentation"),
-    "trl": Framework("loss_type", "dapo", "1.10.0.dev0, f2cd5771 (2026-07-24)"),
-    "ms_swift": Framework("--loss_type", "grpo", "4.6.0, 3602360a (2026-08-22)"),
-    "prime_rl": Framework("trainer.loss.type", "default", "559b4477 (2026-08-21)"),
-    "nemo_rl": Framework("loss_fn.token_level_loss", "token_level_loss=true", "7ea279ab (2026-08-22)"),
-    "roll": Framework("loss_agg_mode", "seq-mean-token-mean", "8eb27cc2 (2026-08-19)"),
-    "openrlhf": Framework("PolicyLoss(token_level_loss=...)", "token_level_loss=true", "0.11.0, 3c3be623 (2026-08-13)"),
-    "open_instruct": Framework("--loss_denominator", "token", "e6c3044a (2026-08-20)"),
-}
+    "verl": Framework(
+        "actor.loss_agg_mode", "token-mean",
+        _run("0.6.1", "0.7.0", "0.7.1", "0.8.0", "0.9.0", "1dda039b (2026-08-22)", "0.9.1"),
+        "verl/trainer/ppo/core_algos.py",
+    ),
+    "slime": Framework(
+        "--calculate-per-token-loss", "calculate_per_token_loss=false", _read("624b824a (2026-08-21)"),
+        "slime/backends/megatron_utils",
+    ),
+    "miles": Framework(
+        "--calculate-per-token-loss", "calculate_per_token_loss=false", _read("31f1ca96 (2026-08-21)"),
+        "miles/backends/training_utils",
+    ),
+    "skyrl": Framework(
+        "trainer.algorithm.loss_reduction", "token_mean", _run("a9564572 (2026-08-21)", "0.4.0"),
+        "skyrl/backends/skyrl_train/utils/ppo_utils.py",
+    ),
+    "tinker": Framework("loss_fn", "", _read("0.38.0"), "tinker/types/loss_fn_type.py, and its documentation"),
+    "trl": Framework(
+        "loss_type", "dapo",
+        _run("1.0.0", "1.9.2") | _read("f2cd5771 (2026-07-24)") | _run("1.10.0", "1.15.0", "1.16.0"),
+        "trl/trainer/grpo_trainer.py",
+    ),
+    "ms_swift": Framework(
+        "--loss_type", "grpo", _run("4.5.3", "3602360a (2026-08-22)", "4.6.0"),
+        "swift/megatron/trainers/grpo_trainer.py",
+    ),
+    "prime_rl": Framework(
+        "trainer.loss.type", "ipo", _read("559b4477 (2026-08-21)", "0.9.0"),
+        "src/prime_rl/trainer/rl/loss.py; of 0.9.0 the documentation",
+    ),
+    "nemo_rl": Framework(
+        "loss_fn.token_level_loss", "token_level_loss=true", _read("7ea279ab (2026-08-22)"),
+        "nemo_rl/algorithms/loss/loss_functions.py",
+    ),
+    "roll": Framework(
+        "loss_agg_mode", "seq-mean-token-mean", _run("8eb27cc2 (2026-08-19)"), "roll/utils/functionals.py"
+    ),
+    "openrlhf": Framework(
+        "--actor.loss_agg_mode", "token-mean", _run("0.11.0", "0.11.2"), "openrlhf/models/loss.py"
+    ),
+    "open_instruct": Framework(
+        "--loss_denominator", "token", _read("e6c3044a (2026-08-20)"), "open_instruct/grpo_fast.py"
+    ),
+    "torchrl": Framework(
+        "GRPOLoss(aggregation=...)", "token_mean", _run("0.11.1", "0.14.1"), "torchrl/objectives/llm/grpo.py"
+    ),
+    "tunix": Framework("loss_agg_mode", "sequence-mean-token-mean", _run("0.1.7"), "tunix/rl/common.py"),
+    "maxtext": Framework(
+        "rl.loss_agg_mode", "sequence-mean-token-mean", _read("0.2.5"),
+        "maxtext/configs/types.py, which hands it to tunix 0.1.7",
+    ),
+    "torchtitan": Framework(
+        "the loss of experiments/rl", "dapo", _run("0.3.0"), "torchtitan/experiments/rl/losses"
+    ),
+    "agent_lightning": Framework(
+        "actor.policy_loss.loss_mode", "per_rollout_mean", _read("1.0.3"), "its documentation of the trainer"
+    ),
+}  # fmt: skip
 
 _CUT = "a mean of micro-batch means, which changes with their size"
-NAMES = tuple(
-    PeerName(*row)
-    for row in (
-        ("verl", "token-mean", "token_mean"),
-        ("verl", "token-sum", "token_sum", 1),
-        ("verl", "seq-mean-token-sum", "constant", 1, "all"),
-        ("verl", "seq-mean-token-sum-norm", "constant", "loss_scale_factor", "all"),
-        ("verl", "seq-mean-token-mean", "sample_mean", None, "all"),
-        ("verl", "loss_mode=gspo", "sample_mean", None, "all"),
-        ("verl", "loss_mode=sapo", "sample_mean", None, "all"),
-        ("verl", "loss_mode=geo_mean", "sample_mean", None, None, _CUT),
-        ("slime", "calculate_per_token_loss=true", "token_mean"),
-        ("slime", "calculate_per_token_loss=false", "sample_mean", None, "all"),
-        ("miles", "calculate_per_token_loss=true", "token_mean"),
-        ("miles", "calculate_per_token_loss=false", "sample_mean", None, "all"),
-        ("skyrl", "token_mean", "token_mean"),
-        ("skyrl", "sequence_mean", "sample_mean", None, "all"),
-        ("skyrl", "seq_mean_token_sum_norm", "constant", "max_seq_len", "all"),
-        ("skyrl", "prompt_mean", "prompt_mean", None, "all"),
-        ("skyrl", "token_mean_legacy", "token_mean", None, None, _CUT),
-        ("tinker", "sum", "token_sum", 1),
-        ("open_instruct", "token", "token_mean"),
-        ("open_instruct", NUMBER, "token_sum"),
-        ("trl", "grpo", "sample_mean", None, "all"),
-        ("trl", "sapo", "sample_mean", None, "all"),
-        ("trl", "dr_grpo", "constant", "max_completion_length", "all"),
-        ("trl", "luspo", "constant", 1, "all"),
-        ("trl", "dapo", "token_mean"),
-        ("trl", "cispo", "token_mean"),
-        ("trl", "vespo", "token_mean"),
-        ("trl", "bnpo", "token_mean", None, None, "a mean of local batches' means, which changes with their size"),
-        ("ms_swift", "grpo", "sample_mean", None, "all"),
-        ("ms_swift", "dr_grpo", "constant", "max_completion_length", "all"),
-        ("ms_swift", "bnpo", "token_mean"),
-        ("ms_swift", "dapo", "token_mean"),
-        ("openrlhf", "token_level_loss=true", "token_mean"),
-        ("openrlhf", "token_level_loss=false", "sample_mean", None, "active"),
-        ("nemo_rl", "token_level_loss=true", "token_mean"),
-        ("nemo_rl", "token_level_loss=false", "sample_mean", None, "active"),
-        ("prime_rl", "default", "token_mean"),
-        ("prime_rl", "ipo", "token_mean"),
-        ("roll", "token-mean", "token_mean"),
-        ("roll", "seq-mean-token-sum", "constant", 1, "active"),
-        ("roll", "seq-mean-token-mean", "sample_mean", None, "active"),
-        ("roll", "seq-mean-token-sum-norm", "token_sum", "response length"),
-    )
-)
-
-#: The policy loss that a name stands for beside its aggregation, where it is not the clipped one: of `POLICY_LOSSES`.
-LOSSES = {
-    "verl:loss_mode=gspo": "gspo_token",
-    "verl:loss_mode=sapo": "sapo",
-    "prime_rl:default": "dppo_tv",
-    "prime_rl:ipo": "ipo",
-    **{f"trl:{name}": name for name in ("sapo", "luspo", "cispo", "vespo")},
-}
-
+_LOCAL = "a mean of local batches' means, which changes with their size"
+_FOLLOWS = "whatever loss_agg_mode is, by default token-mean"
+_PER_CALL = "divides by counts of each micro-batch, not of the step"
+_ACTIVE = "counts active sequences alone where global_batch_size is left out"
 _EQUALLY = "averages micro-batches equally: exact only if all have equally many rows"
-_GENERATED = "divides by the tokens of the generation batch"
-#: What a framework's own code does otherwise, in the version read, or since when it does as the name says.
-OWN_CODE = {
-    **dict.fromkeys(("trl:grpo", "trl:sapo", "trl:dr_grpo", "trl:luspo"), _EQUALLY),
-    **dict.fromkeys(("trl:dapo", "trl:cispo", "trl:vespo"), _GENERATED),
-    **dict.fromkeys(
-        ("slime:calculate_per_token_loss=true", "miles:calculate_per_token_loss=true"),
-        "counts one token for each fully masked sample",
+_GENERATED = "divides by the tokens of the generation batch, not of the step"
+_WINDOW = "divides by the tokens of an average window of the generation batch, not of the step"
+_ROLLOUT_BATCH = "divides by the tokens of all steps of the rollout batch, and by micro-batches once more"
+_MASKED = "counts one token for each fully masked sample"
+NAMES = (
+    PeerName("verl", "token-mean", "token_mean", until="0.6.1", own_code=_PER_CALL),
+    PeerName("verl", "token-mean", "token_mean", since="0.7.0"),
+    PeerName("verl", "token-sum", "token_sum", 1, since="0.9.0"),
+    PeerName("verl", "seq-mean-token-sum", "constant", 1, "all", until="0.6.1", own_code=_PER_CALL),
+    PeerName("verl", "seq-mean-token-sum", "constant", 1, "all", since="0.7.0", own_code=_ACTIVE),
+    PeerName(
+        "verl", "seq-mean-token-sum-norm", "constant", "loss_scale_factor", "all", until="0.7.0",
+        own_code="sums sequences without averaging them",
     ),
-    **dict.fromkeys(("ms_swift:bnpo", "ms_swift:dapo"), "depended on the cut and on the number of steps before 4.6.0"),
-    "nemo_rl:token_level_loss=false": "also counts valid responses without an active token",
-    "roll:token-mean": "also sums masked positions",
-    "roll:seq-mean-token-sum-norm": "divides by the padded length of the current batch",
-}
+    PeerName(
+        "verl", "seq-mean-token-sum-norm", "constant", "loss_scale_factor", "all", since="0.7.1", own_code=_ACTIVE
+    ),
+    PeerName("verl", "seq-mean-token-mean", "sample_mean", None, "all", until="0.6.1", own_code=_PER_CALL),
+    PeerName("verl", "seq-mean-token-mean", "sample_mean", None, "all", since="0.7.0", own_code=_ACTIVE),
+    PeerName("verl", "gspo", "sample_mean", None, "all", until="0.6.1", loss="gspo_token", own_code=_PER_CALL),
+    PeerName(
+        "verl", "gspo", "sample_mean", None, "all", since="0.7.0", until="1dda039b", loss="gspo_token", own_code=_ACTIVE
+    ),
+    PeerName("verl", "gspo", "token_mean", refused=_FOLLOWS, since="0.9.1"),
+    PeerName("verl", "sapo", "sample_mean", None, "all", since="0.7.0", loss="sapo", own_code=_ACTIVE),
+    PeerName("verl", "geo_mean", "sample_mean", refused=_CUT),
+    PeerName("slime", "calculate_per_token_loss=true", "token_mean", own_code=_MASKED),
+    PeerName("slime", "calculate_per_token_loss=false", "sample_mean", None, "all"),
+    PeerName("miles", "calculate_per_token_loss=true", "token_mean", own_code=_MASKED),
+    PeerName("miles", "calculate_per_token_loss=false", "sample_mean", None, "all"),
+    PeerName("skyrl", "token_mean", "token_mean"),
+    PeerName("skyrl", "sequence_mean", "sample_mean", None, "all"),
+    PeerName("skyrl", "seq_mean_token_sum_norm", "constant", "max_seq_len", "all"),
+    PeerName("skyrl", "prompt_mean", "prompt_mean", None, "all"),
+    PeerName("skyrl", "token_mean_legacy", "token_mean", refused=_CUT),
+    PeerName("tinker", "cross_entropy", "token_sum", 1),
+    PeerName("tinker", "importance_sampling", "token_sum", 1),
+    PeerName("tinker", "ppo", "token_sum", 1),
+    PeerName("tinker", "cispo", "token_sum", 1, loss="cispo"),
+    PeerName("tinker", "dro", "token_sum", 1),
+    PeerName("tinker", "gspo", "token_sum", 1, loss="gspo_token"),
+    PeerName("tinker", "stable_reinforce", "token_sum", 1),
+    PeerName("tinker", "custom", "token_sum", 1),
+    PeerName("open_instruct", "token", "token_mean"),
+    PeerName("open_instruct", NUMBER, "token_sum"),
+    PeerName("trl", "grpo", "sample_mean", None, "all", own_code=_EQUALLY),
+    PeerName("trl", "sapo", "sample_mean", None, "all", loss="sapo", own_code=_EQUALLY),
+    PeerName("trl", "dr_grpo", "constant", "max_completion_length", "all", own_code=_EQUALLY),
+    PeerName("trl", "luspo", "constant", 1, "all", loss="luspo", own_code=_EQUALLY),
+    *(
+        PeerName("trl", name, "token_mean", loss=loss, since=since, until=until, own_code=own_code)
+        for name, loss in (("dapo", ""), ("cispo", "cispo"), ("vespo", "vespo"))
+        for since, until, own_code in (("", "f2cd5771", _GENERATED), ("1.10.0", "", _WINDOW))
+    ),
+    PeerName("trl", "bnpo", "token_mean", refused=_LOCAL),
+    PeerName("ms_swift", "grpo", "sample_mean", None, "all", own_code=_EQUALLY),
+    PeerName("ms_swift", "dr_grpo", "constant", "max_completion_length", "all", own_code=_EQUALLY),
+    PeerName("ms_swift", "bnpo", "token_mean", until="3602360a", own_code=_PER_CALL),
+    PeerName("ms_swift", "bnpo", "token_mean", since="4.6.0"),
+    PeerName("ms_swift", "dapo", "token_mean", until="3602360a", own_code=_ROLLOUT_BATCH),
+    PeerName("ms_swift", "dapo", "token_mean", since="4.6.0"),
+    PeerName("openrlhf", "token-mean", "token_mean", since="0.11.2"),
+    PeerName("openrlhf", "seq-mean-token-mean", "sample_mean", None, "active", since="0.11.2"),
+    PeerName("openrlhf", "gspo", "sample_mean", None, "active", loss="gspo_token"),
+    PeerName("openrlhf", "token_level_loss=true", "token_mean"),
+    PeerName("openrlhf", "token_level_loss=false", "sample_mean", None, "active"),
+    PeerName("nemo_rl", "token_level_loss=true", "token_mean"),
+    PeerName(
+        "nemo_rl", "token_level_loss=false", "sample_mean", None, "active",
+        own_code="also counts valid responses without an active token",
+    ),
+    PeerName("prime_rl", "default", "token_mean", until="559b4477", loss="dppo_tv"),
+    PeerName("prime_rl", "ipo", "token_mean", loss="ipo"),
+    PeerName("prime_rl", "icepop", "token_mean", since="0.9.0"),
+    PeerName("roll", "token-mean", "token_mean", own_code="also sums masked positions"),
+    PeerName("roll", "seq-mean-token-sum", "constant", 1, "active"),
+    PeerName("roll", "seq-mean-token-mean", "sample_mean", None, "active"),
+    PeerName(
+        "roll", "seq-mean-token-sum-norm", "token_sum", "response length",
+        own_code="divides by the padded length of the current batch",
+    ),
+    PeerName("torchrl", "token_mean", "token_mean", own_code=_PER_CALL),
+    PeerName("torchrl", "prompt_mean", "sample_mean", None, "all", own_code=_EQUALLY),
+    PeerName("tunix", "token-mean", "token_mean", own_code=_PER_CALL),
+    PeerName("tunix", "sequence-mean-token-mean", "sample_mean", None, "active", own_code=_PER_CALL),
+    PeerName("tunix", "sequence-mean-token-scale", "constant", "norm", "active", own_code=_PER_CALL),
+    PeerName("tunix", "seq-mean-token-sum", "constant", 1, "active", own_code=_PER_CALL),
+    PeerName("tunix", "sequence-mean-token-sum-norm", "token_sum", "norm"),
+    PeerName("maxtext", "token-mean", "token_mean", own_code=_PER_CALL),
+    PeerName("maxtext", "sequence-mean-token-mean", "sample_mean", None, "active", own_code=_PER_CALL),
+    PeerName("maxtext", "sequence-mean", "sample_mean", refused="a value that tunix 0.1.7 raises an error for"),
+    PeerName("torchtitan", "dapo", "token_mean"),
+    PeerName("torchtitan", "grpo", "token_mean"),
+    PeerName("agent_lightning", "per_rollout_mean", "session_mean", None, "all"),
+)  # fmt: skip
 
 
 #: Losses of papers that people ask for as a mode, and the mode of each.
@@ -182,16 +303,64 @@ def of_peer(
 
 
 def find_name(alias: str) -> PeerName:
-    """The row of ``framework:name``; ValueError where there is none."""
-    framework, _, setting = alias.partition(":")
-    peers = {peer.name: peer for peer in NAMES if peer.framework == framework}
-    if setting in peers and setting != NUMBER:
-        return peers[setting]
-    if NUMBER in peers and setting.replace(".", "", 1).isdigit():
-        return peers[NUMBER]
-    raise ValueError(
-        f"loss aggregation {alias!r}: {framework} has no such setting. {did_you_mean(setting, list(peers))}."
-    )
+    """The row of ``framework:name`` or ``framework@version:name``; ValueError for none, or several meanings."""
+    framework, version, _ = _parts_of(alias)
+    rows = [peer for peer in rows_of(alias) if version in ("", *peer.versions)]
+    if len({peer.meaning for peer in rows}) > 1:
+        differ = "; ".join(f"in {_range(peer)} it is {peer.refused or peer.mode}" for peer in _spans(rows))
+        raise ValueError(
+            f"loss aggregation {alias!r}: versions of {framework} differ: {differ}. "
+            f"Write yours: {' or '.join(peer.alias for peer in _spans(rows))}."
+        )
+    return rows[-1]
+
+
+def rows_of(alias: str) -> list[PeerName]:
+    """All rows of a name, oldest first; ValueError for a framework's name or version that the table lacks."""
+    framework, version, setting = _parts_of(alias)
+    known = FRAMEWORKS[framework].names
+    if version and version not in known:
+        raise ValueError(
+            f"loss aggregation {alias!r}: of {framework} the versions {', '.join(known)} are known. "
+            "Write the last of these that is not newer than yours."
+        )
+    peers = [peer for peer in NAMES if peer.framework == framework]
+    is_number = setting.replace(".", "", 1).isdigit()
+    rows = [peer for peer in peers if peer.name == (NUMBER if is_number else setting) and setting != NUMBER]
+    if not rows:
+        names = [*dict.fromkeys(peer.name for peer in peers)]
+        raise ValueError(
+            f"loss aggregation {alias!r}: {framework} has no such setting. {did_you_mean(setting, names)}."
+        )
+    if version and not any(version in peer.versions for peer in rows):
+        raise ValueError(
+            f"loss aggregation {alias!r}: {framework} has this setting in {_range(*rows)} alone. Write one of these."
+        )
+    return rows
+
+
+def _parts_of(alias: str) -> tuple[str, str, str]:
+    """Framework, version and setting; without ``@`` an empty version."""
+    project, _, setting = alias.partition(":")
+    framework, _, version = project.partition("@")
+    return framework, version, setting
+
+
+def _spans(rows: list[PeerName]) -> list[PeerName]:
+    """The rows, neighbours with the same meaning as one."""
+    spans: list[PeerName] = []
+    for peer in rows:
+        if spans and spans[-1].meaning == peer.meaning:
+            spans[-1] = spans[-1]._replace(until=peer.until)
+        else:
+            spans.append(peer)
+    return spans
+
+
+def _range(*rows: PeerName) -> str:
+    """The versions of these rows in words."""
+    first, last = rows[0].versions[0], rows[-1].versions[-1]
+    return first if first == last else f"{first} to {last}"
 
 
 for _framework in ("", *FRAMEWORKS):
@@ -217,12 +386,27 @@ def format_modes() -> str:
     lines += [
         "",
         "Names in other frameworks, each a --loss-aggregation: step loss, our mode, divisor, units that N or P counts.",
-        "The framework's own code, in the version read, gives that step loss unless a line below the row differs.",
+        "The framework's own code, in the versions named, gives that step loss unless a line below the row differs.",
+        "Where the meaning depends on the version, the name has one: verl@0.9.0:gspo. run: the code was run.",
     ]
-    for framework, (setting, default, version) in FRAMEWORKS.items():
-        lines += ["", f"{framework}, {setting}, by default {default}; read: {version}"]
+    for framework, row in FRAMEWORKS.items():
+        versions = ", ".join(f"{version} {found}" for version, found in row.versions.items())
+        lines += ["", f"{framework}, {row.setting}" + f", by default {row.default}" * bool(row.default)]
+        lines += [f"    {line}" for line in wrap(f"versions: {versions}; source: {row.source}", 114)]
         lines += [line for peer in NAMES if peer.framework == framework for line in _format_name(peer)]
     return "\n".join(lines)
+
+
+def format_versions(alias: str) -> str:
+    """What ``framework:name`` means in each known version; the errors of `rows_of`."""
+    framework, version, _ = _parts_of(alias)
+    row, lines = FRAMEWORKS[framework], list[str]()
+    for peer in rows_of(alias):
+        for name, (known, found) in zip(row.names, row.versions.items(), strict=True):
+            if name in peer.versions and version in ("", name):
+                lines.append(f"{framework} {known}, {found}: {_said(peer)}")
+                lines += [f"    its own code {peer.own_code}"] * bool(peer.own_code)
+    return "\n".join([*lines, f"source: {row.source}"])
 
 
 def formula_of(peer: PeerName) -> str:
@@ -232,12 +416,20 @@ def formula_of(peer: PeerName) -> str:
     return mode.formula.replace("(L*N)", "N").replace(" / d", "") if peer.divisor == 1 else mode.formula
 
 
-def _format_name(peer: PeerName) -> list[str]:
-    alias = f"{peer.framework}:{peer.name}"
+def _said(peer: PeerName) -> str:
+    """The meaning in a few words."""
     if peer.refused:
-        return [f"{alias:<37}refused: {peer.refused}", f"    nearest is {peer.mode}"]
-    divisor = "its number" if peer.name == NUMBER else "" if peer.divisor is None else peer.divisor
-    row = f"{alias:<37}{formula_of(peer):<36}{peer.mode:<12}{divisor:<22}{peer.units or ''}".rstrip()
-    loss, own = LOSSES.get(alias), OWN_CODE.get(alias)
-    more = [f"--policy-loss {loss}"] * (loss is not None) + [f"its own code: {own}"] * (own is not None)
-    return [row, *([f"    {'; '.join(more)}"] if more else [])]
+        return f"refused, it is {peer.refused}; nearest is {peer.mode}"
+    divisor = "" if peer.divisor is None else f", divisor {peer.divisor}"
+    return f"{peer.mode}{divisor}" + f", counting {peer.units} units" * (peer.units is not None)
+
+
+def _format_name(peer: PeerName) -> list[str]:
+    if peer.refused:
+        rows = [f"{peer.alias:<41}refused: {peer.refused}", f"    nearest is {peer.mode}"]
+    else:
+        divisor = "its number" if peer.name == NUMBER else "" if peer.divisor is None else peer.divisor
+        rows = [f"{peer.alias:<41}{formula_of(peer):<36}{peer.mode:<13}{divisor:<22}{peer.units or ''}".rstrip()]
+    more = [_range(peer)] * bool(peer.since or peer.until) + [f"--policy-loss {peer.loss}"] * bool(peer.loss)
+    more += [f"its own code {peer.own_code}"] * bool(peer.own_code)
+    return [*rows, *(f"    {line}" for line in wrap("; ".join(more), 114))]

@@ -7,6 +7,7 @@ import oracle
 import pytest
 
 from megatron_rl_loss.__main__ import LOSSES, MASKS, format_weights, main
+from megatron_rl_loss.engines.names import format_versions
 
 
 def test_its_step_is_the_one_that_is_worked_out_by_hand() -> None:
@@ -40,6 +41,21 @@ def test_the_table_has_the_oracles_weights(
 def test_names_of_other_frameworks_are_shown() -> None:
     ours, theirs = (format_weights(mode).split(": ", 1) for mode in ("sample_mean", "verl:seq-mean-token-mean"))
     assert ours[1] == theirs[1]
+
+
+def test_a_name_is_said_by_version_and_one_that_differs_asks_for_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["megatron_rl_loss", "modes", "verl:gspo"])
+    with pytest.raises(SystemExit):
+        main()
+    printed, errors = capsys.readouterr()
+    assert printed.startswith(format_versions("verl:gspo"))
+    assert "response  prompt" not in printed
+    assert "Write yours: verl@1dda039b:gspo or verl@0.9.1:gspo" in " ".join(errors.split())
+    monkeypatch.setattr(sys, "argv", ["megatron_rl_loss", "modes", "verl@0.9.0:gspo"])
+    assert main() == 0
+    assert capsys.readouterr().out.strip().endswith(format_weights("sample_mean").partition(": ")[2])
 
 
 @pytest.mark.parametrize(

@@ -249,11 +249,11 @@ def test_the_tables_of_names_are_the_codes() -> None:
 def test_every_name_of_a_mode_is_in_its_frameworks_section_and_no_other() -> None:
     headed = re.findall(r"^## (.*)\n([^#]*)", NAMES, flags=re.MULTILINE)
     sections = {title.lower().replace("-", "_"): text for title, text in headed}
-    aliases = (f"{peer.framework}:{peer.name}".replace(mode_names.NUMBER, "8192") for peer in mode_names.NAMES)
+    aliases = (peer.alias.replace(mode_names.NUMBER, "8192") for peer in mode_names.NAMES)
     peers = dict(zip(aliases, mode_names.NAMES, strict=True))
     assert set(sections) == {peer.framework for peer in peers.values()}
     for framework, text in sections.items():
-        named = set(re.findall(rf"\b{framework}:[\w=-]+", text))
+        named = set(re.findall(rf"\b{framework}(?:@[\w.]+)?:[\w=-]+", text))
         assert named == {alias for alias, peer in peers.items() if peer.framework == framework}
         for alias in named:
             if not peers[alias].refused:
