@@ -57,8 +57,10 @@ def main() -> int:
         help="print the weights that this mode gives a small step, and of another framework's name what it means in "
         "each known version",
     )
-    modes.add_argument("--loss-aggregation-divisor", metavar="D", type=float, help="of constant or token_sum")
-    modes.add_argument("--loss-aggregation-units", metavar="COUNTING", help=" or ".join(COUNTINGS))
+    modes.add_argument(
+        "--divisor", "--loss-aggregation-divisor", metavar="D", type=float, help="of constant or token_sum"
+    )
+    modes.add_argument("--units", "--loss-aggregation-units", metavar="COUNTING", help=" or ".join(COUNTINGS))
     example = commands.add_parser("example", help="list the examples, or copy one with the files that it needs")
     example.add_argument(
         "name", metavar="NAME", nargs="?", help="a file of the list; suffix and folder may be left out"
@@ -76,16 +78,16 @@ def main() -> int:
         "of these by sample id; a .jsonl file with a list per line. The exit status is 2 if samples or tokens could "
         "not be compared.",
     )
-    gap.add_argument("rollout", metavar="ROLLOUT", type=Path, help="dump of the sampler")
     gap.add_argument(
         "train", metavar="TRAIN", type=Path, help="dump of the trainer; its loss masks are used if it has any"
     )
+    gap.add_argument("rollout", metavar="ROLLOUT", type=Path, help="dump of the sampler")
     status = 0
     try:
         try:
             if sys.argv[1:] and not sys.argv[1].startswith("-"):
                 check_choice("command", sys.argv[1], commands.choices)
-            options = parser.parse_args()
+            options = parser.parse_args(sys.argv[1:] or ["--help"])
             status = 2 if options.command == "audit" else 0  # of an audited script that a closed pipe ends
             text, status = run_audit(options) if options.command == "audit" else _run(options)
             if text:
@@ -103,10 +105,10 @@ def main() -> int:
 def _run(options: Namespace) -> tuple[str, int]:
     """Text and exit status of a command other than ``audit``."""
     if options.command == "log-probs":
-        compared = compare_dumps(options.rollout, options.train)
+        compared = compare_dumps(options.train, options.rollout)
         return f"train: {options.train}, rollout: {options.rollout}\n{compared}", 2 if compared.left_out else 0
     if options.command == "modes":
-        flags = (options.loss_aggregation_divisor, options.loss_aggregation_units)
+        flags = (options.divisor, options.units)
         if options.mode is None and flags != (None, None):
             raise ValueError("flags without a mode: they are a mode's. Name one: modes constant, for example.")
         if options.mode is None:

@@ -74,6 +74,7 @@ class LogProbGap:
         quantiles = gap.sort().values[(len(gap) - 1) * torch.tensor([50, 90, 99, 100]) // 100]
         place = _flat([torch.arange(len(row)) / max(len(row), 1) for row in rows])  # within its sample, 0 to 1
         thirds = [part.mean() for part in gap[place.argsort()].tensor_split(3)]
+        of_thirds = "mean |gap|: first third of samples {:.3g}, middle {:.3g}, last {:.3g}".format(*thirds)
         means = {sample_id: row.mean() for sample_id, row in zip(self.ids, rows, strict=True) if len(row)}
         by_size = sorted(means, key=lambda sample_id: -means[sample_id])
         worst = [f"sample {sample_id}: {means[sample_id]:.3g}" for sample_id in by_size[:3]]
@@ -81,7 +82,7 @@ class LogProbGap:
         return [
             head,
             "|gap|: 50 % {:.3g}, 90 % {:.3g}, 99 % {:.3g}, largest {:.3g}".format(*quantiles),
-            "mean |gap|: first third of samples {:.3g}, middle {:.3g}, last {:.3g}".format(*thirds),
+            *([of_thirds] if len(gap) >= 3 else []),
             f"mean |gap|, worst: {', '.join(worst)}",
             f"ratio exp(train - rollout): mean {ratio:.3g}, effective sample size / tokens {size / len(gap):.3g}",
         ]
@@ -224,7 +225,7 @@ def _suggest_temperature(gap: LogProbGap) -> None:
         gap.suggestions["temperature"] = f"rollout is at {near}; fit it with `top`"
 
 
-def compare_dumps(rollout: Path, train: Path) -> LogProbGap:
+def compare_dumps(train: Path, rollout: Path) -> LogProbGap:
     """Compare two files, joined by sample id, with the masks of `train`, else of `rollout`."""
     left, right = _read(rollout), _read(train)
     if not (ids := [sample_id for sample_id in right if sample_id in left]):

@@ -295,6 +295,9 @@ class Plan:
                 counts |= {f"{key}s": units.number["all"], f"active_{key}s": units.number["active"]}
         return counts
 
+    def __repr__(self) -> str:
+        return f"Plan({self.describe()})"
+
     def describe(self) -> str:
         """The step in a line of the log, where wrong ids, masks or numbers of ranks show that no check can find."""
         record, counts = self.record, self.summary

@@ -189,6 +189,14 @@ class Samples:
     def __len__(self) -> int:
         return len(self.mask_lengths)
 
+    def __repr__(self) -> str:
+        """Counts that are on the host; masks on a device are not read."""
+        active = "" if self._buffer is None else f", {self._active_tokens.sum():,.0f} active"
+        units = ", ".join(sorted({"sample", *self.parts}))
+        counts = f"{len(self)} samples, {sum(self.mask_lengths):,} tokens{active}"
+        layout = "no layout" if self.layout is None else type(self.layout).__name__
+        return f"Samples({counts}, {layout}, parts by {units})"
+
     @property
     def places(self) -> list[tuple[int, int]]:
         """[begin, end) of each sample's mask in the buffer."""

@@ -32,7 +32,7 @@ ROWS = [
     Row(r"python examples/quickstart\.py", by="examples/test_quickstart.py", named='"quickstart.py"'),
     Row(r"(torchrun .* |python )-m megatron_rl_loss audit.*",
         by="megatron/test_audit_launch.py", named='"megatron_rl_loss", "audit"'),
-    Row(r"python -m megatron_rl_loss log-probs( rollout\.pt train\.pt)?",
+    Row(r"python -m megatron_rl_loss log-probs( train\.pt rollout\.pt)?",
         by="unit/audit/test_log_prob_gap.py", named='"megatron_rl_loss", "log-probs"'),
     Row(r'export MEGATRON_RL_LOSS_AUDIT=".*"', by="megatron/test_audit_attach.py", named="MEGATRON_RL_LOSS_AUDIT"),
     Row(r"python -m megatron_rl_loss example NAME", by="package/test_example_command.py", named='"pretrain_grpo"'),

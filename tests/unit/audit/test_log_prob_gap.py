@@ -217,7 +217,7 @@ def test_slime_dumps_are_joined_by_sample_index(tmp_path: Path, monkeypatch: Any
     later = [row.roll(1) + 5 * (1 - mask) * (1 - mask.roll(1)) for row, mask in zip(step.ours, step.masks, strict=True)]
     rollout = written(tmp_path / "rollout.pt", rolled_out([later[k] for k in MIXED], [ORDER[k] for k in MIXED]))
     train = written(tmp_path / "train.pt", trained(step.ours, step.masks, ORDER))
-    monkeypatch.setattr(sys, "argv", ["megatron_rl_loss", "log-probs", rollout, train])
+    monkeypatch.setattr(sys, "argv", ["megatron_rl_loss", "log-probs", train, rollout])
     assert main() == 0
     printed = capsys.readouterr()
     assert printed.err == ""
@@ -270,7 +270,7 @@ DUMPS: dict[str, tuple[str, Any, Any, int, str]] = {
 def test_dumps_that_do_not_go_together_give_a_line(name: str, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     file, left, right, status, text = DUMPS[name]
     files = str(tmp_path / file) if left is None else written(tmp_path / file, left), written(tmp_path / "b.pt", right)
-    monkeypatch.setattr(sys, "argv", ["megatron_rl_loss", "log-probs", *files])
+    monkeypatch.setattr(sys, "argv", ["megatron_rl_loss", "log-probs", *reversed(files)])
     try:
         ended: Any = main()
     except SystemExit as refused:

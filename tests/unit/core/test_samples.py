@@ -411,3 +411,12 @@ test_refusals = refusal_tests(
         ),
     }
 )  # fmt: skip
+
+
+def test_samples_show_their_counts() -> None:
+    samples = Samples([[1, 1, 0], [1]], prompt_ids=["a", "b"])
+    assert repr(samples) == "Samples(2 samples, 4 tokens, 3 active, no layout, parts by prompt, sample)"
+    unread = Samples([torch.ones(3, device="meta")], layout=ZigzagTHD([0, 4], total_lengths=[3]))
+    assert repr(unread) == "Samples(1 samples, 3 tokens, ZigzagTHD, parts by sample)"  # the device is not read
+    plan = plan_step([samples], "token_mean", num_microbatches=1, dp_group=None)
+    assert repr(plan) == f"Plan({plan.describe()})"
