@@ -1,4 +1,4 @@
-"""docs/tasks.md: the code of each section runs and prints what it shows; its index and files are complete."""
+"""docs/tasks.md: the code of each section runs and prints what it shows; its index and files are complete. README, too."""
 
 import re
 from pathlib import Path
@@ -26,9 +26,10 @@ def test_each_section_runs_after_the_first_lines_and_prints_what_it_shows(capsys
         assert capsys.readouterr().out.splitlines() == shown
 
 
-def test_other_code_is_of_the_files_that_it_names() -> None:
+@pytest.mark.parametrize("page", ["tasks.md", "../README.md"])
+def test_other_code_is_of_the_files_that_it_names(page: str) -> None:
     """Line by line, in their order; tests/examples/test_recipes.py and megatron/test_late_counts.py run these files."""
-    blocks = [code for code in code_of("tasks.md") if FROM_FILE.match(code)]
+    blocks = [code for code in code_of(page) if FROM_FILE.match(code)]
     assert blocks
     for code in blocks:
         heading = FROM_FILE.match(code)
