@@ -1,14 +1,17 @@
-"""Put the tables of other frameworks' settings into docs/names.md, from those that the code uses.
+"""Put the tables of other frameworks' settings into docs/names.md, from the code's table and docs/names.json.
 
 python tools/names_page.py
 """
 
 import re
 import sys
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT)] if str(ROOT) not in sys.path else []
+sys.path[:0] = [path for path in (str(ROOT), str(ROOT / "tools")) if path not in sys.path]
+
+from check_names import compared, stored
 
 from megatron_rl_loss.engines.names import FRAMEWORKS, NAMES, NUMBER, PeerName
 
@@ -19,17 +22,32 @@ BLOCK = re.compile(r"<!-- settings: (\w+) -->\n(?:\|.*\n)*(?:\nVersions .*\n)?")
 def table(framework: str) -> str:
     """Table of a framework's settings: our mode of each by version, and what the framework's own code does."""
     row = FRAMEWORKS[framework]
-    rows: dict[tuple[str, str], list[str]] = {}
+    rows: dict[tuple[str, str, str], list[str]] = {}
     for peer in NAMES:
         if peer.framework == framework:
             ranged = f"{peer.versions[0]} to {peer.versions[-1]}" if len(peer.versions) > 1 else peer.versions[0]
-            mode = f"{_mode(peer)}{f'; its code {peer.own_code}' * bool(peer.own_code)}"
-            rows.setdefault((_commits(ranged), mode), []).append(_name(peer))
-    lines = [f"| `{row.setting}` | versions | mode |", "|---|---|---|"]
-    lines += [f"| {', '.join(names)} | {ranged} | {mode} |" for (ranged, mode), names in rows.items()]
+            rows.setdefault((_commits(ranged), _mode(peer), _own_code(peer)), []).append(_name(peer))
+    lines = [f"| `{row.setting}` | versions | mode | its own code |", "|---|---|---|---|"]
+    lines += [f"| {', '.join(names)} | {ranged} | {mode} | {own} |" for (ranged, mode, own), names in rows.items()]
     found = {how: [version for version, its in row.versions.items() if its == how] for how in ("run", "read")}
     said = "; ".join(f"{how}: {_commits(', '.join(versions))}" for how, versions in found.items() if versions)
     return "\n".join([*lines, "", f"Versions {said}. Source: {row.source}."])
+
+
+@cache
+def _measured() -> dict[PeerName, list[str]]:
+    """What tools/check_names.py found of each row, in words."""
+    words: dict[PeerName, list[str]] = {}
+    for _, _, peer, named in compared(stored()):
+        words.setdefault(peer, []).append(f"{named.words} in every cut" if named.exact else named.words)
+    return words
+
+
+def _own_code(peer: PeerName) -> str:
+    """What was found by running it; else what was read."""
+    if peer in _measured():
+        return "; or ".join(dict.fromkeys(_measured()[peer]))
+    return f"{peer.own_code or 'as the mode'} (read)"
 
 
 def with_tables(page: str) -> str:

@@ -41,9 +41,9 @@ class PeerName(NamedTuple):
     own_code: str = ""
 
     @property
-    def meaning(self) -> tuple[str, float | str | None, UnitCounting | None, str]:
+    def meaning(self) -> tuple[str, float | str | None, UnitCounting | None, bool]:
         """What `of_peer` gives for the name."""
-        return self.mode, self.divisor, self.units, self.refused
+        return self.mode, self.divisor, self.units, bool(self.refused)
 
     @property
     def versions(self) -> list[str]:
@@ -108,7 +108,7 @@ FRAMEWORKS = {
     "tinker": Framework("loss_fn", "", _read("0.38.0"), "tinker/types/loss_fn_type.py, and its documentation"),
     "trl": Framework(
         "loss_type", "dapo",
-        _run("1.0.0", "1.9.2") | _read("f2cd5771 (2026-07-24)") | _run("1.10.0", "1.15.0", "1.16.0"),
+        _run("1.0.0", "1.9.0") | _read("f2cd5771 (2026-07-24)") | _run("1.9.1", "1.10.0", "1.16.0"),
         "trl/trainer/grpo_trainer.py",
     ),
     "ms_swift": Framework(
@@ -149,37 +149,41 @@ FRAMEWORKS = {
 }  # fmt: skip
 
 _CUT = "a mean of micro-batch means, which changes with their size"
+_SUMMED = "a sum of micro-batch means, which changes with their number"
 _LOCAL = "a mean of local batches' means, which changes with their size"
 _FOLLOWS = "whatever loss_agg_mode is, by default token-mean"
 _PER_CALL = "divides by counts of each micro-batch, not of the step"
-_ACTIVE = "counts active sequences alone where global_batch_size is left out"
+_OR_NAN = f"{_PER_CALL}: NaN in one without tokens"
 _EQUALLY = "averages micro-batches equally: exact only if all have equally many rows"
 _GENERATED = "divides by the tokens of the generation batch, not of the step"
 _WINDOW = "divides by the tokens of an average window of the generation batch, not of the step"
 _ROLLOUT_BATCH = "divides by the tokens of all steps of the rollout batch, and by micro-batches once more"
+_OF_WIDTH = "divides by the padded length of the micro-batch"
+_AVERAGED = "averages the sums of micro-batches"
+_SEQUENCES = "sums sequences without averaging them"
 _MASKED = "counts one token for each fully masked sample"
 NAMES = (
     PeerName("verl", "token-mean", "token_mean", until="0.6.1", own_code=_PER_CALL),
     PeerName("verl", "token-mean", "token_mean", since="0.7.0"),
     PeerName("verl", "token-sum", "token_sum", 1, since="0.9.0"),
     PeerName("verl", "seq-mean-token-sum", "constant", 1, "all", until="0.6.1", own_code=_PER_CALL),
-    PeerName("verl", "seq-mean-token-sum", "constant", 1, "all", since="0.7.0", own_code=_ACTIVE),
+    PeerName("verl", "seq-mean-token-sum", "constant", 1, "all", since="0.7.0"),
     PeerName(
-        "verl", "seq-mean-token-sum-norm", "constant", "loss_scale_factor", "all", until="0.7.0",
-        own_code="sums sequences without averaging them",
+        "verl", "seq-mean-token-sum-norm", "constant", "loss_scale_factor", "all", until="0.6.1", own_code=_OF_WIDTH
     ),
     PeerName(
-        "verl", "seq-mean-token-sum-norm", "constant", "loss_scale_factor", "all", since="0.7.1", own_code=_ACTIVE
+        "verl", "seq-mean-token-sum-norm", "constant", "loss_scale_factor", "all", since="0.7.0", until="0.7.0",
+        own_code=_SEQUENCES,
     ),
+    PeerName("verl", "seq-mean-token-sum-norm", "constant", "loss_scale_factor", "all", since="0.7.1"),
     PeerName("verl", "seq-mean-token-mean", "sample_mean", None, "all", until="0.6.1", own_code=_PER_CALL),
-    PeerName("verl", "seq-mean-token-mean", "sample_mean", None, "all", since="0.7.0", own_code=_ACTIVE),
+    PeerName("verl", "seq-mean-token-mean", "sample_mean", None, "all", since="0.7.0"),
     PeerName("verl", "gspo", "sample_mean", None, "all", until="0.6.1", loss="gspo_token", own_code=_PER_CALL),
-    PeerName(
-        "verl", "gspo", "sample_mean", None, "all", since="0.7.0", until="1dda039b", loss="gspo_token", own_code=_ACTIVE
-    ),
+    PeerName("verl", "gspo", "sample_mean", None, "all", since="0.7.0", until="1dda039b", loss="gspo_token"),
     PeerName("verl", "gspo", "token_mean", refused=_FOLLOWS, since="0.9.1"),
-    PeerName("verl", "sapo", "sample_mean", None, "all", since="0.7.0", loss="sapo", own_code=_ACTIVE),
-    PeerName("verl", "geo_mean", "sample_mean", refused=_CUT),
+    PeerName("verl", "sapo", "sample_mean", None, "all", since="0.7.0", loss="sapo"),
+    PeerName("verl", "geo_mean", "sample_mean", refused=_CUT, until="0.6.1"),
+    PeerName("verl", "geo_mean", "sample_mean", refused=_SUMMED, since="0.7.0"),
     PeerName("slime", "calculate_per_token_loss=true", "token_mean", own_code=_MASKED),
     PeerName("slime", "calculate_per_token_loss=false", "sample_mean", None, "all"),
     PeerName("miles", "calculate_per_token_loss=true", "token_mean", own_code=_MASKED),
@@ -206,7 +210,7 @@ NAMES = (
     *(
         PeerName("trl", name, "token_mean", loss=loss, since=since, until=until, own_code=own_code)
         for name, loss in (("dapo", ""), ("cispo", "cispo"), ("vespo", "vespo"))
-        for since, until, own_code in (("", "f2cd5771", _GENERATED), ("1.10.0", "", _WINDOW))
+        for since, until, own_code in (("", "f2cd5771", _GENERATED), ("1.9.1", "", _WINDOW))
     ),
     PeerName("trl", "bnpo", "token_mean", refused=_LOCAL),
     PeerName("ms_swift", "grpo", "sample_mean", None, "all", own_code=_EQUALLY),
@@ -231,17 +235,15 @@ NAMES = (
     PeerName("roll", "token-mean", "token_mean", own_code="also sums masked positions"),
     PeerName("roll", "seq-mean-token-sum", "constant", 1, "active"),
     PeerName("roll", "seq-mean-token-mean", "sample_mean", None, "active"),
-    PeerName(
-        "roll", "seq-mean-token-sum-norm", "token_sum", "response length",
-        own_code="divides by the padded length of the current batch",
-    ),
-    PeerName("torchrl", "token_mean", "token_mean", own_code=_PER_CALL),
+    PeerName("roll", "seq-mean-token-sum-norm", "token_sum", "response length", own_code=_OF_WIDTH),
+    PeerName("torchrl", "token_mean", "token_mean", until="0.11.1", own_code=_OR_NAN),
+    PeerName("torchrl", "token_mean", "token_mean", since="0.14.1", own_code=_PER_CALL),
     PeerName("torchrl", "prompt_mean", "sample_mean", None, "all", own_code=_EQUALLY),
     PeerName("tunix", "token-mean", "token_mean", own_code=_PER_CALL),
     PeerName("tunix", "sequence-mean-token-mean", "sample_mean", None, "active", own_code=_PER_CALL),
     PeerName("tunix", "sequence-mean-token-scale", "constant", "norm", "active", own_code=_PER_CALL),
     PeerName("tunix", "seq-mean-token-sum", "constant", 1, "active", own_code=_PER_CALL),
-    PeerName("tunix", "sequence-mean-token-sum-norm", "token_sum", "norm"),
+    PeerName("tunix", "sequence-mean-token-sum-norm", "token_sum", "norm", own_code=_AVERAGED),
     PeerName("maxtext", "token-mean", "token_mean", own_code=_PER_CALL),
     PeerName("maxtext", "sequence-mean-token-mean", "sample_mean", None, "active", own_code=_PER_CALL),
     PeerName("maxtext", "sequence-mean", "sample_mean", refused="a value that tunix 0.1.7 raises an error for"),
