@@ -1,4 +1,4 @@
-"""docs/tasks.md: the code of each section runs and prints what it shows; its index and files are complete. README, too."""
+"""docs/tasks.md and README: their code prints what it shows or is of the files that it names; the index is whole."""
 
 import re
 from pathlib import Path
