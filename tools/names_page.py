@@ -47,7 +47,7 @@ def _own_code(peer: PeerName) -> str:
     """What was found by running it; else what was read."""
     if peer in _measured():
         return "; or ".join(dict.fromkeys(_measured()[peer]))
-    return f"{peer.own_code or 'as the mode'} (read)"
+    return f"{peer.own_code or ('' if peer.refused else 'as the mode')} (read)".strip()
 
 
 def with_tables(page: str) -> str:

@@ -130,7 +130,7 @@ FRAMEWORKS = {
         "--actor.loss_agg_mode", "token-mean", _run("0.11.0", "0.11.2"), "openrlhf/models/loss.py"
     ),
     "open_instruct": Framework(
-        "--loss_denominator", "token", _read("e6c3044a (2026-08-20)"), "open_instruct/grpo_fast.py"
+        "--loss_denominator", "token", _read("e6c3044a (2026-08-20)"), "open_instruct"
     ),
     "torchrl": Framework(
         "GRPOLoss(aggregation=...)", "token_mean", _run("0.11.1", "0.14.1"), "torchrl/objectives/llm/grpo.py"
@@ -141,7 +141,7 @@ FRAMEWORKS = {
         "maxtext/configs/types.py, which hands it to tunix 0.1.7",
     ),
     "torchtitan": Framework(
-        "the loss of experiments/rl", "dapo", _run("0.3.0"), "torchtitan/experiments/rl/losses"
+        "trainer.loss", "", _run("0.3.0"), "torchtitan/experiments/rl/losses"
     ),
     "agent_lightning": Framework(
         "actor.policy_loss.loss_mode", "per_rollout_mean", _read("1.0.3"), "its documentation of the trainer"
