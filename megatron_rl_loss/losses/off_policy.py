@@ -20,6 +20,7 @@ from megatron_rl_loss.core.collectives import Group
 from megatron_rl_loss.core.errors import check_float, check_one_each, check_within, require
 from megatron_rl_loss.core.ids import Ids, as_ids
 from megatron_rl_loss.core.masks import Mask, on_device
+from megatron_rl_loss.core.samples import check_values
 from megatron_rl_loss.losses.gates import Gate
 from megatron_rl_loss.losses.place import Place, tokens_of
 from megatron_rl_loss.losses.ratio import at_least_float32, check_shape
@@ -83,6 +84,7 @@ def importance_weights(
         log_probs = log_probs.detach()
     active = None
     if local is not None:
+        check_values("log_ratio", log_ratio, tokens_of(local))
         active = on_device(tokens_of(local).mask != 0, log_ratio.device).view(log_ratio.shape)
         log_ratio = log_ratio.masked_fill(~active, 0)
     _warn_of_ratios(log_ratio if active is None or not log_ratio.is_cpu else log_ratio[active])

@@ -16,6 +16,7 @@ from megatron_rl_loss import (
     Gate,
     Samples,
     Term,
+    ZigzagBSHD,
     importance_weights,
     keep_tokens,
     kl_estimate,
@@ -28,6 +29,7 @@ from megatron_rl_loss import (
 from megatron_rl_loss.logprobs.kept_ids import KeptIds
 
 MASK, LOCAL = torch.ones(4), Samples([[1, 1, 1], [1]]).local(0, 1)
+IN_ROWS = Samples([[1, 1, 1], [1]], layout=ZigzagBSHD(2, 4, [3, 1])).local(0, 1)
 NOW = torch.tensor([-1.0, -2.0, -0.5, -3.0])
 
 
@@ -186,6 +188,11 @@ REFUSALS = {
         ((trained(),), "log-ratios that require grad: a weight is a constant", (NOW,)),
         ((trained() - NOW,), "Pass old_log_probs - rollout_log_probs, or detach", ((trained() - NOW).detach(),)),
         ({"log_ratio": NOW, "log_probs": NOW[:2]}, r"log_probs of shape \(2,\)", {"log_ratio": NOW, "log_probs": NOW}),
+    ),
+    **refusals(  # sequence first: the mask would be read in another order
+        lambda log_ratio: importance_weights(log_ratio, Gate(high=2.0), IN_ROWS),
+        ((torch.zeros(4, 2),), r"log_ratio of shape \(4, 2\): .* transpose to batch first", (torch.zeros(2, 4),)),
+        ((torch.zeros(3),), r"log_ratio of shape \(3,\)", (torch.zeros(8),)),
     ),
     **refusals(
         lambda **more: losses_of([1.0] * 4, **more),
