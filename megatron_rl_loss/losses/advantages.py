@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 
 from megatron_rl_loss.core.collectives import Group, gather_parts, rank_in, stated_dp_group
-from megatron_rl_loss.core.errors import check_bool, check_one_each, check_within, is_number, is_unordered
+from megatron_rl_loss.core.errors import (
+    check_bool,
+    check_one_each,
+    check_sized,
+    check_within,
+    is_number,
+    is_unordered,
+)
 from megatron_rl_loss.core.ids import Ids, Ints, as_ids, example_of, type_of_ids
 from megatron_rl_loss.core.masks import Array, Floats, on_device, to_array
 from megatron_rl_loss.core.samples import LocalTokens, Samples, check_values
@@ -184,6 +191,9 @@ def whiten_advantages(
     places = list[tuple[LocalTokens, Floats, Ints]]()
 
     def tally() -> tuple[Ints, Floats]:
+        check_sized("advantages", advantages)
+        if isinstance(local, LocalTokens) or not isinstance(local, Sized):
+            raise TypeError(f"local is one {type(local).__name__}: it must be a list of micro-batches. Pass [local].")
         check_one_each("advantages", len(advantages), "micro-batches", len(local), "Pass one tensor for each")
         for values, place in zip(advantages, local, strict=True):
             tokens = tokens_of(place)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ranks import run_ranks, start_process_group
 from refusals import refusal_tests, refusals
 
-from megatron_rl_loss import Samples, ZigzagTHD, maxrl_advantages, whiten_advantages
+from megatron_rl_loss import Samples, ZigzagTHD, maxrl_advantages, plan_step, whiten_advantages
 
 #: Of each of two data-parallel ranks the samples' masks, advantages and prompts; the second has the longest alone.
 MASKS: list[list[list[float]]] = [[[1, 1, 0.5], [0, 1]], [[1, 0, 1, 1, 1, 0, 1]], [[1, 1]], []]
@@ -128,6 +128,17 @@ test_refusals = refusal_tests(
             ((ROW, ROW), "2 advantages for 1 micro-batches", (ROW,)),
             ((torch.ones(3),), r"advantages of shape \(3,\)", (ROW,)),
             ((torch.tensor([1.0, math.nan]),), "NaN or infinity at active tokens", (ROW,)),
+        ),
+        **refusals(
+            lambda advantages, local: whiten_advantages(advantages, local, dp_cp_group=None),
+            (([ROW], LOCAL), r"local is one LocalTokens: .* Pass \[local\]", ([ROW], [LOCAL])),
+            (
+                ([ROW], plan_step([LOCAL.samples], "token_mean", dp_group=None)[0]),
+                "local is one Microbatch",
+                ([ROW], [LOCAL]),
+            ),
+            ((None, [LOCAL]), "advantages is a NoneType", ([ROW], [LOCAL])),
+            error=TypeError,
         ),
         **refusals(
             lambda **more: whitened(ROW, **more),
