@@ -222,14 +222,17 @@ def _refusal(name: str, call: LossCall, failure: str) -> ValueError:
     if call.returns != "loss":
         result = "(loss, num_tokens, report) or (loss, report) to Megatron's schedule, the loss one number"
     remedy = "Describe its call in LossCall(rows=..., takes=..., names=...), or wrap the function."
+    given = f"{call.takes}, the mask"
+    if call.rows == "lists":
+        given = f"{call.takes} and masks, which are lists of one tensor per row,"
     if "missing" in failure:
-        remedy = f"Parameters named {', '.join(PARAMETERS)} get values. {remedy}"
+        remedy = f"Parameters named {', '.join([*call.names, *PARAMETERS])} get values. {remedy}"
     if "returns a tuple" in failure:
         remedy = (
             'Megatron scales a tuple such as (loss, num_tokens, report): pass call="megatron", or '
             '"megatron_per_token" with calculate_per_token_loss.'
         )
     return ValueError(
-        f"{name} with a step of two full rows: {failure}; it must return {result} with a gradient, given {call.takes}, "
-        f"the mask and the parameters that help(LossCall) lists. {remedy}"
+        f"{name} with a step of two full rows: {failure}; it must return {result} with a gradient, given {given}, "
+        f"and the parameters that help(LossCall) lists. {remedy}"
     )

@@ -539,6 +539,20 @@ def test_loss_functions_of_megatrons_schedule(loss_fn: Any, call: str, cause: st
     assert not cause or cause in report.causes[0]
 
 
+def test_a_failed_call_tells_what_its_trainer_passes() -> None:
+    """The trainer's own names among the parameters, and that rows come as lists."""
+
+    def misnamed(losses: Tensor, mask: Tensor, num_items: Tensor) -> Tensor:
+        return (losses * mask).sum() / num_items
+
+    with pytest.raises(ValueError, match=r"Parameters named num_items_in_batch, step_tokens, .* get values"):
+        check_loss(misnamed, call="transformers")
+    with pytest.raises(
+        ValueError, match="given losses and masks, which are lists of one tensor per row, and the param"
+    ):
+        check_loss(lambda losses, mask: losses[mask.bool()].sum(), call="prime_rl")
+
+
 def test_a_tuple_is_spoken_of_where_there_is_one() -> None:
     """Without Megatron a factor of CP is the function's own, or a sum that should be a mean."""
     call = LossCall(cp="sum")
