@@ -49,7 +49,8 @@ def reasons(
         return never or _UNTRAINED
     if outcome == "wrong":
         forms = sorted(name for name in state.forms if find_form(name).caller != "schedule")
-        returned = [f"Micro-batches returned form={forms[0]!r}, which is for another trainer."] if forms else []
+        is_for = "" if remedy else ", which is for another trainer"  # else the remedy says what each form is for
+        returned = [f"Micro-batches returned form={forms[0]!r}{is_for}."] if forms else []
         unlike = [unlike_in_words(state)] * bool(state.all_parameters.unlike and state.factors)
         return "\n".join([*of_terms.faults, *unlike, *returned, *[remedy] * bool(remedy), _CAUSE])
     if outcome in ("wait", "overflow"):
