@@ -91,6 +91,9 @@ def check_mapping(name: str, value: object, remedy: str) -> None:
     """Raise TypeError unless the value is a mapping, whose keys are names."""
     if not isinstance(value, Mapping):
         raise TypeError(f"{name} is a {type(value).__name__}: it must be a dict whose keys are names. {remedy}.")
+    for key in value:
+        if not isinstance(key, str):
+            raise TypeError(f"{name} has the key {key!r}: it must be a dict whose keys are names. {remedy}.")
 
 
 def check_names(what: str, value: object) -> None:

@@ -16,7 +16,7 @@ from megatron_rl_loss.core.counting import count_step
 from megatron_rl_loss.core.errors import check_callable, check_within
 from megatron_rl_loss.core.masks import Array, Floats, on_device, to_array
 from megatron_rl_loss.core.microbatch import Microbatch
-from megatron_rl_loss.core.plan import Plan
+from megatron_rl_loss.core.plan import Plan, check_plan
 from megatron_rl_loss.core.record import StepRecord
 from megatron_rl_loss.core.samples import LocalTokens, Samples, check_values
 
@@ -86,6 +86,7 @@ def measure_tokens(plan: Plan, values: TokenFunction | None, *, mask: str | None
     if it is None on a part of a stage. Under context parallelism an error of `values` is raised on its own rank at
     once, because other ranks may wait in a collective of `values`: the launcher ends these.
     """
+    check_plan(plan)
     return Measurement(plan, values, mask)
 
 
@@ -97,6 +98,7 @@ def keep_tokens(plan: Plan, name: str, flags: TokenFunction | None) -> None:
     context-parallel group, in one collective (one per micro-batch where groups change), and the round of `plan_step`.
     `flags` and errors as `values` of `measure_tokens`.
     """
+    check_plan(plan)
     record, kept = plan.record, None
     microbatches = None if flags is None or plan.samples is None else plan.microbatches
     if microbatches is not None and flags is not None:

@@ -130,6 +130,11 @@ class Microbatch:
             raise ValueError(
                 "check_tokens of Samples without tokens: there is nothing to compare. Pass Samples(..., tokens=...)."
             )
+        if not isinstance(tokens, Tensor):
+            raise TypeError(
+                f"check_tokens of a {type(tokens).__name__}: it must be the tensor that the model received. Pass the "
+                "model's input ids."
+            )
         whole = torch.as_tensor(self.samples.tokens, device=tokens.device).reshape(-1)
         cut = self.local(whole)
         if cut.numel() != tokens.numel():

@@ -178,6 +178,14 @@ def make_plan(
     return Plan(samples, StepRecord(modes, totals, count, trainer))
 
 
+def check_plan(plan: object) -> None:
+    """Raise TypeError unless this is a plan."""
+    if not isinstance(plan, Plan):
+        raise TypeError(
+            f"plan is a {type(plan).__name__}: it must be the plan of this step. Pass what plan_step returns."
+        )
+
+
 class Plan:
     """A step on this rank: a sequence of its micro-batches, and what they share.
 

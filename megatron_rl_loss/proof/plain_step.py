@@ -13,7 +13,7 @@ import torch
 
 from megatron_rl_loss.core.collectives import StepGroups, attempt, raise_together, world_rank
 from megatron_rl_loss.core.errors import print_text
-from megatron_rl_loss.core.plan import Plan
+from megatron_rl_loss.core.plan import Plan, check_plan
 from megatron_rl_loss.core.record import PlanUse
 from megatron_rl_loss.proof.exchange import Exchange
 from megatron_rl_loss.proof.factor import Fit
@@ -168,10 +168,17 @@ def prove_plain_step(model: Any, plan: Plan, *, level: ProofLevel | None = None)
             ``error``.
 
     Raises:
+        TypeError: a model that is no module, or no plan.
         ValueError: an unknown level.
         BadBatchError: on every rank, at the end of the ``with``, for wrong weights; in the second step for gradients
             of the first that are still there.
     """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(
+            f"model is a {type(model).__name__}: it must be the torch.nn.Module that is trained, as it is called. Pass "
+            "the model first and the plan second."
+        )
+    check_plan(plan)
     proof = _PROOFS.get(model)
     if proof is None:
         proof = _PROOFS[model] = PlainProof(proof_level(level))

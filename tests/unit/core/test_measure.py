@@ -270,6 +270,16 @@ test_refusals = refusal_tests(
             error=TypeError,
         ),
         **refusals(
+            lambda plan: measure_tokens(plan, lambda microbatch: X),
+            ((plan_of([X])[0],), "plan is a Microbatch: it must be the plan of this step", (plan_of([X]),)),
+            error=TypeError,
+        ),
+        **refusals(
+            lambda plan: keep_tokens(plan, "kept", lambda microbatch: X > 0),
+            ((plan_of([X])[0],), "plan is a Microbatch: it must be the plan of this step", (plan_of([X]),)),
+            error=TypeError,
+        ),
+        **refusals(
             lambda flags: keep_tokens(plan_of([X]), "kept", flags),
             ((X > 0,), "tokens to keep is a Tensor: it must be a function", (lambda microbatch: X > 0,)),
             error=TypeError,

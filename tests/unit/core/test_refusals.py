@@ -10,7 +10,7 @@ import torch
 from refusals import refusal_tests, refusals
 from torch import Tensor
 
-from megatron_rl_loss import Metric, Samples, Term, plan_step
+from megatron_rl_loss import Metric, Samples, Term, plan_step, prove_plain_step
 from megatron_rl_loss.core.plan import Plan
 
 
@@ -41,7 +41,13 @@ def finish(*reports: Any, trained: bool = True) -> Any:
     return of_step.finish(*reports)
 
 
+def proved(model: Any, of_step: Any) -> None:
+    with prove_plain_step(model, of_step, level="off"):
+        pass
+
+
 X, TWO = torch.ones(4), Samples([torch.ones(2)])
+MODULE, STEP = torch.nn.Linear(1, 1), plan([TWO])
 test_refusals = refusal_tests(
     {
         **refusals(
@@ -53,6 +59,7 @@ test_refusals = refusal_tests(
         **refusals(
             lambda **options: plan([TWO], **options),
             ({"terms": ["kl"]}, "terms is a list: it must be a dict", {"terms": {"kl": "sample_mean"}}),
+            ({"terms": {1: "sample_mean"}}, "terms has the key 1: it must be a dict", {"terms": {"kl": "sample_mean"}}),
             ({"term_masks": "kl"}, r"term_masks is 'kl'.*Pass \['kl'\]", {"term_masks": []}),
             ({"term_masks": {"kl"}}, "term_masks is a set: it must be a list of names", {"term_masks": ()}),
             ({"term_masks": iter(["kl"])}, "term_masks is a list_iterator", {"term_masks": ()}),
@@ -70,6 +77,7 @@ test_refusals = refusal_tests(
         **refusals(
             lambda metrics: plan([TWO])[0].loss(torch.ones(2, requires_grad=True), metrics),
             (([X[:2]],), "metrics is a list: it must be a dict", ({"entropy": X[:2]},)),
+            (({1: X[:2]},), "metrics has the key 1: it must be a dict whose keys are names", ({"entropy": X[:2]},)),
             error=TypeError,
         ),
         **refusals(
@@ -134,6 +142,18 @@ test_refusals = refusal_tests(
         **refusals(
             lambda over: Metric(X, over),
             ((None,), "a metric over None: over must be the name of a mode or of ids", ("none",)),
+            error=TypeError,
+        ),
+        **refusals(
+            proved,
+            ((STEP, MODULE), "model is a Plan: .* Pass the model first and the plan second", (MODULE, STEP)),
+            ((MODULE, STEP[0]), "plan is a Microbatch: it must be the plan of this step", (MODULE, STEP)),
+            ((MODULE, None), "plan is a NoneType", (MODULE, STEP)),
+            error=TypeError,
+        ),
+        **refusals(
+            lambda tokens: plan([Samples([[1, 1]], tokens=torch.tensor([7, 8]))])[0].check_tokens(tokens),
+            (([7, 8],), "check_tokens of a list: it must be the tensor that", (torch.tensor([7, 8]),)),
             error=TypeError,
         ),
         **refusals(

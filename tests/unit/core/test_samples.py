@@ -374,6 +374,7 @@ test_refusals = refusal_tests(
                     (torch.tensor(1), r"is tensor\(1\)"),
                 )
             ),
+            ({"ids": {1: [0], "a": [0]}}, "ids has the key 1: it must be a dict whose keys", {"ids": {"a": [0]}}),
             ({"ids": [[0]]}, "ids is a list: it must be a dict whose keys are names", {"ids": {"session": [0]}}),
             ({"labels": [0]}, "labels is a list", {"labels": {"task": [0]}}),
             ({"term_masks": [[1]]}, "term_masks is a list", {"term_masks": {"kl": [[1]]}}),
