@@ -8,7 +8,7 @@ from megatron_rl_loss.proof.terms import OfTerms
 
 #: A loop of one's own may return any loss; `LossAggregation` refuses another one than `Microbatch.loss` made.
 _UNTRAINED = (
-    "loss_func returned losses that no micro-batch of the plan handed out: its loss() was not called. Return the "
+    "the step trains on losses that no micro-batch of the plan handed out: its loss() was not called. Return the "
     "result of microbatch.loss(per_token_loss) unchanged; a loss that you weigh yourself must go through "
     "tap(per_token_loss, samples=...)."
 )

@@ -4,7 +4,9 @@ import itertools
 from typing import get_args
 
 import pytest
+import torch
 
+from megatron_rl_loss import Samples, plan_step, prove_plain_step
 from megatron_rl_loss.proof.outcomes import (
     ORDER,
     OUTCOMES,
@@ -40,3 +42,19 @@ def test_only_evidence_is_wrong_and_only_a_measurement_proves(seen: Seen) -> Non
     assert (outcome_of(seen) in ("wait", "overflow")) == (
         seen.gradient in ("zero", "overflow") or (measured and seen.weights == "none")
     )
+
+
+@pytest.mark.parametrize("misplaced", ["before the step", "on another model"])
+def test_gradients_outside_the_measured_step_are_spoken_of(misplaced: str, capsys: pytest.CaptureFixture[str]) -> None:
+    model, measured = torch.nn.Linear(2, 1, bias=False), torch.nn.Linear(2, 1, bias=False)
+    for _ in range(3):
+        plan = plan_step([Samples([[1, 1]])], "token_mean", dp_group=None)
+        if misplaced == "before the step":
+            plan[0].loss(measured.weight[0], form="sum").backward()
+        with prove_plain_step(measured, plan):
+            if misplaced == "on another model":
+                plan[0].loss(model.weight[0], form="sum").backward()
+        measured.zero_grad()
+    printed = capsys.readouterr().out
+    assert "NOT PROVED: No token of 3 steps had a gradient." in printed
+    assert printed.rstrip().endswith("inside the measured step, on the model that it measures.")
