@@ -219,6 +219,8 @@ class Microbatch:
         """
         check_mapping("metrics", metrics or {}, 'Pass {"entropy": entropies}')
         has_names = isinstance(losses, Mapping)
+        if has_names:
+            check_mapping("losses", losses, 'Pass {"pg": losses, "kl": Term(kl, coef=0.01)}')
         terms = losses if isinstance(losses, Mapping) else {"pg_loss": losses}
         if not terms or (has_names and "loss" in terms):
             raise ValueError(

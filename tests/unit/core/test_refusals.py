@@ -131,6 +131,7 @@ test_refusals = refusal_tests(
         ),
         **refusals(
             of_terms,
+            ((lambda x: {"pg": x, 1: x},), "losses has the key 1: it must be a dict whose keys are names", (pair,)),
             ((lambda x: pair(x, SimpleNamespace(per_token_loss=x)),), "'kl' is a .*Pass its .per_token_loss", (pair,)),
             ((lambda x: x, X.int()), "the metric 'kl' is torch.int32", (lambda x: x, X.half())),
             error=TypeError,
