@@ -62,7 +62,6 @@ from megatron_rl_loss.losses.segments import segment_sum as segment_sum
 from megatron_rl_loss.losses.segments import to_tokens as to_tokens
 from megatron_rl_loss.losses.value_and_kl import kl_estimate as kl_estimate
 from megatron_rl_loss.losses.value_and_kl import value_loss as value_loss
-from megatron_rl_loss.megatron.first_rank import from_first_tp_rank as from_first_tp_rank
 from megatron_rl_loss.megatron.flags import add_loss_aggregation_args as add_loss_aggregation_args
 from megatron_rl_loss.megatron.iterator import next_microbatch as next_microbatch
 from megatron_rl_loss.megatron.launch import LossAggregation as LossAggregation

@@ -116,7 +116,8 @@ def packed_errors(launch: Launch, planted: bool = False) -> list[tuple[str, int,
     """On a rank: of two steps in every mode, the mode, the number of micro-batches and the error of the gradient."""
     from megatron.core.datasets.data_schedule import wrap_data_iterator
 
-    from megatron_rl_loss import LossAggregation, from_first_tp_rank, plan_step
+    from megatron_rl_loss import LossAggregation, plan_step
+    from megatron_rl_loss.megatron.first_rank import from_first_tp_rank
     from megatron_rl_loss.megatron.flags import AggregationSettings
 
     state, group_of = launch.start()

@@ -19,7 +19,7 @@ import names_page
 import oracle
 import pytest
 import torch
-from pages import PAGES, code_of, code_under
+from pages import FENCED, PAGES, code_of, code_under
 from replacements import in_few_modules, undone
 from repository import EXAMPLES, ROOT
 
@@ -62,6 +62,31 @@ def wrong_names(text: str) -> Iterator[str]:
     for name, module in re.findall(r"`(\w+)`\s+of\s+`(megatron_rl_loss\.[\w.]+)`", text):
         if not is_right(module, name):
             yield f"{module}.{name}"
+
+
+#: Pages that say how a task is done: names that these lack are nobody's to type.
+GUIDES = ["../README.md", "tasks.md", "using.md", "data.md", "losses.md", "logprobs.md", "audit.md", "check.md"]
+GUIDES += ["engines.md"]
+
+
+def names_in_code(text: str) -> set[str]:
+    """The words of a page's blocks of code, and of code in its sentences."""
+    blocks = FENCED.findall(text)
+    return {
+        word for code in [*blocks, *re.findall(r"`([^`]+)`", FENCED.sub("", text))] for word in re.findall(r"\w+", code)
+    }
+
+
+def test_every_public_name_has_a_task() -> None:
+    used = names_in_code("\n\n".join((ROOT / "docs" / name).read_text() for name in GUIDES))
+    assert set(vars(megatron_rl_loss)["__all__"]) - used == set()
+
+
+def test_a_name_that_no_code_has_would_be_seen() -> None:
+    """Negative control."""
+    assert names_in_code("Tokens and `Samples(masks)`\n```python\nimport tap\n```\nTerm") == {
+        *("Samples", "masks", "python", "import", "tap")
+    }
 
 
 def is_right(module: str, name: str) -> bool:
