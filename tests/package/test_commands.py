@@ -64,6 +64,8 @@ ROWS = [
     Row(r"tools/docs\.sh", needs="mkdocs; tools/test.sh runs it"),
     Row(r"tools/check_package\.sh|python -m build", needs="a package index; test_distribution.py builds without"),
     Row(r"python tools/tour\.py", by="examples/test_tour.py", named='"tour.py"'),
+    Row(r"python tools/vectors\.py docs/vectors\.json", by="package/test_vectors.py", named="vectors.text()"),
+    Row(r"tools/api_reference\.py", by="package/test_api_reference.py", named="api_reference.pages()"),
     Row(r"python tools/names_page\.py", by="package/test_pages.py", named="names_page.with_tables"),
     Row(r"python -m megatron_rl_loss modes verl:gspo",
         by="package/test_modes_command.py", named='"modes", "verl:gspo"'),
