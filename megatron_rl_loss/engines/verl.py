@@ -276,7 +276,8 @@ def _uncut(running: _Running, stock: Callable[[], Any], arguments: dict[str, Any
 def _with_every_token(running: _Running, stock: Callable[[], Any], arguments: dict[str, Any]) -> Any:
     """The engine's return value; with per-token loss the counts of CP ranks add up to the micro-batch's tokens.
 
-    verl rounds the count down on each CP rank, and Megatron divides by the sum.
+    verl rounds the count down on each CP rank, and Megatron divides by the sum. A verl whose ranks round up, too, so
+    that its counts add up, passes.
     """
     running.on_megatron = True
     engine, loss_function = arguments["self"], arguments.get("loss_function")
@@ -293,8 +294,8 @@ def _with_every_token(running: _Running, stock: Callable[[], Any], arguments: di
     size, rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
     routed = engine._routed_num_tokens(arguments["data"])
     require(
-        tokens[0] == routed // size,
+        (tokens[0] == routed // size) | (tokens[0] == (routed + size - 1) // size),
         lambda: f"verl's count of {int(tokens[0])} tokens on a CP rank of {size}, of a micro-batch of {int(routed)}",
-        f"a rank's count must be the micro-batch's divided by the CP size, rounded down. Use verl {_VERSIONS}.",
+        f"a rank's count must be the micro-batch's divided by the CP size, rounded. Use verl {_VERSIONS}.",
     )
     return loss, ((routed + size - 1 - rank) // size).to(tokens[0]), output

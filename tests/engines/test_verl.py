@@ -9,6 +9,7 @@ import importlib
 import itertools
 import math
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -251,14 +252,27 @@ class EngineOfVerl:
         return torch.tensor(len(data))
 
 
+def rounded_down(tokens: int, rank: int, size: int) -> int:
+    return tokens // size
+
+
+def adding_up(tokens: int, rank: int, size: int) -> int:
+    """As in docs/upstream/verl-count-under-cp.patch."""
+    return (tokens + rank) // size
+
+
+@pytest.mark.parametrize("count", [rounded_down, adding_up])
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_context_parallel_ranks_share_out_every_token(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_context_parallel_ranks_share_out_every_token(
+    size: int, count: Callable[[int, int, int], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     from megatron.core import parallel_state
 
     monkeypatch.setattr(parallel_state, "get_context_parallel_world_size", lambda: size)
     for tokens in range(9):
-        returned, shares = ("loss", torch.tensor(tokens // size, dtype=torch.int), "output"), []
+        shares = []
         for rank in range(size):
+            returned = ("loss", torch.tensor(count(tokens, rank, size), dtype=torch.int), "output")
             monkeypatch.setattr(parallel_state, "get_context_parallel_rank", lambda rank=rank: rank)
             arguments = {"self": EngineOfVerl(), "data": torch.zeros(tokens)}
             loss, share, output = verl._with_every_token(verl._Running(), functools.partial(tuple, returned), arguments)

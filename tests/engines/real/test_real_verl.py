@@ -767,9 +767,10 @@ def test_a_mask_shifted_in_the_loss_stops_the_recipe(tmp_path: Path, record_prop
     assert_stopped(record_property, VERL, "mask shifted, by the recipe", OTHER, DP * CP, by_the_recipe, root, False)
 
 
-def test_verl_counts_every_token_under_cp(tmp_path: Path, record_property: Any) -> None:
+@pytest.mark.parametrize("installed", [False, True])
+def test_verl_counts_every_token_under_cp(installed: bool, tmp_path: Path, record_property: Any) -> None:
     root = patched(VERL, tmp_path, "verl-count-under-cp.patch")
-    for results in run_ranks(DP * CP, modes_in_its_engine, root, True, False):
+    for results in run_ranks(DP * CP, modes_in_its_engine, root, True, installed):
         errors = [error for error in results.values() if isinstance(error, float)]
         assert len(errors) >= 4
         assert max(errors) < oracle.EXACT
