@@ -401,6 +401,12 @@ PLANTS = [
         },
         world=(2, 2),
     ),
+    Plant("KL penalty times 10", {GRPO: ("self.beta * per_t", "10 * self.beta * per_t")}, "the KL penalty by 0.3 where"),
+    Plant(
+        "KL penalty of another estimator",
+        {GRPO: ("torch.exp(safe_ratio) - safe_ratio - 1", "safe_ratio**2 / 2")},
+        "multiplies the KL penalty by 0.02088 where --beta is 0.03",
+    ),
     Plant("own weights times 1.25", {}, "tokens weigh 1.25 times", {"times": 1.25}),
 ]  # fmt: skip
 
