@@ -264,7 +264,7 @@ def _read(path: Path) -> dict[str, tuple[Tensor, list[float], int]]:
             name += f", entry {number}" if name in by_id else ""
             by_id[name] = row, [] if mask is None else [*map(float, mask)], sample.get("total_lengths", row.numel())
     except FileNotFoundError:
-        raise ValueError(f"{path}: there is no such file. Give the paths of two dumps, ROLLOUT and TRAIN.") from None
+        raise ValueError(f"{path}: there is no such file. Give the paths of two dumps, TRAIN and ROLLOUT.") from None
     except Exception as error:  # of many kinds
         code = str(error).partition("GLOBAL ")[2].split(" ")[0]
         why = f"it holds code, {code}" if code else "no log-probs were found in it"

@@ -190,7 +190,7 @@ def trainers(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     class MegatronGRPOTrainer:
         loss_type, factor, num_generations, _metrics = "dapo", 1, 2, dict[str, Any]()
-        args = SimpleNamespace(overlong_filter=True)
+        args, beta, kl_in_reward = SimpleNamespace(overlong_filter=True), 0.0, False
 
         def _preprocess_inputs(self, samples: Any) -> Any:
             return samples
