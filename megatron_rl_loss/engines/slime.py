@@ -10,6 +10,7 @@ step's token count, in which a fully masked sample counts as one token unless `c
 """
 
 import importlib
+import math
 import os
 import re
 import sys
@@ -20,6 +21,7 @@ from functools import cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from megatron_rl_loss.core.collectives import StepGroups, attempt, world_rank
@@ -38,6 +40,7 @@ from megatron_rl_loss.extend import (
     count_step,
     is_observed,
     load_function,
+    proof_level,
     resolve,
     times_mask,
 )
@@ -341,7 +344,8 @@ def _replaced(engine: str, keeps_counts: bool) -> Replaced:
             return stock()
 
     step = Function(model, "train_one_step", ("args", *needed), counted)
-    loss = Function(model, "loss_function", ("args", "batch"), _with_mask_tokens)
+    terms = _Terms(engine, is_over=proof_level() == "off")
+    loss = Function(model, "loss_function", ("args", "batch"), partial(_with_mask_tokens, terms))
     replaced = Replaced(engine, versions, [step, loss])
     return replaced
 
@@ -397,13 +401,47 @@ def _rejects(args: Namespace) -> bool:
     return bool(args.use_tis or args.get_mismatch_metrics)
 
 
-def _with_mask_tokens(stock: Callable[[], Any], arguments: dict[str, Any]) -> Any:
+@dataclass
+class _Terms:
+    """The engine's loss against ``pg_loss - entropy_coef * entropy_loss + kl_loss_coef * kl_loss`` of its report.
+
+    The proof measures the policy loss alone; a KL penalty of another weight, or a loss that is added, shows here. The
+    penalty is 0 as long as the policy is its reference, so micro-batches are compared until no term is.
+
+    Attributes:
+        is_over: nothing is left to compare.
+    """
+
+    engine: str
+    is_over: bool = False
+
+    def compare(self, args: Namespace, dtype: torch.dtype, log: dict[str, Any]) -> None:
+        """Compare a micro-batch on the first rank, and print what differs; `dtype` is that of the loss."""
+        report = dict(zip(log["keys"], log["values"][1:].tolist(), strict=True))
+        of_kl = args.kl_loss_coef if args.use_kl_loss else 0.0
+        coefs = {"pg_loss": 1.0, "entropy_loss": -args.entropy_coef, "kl_loss": of_kl}
+        parts = {name: coef * report.get(name, math.nan) for name, coef in coefs.items() if coef}
+        size, eps = sum(map(abs, parts.values())), torch.finfo(dtype).eps
+        total = sum(parts.values())
+        if abs(report.get("loss", math.nan) - total) > 8 * eps * size:
+            self.is_over, terms = True, " + ".join(f"{coef:g} * {name}" for name, coef in coefs.items() if coef)
+            announce(
+                f"{self.engine}: NOT PROVED: the loss is {report['loss']:.6g} where {terms} is {total:.6g}: a term has "
+                f"another weight, or one is added. Use {self.engine} {_ENGINES[self.engine][0]}",
+                True,
+            )
+        self.is_over |= all(abs(part) > 64 * eps * size for name, part in parts.items() if name != "pg_loss")
+
+
+def _with_mask_tokens(terms: _Terms, stock: Callable[[], Any], arguments: dict[str, Any]) -> Any:
     """The engine's scaled loss; Megatron and the engine's report then divide by the micro-batch's mask tokens."""
     now, args, masks = _now(), arguments["args"], arguments["batch"]["loss_masks"]
     of_step = now.masks.pop(0) if now.masks else masks
     is_cut_alike = [*map(len, of_step)] == [*map(len, masks)]  # responses may have been expanded
     now.loss = args, of_step if is_cut_alike else masks  # for a recomputed loss too
     loss, tokens, log = stock()
+    if args.loss_type == "policy_loss" and not terms.is_over and _place(True)[2]:
+        terms.compare(args, loss.dtype, log)
     if args.calculate_per_token_loss and now.counts is not None:
         tokens = sum((mask.sum() for mask in masks), start=tokens * 0)
         log["values"][0] = tokens

@@ -4,6 +4,8 @@ slime and miles themselves are run by real/test_real_slime_miles.py and test_rea
 no checkout.
 """
 
+import math
+import re
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
@@ -140,6 +142,51 @@ def test_a_step_divides_by_mask_tokens_while_it_is_counted(args: Any, monkeypatc
     assert model.loss_function(args, {"loss_masks": MASKS[:2]}, None)[1] == 3
     args.calculate_per_token_loss = False
     assert model.train_one_step(args, 0, [None], 1, 1)[2:] == (3, [3, 7])
+
+
+# --- terms beside the policy loss
+
+
+#: Of micro-batches: the loss, pg_loss, entropy_loss and kl_loss that the engine reports; what a process says of them.
+REPORTS: dict[str, tuple[list[tuple[float, float, float, float]], str]] = {
+    "as configured": ([(0.5 - 0.1 * 2 + 0.2 * 3, 0.5, 2, 3)], ""),
+    "KL times 10": (
+        [(0.5 - 0.1 * 2 + 2.0 * 3, 0.5, 2, 3)],
+        "6.3 where 1 [*] pg_loss .* is 0.9: a term has",
+    ),
+    "KL times 10 after a step with the reference": (
+        [(0.5 - 0.1 * 2, 0.5, 2, 0), (0.5 - 0.1 * 2 + 2e-3, 0.5, 2, 1e-3)],
+        "the loss is 0.302 where .* is 0.3002",
+    ),
+    "added": ([(0.5 - 0.1 * 2 + 1, 0.5, 2, 0)], "the loss is 1.3 where .* [+] -0.1 [*] entropy_loss"),
+    "of another report": ([(math.nan, math.nan, math.nan, math.nan)], ""),
+}
+
+
+@pytest.mark.parametrize("engine", ["slime", "miles"])
+@pytest.mark.parametrize("name", REPORTS)
+def test_terms_are_compared_with_the_coefficients(
+    name: str, engine: str, args: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    reports, says = REPORTS[name]
+    vars(args).update(
+        loss_type="policy_loss", custom_pg_loss_reducer_function_path="ours", entropy_coef=0.1, kl_loss_coef=0.2,
+        use_kl_loss=True,
+    )  # fmt: skip
+    model, left = install(engine), iter(reports)
+
+    def reporting(args: Any, batch: dict[str, Any], logits: Any) -> Any:
+        values = torch.tensor([3.0, *next(left)])
+        return values[1], 3, {"keys": ["loss", "pg_loss", "entropy_loss", "kl_loss"], "values": values}
+
+    model.loss_function = reporting
+    monkeypatch.setattr(slime, "_place", lambda is_known: (0, 1, True))
+    count_steps(args)
+    for _ in reports:
+        model.loss_function(args, {"loss_masks": MASKS[:2]}, None)
+    printed = capsys.readouterr().out
+    assert bool(re.search(rf"NOT PROVED: .*{says}", printed)) == bool(says), printed
+    assert ("NOT PROVED" in printed) == bool(says)
 
 
 # --- what is refused

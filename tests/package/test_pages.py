@@ -387,6 +387,7 @@ def test_the_code_of_frameworks_that_needs_none_runs(monkeypatch: pytest.MonkeyP
     of_sections = ("SkyRL", "Tinker and other trainers that only sum", "Megatron-LM's `train_rl.py`")
     skyrl, tinker, train_rl = (code_under("engines.md", section) for section in of_sections)
     names["policy"] = SimpleNamespace(train=lambda data, loss_fn, gbs=None: None)
+    names["master_config"] = SimpleNamespace(grpo=SimpleNamespace(num_generations_per_prompt=4))
     names["loss_fn"] = SimpleNamespace(positive_example_nll_weight=0.0, reference_policy_kl_penalty=0.1)
     of_engine: dict[str, dict[str, Any]] = {
         "areal": {"PPOTrainer": SimpleNamespace},

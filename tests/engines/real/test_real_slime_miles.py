@@ -26,7 +26,7 @@ import torch
 from checkouts import MILES, SLIME, VIME, checkout, load, record_errors
 from logit_table import KeepsGradients, Step, errors_of, logit_model, make_step, reject
 from logit_table import rollout_data as data_of
-from plants import assert_stopped, patched, planted
+from plants import assert_stopped, patched, planted, record_plant
 from ranks import RankError, run_ranks
 from repository import EXAMPLES
 from slime_launches import CP, DP, TOLERANCE, MakeStep, arguments, case, compute_in_float32, with_steps
@@ -102,6 +102,7 @@ def train(peer: str, root: str, cp: int, cases: list[dict[str, Any]]) -> list[li
             errors.append(errors_of(step, mode, launch["divisor"], reported_loss, optimizer.gradients[0], **options))
             if measured and measured[-1] is not None and args.custom_pg_loss_reducer_function_path:
                 errors.append(audit_error(measured[-1], launch, step))
+        assert not (other := [line for line in replacing.active() if "where 1 * pg_loss" in line]), other
         says = [line for line in replacing.active() if line.startswith(f"{peer}: policy loss by {launch['mode']}")]
         assert len(says) == (args.custom_pg_loss_reducer_function_path is not None), replacing.active()
         if says:  # without counts, the hook is loaded inside the first step
@@ -502,6 +503,26 @@ def test_a_fault_stops_the_first_step(peer: str, name: str, tmp_path: Path, reco
     launch |= {"weights": too_large} if "our weights" in name else {}
     root = planted(framework, tmp_path, {plant.edit[0]: plant.edit[1:]}) if plant.edit else checkout(framework)
     assert_stopped(record_property, framework, name, plant.says, dp * cp, train, peer, root, cp, [launch])
+
+
+IN_TERMS = {"slime": LOSS, "miles": LOSSES, "vime": OF_VIME}
+#: What stands in the policy loss, and what comes in its place; the KL penalty is not 0.
+TERMS = {
+    "KL penalty times 10": ("loss + args.kl_loss_coef", "loss + 10 * args.kl_loss_coef"),
+    "a loss added beside": ("loss + args.kl_loss_coef * kl_loss", "loss + args.kl_loss_coef * kl_loss + kl.sum()"),
+}
+
+
+@each_peer
+@pytest.mark.parametrize("name", TERMS)
+def test_terms_of_other_weights_are_said(peer: str, name: str, tmp_path: Path, record_property: Any) -> None:
+    framework, steps = PEERS[peer], [partial(make_step, 7, 1)]
+    flags: dict[str, Any] = {"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "low_var_kl"}
+    launch = case(peer, "sample_mean", "sample_mean", steps, counted=True, **flags)
+    root = planted(framework, tmp_path, {IN_TERMS[peer]: TERMS[name]})
+    with pytest.raises(RankError, match=rf"{peer}: NOT PROVED: the loss is .* where 1 \* pg_loss \+ 0.1 \* kl_loss is"):
+        run_ranks(1, train, peer, root, 1, [launch])
+    record_plant(record_property, framework, name, "says that it is not proved")
 
 
 @pytest.mark.parametrize("peer", ["slime", "vime"])
