@@ -12,6 +12,8 @@ _UNTRAINED = (
     "result of microbatch.loss(per_token_loss) unchanged; a loss that you weigh yourself must go through "
     "tap(per_token_loss, samples=...)."
 )
+#: What the caller of another form than those of Megatron's schedule is.
+_FORMS_OF = {"loop": "for a loop without Megatron's schedule", "engine": "which is for another trainer"}
 _CAUSE = "For the cause run: python -m megatron_rl_loss audit SCRIPT ..."
 
 
@@ -49,8 +51,7 @@ def reasons(
         return never or _UNTRAINED
     if outcome == "wrong":
         forms = sorted(name for name in state.forms if find_form(name).caller != "schedule")
-        is_for = "" if remedy else ", which is for another trainer"  # else the remedy says what each form is for
-        returned = [f"Micro-batches returned form={forms[0]!r}{is_for}."] if forms else []
+        returned = [f"Micro-batches returned form={name!r}, {_FORMS_OF[find_form(name).caller]}." for name in forms[:1]]
         unlike = [unlike_in_words(state)] * bool(state.all_parameters.unlike and state.factors)
         return "\n".join([*of_terms.faults, *unlike, *returned, *[remedy] * bool(remedy), _CAUSE])
     if outcome in ("wait", "overflow"):
