@@ -54,12 +54,12 @@ from megatron_rl_loss.losses.gates import Gate as Gate
 from megatron_rl_loss.losses.off_policy import importance_weights as importance_weights
 from megatron_rl_loss.losses.off_policy import keep_sequences as keep_sequences
 from megatron_rl_loss.losses.off_policy import surviving_masks as surviving_masks
-from megatron_rl_loss.losses.ppo import ppo_clip_loss as ppo_clip_loss
 from megatron_rl_loss.losses.scans import segment_scan as segment_scan
 from megatron_rl_loss.losses.segments import segment_mean as segment_mean
 from megatron_rl_loss.losses.segments import segment_quantile as segment_quantile
 from megatron_rl_loss.losses.segments import segment_sum as segment_sum
 from megatron_rl_loss.losses.segments import to_tokens as to_tokens
+from megatron_rl_loss.losses.token import ppo_clip_loss as ppo_clip_loss
 from megatron_rl_loss.losses.value_and_kl import kl_estimate as kl_estimate
 from megatron_rl_loss.losses.value_and_kl import value_loss as value_loss
 from megatron_rl_loss.megatron.flags import add_loss_aggregation_args as add_loss_aggregation_args

@@ -3,6 +3,7 @@
 Each error names the given value, the rule that it breaks, and a remedy: ``given: rule. Remedy.``
 """
 
+import functools
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set, Sized
 from difflib import get_close_matches
@@ -126,6 +127,24 @@ def require(holds: bool | Tensor, describe: Callable[[], str], rule: str) -> Non
         torch._assert_async(holds, f"values on a device: {rule}")
     elif not holds:
         raise ValueError(f"{describe()}: {rule}")
+
+
+def first_order(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorate a backward function written by hand: its gradient has no graph, so create_graph=True is a ValueError."""
+
+    def decorate(backward: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(backward)
+        def call(ctx: Any, *gradients: Any) -> Any:
+            if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+                raise ValueError(
+                    f"create_graph=True through {name}: its gradient has no graph, so a loss made from that gradient "
+                    "(a gradient penalty) would not train the model. Write that term with plain torch operations."
+                )
+            return backward(ctx, *gradients)
+
+        return call
+
+    return decorate
 
 
 #: Checks of values on a device that the host is told of late. `make_plan` runs them, where all ranks raise together.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl_loss.core.collectives import size_of
-from megatron_rl_loss.core.errors import check_callable, check_choice, check_float
+from megatron_rl_loss.core.errors import check_callable, check_choice, check_float, first_order
 from megatron_rl_loss.logprobs.choice import choose
 from megatron_rl_loss.logprobs.kept_ids import Keep
 from megatron_rl_loss.logprobs.kernels import run_from_hidden
@@ -29,7 +29,6 @@ from megatron_rl_loss.logprobs.layer import (
 )
 from megatron_rl_loss.logprobs.reading import LogProbs, Reading, TokenMask, check_rows
 from megatron_rl_loss.logprobs.teacher import Comparison, Teacher, check_teacher
-from megatron_rl_loss.losses.first_order import first_order
 
 #: (log_probs, entropy or None, **inputs) of a chunk's tokens -> their losses [tokens], and metrics by name.
 PerTokenLoss = Callable[..., tuple[Tensor, Mapping[str, Tensor]]]

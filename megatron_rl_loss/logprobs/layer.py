@@ -17,10 +17,9 @@ from megatron_rl_loss.core.collectives import (
     reduce_scatter_single,
     size_of,
 )
-from megatron_rl_loss.core.errors import check_float, check_int
+from megatron_rl_loss.core.errors import check_float, check_int, first_order
 from megatron_rl_loss.logprobs.reading import LogProbs, Places, Reading
 from megatron_rl_loss.logprobs.teacher import Comparison
-from megatron_rl_loss.losses.first_order import first_order
 
 logger = logging.getLogger(__name__)
 

@@ -16,10 +16,20 @@ from torch import Tensor
 from megatron_rl_loss.core.aggregation import Aggregation
 from megatron_rl_loss.core.collectives import Group, size_of
 from megatron_rl_loss.core.errors import check_choice
-from megatron_rl_loss.losses.ppo import ppo, ppo_clip_loss
 from megatron_rl_loss.losses.ratio import Formula, Masked, PolicyInputs, PolicyLoss, largest_exponent
 from megatron_rl_loss.losses.sequence import gmpo_loss, gspo_loss, vespo_loss
-from megatron_rl_loss.losses.token import cfpo, cfpo_loss, cispo, cispo_loss, dppo, dppo_loss, sapo, sapo_loss
+from megatron_rl_loss.losses.token import (
+    cfpo,
+    cfpo_loss,
+    cispo,
+    cispo_loss,
+    dppo,
+    dppo_loss,
+    ppo,
+    ppo_clip_loss,
+    sapo,
+    sapo_loss,
+)
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,9 @@ import torch
 from torch import Tensor
 
 from megatron_rl_loss.core.collectives import Group, reduce_in_place
-from megatron_rl_loss.core.errors import check_bool, check_choice, check_within, require
+from megatron_rl_loss.core.errors import check_bool, check_choice, check_within, first_order, require
 from megatron_rl_loss.core.masks import on_device
-from megatron_rl_loss.losses.cut_sequences import Sequences, Values
-from megatron_rl_loss.losses.first_order import first_order
-from megatron_rl_loss.losses.place import Place
+from megatron_rl_loss.losses.place import Place, Sequences, Values
 
 
 def segment_scan(

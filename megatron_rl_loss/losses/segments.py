@@ -19,11 +19,9 @@ import torch
 from torch import Tensor
 
 from megatron_rl_loss.core.collectives import Group, reduce_in_place
-from megatron_rl_loss.core.errors import check_bool, check_within
+from megatron_rl_loss.core.errors import check_bool, check_within, first_order
 from megatron_rl_loss.core.masks import on_device
-from megatron_rl_loss.losses.cut_sequences import Sequences, Values
-from megatron_rl_loss.losses.first_order import first_order
-from megatron_rl_loss.losses.place import Place, tokens_of
+from megatron_rl_loss.losses.place import Place, Sequences, Values, tokens_of
 
 
 def segment_sum(values: Values, local: Place, cp_group: Group | None = None, *, per: str = "sample") -> Tensor:

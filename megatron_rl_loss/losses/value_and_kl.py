@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from megatron_rl_loss.core.collectives import warn_on_one_rank
-from megatron_rl_loss.core.errors import check_choice, check_float, check_within
+from megatron_rl_loss.core.errors import check_choice, check_float, check_within, first_order
 from megatron_rl_loss.core.taps import reports_output
-from megatron_rl_loss.losses.first_order import first_order
 from megatron_rl_loss.losses.ratio import (
     Masked,
     bounded,

@@ -183,7 +183,7 @@ def test_wrong_names_would_be_seen() -> None:
         "megatron_rl_loss.no_such_name",
         "megatron_rl_loss.losses.no_such_file",
         "megatron_rl_loss.losses.token.no_such_name",
-        "megatron_rl_loss.losses.ppo.ppo_clip_loss",  # public: megatron_rl_loss.ppo_clip_loss
+        "megatron_rl_loss.losses.token.ppo_clip_loss",  # public: megatron_rl_loss.ppo_clip_loss
         "megatron_rl_loss.engines.slime.constant_x",
         "megatron_rl_loss.gspo_loss",
         "megatron_rl_loss.losses.gspo_loss",

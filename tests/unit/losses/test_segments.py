@@ -26,7 +26,7 @@ from megatron_rl_loss import (
     segment_sum,
     to_tokens,
 )
-from megatron_rl_loss.losses import cut_sequences
+from megatron_rl_loss.losses import place
 
 NAN, INF = math.nan, math.inf
 # --- collectives
@@ -246,7 +246,7 @@ COUNTED = StepTotals.of([torch.ones(2)], dp_group=None)
 def test_another_group_of_as_many_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The data-parallel group, say: its ranks hold other samples, and the sums would be right in no layout."""
     own, same, other = (SimpleNamespace(size=lambda: 2, ranks=ranks) for ranks in ([0, 1], [0, 1], [0, 2]))
-    monkeypatch.setattr(cut_sequences, "ranks_of", lambda group: group.ranks)
+    monkeypatch.setattr(place, "ranks_of", lambda group: group.ranks)
     microbatch: Any = SimpleNamespace(tokens=AT_CP_2, cp_group=own, totals=COUNTED)
     for group in (None, own, same):
         segment_sum(WHOLE, microbatch, group)  # type: ignore[arg-type]
