@@ -12,7 +12,7 @@ from megatron_rl_loss.core.counting import COUNTINGS, UnitCounting
 from megatron_rl_loss.core.errors import check_choice, check_int
 from megatron_rl_loss.core.modes import Mode, ModeFunction, available_modes, load_function, token_mean
 from megatron_rl_loss.core.plan import EmptyStep
-from megatron_rl_loss.proof.level import ProofLevel, proof_level
+from megatron_rl_loss.proof.outcomes import ProofLevel, proof_level
 
 #: Loss terms whose mode has a flag.
 _TERMS = ("kl", "entropy", "value")

@@ -15,7 +15,7 @@ from megatron_rl_loss.core.modes import Mode, ModeFunction
 from megatron_rl_loss.core.record import PlanUse, plan_of_model, plan_without_model
 from megatron_rl_loss.megatron.probe import check_fresh_gradients
 from megatron_rl_loss.megatron.proving import MegatronFirstStep, facts_of
-from megatron_rl_loss.proof.level import ProofLevel, proof_level
+from megatron_rl_loss.proof.outcomes import ProofLevel, proof_level
 
 Schedule = Callable[..., Any]
 

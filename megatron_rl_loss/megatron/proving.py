@@ -10,7 +10,7 @@ from megatron_rl_loss.core.aggregation import Aggregation
 from megatron_rl_loss.core.collectives import Group
 from megatron_rl_loss.core.record import PlanUse
 from megatron_rl_loss.megatron.flags import REMAT_SIZES, has_cuda_graphs
-from megatron_rl_loss.megatron.groups import groups_of
+from megatron_rl_loss.megatron.model_settings import groups_of
 from megatron_rl_loss.proof.first_step import FirstStep
 from megatron_rl_loss.proof.megatron_step import MegatronStep
 

@@ -1,11 +1,15 @@
-"""The outcomes of a measured step: a table from what was seen of it to what the proof does.
+"""The outcomes of a measured step, a table from what was seen to what the proof says; and the levels of the proof.
 
 A step is `wrong` only on positive evidence: token weights that were measured through a certified factor and are not
 those asked, or a plan that knows that none of its micro-batches was trained on. A parameter that has another factor may
-be meant to: that only keeps the step from being `proved`. What was not seen is `unknown`.
+be meant to: that only keeps the step from being `proved`. What was not seen is `unknown`. A level says what the proof
+does about a step that is not `proved`.
 """
 
-from typing import Literal, NamedTuple, get_args
+import os
+from typing import Any, Literal, NamedTuple, get_args
+
+from megatron_rl_loss.core.errors import check_choice
 
 #: The largest relative difference of sound weights, by the type that gradients were rounded to. float32 allows for some
 #: ten products on either side and the residual of a measurement, half precision for a few roundings of a gradient.
@@ -70,3 +74,15 @@ def outcome_of(seen: Seen) -> Outcome:
 #: The strictest first: where ranks see differently, this order decides.
 ORDER: tuple[Outcome, ...] = ("wrong", "unlike", "unknown", "foreign", "overflow", "wait", "proved")
 assert set(ORDER) == set(get_args(Outcome))
+
+#: What the proof does about a step that it does not prove; the strictest first: where ranks differ, this order decides.
+ProofLevel = Literal["strict", "error", "warn", "off"]
+#: An environment variable: the level of the first step's proof where nobody passes one.
+PROOF_VARIABLE = "MEGATRON_RL_LOSS_PROOF"
+
+
+def proof_level(asked: str | None = None) -> ProofLevel:
+    """The level asked for, else that of the environment, else ``error``. Raises ValueError for an unknown level."""
+    level: Any = asked or os.environ.get(PROOF_VARIABLE) or "error"
+    check_choice("proof level" if asked else f"{PROOF_VARIABLE} level", level, get_args(ProofLevel))
+    return level

@@ -18,8 +18,8 @@ from megatron_rl_loss.core.record import PlanUse
 from megatron_rl_loss.proof.exchange import Exchange
 from megatron_rl_loss.proof.factor import Fit
 from megatron_rl_loss.proof.first_step import FirstStep
-from megatron_rl_loss.proof.level import ProofLevel, proof_level
 from megatron_rl_loss.proof.measurement import Measurement, Ranks
+from megatron_rl_loss.proof.outcomes import ProofLevel, proof_level
 from megatron_rl_loss.proof.torch_gradients import TorchGradients, first_gradient, unseen
 
 _REMEDY = (

@@ -1,8 +1,7 @@
-"""A step that is not proved, in words; loaded where there is one."""
+"""A step that is not proved, in words."""
 
 from megatron_rl_loss.core.carriers import find_form
-from megatron_rl_loss.proof.level import PROOF_VARIABLE
-from megatron_rl_loss.proof.outcomes import Losses, Outcome
+from megatron_rl_loss.proof.outcomes import PROOF_VARIABLE, Losses, Outcome
 from megatron_rl_loss.proof.step_state import StepState, unlike_in_words
 from megatron_rl_loss.proof.terms import OfTerms
 

@@ -117,8 +117,8 @@ def packed_errors(launch: Launch, planted: bool = False) -> list[tuple[str, int,
     from megatron.core.datasets.data_schedule import wrap_data_iterator
 
     from megatron_rl_loss import LossAggregation, plan_step
-    from megatron_rl_loss.megatron.first_rank import from_first_tp_rank
     from megatron_rl_loss.megatron.flags import AggregationSettings
+    from megatron_rl_loss.megatron.lookahead import from_first_tp_rank
 
     state, group_of = launch.start()
     dp, dp_rank = state.get_data_parallel_world_size(), state.get_data_parallel_rank()

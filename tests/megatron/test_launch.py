@@ -21,9 +21,9 @@ from step_samples import dealt, step_samples
 from table_step import Batch, aggregation, begun, one_step, run_step, start, table_model
 
 from megatron_rl_loss import LossAggregation, Samples, next_microbatch, plan_step
-from megatron_rl_loss.megatron.first_rank import from_first_tp_rank
 from megatron_rl_loss.megatron.flags import AggregationSettings
 from megatron_rl_loss.megatron.iterator import MicrobatchIterator
+from megatron_rl_loss.megatron.lookahead import from_first_tp_rank
 from megatron_rl_loss.megatron.versions import logged_arguments
 
 SAMPLES = step_samples(seed=1)
