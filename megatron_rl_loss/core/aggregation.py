@@ -1,4 +1,8 @@
-"""`resolve`: an `Aggregation` from our names, other frameworks' (``verl:seq-mean-token-mean``) or functions."""
+"""An `Aggregation` is a mode with its settings, and `weigh` gives the weight of each token by it.
+
+`resolve` makes one of our names, other frameworks' (``verl:seq-mean-token-mean``) or functions. Of a user's function a
+`fingerprint` says whether ranks have the same.
+"""
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence

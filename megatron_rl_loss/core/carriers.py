@@ -170,39 +170,34 @@ def find_form(name: str) -> Form:
 
 
 def find_carrier(form: Form, per_token: bool, dynamic_cp: bool, for_schedule: bool) -> Carrier:
-    """The scaling that a form cancels with these settings; ValueError where it is not exact with them."""
-    carrier = form.carriers.get(per_token)
-    if carrier is None or (for_schedule and form.caller == "loop") or (dynamic_cp and not carrier.dynamic_cp):
-        raise refusal(form, per_token, for_schedule)
+    """The scaling that a form cancels in a plan with these settings; ValueError where the form is not exact in it."""
+    if for_schedule and form.caller == "loop":
+        raise ValueError(
+            f"form={form.name!r} in a plan of a Megatron model: such a plan is for Megatron's schedule, which takes "
+            f"({', '.join(DEFAULT.parts)}), and the form is for loops without the schedule. Leave form out; in a loop "
+            "of your own without the schedule, give plan_step dp_group= and cp_group= in place of model=."
+        )
+    has = "with" if per_token else "without"
+    if per_token not in form.carriers:
+        exact = [repr(row.name) for row in FORMS.values() if per_token in row.carriers]
+        raise ValueError(
+            f"form={form.name!r} {has} per-token loss: this form does not cancel Megatron's scaling then. Turn "
+            f"calculate_per_token_loss {'off' if per_token else 'on'}, or choose one of {', '.join(exact)}."
+        )
+    carrier = form.carriers[per_token]
+    if dynamic_cp and not carrier.dynamic_cp:
+        exact = [repr(row.name) for row in FORMS.values() if True in row.carriers and row.carriers[True].dynamic_cp]
+        raise ValueError(
+            f"form={form.name!r} {has} per-token loss, in a step whose cp_groups change between micro-batches: this "
+            "form scales by group sizes and numbers of micro-batches, which then differ between ranks. Plan with "
+            f"per-token loss, and return one of {', '.join(exact)}."
+        )
     return carrier
 
 
 def product(powers: Powers, counts: Mapping[Count, float]) -> float:
     """The product of the powers of the counts."""
     return math.prod(counts[name] ** power for name, power in powers.items())
-
-
-def refusal(form: Form, per_token: bool, for_schedule: bool) -> ValueError:
-    """Why the form is not exact in a plan with these settings."""
-    if for_schedule and form.caller == "loop":
-        return ValueError(
-            f"form={form.name!r} in a plan of a Megatron model: such a plan is for Megatron's schedule, which takes "
-            f"({', '.join(DEFAULT.parts)}), and the form is for loops without the schedule. Leave form out; in a loop "
-            "of your own without the schedule, give plan_step dp_group= and cp_group= in place of model=."
-        )
-    has, alike = "with" if per_token else "without", [row for row in FORMS.values() if per_token in row.carriers]
-    if per_token not in form.carriers:
-        return ValueError(
-            f"form={form.name!r} {has} per-token loss: this form does not cancel Megatron's scaling then. Turn "
-            f"calculate_per_token_loss {'off' if per_token else 'on'}, or choose one of "
-            f"{', '.join(repr(row.name) for row in alike)}."
-        )
-    exact = [repr(row.name) for row in FORMS.values() if True in row.carriers and row.carriers[True].dynamic_cp]
-    return ValueError(
-        f"form={form.name!r} {has} per-token loss, in a step whose cp_groups change between micro-batches: this "
-        "form scales by group sizes and numbers of micro-batches, which then differ between ranks. Plan with "
-        f"per-token loss, and return one of {', '.join(exact)}."
-    )
 
 
 class Receipt(NamedTuple):

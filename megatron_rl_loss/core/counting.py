@@ -248,7 +248,7 @@ class Tally(NamedTuple):
         id_types: the type of the samples' ids by name; None without a sample.
         tables: `Rows` of the units by each key, as bytes.
         data: a digest of the samples; 0 without any, or where nobody compares it.
-        is_own: samples are told apart by ids or tokens, and some token counts.
+        has_identity: its samples can be recognised on another rank: they have ids or tokens, and some token counts.
         in_cp_groups: of micro-batches that have a context-parallel group of several ranks of their own.
         dynamic_cp: some micro-batch names a context-parallel group of its own.
     """
@@ -259,7 +259,7 @@ class Tally(NamedTuple):
     id_types: Mapping[str, str] | None = None
     tables: Mapping[str, bytes] = {}
     data: int = 0
-    is_own: bool = False
+    has_identity: bool = False
     in_cp_groups: Sequence[InCpGroup] = ()
     dynamic_cp: bool = False
 
@@ -376,7 +376,7 @@ def _tally(
         id_types=id_types if filled else None,
         tables={key: _table(key, counted, masks, sums).tobytes() for key in ("step", *id_types) if counted},
         data=hashed(b"".join(samples.digest() for samples in counted)) if counted and groups.all else 0,
-        is_own=is_told_apart and any(samples.mask_sums.any() for samples in counted),
+        has_identity=is_told_apart and any(samples.mask_sums.any() for samples in counted),
         in_cp_groups=[
             _in_cp_group(samples, groups.dp_group) for samples in microbatches or () if size_of(samples.cp_group) > 1
         ],
@@ -495,7 +495,7 @@ def _without_units(numbers: Sequence[tuple[float, int, int]], masks: Sequence[st
 
 
 def _digest(tallies: Sequence[Tally], sums: Sequence[Sum]) -> int:
-    """Of the data of all ranks. Tables are made of the samples, but for what the functions of declared sums return."""
+    """A digest of all ranks' data; with declared sums also of the tables, which hold what users' functions returned."""
     return hashed(repr([(tally.data, tally.id_types, tally.tables if sums else {}) for tally in tallies]))
 
 
@@ -535,7 +535,7 @@ def _twins(tallies: Sequence[Tally], *, by_rollouts: bool) -> str | None:
     """The first two DP ranks that hold the same samples, told apart by rollout ids or, if not asked, by anything."""
     first: dict[int, int] = {}
     for rank, tally in enumerate(tallies):
-        is_compared = tally.is_own and tally.data and ("rollout" in (tally.id_types or ()) or not by_rollouts)
+        is_compared = tally.has_identity and tally.data and ("rollout" in (tally.id_types or ()) or not by_rollouts)
         if is_compared and first.setdefault(tally.data, rank) != rank:
             return (
                 f"DP ranks {first[tally.data]} and {rank} hold samples with the same masks, ids and tokens: these "

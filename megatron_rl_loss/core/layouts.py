@@ -207,10 +207,6 @@ class ZigzagTHD(Zigzag):
     cut = "zigzag"
 
 
-def is_user_defined(layout: Layout) -> bool:
-    return not type(layout).__module__.startswith(f"{__package__}.")
-
-
 class ZigzagBSHD(Zigzag):
     """An unpacked batch ``[batch_size, seq_length]`` cut along the sequence, zigzag, row by row.
 
@@ -357,6 +353,11 @@ class ZigzagResponse(Layout):
     def drawn(cls, bounds: list[int], lengths: list[int]) -> Layout:
         """Responses of these lengths behind prompts of three tokens, for `check_loss`; they have no other slots."""
         return cls([length + 3 for length in lengths], lengths)
+
+
+def is_user_defined(layout: Layout) -> bool:
+    """True for a layout of another package, whose pieces are then validated."""
+    return not type(layout).__module__.startswith(f"{__package__}.")
 
 
 def check_pieces(layout: Layout, what: str, pieces: Sequence[tuple[int, ...]]) -> None:

@@ -37,9 +37,9 @@ class Measurement:
         self._record = record = plan.record
         tokens = None
         if plan.samples is not None and values is not None:
-            tokens = _attempt(record, partial(_active_tokens, plan.microbatches, values, mask))
+            tokens = _attempt_alone(record, partial(_active_tokens, plan.microbatches, values, mask))
         self._values, self._entries = tokens if isinstance(tokens, np.ndarray) else np.zeros((2, 0))
-        self.tokens, self.sum = _begin(record, tokens, self._entries.sum(), self._entries @ self._values)
+        self.tokens, self.sum = _add_up(record, tokens, self._entries.sum(), self._entries @ self._values)
 
     @property
     def mean(self) -> float:
@@ -102,8 +102,8 @@ def keep_tokens(plan: Plan, name: str, flags: TokenFunction | None) -> None:
     record, kept = plan.record, None
     microbatches = None if flags is None or plan.samples is None else plan.microbatches
     if microbatches is not None and flags is not None:
-        kept = _attempt(record, partial(_flags_in_buffer, microbatches, flags, name))
-    _begin(record, kept)
+        kept = _attempt_alone(record, partial(_flags_in_buffer, microbatches, flags, name))
+    _add_up(record, kept)
     samples = None
     if isinstance(kept, np.ndarray) and microbatches is not None:
         flat = torch.from_numpy(kept)
@@ -164,12 +164,12 @@ def pass_gap(microbatch: Microbatch, name: str, values: Tensor) -> Tensor:
 # --- over the step
 
 
-def _attempt(record: StepRecord, make: Callable[[], Floats]) -> Floats | Exception:
-    """This rank's values, or their error for `_begin` to raise on all ranks; under CP the error is raised at once."""
+def _attempt_alone(record: StepRecord, make: Callable[[], Floats]) -> Floats | Exception:
+    """This rank's values, or their error for `_add_up` to raise on all ranks; under CP the error is raised at once."""
     return make() if record.cp_size > 1 or record.dynamic_cp else attempt(make)
 
 
-def _begin(record: StepRecord, mine: Floats | Exception | None, *sums: float) -> list[float]:
+def _add_up(record: StepRecord, mine: Floats | Exception | None, *sums: float) -> list[float]:
     """One round: the sums of all ranks that compute the loss; an error of any raises on all."""
     failure = failure_of(mine)
     of_rank = torch.tensor([mine is not None, failure is not None, *sums], dtype=torch.float64, device="cpu")

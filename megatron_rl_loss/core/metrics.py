@@ -82,11 +82,10 @@ def aggregation_over(over: str, of_loss: UnitCounting, totals: StepTotals) -> Ag
 
     In a step without a fully masked unit it counts as the loss does: the weights are then the same, and shared.
     """
-    alike = all(units.number.get(of_loss) == units.number["active"] for units in totals.units.values())
     name, mode = MODE_OF.get(over), find_mode(over)
-    if name is None and mode is None and over not in totals.units and not totals.units["sample"].number["all"]:
-        return resolve("sample_mean", units="active")  # a step without a sample has no ids; it is 0 of 0 units, as any
     if name is None and mode is None and over not in totals.units:
+        if not totals.units["sample"].number["all"]:  # without a sample there are no ids: 0 of 0 units, as any mean
+            return resolve("sample_mean", units="active")
         known = dict.fromkeys([*MODE_OF, *available_modes(), *totals.units])
         raise ValueError(
             f"a metric over {over!r}: there are no such units or ids in the step. "
@@ -94,6 +93,7 @@ def aggregation_over(over: str, of_loss: UnitCounting, totals: StepTotals) -> Ag
         )
     if mode is not None and mode.divisor == "required":
         raise ValueError(f"a metric over {over!r}: a metric has no divisor. Pass 'none' for the plain sum.")
+    alike = all(units.number.get(of_loss) == units.number["active"] for units in totals.units.values())
     by_loss = alike or (name is None and mode is not None) or name in ("token_mean", "token_sum")
     return resolve(name or mode or unit_mean(over), units=of_loss if by_loss else "active")
 
@@ -174,10 +174,11 @@ def _value(kind: MetricKind, part: Tensor) -> Tensor:
     return mean.square() / square if kind == "ess" else (square - mean.square()).clamp(min=0)
 
 
-_Names = list[tuple[str, MetricKind, str | None, str]]
+#: Name, kind, mask and aggregation of each metric.
+_Reported = list[tuple[str, MetricKind, str | None, str]]
 
 
-def _agree_on(mine: _Names, forms: list[str], groups: Sequence[Group]) -> _Names:
+def _agree_on(mine: _Reported, forms: list[str], groups: Sequence[Group]) -> _Reported:
     """Name, kind, mask and aggregation of each metric that some rank reports, in one order on all ranks."""
     if groups:
         # The largest digest and, of the negated one, the smallest: one reduction tells whether all ranks report alike,

@@ -268,12 +268,10 @@ class Microbatch:
         return self.loss(per_token_loss, form="sum")
 
     def _reducer_of_metric(self, name: str, metric: Metric) -> WeightedSum:
-        reducer = self._reducer(name, self._aggregation_over(metric.over, metric.mask), metric.mask)
+        of_loss, totals = self._record.modes.policy.units, self.totals.with_mask(metric.mask)
+        reducer = self._reducer(name, aggregation_over(metric.over, of_loss, totals), metric.mask)
         check_values(f"the metric {name!r}", metric.values, self.tokens)
         return reducer
-
-    def _aggregation_over(self, over: str, mask: str | None = None) -> Aggregation:
-        return aggregation_over(over, self._record.modes.policy.units, self.totals.with_mask(mask))
 
     def _summand(self, name: str, term: Any, has_names: bool) -> Summand:
         """A term with the reducer of its mode and mask; those that share both share the weights."""

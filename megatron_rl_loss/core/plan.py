@@ -37,7 +37,7 @@ def check_samples(
                 "micro-batches. Pass num_microbatches."
             )
         return None
-    if isinstance(samples, Samples) or not isinstance(samples, Sequence):
+    if not isinstance(samples, Sequence):  # one Samples is none
         raise TypeError(
             f"samples is a {type(samples).__name__}: it must be a list with one Samples for each micro-batch. Pass "
             "[Samples(...), ...]."

@@ -33,9 +33,10 @@ class WeightedSum:
 
     Attributes:
         weights: float32 [num_local_tokens]. They move to the device of the losses.
+        local: the tokens that this rank holds.
         gradient_scale: the factor of the sum's gradient (see `Gathered`).
-        name: of the loss term, for an audit.
-        number: of the micro-batch in the step, for an audit; None if nobody said it.
+        name: of the loss term, for a measurement.
+        number: of the micro-batch in the step, for a measurement; None if nobody said it.
         aggregation: the mode, divisor and unit counting of the weights.
         mask: one of the samples' further masks, by which tokens are weighed; None for the loss mask.
         plan: what became of the plan that made it; None without a plan.
@@ -54,7 +55,7 @@ class WeightedSum:
     ) -> None:
         self._weigh, self.weights = weigh, weigh(np.float32)
         self._double: Tensor | None = None  # the weights in float64, for float64 losses
-        self.aggregation, self._local, self.gradient_scale = aggregation, local, local.gradient_scale
+        self.aggregation, self.local, self.gradient_scale = aggregation, local, local.gradient_scale
         self.name, self.number, self.mask, self.plan = name, number, mask, plan
 
     @property
@@ -105,19 +106,27 @@ class WeightedSum:
 
         No error is raised: other ranks may be waiting in a collective, and a loss scaler may skip the step.
         """
-        log_not_finite(what, values, self.weights_on(values.device), self._local)
+        flat = values.detach().reshape(-1)
+        wrong = ((self.weights_on(values.device) != 0) & ~flat.isfinite()).nonzero()[:1, 0].tolist()
+        for token in wrong:  # none where the sum of finite losses overflows
+            sample, place = self.local.place_of(token)
+            logger.warning(
+                f"rank {world_rank()}: {what} is {float(flat[token])} at token {place} of sample {sample} of a "
+                "micro-batch: the token's mask is not 0, so the step's sum is not finite. Check the token's log-probs "
+                "and advantage, or mask it."
+            )
 
     def hook(
         self, share: Tensor, summand: "Summand | None" = None, values: Tensor | None = None, unseen: str = ""
     ) -> None:
-        """Let an audit that observes the step have the share's gradient: of one term of it, or of all of it.
+        """Let a measurement that observes the step see the share's gradient: of one term of it, or of all of it.
 
         Of values that nobody else has, gradients are compared with the weights, so that this sum's backward is seen.
         """
         if (taps := observed_taps()) is None or not (torch.is_grad_enabled() and share.requires_grad):
             return
         if summand is not None and summand.term is None and taps.find(summand.values):  # the user's tap sees more
-            tap(summand.values, self.name, samples=self._local.samples)
+            tap(summand.values, self.name, samples=self.local.samples)
             return
         coef, term = (1.0, None) if summand is None else (summand.coef, summand.term)
         outputs = [] if summand is None else taps.outputs_of(summand.values)
@@ -126,7 +135,7 @@ class WeightedSum:
         share.register_hook(taps.of_training(hooked.add))
         if values is not None and values.requires_grad and coef:
             values.register_hook(hooked.check)
-        tapped = Tap(tuple(self.weights.shape), samples=self._local.samples, share=hooked)
+        tapped = Tap(tuple(self.weights.shape), samples=self.local.samples, share=hooked)
         if term is not None:
             tapped.coef, tapped.aggregation = coef, self.aggregation
         taps.add(tapped, term or self.name, self.number)
@@ -175,7 +184,7 @@ def sum_terms(summands: Sequence[Summand]) -> tuple[Tensor, list[Tensor]]:
             have no graph, beside others that have one.
     """
     for summand in summands:
-        check_values(summand.what, summand.values, summand.reducer._local)
+        check_values(summand.what, summand.values, summand.reducer.local)
     _check_trained(summands)
     is_compiling, is_observed = torch.compiler.is_compiling(), observed_taps() is not None
     if torch.is_grad_enabled() and not is_compiling:
@@ -214,22 +223,6 @@ def _check_trained(summands: Sequence[Summand]) -> None:
                 f"the term {summand.term!r} with coef={summand.coef!r} and values without a graph: it would be added "
                 "to the loss and train nothing. Do not detach it; or pass it as a metric, or with coef=0."
             )
-
-
-# --- what is logged of losses that cannot be summed or trained exactly
-
-
-def log_not_finite(what: str, values: Tensor, weights: Tensor, local: LocalTokens) -> None:
-    """`WeightedSum.report_not_finite`."""
-    flat = values.detach().reshape(-1)
-    wrong = ((weights != 0) & ~flat.isfinite()).nonzero()[:1, 0].tolist()
-    for token in wrong:  # none where the sum of finite losses overflows
-        sample, place = local.place_of(token)
-        logger.warning(
-            f"rank {world_rank()}: {what} is {float(flat[token])} at token {place} of sample {sample} of a "
-            "micro-batch: the token's mask is not 0, so the step's sum is not finite. Check the token's log-probs "
-            "and advantage, or mask it."
-        )
 
 
 def warn_of_float16(rows: Sequence[tuple[Tensor, Tensor]]) -> None:

@@ -287,7 +287,20 @@ class Samples:
         number, such as an advantage, stands at each entry of the mask. Tensors stay differentiable and on their device;
         others give a float64 array.
         """
-        return rows_in_buffer(self, values)
+        check_sized("values", values)
+        check_one_each("rows", len(values), "loss masks", len(self))
+        rows = [_to_row(value, length) for value, length in zip(values, self.mask_lengths, strict=True)]
+        shapes = [tuple(row.shape) if hasattr(row, "shape") else np.shape(row) for row in rows]
+        if shapes != [(length,) for length in self.mask_lengths]:
+            lengths = [shape[0] if len(shape) == 1 else shape for shape in shapes[:8]]
+            raise ValueError(
+                f"rows of {lengths} values for loss masks of {self.mask_lengths[:8]}: a row must be as long as its "
+                "sample's mask. Pass one value per mask entry."
+            )
+        flat = _place_rows(rows, self.places, self.total_tokens)
+        if isinstance(values, Tensor) and not rows:
+            flat = values.new_zeros(self.total_tokens)
+        return flat if self.layout is None else flat.reshape(self.layout.rows(len(flat)))
 
     def label(self, name: str) -> Any:
         """The labels of that name, an array where each is a number; ValueError where there are none."""
@@ -550,26 +563,7 @@ class LocalTokens:
         return of_samples.repeat(self.counts)
 
 
-def rows_in_buffer(samples: Samples, values: Sequence[Any] | Tensor) -> Any:
-    """`Samples.in_buffer`."""
-    check_sized("values", values)
-    check_one_each("rows", len(values), "loss masks", len(samples))
-    rows = [to_row(value, length) for value, length in zip(values, samples.mask_lengths, strict=True)]
-    if (shapes := [tuple(row.shape) if hasattr(row, "shape") else np.shape(row) for row in rows]) != [
-        (length,) for length in samples.mask_lengths
-    ]:
-        lengths = [shape[0] if len(shape) == 1 else shape for shape in shapes[:8]]
-        raise ValueError(
-            f"rows of {lengths} values for loss masks of {samples.mask_lengths[:8]}: a row must be as long as its "
-            "sample's mask. Pass one value per mask entry."
-        )
-    flat = place_rows(rows, samples.places, samples.total_tokens)
-    if isinstance(values, Tensor) and not rows:
-        flat = values.new_zeros(samples.total_tokens)
-    return flat if samples.layout is None else flat.reshape(samples.layout.rows(len(flat)))
-
-
-def to_row(value: Any, length: int) -> Any:
+def _to_row(value: Any, length: int) -> Any:
     """A row of that length where the value is one number, else the value itself."""
     if np.ndim(value):
         return value
@@ -580,7 +574,7 @@ def to_row(value: Any, length: int) -> Any:
     return np.full(length, value)
 
 
-def place_rows(rows: Sequence[Any], places: Sequence[tuple[int, int]], total_tokens: int) -> Any:
+def _place_rows(rows: Sequence[Any], places: Sequence[tuple[int, int]], total_tokens: int) -> Any:
     """`place` of rows that are not joined yet; of tensors a tensor, which stays differentiable and on their device."""
     like = next((row for row in rows if isinstance(row, Tensor)), None)
     if like is None:

@@ -1,9 +1,9 @@
-"""Records of the gradient that reaches each token's loss while an audit observes the step. They change nothing.
+"""Records of the gradient that reaches each token's loss, while a proof or an audit observes the step.
 
-Of a loss that a reducer of this package sums, the share is hooked: its gradient times the reducer's weights are the
-gradients of its tokens. A loss that somebody else sums is tapped token by token (`tap`). Both see everything that the
-loss function and the schedule do to a token on this rank: its weight, their factors and the loss scale. What happens
-to gradients afterwards they do not see.
+They change nothing. Of a loss that a reducer of this package sums, the share is hooked: its gradient times the
+reducer's weights are the gradients of its tokens. A loss that somebody else sums is tapped token by token (`tap`). Both
+see everything that the loss function and the schedule do to a token on this rank: its weight, their factors and the
+loss scale. What happens to gradients afterwards they do not see.
 """
 
 import itertools
@@ -21,7 +21,7 @@ from torch import Tensor
 from megatron_rl_loss.core.aggregation import Aggregation
 from megatron_rl_loss.core.samples import Samples
 
-#: Nodes of a graph that are looked through between a reducer and a loss function: their own code, not the model.
+#: The search from the losses of a reducer back to a loss function ends after so many nodes: behind it lies the model.
 _MOST_NODES = 256
 
 
