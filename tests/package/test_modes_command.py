@@ -64,7 +64,7 @@ def test_a_name_is_said_by_version_and_one_that_differs_asks_for_it(
         (["prompt"], "there is no such mode"),
         (["constant"], "--loss-aggregation-divisor 40960"),
         (["sample_mean", "--loss-aggregation-divisor", "3"], "this mode takes none"),
-        (["token_mean", "--loss-aggregation-units", "some"], "Choose one of all, active"),
+        (["token_mean", "--loss-aggregation-units", "some"], f"Choose one of {', '.join(oracle.UNITS)}"),
         (["--loss-aggregation-units", "active"], "flags without a mode"),
     ],
 )

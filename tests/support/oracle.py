@@ -179,7 +179,10 @@ def weights_by_ids(
     units: str,
     labels: Sequence[Mapping[str, Any]] | None = None,
 ) -> list[list[float]]:
-    """Weights of `BY_IDS`, mask included, of a session per sample and a turn per token; "" is no turn."""
+    """Weights of `BY_IDS`, mask included, of a session per sample and a turn per token; "" is no turn.
+
+    Of units that count there is at least one, as in the library: a counting may leave out units with active tokens.
+    """
     rows = [mask.double().tolist() for mask in masks]
     of_samples = labels or [{} for _ in rows]
     if mode == "turn_mean":
@@ -193,7 +196,7 @@ def weights_by_ids(
             for turn, entries in parts.items():
                 tokens[turn] = tokens.get(turn, 0.0) + sum(entries)
                 counting |= {turn} if part_counts(units, entries, of_sample) else set()
-        number = len(counting)
+        number = max(len(counting), 1)
         return [
             [entry / tokens[turn] / number if entry else 0.0 for entry, turn in zip(row, of_row, strict=True)]
             for row, of_row in zip(rows, turns, strict=True)
@@ -203,8 +206,9 @@ def weights_by_ids(
         for session, row, of_sample in zip(sessions, rows, of_samples, strict=True)
         if part_counts(units, row, of_sample)
     ]
+    number = max(len(set(counted)), 1)
     return [
-        [entry / sum(row) / counted.count(session) / len(set(counted)) if entry else 0.0 for entry in row]
+        [entry / sum(row) / max(counted.count(session), 1) / number if entry else 0.0 for entry in row]
         for session, row in zip(sessions, rows, strict=True)
     ]
 
