@@ -401,9 +401,7 @@ PLANTS = [
         },
         world=(2, 2),
     ),
-    Plant(
-        "KL penalty times 10", {GRPO: ("self.beta * per_t", "10 * self.beta * per_t")}, "the KL penalty by 0.3 where"
-    ),
+    Plant("KL penalty times 10", {GRPO: ("self.beta * per_t", "10 * self.beta * per_t")}, "KL penalty by 0.3 where"),
     Plant(
         "KL penalty of another estimator",
         {GRPO: ("torch.exp(safe_ratio) - safe_ratio - 1", "safe_ratio**2 / 2")},
