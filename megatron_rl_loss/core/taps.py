@@ -195,22 +195,39 @@ class Taps:
         """A tensor hook that adds a gradient once the backward pass that it came by has trained some parameter.
 
         A pass for a log, as of ``torch.autograd.grad``, trains none; neither does a loss that is detached from the
-        model. Where no parameter takes any gradient all step long, all passes count.
+        model. Where no parameter takes any gradient all step long, all passes count. A reentrant checkpoint computes
+        losses again inside a pass, and takes their gradients by a pass of its own: the outer pass decides.
         """
 
-        def hook(gradient: Tensor) -> None:
-            before, kept = self.num_taken, gradient.detach().clone()
-            if before is None:
-                add(kept)
-                return
+        def at_the_end(count: Callable[[], None]) -> None:
+            before = self.num_taken
 
             def end() -> None:
                 if self.num_taken == before:
-                    self._not_taken.append(lambda: add(kept))
+                    self._not_taken.append(count)
                 else:
-                    add(kept)
+                    count()
 
             torch.autograd.Variable._execution_engine.queue_callback(end)
+
+        kept: list[Tensor] = []
+        is_recomputed = self.num_taken is not None and torch._C._current_graph_task_id() != -1
+
+        def add_kept() -> None:
+            for gradient in kept:
+                add(gradient)
+
+        if is_recomputed:
+            at_the_end(add_kept)
+
+        def hook(gradient: Tensor) -> None:
+            copy = gradient.detach().clone()
+            if self.num_taken is None:
+                add(copy)
+            elif is_recomputed:
+                kept.append(copy)
+            else:
+                at_the_end(lambda: add(copy))
 
         return hook
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from megatron_rl_loss import (
     Gathered,
@@ -163,3 +164,33 @@ def test_what_a_step_is_asked_for_is_known_while_it_runs() -> None:
     with observe(aggregation=resolve("token_mean")):
         assert expected_aggregation() == resolve("token_mean")
     assert expected_aggregation() is None
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("is_detached", [False, True])
+def test_losses_that_a_checkpoint_computes_again_count_by_the_pass_that_trains(
+    use_reentrant: bool, is_detached: bool
+) -> None:
+    """A reentrant checkpoint runs a pass of its own, inside that of the model, which reaches parameters after it."""
+    taps = Taps(num_taken=0)
+    first, second = (torch.ones(4, requires_grad=True) for _ in range(2))
+
+    def take(_: torch.Tensor) -> None:
+        taps.num_taken = (taps.num_taken or 0) + 1
+
+    for parameter in (first, second):
+        parameter.register_post_accumulate_grad_hook(take)
+
+    def loss_of(output: torch.Tensor) -> torch.Tensor:
+        return (tap(output * 3.0) * MASK).sum()
+
+    output = (first * 2.0).detach().requires_grad_() if is_detached else first * 2.0
+    with observe(taps):
+        taps.begin_microbatch()
+        checkpoint(loss_of, output * 1.0, use_reentrant=use_reentrant).backward()
+        second.sum().backward()
+    taps.end()
+    gradients = [tapped.gradient for of_term in taps.losses.values() for tapped in of_term.values()]
+    reached = [gradient for gradient in gradients if gradient is not None]
+    assert len(reached) == (not is_detached)
+    assert all(torch.equal(gradient, MASK) for gradient in reached)
