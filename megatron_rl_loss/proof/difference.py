@@ -52,12 +52,14 @@ def may_be_clipped(compared: Compared, factor: Factor) -> str:
 
     Gradients that were clipped inside the measured step are multiplied by a number that is no product of the step's
     counts, and so are the factor and all weights. A loss that is multiplied by such a number leaves the factor alone.
+    Masked tokens that weigh something have another reason.
     """
     totals = compared.totals
     tokens = {"tokens": totals.step_active_tokens, "mask tokens": round(totals.step_tokens)}
     is_one_number = compared.high - compared.low <= 1e-3 * abs(compared.high)
     is_below = 0 < compared.high < 1 - 1e-3
-    if not (is_one_number and is_below) or named(compared.high, compared.sizes):
+    are_masked_right = compared.deviation <= 1.01 * (1 - compared.low)
+    if not (is_one_number and is_below and are_masked_right) or named(compared.high, compared.sizes):
         return ""
     rounding = max(1e-4, factor.rounding)
     if named(factor.value, compared.sizes | tokens, rounding) or abs(factor.value - 1) < rounding:
