@@ -197,7 +197,8 @@ def plan_losses(losses: Any, step: Step, launch: dict[str, Any], state: Any) -> 
             return values.sum()
 
         _, log = losses.policy_loss_function(args, batch, logits, keep)
-        loss, _ = microbatch.loss(of_tokens[0], form="slime")
+        values = of_tokens[0] + 0 * logits.sum()  # miles's log-probs of no token have no graph
+        loss, _ = microbatch.loss(values, form="slime")
         return loss, log | {"pg_loss": loss.detach()}
 
     table: Any = importlib.import_module("logit_table")
