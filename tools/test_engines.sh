@@ -31,6 +31,6 @@ while read -r variable; do export "${variable?}"; done <<<"$variables"
 log=$(mktemp)
 trap 'rm -f "$log"' EXIT
 tests=(tests/engines/real)
-(($#)) || tests+=(tests/megatron/test_first_step.py)
+(($#)) || tests+=(tests/megatron/test_first_step.py tests/megatron/test_proof_loops.py)
 "$PYTHON" -m pytest -n 0 -q "${tests[@]}" "$@" | tee "$log"
 (($#)) || "$PYTHON" tools/engine_tables.py "$log" docs/bench/engines-cpu.txt
