@@ -4,10 +4,12 @@ import json
 import math
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import make_rollouts
 import pytest
+from pages import code_under
 from repository import EXAMPLES
 from rollouts import Rollout, balance, make_pack, packs_of_rank, read_rollouts, write_rollouts
 
@@ -184,3 +186,26 @@ def test_the_samplers_log_probs_are_read_as_engines_write_them_and_packed(tmp_pa
     lacking = GOOD | {"rollout_id": "b", "rollout_log_probs": [-1] * 3}
     with pytest.raises(ValueError, match="line 2: top_log_probs must be on all lines or on none"):
         read_rollouts(written(tmp_path, records[0], lacking), vocab_size=32)
+
+
+ANSWERED: dict[str, Any] = {
+    "slime": [[(-2.0, 9, None), (-0.5, 3, None)], [(-0.5, 3, None)], [(-0.25, 1, None), (-2.0, 9, None)]],
+    "verl, SkyRL": [
+        {3: SimpleNamespace(logprob=-0.5), 9: SimpleNamespace(logprob=-2.0)},
+        {3: SimpleNamespace(logprob=-0.5)},
+        {9: SimpleNamespace(logprob=-2.0), 1: SimpleNamespace(logprob=-0.25)},
+    ],
+}
+
+
+@pytest.mark.parametrize("engine", ANSWERED)
+def test_the_pages_lines_read_what_an_engine_answers(engine: str, tmp_path: Path) -> None:
+    sampled = [(-0.5, 3, None), (-1.0, 4, None), (-0.25, 1, None)] if engine == "slime" else [-0.5, -1.0, -0.25]
+    names: dict[str, Any] = {"answered": ANSWERED[engine], "of_sampled_tokens": sampled}
+    exec(code_under("losses.md", "The likeliest ids of an engine"), names)
+    assert names["rollout_ids"].tolist() == [[3, 9], [3, 0], [1, 9]]
+    assert names["rollout_log_probs"].tolist() == [[-0.5, -2.0], [-0.5, -math.inf], [-0.25, -2.0]]
+    record = GOOD | {"top_log_probs": names["pairs"], "rollout_log_probs": names["sampled"]}
+    rollout, _ = read_rollouts(written(tmp_path, record, record | {"rollout_id": "p/1", "reward": 0}), vocab_size=32)
+    assert rollout.top_log_probs == names["pairs"] == [[(-0.5, 3), (-2.0, 9)], [(-0.5, 3)], [(-0.25, 1), (-2.0, 9)]]
+    assert rollout.rollout_log_probs == [-0.5, -1.0, -0.25]

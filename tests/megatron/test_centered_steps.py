@@ -1,7 +1,8 @@
 """The recipe `score_centering.py` through the real Megatron: PP 2 x TP 2 with SP x CP 2 gives one gradient.
 
 A tiny GPT in packed rows, ragged, with masked samples. The sampler is the same GPT of other weights; some tokens have
-fewer ids. The oracle is `gpt_oracle`'s model with the whole vocabulary, in float64, sample by sample.
+fewer ids. So it is with the same lines in the loss of a chunk (`Folded`), in one pass from hidden states. The oracle is
+`gpt_oracle`'s model with the whole vocabulary, in float64, sample by sample.
 """
 
 from collections.abc import Callable
@@ -25,7 +26,8 @@ from megatron_rl_loss import LossAggregation
 LAYOUT = Layout(tp=2, sp=True, pp=2, vp=1, cp=2, dp=1)
 SHAPE, SAMPLER = GptShape(2, False, False), GptShape(1, False, False)
 K, HIGH = 5, 2.0
-MODES = ["token_mean", "prompt_mean"]
+#: How the loss is made, and the mode that divides it.
+STEPS = [("recipe", "token_mean"), ("recipe", "prompt_mean"), ("folded", "prompt_mean")]
 
 pytestmark = pytest.mark.slow
 
@@ -62,17 +64,49 @@ def pack_of(batch: Batch, rollouts: list[Rollout]) -> dict[str, Any]:
     return pack | {"packed": batch.packed_seq_params(), "samples": batch.samples}
 
 
+def folded_step(data_iterator: Any, model: Any) -> Any:
+    """The recipe in one pass: the losses are made of each chunk's log-probs."""
+    from recipes.score_centering import COLUMNS, GATE, OF_SAMPLER
+
+    from megatron_rl_loss import Folded, OutputHead, importance_weights, next_microbatch, ppo_clip_loss, score_centering
+
+    microbatch = next_microbatch(data_iterator)
+    pack = microbatch.data
+    columns = [microbatch.local(pack[name])[None] for name in COLUMNS + OF_SAMPLER]
+    tokens, positions, labels, old, advantages, sampled, ids, sampler = columns
+
+    def per_token(log_probs: Tensor, _: Any, **of: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        ones = torch.ones(len(log_probs))  # masked tokens are in no chunk
+        weights = importance_weights(of["old"] - of["sampled"], GATE)
+        policy = ppo_clip_loss(log_probs[:, 0], of["old"], of["advantages"], ones, importance_weights=weights)
+        centred = score_centering(log_probs[:, 1:], of["sampler"], of["advantages"], ones, gate=GATE)
+        return policy.per_token_loss + centred, {}
+
+    inputs = {"old": old, "advantages": advantages, "sampled": sampled, "sampler": sampler}
+    output = model(
+        tokens,
+        positions,
+        None,
+        labels=torch.cat([labels[..., None], ids], dim=-1),
+        packed_seq_params=pack["packed"],
+        output_processor=OutputHead(chunk_tokens=3),
+        output_processor_context=Folded(microbatch, per_token, inputs),
+    )
+    return output, lambda output: microbatch.loss(output[0])  # log-probs of several ids are no metric
+
+
 def gradients(rollouts: list[Rollout]) -> tuple[dict[str, int], list[Outcome]]:
-    """On a rank: its place, and its part of the gradients by each mode."""
+    """On a rank: its place, and its part of the gradients of each step."""
     from recipes.score_centering import forward_step
 
     place, outcomes = place_in(start_layout(LAYOUT)), []
-    for mode in MODES:
+    for way, mode in STEPS:
         case = Case(2, mode, "all", "mean", False, "plain", False, False)
         ready, batches = prepared(LAYOUT, case, rollouts, "packed")
         packs = [pack_of(batch, list(batch._rollouts)) for batch in batches]
         aggregation = LossAggregation(settings_of(case), lambda pack: pack["samples"])
-        run_batches(LAYOUT, ready, forward_step, packs, aggregation.wrap_schedule)
+        step = folded_step if way == "folded" else forward_step
+        run_batches(LAYOUT, ready, step, packs, aggregation.wrap_schedule)
         outcomes.append(Outcome(collect(ready.chunks, of_gradients=True), {}, 0.0, None))
     return place, outcomes
 
@@ -100,12 +134,12 @@ def expected(mode: str, *, centred: bool = True) -> dict[str, Tensor]:
 
 def test_a_centred_policy_loss_in_8_processes_is_that_of_one(record_property: Any) -> None:
     by_rank = run_ranks(LAYOUT.world_size, gradients, gpt_oracle.rollouts_of(SHAPE))
-    for k, mode in enumerate(MODES):
+    for k, (way, mode) in enumerate(STEPS):
         parts = list(whole([(place, outcomes[k]) for place, outcomes in by_rank], "gradients"))
         right, uncentred = expected(mode), expected(mode, centred=False)
         assert {name for name, _ in parts} == set(right)
         error = max(relative_error(gradient, right[name]) for name, gradient in parts)
         record_property("relative_error_of_score_centering", error)
-        assert error <= FP32_BOUNDS["gradients"], mode
+        assert error <= FP32_BOUNDS["gradients"], (way, mode)
         off = max(relative_error(gradient, uncentred[name]) for name, gradient in parts)
         assert off > 100 * FP32_BOUNDS["gradients"]  # negative control
