@@ -1,7 +1,7 @@
 """Public reports of this field as rows: the fault as it was reported, and what the library says or computes of it.
 
 `REPORTS` are shown here, `ELSEWHERE` names the test that shows them, and `OUT_OF_SCOPE` says why there is none.
-tests/support/published.py has 58 further rows, of bugs that change the weight of a token.
+tests/support/published.py has those of bugs that change the weight of a token.
 """
 
 import ast
@@ -172,7 +172,7 @@ def rows_of_padding() -> None:
 def a_metric_of_another_width() -> None:
     """RLinf#1471: a metric per action dimension over a mask per action."""
     microbatch = plan_step([Samples([[1, 1, 1], [1]])], "token_mean", dp_group=None)[0]
-    with pytest.raises(ValueError, match="kl"):
+    with pytest.raises(ValueError, match=r"the metric 'kl' of shape \(4, 7\)"):
         microbatch.loss(trained(), {"kl": torch.ones(4, 7)})
 
 
