@@ -224,7 +224,7 @@ def _refusal(name: str, call: LossCall, failure: str) -> ValueError:
     remedy = "Describe its call in LossCall(rows=..., takes=..., names=...), or wrap the function."
     given = f"{call.takes}, the mask"
     if call.rows == "lists":
-        given = f"{call.takes} and masks, which are lists of one tensor per row,"
+        given = f"{call.takes} and masks, which are lists of one tensor per row"
     if "missing" in failure:
         remedy = f"Parameters named {', '.join([*call.names, *PARAMETERS])} get values. {remedy}"
     if "returns a tuple" in failure:

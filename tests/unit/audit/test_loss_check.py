@@ -461,8 +461,12 @@ REFUSALS = {
             r"it returns a Tensor .*must return \(loss, num_tokens, report\) or \(loss, report\) to Megatron's",
             MEGATRON,
         ),
-        ((None, by_task), r"without ids\['task'\].*rows have .* and turn ids: give check_loss .*ids={", WITH_TASKS),
-        ((None, by_label), r"no label 'kind'.*give check_loss .*labels={", WITH_KINDS),
+        (
+            (None, by_task),
+            r"check_loss draws rows with .* turn ids: give it .*ids={.*without ids\['task'\]",
+            WITH_TASKS,
+        ),
+        ((None, by_label), r"check_loss draws rows .*labels={.*no label 'kind'", WITH_KINDS),
         ({"call": object()}, "call <object .*Choose one of pytorch, ", PLAIN),
         ((None, None), "loss_fn None, .*Name a mode", (None, "token_sum")),
         (
