@@ -143,7 +143,7 @@ def _check_mode(expected: Aggregation, draws: int, seed: int, described: Describ
     findings: dict[str, Finding] = {}
     for number, layout in enumerate(LAYOUTS):  # every second one with rollouts over several rows
         call = LossCall(rows="packed", dp="sum", cp="sum", cp_cut=layout, split_rollouts=number % 2 == 1)
-        for finding in _check_function(loss, None, call, draws, seed, described).findings:
+        for finding in _findings(_measure_of(loss, call, described), call, None, draws, seed):
             cut = f"{finding.cut}, {layout}" if CUTS.get(finding.cut) == "C" else finding.cut
             findings.setdefault(cut, replace(finding, cut=cut))
     assumed = "its own weights, in every layout"
@@ -157,13 +157,7 @@ def _check_function(
     loss_fn: Any, expected: Aggregation | None, call: LossCall, draws: int, seed: int, described: Described
 ) -> LossReport:
     """Check a loss function; ValueError for one that fails on a plain step."""
-    run = partial(measure, loss_fn, call, described=described)
-    plain: Any = loss_fn.func if isinstance(loss_fn, partial) else loss_fn
-    name = getattr(plain, "__name__", None) or type(plain).__name__
-    try:
-        run(_PLAIN)
-    except CallFailed as failure:
-        raise _refusal(name, call, failure.args[1]) from failure.__cause__
+    run = _measure_of(loss_fn, call, described)
     findings, causes = _findings(run, call, expected, draws, seed), tuple[str, ...]()
     notes = [f"parameter {parameter} was left at its default" for parameter in _left_at_default(loss_fn, call)]
     # A function that fails in some draws only, which the findings report, has no causes to look for.
@@ -175,7 +169,22 @@ def _check_function(
             causes = _causes(run, call, wanted, seed)
         if not np.isfinite(run(_HOLED, poisoned=True).weights).all():
             notes.append("a NaN at a masked token spoils the loss; select by the mask (torch.where) before multiplying")
-    return LossReport(name, expected, call.describe(), draws, seed, tuple(findings), causes, tuple(notes))
+    return LossReport(_name_of(loss_fn), expected, call.describe(), draws, seed, tuple(findings), causes, tuple(notes))
+
+
+def _measure_of(loss_fn: Any, call: LossCall, described: Described) -> Measure:
+    """What measures the function's weights in a step; ValueError for a function that fails on a plain one."""
+    run = partial(measure, loss_fn, call, described=described)
+    try:
+        run(_PLAIN)
+    except CallFailed as failure:
+        raise _refusal(_name_of(loss_fn), call, failure.args[1]) from failure.__cause__
+    return run
+
+
+def _name_of(loss_fn: Any) -> str:
+    plain: Any = loss_fn.func if isinstance(loss_fn, partial) else loss_fn
+    return getattr(plain, "__name__", None) or type(plain).__name__
 
 
 def _findings(run: Measure, call: LossCall, expected: Aggregation | None, draws: int, seed: int) -> list[Finding]:
