@@ -5,8 +5,9 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from megatron_rl_loss.core.errors import check_choice, check_float, require
+from megatron_rl_loss.core.errors import check_choice, check_float
 from megatron_rl_loss.core.taps import reports_output
+from megatron_rl_loss.losses.divergence import check_sum
 from megatron_rl_loss.losses.gates import Gate
 from megatron_rl_loss.losses.ratio import Masked, check_shape, check_trained, masked_places
 
@@ -77,7 +78,7 @@ def score_centering(
     absent = (rollout_log_probs.detach() == -torch.inf) | nothing[..., None]
     log_p, log_q = (values.double() for values in (log_probs, rollout_log_probs.detach()))
     for name, values in (("log_probs", log_p), ("rollout_log_probs", log_q)):
-        _check_sum(name, values.detach().masked_fill(absent, -torch.inf))
+        check_sum(name, values.detach().masked_fill(absent, -torch.inf))
     if support == "ids":
         log_p, log_q = (_over(values, absent) for values in (log_p, log_q))
     slopes = coefficients(log_p.detach().masked_fill(absent, -torch.inf).exp(), log_q, absent, gate, support)
@@ -109,13 +110,3 @@ def coefficients(p: Tensor, log_q: Tensor, absent: Tensor, gate: Gate | None, su
 def _over(log_probs: Tensor, absent: Tensor) -> Tensor:
     """Renormalised over the ids that are there; finite where none is."""
     return log_probs.masked_fill(absent, -1e30).log_softmax(-1)
-
-
-def _check_sum(name: str, log_probs: Tensor) -> None:
-    if log_probs.numel() and not torch.compiler.is_compiling():
-        largest = log_probs.exp().sum(-1).amax()
-        require(
-            ~(largest > 1.05),  # NaN passes
-            lambda: f"{name} with probabilities of a token's ids that sum to {largest:.4g}",
-            "probabilities sum to 1 at most. Give each id once per token, and log-probs, not logits.",
-        )

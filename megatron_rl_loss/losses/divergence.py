@@ -99,7 +99,7 @@ def divergence_at_ids(
         for rest in (log_rest, None if teacher_log_rest is None else teacher_log_rest.detach())
     ]
     for name, at_ids, rest in (("log_probs", p, rests[0]), ("teacher_log_probs", q, rests[1])):
-        _check_sum(name, at_ids.detach(), None if rest is None else rest.detach())
+        check_sum(name, at_ids.detach(), None if rest is None else rest.detach())
     p, q = (
         _categories(at_ids, rest, tail, resolution)
         for at_ids, rest in zip((p, q / teacher_temperature), rests, strict=True)
@@ -122,7 +122,8 @@ def check_kind(kind: str, beta: float | None) -> float:
     return (0.5 if beta is None else beta) if kind == "jsd" else 0.0
 
 
-def _check_sum(name: str, log_probs: Tensor, log_rest: Tensor | None) -> None:
+def check_sum(name: str, log_probs: Tensor, log_rest: Tensor | None = None) -> None:
+    """ValueError for log-probs at ids [..., K] whose probabilities sum to more than 1, or with a rest not to 1."""
     if log_probs.numel() and not torch.compiler.is_compiling():
         sums = log_probs.exp().sum(-1)
         if log_rest is not None:
