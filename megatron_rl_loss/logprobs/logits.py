@@ -14,6 +14,7 @@ from megatron_rl_loss.core.errors import check_callable, check_choice, check_flo
 from megatron_rl_loss.logprobs import flags
 from megatron_rl_loss.logprobs.choice import choose
 from megatron_rl_loss.logprobs.kept_ids import Keep
+from megatron_rl_loss.logprobs.kernels import KERNELS
 from megatron_rl_loss.logprobs.layer import make_log_probs
 from megatron_rl_loss.logprobs.reading import LogProbs, Reading, TokenMask, check_rows
 
@@ -111,8 +112,6 @@ def log_probs_from_logits(
             "other kernels make log-probs of plain logits alone. Leave the kernel out: plain torch supports them all."
         )
     if isinstance(kernel, str):
-        from megatron_rl_loss.logprobs.kernels import KERNELS  # which plain torch does not need
-
         check_choice("kernel", kernel, ["torch", *KERNELS])
         kernel = KERNELS[kernel]
     check_callable("kernel", kernel, "it must make log-probs of logits", "Pass one of logprobs.kernels")
