@@ -6,7 +6,6 @@ fewer ids. So it is with the same lines in the loss of a chunk (`Folded`), in on
 """
 
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Any
 
 import gpt_oracle
@@ -17,7 +16,19 @@ from gpt_oracle import GptShape, Rollout
 from ranks import run_ranks
 from score_oracle import mean_score, modelled
 from table_step import relative_error
-from tiny_gpt import Batch, Case, Layout, Outcome, collect, place_in, prepared, run_batches, settings_of, start_layout
+from tiny_gpt import (
+    Batch,
+    Case,
+    Layout,
+    Outcome,
+    collect,
+    columns_of,
+    place_in,
+    prepared,
+    run_batches,
+    settings_of,
+    start_layout,
+)
 from torch import Tensor
 from world import FP32_BOUNDS, whole
 
@@ -43,24 +54,12 @@ def sampler_of(rollout: Rollout) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def pack_of(batch: Batch, rollouts: list[Rollout]) -> dict[str, Any]:
-    def column(of_rollouts: list[Tensor]) -> Tensor:
-        values_of_pack = of_rollouts[0].new_zeros(int(batch.bounds[-1]), *of_rollouts[0].shape[1:])
-        for values, (begin, _) in zip(of_rollouts, pairwise(batch.bounds.tolist()), strict=False):  # filler is behind
-            values_of_pack[begin : begin + len(values)] = values
-        return values_of_pack
-
-    columns: dict[str, Callable[[Rollout], Tensor]] = {
-        "tokens": lambda rollout: torch.tensor(rollout.tokens),
-        "positions": lambda rollout: torch.arange(len(rollout.tokens)),
-        "labels": lambda rollout: torch.tensor(rollout.labels),
-        "old_log_probs": lambda rollout: torch.tensor(rollout.old_log_probs),
-        "advantages": lambda rollout: torch.tensor(rollout.advantages),
+    further: dict[str, Callable[[Rollout], Tensor]] = {
         "rollout_log_probs": lambda rollout: sampler_of(rollout)[0],
         "top_ids": lambda rollout: sampler_of(rollout)[1],
         "top_log_probs": lambda rollout: sampler_of(rollout)[2],
     }
-    shown = rollouts or gpt_oracle.rollouts_of(SHAPE)[:1]  # a pack without samples has columns too
-    pack = {name: column([of(rollout) for rollout in shown]) for name, of in columns.items()}
+    pack = columns_of(batch, rollouts or gpt_oracle.rollouts_of(SHAPE)[:1], further)  # without samples too
     return pack | {"packed": batch.packed_seq_params(), "samples": batch.samples}
 
 

@@ -6,8 +6,7 @@ hidden states it is an output layer on random ones. The oracle is `gpt_oracle`'s
 float64, sample by sample.
 """
 
-from collections.abc import Iterator
-from itertools import pairwise
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import gpt_oracle
@@ -18,7 +17,19 @@ from divergence_oracle import divergence
 from gpt_oracle import GptShape, Rollout
 from ranks import run_ranks
 from table_step import relative_error
-from tiny_gpt import Batch, Case, Layout, Outcome, collect, place_in, prepared, run_batches, settings_of, start_layout
+from tiny_gpt import (
+    Batch,
+    Case,
+    Layout,
+    Outcome,
+    collect,
+    columns_of,
+    place_in,
+    prepared,
+    run_batches,
+    settings_of,
+    start_layout,
+)
 from torch import Tensor
 from world import FP32_BOUNDS, whole
 
@@ -63,25 +74,12 @@ def taught(rollout: Rollout) -> Tensor:
 
 def pack_of(batch: Batch, rollouts: list[Rollout]) -> dict[str, Any]:
     """A whole pack, as a data loader lays it out: columns of all tokens, and the samples."""
-
-    def column(of_rollouts: list[Tensor]) -> Tensor:
-        values_of_pack = of_rollouts[0].new_zeros(int(batch.bounds[-1]), *of_rollouts[0].shape[1:])
-        for values, (begin, _) in zip(of_rollouts, pairwise(batch.bounds.tolist()), strict=False):  # filler is behind
-            values_of_pack[begin : begin + len(values)] = values
-        return values_of_pack
-
-    columns = {
-        "tokens": lambda rollout: torch.tensor(rollout.tokens),
-        "positions": lambda rollout: torch.arange(len(rollout.tokens)),
-        "labels": lambda rollout: torch.tensor(rollout.labels),
-        "old_log_probs": lambda rollout: torch.tensor(rollout.old_log_probs),
-        "advantages": lambda rollout: torch.tensor(rollout.advantages),
+    further: dict[str, Callable[[Rollout], Tensor]] = {
         "teacher_ids": lambda rollout: likeliest(rollout)[0],
         "teacher_log_probs": lambda rollout: likeliest(rollout)[1],
         "teacher_hidden": hidden_states,
     }
-    shown = rollouts or gpt_oracle.rollouts_of(SHAPE)[:1]  # a pack without samples has columns too
-    pack = {name: column([of(rollout) for rollout in shown][: len(rollouts) or 1]) for name, of in columns.items()}
+    pack = columns_of(batch, rollouts or gpt_oracle.rollouts_of(SHAPE)[:1], further)  # without samples too
     samples = Samples(
         [torch.tensor(rollout.mask) for rollout in rollouts],
         layout=batch.samples.layout,

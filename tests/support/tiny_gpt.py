@@ -4,8 +4,9 @@ Imported by forked ranks after `warm_megatron`; everything of Megatron is the re
 """
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -148,6 +149,27 @@ class Batch:
             max_seqlen_kv=longest,
             **({} if self.cp_group is None else {"cp_group": self.cp_group}),
         )
+
+
+def columns_of(
+    batch: Batch, rollouts: Sequence[Rollout], further: Mapping[str, Callable[[Rollout], Tensor]]
+) -> dict[str, Any]:
+    """The columns of a whole pack, as a data loader lays them out: what a policy loss needs, and further ones."""
+
+    def column(of_rollouts: list[Tensor]) -> Tensor:
+        values_of_pack = of_rollouts[0].new_zeros(int(batch.bounds[-1]), *of_rollouts[0].shape[1:])
+        for values, (begin, _) in zip(of_rollouts, pairwise(batch.bounds.tolist()), strict=False):  # filler is behind
+            values_of_pack[begin : begin + len(values)] = values
+        return values_of_pack
+
+    of_policy: dict[str, Callable[[Rollout], Tensor]] = {
+        "tokens": lambda rollout: torch.tensor(rollout.tokens),
+        "positions": lambda rollout: torch.arange(len(rollout.tokens)),
+        "labels": lambda rollout: torch.tensor(rollout.labels),
+        "old_log_probs": lambda rollout: torch.tensor(rollout.old_log_probs),
+        "advantages": lambda rollout: torch.tensor(rollout.advantages),
+    }
+    return {name: column([of(rollout) for rollout in rollouts]) for name, of in (of_policy | {**further}).items()}
 
 
 def fully_masked(rollouts: Sequence[Rollout]) -> list[int]:
