@@ -113,9 +113,8 @@ def _run(options: Namespace) -> tuple[str, int]:
             raise ValueError("flags without a mode: they are a mode's. Name one: modes constant, for example.")
         if options.mode is None:
             return format_modes(), 0
-        if (
-            ":" in options.mode and re.split("[@:]", options.mode)[0] in FRAMEWORKS
-        ):  # before a refusal, which asks for a version or a divisor
+        # Printed before a refusal, which asks for a version or a divisor.
+        if ":" in options.mode and re.split("[@:]", options.mode)[0] in FRAMEWORKS:
             print_text(format_versions(options.mode) + "\n")
         return format_weights(options.mode, *flags), 0
     if options.name is None:
