@@ -42,18 +42,23 @@ from megatron_rl_loss.core.record import PlanUse, Trainer
 from megatron_rl_loss.core.reducers import WeightedSum
 from megatron_rl_loss.core.taps import Tap, is_observed, observed_taps, taps_of
 from megatron_rl_loss.core.totals_by_hand import Reducer
-from megatron_rl_loss.megatron.flags import any_flag_given, check_command_line
 from megatron_rl_loss.proof.outcomes import proof_level
 from megatron_rl_loss.proof.promises import Promises
 from megatron_rl_loss.proof.schedules import run_schedules_by
 from megatron_rl_loss.proof.unproved import line_of
 
 if TYPE_CHECKING:
+    from megatron_rl_loss.megatron.flags import any_flag_given, check_command_line
     from megatron_rl_loss.megatron.model_settings import groups_of
     from megatron_rl_loss.megatron.proving import MegatronFirstStep
 
 #: Names whose files import Megatron, which not every engine has: they load when an adapter asks for them.
-_OF_MEGATRON = {"MegatronFirstStep": "proving", "groups_of": "model_settings"}
+_OF_MEGATRON = {
+    "MegatronFirstStep": "proving",
+    "any_flag_given": "flags",
+    "check_command_line": "flags",
+    "groups_of": "model_settings",
+}
 
 __all__ = [
     "COUNTINGS",

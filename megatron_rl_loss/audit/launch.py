@@ -23,7 +23,6 @@ from megatron_rl_loss.audit.judge import judge
 from megatron_rl_loss.core.aggregation import Aggregation, resolve
 from megatron_rl_loss.core.collectives import attempt
 from megatron_rl_loss.core.counting import COUNTINGS
-from megatron_rl_loss.megatron.flags import add_loss_aggregation_args, any_flag_given, validate_loss_aggregation_args
 from megatron_rl_loss.proof.schedules import run_schedules_by
 
 #: Takes the report, empty on all ranks but the first, and the exit status of ``--fail``.
@@ -168,6 +167,13 @@ def mode_of_flags(words: Sequence[str]) -> Aggregation | None:
 
     For scripts without `LossAggregation`. Raises ValueError for flags that are unusable.
     """
+    # Importing the folder imports Megatron, which the script does first, by itself.
+    from megatron_rl_loss.megatron.flags import (
+        add_loss_aggregation_args,
+        any_flag_given,
+        validate_loss_aggregation_args,
+    )
+
     parser = ArgumentParser(add_help=False, allow_abbrev=False)
 
     def refuse(message: str) -> NoReturn:
