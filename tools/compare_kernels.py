@@ -98,6 +98,7 @@ def drawn(draw: random.Random) -> Case:
         logits = logits.masked_fill(masked.scatter(1, labels.view(tokens, -1), False), -math.inf)
     keep: Any = draw.choice((None, None, torch.rand(tokens, columns) < 0.4, torch.rand(columns) < 0.4))
     if keep is not None and keep.dim() == 2 and draw.random() < 0.5:
+        keep[:, held or columns :] = False  # an id of the padding is refused
         keep = KeptIds(keep.nonzero()[:, 1], torch.cat([torch.zeros(1).long(), keep.sum(1).cumsum(0)]))
     mask = draw.choice((None, None, torch.rand(tokens) < 0.6, torch.rand(tokens) * (torch.rand(tokens) < 0.6)))
     if mask is not None:

@@ -18,6 +18,10 @@ from megatron_rl_loss.core.errors import LATE_CHECKS
 
 logger = logging.getLogger(__name__)
 
+KEPT_RULE = (
+    "ids must be from 0 to the size of the vocabulary, or they would be left out in silence. Drop padding from ids, "
+    "and count none of it in offsets."
+)
 LABEL_RULE = (
     "labels must be ids from 0 to the size of the vocabulary. Pass token_mask with 0 at tokens that do not count; "
     "their labels may be anything."
@@ -32,9 +36,12 @@ MASK_RULE = (
 
 @cache
 def _flags() -> tuple[Tensor, npt.NDArray[np.int64]]:
-    """Five numbers, and NumPy's view of them: is a label wrong, that label, the vocabulary, probabilities, a mask."""
+    """Seven numbers, and NumPy's view of them.
+
+    Is a label wrong, that label, the vocabulary, probabilities, a mask, is a kept id wrong, that id.
+    """
     # A GPU writes to pinned memory of the host by the same address.
-    flags = torch.zeros(5, dtype=torch.int64, device="cpu", pin_memory=torch.cuda.is_available())
+    flags = torch.zeros(7, dtype=torch.int64, device="cpu", pin_memory=torch.cuda.is_available())
     atexit.register(_log_flagged)
     LATE_CHECKS.append(raise_flagged)
     return flags, flags.numpy()
@@ -52,10 +59,12 @@ def raise_flagged() -> None:
     values = _flags()[1]
     if not values.any():
         return
-    is_label_wrong, label, size, has_probabilities, is_mask_wrong = values.tolist()
+    is_label_wrong, label, size, has_probabilities, is_mask_wrong, is_kept_id_wrong, kept_id = values.tolist()
     values[:] = 0
     if is_label_wrong:
         raise ValueError(f"a label {label} in a vocabulary of {size}: {LABEL_RULE}")
+    if is_kept_id_wrong:
+        raise ValueError(f"KeptIds with an id {kept_id} in a vocabulary of {size}: {KEPT_RULE}")
     if has_probabilities:
         raise ValueError(f"{PROBABILITIES}: {PROBABILITY_RULE}")
     if is_mask_wrong:

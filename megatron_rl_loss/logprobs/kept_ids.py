@@ -1,6 +1,7 @@
 """Ids of the vocabulary that count for each token: those that sampling kept."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from megatron_rl_loss.core.errors import require
 from megatron_rl_loss.core.masks import Array, on_device
+from megatron_rl_loss.logprobs.flags import KEPT_RULE
 
 
 @dataclass(frozen=True)
@@ -35,12 +37,17 @@ class KeptIds:
                 "0 to the number of ids. Pass the cumulative counts of ids, a leading 0 included."
             )
 
+    def bounds(self, tokens: npt.NDArray[np.intp] | slice) -> npt.NDArray[np.int64]:
+        """The first entry of `ids` of each of these tokens, and the entry after the last: int64 [2, tokens]."""
+        offsets = np.asarray(self.offsets, np.int64)
+        return np.stack([offsets[:-1][tokens], offsets[1:][tokens]])
+
     def mask(self, tokens: npt.NDArray[np.intp], first: int, last: int, device: torch.device) -> Tensor:
         """bool [len(tokens), last - first]: True for those of the ids first to last that are kept."""
-        offsets = np.asarray(self.offsets)
-        counts = offsets[tokens + 1] - offsets[tokens]
+        begins, ends = self.bounds(tokens)
+        counts = ends - begins
         rows = np.repeat(np.arange(len(tokens)), counts)
-        places = np.arange(len(rows)) + (offsets[tokens] - (counts.cumsum() - counts))[rows]
+        places = np.arange(len(rows)) + (begins - (counts.cumsum() - counts))[rows]
         ids = self.ids[on_device(places, self.ids.device)]
         column = ids.to(device, non_blocking=ids.is_cpu) - first
         width = last - first
@@ -55,16 +62,19 @@ class KeptIds:
 Keep = Tensor | KeptIds
 
 
-def check_keep(keep: Keep | None, shape: torch.Size, columns: int, size: int) -> Keep | None:
-    """A mask becomes bool [tokens, columns], or [1, columns] for all; `size` is that of the vocabulary."""
+def check_keep(keep: Keep | None, shape: torch.Size, columns: int, size: int, *, by_kernels: bool) -> Keep | None:
+    """A mask becomes bool [tokens, columns], or [1, columns] for all; `size` is that of the vocabulary.
+
+    Ids on a device are left to `by_kernels`, which flag a wrong one.
+    """
     if isinstance(keep, KeptIds):
-        if keep.ids.numel() and not torch.compiler.is_compiling():
-            low, high = keep.ids.aminmax()
+        if keep.ids.numel() and not torch.compiler.is_compiling() and (keep.ids.is_cpu or not by_kernels):
+            ids: Any = keep.ids.numpy(force=True) if keep.ids.is_cpu else keep.ids
+            low, high = ids.min(), ids.max()
             require(
                 (low >= 0) & (high < size),
                 lambda: f"KeptIds with ids from {int(low)} to {int(high)} in a vocabulary of {size}",
-                "ids must be from 0 to the size of the vocabulary, or they would be left out in silence. Drop padding "
-                "from ids, and count none of it in offsets.",
+                KEPT_RULE,
             )
         if keep.offsets.shape != (shape.numel() + 1,):
             raise ValueError(

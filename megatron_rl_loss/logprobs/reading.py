@@ -36,7 +36,7 @@ from megatron_rl_loss.core.errors import check_within, is_int, require
 from megatron_rl_loss.core.masks import Array, on_device, to_array
 from megatron_rl_loss.logprobs import flags
 from megatron_rl_loss.logprobs.choice import Choice, compared, give_up
-from megatron_rl_loss.logprobs.kept_ids import Keep, check_keep
+from megatron_rl_loss.logprobs.kept_ids import Keep, KeptIds, check_keep
 
 #: Bool or numbers, one per token. On the host best: plain torch and the output layer wait for one on a device.
 TokenMask = Tensor | Array | Sequence[Any]
@@ -153,9 +153,12 @@ class Reading:
             self._check_labels_in_range()
         else:
             self.labels = self.labels.contiguous()
-        self.keep = check_keep(keep, self.shape, columns, size)
+        self.keep = check_keep(keep, self.shape, columns, size, by_kernels=self._kernels is not None)
         if self._kernels is not None and isinstance(self.keep, Tensor) and self.keep.stride(1) != 1:
             self.keep = self.keep.contiguous()
+        if self._kernels is not None and isinstance(self.keep, KeptIds):
+            bounds = self.keep.bounds(slice(None) if self._host_rows is None else self._host_rows)
+            self._ids_kept = self.keep.ids.to(device, non_blocking=True).contiguous(), on_device(bounds, device)
         self.scale = 1 / temperature
         self._is_first_row_checked = from_logits and self.tp_group is None and columns > 1
         self._width = columns
@@ -491,6 +494,18 @@ class Reading:
             return self.keep
         if isinstance(self.keep, Tensor):
             return self.keep[part if self.rows is None else self.rows[part]]
+        kept = self._launch(
+            lambda kernels: kernels.mark_kept(
+                self._ids_kept[0],
+                self._ids_kept[1][:, part],
+                first=self._first,
+                width=self._width,
+                size=self._size,
+                flags=flags.tensor(),
+            )
+        )
+        if kept is not None:
+            return kept
         tokens = np.arange(part.start, part.stop) if self._host_rows is None else self._host_rows[part]
         return self.keep.mask(tokens, self._first, self._first + self._width, self.labels.device)
 

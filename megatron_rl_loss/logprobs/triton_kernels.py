@@ -33,6 +33,8 @@ COUNTS = ("rows", "norm_stride", "g_stride", "h_stride")
 
 #: Rows that a program combines.
 COMBINED_ROWS = 64
+#: Ids that a program marks at once, and columns that it clears before.
+MARKED = {"BLOCK": 1024, "num_warps": 4}
 
 
 @triton.jit
@@ -136,6 +138,29 @@ def _statistics(
     tl.store(table + 1, weight)
     tl.store(table + 2, tl.where(is_wrong, float("nan"), sum_q))  # so no step trains on a wrong label
     tl.store(table + 3 + of_k, tl.where(here, (label - highest) * scale, float("-inf")), mask=of_k < K)
+
+
+@triton.jit(do_not_specialize=(*COUNTS, "rows_of_all"))
+def _mark_kept(ids, bounds, kept, flags, rows_of_all, width, stride, first, size, BLOCK: tl.constexpr):
+    """A row of zeros with ones at its kept ids: entries bounds[0, row] to bounds[1, row] of `ids`."""
+    row = tl.program_id(0).to(tl.int64)
+    kept += row * stride
+    block = tl.arange(0, BLOCK)
+    for begin in range(0, width, BLOCK):
+        tl.store(kept + begin + block, tl.zeros([BLOCK], tl.uint8), mask=begin + block < width)
+    tl.debug_barrier()  # other lanes mark what one has cleared
+    end = tl.load(bounds + rows_of_all + row)
+    place = tl.load(bounds + row) + block
+    while tl.min(place, 0) < end:
+        id_kept = tl.load(ids + place, mask=place < end, other=0).to(tl.int64)
+        column = id_kept - first
+        tl.store(kept + column, 1, mask=(place < end) & (column >= 0) & (column < width))
+        wrong = (place < end) & ((id_kept < 0) | (id_kept >= size))
+        is_wrong = tl.max(wrong.to(tl.int32), 0) != 0
+        tl.store(flags + 5, 1, mask=is_wrong)
+        tl.store(flags + 6, tl.max(tl.where(wrong, id_kept, -(2**62)), 0), mask=is_wrong)
+        tl.store(flags + 2, size, mask=is_wrong)
+        place += BLOCK
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -268,6 +293,19 @@ def statistics(
                 **FORWARD,
             )  # fmt: skip
     return table
+
+
+def mark_kept(ids: Tensor, bounds: Tensor, *, first: int, width: int, size: int, flags: Tensor) -> Tensor:
+    """`KeptIds.mask` of the tokens whose ids begin and end at bounds [2, n]: bool [n, width]."""
+    rows = bounds.shape[1]
+    # Rows begin at multiples of 16 bytes, which `_statistics` reads at a time.
+    kept = torch.empty(rows, triton.cdiv(width, 16) * 16, dtype=torch.uint8, device=ids.device)
+    if rows:
+        with _on(ids.device):
+            _mark_kept[(rows,)](
+                ids, bounds, kept, flags, bounds.stride(0), width, kept.stride(0), first, size, **MARKED
+            )
+    return kept[:, :width].view(torch.bool)
 
 
 def combine(tables: Tensor, scale: float) -> tuple[Tensor, Tensor]:

@@ -36,7 +36,7 @@ def use_kernels(*, compare: bool = False) -> Counter[str]:
         choice.compared |= {(torch.device("cpu"), dtype) for dtype in compare_kernels.DTYPES}
     compare_kernels.use_interpreter()
     counts = Counter[str]()
-    for name in ("statistics", "combine", "differentiate"):
+    for name in ("statistics", "combine", "differentiate", "mark_kept"):
         launch = getattr(triton_kernels, name)
 
         def counted(*args: Any, name: str = name, launch: Any = launch, **more: Any) -> Any:

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_rl_loss import OutputLayer, Samples, log_probs_from_hidden, log_probs_from_logits, plan_step
 from megatron_rl_loss.logprobs import choice, flags, layer
 from megatron_rl_loss.logprobs.choice import choose
+from megatron_rl_loss.logprobs.kept_ids import KeptIds
 
 # --- what goes wrong
 
@@ -173,6 +174,16 @@ def flag() -> None:
         if is_wrong:
             with pytest.raises(ValueError, match="a token mask with a number below 0"):
                 flags.raise_flagged()
+    of_rank: Any = {"first": 4, "width": 4, "size": 8, "flags": flags.tensor()}
+    for ids, wrong in (([0, 3, 4, 7, 5, 5], None), ([0, 3, 4, 7, 8, 5], 8), ([0, -1, 4, 7, 2, 5], -1)):
+        bounds = torch.tensor([[0, 4, 4], [4, 4, 6]])
+        kept = triton_kernels.mark_kept(torch.tensor(ids), bounds, **of_rank)
+        assert kept.int().tolist() == [[1, 0, 0, 1], [0, 0, 0, 0], [0, 1, 0, 0]]
+        if wrong is None:
+            flags.raise_flagged()
+        else:
+            with pytest.raises(ValueError, match=f"KeptIds with an id {wrong} in a vocabulary of 8: ids must be from"):
+                flags.raise_flagged()
 
 
 @needs_triton
@@ -181,7 +192,7 @@ def test_wrong_values_are_told_when_the_next_pass_begins() -> None:
 
 
 def test_flags_that_nobody_read_are_logged_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
-    flags.tensor().copy_(torch.tensor([1, 9, 8, 0, 0]))
+    flags.tensor().copy_(torch.tensor([1, 9, 8, 0, 0, 0, 0]))
     flags._log_flagged()
     assert "a label 9 in a vocabulary of 8" in caplog.text
     flags.raise_flagged()
@@ -189,7 +200,7 @@ def test_flags_that_nobody_read_are_logged_at_the_end(caplog: pytest.LogCaptureF
 
 def test_a_step_does_not_begin_where_a_flag_is_set() -> None:
     """`plan_step` raises it, as any error of a rank, on all ranks."""
-    flags.tensor().copy_(torch.tensor([1, 9, 8, 0, 0]))
+    flags.tensor().copy_(torch.tensor([1, 9, 8, 0, 0, 0, 0]))
     samples = [Samples([torch.ones(4)])]
     with pytest.raises(ValueError, match="a label 9 in a vocabulary of 8"):
         plan_step(samples, "token_mean", dp_group=None)
@@ -232,9 +243,13 @@ def test_few_launches_beside_the_kernels(monkeypatch: pytest.MonkeyPatch) -> Non
         launched.append("differentiate")
         return True
 
-    stand_in = SimpleNamespace(statistics=statistics, combine=combine, differentiate=differentiate)
+    def mark_kept(*_: Any, **__: Any) -> Tensor:
+        return torch.empty(3, 8, dtype=torch.bool)
+
+    stand_in = SimpleNamespace(statistics=statistics, combine=combine, differentiate=differentiate, mark_kept=mark_kept)
     monkeypatch.setattr(choice, "_kernels", lambda: stand_in)
     options: list[dict[str, Any]] = [{}, {"entropy": True}, {"token_mask": [1, 0, 1]}]
+    options += [{"keep": KeptIds(torch.zeros(4).long(), torch.tensor([0, 1, 1, 4]))}]
     options += [{"keep": LOGITS == 0, "vocab_size": 8}, {"gradient_in_place": True, "temperature": 0.5}]
     for logits, more in itertools.product((LOGITS, LOGITS.bfloat16()), options):
         leaf = logits.clone().requires_grad_()

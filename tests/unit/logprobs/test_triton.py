@@ -49,6 +49,7 @@ def read_cases(way: str) -> list[Any]:
                 results_of(way, name, dtype, wanted, **more), expected_of(name, dtype, wanted), dtype, bound_of(dtype)
             )
             assert counts["statistics"] == counts["differentiate"] > 0, (name, counts)
+            assert counts["mark_kept"] == ("keep" in more) * 2 * counts["statistics"], (name, counts)
             assert counts["combine"] == (counts["statistics"] if way == "one pass" else 1), (name, counts)
     return [choice.failure()]
 
