@@ -94,11 +94,11 @@ FRAMEWORKS = {
         "verl/trainer/ppo/core_algos.py",
     ),
     "slime": Framework(
-        "--calculate-per-token-loss", "calculate_per_token_loss=false", _read("624b824a (2026-08-21)"),
+        "--calculate-per-token-loss", "calculate_per_token_loss=false", _run("624b824a (2026-08-21)"),
         "slime/backends/megatron_utils",
     ),
     "miles": Framework(
-        "--calculate-per-token-loss", "calculate_per_token_loss=false", _read("31f1ca96 (2026-08-21)"),
+        "--calculate-per-token-loss", "calculate_per_token_loss=false", _run("31f1ca96 (2026-08-21)"),
         "miles/backends/training_utils",
     ),
     "skyrl": Framework(
@@ -116,11 +116,11 @@ FRAMEWORKS = {
         "swift/megatron/trainers/grpo_trainer.py",
     ),
     "prime_rl": Framework(
-        "trainer.loss.type", "ipo", _read("559b4477 (2026-08-21)", "0.9.0"),
+        "trainer.loss.type", "ipo", _run("559b4477 (2026-08-21)") | _read("0.9.0"),
         "src/prime_rl/trainer/rl/loss.py; of 0.9.0 the documentation",
     ),
     "nemo_rl": Framework(
-        "loss_fn.token_level_loss", "token_level_loss=true", _read("7ea279ab (2026-08-22)"),
+        "loss_fn.token_level_loss", "token_level_loss=true", _run("7ea279ab (2026-08-22)"),
         "nemo_rl/algorithms/loss/loss_functions.py",
     ),
     "roll": Framework(
@@ -130,21 +130,21 @@ FRAMEWORKS = {
         "--actor.loss_agg_mode", "token-mean", _run("0.11.0", "0.11.2"), "openrlhf/models/loss.py"
     ),
     "open_instruct": Framework(
-        "--loss_denominator", "token", _read("e6c3044a (2026-08-20)"), "open_instruct"
+        "--loss_denominator", "token", _run("e6c3044a (2026-08-20)"), "open_instruct/grpo_fast.py"
     ),
     "torchrl": Framework(
         "GRPOLoss(aggregation=...)", "token_mean", _run("0.11.1", "0.14.1"), "torchrl/objectives/llm/grpo.py"
     ),
     "tunix": Framework("loss_agg_mode", "sequence-mean-token-mean", _run("0.1.7"), "tunix/rl/common.py"),
     "maxtext": Framework(
-        "rl.loss_agg_mode", "sequence-mean-token-mean", _read("0.2.5"),
+        "rl.loss_agg_mode", "sequence-mean-token-mean", _run("0.2.5"),
         "maxtext/configs/types.py, which hands it to tunix 0.1.7",
     ),
     "torchtitan": Framework(
         "trainer.loss", "", _run("0.3.0"), "torchtitan/experiments/rl/losses"
     ),
     "agent_lightning": Framework(
-        "actor.policy_loss.loss_mode", "per_rollout_mean", _read("1.0.3"), "its documentation of the trainer"
+        "actor.policy_loss.loss_mode", "per_rollout_mean", _run("1.0.2"), "agentlightning/verl/per_rollout_loss.py"
     ),
 }  # fmt: skip
 
@@ -162,6 +162,7 @@ _OF_WIDTH = "divides by the padded length of the micro-batch"
 _AVERAGED = "averages the sums of micro-batches"
 _SEQUENCES = "sums sequences without averaging them"
 _MASKED = "counts one token for each fully masked sample"
+_BY_ROWS = "divides by the number of rows, not of rollouts"
 NAMES = (
     PeerName("verl", "token-mean", "token_mean", until="0.6.1", own_code=_PER_CALL),
     PeerName("verl", "token-mean", "token_mean", since="0.7.0"),
@@ -249,7 +250,7 @@ NAMES = (
     PeerName("maxtext", "sequence-mean", "sample_mean", refused="a value that tunix 0.1.7 raises an error for"),
     PeerName("torchtitan", "dapo", "token_mean"),
     PeerName("torchtitan", "grpo", "token_mean"),
-    PeerName("agent_lightning", "per_rollout_mean", "session_mean", None, "all"),
+    PeerName("agent_lightning", "per_rollout_mean", "sample_mean", None, "all", own_code=_BY_ROWS),
 )  # fmt: skip
 
 

@@ -52,12 +52,6 @@ def prompt_means(batch: Batch) -> Tensor:
     return sum(sums(batch)[rows].sum() / batch.masks[rows].sum().clamp(min=1) for rows in groups) / len(groups)  # type: ignore[return-value]
 
 
-def session_means(batch: Batch) -> Tensor:
-    """Prompts stand for sessions: each averages its samples' means."""
-    groups = [[i for i, prompt in enumerate(batch.prompts) if prompt == group] for group in set(batch.prompts)]
-    return sum(means(batch)[rows].mean() for rows in groups) / len(groups)  # type: ignore[return-value]
-
-
 OF_TINKER = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo", "stable_reinforce", "custom")
 THEIRS: dict[str, Formula] = {
     name: formula
@@ -75,7 +69,8 @@ THEIRS: dict[str, Formula] = {
             lambda b: means(b).sum() / b.rows,
             "verl:seq-mean-token-mean verl@0.6.1:gspo verl@1dda039b:gspo verl:sapo skyrl:sequence_mean trl:grpo "
             "trl:sapo torchrl:prompt_mean "
-            "slime:calculate_per_token_loss=false miles:calculate_per_token_loss=false ms_swift:grpo",
+            "slime:calculate_per_token_loss=false miles:calculate_per_token_loss=false ms_swift:grpo "
+            "agent_lightning:per_rollout_mean",
         ),
         (
             lambda b: means(b).sum() / active(b),
@@ -94,7 +89,6 @@ THEIRS: dict[str, Formula] = {
         (lambda b: (means(b) * b.masks.sum(-1)).mean(), "trl:luspo"),
         (lambda b: sums(b).sum() / active(b), "roll:seq-mean-token-sum tunix:seq-mean-token-sum"),
         (lambda b: sums(b).sum() / active(b) / DIVISOR, "tunix:sequence-mean-token-scale"),
-        (session_means, "agent_lightning:per_rollout_mean"),
         (
             lambda b: sums(b).sum() / b.rows / DIVISOR,
             "verl:seq-mean-token-sum-norm skyrl:seq_mean_token_sum_norm trl:dr_grpo ms_swift:dr_grpo",
