@@ -26,7 +26,7 @@ def gradient(cut: list[list[int]], *, exact: bool) -> torch.Tensor:
 
 
 if __name__ == "__main__":
-    print(f"{'responses by micro-batch':<26}{'prompt_mean':<28}a mean per micro-batch")
+    print(f"{'responses by micro-batch':<25}{'prompt_mean':<28}a mean per micro-batch")
     for cut in ([[0, 1], [2], [3]], [[0], [1, 2], [3]], [[3, 0], [1], [2]]):
         columns = ["".join(f"{entry:9.5f}" for entry in gradient(cut, exact=exact)) for exact in (True, False)]
-        print(f"{cut!s:<24}", *columns)
+        print(f"{cut!s:<22}", *columns)

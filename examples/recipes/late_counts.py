@@ -2,7 +2,8 @@
 
     with late_counts(model) as counts:
         for batches in arriving:  # on all ranks as many calls
-            plan = plan_step([samples_of(batch) for batch in batches], rollout_sum, model=model)
+            samples = [samples_of(batch) for batch in batches]
+            plan = plan_step(samples, rollout_sum, model=model)
             run_schedule(model, batches, plan)
             counts.append(plan.totals.units["rollout"].number["all"])
     optimizer.step()

@@ -43,20 +43,25 @@ def train_step(
             described.append(Samples(masks, layout=layout, prompt_ids=batch["prompt_ids"], tokens=batch["tokens"]))
         return described
 
-    plan = plan_step(describe, mode, divisor=divisor, dp_group=dp_group, cp_group=cp_group)
+    groups = {"dp_group": dp_group, "cp_group": cp_group}
+    plan = plan_step(describe, mode, divisor=divisor, **groups)
     optimizer.zero_grad()
-    with prove_plain_step(model, plan):  # the first step; a wrong one stops all ranks
-        for number, (batch, microbatch) in enumerate(zip(batches, plan, strict=True), start=1):
+    # The first step is proved; a wrong one stops all ranks.
+    with prove_plain_step(model, plan):
+        for batch, microbatch in zip(batches, plan, strict=True):
+            is_last = microbatch is plan[-1]
             buffers = [batch[name].clone() for name in CUT]
             # Torch cuts the buffers in place.
             cut = context_parallel(mesh["cp"], buffers=buffers, buffer_seq_dims=[1] * 4, no_restore_buffers={*buffers})
-            with contextlib.nullcontext() if number == len(plan) else model.no_sync(), cut:
-                tokens, labels, old_log_probs, advantages = buffers
-                microbatch.check_tokens(tokens)  # torch cuts rows as ZigzagBSHD says
-                log_probs = model(tokens).log_softmax(-1).gather(-1, labels[..., None])[..., 0]
-                policy = ppo_clip_loss(log_probs, old_log_probs, advantages, microbatch)
+            with contextlib.nullcontext() if is_last else model.no_sync(), cut:
+                tokens, labels, old, advantages = buffers
+                microbatch.check_tokens(tokens)  # torch cuts as ZigzagBSHD says
+                of_ids = model(tokens).log_softmax(-1)
+                log_probs = of_ids.gather(-1, labels[..., None])[..., 0]
+                policy = ppo_clip_loss(log_probs, old, advantages, microbatch)
                 microbatch.loss(policy.per_token_loss, form="mean").backward()
-    values = plan.finish()  # clip gradients here
+    # Clip gradients here.
+    values = plan.finish()
     optimizer.step()
     return values["pg_loss"]
 

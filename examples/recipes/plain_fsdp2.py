@@ -22,16 +22,21 @@ def train_step(model: Any, optimizer: Any, batches: list[Batch], mode: str, divi
     def describe() -> list[Samples]:  # a function: what it raises on one rank is raised on all
         return [Samples(**{name: batch[name] for name in ("loss_masks", "prompt_ids", "tokens")}) for batch in batches]
 
-    plan = plan_step(describe, mode, divisor=divisor, dp_group=dist.group.WORLD)
+    world = dist.group.WORLD
+    plan = plan_step(describe, mode, divisor=divisor, dp_group=world)
     optimizer.zero_grad()
-    with prove_plain_step(model, plan):  # the first step; a wrong one stops all ranks
-        for number, (batch, microbatch) in enumerate(zip(batches, plan, strict=True), start=1):
-            model.set_requires_gradient_sync(number == len(plan))
+    # The first step is proved; a wrong one stops all ranks.
+    with prove_plain_step(model, plan):
+        for batch, microbatch in zip(batches, plan, strict=True):
+            is_last = microbatch is plan[-1]
+            model.set_requires_gradient_sync(is_last)
             logits = model(batch["tokens"])
             log_probs = logits.log_softmax(-1).gather(-1, batch["labels"][:, None])[:, 0]
-            policy = ppo_clip_loss(log_probs, batch["old_log_probs"], batch["advantages"], microbatch)
+            old, advantages = batch["old_log_probs"], batch["advantages"]
+            policy = ppo_clip_loss(log_probs, old, advantages, microbatch)
             microbatch.loss(policy.per_token_loss, form="mean").backward()
-    values = plan.finish()  # clip gradients here
+    # Clip gradients here.
+    values = plan.finish()
     optimizer.step()
     return values["pg_loss"]
 

@@ -35,16 +35,20 @@ def packs(length: int, vocab_size: int, seed: int) -> Iterator[dict[str, Any]]:
 
 
 def samples_of(pack: dict[str, Any]) -> Samples:
-    layout = ZigzagTHD(pack["bounds"])  # where samples lie in the buffer: [0, 128, 256] for two of 128 tokens
-    masks = pack["loss_masks"]  # one per sample, uncut: 1 where the label is a token of the response
-    return Samples(masks, layout=layout, prompt_ids=pack["prompt_ids"], tokens=pack["tokens"])
+    # Where samples lie in the buffer: [0, 128, 256] for two of 128 tokens.
+    layout = ZigzagTHD(pack["bounds"])
+    # For each sample, uncut: 1 where the label is a token of the response.
+    masks, prompts = pack["loss_masks"], pack["prompt_ids"]
+    tokens = pack["tokens"]
+    return Samples(masks, layout=layout, prompt_ids=prompts, tokens=tokens)
 
 
 def provide(num_samples: Any, vp_stage: int | None = None) -> tuple[Any, None, None]:
     return packs(get_args().seq_length, get_args().vocab_size, seed=mpu.get_data_parallel_rank()), None, None
 
 
-provide.is_distributed = True  # type: ignore[attr-defined]  # every rank reads; all but data-parallel ones the same
+# Every rank reads, because every rank counts the step before it trains.
+provide.is_distributed = True  # type: ignore[attr-defined]  # those of one data-parallel rank read the same
 
 
 def forward_step(data_iterator: Any, model: Any) -> Any:
@@ -55,11 +59,20 @@ def forward_step(data_iterator: Any, model: Any) -> Any:
     bounds, longest = batch["bounds"].cuda(), int(batch["bounds"].diff().max())
     packed = PackedSeqParams("thd", bounds, bounds, bounds, bounds, longest, longest)
     output = model(tokens, positions, None, labels=labels, packed_seq_params=packed)
-    return output, lambda loss: microbatch.loss(ppo_clip_loss(-loss, old, advantages, microbatch).per_token_loss)
+
+    def loss_func(loss: torch.Tensor) -> Any:
+        # Megatron's loss is minus the log-prob of each label. The old
+        # log-probs and the advantages are columns of the batch.
+        policy = ppo_clip_loss(-loss, old, advantages, microbatch)
+        return microbatch.loss(policy.per_token_loss)
+
+    return output, loss_func
 
 
 def main() -> None:
-    args = parse_and_validate_args(extra_args_provider=add_loss_aggregation_args)
+    args = parse_and_validate_args(
+        extra_args_provider=add_loss_aggregation_args,
+    )
     aggregation = LossAggregation.from_args(args, samples_of)  # before the model's config is made
     config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
     with aggregation.attached():

@@ -226,7 +226,9 @@ def test_the_diff_of_readme_ends_in_the_recipe() -> None:
         elif imported := re.match(r"\+from megatron_rl_loss import (.*)", line):
             assert set(imported[1].split(", ")) <= of_package
         elif line.strip() != "...":
-            code = line[1:].partition("(")[0] + "(" if line[1:].startswith("def ") else line[1:]  # without types
+            code = (
+                line[1:].partition("(")[0] + "(" if line[1:].lstrip().startswith("def ") else line[1:]
+            )  # without types
             at += next(n for n, candidate in enumerate(script[at:], start=1) if candidate.startswith(code))
 
 

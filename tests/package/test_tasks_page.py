@@ -22,7 +22,7 @@ def test_each_section_runs_after_the_first_lines_and_prints_what_it_shows(capsys
         names: dict[str, Any] = {}
         exec(first, names)
         exec(code, names)
-        shown = re.findall(r"^ *print\(.*\)  # (.*)$", code, flags=re.MULTILINE)
+        shown = re.findall(r"^ *(?:print\(.*\)  # |# prints )(.*)$", code, flags=re.MULTILINE)
         assert capsys.readouterr().out.splitlines() == shown
 
 
