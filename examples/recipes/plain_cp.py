@@ -55,7 +55,7 @@ def train_step(
             cut = context_parallel(mesh["cp"], buffers=buffers, buffer_seq_dims=[1] * 4, no_restore_buffers={*buffers})
             with contextlib.nullcontext() if is_last else model.no_sync(), cut:
                 tokens, labels, old, advantages = buffers
-                microbatch.check_tokens(tokens)  # torch cuts as ZigzagBSHD says
+                microbatch.check_tokens(tokens)  # torch cuts as ZigzagBSHD
                 of_ids = model(tokens).log_softmax(-1)
                 log_probs = of_ids.gather(-1, labels[..., None])[..., 0]
                 policy = ppo_clip_loss(log_probs, old, advantages, microbatch)

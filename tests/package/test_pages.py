@@ -6,6 +6,7 @@ import doctest
 import importlib
 import json
 import re
+import shlex
 import sys
 from collections.abc import Iterator
 from itertools import accumulate
@@ -211,6 +212,14 @@ def test_examples_of_docstrings_give_what_they_show(path: Path) -> None:
     result = doctest.testmod(module, extraglobs={"Samples": Samples, "torch": torch})
     assert result.attempted > 0
     assert result.failed == 0
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_code_fits_the_column_of_a_page(page: Path) -> None:
+    """78 characters, or one word of a shell, which cannot be broken. What a program prints is as it prints it."""
+    for language, code in re.findall(r"^```(\w+)\n(.*?)^```", page.read_text(), flags=re.MULTILINE | re.DOTALL):
+        for line in code.splitlines() if language not in ("text", "console") else []:
+            assert len(line) <= 78 or (language == "bash" and len(shlex.split(line)) == 1), line
 
 
 def test_the_diff_of_readme_ends_in_the_recipe() -> None:
