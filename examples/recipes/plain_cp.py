@@ -43,7 +43,7 @@ def train_step(
             described.append(Samples(masks, layout=layout, prompt_ids=batch["prompt_ids"], tokens=batch["tokens"]))
         return described
 
-    groups = {"dp_group": dp_group, "cp_group": cp_group}
+    groups: dict[str, Any] = {"dp_group": dp_group, "cp_group": cp_group}
     plan = plan_step(describe, mode, divisor=divisor, **groups)
     optimizer.zero_grad()
     # The first step is proved; a wrong one stops all ranks.
