@@ -1,4 +1,7 @@
-"""Rows of one length (BSHD) in a Megatron pretrain script of your own, with a mode by flag. The data is random."""
+"""A loss function of your own in a Megatron pretrain script, with a mode by flag.
+
+The rows have one length (BSHD), and the data is random.
+"""
 
 import itertools
 from collections.abc import Iterator
@@ -10,6 +13,7 @@ from megatron.core.enums import ModelType
 from megatron.training import get_args, pretrain
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args
+from torch import Tensor
 
 from megatron_rl_loss import (
     LossAggregation,
@@ -17,7 +21,6 @@ from megatron_rl_loss import (
     ZigzagBSHD,
     add_loss_aggregation_args,
     next_microbatch,
-    ppo_clip_loss,
 )
 
 
@@ -36,8 +39,9 @@ def batches(rows: int, length: int, vocab_size: int, seed: int) -> Iterator[dict
 
 def samples_of(batch: dict[str, Any]) -> Samples:
     layout = ZigzagBSHD(*batch["tokens"].shape)  # [rows, length]
-    masks = batch["loss_masks"]  # one per row, uncut: 1 where the label is a token of the response
-    return Samples(masks, layout=layout, prompt_ids=batch["prompt_ids"], tokens=batch["tokens"])
+    # For each row, uncut: 1 where the label is a token of the response.
+    masks, prompts = batch["loss_masks"], batch["prompt_ids"]
+    return Samples(masks, layout=layout, prompt_ids=prompts, tokens=batch["tokens"])
 
 
 def provide(num_samples: Any, vp_stage: int | None = None) -> tuple[Any, None, None]:
@@ -46,7 +50,14 @@ def provide(num_samples: Any, vp_stage: int | None = None) -> tuple[Any, None, N
     return batches(*sizes, seed=mpu.get_data_parallel_rank()), None, None
 
 
-provide.is_distributed = True  # type: ignore[attr-defined]  # every rank reads; all but data-parallel ones the same
+# Every rank reads, because every rank counts the step before it trains.
+provide.is_distributed = True  # type: ignore[attr-defined]  # those of one data-parallel rank read the same
+
+
+def my_losses(log_probs: Tensor, old: Tensor, advantages: Tensor) -> Tensor:
+    """A loss for each token that this rank holds, neither masked nor averaged."""
+    ratio = (log_probs.detach() - old).exp().clamp(max=4.0)
+    return -ratio * advantages * log_probs
 
 
 def forward_step(data_iterator: Any, model: Any) -> Any:
@@ -55,7 +66,13 @@ def forward_step(data_iterator: Any, model: Any) -> Any:
     names = ("tokens", "labels", "positions", "old_log_probs", "advantages")
     tokens, labels, positions, old, advantages = (microbatch.local(batch[name]).cuda() for name in names)
     output = model(tokens, positions, None, labels=labels)
-    return output, lambda loss: microbatch.loss(ppo_clip_loss(-loss, old, advantages, microbatch).per_token_loss)
+
+    def loss_func(loss: Tensor) -> Any:
+        log_probs = -loss  # Megatron's loss is minus that of each label
+        losses = my_losses(log_probs, old, advantages)
+        return microbatch.loss(losses, {"log_prob": log_probs})
+
+    return output, loss_func
 
 
 def main() -> None:
