@@ -16,7 +16,7 @@ from megatron_rl_loss.core.counting import StepTotals, UnitCounting
 from megatron_rl_loss.core.errors import check_mapping, is_number
 from megatron_rl_loss.core.masks import on_device
 from megatron_rl_loss.core.metrics import Metric, Note, aggregation_over
-from megatron_rl_loss.core.record import StepRecord
+from megatron_rl_loss.core.record import PlanUse, StepRecord
 from megatron_rl_loss.core.reducers import Summand, Term, WeightedSum, sum_terms
 from megatron_rl_loss.core.samples import LocalTokens, Samples, check_values
 
@@ -81,13 +81,23 @@ class Microbatch:
         )
 
     @property
+    def plan(self) -> PlanUse:
+        """What became of the plan that it is of."""
+        return self._record.use
+
+    @property
     def totals(self) -> StepTotals:
         """Denominators of the whole step."""
         return self._record.totals
 
-    @cached_property
+    @property
     def tokens(self) -> LocalTokens:
         """The tokens of the micro-batch that this CP rank holds."""
+        self.plan.is_handed_out = True
+        return self._tokens
+
+    @cached_property
+    def _tokens(self) -> LocalTokens:
         return self.samples.local(self.cp_rank, self.cp_size)
 
     def tokens_of(self, mask: str | None) -> LocalTokens:

@@ -208,8 +208,7 @@ class Plan:
         return self.microbatches[number]
 
     def __iter__(self) -> Iterator[Microbatch]:
-        self.record.use.is_handed_out = True
-        return iter(self.microbatches)
+        return (self[number] for number in range(len(self.microbatches)))
 
     @property
     def totals(self) -> StepTotals:
@@ -291,7 +290,7 @@ class Plan:
     def _has_tokens(self, number: int, mask: str | None) -> bool:
         if self.samples is None:
             return False
-        return self[number].tokens_of(mask).num_active > 0
+        return self.microbatches[number].tokens_of(mask).num_active > 0
 
     @property
     def summary(self) -> dict[str, float]:

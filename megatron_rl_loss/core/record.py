@@ -55,7 +55,8 @@ class PlanUse:
         policy: the aggregation of the policy loss.
         cp_group: by which micro-batches are cut that have no group of their own.
         is_carried: for each micro-batch, True once its share was returned for training; one list for good.
-        is_handed_out: True once somebody took micro-batches of it, to train on them.
+        is_handed_out: True once somebody took micro-batches of it, or read tokens of one. A proof clears it before a
+            step, and sees after it whether the step did so.
         is_used: True once a micro-batch made a reducer or a share.
         was_compiled: some share was made in a compiled graph, where no hook can be set.
         forms: in which micro-batches returned their shares.
@@ -93,8 +94,8 @@ def plan_of_model(model: Any) -> PlanUse | None:
 
 
 def plan_without_model() -> PlanUse | None:
-    """The last plan that named no model; None when asked again."""
-    return _WITHOUT_MODEL.pop() if _WITHOUT_MODEL else None
+    """The last plan that named no model."""
+    return _WITHOUT_MODEL[0] if _WITHOUT_MODEL else None
 
 
 @dataclass(eq=False)

@@ -1,17 +1,24 @@
 """`prove_first_step`: the proof of the first step in a loop of one's own, around Megatron's schedule."""
 
+import gc
+from collections import deque
 from collections.abc import Callable
 from functools import partial, wraps
+from types import FunctionType, ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
+import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_rl_loss.core.aggregation import resolve
 from megatron_rl_loss.core.collectives import check_together
 from megatron_rl_loss.core.counting import UnitCounting
 from megatron_rl_loss.core.errors import check_callable
+from megatron_rl_loss.core.microbatch import Microbatch
 from megatron_rl_loss.core.modes import Mode, ModeFunction
+from megatron_rl_loss.core.plan import Plan
 from megatron_rl_loss.core.record import PlanUse, plan_of_model, plan_without_model
 from megatron_rl_loss.megatron.probe import check_fresh_gradients
 from megatron_rl_loss.megatron.proving import MegatronFirstStep, facts_of
@@ -38,9 +45,9 @@ def prove_first_step(
 
         forward_backward_func = prove_first_step(get_forward_backward_func(), "prompt_mean")
 
-    The proof covers the policy loss and every term that names a mode. The first rank prints one line. A step
-    whose plan no loss came from is a fault; without a plan and without a tapped loss the line says
-    NOT PROVED, and the first step with a plan is proved.
+    The proof covers the policy loss and every term that names a mode. The first rank prints one line. A step that
+    takes micro-batches of a plan and no loss of theirs is a fault. Of one that takes none, without a tapped loss, the
+    line says NOT PROVED, and the first step with a plan is proved: a plan may be skipped, or serve for something else.
 
     Args:
         forward_backward_func: the schedule; all ranks call it together, with ``model=``.
@@ -70,11 +77,10 @@ def prove_first_step(
         model, trains = kwargs["model"], not kwargs.get("forward_only")
         chunk = model[0] if isinstance(model, list) else model
         proof = proofs.setdefault(chunk, new_proof()) if mode is None else first
-        plan = plan_of_model(chunk) if trains else None
-        if plan is not None and (not plan.is_handed_out or all(plan.is_carried)):
-            plan = None  # skipped, or of a step that is over
-        if plan is None and trains and mode is not None:  # without a mode it may be another model's
-            plan = plan_without_model()
+        plan = None
+        if trains and not (proof.is_over and num_trained.get(chunk, 0) >= 2):
+            named = [plan_of_model(chunk), plan_without_model() if mode is not None else None]  # else another model's
+            plan = next((use for use in named if use is not None and _is_of_step(use, [args, kwargs])), None)
         if trains and level_asked != "off" and num_trained.get(chunk, 0) < 2:
             num_trained[chunk] = num_trained.get(chunk, 0) + 1
             _check_fresh(model, plan, pg_collection)
@@ -82,6 +88,38 @@ def prove_first_step(
             return forward_backward_func(*args, **kwargs)
 
     return proved
+
+
+#: The search for a plan ends after so many objects: a dataset may have millions.
+_MOST_OBJECTS = 10_000
+
+
+def _is_of_step(plan: PlanUse, given: Any) -> bool:
+    """True if micro-batches of the plan, or the plan to take some from, can be reached from what a schedule is given.
+
+    Any other plan was skipped, is of a step that is over, or served for something else. A plan that is only reached is
+    handed out once the step takes micro-batches of it.
+    """
+    if all(plan.is_carried):
+        return False
+    objects, known, finds_plan = deque([given]), set[int](), False
+    plan.is_handed_out = False
+    while objects and len(known) < _MOST_OBJECTS:
+        found = objects.popleft()
+        if id(found) in known or isinstance(found, type | ModuleType | torch.nn.Module | torch.Tensor | np.ndarray):
+            continue
+        known.add(id(found))
+        if isinstance(found, Microbatch) and found.plan is plan:
+            plan.is_handed_out = True
+            return True
+        if isinstance(found, Plan):
+            finds_plan |= found.record.use is plan
+        elif isinstance(found, FunctionType):  # of its module only what it names
+            named = [found.__globals__[name] for name in found.__code__.co_names if name in found.__globals__]
+            objects += [found.__closure__, found.__defaults__, found.__kwdefaults__, *named]
+        elif not isinstance(found, Microbatch | str | bytes | int | float):
+            objects += gc.get_referents(found)
+    return finds_plan
 
 
 def _check_fresh(model: Any, plan: PlanUse | None, pg_collection: ProcessGroupCollection | None) -> None:

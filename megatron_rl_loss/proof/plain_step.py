@@ -99,6 +99,7 @@ class PlainProof:
             groups_of=lambda model, plan: self._groups.all,
             level=level,
             remedy=_REMEDY,
+            awaits_plan=True,
         )
         # Of the step before, if it was measured, as it is on all ranks or none.
         self._was_measured, self._source = False, None
@@ -117,6 +118,7 @@ class PlainProof:
         before, is_checked = self._source, self._was_measured
         self._source, self._was_measured, self._groups = None, False, plan.record.groups
         groups, left = self._groups.all, list[bool]()
+        plan.record.use.is_handed_out = False
         with ExitStack() as stack:
             if before is not None:
                 for remove in first_gradient(before.leaves, lambda: left.append(_is_left(before))):

@@ -59,8 +59,8 @@ def reasons(
         return unlike_in_words(state)
     texts = [*state.unknown, *state.uncertain * (not state.factors), *of_terms.unknown]
     if losses in ("unseen", "foreign"):
-        later = " The first step with a plan is measured." * (losses == "foreign")
-        texts.append(f"No loss went through a reducer or a tap of this library.{later}")
+        later = ", and the step took no micro-batch of a plan. The first step with a plan is measured"
+        texts.append(f"No loss went through a reducer or a tap of this library{later * (losses == 'foreign')}.")
     if not texts:
         texts.append(f"Nothing was compared: {', '.join(of_terms.uncovered) or 'there is no loss'}.")
     return " ".join(dict.fromkeys(texts))

@@ -321,6 +321,29 @@ def skipped_plan() -> list[Step]:
     return [first, loop.step(loop.plan("prompt_mean", model=loop.model), expected="prompt_mean")]
 
 
+def plan_of_something_else(mode: str | None) -> list[Step]:
+    """Micro-batches of a plan are looked at; then the model trains twice on a loss of its own; then on a plan."""
+    loop = Loop(mode)
+    model = {} if mode else {"model": loop.model}
+    other = loop.plan("prompt_mean", **model)
+    assert all(len(microbatch.local(torch.arange(len(microbatch.tokens) * CP))) for microbatch in other)
+    first = [loop.step(loop.samples, squared, expected=None) for _ in range(2)]
+    return [*first, *(loop.step(loop.plan("prompt_mean", **model), expected="prompt_mean") for _ in range(2))]
+
+
+def taken_in_the_step(is_loss: bool) -> list[Step]:
+    """After a step of something else, the forward step takes the plan's micro-batches by itself."""
+    loop = Loop()
+    steps = [loop.step(loop.samples, squared, expected=None)]
+    plan, numbers = loop.plan("prompt_mean", model=loop.model), iter(range(3))
+
+    def loss_of(samples: Any, losses: Tensor) -> Any:
+        microbatch = plan[next(numbers)]
+        return microbatch.loss(losses) if is_loss else own_mean(1.0, microbatch, losses)
+
+    return [*steps, loop.step(loop.samples, loss_of, expected="prompt_mean" if is_loss else None)]
+
+
 def supervised_first() -> list[Step]:
     """Two steps without this library, then two with a plan, through one wrapped schedule that names a mode."""
     loop = Loop("prompt_mean")
@@ -645,6 +668,24 @@ LOOPS: dict[str, tuple[Callable[[], list[Step]], list[str]]] = {
     "a skipped plan": (
         skipped_plan,
         ["NOT PROVED: No loss went through .* The first step with a plan is measured", f"prompt_mean .*{PROVED} 37"],
+    ),
+    **{
+        f"a plan of something else, {'without a' if mode else 'with its'} model": (
+            functools.partial(plan_of_something_else, mode),
+            [
+                "NOT PROVED: No loss went through a reducer or a tap of this library, and the step took no micro-batch",
+                "^$", f"prompt_mean .*{PROVED} 37", "^$",
+            ],
+        )
+        for mode in (None, "prompt_mean")
+    },
+    "taken in the step": (
+        functools.partial(taken_in_the_step, True),
+        ["NOT PROVED: .*The first step with a plan is measured", f"prompt_mean .*{PROVED} 37"],
+    ),
+    "taken in the step, loss not called": (
+        functools.partial(taken_in_the_step, False),
+        ["NOT PROVED: .*The first step with a plan is measured", f"raises no micro-batch of the plan.*{NOT_CALLED}"],
     ),
     "supervised training first": (
         supervised_first,

@@ -1,5 +1,6 @@
 """The table of a proof's outcomes: every combination has one outcome, and only evidence is wrong."""
 
+import contextlib
 import itertools
 from typing import get_args
 
@@ -58,3 +59,30 @@ def test_gradients_outside_the_measured_step_are_spoken_of(misplaced: str, capsy
     printed = capsys.readouterr().out
     assert "NOT PROVED: No token of 3 steps had a gradient." in printed
     assert printed.rstrip().endswith("inside the measured step, on the model that it measures.")
+
+
+@pytest.mark.parametrize("use", ["skipped", "looked at before the step", "taken in the step", "read in the step"])
+def test_a_plan_of_something_else_is_no_evidence(use: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A step on another loss is wrong only if it takes the plan's micro-batches; the next one is measured."""
+    model, printed = torch.nn.Linear(2, 1, bias=False), list[str]()
+    for number in range(3):
+        plan, model.weight.grad = plan_step([Samples([[1, 1]])], "token_mean", dp_group=None), None
+        before = [] if use == "skipped" else [float(microbatch.mask.sum()) for microbatch in plan]
+        held = plan[0]
+        expected = pytest.raises(ValueError, match=r"its loss\(\) was not called") if "in the step" in use else None
+        with expected or contextlib.nullcontext(), prove_plain_step(model, plan):
+            if use == "taken in the step":
+                next(iter(plan))
+            if use == "read in the step":
+                held.local(torch.ones(2))
+            if number < 2 or expected:
+                model.weight.square().sum().backward()
+            else:
+                held.loss(model.weight[0], form="sum").backward()
+        assert len(before) == (use != "skipped")
+        printed.append(capsys.readouterr().out)
+    if "in the step" not in use:
+        assert "the policy loss, NOT PROVED: No loss went through a reducer or a tap" in printed[0]
+        assert "and the step took no micro-batch of a plan. The first step with a plan is measured." in printed[0]
+        assert printed[1] == ""
+        assert "aggregation proved on 2 tokens" in printed[2]
