@@ -327,7 +327,7 @@ class Microbatch:
         """Go on with samples that have a further mask of that name, in the place of an earlier one."""
         self.samples = samples
         self.kept.add(name)
-        self.__dict__.pop("tokens", None)  # the loss mask is the same
+        self.__dict__.pop("_tokens", None)  # the loss mask is the same
         self._reducers = {key: reducer for key, reducer in self._reducers.items() if key.mask != name}
 
 

@@ -60,7 +60,8 @@ def reasons(
     texts = [*state.unknown, *state.uncertain * (not state.factors), *of_terms.unknown]
     if losses in ("unseen", "foreign"):
         later = ", and the step took no micro-batch of a plan. The first step with a plan is measured"
-        texts.append(f"No loss went through a reducer or a tap of this library{later * (losses == 'foreign')}.")
+        none = "No loss went through a reducer or a tap of this library outside of compiled graphs"
+        texts.append(f"{none}{later * (losses == 'foreign')}.")
     if not texts:
         texts.append(f"Nothing was compared: {', '.join(of_terms.uncovered) or 'there is no loss'}.")
     return " ".join(dict.fromkeys(texts))

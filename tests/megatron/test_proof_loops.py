@@ -236,6 +236,21 @@ def compiled() -> list[Step]:
     return [loop.step(loop.plan("prompt_mean"), loss_of, expected="prompt_mean")]
 
 
+def two_compiled_reducers(own_plan: bool) -> list[Step]:
+    """As `compiled`, of two terms of a plan's loss, or of two hand-made reducers."""
+    from megatron_rl_loss import Term
+
+    def compiled_sum(microbatch: Any, losses: Tensor) -> Any:
+        with patch.object(torch.compiler, "is_compiling", lambda: True):
+            return microbatch.loss({"pg": losses, "kl": Term(0 * losses, "token_mean", coef=0.1)})
+
+    with patch.object(torch.compiler, "is_compiling", lambda: True):
+        if not own_plan:
+            return hand_made_reducers()
+    loop = Loop("prompt_mean")
+    return [loop.step(loop.plan("prompt_mean"), compiled_sum, expected="prompt_mean")]
+
+
 def sample_means_by_hand() -> list[Step]:
     """Each sample's mean is taken by hand, and summed by a mode that divides by no count of tokens."""
 
@@ -638,6 +653,14 @@ LOOPS: dict[str, tuple[Callable[[], list[Step]], list[str]]] = {
         ["prompt_mean on the policy loss, not proved yet: no token of the step has a gradient", f"{PROVED} 37 tokens"],
     ),
     "a loss under torch.compile": (compiled, ["NOT PROVED: A micro-batch's loss was made in a compiled graph"]),
+    "two terms under torch.compile": (
+        functools.partial(two_compiled_reducers, True),
+        ["NOT PROVED: A micro-batch's loss was made in a compiled graph.* No loss .* outside of compiled graphs"],
+    ),
+    "two hand-made reducers under torch.compile": (
+        functools.partial(two_compiled_reducers, False),
+        ["NOT PROVED: No loss went through a reducer or a tap of this library outside of compiled graphs"],
+    ),
     "sample means by hand": (
         sample_means_by_hand,
         [rf"token_sum on .*{PROVED} 37 .*not covered: factors of .* \(1 / the sum of the mask over each sample\) on"],
@@ -673,7 +696,7 @@ LOOPS: dict[str, tuple[Callable[[], list[Step]], list[str]]] = {
         f"a plan of something else, {'without a' if mode else 'with its'} model": (
             functools.partial(plan_of_something_else, mode),
             [
-                "NOT PROVED: No loss went through a reducer or a tap of this library, and the step took no micro-batch",
+                "NOT PROVED: No loss went through a reducer .*, and the step took no micro-batch of a plan. The first",
                 "^$", f"prompt_mean .*{PROVED} 37", "^$",
             ],
         )

@@ -82,7 +82,7 @@ def test_a_plan_of_something_else_is_no_evidence(use: str, capsys: pytest.Captur
         assert len(before) == (use != "skipped")
         printed.append(capsys.readouterr().out)
     if "in the step" not in use:
-        assert "the policy loss, NOT PROVED: No loss went through a reducer or a tap" in printed[0]
+        assert "the policy loss, NOT PROVED: No loss went through a reducer or a tap of this library" in printed[0]
         assert "and the step took no micro-batch of a plan. The first step with a plan is measured." in printed[0]
         assert printed[1] == ""
         assert "aggregation proved on 2 tokens" in printed[2]
