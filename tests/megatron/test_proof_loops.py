@@ -93,6 +93,14 @@ def as_asked() -> list[Step]:
     return [loop.step(loop.plan("prompt_mean"), expected="prompt_mean") for _ in range(2)]
 
 
+def first_entries_without_a_gradient() -> list[Step]:
+    loop, count = Loop("prompt_mean", table=[0.0] * 300 + TABLE), 300
+    for batch in loop.batches:
+        batch.numbers = [[number + count for number in slot] for slot in batch.numbers]
+    expected = torch.cat([torch.zeros(count), gradient_of("prompt_mean")])
+    return [loop.step(loop.plan("prompt_mean"), expected=expected)]
+
+
 def reduced_twice() -> list[Step]:
     """One share is made for a log, with a graph, and never returned."""
 
@@ -613,6 +621,7 @@ LOOPS: dict[str, tuple[Callable[[], list[Step]], list[str]]] = {
     "as asked": (
         as_asked, [rf"prompt_mean on the policy loss, {PROVED} 37 tokens of 13 samples, 3 prompts of 3 to 7", "^$"]
     ),
+    "no gradient at the first entries": (first_entries_without_a_gradient, [f"prompt_mean .*{PROVED} 37"]),
     "a loss reduced twice": (reduced_twice, [rf"prompt_mean on the policy loss, {PROVED} 37 [^;]*; by the gradient"]),
     "a term left out where no token has its mask": (
         term_left_out_where_it_has_no_token,
