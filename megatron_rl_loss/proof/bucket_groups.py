@@ -251,6 +251,9 @@ def owned_by(parameter: Any, chunk: Any) -> slice:
     bucket = group.param_to_bucket[parameter]
     size = bucket.grad_data.numel() // group.intra_distributed_optimizer_instance_size
     first = size * group.intra_distributed_optimizer_instance_rank
-    start, end = bucket.param_to_index[parameter]
+    # `param_to_index` of older versions leaves out the padding between parameters.
+    in_bucket = _buffers(parameter)[-1]
+    start = in_bucket.storage_offset() - bucket.grad_data.storage_offset()
+    end = start + in_bucket.numel()
     begin, stop = min(max(first, start), end) - start, max(min(first + size, end), start) - start
     return slice(min(begin, most), min(stop, most))

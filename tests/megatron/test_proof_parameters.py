@@ -145,6 +145,16 @@ def drop_a_microbatch(ready: Ready) -> None:
             parameter.register_hook(lambda gradient, calls=calls: gradient * (next(calls) != 3))
 
 
+def forget_padding(ready: Ready) -> None:
+    """`param_to_index` as Megatron-Core 0.15 and 0.16 make it: without the padding between parameters."""
+    for bucket in (bucket for chunk in ready.chunks for group in chunk.bucket_groups for bucket in group.buckets):
+        before, offset = dict(bucket.param_to_index), 0
+        for parameter in bucket.params_list:
+            bucket.param_to_index[parameter] = (offset, offset + parameter.numel())
+            offset += parameter.numel()
+        assert bucket.param_to_index != before, "no padding"
+
+
 class Row(NamedTuple):
     """A step: the case, what is planted, and what the first rank prints, or all ranks raise after ``raises``."""
 
@@ -162,6 +172,9 @@ finalised, BF16 = functools.partial, RIGHT._replace(bf16=True)
 RIGHTS = {
     **{f"{layout}, tied": Row(layout, ALL, TIED) for layout in (DP, TP, SP, PP, CP)},
     **{f"{layout}, overlapped": Row(layout, ALL, OVERLAPPED) for layout in (DP, PP_DP, VPP, SP_DP)},
+    "positions of older versions": Row(
+        DP, ALL, OVERLAPPED._replace(scaling="averaged in collective"), plant=forget_padding
+    ),
     "per token": Row(SP_DP, ALL, TIED._replace(scaling="per token")),
     "averaged in collective": Row(DP, ALL, OVERLAPPED._replace(scaling="averaged in collective")),
     "bf16": Row(SP_DP, ALL, OVERLAPPED._replace(bf16=True)),
