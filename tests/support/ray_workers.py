@@ -5,6 +5,7 @@ told of GPUs that do not exist, because engines ask for them; CUDA is the CPU in
 """
 
 import importlib
+import importlib.util
 import json
 import os
 import re
@@ -36,6 +37,42 @@ def prepare(module: str, root: str) -> None:
     test.stub()
 
 
+def after_import(name: str, change: Callable[[Any], None]) -> None:
+    """In `stub()`: `change(module)` when the engine imports it, or now if it is imported.
+
+    An import by the test may be too early, for Ray that is called at import, or in another order than the engine's.
+    """
+    if name in sys.modules:
+        change(sys.modules[name])
+    else:
+        sys.meta_path.insert(0, _AfterImport(name, change))
+
+
+class _AfterImport:
+    def __init__(self, name: str, change: Callable[[Any], None]) -> None:
+        self.name, self.change = name, change
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name != self.name:
+            return None
+        sys.meta_path.remove(self)
+        spec: Any = importlib.util.find_spec(name)
+        execute = spec.loader.exec_module
+
+        def exec_module(module: Any) -> None:
+            execute(module)
+            self.change(module)
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+def redirect_this_thread() -> None:
+    """Make CUDA the CPU in another thread than the main one, in which Ray runs an actor that has async methods."""
+    mode: Any = importlib.import_module("megatron_on_cpu")._CudaMeansCpu()
+    mode.__enter__()
+
+
 def set_up_worker() -> None:
     """Called by Ray in every new worker, before it has any of the engine's code."""
     import megatron_on_cpu
@@ -46,11 +83,13 @@ def set_up_worker() -> None:
 
 @contextmanager
 def local_ray(
-    module: str, root: str, *, gpus: int, variables: dict[str, str] | None = None, seconds: int = 140
-) -> Iterator[Callable[[], list[str]]]:
+    module: str, root: str, *, gpus: int, variables: dict[str, str] | None = None, seconds: int = 140,
+    by_engine: bool = False,
+) -> Iterator[Callable[[], list[str]]]:  # fmt: skip
     """Ray for a driver, prepared as in `prepare`; gives what returns the library's lines of all workers so far.
 
-    `variables` are those of the user's runtime environment. After so many seconds a driver that hangs ends, and Ray
+    `variables` are those of the user's runtime environment. With `by_engine`, Ray starts when the engine's own code
+    calls `ray.init`, with the runtime environment of that call. After so many seconds a driver that hangs ends, and Ray
     with it.
     """
     ray: Any = importlib.import_module("ray")
@@ -61,22 +100,29 @@ def local_ray(
     os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
     environment = {"PYTHONPATH": PYTHONPATH, _ENGINE: json.dumps([module, root]), "OMP_NUM_THREADS": "1"}
     prepare(module, root)
-    ray.init(
-        num_cpus=16 * gpus, num_gpus=gpus, include_dashboard=False, log_to_driver=False,
-        object_store_memory=2**27,
-        runtime_env={
-            "env_vars": environment | (variables or {}), "worker_process_setup_hook": "ray_workers.set_up_worker",
-        },
-    )  # fmt: skip
-    node = importlib.import_module("ray._private.worker")._global_node
-    logs = Path(node.get_logs_dir_path())
+    init = ray.init
+
+    def start(runtime_env: Any = None, **_: Any) -> Any:
+        given = environment | (runtime_env or {}).get("env_vars", {})
+        hook = {"env_vars": given, "worker_process_setup_hook": "ray_workers.set_up_worker"}
+        return init(
+            num_cpus=16 * gpus, num_gpus=gpus, include_dashboard=False, log_to_driver=False,
+            object_store_memory=2**27, runtime_env=hook,
+        )  # fmt: skip
+
+    ray.init = start
+    if not by_engine:
+        ray.init({"env_vars": variables or {}})
+
+    def node() -> Any:
+        return importlib.import_module("ray._private.worker")._global_node
 
     def lines() -> list[str]:
-        found = [line for log in sorted(logs.glob("worker-*.out")) for line in _LINE.findall(log.read_text())]
-        return [*dict.fromkeys(found)]
+        logs = sorted(Path(node().get_logs_dir_path()).glob("worker-*.out"))
+        return [*dict.fromkeys(line for log in logs for line in lines_in(log))]
 
     def end() -> None:
-        node.kill_all_processes(check_alive=False, allow_graceful=False)
+        node().kill_all_processes(check_alive=False, allow_graceful=False)
         os._exit(1)  # Ray's calls do not return where a worker hangs
 
     watch = threading.Timer(seconds, end)
@@ -86,3 +132,9 @@ def local_ray(
     finally:
         watch.cancel()
         ray.shutdown()
+        ray.init = init
+
+
+def lines_in(log: Path) -> list[str]:
+    """The library's lines in a log."""
+    return _LINE.findall(log.read_text())

@@ -47,10 +47,11 @@ from checkouts import SKYRL, Settings, checkout, load, record_errors
 from plants import Plant, assert_stops, patched, planted, record_plant
 from ranks import RankError, run_ranks
 from repository import EXAMPLES
+from skyrl_rows import data_of
 from table_step import relative_error, start, table_model
 from torch import Tensor
 
-PROMPT, ENTROPY, MTP = 3, 0.02, 0.4  # length of prompts, coefficients
+ENTROPY, MTP = 0.02, 0.4  # coefficients
 LAST_STEPS = [1, 0, 0, 1, 0, 1, 1, 0, 1, 1, 0, 1]  # of a trajectory, within a prompt
 TEACHERS = 2  # depths of the draft head
 MODES: dict[str, dict[str, Any]] = {
@@ -84,38 +85,6 @@ def expected_draft(mode: str, settings: dict[str, Any]) -> tuple[float, Tensor]:
     loss = MTP * torch.stack(losses).mean()
     (gradient,) = torch.autograd.grad(loss, table)
     return float(loss.detach()), gradient
-
-
-def data_of(rank_rows: slice, normalize: Any, convert: Any, split: bool = False) -> dict[str, Tensor]:
-    """A rank's rows, as SkyRL lays them out; advantages as its trainer normalises them.
-
-    `split`: the rows of a group have different prompts.
-    """
-    batch = make_batch()
-    if split:
-        batch["input_ids"][:, 1] = torch.arange(ROWS) % VOCABULARY
-    masks, lengths = batch["token_mask"] * batch["sample_mask"][:, None], batch["input_lengths"].tolist()
-
-    def responses(values: Tensor) -> list[Any]:
-        return [row[PROMPT:length].tolist() for row, length in zip(values, lengths, strict=True)]
-
-    def laid_out(name: str) -> Any:
-        values = responses(batch[name])
-        return convert(0, batch["input_ids"][:, :PROMPT].tolist(), responses(batch["input_ids"]), values,
-                       responses(masks), values)  # fmt: skip
-
-    sequences, attention, response, advantages, mask, *_ = laid_out("advantages")
-    whole = {
-        "sequences": sequences,
-        "attention_mask": attention,
-        "action_log_probs": laid_out("prev_logprobs")[5],
-        "base_action_log_probs": laid_out("reference_policy_logprobs")[5],
-        "rollout_logprobs": laid_out("generation_logprobs")[5],
-        "advantages": normalize(advantages, mask),
-        "loss_mask": mask,
-        "response_mask": response,
-    }
-    return {name: values[rank_rows].clone() for name, values in whole.items()}
 
 
 def config(case: dict[str, Any]) -> Any:

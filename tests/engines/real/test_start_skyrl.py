@@ -1,63 +1,183 @@
-"""SkyRL's registry from the run script to a worker: SKYRL_PATH=~/SkyRL, and Ray.
+"""SkyRL from its own start: SKYRL_PATH=~/SkyRL, and Ray.
 
-Real: the registration in the driver, `sync_registries`, SkyRL's registry actor, and in a Ray worker SkyRL's Megatron
-module and the loss that its `PolicyLossRegistry` gives there. Not started: `MegatronPolicyWorker`, whose step
-test_real_skyrl.py runs; SkyRL's command line and its checks of the config.
+Real: the registration in the run script, SkyRL's command line, `validate_cfg`, `initialize_ray` with the runtime
+environment that SkyRL makes, `sync_registries`, its entry point in a Ray task with `BasePPOExp._setup_trainer`,
+`RayPPOTrainer` with `build_models` and `train_critic_and_policy`, worker groups, and in Ray's workers
+`MegatronPolicyWorker` with `MegatronStrategy`, and the loss that SkyRL's registry gives there.
+Stubbed: the GPU, the tokenizer, data and sampler, weight transfer, Megatron-Bridge, and the model, which is a table of
+logits whose optimizer keeps gradients.
 """
 
 import importlib
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from checkouts import SKYRL, Settings, checkout
+import torch.distributed as dist
+from bigram_step import BETA, CLIP_HIGH, CLIP_LOW, ROWS, TOLERANCE, bigram_model, expected
+from checkouts import SKYRL, Settings, checkout, record_errors
+from logit_table import KeepsGradients
 from ranks import run_ranks
-from ray_workers import local_ray
+from ray_workers import after_import, lines_in, local_ray, redirect_this_thread
+from skyrl_rows import data_of
+from table_step import relative_error
 
 ray: Any = pytest.importorskip("ray")
+pytest.importorskip("omegaconf")
 pytestmark = pytest.mark.slow
 
-_REAL = ("ray", "pydantic", "yaml")
-ENGINE = replace(SKYRL, stand_ins=tuple(name for name in SKYRL.stand_ins if name not in _REAL))
 _BACKEND = "skyrl.backends.skyrl_train"
+_REAL = {"ray", "pydantic", "yaml", "omegaconf", "aiohttp", f"{_BACKEND}.inference_servers"}
+_REAL |= {f"{_BACKEND}.distributed.megatron.{name}" for name in ("megatron_strategy", "optimizer")}
+_NOT_USED = ("zstandard", "wandb", "megatron.core.dist_checkpointing.strategies.base")
+ENGINE = replace(
+    SKYRL,
+    passed_by=("skyrl", "skyrl.backends"),  # whose other backends it would import
+    stand_ins=(*(name for name in SKYRL.stand_ins if name not in _REAL), *_NOT_USED),
+)
+DP = 2
+TERMS = {"kl": "token_mean", "entropy": "sample_mean"}
+ENTROPY = 0.02
+#: As in SkyRL's run scripts. `validate_cfg` checks the sizes.
+OPTIONS = {
+    "trainer.strategy": "megatron",
+    "trainer.algorithm.policy_loss_type": "mine",
+    "trainer.algorithm.loss_reduction": "token_mean",
+    "trainer.algorithm.eps_clip_low": CLIP_LOW,
+    "trainer.algorithm.eps_clip_high": CLIP_HIGH,
+    "trainer.algorithm.use_kl_loss": "true",
+    "trainer.algorithm.kl_loss_coef": BETA,
+    "trainer.algorithm.use_entropy_loss": "true",
+    "trainer.algorithm.entropy_loss_coef": ENTROPY,
+    "trainer.placement.colocate_all": "false",
+    "trainer.placement.colocate_policy_ref": "false",
+    "trainer.placement.policy_num_gpus_per_node": DP,
+    "trainer.placement.ref_num_gpus_per_node": 1,
+    "trainer.policy.model.path": "/",
+    "trainer.ref.model.path": "/",
+    "trainer.train_batch_size": 3,
+    "trainer.policy_mini_batch_size": 3,
+    "generator.n_samples_per_prompt": ROWS // 3,
+    "trainer.micro_forward_batch_size_per_gpu": 2,
+    "trainer.micro_train_batch_size_per_gpu": 2,
+    "trainer.logger": "console",
+    "generator.inference_engine.num_engines": 1,
+}
 
 
-def stub() -> None: ...
+def stub() -> None:
+    """What a machine without a GPU, a sampler, checkpoints and Megatron-Bridge lacks."""
+    after_import(f"{_BACKEND}.workers.megatron.megatron_worker", in_worker)
+    after_import("skyrl.train.entrypoints.main_base", lambda module: setattr(module, "get_tokenizer", no_tokenizer))
+    after_import("skyrl.train.utils.utils", lambda module: setattr(module, "peer_access_supported", lambda **_: True))
 
 
-class Worker:
-    """Where SkyRL's worker takes its loss: after its Megatron module, as `MegatronPolicyWorker` does, or before."""
+def in_worker(module: Any) -> None:
+    def on_cpu(start: Any) -> Any:
+        def call(self: Any) -> Any:
+            redirect_this_thread()
+            dist.init_process_group("gloo")  # of which SkyRL makes one with NCCL if there is none
+            return start(self)
 
-    def loss(self, registry_first: bool) -> str:
-        """What a call of the loss says whose advantages nobody weighed; then the process's adapters."""
-        registry = importlib.import_module(f"{_BACKEND}.utils.ppo_utils").PolicyLossRegistry
-        loss = registry.get("mine") if registry_first else None
+        return call
+
+    def init_configs(self: Any, *_: Any, **__: Any) -> None:
+        self.provider, self.enable_router_replay, self.is_vlm = Settings(), False, False
+
+    module.MegatronWorker.init_configs = init_configs
+    module.MegatronWorker.make_megatron_module = lambda self, **_: [bigram_model()]
+    module.get_megatron_optimizer = optimizer_of
+    module.get_megatron_optimizer_param_scheduler = lambda **_: SimpleNamespace(step=lambda increment: None)
+    for name in ("PolicyWorker", "RefWorker"):
+        cls = vars(module)[f"Megatron{name}Base"]
+        cls.init_worker_process_group = on_cpu(cls.init_worker_process_group)
+        setattr(module, name, ray.remote(num_gpus=1)(cls))  # as SkyRL does: Ray has kept the methods as they were
+
+
+def no_tokenizer(*_: Any, **__: Any) -> Any:
+    return Settings()
+
+
+def optimizer_of(modules: Any, config: Any) -> Any:
+    optimizer: Any = KeepsGradients(modules[0])
+    optimizer.param_groups, optimizer.scale_loss = [{"lr": 0.0}], None
+    return optimizer
+
+
+def gradients_of(worker: Any) -> list[torch.Tensor]:
+    return list(worker.optimizer.gradients)
+
+
+class LateWorker:
+    """A worker that takes the loss from SkyRL's registry before it imports what adds the weights."""
+
+    def loss(self) -> str:
+        loss = importlib.import_module(f"{_BACKEND}.utils.ppo_utils").PolicyLossRegistry.get("mine")
         importlib.import_module(f"{_BACKEND}.workers.megatron.megatron_model_wrapper")
-        loss = loss or registry.get("mine")
         rows = torch.zeros(2, 3)
-        try:
+        with pytest.raises(ValueError) as error:  # noqa: PT011 - the text is compared in the test
             loss(rows, rows, rows, Settings())
-        except ValueError as error:
-            return str(error)
-        return ""
+        return str(error.value)
 
 
-def drive(root: str) -> tuple[list[str], list[str]]:
-    """As a run script does: registered before Ray starts, then synchronised."""
-    with local_ray(__name__, root, gpus=1) as lines:
+def entrypoint(cfg: Any) -> list[list[torch.Tensor]]:
+    """SkyRL's `skyrl_entrypoint`, but for the rollouts before a step: gradients of each worker."""
+    base: Any = importlib.import_module("skyrl.train.entrypoints.main_base").BasePPOExp
+    nothing = ("get_train_dataset", "get_eval_dataset", "get_tracker", "get_inference_client", "get_generator")
+    experiment = type("Experiment", (base,), {name: lambda *_: None for name in nothing})(cfg)
+    trainer = experiment._setup_trainer()
+    batches = importlib.import_module(f"{_BACKEND}.training_batch")
+    preprocess = importlib.import_module("skyrl.train.dataset.preprocess")
+    convert = preprocess.convert_prompts_responses_to_batch_tensors
+    data = batches.TrainingInputBatch(data_of(slice(None), lambda advantages, mask: advantages, convert))
+    data.metadata = {"response_length": data["response_mask"].shape[1], "policy_mini_batch_boundaries": [(0, ROWS)]}
+    trainer.train_critic_and_policy(data)
+    workers = trainer.policy_model._actor_handlers
+    return ray.get([worker.__ray_call__.remote(gradients_of) for worker in workers])
+
+
+def drive(root: str, folder: str, options: dict[str, Any]) -> tuple[Any, list[str], list[str], str]:
+    """As a run script does: gradients, our lines in Ray's logs and in SkyRL's log, and what a late worker says.
+
+    Of a launch that stops, the error in the place of gradients.
+    """
+    with local_ray(__name__, root, gpus=DP + 1, by_engine=True) as lines:
         ppo_utils = importlib.import_module(f"{_BACKEND}.utils.ppo_utils")
         of_ours = importlib.import_module("megatron_rl_loss.engines.skyrl").AggregatedPolicyLoss
-        ppo_utils.PolicyLossRegistry.register("mine", of_ours("regular", "prompt_mean", kl="token_mean"))
-        ppo_utils.sync_registries()
-        workers = [ray.remote(num_cpus=1)(Worker).remote() for _ in range(2)]
-        says = ray.get([worker.loss.remote(first) for worker, first in zip(workers, (False, True), strict=True)])
-        return says, lines()
+        ppo_utils.PolicyLossRegistry.register("mine", of_ours("regular", "prompt_mean", **TERMS))
+        config = importlib.import_module("skyrl.train.config").SkyRLTrainConfig
+        paths = {f"trainer.{name}_path": folder for name in ("log", "export", "ckpt")}
+        cfg = config.from_cli_overrides([f"{key}={value}" for key, value in (OPTIONS | paths | options).items()])
+        utils = importlib.import_module("skyrl.train.utils")
+        utils.validate_cfg(cfg)
+        utils.initialize_ray(cfg)
+        try:
+            gradients = ray.get(ray.remote(num_cpus=1)(entrypoint).remote(cfg))
+        except ray.exceptions.RayTaskError as error:
+            return str(error), lines(), [], ""
+        infra = [line for log in Path(folder).glob("infra-*.log") for line in lines_in(log)]
+        return gradients, lines(), infra, ray.get(ray.remote(num_cpus=1)(LateWorker).remote().loss.remote())
 
 
-def test_a_worker_installs_or_says_that_it_did_not() -> None:
-    (((installed, late), lines),) = run_ranks(1, drive, checkout(SKYRL))
-    (line,) = [line for line in lines if "SkyRL worker 0: replaced" in line]
-    assert "MegatronModelWrapper.forward_backward_mini_batch" in line
-    assert "Set trainer.strategy=megatron" in installed  # a call by hand, beside the wrapper that adds weights
+def test_workers_of_a_launch_aggregate_as_asked(record_property: Any, tmp_path: Path) -> None:
+    ((gradients, lines, infra, late),) = run_ranks(1, drive, checkout(SKYRL), str(tmp_path), {})
+    print(*lines, "---", *infra, sep="\n")
+    _, right, _ = expected("prompt_mean", TERMS, entropy=ENTROPY)
+    error = max(relative_error(gradient.view_as(right), right) for of_worker in gradients for gradient in of_worker)
+    assert [len(of_worker) for of_worker in gradients] == [1] * DP
+    assert error < TOLERANCE
+    assert any("SkyRL worker 0: replaced MegatronModelWrapper.forward_backward_mini_batch" in line for line in infra)
+    assert any("aggregation proved" in line for line in infra)
+    assert not any("worker" in line for line in lines)  # SkyRL's workers print into its own log
     assert "took the loss from SkyRL's registry before it imported MegatronModelWrapper" in late
+    record_errors(record_property, SKYRL, "started: policy loss, KL and entropy", ours=error)
+
+
+def test_a_launch_with_another_loss_stops(tmp_path: Path) -> None:
+    """Every worker has the registered loss, whatever the option names."""
+    options = {"trainer.algorithm.policy_loss_type": "regular", "trainer.algorithm.use_kl_loss": "false"}
+    ((error, *_),) = run_ranks(1, drive, checkout(SKYRL), str(tmp_path), options)
+    assert "SkyRL trained with another loss. Register ours" in error

@@ -1,0 +1,41 @@
+"""The rows of `bigram_step` as SkyRL's trainer lays them out for its workers."""
+
+from typing import Any
+
+import torch
+from bigram_step import ROWS, VOCABULARY, make_batch
+from torch import Tensor
+
+PROMPT = 3  # the length of prompts
+
+
+def data_of(rank_rows: slice, normalize: Any, convert: Any, split: bool = False) -> dict[str, Tensor]:
+    """A rank's rows, as SkyRL lays them out; advantages as its trainer normalises them.
+
+    `split`: the rows of a group have different prompts.
+    """
+    batch = make_batch()
+    if split:
+        batch["input_ids"][:, 1] = torch.arange(ROWS) % VOCABULARY
+    masks, lengths = batch["token_mask"] * batch["sample_mask"][:, None], batch["input_lengths"].tolist()
+
+    def responses(values: Tensor) -> list[Any]:
+        return [row[PROMPT:length].tolist() for row, length in zip(values, lengths, strict=True)]
+
+    def laid_out(name: str) -> Any:
+        values = responses(batch[name])
+        return convert(0, batch["input_ids"][:, :PROMPT].tolist(), responses(batch["input_ids"]), values,
+                       responses(masks), values)  # fmt: skip
+
+    sequences, attention, response, advantages, mask, *_ = laid_out("advantages")
+    whole = {
+        "sequences": sequences,
+        "attention_mask": attention,
+        "action_log_probs": laid_out("prev_logprobs")[5],
+        "base_action_log_probs": laid_out("reference_policy_logprobs")[5],
+        "rollout_logprobs": laid_out("generation_logprobs")[5],
+        "advantages": normalize(advantages, mask),
+        "loss_mask": mask,
+        "response_mask": response,
+    }
+    return {name: values[rank_rows].clone() for name, values in whole.items()}
