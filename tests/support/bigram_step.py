@@ -93,6 +93,11 @@ def k3(log_probs: Tensor, reference: Tensor) -> Tensor:
     return (reference - log_probs).exp() - (reference - log_probs) - 1
 
 
+def kl_of_nemo_rl(log_probs: Tensor, reference: Tensor) -> Tensor:
+    """NeMo-RL's KL, with the gradient of the policy that it is an expectation over."""
+    return k3(log_probs, reference) * (log_probs - log_probs.detach()).exp()
+
+
 def expected(
     mode: str,
     settings: dict[str, Any],

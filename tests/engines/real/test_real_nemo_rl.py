@@ -33,7 +33,7 @@ from bigram_step import (
     bits_of,
     compare,
     errors_of,
-    k3,
+    kl_of_nemo_rl,
     make_batch,
 )
 from checkouts import NEMO_RL, checkout, load, record_errors
@@ -54,11 +54,6 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 pytestmark = pytest.mark.slow
-
-
-def kl_of_nemo_rl(log_probs: Tensor, reference: Tensor) -> Tensor:
-    """NeMo-RL's KL, with the gradient of the policy that it is an expectation over."""
-    return k3(log_probs, reference) * (log_probs - log_probs.detach()).exp()
 
 
 def let_backward_run_here(gather: Any) -> None:
