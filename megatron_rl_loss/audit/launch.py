@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from megatron_rl_loss.audit.judge import judge
+from megatron_rl_loss.audit.picture import Panel, check_path, write_picture
 from megatron_rl_loss.core.aggregation import Aggregation, resolve
 from megatron_rl_loss.core.collectives import attempt
 from megatron_rl_loss.core.counting import COUNTINGS
@@ -35,6 +36,7 @@ def add_audit_options(parser: ArgumentParser) -> None:
     add("--divisor", type=float, metavar="TOKENS", help="Divisor of the expected mode.")
     add("--units", choices=list(COUNTINGS), help="Unit counting of the expected mode.")
     add("--json", metavar="OUT", type=Path, help="Write the verdicts to this JSON file, by term.")
+    add("--plot", metavar="OUT", type=Path, help="Draw the weight of each token into this file: step.html, step.png.")
     add("--step", type=step_number, default=1, help="Training step to measure, counted from 1. Default: 1.")
 
 
@@ -53,8 +55,14 @@ def step_number(text: str) -> int:
 def run_audit(options: Namespace) -> tuple[str, int]:
     """Run the script until the step is measured. Returns the verdict and the exit status: 2 for a script that failed.
 
-    Raises ValueError for a script that does not exist, and BrokenPipeError once nobody reads standard output.
+    Raises ValueError for a script that is not there or a picture that cannot be drawn, and BrokenPipeError once nobody
+    reads standard output.
     """
+    if options.plot is not None:
+        try:
+            check_path(options.plot)
+        except ImportError as error:
+            raise ValueError(f"--plot: {error}") from error
     if not os.path.exists(options.script):
         raise ValueError(
             f"audit of {options.script!r}: there is no such file. Give the path of your script, after the options."
@@ -189,7 +197,7 @@ def report(options: Namespace, audit: Any) -> tuple[str, int]:
     if not audit.steps:
         return "", 0
     by_flags = mode_of_flags(sys.argv[1:])
-    verdicts = {}
+    verdicts, panels = {}, []
     for name, step in audit.steps.items():
         expected, own = audit.expected_of(name), step.facts.get("expected")
         if options.expect is not None and step is audit.measured:
@@ -200,6 +208,9 @@ def report(options: Namespace, audit: Any) -> tuple[str, int]:
             why = f"The mode {own['mode']} is a function that the first rank does not have. Register it by a decorator."
             step = replace(step, unknown=(*step.unknown, why))
         verdicts[name] = judge(step, expected)
+        if options.plot is not None and not verdicts[name].unknown:
+            title = verdicts[name].expected
+            panels.append(Panel.of_step(step, expected, title=f"{name}: {title}" if len(audit.steps) > 1 else title))
     texts = [] if audit.log_prob_gap is None else [str(audit.log_prob_gap)]
     texts += [f"Term {name}:\n{verdict}" if len(verdicts) > 1 else str(verdict) for name, verdict in verdicts.items()]
     statuses = {0 if verdict.sound else 2 if verdict.unknown else 1 for verdict in verdicts.values()}
@@ -210,5 +221,13 @@ def report(options: Namespace, audit: Any) -> tuple[str, int]:
             options.json.write_text(json.dumps(data, indent=1) + "\n")
         except OSError as error:
             texts.append(f"--json {options.json}: the file cannot be written ({error.strerror}). Give a path that can.")
+            status = status or 2
+    if options.plot is not None:
+        try:
+            if not panels:
+                raise ValueError("there is no verdict, so no weight is known. Mend what the verdict names.")
+            write_picture(panels, options.plot)
+        except (OSError, ImportError, ValueError) as error:  # a worker's options are not checked before
+            texts.append(f"--plot {options.plot}: {error}")
             status = status or 2
     return "\n".join(texts), status

@@ -20,6 +20,7 @@ from megatron_rl_loss.audit.drawing import CUTS, PADDED, TOGETHER, UNCUT, draw_s
 from megatron_rl_loss.audit.findings import TOLERANCE, Finding, Measure, find_faults
 from megatron_rl_loss.audit.judge import deviation_of, expected_weights, explain, nearest_mode
 from megatron_rl_loss.audit.loss_report import LossReport
+from megatron_rl_loss.audit.picture import Panel
 from megatron_rl_loss.audit.simulation import (
     CALLS,
     LAYOUTS,
@@ -140,17 +141,21 @@ def _check_mode(expected: Aggregation, draws: int, seed: int, described: Describ
         return (torch.where(weights != 0, losses, 0) * weights).sum()
 
     loss.sums, loss.__name__ = list(expected.mode.sums.values()), expected.mode.name  # type: ignore[attr-defined]
-    findings: dict[str, Finding] = {}
+    findings, panels = dict[str, Finding](), list[Panel | None]()
     for number, layout in enumerate(LAYOUTS):  # every second one with rollouts over several rows
         call = LossCall(rows="packed", dp="sum", cp="sum", cp_cut=layout, split_rollouts=number % 2 == 1)
-        for finding in _findings(_measure_of(loss, call, described), call, None, draws, seed):
+        run = _measure_of(loss, call, described)
+        panels.append(_panel(run, call, expected, seed))
+        for finding in _findings(run, call, None, draws, seed):
             cut = f"{finding.cut}, {layout}" if CUTS.get(finding.cut) == "C" else finding.cut
             findings.setdefault(cut, replace(finding, cut=cut))
     assumed = "its own weights, in every layout"
     notes = (
         "this compares cuts of a step; whether the formula is the one that you mean, compare with your own numbers",
     )
-    return LossReport(expected.mode.name, expected, assumed, draws, seed, tuple(findings.values()), notes=notes)
+    return LossReport(
+        expected.mode.name, expected, assumed, draws, seed, tuple(findings.values()), (), notes, panels[0]
+    )
 
 
 def _check_function(
@@ -169,7 +174,23 @@ def _check_function(
             causes = _causes(run, call, wanted, seed)
         if not np.isfinite(run(_HOLED, poisoned=True).weights).all():
             notes.append("a NaN at a masked token spoils the loss; select by the mask (torch.where) before multiplying")
-    return LossReport(_name_of(loss_fn), expected, call.describe(), draws, seed, tuple(findings), causes, tuple(notes))
+    name, assumed, panel = _name_of(loss_fn), call.describe(), _panel(run, call, expected, seed)
+    return LossReport(name, expected, assumed, draws, seed, tuple(findings), causes, tuple(notes), panel)
+
+
+def _panel(run: Measure, call: LossCall, expected: Aggregation | None, seed: int) -> Panel | None:
+    """The weights of a large step in all cuts at once, beside those of the mode, or else of the same step uncut."""
+    step = draw_step(call, CUTS[TOGETHER], f"{seed}/picture", is_large=True)
+    try:
+        measured = run(step)
+        rows = tuple(row._replace(dp_rank=0, microbatch=0) for row in step.rows)
+        uncut = step._replace(rows=rows, num_microbatches=1, dp_size=1, cp_size=1)
+        asked = run(uncut).weights if expected is None else expected_weights(measured, expected)
+    except CallFailed:
+        return None
+    beside = "the same step uncut" if expected is None else str(expected)
+    cut = f"{step.num_microbatches} micro-batches x DP {step.dp_size}, CP {step.cp_size}"
+    return Panel.of_weights(measured, asked, title="", says=f"a random step, {cut}; lines: {beside}")
 
 
 def _measure_of(loss_fn: Any, call: LossCall, described: Described) -> Measure:

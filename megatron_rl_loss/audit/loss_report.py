@@ -1,10 +1,12 @@
 """`LossReport`: what `check_loss` found, as text and as plain data."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from megatron_rl_loss.audit.drawing import UNCUT
 from megatron_rl_loss.audit.findings import Finding
+from megatron_rl_loss.audit.picture import Panel, write_picture
 from megatron_rl_loss.core.aggregation import Aggregation
 
 
@@ -20,6 +22,8 @@ class LossReport:
     findings: tuple[Finding, ...]  # faults; empty if there are none
     causes: tuple[str, ...] = ()  # each fits all of some larger steps, the simplest first
     notes: tuple[str, ...] = ()
+    #: the weights of a larger random step, cut in all of these ways at once; None where none were measured
+    panel: Panel | None = field(default=None, repr=False, compare=False)
 
     @property
     def sound(self) -> bool:
@@ -64,4 +68,17 @@ class LossReport:
         findings = [fields | {"step": repr(fields["step"])} for fields in known]
         expected = None if self.expected is None else str(self.expected)
         said = {"sound": self.sound, "invariant": self.invariant, "expected": expected, "findings": findings}
-        return {**vars(self), **said}
+        return {name: value for name, value in vars(self).items() if name != "panel"} | said
+
+    def plot(self, path: str | Path) -> None:
+        """Draw the weight of each token of a random step that is cut over micro-batches and ranks.
+
+        A line is the weight that the mode gives the token; without a mode, the weight in the same step uncut. The
+        formats and errors are those of `plot_weights`; ValueError for a function whose weights cannot be measured.
+        """
+        if self.panel is None:
+            raise ValueError(
+                f"a picture of {self.name}: its weights in a cut step cannot be measured. Print the report, which says "
+                "why."
+            )
+        write_picture([replace(self.panel, title=str(self).partition("\n")[0])], path)

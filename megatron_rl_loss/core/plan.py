@@ -3,15 +3,17 @@
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from torch import Tensor
 
-from megatron_rl_loss.core.aggregation import LossModes
+import megatron_rl_loss
+from megatron_rl_loss.core.aggregation import LossModes, weigh
 from megatron_rl_loss.core.collectives import StepGroups, attempt, failure_of, size_of, warn_on_one_rank, world_rank
 from megatron_rl_loss.core.counting import StepTotals, count_step
-from megatron_rl_loss.core.errors import LATE_CHECKS, BadBatchError, check_int
+from megatron_rl_loss.core.errors import LATE_CHECKS, SHOWN_ROWS, BadBatchError, check_int, first_numbers, html_table
 from megatron_rl_loss.core.metrics import reduce_notes
 from megatron_rl_loss.core.microbatch import Microbatch
 from megatron_rl_loss.core.record import StepRecord, Trainer, check_finished
@@ -302,8 +304,24 @@ class Plan:
                 counts |= {f"{key}s": units.number["all"], f"active_{key}s": units.number["active"]}
         return counts
 
+    def plot(self, path: str | Path, *, title: str = "") -> None:
+        """Draw the weight that the mode gives each token of this rank into a file; as `plot_weights`."""
+        megatron_rl_loss.plot_weights(self, path, title=title)
+
     def __repr__(self) -> str:
         return f"Plan({self.describe()})"
+
+    def _repr_html_(self) -> str:
+        """A notebook's table: of each micro-batch of this rank its samples, units, tokens and first weights."""
+        keys, rows = [key for key in self.totals.units if key not in ("step", "sample")], list[list[object]]()
+        head = ["micro-batch", "samples", *(f"{key}s" for key in keys), "tokens", "active", "first weights"]
+        for microbatch in self.microbatches[:SHOWN_ROWS] if self.samples is not None else ():
+            samples, local = microbatch.samples, microbatch.tokens
+            units = [len(np.unique(samples.parts[key].ids)) if key in samples.parts else len(samples) for key in keys]
+            weights = weigh(self.record.modes.policy, local, self.totals).tolist()
+            active = first_numbers(weight for weight in weights if weight)
+            rows.append([len(rows), len(samples), *units, f"{len(local):,}", f"{local.num_active:,}", active])
+        return html_table(self.describe(), head, rows, len(self.samples or ()))
 
     def describe(self) -> str:
         """The step in a line of the log, where wrong ids, masks or numbers of ranks show that no check can find."""

@@ -19,7 +19,15 @@ import torch
 from torch import Tensor
 
 from megatron_rl_loss.core.collectives import Group, rank_in, size_of, warn_on_one_rank
-from megatron_rl_loss.core.errors import check_mapping, check_one_each, check_sized, is_number
+from megatron_rl_loss.core.errors import (
+    SHOWN_ROWS,
+    check_mapping,
+    check_one_each,
+    check_sized,
+    first_numbers,
+    html_table,
+    is_number,
+)
 from megatron_rl_loss.core.ids import Ids, IdsByName, Ints, check_units, parts_of, type_of_ids
 from megatron_rl_loss.core.layouts import (
     Layout,
@@ -196,6 +204,17 @@ class Samples:
         counts = f"{len(self)} samples, {sum(self.mask_lengths):,} tokens{active}"
         layout = "no layout" if self.layout is None else type(self.layout).__name__
         return f"Samples({counts}, {layout}, parts by {units})"
+
+    def _repr_html_(self) -> str:
+        """A notebook's table: of each sample its tokens and its mask; masks on a device are not read."""
+        head, rows = ["sample", "tokens", "active", "first entries of the loss mask"], []
+        for number, length in enumerate(self.mask_lengths[:SHOWN_ROWS]):
+            row = [number, f"{length:,}", "on a device", ""]
+            if self._buffer is not None:
+                begin, end = self.places[number]
+                row[2:] = [f"{self._active_tokens[number]:,.0f}", first_numbers(self._buffer[begin:end].tolist())]
+            rows.append(row)
+        return html_table(repr(self), head, rows, len(self))
 
     @property
     def places(self) -> list[tuple[int, int]]:

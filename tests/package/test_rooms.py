@@ -23,8 +23,8 @@ CORE += ["taps", "reducers", "metrics", "carriers", "record", "microbatch", "pla
 NARROW = {"losses": ("reducers", {"core", "losses"}), "logprobs": ("reducers", {"core", "losses", "logprobs"})}
 #: The one file of those rooms that knows Megatron's model and a micro-batch of the step.
 OF_A_MODEL = f"{PACKAGE}.logprobs.megatron_head"
-#: Files of the core with tables that `load_further_tables` of the front door fills up.
-OPEN_TABLES = {f"{PACKAGE}.core.aggregation", f"{PACKAGE}.core.carriers"}
+#: Files of the core that ask the front door for what a shelf has: rows of their tables, and the drawing of a plan.
+AT_THE_DOOR = {f"{PACKAGE}.core.{file}" for file in ("aggregation", "carriers", "plan")}
 #: Rooms that a launch loads when it uses them: the others, the front, import none of them, not even in a function.
 SHELVES = {"losses", "logprobs", "audit", "engines"}
 FILES = {
@@ -61,7 +61,7 @@ def room_of(module: str) -> str:
 def is_allowed(module: str, imported: str) -> bool:
     own, other = room_of(module), room_of(imported)
     if not other:  # `refuse_names`, for a room's own names; the version
-        return module in {*FOLDERS, *OPEN_TABLES} or own == "__main__"
+        return module in {*FOLDERS, *AT_THE_DOOR} or own == "__main__"
     file, imported_file = ([*name.split("."), "", ""][2] for name in (module, imported))
     if own == other == "core":
         return CORE.index(imported_file) < CORE.index(file)
@@ -121,7 +121,7 @@ def test_negative_control() -> None:
     assert not is_allowed(f"{PACKAGE}.megatron.launch", audit[0])
     assert is_allowed(f"{PACKAGE}.megatron.launch", f"{PACKAGE}.proof.first_step")
     assert not is_allowed(f"{PACKAGE}.proof.first_step", f"{PACKAGE}.megatron.flags")
-    assert not is_allowed(f"{PACKAGE}.core.plan", PACKAGE)
+    assert not is_allowed(f"{PACKAGE}.core.microbatch", PACKAGE)
 
 
 # --- the front door

@@ -4,6 +4,7 @@ What a rank holds of them: tests/unit/core/test_weights.py.
 """
 
 import itertools
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -27,6 +28,7 @@ from megatron_rl_loss import (
     plan_step,
 )
 from megatron_rl_loss.core.ids import as_ids
+from megatron_rl_loss.core.plan import Plan
 from megatron_rl_loss.core.samples import read_masks
 
 NAN, INF = float("nan"), float("inf")
@@ -421,3 +423,28 @@ def test_samples_show_their_counts() -> None:
     assert repr(unread) == "Samples(1 samples, 3 tokens, ZigzagTHD, parts by sample)"  # the device is not read
     plan = plan_step([samples], "token_mean", num_microbatches=1, dp_group=None)
     assert repr(plan) == f"Plan({plan.describe()})"
+
+
+def cells(table: str) -> list[list[str]]:
+    return [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row) for row in re.findall("<tr>(.*?)</tr>", table)]
+
+
+def test_samples_and_plans_are_tables_in_a_notebook() -> None:
+    samples = Samples([[1, 1, 0], [0.5] * 7], prompt_ids=["a", "b"], ids={"<b>": [1, 2]})
+    assert cells(samples._repr_html_())[1:] == [
+        ["0", "3", "2", "1 1 0"],
+        ["1", "7", "7", "0.5 0.5 0.5 0.5 0.5 0.5 ..."],
+    ]
+    assert "<b>" not in samples._repr_html_()
+    assert "parts by &lt;b&gt;, prompt, sample" in samples._repr_html_()
+    unread = Samples([torch.ones(3, device="meta")] * 9)
+    assert cells(unread._repr_html_())[1:] == [[f"{i}", "3", "on a device", ""] for i in range(8)] + [["and 1 more"]]
+    more = [Samples([[1]], prompt_ids=["a"]), Samples([], prompt_ids=[])]
+    plan = plan_step([Samples([[1, 1, 0], [1, 1]], prompt_ids=["a", "b"]), *more], "prompt_mean", dp_group=None)
+    head, *rows = cells(plan._repr_html_())
+    assert head == ["micro-batch", "samples", "rollouts", "prompts", "tokens", "active", "first weights"]
+    assert rows[0] == ["0", "2", "2", "2", "5", "4", "0.1667 0.1667 0.25 0.25"]
+    assert rows[1:] == [["1", "1", "1", "1", "1", "1", "0.1667"], ["2", "0", "0", "0", "0", "0", ""]]
+    assert plan.describe() in plan._repr_html_()
+    assert not plan.record.use.is_used  # to look at a plan is not to train on it
+    assert len(cells(Plan(None, plan.record)._repr_html_())) == 1
