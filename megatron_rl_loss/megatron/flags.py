@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, get_args
 
 from megatron_rl_loss.core.aggregation import LossModes
+from megatron_rl_loss.core.collectives import attempt
 from megatron_rl_loss.core.counting import COUNTINGS, UnitCounting
 from megatron_rl_loss.core.errors import check_choice, check_int
 from megatron_rl_loss.core.modes import Mode, ModeFunction, available_modes, load_function, token_mean
@@ -188,18 +189,33 @@ def validate_loss_aggregation_args(args: Namespace) -> AggregationSettings:
     _check_present(args)
     per_token = bool(getattr(args, "calculate_per_token_loss", False))
     check_megatron_settings(args, per_token)
-    mode: str | Mode | ModeFunction | None = args.loss_aggregation
-    path, flag = args.custom_pg_loss_reducer_function_path, "--custom-pg-loss-reducer-function-path"
-    if path is not None:
-        if mode is not None:
-            raise ValueError(
-                f"{flag} {path} with --loss-aggregation {mode}: a launch has one mode. Drop one of the two flags."
-            )
-        rule, remedy = "it must be a function of ModeInputs", "Name a function that returns weights"
-        mode = load_function(path, flag, rule, remedy, Mode)
-    settings = _settings_of(args, mode)
+    settings = _settings_of(args, _mode_of(args))
     check_per_token(settings, per_token)
     return settings
+
+
+def _mode_of(args: Namespace) -> str | Mode | ModeFunction | None:
+    """The mode by its name or its path; None for the default."""
+    mode, path = args.loss_aggregation, args.custom_pg_loss_reducer_function_path
+    if path is None:
+        return mode
+    flag = "--custom-pg-loss-reducer-function-path"
+    if mode is not None:
+        raise ValueError(
+            f"{flag} {path} with --loss-aggregation {mode}: a launch has one mode. Drop one of the two flags."
+        )
+    return load_function(
+        path, flag, "it must be a function of ModeInputs", "Name a function that returns weights", Mode
+    )
+
+
+def modes_of_checkpoint(args: Namespace) -> str | None:
+    """The modes that the flags in a checkpoint's `args` ask for, in words; None where it was saved without flags."""
+    if not hasattr(args, "loss_aggregation"):
+        return None
+    known = Namespace(**(_DEFAULTS | vars(args)))  # an earlier version had fewer flags
+    modes = attempt(lambda: _settings_of(known, _mode_of(known)).modes.describe())
+    return modes if isinstance(modes, str) else f"a mode that cannot be loaded here ({modes})"
 
 
 def any_flag_given(args: Namespace) -> bool:

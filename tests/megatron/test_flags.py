@@ -12,7 +12,12 @@ import torch
 from refusals import Call, Refusal, refusal_tests
 
 from megatron_rl_loss import StepTotals, add_loss_aggregation_args, make_pg_loss_reducer, register_pg_loss_reducer
-from megatron_rl_loss.megatron.flags import AggregationSettings, check_command_line, validate_loss_aggregation_args
+from megatron_rl_loss.megatron.flags import (
+    AggregationSettings,
+    check_command_line,
+    modes_of_checkpoint,
+    validate_loss_aggregation_args,
+)
 
 MODULE = "a_users_modes"
 SOURCE = """
@@ -167,6 +172,19 @@ def test_missing_flags_are_named() -> None:
     with pytest.raises(ValueError, match="args without") as caught:
         validate_loss_aggregation_args(Namespace())
     assert all(name in str(caught.value) for name in names)
+
+
+def test_the_modes_of_a_checkpoint_are_those_of_its_flags() -> None:
+    """Names of one mode are one; flags that a checkpoint lacks have their defaults; what does not load is said."""
+    assert modes_of_checkpoint(Namespace(num_layers=2)) is None
+    saved = Namespace(loss_aggregation="verl:token-mean")
+    assert modes_of_checkpoint(saved) == validated("--loss-aggregation", "token_mean").modes.describe()
+    saved = Namespace(loss_aggregation=None, calculate_per_token_loss=True, kl_loss_aggregation="sample_mean")
+    flags_of_it = ["--calculate-per-token-loss", "--kl-loss-aggregation", "sample_mean"]
+    assert modes_of_checkpoint(saved) == validated(*flags_of_it).modes.describe()
+    assert modes_of_checkpoint(parse(*PATH.split())) == validated(*PATH.split()).modes.describe()
+    gone = Namespace(loss_aggregation=None, custom_pg_loss_reducer_function_path="no_such_file.fn")
+    assert "cannot be loaded here (--custom-pg-loss" in (modes_of_checkpoint(gone) or "")
 
 
 def test_misspelt_flags_on_the_command_line_are_named() -> None:

@@ -4,6 +4,8 @@ The others must end by the broken connection (gloo here; with NCCL that is its w
 timeout of a collective. A resumed run's losses, metrics and grad norms must equal those of a run nobody interrupted.
 """
 
+import io
+import logging
 import os
 import signal
 import time
@@ -40,10 +42,32 @@ def train_and_die(flags: list[str], moment: Path) -> list[dict[str, float]]:
     return train(flags)
 
 
+def train_and_listen(flags: list[str]) -> tuple[list[dict[str, float]], list[str]]:
+    """`train`, and the warnings of a launch."""
+    told = io.StringIO()
+    logging.getLogger("megatron_rl_loss.megatron.launch").addHandler(logging.StreamHandler(told))
+    return train(flags), told.getvalue().splitlines()
+
+
+def test_a_resumed_job_with_another_mode_is_told(tmp_path: Path) -> None:
+    saved, other = str(tmp_path / "saved"), ["--loss-aggregation", "constant", "--loss-aggregation-divisor", "400"]
+    run_ranks(1, train, ["--save", saved, "--save-interval", "1", "--train-iters", "1"])
+    ((steps, told),) = run_ranks(1, train_and_listen, ["--load", saved, *RESUME, "--train-iters", "2", *other])
+    assert [step["iteration"] for step in steps] == [2]  # it goes on
+    (line,) = told
+    assert line.startswith(
+        "loss aggregation: constant, divisor 400, counting all units; the checkpoint was trained with"
+    )
+    assert "trained with loss aggregation: sample_mean, counting all units: the loss changes" in line
+    ((_, told),) = run_ranks(1, train_and_listen, ["--load", saved, "--finetune", "--train-iters", "1", *other])
+    assert told == []  # a new training from these weights
+
+
 def test_a_rank_killed_before_the_collectives_of_a_step_loses_that_step(tmp_path: Path, record_property: Any) -> None:
     first, moment, saved = str(tmp_path / "first"), tmp_path / "moment", tmp_path / "saved"
     run_ranks(1, train, ["--save", first, "--save-interval", "1", "--train-iters", "1"])
-    uninterrupted = run_ranks(1, train, ["--load", first, *RESUME, "--train-iters", "4"])[-1]
+    ((uninterrupted, told),) = run_ranks(1, train_and_listen, ["--load", first, *RESUME, "--train-iters", "4"])
+    assert told == []
     assert [step["iteration"] for step in uninterrupted] == [2, 3, 4]
     # Steps differ, or resuming at a wrong one would not be seen.
     assert len({round(step["grad_norm"], 4) for step in uninterrupted}) == 3
