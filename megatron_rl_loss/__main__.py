@@ -3,12 +3,14 @@
 A checkout has the examples beside the package, a wheel inside it.
 """
 
+import json
 import os
 import re
 import shutil
 import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -20,7 +22,14 @@ from megatron_rl_loss.core.counting import COUNTINGS, UnitCounting
 from megatron_rl_loss.core.errors import check_choice, did_you_mean, print_text
 from megatron_rl_loss.core.samples import Samples
 from megatron_rl_loss.core.totals_by_hand import weights_column
-from megatron_rl_loss.engines.names import FRAMEWORKS, format_modes, format_versions
+from megatron_rl_loss.engines.names import (
+    FRAMEWORKS,
+    format_frameworks,
+    format_modes,
+    format_versions,
+    framework_as_data,
+    modes_as_data,
+)
 
 #: README's small step: losses and masks of four responses.
 LOSSES = [[1.0, 2.0, 3.0, 4.0], [5.0, 6.0], [-1.0, 0.5, 2.0, 7.0, 1.0, 3.0], [2.0]]
@@ -55,8 +64,10 @@ def main() -> int:
         metavar="MODE",
         nargs="?",
         help="print the weights that this mode gives a small step, and of another framework's name what it means in "
-        "each known version",
+        "each known version; of a framework, its names",
     )
+    modes.add_argument("--all", action="store_true", help="print the names of every other framework, too")
+    modes.add_argument("--json", metavar="OUT", type=Path, help="write this as JSON to a file; - is standard output")
     modes.add_argument(
         "--divisor", "--loss-aggregation-divisor", metavar="D", type=float, help="of constant or token_sum"
     )
@@ -108,34 +119,76 @@ def _run(options: Namespace) -> tuple[str, int]:
         compared = compare_dumps(options.train, options.rollout)
         return f"train: {options.train}, rollout: {options.rollout}\n{compared}", 2 if compared.left_out else 0
     if options.command == "modes":
-        flags = (options.divisor, options.units)
-        if options.mode is None and flags != (None, None):
-            raise ValueError("flags without a mode: they are a mode's. Name one: modes constant, for example.")
-        if options.mode is None:
-            return format_modes(), 0
-        # Printed before a refusal, which asks for a version or a divisor.
-        if ":" in options.mode and re.split("[@:]", options.mode)[0] in FRAMEWORKS:
-            print_text(format_versions(options.mode) + "\n")
-        return format_weights(options.mode, *flags), 0
+        return _modes(options), 0
     if options.name is None:
         return format_examples(), 0
     return "\n".join(map(str, copy_example(options.name, options.to))), 0
 
 
-def format_weights(mode: str, divisor: float | None = None, units: UnitCounting | None = None) -> str:
-    """The weight of each token of README's small step as a table, and the loss; errors as of `weights_column`."""
+def _modes(options: Namespace) -> str:
+    """Text of the command ``modes``; ``--json`` writes its data."""
+    mode, flags = options.mode, (options.divisor, options.units)
+    if (mode is None or mode in FRAMEWORKS) and flags != (None, None):
+        raise ValueError("flags without a mode: they are a mode's. Name one: modes constant, for example.")
+    if options.all and mode is not None:
+        raise ValueError(f"--all with {mode}: it prints the names of every framework. Drop one of the two.")
+    if options.json is not None:
+        data = modes_as_data() if mode is None else None
+        data = data or (framework_as_data(mode) if mode in FRAMEWORKS else weigh_small_step(mode, *flags))
+        text = json.dumps(data, indent=1)
+        if str(options.json) == "-":
+            return text
+        try:
+            options.json.write_text(text + "\n", encoding="utf-8")
+        except OSError as error:
+            raise ValueError(
+                f"--json {options.json}: the file cannot be written ({error.strerror}). Give a path that can."
+            ) from None
+        return ""
+    if mode is None:
+        return format_modes() + ("\n\n" + format_frameworks()) * options.all
+    if mode in FRAMEWORKS:
+        return format_frameworks([mode])
+    # Printed before a refusal, which asks for a version or a divisor.
+    if ":" in mode and re.split("[@:]", mode)[0] in FRAMEWORKS:
+        print_text(format_versions(mode) + "\n")
+    return format_weights(mode, *flags)
+
+
+def weigh_small_step(mode: str, divisor: float | None = None, units: UnitCounting | None = None) -> dict[str, Any]:
+    """README's small step with the weight of each token, and its loss, as plain data; errors as of `weights_column`."""
     aggregation = resolve(mode, divisor=divisor, units=units)
     prompt_ids, session_ids = ["a", "a", "b", "b"], ["s", "s", "t", "u"]
     turn_ids = [[0, 0, 1, 1], [2, 2], [3, 3, -1, 4, -1, -1], [-1]]
     samples = Samples(MASKS, prompt_ids=prompt_ids, ids={"session": session_ids, "turn": turn_ids})
     columns = weights_column(aggregation.mode, samples, divisor=divisor, units=units, dp_group=None)
-    flags = f"counting {aggregation.units} units" + (f", divisor {divisor:g}" if divisor is not None else "")
-    lines = [f"{mode}, {flags}: {aggregation.mode.formula}", "", "response  prompt  session  weights of its tokens"]
-    for number, (prompt, session, column) in enumerate(zip(prompt_ids, session_ids, columns, strict=True)):
-        lines.append(f"{number:<10}{prompt:<8}{session:<9}" + " ".join(f"{weight:.4f}" for weight in column.tolist()))
-    rows = zip(columns, LOSSES, strict=True)
-    value = sum(float(column.double() @ torch.tensor(losses, dtype=torch.float64)) for column, losses in rows)
-    return "\n".join([*lines, "", f"With the losses {' '.join(map(str, LOSSES))} the step's loss is {value:.6f}."])
+    weights = [column.tolist() for column in columns]
+    rows = zip(prompt_ids, session_ids, turn_ids, MASKS, LOSSES, weights, strict=True)
+    names = ("prompt", "session", "turns", "mask", "losses", "weights")
+    return {
+        "mode": aggregation.mode.name,
+        "formula": aggregation.mode.formula,
+        "divisor": divisor,
+        "units": aggregation.units,
+        "responses": [dict(zip(names, row, strict=True)) for row in rows],
+        "loss": sum(
+            float(column.double() @ torch.tensor(losses, dtype=torch.float64))
+            for column, losses in zip(columns, LOSSES, strict=True)
+        ),
+    }
+
+
+def format_weights(mode: str, divisor: float | None = None, units: UnitCounting | None = None) -> str:
+    """`weigh_small_step` as a table."""
+    step = weigh_small_step(mode, divisor, units)
+    flags = f"counting {step['units']} units" + (f", divisor {divisor:g}" if divisor is not None else "")
+    lines = [f"{mode}, {flags}: {step['formula']}", "", "response  prompt  session  weights of its tokens"]
+    for number, row in enumerate(step["responses"]):
+        shown = " ".join(f"{weight:.4f}" for weight in row["weights"])
+        lines.append(f"{number:<10}{row['prompt']:<8}{row['session']:<9}{shown}")
+    return "\n".join(
+        [*lines, "", f"With the losses {' '.join(map(str, LOSSES))} the step's loss is {step['loss']:.6f}."]
+    )
 
 
 def example_names() -> list[str]:

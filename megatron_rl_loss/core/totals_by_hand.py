@@ -105,7 +105,7 @@ def make_pg_loss_reducer(
 
     Args:
         mode: ``sample_mean``, ``prompt_mean``, ``token_mean``, ``constant``, ``token_sum``, a registered name, another
-            framework's (``verl:token-mean``; `python -m megatron_rl_loss modes` lists them), or a function of
+            framework's (``verl:token-mean``; `python -m megatron_rl_loss modes --all` lists them), or a function of
             `ModeInputs`.
         samples: of the micro-batch: masks, layout, ids and labels; or its masks alone.
         totals: the step's denominators. Totals of a part of the step are refused; of more than the step no micro-batch

@@ -5,9 +5,9 @@ known version. Where versions differ, a name has one in it: ``verl@0.9.0:gspo``.
 frameworks' own code and compares.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from textwrap import wrap
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from megatron_rl_loss.core.errors import did_you_mean
 from megatron_rl_loss.extend import COUNTINGS, UnitCounting, available_modes, find_mode, register_names
@@ -371,11 +371,11 @@ for _framework in ("", *FRAMEWORKS):
 
 
 def format_modes() -> str:
-    """The modes, their formulas and flags, and every framework's settings in them: text of at most 120 columns."""
+    """The modes, their formulas and flags, and the frameworks that have names for them: a screen of 100 columns."""
     lines = [
-        "A token's loss is l, its mask m; M is a sum of masks: M_i of rollout i, M_g of prompt group g, M_u of turn u.",
-        "Every sum and count is over the whole optimizer step, however it is split over micro-batches and ranks.",
-        "N rollouts, P prompt groups, U turns, S sessions of n_s samples, i one of these.",
+        "A token's loss is l, its mask m; M is a sum of masks: M_i of rollout i, M_g of prompt group g, M_u",
+        "of turn u. N rollouts, P prompt groups, U turns, S sessions of n_s samples, i one of these. Sums and",
+        "counts are over the whole optimizer step, however it is split over micro-batches and ranks.",
         "",
         f"{'--loss-aggregation-units':<26}what N, P, U, S and n_s count",
         *(f"{row.name:<26}{row.units}" for row in COUNTINGS.values()),
@@ -388,16 +388,55 @@ def format_modes() -> str:
         lines.append(f"{name:<20}{mode.formula:<46}{mode.divisor}")
     lines += [
         "",
+        "Other frameworks' names are modes, too: verl:token-mean, for example. Frameworks and their settings:",
+    ]
+    settings = "; ".join(f"{name} ({row.setting})" for name, row in FRAMEWORKS.items())
+    lines += wrap(settings, 100, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False)
+    return "\n".join(
+        [
+            *lines,
+            "",
+            "modes sample_mean    the weights that a mode gives a small step",
+            "modes verl:gspo      what a name means in each version",
+            "modes verl           all names of a framework; of every framework: modes --all",
+        ]
+    )
+
+
+def format_frameworks(names: Iterable[str] = FRAMEWORKS) -> str:
+    """All names of some frameworks: text of at most 120 columns."""
+    lines = [
         "Names in other frameworks, each a --loss-aggregation: step loss, our mode, divisor, units that N or P counts.",
         "The framework's own code, in the versions named, gives that step loss unless a line below the row differs.",
         "Where the meaning depends on the version, the name has one: verl@0.9.0:gspo. run: the code was run.",
     ]
-    for framework, row in FRAMEWORKS.items():
+    for framework in names:
+        row = FRAMEWORKS[framework]
         versions = ", ".join(f"{version} {found}" for version, found in row.versions.items())
         lines += ["", f"{framework}, {row.setting}" + f", by default {row.default}" * bool(row.default)]
         lines += [f"    {line}" for line in wrap(f"versions: {versions}; source: {row.source}", 114)]
         lines += [line for peer in NAMES if peer.framework == framework for line in _format_name(peer)]
     return "\n".join(lines)
+
+
+def modes_as_data() -> dict[str, Any]:
+    """The modes, the unit countings and the names in other frameworks as plain data."""
+    modes = {name: find_mode(name) for name in available_modes()}
+    return {
+        "modes": [{"name": name, "formula": row.formula, "divisor": row.divisor} for name, row in modes.items() if row],
+        "units": {row.name: row.units for row in COUNTINGS.values()},
+        "frameworks": {framework: framework_as_data(framework) for framework in FRAMEWORKS},
+    }
+
+
+def framework_as_data(framework: str) -> dict[str, Any]:
+    """A framework's setting, its known versions, and its names as plain data."""
+    names = [
+        peer._asdict() | {"alias": peer.alias, "formula": formula_of(peer), "versions": peer.versions}
+        for peer in NAMES
+        if peer.framework == framework
+    ]
+    return FRAMEWORKS[framework]._asdict() | {"names": names}
 
 
 def format_versions(alias: str) -> str:

@@ -117,7 +117,7 @@ def add_loss_aggregation_args(parser: ArgumentParser) -> ArgumentParser:
         "--loss-aggregation",
         metavar="MODE",
         help=f"Mode that averages per-token losses into the step loss: {', '.join(available_modes())}, or another "
-        "framework's name such as verl:token-mean (list: python -m megatron_rl_loss modes). "
+        "framework's name such as verl:token-mean (list: python -m megatron_rl_loss modes --all). "
         "Default: sample_mean, or token_mean with --calculate-per-token-loss.",
     )
     group.add_argument(

@@ -28,7 +28,7 @@ class Row:
 
 ROWS = [
     # our own entry points
-    Row(r"python -m megatron_rl_loss (modes( prompt_mean)?|example|example (pretrain_\w+|on_cpu|own_loop|plain_ddp))",
+    Row(r"python -m megatron_rl_loss (modes( prompt_mean| --all)?|example( (pretrain_\w+|on_cpu|own_loop|plain_ddp))?)",
         by="here"),
     Row(r"python examples/quickstart\.py", by="examples/test_quickstart.py", named='"quickstart.py"'),
     Row(r"(torchrun .* |python )-m megatron_rl_loss audit.*",

@@ -1,13 +1,15 @@
 """`python -m megatron_rl_loss modes MODE`: the weights of README's small step are the oracle's."""
 
+import json
 import re
 import sys
+from pathlib import Path
 
 import oracle
 import pytest
 
 from megatron_rl_loss.__main__ import LOSSES, MASKS, format_weights, main
-from megatron_rl_loss.engines.names import format_versions
+from megatron_rl_loss.engines.names import NAMES, format_versions
 
 
 def test_its_step_is_the_one_that_is_worked_out_by_hand() -> None:
@@ -58,9 +60,47 @@ def test_a_name_is_said_by_version_and_one_that_differs_asks_for_it(
     assert capsys.readouterr().out.strip().endswith(format_weights("sample_mean").partition(": ")[2])
 
 
+def printed_by(words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+    monkeypatch.setattr(sys, "argv", ["megatron_rl_loss", "modes", *words])
+    assert main() == 0
+    return capsys.readouterr().out
+
+
+def test_a_framework_and_all_of_them_are_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    screen = printed_by([], monkeypatch, capsys)
+    everything = printed_by(["--all"], monkeypatch, capsys)
+    assert everything.startswith(screen.strip())
+    (of_verl,) = re.findall(r"^(verl, .*?)\n\n", everything, flags=re.MULTILINE | re.DOTALL)
+    assert of_verl in printed_by(["verl"], monkeypatch, capsys)
+    assert "\nslime, " not in printed_by(["verl"], monkeypatch, capsys)
+
+
+def test_the_same_as_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    data = json.loads(printed_by(["--json", "-"], monkeypatch, capsys))
+    assert {row["name"] for row in data["modes"]} >= set(oracle.MODES)
+    assert set(data["units"]) == set(oracle.UNITS)
+    assert sum(len(row["names"]) for row in data["frameworks"].values()) == len(NAMES)
+    assert data["frameworks"]["verl"] == json.loads(printed_by(["verl", "--json", "-"], monkeypatch, capsys))
+    out = tmp_path / "weights.json"
+    words = ["verl:seq-mean-token-sum-norm", "--divisor", "8", "--json", str(out)]
+    assert printed_by(words, monkeypatch, capsys) == ""
+    step = json.loads(out.read_text())
+    assert (step["mode"], step["divisor"], step["units"]) == ("constant", 8.0, "all")
+    expected = oracle.step_weights("constant", oracle.WORKED, 8.0, "all")
+    for row, weights, losses, mask in zip(step["responses"], expected, LOSSES, MASKS, strict=True):
+        assert row["weights"] == pytest.approx(weights)
+        assert (row["losses"], row["mask"]) == (losses, mask)
+    assert step["loss"] == pytest.approx(oracle.step_loss("constant", oracle.WORKED, 8.0, "all"))
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
+        (["verl", "--units", "active"], "flags without a mode"),
+        (["sample_mean", "--all"], "--all with sample_mean"),
+        (["--json", "no_folder/out.json"], "--json no_folder/out.json: the file cannot be written"),
         (["prompt"], "there is no such mode"),
         (["constant"], "--loss-aggregation-divisor 40960"),
         (["sample_mean", "--loss-aggregation-divisor", "3"], "this mode takes none"),

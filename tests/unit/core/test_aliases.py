@@ -4,6 +4,7 @@
 step, which is what they are written on. Nothing in it comes from the package.
 """
 
+import re
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -23,6 +24,7 @@ from megatron_rl_loss.engines.names import (
     NAMES,
     NUMBER,
     PeerName,
+    format_frameworks,
     format_modes,
     format_versions,
 )
@@ -264,11 +266,15 @@ def test_what_stands_beside_a_name_is_of_one_that_is() -> None:
 
 
 def test_the_printed_table() -> None:
-    printed = format_modes()
-    assert printed.isascii()
+    screen, printed = format_modes(), format_frameworks()
+    assert (screen + printed).isascii()
+    assert max(map(len, screen.splitlines())) <= 100
+    assert 24 <= len(screen.splitlines()) <= 40
     assert max(map(len, printed.splitlines())) <= 120
-    firsts = [line.split()[0] for line in printed.splitlines() if line]
+    firsts = [line.split()[0] for line in screen.splitlines() if line]
     assert all(firsts.count(word) == 1 for word in oracle.MODES)
+    assert all(re.search(rf"\b{name}\s+\(", screen) for name in FRAMEWORKS)
+    firsts = [line.split()[0] for line in printed.splitlines() if line]
     assert [word for word in firsts if word in PEERS] == [peer.alias for peer in sorted(NAMES, key=_on_the_page)]
 
 
