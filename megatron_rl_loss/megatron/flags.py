@@ -2,10 +2,12 @@
 
 import difflib
 import functools
-from argparse import ArgumentParser, Namespace
-from collections.abc import Mapping, Sequence
+import sys
+from argparse import SUPPRESS, Action, ArgumentParser, Namespace
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, get_args
+from pathlib import Path
+from typing import Any, NoReturn, get_args
 
 from megatron_rl_loss.core.aggregation import LossModes
 from megatron_rl_loss.core.collectives import attempt
@@ -107,27 +109,26 @@ def _flag_of(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def add_loss_aggregation_args(parser: ArgumentParser) -> ArgumentParser:
-    """Add the flags to a parser and return it. Pass this function to Megatron as ``extra_args_provider``.
+#: The flag of a file that holds the others, by its name in a Namespace.
+_CONFIG = "loss_aggregation_config"
 
-    The parser validates their values when it parses: raises as `AggregationSettings.resolve`.
-    """
-    group = parser.add_argument_group("policy-gradient loss aggregation (megatron_rl_loss)")
-    group.add_argument(
+
+def _add_flags(add: Callable[..., Action]) -> None:
+    add(
         "--loss-aggregation",
         metavar="MODE",
         help=f"Mode that averages per-token losses into the step loss: {', '.join(available_modes())}, or another "
         "framework's name such as verl:token-mean (list: python -m megatron_rl_loss modes --all). "
         "Default: sample_mean, or token_mean with --calculate-per-token-loss.",
     )
-    group.add_argument(
+    add(
         "--loss-aggregation-divisor",
         metavar="TOKENS",
         type=float,
         help="Divisor of two modes. constant: L in sum / (L * number of rollouts), for example the generation budget. "
         "token_sum: d in sum / d (default 1).",
     )
-    group.add_argument(
+    add(
         "--loss-aggregation-units",
         choices=list(COUNTINGS),
         help="Rollouts or prompt groups that a mean counts. "
@@ -135,31 +136,113 @@ def add_loss_aggregation_args(parser: ArgumentParser) -> ArgumentParser:
         + f". Default: {next(iter(COUNTINGS))}.",
     )
     for name, row in _FIELDS.items():
-        group.add_argument(_flag_of(name), default=row.default, **row.metadata)
-    group.add_argument(
+        add(_flag_of(name), default=row.default, **row.metadata)
+    add(
         "--custom-pg-loss-reducer-function-path",
         metavar="PATH",
         help="Mode of your own, pkg.mod.fn or pkg.mod:fn: a function that takes ModeInputs and returns a weight for "
         "each sample or token. Masked tokens always weigh 0.",
     )
     for name in _TERMS:
-        group.add_argument(
+        add(
             f"--{name}-loss-aggregation",
             metavar="MODE",
             help=f"Mode of the loss term named {name!r}. Default: the mode of the policy loss.",
         )
+
+
+def add_loss_aggregation_args(parser: ArgumentParser) -> ArgumentParser:
+    """Add the flags to a parser and return it. Pass this function to Megatron as ``extra_args_provider``.
+
+    The parser validates their values when it parses: raises as `AggregationSettings.resolve`.
+    """
+    group = parser.add_argument_group("policy-gradient loss aggregation (megatron_rl_loss)")
+    _add_flags(group.add_argument)
+    group.add_argument(
+        _flag_of(_CONFIG),
+        metavar="FILE",
+        help="YAML file with any of these flags, such as loss_aggregation: prompt_mean. Flags must not contradict it.",
+    )
     parse_known_args = parser.parse_known_args
 
     @functools.wraps(parse_known_args)
     def parse_and_validate(*args: Any, **kwargs: Any) -> Any:
         parsed, rest = parse_known_args(*args, **kwargs)
         check_command_line(parsed, rest)
+        if getattr(parsed, _CONFIG, None) is not None:
+            words = args[0] if args else kwargs.get("args")
+            _merge_file(parsed, sys.argv[1:] if words is None else words)
         if _has_flags(parsed) and parsed.custom_pg_loss_reducer_function_path is None:
             _settings_of(parsed, parsed.loss_aggregation)  # an error now stands below no log of Megatron's
         return parsed, rest
 
     parser.parse_known_args = parse_and_validate  # type: ignore[method-assign]  # which parse_args calls
     return parser
+
+
+class _Given(ArgumentParser):
+    """The flags alone; its Namespace has only those that are given, and its errors are ValueErrors."""
+
+    def __init__(self, source: str) -> None:
+        super().__init__(prog=source, add_help=False, argument_default=SUPPRESS)
+        self.source = source
+        _add_flags(self.add_argument)
+        for action in self._actions:
+            action.default = SUPPRESS
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{self.source}: {message}. Write the values as the flags take them.")
+
+
+def _merge_file(args: Namespace, words: Sequence[str]) -> None:
+    """Set what the file of the flags gives; ValueError where a flag among `words` gives another value."""
+    path = getattr(args, _CONFIG)
+    given, _ = _Given("the command line").parse_known_args(words)
+    for name, value in vars(_read_file(path)).items():
+        flagged = getattr(given, name, value)
+        if flagged != value:
+            raise ValueError(
+                f"{_flag_of(name)} {flagged} with {name}: {value} in {path}: the flags must not contradict the file of "
+                f"{_flag_of(_CONFIG)}. Drop one of the two."
+            )
+        setattr(args, name, value)
+
+
+def _read_file(path: str) -> Namespace:
+    """The flags that a YAML file gives. Raises ImportError without PyYAML, and ValueError for an unusable file."""
+    source = f"{_flag_of(_CONFIG)} {path}"
+    try:
+        import yaml
+    except ImportError:
+        raise ImportError(
+            f"{source}: the file needs PyYAML, which is not installed. Run pip install pyyaml, or write flags."
+        ) from None
+    try:
+        # Scalars stay the texts that stand there: YAML would read `off` as false.
+        fields = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
+    except OSError as error:
+        raise ValueError(f"{source}: the file cannot be read ({error.strerror}). Give the path of a file.") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        said = " ".join(f"{error}".split())
+        raise ValueError(f"{source}: the file is no YAML ({said}). Write such as loss_aggregation: constant.") from None
+    if not isinstance(fields, dict):
+        raise ValueError(
+            f"{source}: the file must hold names and values. Write lines such as loss_aggregation: constant."
+        )
+    parser, words = _Given(source), list[str]()
+    known = {action.dest: action for action in parser._actions}
+    for name, value in fields.items():
+        check_choice(f"field of {path}", name, known)
+        if not isinstance(value, str) or not value:
+            raise ValueError(
+                f"{source}: {name} is {value!r}: it must be one value. Write {name}: VALUE, or drop the line."
+            )
+        if known[name].nargs == 0:  # a flag without a value
+            check_choice(f"{name} of {path}", value.lower(), ("true", "false"))
+            words += [_flag_of(name)] * (value.lower() == "true")
+        else:
+            words.append(f"{_flag_of(name)}={value}")
+    return parser.parse_args(words)
 
 
 def _settings_of(args: Namespace, mode: str | Mode | ModeFunction | None) -> "AggregationSettings":

@@ -1,6 +1,7 @@
 """The flags: what they parse to, what validation makes of them, and what it refuses."""
 
 import copy
+import re
 import sys
 from argparse import ArgumentParser, Namespace
 from dataclasses import fields
@@ -100,6 +101,90 @@ def test_the_flag_of_each_field_sets_it() -> None:
             continue
         for value in row.get("choices", (7,)):
             assert getattr(validated(flag, str(value)), field.name) == value
+
+
+# --- a file of flags
+
+LINES = """
+loss_aggregation: constant  # a comment
+loss_aggregation_divisor: 8
+loss_aggregation_units: active
+kl_loss_aggregation: token_mean
+loss_aggregation_proof: off
+loss_aggregation_audit_interval: 7
+loss_aggregation_with_per_token_loss: true
+"""
+AS_FLAGS = (
+    f"{OVER} constant {OVER}-divisor 8 {OVER}-units active --kl-loss-aggregation token_mean {OVER}-proof off "
+    f"{OVER}-audit-interval 7 {OVER}-with-per-token-loss"
+)
+
+
+def in_file(tmp_path: Path, lines: str) -> list[str]:
+    (tmp_path / "run.yaml").write_text(lines)
+    return ["--loss-aggregation-config", str(tmp_path / "run.yaml")]
+
+
+def test_a_file_says_what_flags_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("yaml")
+    expected, words = validated(*AS_FLAGS.split()), in_file(tmp_path, LINES)
+    assert validated(*words) == expected
+    assert validated(*words, f"{OVER}-divisor", "8.0", "--rollouts", "x") == expected  # says the same
+    rest = in_file(tmp_path, LINES.replace("loss_aggregation_divisor: 8\n", ""))
+    assert validated(*rest, f"{OVER}-divisor=8") == expected  # adds to it
+    monkeypatch.setattr(sys, "argv", ["script.py", *in_file(tmp_path, LINES)])
+    assert validate_loss_aggregation_args(add_loss_aggregation_args(ArgumentParser()).parse_args()) == expected
+    assert validated(*in_file(tmp_path, "loss_aggregation_with_per_token_loss: False")) == validated()
+    path = f"custom_pg_loss_reducer_function_path: {MODULE}:registered"
+    assert validated(*in_file(tmp_path, path)).modes.policy.mode.name == "of_a_user"
+
+
+def test_every_flag_is_a_field(tmp_path: Path) -> None:
+    pytest.importorskip("yaml")
+    names = set(vars(add_loss_aggregation_args(ArgumentParser()).parse_args([]))) - {"loss_aggregation_config"}
+    with pytest.raises(ValueError, match="there is no such field") as caught:
+        parse(*in_file(tmp_path, "some: 1"))
+    assert set(str(caught.value).partition("one of ")[2].rstrip(".").split(", ")) == names
+
+
+@pytest.mark.parametrize(
+    ("lines", "flags", "says"),
+    [
+        (LINES, f"{OVER}-divisor 9", "--loss-aggregation-divisor 9.0 with loss_aggregation_divisor: 8.0 in "),
+        (
+            "loss_aggregation_empty_step: error",
+            f"{OVER}-empty-step warn",
+            "warn with loss_aggregation_empty_step: error",
+        ),
+        ("loss_aggregation_divisors: 8", "", "Did you mean loss_aggregation_divisor?"),
+        ("loss-aggregation: constant", "", "Did you mean loss_aggregation?"),
+        ("loss_aggregation_config: other.yaml", "", "there is no such field"),
+        ("loss_aggregation_divisor: many", "", "argument --loss-aggregation-divisor: invalid float value: 'many'"),
+        ("loss_aggregation_units: some", "", "argument --loss-aggregation-units: invalid choice: 'some'"),
+        ("loss_aggregation_with_per_token_loss: 2", "", "Choose one of true, false"),
+        ("loss_aggregation: [a, b]", "", r"loss_aggregation is ['a', 'b']: it must be one value"),
+        ("loss_aggregation:", "", "loss_aggregation is '': it must be one value"),
+        ("- loss_aggregation", "", "the file must hold names and values"),
+        ("", "", "the file must hold names and values"),
+        ("a: b: c", "", "the file is no YAML"),
+        ("loss_aggregation: constant", "", "'constant' without a divisor"),
+    ],
+)
+def test_an_unusable_file_is_refused(lines: str, flags: str, says: str, tmp_path: Path) -> None:
+    pytest.importorskip("yaml")
+    with pytest.raises(ValueError, match=re.escape(says)):
+        parse(*in_file(tmp_path, lines), *flags.split())
+
+
+def test_a_file_that_is_not_there_and_a_missing_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = in_file(tmp_path, LINES)
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    with pytest.raises(ImportError, match=r"run\.yaml: the file needs PyYAML.*Run pip install pyyaml"):
+        parse(*words)
+    monkeypatch.undo()
+    pytest.importorskip("yaml")
+    with pytest.raises(ValueError, match=r"cannot be read \(No such file"):
+        parse("--loss-aggregation-config", str(tmp_path / "other.yaml"))
 
 
 # --- the user's own mode
