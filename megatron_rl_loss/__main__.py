@@ -160,7 +160,8 @@ def weigh_small_step(mode: str, divisor: float | None = None, units: UnitCountin
     aggregation = resolve(mode, divisor=divisor, units=units)
     prompt_ids, session_ids = ["a", "a", "b", "b"], ["s", "s", "t", "u"]
     turn_ids = [[0, 0, 1, 1], [2, 2], [3, 3, -1, 4, -1, -1], [-1]]
-    samples = Samples(MASKS, prompt_ids=prompt_ids, ids={"session": session_ids, "turn": turn_ids})
+    ids: dict[str, Any] = {"session": session_ids, "turn": turn_ids}
+    samples = Samples(MASKS, prompt_ids=prompt_ids, ids=ids, labels={"counted": [True] * len(MASKS)})
     columns = weights_column(aggregation.mode, samples, divisor=divisor, units=units, dp_group=None)
     weights = [column.tolist() for column in columns]
     rows = zip(prompt_ids, session_ids, turn_ids, MASKS, LOSSES, weights, strict=True)

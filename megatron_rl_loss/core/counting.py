@@ -65,6 +65,22 @@ class Counting(NamedTuple):
         return self.counts(samples, key).astype(np.float64)
 
 
+def _has_token(samples: Samples, key: str) -> npt.NDArray[np.bool_]:
+    """True for each part by that key with a token whose loss mask is not 0."""
+    return samples.mask_sums_by(key) > 0
+
+
+def _has_label(samples: Samples, key: str) -> npt.NDArray[np.bool_]:
+    """True for each part by that key of a sample whose label ``counted`` is true."""
+    label = to_array(samples.label("counted"))
+    if label.shape != (len(samples),) or label.dtype.kind not in "biuf" or not np.isin(label, (0, 1)).all():
+        raise ValueError(
+            f"the label 'counted' of {label.tolist()}: it must be True or False for each sample. Pass "
+            'Samples(..., labels={"counted": [True, ...]}).'
+        )
+    return samples.at_parts(key, label != 0)
+
+
 #: The first one is that of a mode for which nobody says another.
 COUNTINGS = {
     row.name: row
@@ -74,8 +90,13 @@ COUNTINGS = {
             "every one, fully masked or not",
             lambda samples, key: samples.at_parts(key, np.ones(len(samples), np.bool_)),
         ),
+        Counting("active", "those with a token whose loss mask is not 0", _has_token),
+        # A unit that is trained on counts, whatever its label: weights would else add up to more than 1.
         Counting(
-            "active", "those with a token whose loss mask is not 0", lambda samples, key: samples.mask_sums_by(key) > 0
+            "counted",
+            "active ones, and those with a sample whose label `counted` is true",
+            lambda samples, key: _has_token(samples, key) | _has_label(samples, key),
+            labels=("counted",),
         ),
     )
 }

@@ -83,7 +83,8 @@ class ModeInputs:
         batch: masks, ids, labels and layout of the micro-batch.
         totals: of the step; None in a rehearsal, before the step is counted: the micro-batch then stands for it.
         divisor: as the user gave it, or None.
-        counting: which units count, one of `COUNTINGS`: ``all``, or ``active`` ones with a token that is not masked.
+        counting: which units count, one of `COUNTINGS`: ``all``, or ``active`` ones with a token that is not
+            masked, or these and the ``counted`` ones that a label names.
         asked: the keys that the mode has asked for.
         averages: it has asked for numbers of tokens, by which it divides.
     """

@@ -112,7 +112,7 @@ def make_pg_loss_reducer(
             can tell, and all weights are then too small by one factor: a plan counts its own step.
         divisor: L of ``constant``, in tokens (the generation budget, say), or d of ``token_sum``; with no other mode.
         units: count every unit (``all``, unless a framework's name says otherwise) or only those with a token of
-            nonzero weight (``active``).
+            nonzero weight (``active``), or these and the samples with a true label ``counted`` (``counted``).
         cp_rank, cp_size: this rank's place in its context-parallel group; cp_rank is required where cp_size > 1.
 
     Returns:

@@ -28,6 +28,7 @@ class Counting(NamedTuple):
 UNITS = {
     "all": Counting(lambda entries, label: True),
     "active": Counting(lambda entries, label: any(entries)),
+    "counted": Counting(lambda entries, label: any(entries) or label != 0, "counted"),
 }
 #: Countings that need no label, which every step can be counted by.
 BY_MASKS = [name for name, row in UNITS.items() if row.label is None]

@@ -68,7 +68,7 @@ def drawn_step(seed: int, dp_size: int = 1, num_microbatches: int = 3) -> Step:
             for sample in random_samples(rng, named * rng.choice([1, 2] if split else [1]), [0, 1, 2, 7, 13], weights):
                 as_type = dtype or rng.choice(MASK_DTYPES)
                 mask = (sample.mask if as_type.is_floating_point else sample.mask.clamp(max=1)).to(as_type)
-                step.append(replace(sample, mask=mask))
+                step.append(replace(sample, mask=mask, labels={"counted": len(step) % 3 == 0}))
     hands: list[list[list[int]]] = [[[] for _ in range(num_microbatches)] for _ in range(dp_size)]
     for i in rng.sample(range(len(step)), len(step)):
         rng.choice(rng.choice(hands)).append(i)
@@ -89,7 +89,10 @@ def samples_of(chosen: Sequence[Sample], placed: Placement, **options: Any) -> S
         [*turns_of(sample), *[""] * (len(mask) - len(sample.mask))] for sample, mask in zip(chosen, masks, strict=True)
     ]
     ids: Any = {"session": [session_of(sample) for sample in chosen], "turn": turns}
-    return Samples(masks, layout=placed.layout, ids=ids, **(ids_of(chosen) if chosen else {}), **options)
+    names = set.intersection(*(set(sample.labels) for sample in chosen)) if chosen else ()
+    labels = {name: [sample.labels[name] for sample in chosen] for name in names}
+    named: Any = ids_of(chosen) if chosen else {}
+    return Samples(masks, layout=placed.layout, ids=ids, labels=labels, **named, **options)
 
 
 def session_of(sample: Sample) -> str:
@@ -106,7 +109,7 @@ def weights_of(mode: str, samples: Sequence[Sample], units: str) -> list[list[fl
     if mode not in oracle.BY_IDS:
         return oracle.step_weights(mode, samples, divisor_of(mode), units)
     ids = [session_of(sample) for sample in samples], [turns_of(sample) for sample in samples]
-    return oracle.weights_by_ids(mode, [sample.mask for sample in samples], *ids, units)
+    return oracle.weights_by_ids(mode, [sample.mask for sample in samples], *ids, units, [s.labels for s in samples])
 
 
 def placed(step: Step, dp_rank: int, place: Any, cp_size: int) -> list[tuple[list[Sample], Placement]]:

@@ -55,9 +55,9 @@ SEEDS = range(3 * len(PLACES))  # three kinds of groups in every layout
 
 def weights_on(rank: int, by_ranks: Groups) -> tuple[float, int, list[bytes]]:
     """The worst error of this rank's weights over random steps, how many were compared, and totals as bytes."""
-    worst, vectors, bits = 0.0, 0, []
+    worst, vectors, bits, countings = 0.0, 0, list[bytes](), [*oracle.UNITS]
     for seed in SEEDS:
-        kind, units = ("dp4", "dp2 x 2", "dynamic")[seed % 3], oracle.BY_MASKS[seed // 3 % len(oracle.BY_MASKS)]
+        kind, units = ("dp4", "dp2 x 2", "dynamic")[seed % 3], countings[seed // 3 % len(countings)]
         place = PLACES[seed // 3 % len(PLACES)] if kind != "dynamic" else (thd, gathered)[seed // 3 % 2]
         if kind == "dynamic":  # the k-th micro-batch is cut for 1, 2 or 4 ranks
             sizes = [(1, 2, 4)[(seed // 3 + k) % 3] for k in range(3)]

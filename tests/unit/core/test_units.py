@@ -15,7 +15,7 @@ MASKS = [torch.tensor([1.0, 0, 0.5]), torch.zeros(2), torch.ones(2), torch.tenso
 PROMPTS, SESSIONS, TURNS = ["a", "b", "a", "b"], ["x", "y", "x", "x"], [[0, 1, 1], [2, 2], [0, 3], [4, 3]]
 IDS: dict[str, Any] = {"prompt_ids": PROMPTS, "ids": {"session": SESSIONS, "turn": TURNS}}
 #: What a counting by labels reads of the samples, under any name.
-VALUES = [0.0, 0.0, 0.5, 0.0]
+VALUES = [0.0, 1.0, 0.0, 0.0]
 
 
 def labels_of(counting: str) -> dict[str, Any]:
@@ -81,7 +81,7 @@ def test_a_counting_by_labels_is_one_row(monkeypatch: pytest.MonkeyPatch) -> Non
     )
     monkeypatch.setitem(COUNTINGS, row.name, row)
     monkeypatch.setitem(oracle.UNITS, row.name, oracle.Counting(lambda entries, label: label != 0, "own"))
-    assert numbers_of(row.name) == {"rollout": 1, "prompt": 1, "session": 1, "turn": 2}
+    assert numbers_of(row.name) == {"rollout": 1, "prompt": 1, "session": 1, "turn": 1}
     test_the_number_of_units(row.name)
     for mode in (*oracle.MODES, *oracle.BY_IDS):
         test_the_weights_by_a_counting(row.name, mode)
@@ -90,3 +90,24 @@ def test_a_counting_by_labels_is_one_row(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_the_countings_by_hand() -> None:
     assert numbers_of("all") == {"rollout": 4, "prompt": 2, "session": 2, "turn": 5}
     assert numbers_of("active") == {"rollout": 3, "prompt": 2, "session": 1, "turn": 3}
+    assert numbers_of("counted") == {"rollout": 4, "prompt": 2, "session": 2, "turn": 4}
+
+
+def test_truncated_responses_count_and_dropped_prompts_do_not() -> None:
+    """DAPO's two filters, over two micro-batches: 1/N of the kept prompts' responses, in any of which tokens are."""
+    one, none = torch.ones(2), torch.zeros(2)
+    first = Samples([one, none], prompt_ids=["a", "a"], labels={"counted": [True, True]})  # one is truncated
+    other = Samples([none, none, none], prompt_ids=["b", "b", "c"], labels={"counted": torch.tensor([0, 0, 1])})
+    for mode, weight in (("sample_mean", 1 / 3 / 2), ("prompt_mean", 1 / 2 / 2), ("token_mean", 1 / 2)):
+        plan = plan_step([first, other], mode, units="counted", dp_group=None)
+        assert plan[0].weights.tolist() == pytest.approx([weight, weight, 0, 0])
+    # A sample that is trained counts, whatever its label.
+    plan = plan_step([Samples([one, one], labels={"counted": [False, False]})], "sample_mean", units="counted")
+    assert plan[0].weights.tolist() == [0.25] * 4
+
+
+@pytest.mark.parametrize("label", [["yes", "no"], [1, 2], [0.5, 0.0], [[1], [0]]])
+def test_a_label_that_is_no_flag_is_refused(label: Any) -> None:
+    samples = Samples([torch.ones(2), torch.zeros(2)], labels={"counted": label})
+    with pytest.raises(ValueError, match=r"the label 'counted' of .*: it must be True or False for each sample"):
+        plan_step([samples], "sample_mean", units="counted", dp_group=None)

@@ -111,10 +111,11 @@ def check_part(local: LocalTokens, chosen: list[Sample], held: list[oracle.Token
 def test_the_weights_of_every_token(record_property: Callable[[str, object], None]) -> None:
     """Modes x countings x layouts x CP, over micro-batches of two DP ranks with masks and ids of every kind."""
     vectors, worst = 0, 0.0
-    for seed in range(len(oracle.BY_MASKS) * len(LAID_OUT)):
+    countings = [*oracle.UNITS]
+    for seed in range(len(countings) * len(LAID_OUT)):
         place, cp_size = LAID_OUT[seed % len(LAID_OUT)]
         step = drawn_step(seed, dp_size=2, num_microbatches=2)
-        error, number = worst_error(step, place, cp_size, oracle.BY_MASKS[seed // len(LAID_OUT) % len(oracle.BY_MASKS)])
+        error, number = worst_error(step, place, cp_size, countings[seed // len(LAID_OUT)])
         assert error < oracle.EXACT, (seed, place.__name__, cp_size)
         vectors, worst = vectors + number, max(worst, error)
     assert vectors > 3000
