@@ -54,9 +54,7 @@ def misgrouped(totals: StepTotals, promised: Any, asked: Aggregation, *, is_sure
     rollouts, prompts = totals.units["rollout"], totals.units["prompt"]
     if rollouts.have_ids and rollouts.counts["all"].max(initial=0) > 1:
         return findings
-    sizes = prompts.counts["all"]
-    if asked.units == "active":
-        sizes = sizes[prompts.counts["active"] > 0]
+    sizes = prompts.counts["all"][prompts.counts[asked.units] > 0]
     if sizes.max(initial=0) > promised:
         says = f"A prompt has {sizes.max():g} samples where {promised} are generated: "
         if is_sure:
