@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl_loss import OutputLayer, log_probs_from_hidden, log_probs_from_logits, loss_from_hidden
+from megatron_rl_loss.audit.progress import Progress
 from megatron_rl_loss.logprobs import choice, triton_kernels
 from megatron_rl_loss.logprobs.kept_ids import KeptIds
 
@@ -143,13 +144,15 @@ def compare(
 ) -> tuple[dict[tuple[str, torch.dtype], float], list[str]]:
     """The largest errors by what and dtype, and the cases beyond a bound."""
     draw, worst, beyond = random.Random(seed), dict[tuple[str, torch.dtype], float](), list[str]()
-    for number in range(cases):
-        case = drawn(draw)
-        of_case = (errors or (lambda case: errors_of(case, device=device)))(case)
-        for name, error in of_case.items():
-            worst[name, case.dtype] = max(worst.get((name, case.dtype), 0.0), error)
-            if error > 1:
-                beyond.append(f"case {number} ({case.way}, {case.dtype}): {name} {error:.2f} of its bound")
+    with Progress("comparing kernels", cases) as progress:
+        for number in range(cases):
+            case = drawn(draw)
+            of_case = (errors or (lambda case: errors_of(case, device=device)))(case)
+            for name, error in of_case.items():
+                worst[name, case.dtype] = max(worst.get((name, case.dtype), 0.0), error)
+                if error > 1:
+                    beyond.append(f"case {number} ({case.way}, {case.dtype}): {name} {error:.2f} of its bound")
+            progress.advance()
     return worst, beyond
 
 

@@ -21,6 +21,7 @@ from megatron_rl_loss.audit.findings import TOLERANCE, Finding, Measure, find_fa
 from megatron_rl_loss.audit.judge import deviation_of, expected_weights, explain, nearest_mode
 from megatron_rl_loss.audit.loss_report import LossReport
 from megatron_rl_loss.audit.picture import Panel
+from megatron_rl_loss.audit.progress import Progress
 from megatron_rl_loss.audit.simulation import (
     CALLS,
     LAYOUTS,
@@ -142,13 +143,14 @@ def _check_mode(expected: Aggregation, draws: int, seed: int, described: Describ
 
     loss.sums, loss.__name__ = list(expected.mode.sums.values()), expected.mode.name  # type: ignore[attr-defined]
     findings, panels = dict[str, Finding](), list[Panel | None]()
-    for number, layout in enumerate(LAYOUTS):  # every second one with rollouts over several rows
-        call = LossCall(rows="packed", dp="sum", cp="sum", cp_cut=layout, split_rollouts=number % 2 == 1)
-        run = _measure_of(loss, call, described)
-        panels.append(_panel(run, call, expected, seed))
-        for finding in _findings(run, call, None, draws, seed):
-            cut = f"{finding.cut}, {layout}" if CUTS.get(finding.cut) == "C" else finding.cut
-            findings.setdefault(cut, replace(finding, cut=cut))
+    with Progress(f"check_loss of {expected.mode.name}", len(LAYOUTS) * _NUM_LOOKS) as progress:
+        for number, layout in enumerate(LAYOUTS):  # every second one with rollouts over several rows
+            call = LossCall(rows="packed", dp="sum", cp="sum", cp_cut=layout, split_rollouts=number % 2 == 1)
+            run = _measure_of(loss, call, described)
+            panels.append(_panel(run, call, expected, seed))
+            for finding in _findings(run, call, None, draws, seed, progress):
+                cut = f"{finding.cut}, {layout}" if CUTS.get(finding.cut) == "C" else finding.cut
+                findings.setdefault(cut, replace(finding, cut=cut))
     assumed = "its own weights, in every layout"
     notes = (
         "this compares cuts of a step; whether the formula is the one that you mean, compare with your own numbers",
@@ -163,7 +165,8 @@ def _check_function(
 ) -> LossReport:
     """Check a loss function; ValueError for one that fails on a plain step."""
     run = _measure_of(loss_fn, call, described)
-    findings, causes = _findings(run, call, expected, draws, seed), tuple[str, ...]()
+    with Progress(f"check_loss of {_name_of(loss_fn)}", _NUM_LOOKS) as progress:
+        findings, causes = _findings(run, call, expected, draws, seed, progress), tuple[str, ...]()
     notes = [f"parameter {parameter} was left at its default" for parameter in _left_at_default(loss_fn, call)]
     # A function that fails in some draws only, which the findings report, has no causes to look for.
     with contextlib.suppress(CallFailed):
@@ -208,9 +211,20 @@ def _name_of(loss_fn: Any) -> str:
     return getattr(plain, "__name__", None) or type(plain).__name__
 
 
-def _findings(run: Measure, call: LossCall, expected: Aggregation | None, draws: int, seed: int) -> list[Finding]:
+#: Ways of cutting that `_findings` looks at, at most; it looks at all cuts together where no single one has a fault.
+_NUM_LOOKS = len(CUTS)
+
+
+def _findings(
+    run: Measure, call: LossCall, expected: Aggregation | None, draws: int, seed: int, progress: Progress
+) -> list[Finding]:
     """The faults of uncut steps. If these have no other faults than wrong weights, the faults of the cuts too."""
-    look = partial(find_faults, run, call, expected, draws, seed)
+
+    def look(cut: str) -> list[Finding]:
+        found = find_faults(run, call, expected, draws, seed, cut)
+        progress.advance()
+        return found
+
     findings = look(UNCUT)
     if failures := [finding for finding in findings if finding.kind != "weights"]:
         return failures
