@@ -8,7 +8,7 @@ from megatron_rl_loss.audit.simulation import DrawnRow, DrawnStep, LossCall
 UNCUT, TOGETHER = "in one micro-batch on one rank", "over all of these together"
 PADDED = "with masked tokens behind rows"
 #: Ways of cutting a step: over micro-batches (K), data-parallel (D) and context-parallel ranks (C).
-CUTS = {
+CUTS: dict[str, str] = {
     **{"over micro-batches": "K", "over data-parallel ranks": "D", "over context-parallel ranks": "C"},
     **{UNCUT: "", PADDED: "", TOGETHER: "KDC"},
 }
