@@ -158,7 +158,9 @@ class Reading:
             self.keep = self.keep.contiguous()
         if self._kernels is not None and isinstance(self.keep, KeptIds):
             bounds = self.keep.bounds(slice(None) if self._host_rows is None else self._host_rows)
-            self._ids_kept = self.keep.ids.to(device, non_blocking=True).contiguous(), on_device(bounds, device)
+            ids = self.keep.ids
+            ids = ids.to(device, non_blocking=ids.is_cpu).contiguous()
+            self._ids_kept = ids, on_device(bounds, device)
         self.scale = 1 / temperature
         self._is_first_row_checked = from_logits and self.tp_group is None and columns > 1
         self._width = columns
