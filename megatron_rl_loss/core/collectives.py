@@ -87,6 +87,13 @@ class StepGroups:
     cp_group: Group | None = None
     replica_groups: Sequence[Group] = ()
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.replica_groups, list | tuple):
+            raise TypeError(
+                f"replica_groups is a {type(self.replica_groups).__name__}: it must be a list of process groups. Pass "
+                "[group]."
+            )
+
     @property
     def replicas(self) -> list[Group]:
         """Groups of several ranks that hold the same samples."""

@@ -231,7 +231,7 @@ class StepTotals:
             TypeError, ValueError: as `Samples`; no dp_group argument in a job of several ranks.
             BadBatchError: with groups, on every rank, naming the rank that failed and why.
         """
-        groups = StepGroups(stated_dp_group(dp_group, "totals"), replica_groups=tuple(replica_groups))
+        groups = StepGroups(stated_dp_group(dp_group, "totals"), replica_groups=replica_groups)
         return count_step(attempt(lambda: [as_samples(samples)]), groups, sums=sums)
 
 

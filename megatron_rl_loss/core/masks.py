@@ -45,6 +45,10 @@ def check_masks(loss_masks: Iterable[Mask]) -> tuple[list[Tensor], list[int]]:
                 f"the loss mask of sample {i} has shape {tuple(mask.shape)}: it must be 1-D, one entry per token. Pass "
                 "one mask per sample."
             )
+        if mask.layout != torch.strided:
+            raise TypeError(
+                f"the loss mask of sample {i} is {mask.layout}: it must have an entry per token. Pass mask.to_dense()."
+            )
     dtypes = {mask.dtype for mask in masks}
     for dtype in dtypes & _COMPLEX:
         raise TypeError(f"loss masks of {dtype}: each must hold one real number per token. Pass 0/1 or weights.")

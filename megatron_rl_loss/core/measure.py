@@ -143,6 +143,11 @@ def pass_gap(microbatch: Microbatch, name: str, values: Tensor) -> Tensor:
     host a gap above 1e-4 warns: the measured policy is then not the one in training. Raises ValueError for values of
     another shape, and for a name of no forward pass.
     """
+    if not isinstance(microbatch, Microbatch):
+        raise TypeError(
+            f"microbatch is a {type(microbatch).__name__}: it must be a micro-batch of a plan. Pass plan[k], or what "
+            "next_microbatch returns."
+        )
     if name not in microbatch.log_probs:
         raise ValueError(
             f"pass_gap of {name!r}, but forward passes gave {', '.join(microbatch.log_probs) or 'nothing'}: the pass "

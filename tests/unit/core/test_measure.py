@@ -242,10 +242,10 @@ def kept(flags: Any, name: str = "kept") -> None:
     keep_tokens(plan, name, lambda microbatch: flags)
 
 
-def gap(name: str) -> Tensor:
-    microbatch = plan_of([X])[0]
+def gap(name: str, of_plan: Any = False) -> Tensor:
+    microbatch = (plan := plan_of([X]))[0]
     microbatch.log_probs["then"] = X
-    return pass_gap(microbatch, name, X)
+    return pass_gap(plan if of_plan else microbatch, name, X)  # type: ignore[arg-type]
 
 
 test_refusals = refusal_tests(
@@ -285,6 +285,11 @@ test_refusals = refusal_tests(
             error=TypeError,
         ),
         **refusals(kept, ((X > 0, "ok"), "tokens to keep as 'ok', which is a mask of the Samples", (X > 0, "good"))),
+        **refusals(
+            lambda of_plan: gap("then", of_plan),
+            ((True,), "microbatch is a Plan: it must be a micro-batch of a plan", (False,)),
+            error=TypeError,
+        ),
         **refusals(gap, (("now",), "pass_gap of 'now', but forward passes gave then", ("then",))),
     }
 )

@@ -58,6 +58,7 @@ test_refusals = refusal_tests(
         ),
         **refusals(
             lambda **options: plan([TWO], **options),
+            ({"replica_groups": 3}, r"replica_groups is a int: .*Pass \[group\]", {"replica_groups": [None]}),
             ({"terms": ["kl"]}, "terms is a list: it must be a dict", {"terms": {"kl": "sample_mean"}}),
             ({"terms": {1: "sample_mean"}}, "terms has the key 1: it must be a dict", {"terms": {"kl": "sample_mean"}}),
             ({"term_masks": "kl"}, r"term_masks is 'kl'.*Pass \['kl'\]", {"term_masks": []}),

@@ -284,6 +284,7 @@ test_refusals = refusal_tests(
             of_masks,
             ((TWO, TWO.to(torch.cfloat)), "loss masks of torch.complex64", (TWO, TWO.half())),
             ((TWO, torch.ones(2, device="meta", dtype=torch.cfloat)), "loss masks of torch.complex64", (TWO,)),
+            ((TWO.to_sparse(),), "sample 0 is torch.sparse_coo: .*Pass mask.to_dense", (TWO,)),
             ((["a"],), "sample 0 is a list: it must hold one real number per token", ([1],)),
             (([1, [2]],), "sample 0 is a list", ([1, 1],)),
             error=TypeError,
