@@ -31,6 +31,8 @@ from megatron_rl_loss.engines.names import (
     modes_as_data,
 )
 
+#: The command of an installed package, which does what ``python -m megatron_rl_loss`` does.
+SCRIPT = "megatron-rl-loss"
 #: README's small step: losses and masks of four responses.
 LOSSES = [[1.0, 2.0, 3.0, 4.0], [5.0, 6.0], [-1.0, 0.5, 2.0, 7.0, 1.0, 3.0], [2.0]]
 MASKS = [[1, 1, 1, 1], [1, 1], [1, 1, 0, 1, 0, 0], [0]]
@@ -51,9 +53,11 @@ COMPANIONS = {
 }
 
 
-def main() -> int:
-    """Run the command of ``sys.argv`` and return its exit status."""
-    parser = ArgumentParser(prog="python -m megatron_rl_loss", description="Policy-gradient loss aggregation.")
+def make_parser() -> ArgumentParser:
+    """The parser of all commands, from which completion for a shell is made, too."""
+    is_script = Path(sys.argv[0]).stem == SCRIPT
+    prog = SCRIPT if is_script else "python -m megatron_rl_loss"
+    parser = ArgumentParser(prog=prog, description="Policy-gradient loss aggregation.")
     parser.add_argument("--version", action="version", version=f"megatron_rl_loss {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     modes = commands.add_parser(
@@ -93,11 +97,17 @@ def main() -> int:
         "train", metavar="TRAIN", type=Path, help="dump of the trainer; its loss masks are used if it has any"
     )
     gap.add_argument("rollout", metavar="ROLLOUT", type=Path, help="dump of the sampler")
-    status = 0
+    return parser
+
+
+def main() -> int:
+    """Run the command of ``sys.argv`` and return its exit status."""
+    parser, status = make_parser(), 0
+    (commands,) = (action for action in parser._actions if action.dest == "command")
     try:
         try:
             if sys.argv[1:] and not sys.argv[1].startswith("-"):
-                check_choice("command", sys.argv[1], commands.choices)
+                check_choice("command", sys.argv[1], commands.choices or ())
             options = parser.parse_args(sys.argv[1:] or ["--help"])
             status = 2 if options.command == "audit" else 0  # of an audited script that a closed pipe ends
             text, status = run_audit(options) if options.command == "audit" else _run(options)

@@ -72,6 +72,8 @@ ROWS = [
     Row(r"tools/check_names\.py", needs="a package index; test_check_names.py names what it stored"),
     Row(r"git clone URL .*", needs="a repository's address"),
     Row(r"pip install (-e \.|-e '\.\[\w+\]')", needs="a package index; tools/setup.sh does it"),
+    Row(r"pip install shtab|eval \"\$\(shtab .*make_parser\)\"",
+        by="package/test_completion.py", named='"megatron_rl_loss.__main__.make_parser"'),
     Row(r"python check_vectors\.py vectors\.json token_mean", by="package/test_vectors.py", named="check_vectors.py"),
     # what the online example and the audit show
     Row(r"(torchrun .* |python )examples/online_grpo\.py .*",
