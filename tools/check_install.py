@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 import megatron_rl_loss
-from megatron_rl_loss import StepTotals, make_pg_loss_reducer
+from megatron_rl_loss import Samples, StepTotals, make_pg_loss_reducer, plan_step
 
 
 def run(*command: str) -> str:
@@ -53,7 +53,12 @@ def main() -> None:
     check(f"(6/3 + 10/2) / 2 is 3.5: {share:.7f}", abs(share.item() - 3.5) < 1e-6)
     expected = torch.tensor([1 / 6, 1 / 6, 0, 1 / 6, 1 / 4, 1 / 4])
     check("a gradient is a weight", torch.allclose(losses.grad, expected))  # type: ignore[arg-type]
-    check("modes are printed", "verl:seq-mean-token-sum-norm" in ours("modes"))
+    check("modes are printed", "verl:seq-mean-token-sum-norm" in ours("modes", "--all"))
+    script = Path(sys.executable).with_name("megatron-rl-loss")
+    check("the installed script prints them, too", run(str(script), "modes") == ours("modes"))
+    with tempfile.TemporaryDirectory() as folder:
+        plan_step([Samples(masks)], "token_mean").plot(page := Path(folder) / "plan.html")
+        check("a page is drawn without matplotlib", page.read_text().count('class="bar"') == 2)  # one for each sample
     check("examples are listed", "pretrain_grpo.py" in ours("example"))
     with tempfile.TemporaryDirectory() as folder:
         copied = ours("example", "launch_grpo.sh", "--to", folder).splitlines()
