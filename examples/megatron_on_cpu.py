@@ -114,8 +114,14 @@ def install() -> None:
         "CUDA_DEVICE_MAX_CONNECTIONS", "1"
     )  # asked for below compute capability 10 (arguments.py:1414)
     _replace_cuda_runtime()
-    _installed = _CudaMeansCpu()
-    _installed.__enter__()  # type: ignore[no-untyped-call]
+    _installed = redirect_this_thread()
+
+
+def redirect_this_thread() -> Any:
+    """Redirect calls of the thread that calls this, too: each thread has function modes of its own. Gives the mode."""
+    mode = _CudaMeansCpu()
+    mode.__enter__()  # type: ignore[no-untyped-call]
+    return mode
 
 
 def _replace_cuda_runtime() -> None:

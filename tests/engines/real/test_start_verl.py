@@ -1,39 +1,46 @@
-"""A critic of verl from its own start: VERL_PATH=~/verl, and Ray.
+"""verl's policy and critic from their own start: VERL_PATH=~/verl, and Ray.
 
-Real: verl's Hydra config and dataclasses, its resource pool, worker groups and `TrainingWorker` in Ray, `value_loss`
-as `RayPPOTrainer` sends it, the Megatron engine's `train_batch`, its cut of rows over CP ranks and its gather.
-Stubbed: the GPU, Hugging Face's config and tokenizer, and the model, a table of values whose optimizer keeps gradients.
+Real: verl's Hydra config and dataclasses, its trainer's `init` with resource pools and worker groups, the workers of
+policy and critic in Ray, TransferQueue, the trainer's `_update_actor` and `_update_critic`, the Megatron engine's
+`train_batch` with its forward function, its cut of rows over CP ranks and its gather, `ppo_loss` and `value_loss`.
+Stubbed: the GPU, the sampler and what manages it, rewards, the data loader, Hugging Face's config and tokenizer, and
+the models, tables of logits and of values whose optimizers keep gradients.
 """
 
 import dataclasses
 import importlib
 import os
-from functools import partial
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import megatron_on_cpu
 import oracle
 import pytest
 import torch
 import torch.distributed as dist
 from checkouts import VERL, checkout, record_errors
-from logit_table import KeepsGradients
+from logit_table import KeepsGradients, logits
 from ranks import run_ranks
 from ray_workers import local_ray
 from table_step import relative_error, table_model
 
 ray: Any = pytest.importorskip("ray")
 hydra: Any = pytest.importorskip("hydra")
-pytest.importorskip("tensordict")
+for _package in ("tensordict", "torchdata", "transfer_queue"):
+    pytest.importorskip(_package)
 pytestmark = pytest.mark.slow
 
 CP, ROWS_OF_A_MICROBATCH = 2, 2
-_NOT_USED = ("transformers", "datasets", "orjson", "pandas", "peft", "pyarrow", "accelerate", "torchdata")
+_NOT_USED: tuple[str, ...] = ("transformers", "datasets", "orjson", "pandas", "peft", "pyarrow", "accelerate")
+_NOT_USED += ("uvicorn", "fastapi", "verl.checkpoint_engine", "verl.workers.rollout", "verl.trainer.ppo.reward")
+_NOT_USED += tuple(f"verl.experimental.{name}_loop" for name in ("agent", "reward", "teacher"))
 #: With verl's own `__init__`, which is what reads `VERL_USE_EXTERNAL_MODULES`.
-ENGINE = dataclasses.replace(VERL, passed_by=(), stand_ins=(*_NOT_USED, "uvicorn", "fastapi"))
+ENGINE = dataclasses.replace(VERL, passed_by=(), stand_ins=_NOT_USED)
 INSTALL = "megatron_rl_loss.engines.verl_install"
 TOLERANCE = 2e-6
+CLIP, CLIP_C, ENTROPY, KL = 0.2, 3.0, 0.01, 0.1
 #: Of each row: tokens of the prompt, and the mask of its response.
 ROWS: list[tuple[int, list[int]]] = [
     (1, [1, 1, 0]),
@@ -44,8 +51,37 @@ ROWS: list[tuple[int, list[int]]] = [
     (2, [1, 1]),
 ]
 TOKENS = sum(prompt + len(mask) for prompt, mask in ROWS)
-TABLE = torch.linspace(-1, 1, TOKENS + 1)  # the value at each token; its last entry pads
+TABLE = torch.linspace(-1, 1, TOKENS + 1)  # the value, and the logit of the next token, at each token; the last pads
 RETURNS = torch.linspace(1, -1, TOKENS).roll(3)
+ADVANTAGES = torch.linspace(-2, 2, TOKENS).roll(5)
+OLD, REFERENCE = (-3.4 + torch.linspace(-1, 1, TOKENS).roll(shift) for shift in (2, 9))
+_OF_BOTH: tuple[str, ...] = (
+    f"ppo_micro_batch_size_per_gpu={ROWS_OF_A_MICROBATCH}",
+    "ppo_mini_batch_size=6",
+    "loss_agg_mode=token-mean",
+)
+_OF_BOTH += (f"megatron.context_parallel_size={CP}",)
+SETTINGS = [
+    *("algorithm.adv_estimator=gae", "data.train_batch_size=6", f"trainer.n_gpus_per_node={CP}", "trainer.nnodes=1"),
+    *("trainer.resume_mode=disable", "critic.model.path=none", *(f"critic.{setting}" for setting in _OF_BOTH)),
+    *(f"actor_rollout_ref.actor.{setting}" for setting in _OF_BOTH),
+    *(
+        f"actor_rollout_ref.{setting}"
+        for setting in (
+            *("model.path=none", "rollout.name=sglang", "rollout.tensor_model_parallel_size=1"),
+            *("rollout.log_prob_micro_batch_size_per_gpu=2", "ref.log_prob_micro_batch_size_per_gpu=2"),
+            *(f"ref.megatron.context_parallel_size={CP}", f"actor.entropy_coeff={ENTROPY}"),
+            *("actor.use_kl_loss=True", f"actor.kl_loss_coef={KL}", "actor.kl_loss_type=kl"),
+        )
+    ),
+    "transfer_queue.backend.SimpleStorage.num_data_storage_units=1",
+]
+#: How a user asks for the library.
+WAYS = {
+    "own": list[str](),
+    "external_lib": [f"{model}.model.external_lib={INSTALL}" for model in ("actor_rollout_ref", "critic")],
+    "variable": [f"+ray_kwargs.ray_init.runtime_env.env_vars.VERL_USE_EXTERNAL_MODULES={INSTALL}"],
+}
 
 
 def stub() -> None:
@@ -61,34 +97,39 @@ def stub() -> None:
     vars(model)["AutoConfig"] = SimpleNamespace(from_pretrained=lambda *_, **__: config)
     workers = importlib.import_module("verl.workers.engine_workers")
     vars(workers).update(
-        initialize_global_process_group_ray=lambda timeout_second: dist.init_process_group(
-            "gloo", rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"])
-        ),
-        set_numa_affinity=lambda: None, FlopsCounter=lambda config: None, get_device_name=lambda: "cpu",
+        initialize_global_process_group_ray=initialize_process_group, set_numa_affinity=lambda: None,
+        FlopsCounter=lambda config: SimpleNamespace(estimate_flops=lambda *_, **__: (1.0, 1.0)),
+        get_device_name=lambda: "cpu",
     )  # fmt: skip
     engine = importlib.import_module("verl.workers.engine.megatron.transformer_impl")
     vars(engine).update(get_device_id=lambda: torch.device("cpu"), get_device_name=lambda: "cpu")
     vars(engine)["MegatronEngine"].initialize = initialize
-    vars(importlib.import_module("verl.models.mcore"))["get_mcore_engine_forward_fn"] = lambda config: values_of
+
+
+def initialize_process_group(timeout_second: Any) -> None:
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
 
 
 def initialize(engine: Any) -> None:
-    model = table_model(TABLE.tolist(), per_token=True)
+    """As the engine's own, on the thread on which Ray runs an actor's methods where one of them is a coroutine."""
+    if threading.current_thread() is not threading.main_thread():
+        megatron_on_cpu.redirect_this_thread()
+    of_values = "Value" in type(engine).__name__
+    model = table_model(TABLE.tolist(), per_token=True, forward=values if of_values else logits)
+    model.module.pre_process = model.module.post_process = True
     engine.module, engine.optimizer = [model], KeepsGradients(model)
+    engine.lr_scheduler, engine.optimizer.param_groups = SimpleNamespace(step=lambda increment: None), [{"lr": 0.0}]
     engine.tf_config = model.config
 
 
-def values_of(model: Any, input_ids: Any, *_: Any, **__: Any) -> Any:
-    """As verl's forward function: rows cut over CP ranks, the model, and whole rows gathered."""
-    util = importlib.import_module("verl.models.mcore.util")
-    local, packed, *_ = util.preprocess_thd_engine(input_ids)
-    return util.postprocess_thd_engine(model(local.flatten())[None], packed, input_ids, len(input_ids))
+def values(table: torch.Tensor, input_ids: torch.Tensor) -> torch.Tensor:
+    return table[input_ids][..., None]
 
 
-def batch() -> Any:
-    """The rows as verl's trainer sends them, jagged."""
+def fields() -> Any:
+    """The rows as verl's rollouts and its trainer put them into TransferQueue, jagged."""
     from tensordict import TensorDict
-    from verl.utils import tensordict_utils
 
     first = torch.tensor([0, *(prompt + len(mask) for prompt, mask in ROWS)]).cumsum(0).tolist()
     ids = [torch.arange(first[i], first[i + 1]) for i in range(len(ROWS))]
@@ -96,92 +137,110 @@ def batch() -> Any:
     def jagged(rows: list[torch.Tensor]) -> torch.Tensor:
         return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
 
-    prompts, masks = [prompt for prompt, _ in ROWS], [torch.tensor(mask) for _, mask in ROWS]
-    data = TensorDict(
+    responses = [row[prompt:] for row, (prompt, _) in zip(ids, ROWS, strict=True)]
+    masks = jagged([torch.tensor(mask) for _, mask in ROWS])
+    of_responses = {"values": TABLE, "returns": RETURNS, "advantages": ADVANTAGES, "old_log_probs": OLD}
+    of_responses["ref_log_prob"] = REFERENCE
+    return TensorDict(
         {
-            "input_ids": jagged(ids), "response_mask": jagged(masks), "loss_mask": jagged(masks),
-            "prompts": jagged([row[:n] for row, n in zip(ids, prompts, strict=True)]),
-            "responses": jagged([row[n:] for row, n in zip(ids, prompts, strict=True)]),
-            "values": jagged([TABLE[row[n:] - 1] for row, n in zip(ids, prompts, strict=True)]),
-            "returns": jagged([RETURNS[row[n:] - 1] for row, n in zip(ids, prompts, strict=True)]),
+            "input_ids": jagged(ids), "response_mask": masks, "loss_mask": masks, "responses": jagged(responses),
+            "position_ids": jagged([torch.arange(len(row)) for row in ids]),
+            "prompts": jagged([row[:prompt] for row, (prompt, _) in zip(ids, ROWS, strict=True)]),
+            **{name: jagged([table[row - 1] for row in responses]) for name, table in of_responses.items()},
         }, batch_size=len(ROWS),
     )  # fmt: skip
-    tensordict_utils.assign_non_tensor(
-        data, global_batch_size=len(ROWS), use_dynamic_bsz=False, micro_batch_size_per_gpu=ROWS_OF_A_MICROBATCH,
-        global_token_num=None,
-    )  # fmt: skip
-    return data
 
 
-def right_gradient() -> torch.Tensor:
-    """Of the token mean of half the squared error, in float64."""
-    table, begin, samples = TABLE.double().requires_grad_(), 0, []
-    for prompt, mask in ROWS:
-        before = torch.arange(begin + prompt - 1, begin + prompt - 1 + len(mask))  # a value is that of the next token
-        samples.append(oracle.Sample(0.5 * (table[before] - RETURNS[before].double()) ** 2, torch.tensor(mask).float()))
-        begin += prompt + len(mask)
-    (gradient,) = torch.autograd.grad(oracle.step_loss("token_mean", samples, None), table)
-    return gradient
+def right_gradients() -> dict[str, torch.Tensor]:
+    """Of the token means of the policy's loss with its terms and of half the critic's squared error, in float64."""
+    gradients = {}
+    for role in ("policy", "critic"):
+        table, begin, samples = TABLE.double().requires_grad_(), 0, []
+        for prompt, mask in ROWS:
+            at = torch.arange(begin + prompt - 1, begin + prompt - 1 + len(mask))  # of the token before each
+            losses = policy_losses(table[at], at) if role == "policy" else 0.5 * (table[at] - RETURNS[at].double()) ** 2
+            samples.append(oracle.Sample(losses, torch.tensor(mask).float()))
+            begin += prompt + len(mask)
+        (gradients[role],) = torch.autograd.grad(oracle.step_loss("token_mean", samples, None), table)
+    return gradients
 
 
-def gradient_of(worker: Any) -> torch.Tensor:
-    (critic,) = (inner for inner in vars(worker).get("worker_dict", {"": worker}).values())
-    return critic.engine.optimizer.gradients[0]
+def policy_losses(entries: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+    """PPO's clipped loss with an entropy bonus and a KL penalty; each logit stands beside TOKENS logits of 0."""
+    old, reference, advantages = (column[at].double() for column in (OLD, REFERENCE, ADVANTAGES))
+    normalizer = torch.log(entries.exp() + TOKENS)
+    log_probs = entries - normalizer
+    ratio = (log_probs - old).exp()
+    losses = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - CLIP, 1 + CLIP))
+    losses = torch.where(advantages < 0, torch.minimum(-advantages * CLIP_C, losses), losses)
+    entropy = normalizer - log_probs.exp() * entries
+    return losses - ENTROPY * entropy + KL * (log_probs - reference)
 
 
-def drive(root: str, external_lib: bool, variable: bool) -> tuple[list[torch.Tensor], list[str]]:
-    """As `RayPPOTrainer.init_workers` and one step of its critic, in a pool of its own: gradients, workers' lines."""
-    if variable:
-        os.environ["VERL_USE_EXTERNAL_MODULES"] = INSTALL
-    variables = {"VERL_USE_EXTERNAL_MODULES": INSTALL} if variable else {}
-    with local_ray(__name__, root, gpus=CP, variables=variables) as lines:
-        from verl.single_controller.ray.base import (
-            RayClassWithInitArgs,
-            RayResourcePool,
-            RayWorkerGroup,
-            create_colocated_worker_cls,
-        )
-        from verl.utils.config import omega_conf_to_dataclass
-        from verl.workers.engine_workers import TrainingWorker, TrainingWorkerConfig
+def gradients_of(worker: Any) -> dict[str, torch.Tensor]:
+    """By the role of each model that a worker trains."""
+    workers = {role: getattr(inner, "actor", inner) for role, inner in worker.worker_dict.items()}
+    kept = {role: inner.engine.optimizer.gradients for role, inner in workers.items()}
+    return {"critic" if role == "critic" else "policy": gradients[0] for role, gradients in kept.items() if gradients}
 
-        overrides = [f"{name}.model.path=none" for name in ("actor_rollout_ref", "critic")]
-        overrides += ["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4", "critic.ppo_micro_batch_size_per_gpu=4"]
-        overrides += [f"critic.megatron.context_parallel_size={CP}", "critic.loss_agg_mode=token-mean"]
-        overrides += [f"critic.model.external_lib={INSTALL}"] * external_lib
-        with hydra.initialize_config_dir(str(Path(root, "verl/trainer/config")), version_base=None):
-            config = hydra.compose("ppo_megatron_trainer", overrides)
-        critic = omega_conf_to_dataclass(config.critic)
-        of_worker = TrainingWorkerConfig(
-            model_type="value_model", model_config=critic.model, engine_config=critic.engine,
-            optimizer_config=critic.optim, checkpoint_config=critic.checkpoint, profiler_config=None, extra_context={},
-        )  # fmt: skip
-        critic.engine.max_token_len_per_gpu = critic.ppo_max_token_len_per_gpu
-        cls = RayClassWithInitArgs(cls=ray.remote(TrainingWorker), config=of_worker)
-        group = RayWorkerGroup(
-            resource_pool=RayResourcePool([CP], name_prefix="critic"),
-            ray_cls_with_init=create_colocated_worker_cls(class_dict={"critic": cls}), device_name="cuda",
-        )  # fmt: skip
-        critics = group.spawn(prefix_set={"critic"})["critic"]
-        critics.reset()
-        losses = importlib.import_module("verl.workers.utils.losses")
-        critics.set_loss_fn(partial(losses.value_loss, config=critic))
-        critics.train_batch(batch()).get()
-        gradients = ray.get([worker.__ray_call__.remote(gradient_of) for worker in critics.workers])
+
+def make_trainer(config: Any, critic_apart: bool) -> Any:
+    """verl's own for `config`, without data and with the critic in a pool of its own, if asked for."""
+    from verl.trainer.ppo.utils import Role
+
+    v1 = importlib.import_module("verl.trainer.ppo.v1.trainer_sync")
+
+    class Trainer(v1.PPOTrainerSync):  # type: ignore[misc,name-defined]
+        def _init_dataloader(self) -> None: ...
+
+        def _init_resource_pool_mgr(self) -> None:
+            super()._init_resource_pool_mgr()
+            if critic_apart:
+                self.resource_pool_manager.resource_pool_spec["critic_pool"] = [CP]
+                self.resource_pool_manager.mapping[Role.Critic] = "critic_pool"
+
+    return Trainer(config)
+
+
+def drive(root: str, way: str, critic_apart: bool) -> tuple[list[dict[str, torch.Tensor]], list[str]]:
+    """As verl's `TaskRunner` up to a step of its policy and critic: gradients by role, workers' lines."""
+    with hydra.initialize_config_dir(str(Path(root, "verl/trainer/config")), version_base=None):
+        config = hydra.compose("ppo_megatron_trainer", [*SETTINGS, *WAYS[way]])
+    variables = dict(config.ray_kwargs.ray_init.get("runtime_env", {}).get("env_vars", {}))
+    os.environ |= variables  # verl's driver is a worker of Ray, too
+    with local_ray(__name__, root, gpus=CP * (1 + critic_apart), variables=variables, seconds=280) as lines:
+        tq = importlib.import_module("transfer_queue")
+        config.transfer_queue.enable = True
+        tq.init(config.transfer_queue)
+        trainer = make_trainer(config, critic_apart)
+        trainer.init()
+        keys = [f"row {i}" for i in range(len(ROWS))]
+        batch = tq.kv_batch_put(keys, "train", fields(), [{} for _ in keys])
+        trainer._update_actor(batch, {})
+        trainer._update_critic(batch, {})
+        workers = {w for group in (trainer.actor_rollout_wg, trainer.critic_wg) for w in group.workers}
+        gradients = ray.get([worker.__ray_call__.remote(gradients_of) for worker in workers])
+        tq.close()
         return gradients, lines()
 
 
-@pytest.mark.parametrize("way", ["own", "external_lib", "variable"])
-def test_a_critic_in_a_pool_of_its_own(way: str, record_property: Any) -> None:
-    """Its worker never imports `external_lib`: verl's driver does, and sends the pickled config."""
-    ((gradients, lines),) = run_ranks(1, drive, checkout(VERL), way == "external_lib", way == "variable")
+@pytest.mark.parametrize(
+    ("way", "critic_apart"),
+    [("own", False), ("external_lib", False), ("external_lib", True), ("variable", False)],  # that one: any process
+)
+def test_a_policy_and_its_critic(way: str, critic_apart: bool, record_property: Any) -> None:
+    """The worker of a critic that is apart never imports `external_lib`: verl's driver sends it its loss and config."""
+    ((gradients, lines),) = run_ranks(1, drive, checkout(VERL), way, critic_apart)
     print(*lines, sep="\n")
-    error = max(relative_error(gradient, right_gradient()) for gradient in gradients)
-    setting = {"own" if way == "own" else "ours": error}
-    record_errors(record_property, VERL, "started: critic of its own pool, CP 2 with per-token loss", **setting)
-    if way == "own":
-        assert error > 1e-2
-        assert not lines
-    else:
-        assert error < TOLERANCE
-        assert any(line.startswith("megatron_rl_loss in verl worker 0: replaced") for line in lines)
-        assert any("aggregation proved" in line for line in lines)
+    for role, right in right_gradients().items():
+        errors = [relative_error(of_worker[role], right) for of_worker in gradients if role in of_worker]
+        assert len(errors) == CP
+        assert max(errors) < TOLERANCE if way != "own" else min(errors) > 1e-2
+        setting = f"started: {role}, CP 2 with per-token loss"
+        record_errors(record_property, VERL, setting, **{"own" if way == "own" else "ours": max(errors)})
+    of_policy, of_critic = (
+        f"megatron_rl_loss: {', '.join(f'token_mean on {term}' for term in terms)}, aggregation proved on"
+        for terms in (("verl's loss", "entropy", "kl", "advantages"), ("verl's loss",))
+    )
+    for line in "megatron_rl_loss in verl worker 0: replaced", of_policy, of_critic:
+        assert any(found.startswith(line) for found in lines) == (way != "own"), (line, lines)
