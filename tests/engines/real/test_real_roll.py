@@ -20,7 +20,6 @@ from bigram_step import (
     BETA,
     CLIP_HIGH,
     CLIP_LOW,
-    CUTS,
     LENGTH,
     TOLERANCE,
     assert_exact,
@@ -34,6 +33,7 @@ from checkouts import ROLL, Settings, checkout, load, stand_in
 from plants import Plant, assert_stops, planted, record_plant
 from ranks import RankError, run_ranks
 from replacements import aggregated
+from roll_rows import LEFT, rows_of_rank
 from table_step import relative_error, start
 from torch import Tensor
 
@@ -44,7 +44,6 @@ MODES: dict[str, dict[str, Any]] = {
     "constant": {"divisor": 40.0, "kl": "token_mean"},
     "token_sum": {"divisor": 25.0, "kl": "token_mean"},
 }
-LEFT, PROMPT = 2, 3  # padding to the left, length of prompts
 
 pytestmark = pytest.mark.slow
 
@@ -68,31 +67,6 @@ class Rows(dict[str, Tensor]):
             if isinstance(key, str)
             else Rows({name: column[key] for name, column in self.items()})
         )
-
-
-def rows_of_rank(dp_rank: int, dp: int, protocol: Any, functionals: Any) -> Any:
-    """Rows as ROLL's rollouts and pipeline make them."""
-    batch = {name: values[dp_rank::dp] for name, values in make_batch().items()}
-    ids = torch.nn.functional.pad(batch["input_ids"], (LEFT, 0))
-    ids[:, LEFT:][torch.arange(LENGTH) >= batch["input_lengths"][:, None]] = 0
-    prompts = ids[:, : LEFT + PROMPT]
-    columns = {"input_ids": prompts, "attention_mask": (prompts != 0).long(), "position_ids": prompts}
-    data = functionals.postprocess_generate(protocol.DataProto(Rows(columns)), ids, 1, LENGTH + LEFT, 99, 0)
-    functionals.get_sample_level_mask(data, Settings())
-    data.batch["final_response_mask"] *= pad(batch["token_mask"] * batch["sample_mask"][:, None])[:, 1:].long()
-    theirs_of = {"prev_logprobs": "old_log_probs", "reference_policy_logprobs": "ref_log_probs"}
-    theirs_of |= {"generation_logprobs": "infer_logprobs", "advantages": "advantages"}
-    for name, theirs in theirs_of.items():
-        data.batch[theirs] = pad(batch[name])[:, 1:].clone()
-    data.batch["train_infer_is_weight"] = torch.ones_like(data.batch["advantages"])
-    cuts = [(a * len(ids) // 6, b * len(ids) // 6) for a, b in CUTS]
-    data.meta_info = {"loss_mask_keys": ["response_mask", "final_response_mask"], "micro_batch_indices": cuts}
-    data.meta_info |= {"micro_batch_lengths": [LENGTH + LEFT] * len(cuts), "num_micro_batchs": len(cuts)}
-    return data
-
-
-def pad(values: Tensor) -> Tensor:
-    return torch.nn.functional.pad(values, (0, LEFT))
 
 
 def wrap_groups(root: str) -> None:

@@ -1,0 +1,203 @@
+"""ROLL from its own start, with `offload_nccl`: ROLL_PATH=~/ROLL, and Ray.
+
+Real: ROLL's Hydra config and dataclasses, its resource manager and cluster, the page's worker class by path in Ray,
+`initialize` with its strategy, the dispatch of a batch over DP ranks, `train_step` of worker and strategy, the wrapped
+process groups, destroyed and built again between two steps. Stubbed: the GPU, Hugging Face's files, NCCL, the
+optimizer, which keeps gradients, and the model, a table of logits. ROLL 8eb27cc2 sets `offload_nccl` to False after
+its config was read; the test sets it again.
+"""
+
+import dataclasses
+import importlib
+import os
+import sys
+import tempfile
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from bigram_step import BETA, CLIP_HIGH, CLIP_LOW, LENGTH, ROWS, TOLERANCE, VOCABULARY, expected, k3, make_table
+from checkouts import ROLL, Settings, checkout, record_errors
+from fork_server import PYTHONPATH
+from logit_table import KeepsGradients
+from pages import code_of
+from ranks import run_ranks
+from ray_workers import local_ray
+from roll_rows import LEFT, rows_of_rank
+from table_step import relative_error, table_chunk
+
+ray: Any = pytest.importorskip("ray")
+hydra: Any = pytest.importorskip("hydra")
+for _package in ("tensordict", "dacite", "more_itertools"):
+    pytest.importorskip(_package)
+pytestmark = pytest.mark.slow
+
+DP, ROWS_OF_A_MICROBATCH = 2, 2
+_REAL = ("roll.configs", "roll.distributed", "roll.pipeline.rlvr", "roll.utils")
+_NOT_USED: tuple[str, ...] = ("roll.utils.collective", "roll.utils.cuda_ipc_utils", "roll.utils.checkpoint_manager")
+_NOT_USED += ("huggingface_hub", "opentelemetry.exporter", "roll.third_party.megatron.optimizer")
+ENGINE = dataclasses.replace(
+    ROLL, passed_by=(), stand_ins=(*(name for name in ROLL.stand_ins if not name.startswith(_REAL)), *_NOT_USED)
+)
+_NOTHING_TO_DO = (
+    *("default_tokenizer_provider", "default_processor_provider", "bind_megatron_offload_states_func"),
+    *("reload_megatron_no_grad_module", "offload_megatron_no_grad_module"),
+)
+#: Beside those of ROLL's example of an RLVR run.
+SETTINGS = f"""
+pretrain=none reward_pretrain=none prompt_length=5 response_length={LENGTH + LEFT - 5}
++loss_agg_mode=token-mean num_return_sequences_in_group=4 dual_clip_loss=false ~validation
++use_pg_clip_range=true +pg_clip_low={CLIP_LOW} +pg_clip_high={CLIP_HIGH} +use_kl_loss=true +kl_loss_coef={BETA}
+actor_train.training_args.per_device_train_batch_size={ROWS_OF_A_MICROBATCH}
+actor_train.training_args.gradient_accumulation_steps={ROWS // DP // ROWS_OF_A_MICROBATCH}
+actor_train.strategy_args.strategy_config.use_distributed_optimizer=false
+"""
+SETTINGS += " ".join(
+    f"{role}.device_mapping='list(range({DP}))'"
+    for role in ("actor_train", "actor_infer", "reference", "rewards.llm_judge")
+)
+
+
+def stub() -> None:
+    """What a machine without GPUs and checkpoints lacks."""
+    new_group: Any = dist.new_group
+
+    def without_nccl(*args: Any, backend: Any = None, **options: Any) -> Any:
+        return new_group(*args, backend=None if backend == "nccl" else backend, **options)
+
+    dist.new_group = without_nccl
+    for name in ("reset_max_memory_allocated", "reset_max_memory_cached", "device_memory_used"):
+        setattr(torch.cuda, name, lambda *_: 0)
+    torch._C._cuda_clearCublasWorkspaces = lambda: None
+    torch.cuda.device_count = lambda: DP  # the node's, by which ROLL deals out its workers
+    platforms = importlib.import_module("roll.platforms")
+    of_gpus: Any = {"device_type": "cpu", "__getattr__": lambda self, name: getattr(torch.cuda, name)}
+    vars(platforms)["current_platform"] = type("OfGPUs", (platforms.CudaPlatform,), of_gpus)()
+    root = next(path for path in reversed(sys.path) if Path(path, ROLL.proof).exists())
+    sys.modules["mcore_adapter"] = ModuleType("mcore_adapter")
+    vars(sys.modules["mcore_adapter"]).update(
+        TrainingArguments=Settings, __path__=[str(Path(root, "mcore_adapter/src/mcore_adapter"))]
+    )
+    strategies, workers = (
+        importlib.import_module(f"roll.{name}")
+        for name in ("distributed.strategy.megatron_strategy", "pipeline.base_worker")
+    )
+    vars(workers)["default_actor_model_provider"] = Models
+    nothing: Any = lambda *_, **__: None  # noqa: E731
+    log_probs_of = strategies.vocab_parallel_logprobs
+    vars(strategies).update(
+        dict.fromkeys(_NOTHING_TO_DO, nothing),
+        get_megatron_optimizer=Optimizer,
+        get_megatron_lr_scheduler=lambda *_, **__: SimpleNamespace(step=lambda: None, get_last_lr=lambda: [0.0]),
+        # It changes logits in place, unless they are of half precision.
+        vocab_parallel_logprobs=lambda logits, *args, **options: log_probs_of(logits.clone(), *args, **options),
+        collate_fn_to_dict_list=lambda rows: {name: [row[name] for row in rows] for name in rows[0]},
+    )
+
+
+def logits(table: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    return table.view(VOCABULARY, -1)[ids.long()]
+
+
+class Models(list[Any]):
+    """As mcore_adapter's models of a worker, which start Megatron's groups: the table of logits."""
+
+    def __init__(self, training_args: Any, **_: Any) -> None:
+        from megatron.core import parallel_state
+        from megatron.core.transformer import TransformerConfig
+
+        dist.init_process_group("gloo", rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
+        parallel_state.initialize_model_parallel()
+        self.config = TransformerConfig(num_layers=1, hidden_size=4, num_attention_heads=1, use_cpu_initialization=True)
+        table = table_chunk(
+            make_table().flatten().tolist(), self.config, lambda table, ids: table.view(VOCABULARY, -1)[ids.long()]
+        )
+        table.get_batch_on_this_cp_rank = lambda batch, dim3_keys: batch
+        super().__init__([table])
+
+    def get_models(self) -> list[Any]:
+        return list(self)
+
+    def train(self) -> None: ...
+
+    @property
+    def models(self) -> list[Any]:
+        return list(self)
+
+    @models.setter
+    def models(self, models: list[Any]) -> None:
+        self[:] = models
+
+
+class Optimizer(KeepsGradients):
+    def __init__(self, config: Any, models: list[Any]) -> None:
+        super().__init__(models[0])
+        self.reload_states = self.offload_states = lambda **_: None
+
+
+def gradients_of(worker: Any) -> list[torch.Tensor]:
+    gradients: list[torch.Tensor] = worker.strategy.optimizer.gradients
+    return gradients
+
+
+def group_of(worker: Any) -> tuple[str, bool]:
+    """The type of a group, and whether ROLL has destroyed what it wraps."""
+    from megatron.core import parallel_state
+
+    group = parallel_state.get_data_parallel_group()
+    return type(group).__name__, getattr(group, "group", "") is None
+
+
+def drive(root: str, worker_cls: str) -> tuple[list[list[torch.Tensor]], list[tuple[str, bool]], list[str]]:
+    """As ROLL's script and pipeline up to two steps: gradients of each worker, its groups, the workers' lines."""
+    with tempfile.TemporaryDirectory() as folder:
+        asked_by_user = [*SETTINGS.split(), f"+actor_train.worker_cls={worker_cls}", f"logging_dir={folder}"]
+        with hydra.initialize_config_dir(str(Path(root, "examples/qwen2.5-7B-rlvr_megatron")), version_base=None):
+            asked = hydra.compose("rlvr_config", asked_by_user)
+        (shown,) = [code for code in code_of("engines.md") if "RollActor" in code]
+        Path(folder, "roll_actor.py").write_text(shown)
+        variables = {"PYTHONPATH": os.pathsep.join([folder, PYTHONPATH]), "ROLL_LOG_DIR": folder}
+        os.environ["ROLL_LOG_DIR"] = folder
+        sys.path.insert(0, folder)
+        with local_ray(__name__, root, gpus=DP, variables=variables, seconds=280) as lines:
+            omegaconf, dacite = importlib.import_module("omegaconf"), importlib.import_module("dacite")
+            resources, clusters, protocol, functionals, configs = (
+                importlib.import_module(f"roll.{name}")
+                for name in (
+                    "distributed.scheduler.resource_manager", "distributed.executor.cluster",
+                    "distributed.scheduler.protocol", "utils.functionals", "pipeline.rlvr.rlvr_config",
+                )
+            )  # fmt: skip
+            config = dacite.from_dict(configs.RLVRConfig, omegaconf.OmegaConf.to_container(asked, resolve=True))
+            config.actor_train.offload_nccl = True
+            manager = resources.ResourceManager(config.num_gpus_per_node, config.num_nodes)
+            of_worker = config.actor_train
+            cluster = clusters.Cluster("actor_train", of_worker.worker_cls, manager, of_worker)
+            cluster.initialize(pipeline_config=config, blocking=True)
+            for _ in range(2):
+                cluster.train_step(rows_of_rank(0, 1, protocol, functionals), blocking=True)
+            workers = cluster.workers
+            gradients, groups = (
+                ray.get([worker.__ray_call__.remote(of) for worker in workers]) for of in (gradients_of, group_of)
+            )
+            return gradients, groups, lines()
+
+
+@pytest.mark.parametrize("ours", [False, True])
+def test_a_worker_by_path(ours: bool, record_property: Any) -> None:
+    """After each step ROLL destroys all groups, and builds them again before the next."""
+    worker_cls = "roll_actor.RollActor" if ours else "roll.pipeline.rlvr.actor_worker.ActorWorker"
+    ((gradients, groups, lines),) = run_ranks(1, drive, checkout(ROLL), worker_cls)
+    print(*lines, sep="\n")
+    assert groups == [("ReloadableProcessGroup", True)] * DP
+    _, by_entry, _ = expected("prompt_mean", {"kl": "token_mean"}, kl=k3)
+    errors = [relative_error(of_step.view_as(by_entry), by_entry) for of_worker in gradients for of_step in of_worker]
+    assert len(errors) == 2 * DP
+    setting = "started: two steps, groups built again in between"
+    record_errors(record_property, ROLL, setting, **{"ours" if ours else "own": max(errors)})
+    assert max(errors) < TOLERANCE if ours else min(errors) > 1e-2
+    assert any(line.startswith("megatron_rl_loss in ROLL worker 0: replaced") for line in lines) == ours
+    assert any("prompt_mean on ROLL's policy loss, aggregation proved on" in line for line in lines) == ours
