@@ -20,7 +20,6 @@ from checkouts import stand_in
 from fork_server import PYTHONPATH
 
 _ENGINE = "TEST_RAY_ENGINE"
-#: torchrun's, which `run_ranks` gives the driver: each engine sets those of its workers.
 _OF_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _LINE = re.compile(r"^.*?(megatron_rl_loss(?: in [^:]+)?: .*)$", re.MULTILINE)
 
@@ -81,6 +80,12 @@ def set_up_worker() -> None:
     prepare(*json.loads(os.environ[_ENGINE]))
 
 
+def forget_torchrun() -> None:
+    """In a driver: drop the variables that `run_ranks` gave it, since an engine sets those of its workers."""
+    for variable in [*_OF_TORCHRUN, *(key for key in os.environ if key.startswith("TORCHELASTIC"))]:
+        os.environ.pop(variable, None)
+
+
 @contextmanager
 def local_ray(
     module: str, root: str, *, gpus: int, variables: dict[str, str] | None = None, seconds: int = 140,
@@ -94,8 +99,7 @@ def local_ray(
     """
     ray: Any = importlib.import_module("ray")
 
-    for variable in [*_OF_TORCHRUN, *(key for key in os.environ if key.startswith("TORCHELASTIC"))]:
-        os.environ.pop(variable, None)
+    forget_torchrun()
     os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # Ray counts its entries
     os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
     environment = {"PYTHONPATH": PYTHONPATH, _ENGINE: json.dumps([module, root]), "OMP_NUM_THREADS": "1"}

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from areal_groups import groups_of_rank
 from bigram_step import (
     CLIP_HIGH,
     CLIP_LOW,
@@ -21,7 +22,6 @@ from bigram_step import (
     bigram_model,
     compare,
     errors_of,
-    make_batch,
 )
 from checkouts import AREAL, Settings, checkout, load
 from gloo_gather import all_gather
@@ -29,7 +29,6 @@ from plants import Plant, assert_stops, planted
 from ranks import run_ranks
 from replacements import aggregated
 from table_step import run_schedule, start
-from torch import Tensor
 
 MODES: dict[str, dict[str, Any]] = {
     "token_mean": {},
@@ -41,28 +40,6 @@ MODES: dict[str, dict[str, Any]] = {
 GSPO = {"importance_sampling_level": "sequence"}
 
 pytestmark = pytest.mark.slow
-
-
-def groups_of_rank(dp_rank: int, dp: int) -> list[dict[str, Tensor]]:
-    """A rank's prompts, as AReaL holds them: values belong to the token that predicts them."""
-    batch = make_batch()
-    mask = batch["token_mask"] * batch["sample_mask"][:, None]
-    rows = {
-        "input_ids": batch["input_ids"],
-        "attention_mask": torch.arange(mask.shape[1])[None] < batch["input_lengths"][:, None],
-        "loss_mask": mask.roll(-1, 1),
-        "logprobs": batch["prev_logprobs"].roll(-1, 1),
-        "prox_logp": batch["prev_logprobs"].roll(-1, 1),
-        "advantages": batch["advantages"].roll(-1, 1),
-        **dict.fromkeys(("kl_rewards", "tot_rewards"), torch.zeros(mask.shape)),
-        "rewards": torch.ones(len(mask)),
-    }
-    groups = []
-    for prompt in range(dp_rank, max(PROMPTS) + 1, dp):
-        held = batch["prompts"] == prompt
-        longest = int(batch["input_lengths"][held].max())
-        groups.append({name: value[held][..., :longest] for name, value in rows.items()})
-    return groups
 
 
 def other(iterator: Any, model: Any) -> Any:
