@@ -110,58 +110,9 @@ def test_the_step_is_that_of_hugging_faces_model(tmp_path: Path) -> None:
         assert float((actual - expected).abs().max() / expected.abs().max()) < bound
 
 
-def of_entries() -> tuple[Tensor, Tensor, Tensor]:
-    """Minus the log-prob, the old log-prob, in part beyond the clip, and the advantage of each entry of the table."""
-    from world import TABLE
-
-    generator = torch.Generator().manual_seed(3)
-    noise, advantages = torch.randn(2, len(TABLE), generator=generator)
-    table = torch.tensor(TABLE).abs() + 1
-    return table, noise / 4 - table, advantages
-
-
-def clipped_samples() -> tuple[list[oracle.Sample], Tensor]:
-    """PPO's loss of the step's tokens, each row a rollout, and its derivative by each entry of the table; float64."""
-    from world import STEP
-
-    table, old, advantages = (values.double() for values in of_entries())
-    table.requires_grad_()
-    ratio = (-table - old).exp()
-    losses = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
-    (factor,) = torch.autograd.grad(losses.sum(), table)
-    parts = losses.detach()[:-1].split([len(sample.mask) for sample in STEP])
-    rows = zip(parts, STEP, strict=True)
-    return [oracle.Sample(part, sample.mask, None, sample.prompt_id) for part, sample in rows], factor
-
-
-def grpo_batches(dp_rank: int) -> list[dict[str, Any]]:
-    """The recipe's micro-batches of rows; a token is its entry of the table, the last one is padding."""
-    from step_samples import dealt
-    from world import CP, DP, STEP, TABLE
-
-    lengths = [len(sample.mask) for sample in STEP]
-    first, length = [sum(lengths[:i]) for i in range(len(STEP))], -(-max(lengths) // (2 * CP)) * 2 * CP
-    _, old, advantages = of_entries()
-    batches = []
-    for chosen in dealt(STEP, dp_rank, DP, 3):
-        tokens = torch.full((len(chosen), length), len(TABLE) - 1)
-        masks = [torch.zeros(length, dtype=torch.float64) for _ in chosen]
-        for row, i in enumerate(chosen):
-            tokens[row, : lengths[i]] = first[i] + torch.arange(lengths[i])
-            masks[row][: lengths[i]] = STEP[i].mask
-        values: dict[str, Any] = {"tokens": tokens, "labels": tokens}
-        values |= {
-            "positions": torch.arange(length).expand_as(tokens),
-            "old_log_probs": old[tokens],
-            "advantages": advantages[tokens],
-            "loss_masks": masks,
-        }
-        batches.append(values | {"prompt_ids": [str(STEP[i].prompt_id) for i in chosen]})
-    return batches
-
-
 def steps_of_bridge(root: str, per_token: bool) -> dict[str, list[float]]:
     """On a rank: errors of the gradient and of the logged loss in `train_step`, of its loss and of ours by mode."""
+    from bridge_batches import clipped_samples, grpo_batches, of_entries
     from checkouts import BRIDGE, Settings, load
     from step_samples import DIVISOR
     from table_step import aggregation, relative_error, start, table_model
