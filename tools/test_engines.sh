@@ -5,7 +5,8 @@
 #   tools/test_engines.sh ~/engines -k start  pytest's arguments: prints the tables of these tests, and writes nothing
 #
 # Nothing is fetched. A checkout has any name; an engine that is not there is skipped, and its rows stay as they are.
-# With Ray, hydra-core, tensordict and codetiming in the environment, workers start as the engines start them.
+# With Ray, hydra-core, tensordict and codetiming in the environment, workers start as the engines start them; so does
+# ms-swift's command with its own transformers, datasets, peft, accelerate and modelscope.
 set -euo pipefail
 checkouts=$(cd "$1" && pwd)
 shift
