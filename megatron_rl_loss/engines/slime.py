@@ -346,7 +346,7 @@ def _replaced(engine: str, keeps_counts: bool) -> Replaced:
     step = Function(model, "train_one_step", ("args", *needed), counted)
     terms = _Terms(engine, is_over=proof_level() == "off")
     loss = Function(model, "loss_function", ("args", "batch"), partial(_with_mask_tokens, terms))
-    replaced = Replaced(engine, versions, [step, loss])
+    replaced = terms.replaced = Replaced(engine, versions, [step, loss])
     return replaced
 
 
@@ -411,11 +411,15 @@ class _Terms:
     Attributes:
         is_over: nothing is left to compare.
         remaining: micro-batches to compare at most, since a penalty may stay 0 and each waits for the device.
+        replaced: has the proof of the policy loss.
+        is_amended: the line of that proof, once printed, says what differs.
     """
 
     engine: str
     is_over: bool = False
     remaining: int = 4096
+    replaced: Any = None
+    is_amended: bool = False
 
     def compare(self, args: Namespace, dtype: torch.dtype, log: dict[str, Any]) -> None:
         """Compare a micro-batch on the first rank, and print what differs; `dtype` is that of the loss."""
@@ -426,15 +430,25 @@ class _Terms:
         size, eps = sum(map(abs, parts.values())), torch.finfo(dtype).eps
         total = sum(parts.values())
         if abs(report.get("loss", math.nan) - total) > 8 * eps * size:
-            self.is_over, terms = True, " + ".join(f"{coef:g} * {name}" for name, coef in coefs.items() if coef)
-            announce(
-                f"{self.engine}: NOT PROVED: the loss is {report['loss']:.6g} where {terms} is {total:.6g}: a term has "
-                f"another weight, or one is added. Use {self.engine} {_ENGINES[self.engine][0]}",
-                True,
+            terms = " + ".join(f"{coef:g} * {name}" for name, coef in coefs.items() if coef)
+            self._say(
+                f"NOT PROVED are the terms beside it: the loss is {report['loss']:.6g} where {terms} is {total:.6g}, "
+                f"so one has another weight, or one is added. Use {self.engine} {_ENGINES[self.engine][0]}"
             )
         self.remaining -= 1
         self.is_over |= not self.remaining
         self.is_over |= all(abs(part) > 64 * eps * size for name, part in parts.items() if name != "pg_loss")
+
+    def _say(self, says: str) -> None:
+        """In the line that proves the policy loss, so that one line says both; after it, in a line of its own."""
+        proof = self.replaced.proof
+        if proof is not None and not proof.is_over:
+            proof.amend(says)
+            self.is_amended = True
+            return
+        if not (self.is_amended and proof.outcome == "proved"):
+            announce(f"{self.engine}: the policy loss is as its line says, and {says}", True)
+        self.is_over = True
 
 
 def _with_mask_tokens(terms: _Terms, stock: Callable[[], Any], arguments: dict[str, Any]) -> Any:

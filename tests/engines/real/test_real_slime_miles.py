@@ -102,12 +102,15 @@ def train(peer: str, root: str, cp: int, cases: list[dict[str, Any]]) -> list[li
             errors.append(errors_of(step, mode, launch["divisor"], reported_loss, optimizer.gradients[0], **options))
             if measured and measured[-1] is not None and args.custom_pg_loss_reducer_function_path:
                 errors.append(audit_error(measured[-1], launch, step))
-        assert not (other := [line for line in replacing.active() if "where 1 * pg_loss" in line]), other
         says = [line for line in replacing.active() if line.startswith(f"{peer}: policy loss by {launch['mode']}")]
         assert len(says) == (args.custom_pg_loss_reducer_function_path is not None), replacing.active()
         if says:  # without counts, the hook is loaded inside the first step
             (replaced,) = (line for line in replacing._REGISTRY if isinstance(line, replacing.Replaced))
             proof, is_counted = replaced.proof, args.custom_megatron_init_path is not None
+            of_terms = [
+                line for line in (*replacing.active(), proof and proof._beside) if line and "NOT PROVED" in line
+            ]
+            assert not of_terms, of_terms
             assert (proof and proof.outcome) == ("proved" if is_counted or len(steps) > 1 else None)
             replaced.undo()
         results.append(errors)
@@ -521,7 +524,8 @@ def test_terms_of_other_weights_are_said(peer: str, name: str, tmp_path: Path, r
     flags: dict[str, Any] = {"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "low_var_kl"}
     launch = case(peer, "sample_mean", "sample_mean", steps, counted=True, **flags)
     root = planted(framework, tmp_path, {IN_TERMS[peer]: TERMS[name]})
-    with pytest.raises(RankError, match=rf"{peer}: NOT PROVED: the loss is .* where 1 \* pg_loss \+ 0.1 \* kl_loss is"):
+    says = r"aggregation proved .* NOT PROVED are the terms beside it: the loss is .* where 1 \* pg_loss \+ 0.1 \* kl"
+    with pytest.raises(RankError, match=says):
         run_ranks(1, train, peer, root, 1, [launch])
     record_plant(record_property, framework, name, "says that it is not proved")
 
