@@ -1,6 +1,7 @@
 """A step of miles's FSDP actor with our hooks, from a checkout: MILES_PATH=~/miles. The model is a table of logits."""
 
 import importlib
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
@@ -23,7 +24,7 @@ def train_on_fsdp(root: str, *cases: dict[str, Any]) -> list[list[float]]:
 
     start_process_group()
     names = "fsdp_utils.actor", "fsdp_utils.parallel", "training_utils.parallel", "training_utils.data"
-    modules = load(MILES, root, *(f"miles.backends.{name}" for name in names))
+    modules = load(replace(MILES, replaced=("transformers",)), root, *(f"miles.backends.{name}" for name in names))
     actor_module, fsdp_parallel, parallel, data_module = modules
     distributed: Any = importlib.import_module("miles.utils.distributed_utils")
     compute_in_float32()
