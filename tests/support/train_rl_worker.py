@@ -147,7 +147,8 @@ def main(root: str, cp: int, cases: list[dict[str, Any]]) -> None:
                 )
             outcome["audit"] = audit.measured
             outcome["stock"] = forward_step is train_rl.forward_step
-            outcome["pg_loss"] = reduced([report["pg_loss"] for report in reports])
+            of_loss = "lm loss" if outcome["stock"] else "pg_loss"
+            outcome["value"] = reduced([report[of_loss] for report in reports])
             outcome["gradient"] = model.module.losses.main_grad.double()
 
         example.pretrain = one_step
@@ -161,7 +162,7 @@ def main(root: str, cp: int, cases: list[dict[str, Any]]) -> None:
         else:
             value, gradient, scale = logit_table.expected(step, case["mode"], case["divisor"], "active")
             in_gradient = float((outcome["gradient"] - gradient).abs().max() / gradient.abs().max())
-            in_value = abs(outcome["pg_loss"] - value) / scale
+            in_value = abs(outcome["value"] - value) / scale
             result = {"stock": outcome["stock"], "gradient": in_gradient, "error": max(in_gradient, in_value)}
             result["proof"] = "".join(re.findall(r"megatron_rl_loss: (.* proved on .*)", printed.getvalue()))
             if outcome["audit"] is not None:
