@@ -37,6 +37,7 @@ _ALIKE = 8.0
 #: As many names of parameters are told as say something new.
 MOST_NAMES = 3
 
+_ZERO, _NO_MULTIPLE = "its final gradient is 0", "no multiple of the sum over ranks"
 _AS_IF = "ranks or micro-batches were scaled differently or left out, or gradients were not 0 before the step"
 
 
@@ -198,10 +199,10 @@ class Fit:
         value = self.value if self.is_certain else 0.0
         errors, bounds = self._errors(value), self._bound(value)
         for number, parameter in enumerate(self.parameters):
-            if not (has_given[number] or has_final[number]):
-                found.zero.append(parameter.name)
-            elif parameter.why:
+            if parameter.why:
                 found.uncovered[parameter.name] = parameter.why
+            elif not (has_given[number] or has_final[number]):
+                found.zero.append(parameter.name)
             elif bool(self._stagnates[number]):
                 found.uncovered[parameter.name] = f"{parameter.roundings:.0f} roundings of {parameter.eps:.1g} each"
             elif not self.is_certain or errors[number] > bounds[number]:
@@ -224,12 +225,12 @@ class Fit:
     def _in_words(self, number: int) -> str:
         """What a parameter's final gradient is in place of f times the sum."""
         if not bool(self.final[number, -1] > 0):
-            return "its final gradient is 0"
+            return _ZERO
         if not bool(self.given[number, -1] > 0):
             return "its final gradient came from no backward pass that was seen"
         ratio = self.multiple(number)
         if math.isnan(ratio):
-            return "no multiple of the sum over ranks"
+            return _NO_MULTIPLE
         return f"{ratio / self.value:.4g} times the others" if self.is_certain else f"{ratio:.4g} times the sum"
 
     def _refuse(self, found: Alike) -> None:
@@ -239,9 +240,16 @@ class Fit:
             found.uncovered |= dict.fromkeys(found.unlike, "no factor")
             found.unlike = {}
         elif found.unlike:
-            few = ", ".join([*found.unlike][:MOST_NAMES])
-            says = f"the final gradients of {len(found.unlike)} of {found.total} parameters, as {few}"
-            found.problem = no_factor(f"{says}, are no multiple of the sum over ranks, as if {_AS_IF}")
+            said, few = set(found.unlike.values()), [*found.unlike.items()][:MOST_NAMES]
+            names, each = ", ".join(name for name, _ in few), ", ".join(f"{name} ({what})" for name, what in few)
+            of_all = f"the final gradients of {len(found.unlike)} of {found.total} parameters"
+            if said == {_ZERO}:
+                says = "all final gradients are 0, as if they were zeroed before the measured step was over"
+            elif _NO_MULTIPLE in said:
+                says = f"{of_all}, as {names}, are {_NO_MULTIPLE}, as if {_AS_IF}"
+            else:
+                says = f"{of_all} have no common factor: {each}"
+            found.problem = no_factor(says)
         else:
             why = "; ".join(f"{name} ({why})" for name, why in [*found.uncovered.items()][:MOST_NAMES])
             found.problem = no_factor(f"nothing can be said of {why}")

@@ -29,7 +29,8 @@ WORDS, WIDTH = 11, 32
 class Net(torch.nn.Module):
     def __init__(self, run: "Run") -> None:
         super().__init__()
-        self.embedding, self.hidden = torch.nn.Embedding(WORDS, WIDTH), torch.nn.Linear(WIDTH, WIDTH)
+        self.embedding = torch.nn.Embedding(WORDS, WIDTH, sparse=run.sparse)
+        self.hidden = torch.nn.Linear(WIDTH, WIDTH)
         self.temperature = torch.nn.Parameter(torch.ones([1] * (run.kind == "fsdp")))
         self.norm, self.output = torch.nn.LayerNorm(WIDTH), torch.nn.Linear(WIDTH, WORDS, bias=not run.tied)
         self.unused = torch.nn.Linear(WIDTH, 3) if run.unused else None
@@ -68,6 +69,7 @@ class Run(NamedTuple):
     mesh: tuple[int, ...] = ()
     tied: bool = False
     unused: bool = False
+    sparse: bool = False
     frozen: bool = False
     recomputes: bool = False
     scaler: str = ""
@@ -248,7 +250,7 @@ def steps_of(run: Run, level: Any) -> tuple[list[Any], list[Any], int]:
 
 
 def _local(values: Any) -> Tensor:
-    return values.to_local() if hasattr(values, "to_local") else values
+    return values.to_local() if hasattr(values, "to_local") else values.to_dense()
 
 
 ALL, MEAN = rf"prompt_mean on the policy loss, {PROVED} .*; by the gradients of all 8 parameters; masks as given$", "^$"
@@ -278,6 +280,10 @@ RIGHT = {
     "sums by hand": Run((ALL, MEAN), kind="own", form="sum", reduce=all_reduced),
     "means by hand": Run((ALL,), kind="own", reduce=functools.partial(all_reduced, mean=True)),
     "one process": Run((ALL, MEAN), world=1, kind="own", form="sum"),
+    "a sparse gradient": Run(
+        (r"7 of 8 parameters \(1 not covered, as embedding.weight: its gradient is sparse\)",), sparse=True, kind="own",
+        form="sum", reduce=all_reduced,
+    ),
     "FSDP2": Run((ALL, MEAN, MEAN), kind="fsdp"),
     "FSDP2, every backward synced": Run((ALL,), kind="fsdp", syncs_all=True),
     "FSDP2, 3 ranks": Run((ALL,), kind="fsdp", world=3),

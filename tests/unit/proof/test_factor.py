@@ -112,6 +112,23 @@ def test_most_parameters_decide() -> None:
     assert "50 of 50 parameters, as p0, p1, p2, are no multiple of the sum over ranks" in none.problem
 
 
+@pytest.mark.parametrize(
+    ("factors", "says"),
+    [
+        ((1.0, 3.0), "2 of 2 parameters have no common factor: p0 (0.25 times the sum), p1 (0.75 times the sum)"),
+        ((1.0, 0.0), "2 of 2 parameters have no common factor: p0 (0.25 times the sum), p1 (its final gradient is 0)"),
+        ((0.0, 0.0), "all final gradients are 0, as if they were zeroed before the measured step was over"),
+    ],
+)
+def test_why_there_is_no_common_factor(factors: tuple[float, ...], says: str) -> None:
+    gradients = drawn("independent", 4, 2, torch.float64)
+    gradients[:, 1] = gradients[:, 0]  # neither has the majority
+    final = ring(gradients / 4, torch.float64) * torch.tensor(factors, dtype=torch.float64)[:, None]
+    found = fitted(gradients, final, torch.float64)
+    assert found.factor is None
+    assert found.problem.endswith(f"{says}.")
+
+
 @pytest.mark.parametrize(("value", "gradient"), [(0.0, "zero"), (math.inf, "overflow"), (math.nan, "overflow")])
 def test_without_finite_gradients_there_is_no_factor(value: float, gradient: str) -> None:
     gradients = torch.full((2, 3, ENTRIES), value)
