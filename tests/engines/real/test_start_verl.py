@@ -236,7 +236,7 @@ def test_a_policy_and_its_critic(way: str, critic_apart: bool, record_property: 
         errors = [relative_error(of_worker[role], right) for of_worker in gradients if role in of_worker]
         assert len(errors) == CP
         assert max(errors) < TOLERANCE if way != "own" else min(errors) > 1e-2
-        setting = {"policy": "started: policy", "critic": "started: critic"}[role] + ", CP 2 with per-token loss"
+        setting = {"critic": "started: critic", "policy": "started: policy"}[role] + ", CP 2 with per-token loss"
         record_errors(record_property, VERL, setting, **{"own" if way == "own" else "ours": max(errors)})
     of_policy, of_critic = (
         f"megatron_rl_loss: {', '.join(f'token_mean on {term}' for term in terms)}, aggregation proved on"
