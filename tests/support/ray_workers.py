@@ -88,7 +88,7 @@ def forget_torchrun() -> None:
 
 @contextmanager
 def local_ray(
-    module: str, root: str, *, gpus: int, variables: dict[str, str] | None = None, seconds: int = 140,
+    module: str, root: str, *, gpus: int, variables: dict[str, str] | None = None, seconds: int = 400,
     by_engine: bool = False,
 ) -> Iterator[Callable[[], list[str]]]:  # fmt: skip
     """Ray for a driver, prepared as in `prepare`; gives what returns the library's lines of all workers so far.
