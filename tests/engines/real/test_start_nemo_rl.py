@@ -46,6 +46,7 @@ _REAL = {"ray", "pydantic", "omegaconf", "hydra", "tensordict", "requests", "pro
 _REAL |= {"nemo_rl.models.policy"}
 ENGINE = replace(
     NEMO_RL,
+    replaced=("transformers",),  # another version than ms-swift's
     stand_ins=(
         *(name for name in NEMO_RL.stand_ins if name not in _REAL),
         *("torch_memory_saver", "modelopt", "safetensors", "huggingface_hub", "accelerate", "nemo_automodel"),
@@ -72,7 +73,7 @@ class V2: ...
 
 def stub() -> None:
     """What a machine without a GPU, Megatron-Bridge and the pinned Megatron-LM lacks."""
-    vars(importlib.import_module("transformers")).setdefault("__version__", "5.0")
+    vars(importlib.import_module("transformers"))["__version__"] = "5.0"
     adapter = "megatron.core.distributed.fsdp.mcore_fsdp_adapter"
     after_import(
         adapter, lambda module: vars(module).update(FullyShardedDataParallelV1=V1, FullyShardedDataParallelV2=V2)
