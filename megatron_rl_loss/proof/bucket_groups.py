@@ -51,7 +51,7 @@ class BucketGroups:
             (name, parameter, chunk)
             for chunk in chunks
             for name, parameter in chunk.module.named_parameters()
-            if parameter in chunk.param_to_bucket_group
+            if parameter in chunk.param_to_bucket_group and parameter.requires_grad  # or it was frozen later
         ]
         self._groups, self._chunks = groups, chunks
         self._trained: list[tuple[Any, Any]] = [(parameter, chunk) for _, parameter, chunk in named]
@@ -88,7 +88,7 @@ class BucketGroups:
         if getattr(self._trained[number][0], "grad_added_to_main_grad", False):
             self._fused.add(number)  # the gradient is a placeholder
         else:
-            self._backward.see(number, gradient)
+            self._backward.see(number, gradient, self._trained[number][0])
 
     def _take(self, number: int, count: Callable[[], None]) -> None:
         count()

@@ -143,7 +143,7 @@ class Fit:
         cancelling = given[:, -1].clamp(min=0) * (1 + roundings / 32)
         self._norm = torch.maximum(cancelling.sqrt(), sums.square().mean(1).sqrt())
         self.ratios = torch.nan_to_num((finals * sums).sum(1) / sums.square().sum(1), nan=math.nan, posinf=math.nan)
-        told = torch.tensor([not parameter.why for parameter in parameters])
+        told = torch.tensor([not parameter.why for parameter in parameters], dtype=torch.bool)  # of none too
         self.informs = told & ~self._stagnates & (sums.abs().amax(1) > 0) & self.ratios.isfinite()
         self.value, self.uncertainty, self.is_certain = math.nan, math.inf, False
         if bool(self.informs.any()):

@@ -131,11 +131,16 @@ class Backward:
         table = torch.zeros(num_parameters, signs.patterns + 1, dtype=torch.float64, device=device)
         return cls(signs, table, [0] * num_parameters)
 
-    def see(self, number: int, gradient: Tensor) -> None:
-        """Look at a gradient of the parameter of that number, which `take` then adds."""
+    def see(self, number: int, gradient: Tensor, leaf: Any = None) -> None:
+        """Look at a gradient of the parameter of that number, which `take` then adds.
+
+        Args:
+            leaf: the tensor of whose hooks this is the first; another of them may change the gradient in place.
+        """
         # A small one is held itself: autograd then copies it, instead of adding the next gradient into it.
         is_large = gradient.numel() > _SMALL or gradient.untyped_storage().nbytes() > _CHUNK
-        self._seen[number] = self.signs.sketch(gradient) if is_large else (gradient, gradient._version)
+        is_now = is_large or len(getattr(leaf, "_backward_hooks", None) or ()) > 1
+        self._seen[number] = self.signs.sketch(gradient) if is_now else (gradient, gradient._version)
 
     def take(self, number: int) -> None:
         """Add the gradient of the parameter that was seen last."""

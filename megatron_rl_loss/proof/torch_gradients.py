@@ -136,7 +136,7 @@ class TorchGradients:
             return
         known.eps = max(known.eps, torch.finfo(gradient.dtype).eps)
         if not _is_sharded(gradient):
-            self._backward.see(number, gradient)
+            self._backward.see(number, gradient, self._trained[number].leaf)
         elif _places(gradient) == _places(self._trained[number].leaf):
             self._backward.see_sketch(number, sketch_part(self.signs, gradient))
         else:

@@ -130,6 +130,17 @@ def zero_a_ranks_gradients(ready: Ready) -> None:
                 parameter.register_hook(lambda gradient: gradient * 0)
 
 
+def freeze(ready: Ready) -> None:
+    """Freeze parameters after they were given to DDP, which has buckets for them."""
+    for name, parameter in named(ready):
+        parameter.requires_grad_("embedding" not in name and "norm" not in name)
+
+
+def freeze_stage_0(ready: Ready) -> None:
+    for _, parameter in named(ready):
+        parameter.requires_grad_(bool(place()["pp"]))
+
+
 def lose_a_mark(ready: Ready) -> None:
     """A factor of LoRA that all tensor-parallel ranks hold, without the mark by which Megatron sums its gradient."""
     for name, parameter in named(ready):
@@ -174,6 +185,10 @@ RIGHTS = {
     **{f"{layout}, overlapped": Row(layout, ALL, OVERLAPPED) for layout in (DP, PP_DP, VPP, SP_DP)},
     "positions of older versions": Row(
         DP, ALL, OVERLAPPED._replace(scaling="averaged in collective"), plant=forget_padding
+    ),
+    **{f"{layout}, frozen later": Row(layout, ALL, TIED, plant=freeze) for layout in (DP, SP, PP)},
+    "a frozen stage": Row(
+        PP, rf"{PROVED}.*; by the gradients of all 8 parameters; masks as given", plant=freeze_stage_0
     ),
     "per token": Row(SP_DP, ALL, TIED._replace(scaling="per token")),
     "averaged in collective": Row(DP, ALL, OVERLAPPED._replace(scaling="averaged in collective")),

@@ -111,6 +111,15 @@ def hooked(model: Any, factor: float, only: str = "") -> None:
             parameter.register_hook(lambda gradient: gradient * factor)
 
 
+def doubled_in_place(model: Any) -> None:
+    def double(gradient: Tensor) -> None:
+        gradient.mul_(2)
+
+    for name, parameter in model.named_parameters():
+        if "norm.bias" in name:
+            parameter.register_hook(double)
+
+
 def compressed(kind: str) -> Callable[[Any], None]:
     def register(model: Any) -> None:
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -323,6 +332,9 @@ WRONG = {
     "one parameter's hook x 0.5": Run(
         (NOT_PROVED.format(r"hidden.weight \(0.5 times the others\)"),),
         change=functools.partial(hooked, factor=0.5, only="hidden.weight"),
+    ),
+    "one parameter's hook doubles in place": Run(
+        (NOT_PROVED.format(r"norm.bias \(2 times the others\)"),), change=doubled_in_place
     ),
     "one parameter x 0.5": Run(
         (NOT_PROVED.format(r"norm.bias \(0.5 times the others\)"),), reduce=functools.partial(scaled, only="norm.bias")
