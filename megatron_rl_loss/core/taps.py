@@ -211,6 +211,7 @@ class Taps:
             torch.autograd.Variable._execution_engine.queue_callback(end)
 
         kept: list[Tensor] = []
+        # Not public, but torch.utils.checkpoint calls it in all versions that pyproject.toml allows; -1 in no pass.
         is_recomputed = self.num_taken is not None and torch._C._current_graph_task_id() != -1
 
         def add_kept() -> None:
