@@ -97,18 +97,16 @@ def name_of(weights: Weights) -> Named:
     for words, mode in MODES.items():
         if np.allclose([_factor(step, mode) for step in measured.values()], groups_over_rows, rtol=TOLERANCE, atol=0):
             return Named(f"{words}, times groups over rows", exact=False)
-    if causes := [
-        cause for cause in explain([*measured.values()], MODES["token_mean"], tolerance=TOLERANCE) if cause.named
-    ]:
-        return Named(causes[0].describe({}), exact=False)
+    if words := _cause_of([*measured.values()]):
+        return Named(words, exact=False)
     whole = mode_in("whole")
     widths = [max(map(len, masks)) for masks in STEPS]
     sums = [_factor(measured[number, "whole"], MODES["token_sum, divisor 1"]) for number in range(len(STEPS))]
     if not whole and np.allclose(sums, 1 / np.array(widths), rtol=TOLERANCE, atol=0):
         whole = "token_sum over the padded length"
     parts = [step for (_, cut), step in measured.items() if cut == "uneven"]
-    said = _cause_of(parts) or "none of the known causes"
-    return Named(f"of a whole step {whole or 'no mode'}; in uneven parts {said}", exact=False)
+    cause = _cause_of(parts) or "none of the known causes"
+    return Named(f"of a whole step {whole or 'no mode'}; in uneven parts {cause}", exact=False)
 
 
 def _cause_of(steps: Sequence[MeasuredStep]) -> str:

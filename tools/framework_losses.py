@@ -49,6 +49,8 @@ def drawn(masks: Sequence[Sequence[int]], cut: str) -> DrawnStep:
 
 # ---- cutting out
 
+_REMEDY = f"Its loader in {Path(__file__).name} needs a change."
+
 
 class _Bare(ast.NodeTransformer):
     """Takes decorators and annotations away, which name what is not there."""
@@ -72,7 +74,7 @@ def cut_out(path: Path, names: Sequence[str], **stand_ins: Any) -> SimpleNamespa
         if getattr(node, "name", "") in names or {*targets} & {*names}:
             exec(compile(ast.fix_missing_locations(ast.Module([_Bare().visit(node)], [])), str(path), "exec"), space)
     if lacking := [name for name in names if name not in space]:
-        raise SystemExit(f"{path}: it has no {', '.join(lacking)}. The loader in tools/check_names.py needs a change.")
+        raise SystemExit(f"{path}: it has no {', '.join(lacking)}. {_REMEDY}")
     return SimpleNamespace(**{name: space[name] for name in names})
 
 
@@ -83,7 +85,7 @@ def cut_branch(path: Path, starts: str, *assigns: str) -> Callable[[dict[str, An
             continue
         if ast.unparse(node.body[0]).startswith(assigns):
             return partial(_changed, compile(ast.Module([node], []), str(path), "exec"))
-    raise SystemExit(f"{path}: it has no such branch. The loader in tools/check_names.py needs a change.")
+    raise SystemExit(f"{path}: it has no such branch. {_REMEDY}")
 
 
 def _changed(code: CodeType, space: dict[str, Any]) -> dict[str, Any]:
@@ -124,6 +126,17 @@ MEAN, SUM = LossCall(microbatches="mean"), LossCall()
 
 
 # ---- loaders
+
+
+def _rows_at(step: DrawnStep, dp_rank: int, microbatch: int) -> list[int]:
+    """The rows of a micro-batch, in order."""
+    return [i for i, row in enumerate(step.rows) if (row.dp_rank, row.microbatch) == (dp_rank, microbatch)]
+
+
+def _padded(step: DrawnStep) -> Tensor:
+    """The masks of all rows, [rows, longest]."""
+    width = max(len(row.mask) for row in step.rows)
+    return torch.tensor([[*row.mask, *[0] * (width - len(row.mask))] for row in step.rows]).float()
 
 
 def _verl(folder: Path, version: str) -> Iterator[tuple[str, Own]]:
@@ -364,17 +377,6 @@ def _torchtitan(folder: Path, version: str) -> Iterator[tuple[str, Own]]:
         yield name, Own(LossCall(takes="log_probs", dp="sum"), _always(loss))
 
 
-def _rows_at(step: DrawnStep, dp_rank: int, microbatch: int) -> list[int]:
-    """The rows of a micro-batch, in order."""
-    return [i for i, row in enumerate(step.rows) if (row.dp_rank, row.microbatch) == (dp_rank, microbatch)]
-
-
-def _padded(step: DrawnStep) -> Tensor:
-    """The masks of all rows, [rows, longest]."""
-    width = max(len(row.mask) for row in step.rows)
-    return torch.tensor([[*row.mask, *[0] * (width - len(row.mask))] for row in step.rows]).float()
-
-
 def _slime(folder: Path, version: str) -> Iterator[tuple[str, Own]]:
     """Stand-ins: Megatron's parallel state, and a policy loss that is given per-token losses. Megatron's schedule
     divides by what the loss function returns."""
@@ -519,7 +521,7 @@ def _maxtext(folder: Path, version: str) -> Iterator[tuple[str, Own]]:
     """maxtext hands its value to tunix, whose function is run, from its own package; stand-ins as there."""
     file = folder / "maxtext/trainers/post_train/rl/train_rl.py"
     if "loss_agg_mode=trainer_config.rl.loss_agg_mode" not in file.read_text():
-        raise SystemExit(f"{file}: it hands no loss_agg_mode on. The loader in tools/check_names.py needs a change.")
+        raise SystemExit(f"{file}: it hands no loss_agg_mode on. {_REMEDY}")
     tunix = installed("google-tunix", "0.1.7", folder.parent)
     if tunix is None:
         return
