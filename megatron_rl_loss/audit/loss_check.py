@@ -142,22 +142,22 @@ def _check_mode(expected: Aggregation, draws: int, seed: int, described: Describ
         return (torch.where(weights != 0, losses, 0) * weights).sum()
 
     loss.sums, loss.__name__ = list(expected.mode.sums.values()), expected.mode.name  # type: ignore[attr-defined]
-    findings, panels = dict[str, Finding](), list[Panel | None]()
-    with Progress(f"check_loss of {expected.mode.name}", len(LAYOUTS) * _NUM_LOOKS) as progress:
-        for number, layout in enumerate(LAYOUTS):  # every second one with rollouts over several rows
-            call = LossCall(rows="packed", dp="sum", cp="sum", cp_cut=layout, split_rollouts=number % 2 == 1)
-            run = _measure_of(loss, call, described)
-            panels.append(_panel(run, call, expected, seed))
-            for finding in _findings(run, call, None, draws, seed, progress):
-                cut = f"{finding.cut}, {layout}" if CUTS.get(finding.cut) == "C" else finding.cut
+    calls = [  # every second one with rollouts over several rows
+        LossCall(rows="packed", dp="sum", cp="sum", cp_cut=layout, split_rollouts=number % 2 == 1)
+        for number, layout in enumerate(LAYOUTS)
+    ]
+    findings: dict[str, Finding] = {}
+    with Progress(f"check_loss of {expected.mode.name}", len(calls) * _NUM_LOOKS) as progress:
+        for call in calls:
+            for finding in _findings(_measure_of(loss, call, described), call, None, draws, seed, progress):
+                cut = f"{finding.cut}, {call.cp_cut}" if CUTS.get(finding.cut) == "C" else finding.cut
                 findings.setdefault(cut, replace(finding, cut=cut))
+    panel = _panel(_measure_of(loss, calls[0], described), calls[0], expected, seed)
     assumed = "its own weights, in every layout"
     notes = (
         "this compares cuts of a step; whether the formula is the one that you mean, compare with your own numbers",
     )
-    return LossReport(
-        expected.mode.name, expected, assumed, draws, seed, tuple(findings.values()), (), notes, panels[0]
-    )
+    return LossReport(expected.mode.name, expected, assumed, draws, seed, tuple(findings.values()), (), notes, panel)
 
 
 def _check_function(
