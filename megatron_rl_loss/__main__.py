@@ -143,8 +143,12 @@ def _modes(options: Namespace) -> str:
     if options.all and mode is not None:
         raise ValueError(f"--all with {mode}: it prints the names of every framework. Drop one of the two.")
     if options.json is not None:
-        data = modes_as_data() if mode is None else None
-        data = data or (framework_as_data(mode) if mode in FRAMEWORKS else weigh_small_step(mode, *flags))
+        if mode is None:
+            data = modes_as_data()
+        elif mode in FRAMEWORKS:
+            data = framework_as_data(mode)
+        else:
+            data = weigh_small_step(mode, *flags)
         text = json.dumps(data, indent=1)
         if str(options.json) == "-":
             return text
