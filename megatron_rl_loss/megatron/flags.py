@@ -2,7 +2,6 @@
 
 import difflib
 import functools
-import sys
 from argparse import SUPPRESS, Action, ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -166,25 +165,49 @@ def add_loss_aggregation_args(parser: ArgumentParser) -> ArgumentParser:
     parse_known_args = parser.parse_known_args
 
     @functools.wraps(parse_known_args)
-    def parse_and_validate(*args: Any, **kwargs: Any) -> Any:
-        parsed, rest = parse_known_args(*args, **kwargs)
+    def parse_and_validate(args: Sequence[str] | None = None, namespace: Namespace | None = None) -> Any:
+        namespace = Namespace() if namespace is None else namespace
+        names = [name for name in _DEFAULTS if not hasattr(namespace, name)]
+        for name in names:
+            setattr(namespace, name, _NOT_GIVEN)  # argparse leaves it there, unless the flag is given
+        parsed, rest = parse_known_args(args, namespace)
         check_command_line(parsed, rest)
-        if getattr(parsed, _CONFIG, None) is not None:
-            words = args[0] if args else kwargs.get("args")
-            _merge_file(parsed, sys.argv[1:] if words is None else words)
+        _complete(parsed, [name for name in names if getattr(parsed, name) is _NOT_GIVEN], parser)
         if _has_flags(parsed) and parsed.custom_pg_loss_reducer_function_path is None:
             _settings_of(parsed, parsed.loss_aggregation)  # an error now stands below no log of Megatron's
         return parsed, rest
 
-    parser.parse_known_args = parse_and_validate  # type: ignore[method-assign]  # which parse_args calls
+    parser.parse_known_args = parse_and_validate  # type: ignore[method-assign,assignment]  # which parse_args calls
     return parser
 
 
-class _Given(ArgumentParser):
+_NOT_GIVEN = object()
+
+
+def _complete(args: Namespace, missing: Sequence[str], parser: ArgumentParser) -> None:
+    """Set the flags that are missing: as their file says, or else to their defaults.
+
+    Raises as `_read_file`, and ValueError where a flag that is given contradicts the file.
+    """
+    for name in missing:
+        delattr(args, name)
+        if (default := parser.get_default(name)) is not SUPPRESS:
+            setattr(args, name, default)
+    path = getattr(args, _CONFIG, None)
+    for name, value in ({} if path is None else vars(_read_file(path))).items():
+        if name not in missing and (given := getattr(args, name)) != value:
+            raise ValueError(
+                f"{_flag_of(name)} {given} with {name}: {value} in {path}: the flags must not contradict the file of "
+                f"{_flag_of(_CONFIG)}. Drop one of the two."
+            )
+        setattr(args, name, value)
+
+
+class _ParserOfFile(ArgumentParser):
     """The flags alone; its Namespace has only those that are given, and its errors are ValueErrors."""
 
     def __init__(self, source: str) -> None:
-        super().__init__(prog=source, add_help=False, argument_default=SUPPRESS)
+        super().__init__(prog=source, add_help=False)
         self.source = source
         _add_flags(self.add_argument)
         for action in self._actions:
@@ -192,20 +215,6 @@ class _Given(ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{self.source}: {message}. Write the values as the flags take them.")
-
-
-def _merge_file(args: Namespace, words: Sequence[str]) -> None:
-    """Set what the file of the flags gives; ValueError where a flag among `words` gives another value."""
-    path = getattr(args, _CONFIG)
-    given, _ = _Given("the command line").parse_known_args(words)
-    for name, value in vars(_read_file(path)).items():
-        flagged = getattr(given, name, value)
-        if flagged != value:
-            raise ValueError(
-                f"{_flag_of(name)} {flagged} with {name}: {value} in {path}: the flags must not contradict the file of "
-                f"{_flag_of(_CONFIG)}. Drop one of the two."
-            )
-        setattr(args, name, value)
 
 
 def _read_file(path: str) -> Namespace:
@@ -229,7 +238,7 @@ def _read_file(path: str) -> Namespace:
         raise ValueError(
             f"{source}: the file must hold names and values. Write lines such as loss_aggregation: constant."
         )
-    parser, words = _Given(source), list[str]()
+    parser, words = _ParserOfFile(source), list[str]()
     known = {action.dest: action for action in parser._actions}
     for name, value in fields.items():
         check_choice(f"field of {path}", name, known)

@@ -3,7 +3,7 @@
 import copy
 import re
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import SUPPRESS, ArgumentParser, Namespace
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -137,6 +137,33 @@ def test_a_file_says_what_flags_say(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert validated(*in_file(tmp_path, "loss_aggregation_with_per_token_loss: False")) == validated()
     path = f"custom_pg_loss_reducer_function_path: {MODULE}:registered"
     assert validated(*in_file(tmp_path, path)).modes.policy.mode.name == "of_a_user"
+
+
+def test_other_flags_are_not_taken_for_short_ones(tmp_path: Path) -> None:
+    """A parser's own flags may begin as ours do; where it takes short flags, these are compared with the file, too."""
+    pytest.importorskip("yaml")
+    lines = "loss_aggregation: constant\nloss_aggregation_divisor: 8\nentropy_loss_aggregation: token_mean"
+    words, parser = in_file(tmp_path, lines), add_loss_aggregation_args(ArgumentParser())
+    for name in ("--entropy", "--loss"):
+        parser.add_argument(name)
+    args = parser.parse_args([*words, "--entropy", "0.1", "--loss", "x", f"{OVER}-div", "8"])
+    assert (args.entropy, args.loss, args.entropy_loss_aggregation) == ("0.1", "x", "token_mean")
+    with pytest.raises(ValueError, match=r"--loss-aggregation-divisor 9\.0 with loss_aggregation_divisor: 8\.0 in"):
+        parser.parse_args([*words, f"{OVER}-div", "9"])
+
+
+def test_a_parsers_defaults_and_a_given_namespace_are_kept(tmp_path: Path) -> None:
+    parser = add_loss_aggregation_args(ArgumentParser())
+    parser.set_defaults(loss_aggregation="token_mean")
+    assert parser.parse_args([]).loss_aggregation == "token_mean"
+    assert parser.parse_args([], Namespace(loss_aggregation="prompt_mean")).loss_aggregation == "prompt_mean"
+    pytest.importorskip("yaml")
+    words = in_file(tmp_path, "loss_aggregation: session_mean")
+    assert parser.parse_args(words).loss_aggregation == "session_mean"
+    with pytest.raises(ValueError, match="prompt_mean with loss_aggregation: session_mean in"):
+        parser.parse_args(words, Namespace(loss_aggregation="prompt_mean"))
+    absent = add_loss_aggregation_args(ArgumentParser(argument_default=SUPPRESS)).parse_args([])
+    assert not hasattr(absent, "loss_aggregation")
 
 
 def test_every_flag_is_a_field(tmp_path: Path) -> None:
