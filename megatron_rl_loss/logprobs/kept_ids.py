@@ -37,6 +37,18 @@ class KeptIds:
                 "0 to the number of ids. Pass the cumulative counts of ids, a leading 0 included."
             )
 
+    def check_in_range(self, size: int) -> None:
+        """Raise ValueError for an id beyond a vocabulary of that size; of ids on a device as `require`."""
+        if not self.ids.numel() or torch.compiler.is_compiling():
+            return
+        ids: Any = self.ids.numpy(force=True) if self.ids.is_cpu else self.ids
+        low, high = ids.min(), ids.max()
+        require(
+            (low >= 0) & (high < size),
+            lambda: f"KeptIds with ids from {int(low)} to {int(high)} in a vocabulary of {size}",
+            KEPT_RULE,
+        )
+
     def bounds(self, tokens: npt.NDArray[np.intp] | slice) -> npt.NDArray[np.int64]:
         """The first entry of `ids` of each of these tokens, and the entry after the last: int64 [2, tokens]."""
         offsets = np.asarray(self.offsets, np.int64)
@@ -68,14 +80,8 @@ def check_keep(keep: Keep | None, shape: torch.Size, columns: int, size: int, *,
     Ids on a device are left to `by_kernels`, which flag a wrong one.
     """
     if isinstance(keep, KeptIds):
-        if keep.ids.numel() and not torch.compiler.is_compiling() and (keep.ids.is_cpu or not by_kernels):
-            ids: Any = keep.ids.numpy(force=True) if keep.ids.is_cpu else keep.ids
-            low, high = ids.min(), ids.max()
-            require(
-                (low >= 0) & (high < size),
-                lambda: f"KeptIds with ids from {int(low)} to {int(high)} in a vocabulary of {size}",
-                KEPT_RULE,
-            )
+        if keep.ids.is_cpu or not by_kernels:
+            keep.check_in_range(size)
         if keep.offsets.shape != (shape.numel() + 1,):
             raise ValueError(
                 f"KeptIds with offsets of shape {tuple(keep.offsets.shape)} for {shape.numel()} tokens: there must be "

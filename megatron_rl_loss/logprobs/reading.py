@@ -445,6 +445,8 @@ class Reading:
         give_up(error)
         self._kernels = None
         self._check_labels_in_range()
+        if isinstance(self.keep, KeptIds):
+            self.keep.check_in_range(self._size)
 
     def compare_once(self, logits: Tensor, part: slice) -> None:
         """Compare kernels with plain torch on a few tokens, the first of each dtype; where they differ, give up.

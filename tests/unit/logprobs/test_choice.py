@@ -121,6 +121,20 @@ def test_a_missing_triton_is_told_once(monkeypatch: pytest.MonkeyPatch, caplog: 
 
 
 @pytest.mark.usefixtures("_fresh")
+def test_kept_ids_that_no_kernel_checks_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = torch.zeros(4).long()
+
+    def fail(*_: Any, **__: Any) -> None:
+        ids[3] = 8  # as ids on a device, which are left to the kernels
+        raise RuntimeError("no C compiler")
+
+    monkeypatch.setattr(choice, "_kernels", lambda: SimpleNamespace(mark_kept=fail, statistics=fail))
+    with pytest.raises(ValueError, match="KeptIds with ids from 0 to 8 in a vocabulary of 8: ids must be from"):
+        log_probs_from_logits(LOGITS, LABELS, keep=KeptIds(ids, torch.tensor([0, 1, 1, 4])))
+    assert choice.failure() == "Triton failed (RuntimeError: no C compiler)"
+
+
+@pytest.mark.usefixtures("_fresh")
 def test_one_function_chooses_and_says_why(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     module: Any = SimpleNamespace()
     monkeypatch.setattr(choice, "_kernels", lambda: module)
