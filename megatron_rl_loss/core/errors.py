@@ -1,4 +1,4 @@
-"""This package's two own errors, the checks that every folder needs, and texts that it prints.
+"""This package's two own errors, and the checks that every folder needs.
 
 Each error names the given value, the rule that it breaks, and a remedy: ``given: rule. Remedy.``
 """
@@ -7,8 +7,6 @@ import functools
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set, Sized
 from difflib import get_close_matches
-from html import escape
-from itertools import islice
 from numbers import Real
 from typing import Any, TypeGuard
 
@@ -151,25 +149,6 @@ def first_order(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]
 
 #: Checks of values on a device that the host is told of late. `make_plan` runs them, where all ranks raise together.
 LATE_CHECKS: list[Callable[[], None]] = []
-
-
-def html_table(caption: str, head: Sequence[str], rows: Sequence[Sequence[object]], number: int) -> str:
-    """A table of the first rows of that number, for a notebook; texts are escaped."""
-    lines = [f"<table><caption>{escape(caption)}</caption>"]
-    for tag, cells in [("th", head), *(("td", row) for row in rows)]:
-        lines.append("<tr>" + "".join(f"<{tag}>{escape(str(cell))}</{tag}>" for cell in cells) + "</tr>")
-    left = f'<tr><td colspan="{len(head)}">and {number - len(rows):,} more</td></tr>'
-    return "\n".join([*lines, *[left] * (number > len(rows)), "</table>"])
-
-
-#: Rows of a notebook's table, and numbers in a cell of it.
-SHOWN_ROWS, SHOWN_NUMBERS = 8, 6
-
-
-def first_numbers(values: Iterable[float]) -> str:
-    """The first of some numbers, in a few digits."""
-    texts = [f"{value:.4g}" for value in islice(values, SHOWN_NUMBERS + 1)]
-    return " ".join(texts[:SHOWN_NUMBERS] + ["..."] * (len(texts) > SHOWN_NUMBERS))
 
 
 def print_text(text: str) -> None:

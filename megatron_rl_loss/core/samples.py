@@ -19,15 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl_loss.core.collectives import Group, rank_in, size_of, warn_on_one_rank
-from megatron_rl_loss.core.errors import (
-    SHOWN_ROWS,
-    check_mapping,
-    check_one_each,
-    check_sized,
-    first_numbers,
-    html_table,
-    is_number,
-)
+from megatron_rl_loss.core.errors import check_mapping, check_one_each, check_sized, is_number
 from megatron_rl_loss.core.ids import Ids, IdsByName, Ints, check_units, parts_of, type_of_ids
 from megatron_rl_loss.core.layouts import (
     Layout,
@@ -49,6 +41,7 @@ from megatron_rl_loss.core.masks import (
     sum_each,
     to_array,
 )
+from megatron_rl_loss.core.notebook import SHOWN_ROWS, first_numbers, html_table
 
 
 def plain_label(label: Any) -> Any:

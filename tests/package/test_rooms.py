@@ -17,7 +17,7 @@ PACKAGE = "megatron_rl_loss"
 #: Each room, after all that it may import.
 ORDER = ["core", "proof", "megatron", "planning", "extend", "losses", "logprobs", "audit", "engines", "__main__"]
 #: Each file of the core, after all that it may import.
-CORE = ["errors", "collectives", "masks", "ids", "layouts", "samples", "counting", "modes", "aggregation"]
+CORE = ["errors", "collectives", "masks", "ids", "layouts", "notebook", "samples", "counting", "modes", "aggregation"]
 CORE += ["taps", "reducers", "metrics", "carriers", "record", "microbatch", "plan", "measure", "totals_by_hand"]
 #: Rooms that import nothing of the core from this file on, and no other room than those named.
 NARROW = {"losses": ("reducers", {"core", "losses"}), "logprobs": ("reducers", {"core", "losses", "logprobs"})}
