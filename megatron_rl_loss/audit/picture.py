@@ -37,7 +37,7 @@ class Panel:
     Attributes:
         title, says: of the step, and a sentence on it.
         unit: the mean expected weight of a token, by which the drawing divides weights.
-        expected: None where weights are not measured, but given by the mode.
+        expected: None for a plan, whose weights are not measured.
         tokens: number of tokens.
         places: position of the first token, its sample, DP rank, micro-batch and CP rank (-1 if all ranks hold it).
         last: position of the last token.
@@ -97,10 +97,10 @@ class Panel:
             weights.append(weigh(policy, local, plan.totals).double().numpy())
             num_samples += len(microbatch.samples)
         joined = {name: np.concatenate(column) for name, column in columns.items()}
-        mode, _, says = plan.describe().removeprefix("loss aggregation: ").partition(" | ")
+        says = plan.describe().partition(" | ")[2]  # after the mode
         if plan.record.dp_size * plan.record.cp_size > 1:
             says += "; the tokens of this rank"
-        return cls._of_tokens(title or mode, says, np.concatenate(weights), None, joined)
+        return cls._of_tokens(title or str(policy), says, np.concatenate(weights), None, joined)
 
     @classmethod
     def _of_tokens(
@@ -140,14 +140,19 @@ class Panel:
 
     @property
     def asked(self) -> Floats:
-        """Expected weights in the same units."""
-        return self.heights if self.expected is None else self.expected / self.unit
+        """Expected weights in the same units; 0 for a plan, which has no lines."""
+        return np.zeros(len(self.weights)) if self.expected is None else self.expected / self.unit
+
+    @property
+    def masked(self) -> Any:
+        """True for a masked token that is trained."""
+        return np.zeros(len(self.weights), np.bool_) if self.expected is None else self.expected == 0
 
     @property
     def colours(self) -> list[str]:
         """By CP rank; a masked token that is trained has a colour of its own."""
         of_rank = _COLOURS[self.places["cp_rank"].clip(0) % len(_COLOURS)]
-        return np.where(self.asked != 0, of_rank, _MASKED).tolist() if self.expected is not None else of_rank.tolist()
+        return np.where(self.masked, _MASKED, of_rank).tolist()
 
     def spans(self, *names: str) -> list[tuple[int, float, float]]:
         """First bar, left and right edge of each run of bars that agree in these columns of `places`."""
@@ -164,10 +169,8 @@ class Panel:
 
     def texts(self) -> list[str]:
         """Of each bar: sample, tokens, weight, expected weight, ranks and micro-batch."""
-        names = ("position", "sample", "dp_rank", "microbatch", "cp_rank")
-        rows = zip(
-            *(self.places[name].tolist() for name in names), self.last.tolist(), self.tokens.tolist(), strict=True
-        )
+        columns = [*(self.places[name] for name in _PLACE), self.last, self.tokens]
+        rows = zip(*(column.tolist() for column in columns), strict=True)
         texts = []
         for bar, (first, sample, dp_rank, microbatch, cp_rank, last, number) in enumerate(rows):
             tokens = f"token {first}" if number == 1 else f"{number} tokens, {first} to {last}"
@@ -219,9 +222,13 @@ def plot_weights(
     write_picture([panel], path)
 
 
+def _is_page(path: str | Path) -> bool:
+    return Path(path).suffix.lower() in (".html", ".htm")
+
+
 def check_path(path: str | Path) -> None:
     """Raise ImportError for an image without matplotlib, and ValueError for a suffix of no format."""
-    if Path(path).suffix.lower() in (".html", ".htm"):
+    if _is_page(path):
         return
     try:
         from matplotlib.backend_bases import FigureCanvasBase
@@ -240,7 +247,7 @@ def check_path(path: str | Path) -> None:
 def write_picture(panels: Sequence[Panel], path: str | Path) -> None:
     """Write panels one above the other, into a page or an image; raises as `plot_weights`."""
     check_path(path)
-    if Path(path).suffix.lower() in (".html", ".htm"):
+    if _is_page(path):
         Path(path).write_text(page_of(panels), encoding="utf-8")
     else:
         figure_of(panels).savefig(path)
@@ -256,7 +263,7 @@ def _legend(panels: Sequence[Panel]) -> list[tuple[str, str, bool]]:
         rows.append(
             (str(_COLOURS[max(rank, 0) % len(_COLOURS)]), ("measured" if measured else "weight") + where, False)
         )
-    if any(panel.expected is not None and not panel.asked.all() for panel in panels):
+    if any(panel.masked.any() for panel in panels):
         rows.append((_MASKED, "a masked token that is trained", False))
     return rows
 
@@ -265,7 +272,7 @@ _BELOW = "the step's tokens, in order; a stroke below them is a sample"
 
 
 def _limits(panels: Sequence[Panel]) -> tuple[float, float]:
-    """The lowest and the highest place of all panels, with some room."""
+    """The lowest and the highest of all bars and lines, with some room; 0 and 1 are among them."""
     heights = np.concatenate([np.ones(1), *(np.append(panel.heights, panel.asked) for panel in panels)])
     return 1.12 * min(0.0, float(heights.min())), 1.12 * float(heights.max())
 
@@ -280,14 +287,14 @@ def figure_of(panels: Sequence[Panel]) -> Any:
     from matplotlib.patches import Patch
 
     figure = Figure(figsize=(11, 2.6 * len(panels) + 0.5), dpi=120, layout="constrained")
-    places = figure.subplots(len(panels), 1, squeeze=False, sharex=False, sharey=True)[:, 0]
-    for place, panel in zip(places, panels, strict=True):
-        place.set_title(f"{_plain(panel.title)}\n", loc="left", fontsize=10.5, fontweight="bold")
-        says = {"transform": place.transAxes, "fontsize": 9.5, "color": "#333333", "va": "bottom"}
-        place.text(0, 1.02, _plain(panel.says), **says)
-        _draw_panel(place, panel)
-    places[0].set_ylim(*_limits(panels))
-    places[-1].set_xlabel(_BELOW, fontsize=9, labelpad=20)
+    rows = figure.subplots(len(panels), 1, squeeze=False, sharex=False, sharey=True)[:, 0]
+    for axes, panel in zip(rows, panels, strict=True):
+        axes.set_title(f"{_plain(panel.title)}\n", loc="left", fontsize=10.5, fontweight="bold")
+        says = {"transform": axes.transAxes, "fontsize": 9.5, "color": "#333333", "va": "bottom"}
+        axes.text(0, 1.02, _plain(panel.says), **says)
+        _draw_panel(axes, panel)
+    rows[0].set_ylim(*_limits(panels))
+    rows[-1].set_xlabel(_BELOW, fontsize=9, labelpad=20)
     handles = [
         Line2D([], [], color=colour, linewidth=1.4, label=words) if is_line else Patch(color=colour, label=words)
         for colour, words, is_line in _legend(panels)
@@ -301,23 +308,22 @@ def _plain(text: str) -> str:
     return text.replace("$", r"\$")
 
 
-def _draw_panel(place: Any, panel: Panel) -> None:
-    wanted, below = panel.asked != 0, place.get_xaxis_transform()
-    place.bar(panel.begin, panel.heights, panel.tokens, align="edge", color=panel.colours, linewidth=0)
-    if panel.expected is not None:
-        place.hlines(panel.asked[wanted], panel.begin[wanted], panel.end[wanted], color=_ASKED, linewidth=1.5)
+def _draw_panel(axes: Any, panel: Panel) -> None:
+    wanted, below = panel.asked != 0, axes.get_xaxis_transform()
+    axes.bar(panel.begin, panel.heights, panel.tokens, align="edge", color=panel.colours, linewidth=0)
+    axes.hlines(panel.asked[wanted], panel.begin[wanted], panel.end[wanted], color=_ASKED, linewidth=1.5)
     edges = np.array([edges for _, *edges in panel.spans("sample", *MICROBATCH)]).reshape(-1, 2).T
-    place.plot(edges, np.full(edges.shape, -0.03), transform=below, color=_QUIET, linewidth=2,
-               clip_on=False, solid_capstyle="butt")  # fmt: skip
+    axes.plot(edges, np.full(edges.shape, -0.03), transform=below, color=_QUIET, linewidth=2,
+              clip_on=False, solid_capstyle="butt")  # fmt: skip
     for name, left, right in panel.name_microbatches():
-        place.text((left + right) / 2, -0.06, name, transform=below, ha="center", va="top", fontsize=8, color="#555555")
+        axes.text((left + right) / 2, -0.06, name, transform=below, ha="center", va="top", fontsize=8, color="#555555")
         if left > 0:
-            place.axvline(left - _GAP_MICROBATCH / 2, color=_QUIET, linewidth=0.8, linestyle=":")
-    place.set_xlim(-_GAP_MICROBATCH / 2, panel.end.max(initial=1.0) + _GAP_MICROBATCH / 2)
-    place.set_xticks([])
-    place.set_ylabel("weight / mean\nexpected weight", fontsize=9)
-    place.tick_params(labelsize=8.5)
-    place.spines[["top", "right", "bottom"]].set_visible(False)
+            axes.axvline(left - _GAP_MICROBATCH / 2, color=_QUIET, linewidth=0.8, linestyle=":")
+    axes.set_xlim(-_GAP_MICROBATCH / 2, panel.end.max(initial=1.0) + _GAP_MICROBATCH / 2)
+    axes.set_xticks([])
+    axes.set_ylabel("weight / mean\nexpected weight", fontsize=9)
+    axes.tick_params(labelsize=8.5)
+    axes.spines[["top", "right", "bottom"]].set_visible(False)
 
 
 # --- a page
@@ -393,7 +399,7 @@ def _svg(panel: Panel, low: float, high: float) -> str:
             f'<g class="bar"><title>{escape(text)}</title>'
             f'<rect class="all" x="{left}" y="{_ABOVE}" width="{wide}" height="{_HIGH}" fill="transparent"/>'
             f'<rect x="{left}" y="{min(y(height), y(0))}" width="{wide}" height="{abs(y(height) - y(0)):.2f}" '
-            f'fill="{colour}"/>{line * (panel.expected is not None and asked != 0)}</g>'
+            f'fill="{colour}"/>{line * (asked != 0)}</g>'
         )
     for _, begin, end in panel.spans("sample", *MICROBATCH):
         parts.append(f'<path d="M{x(begin)} {bottom + 6}H{x(end)}" stroke="{_QUIET}" stroke-width="2"/>')

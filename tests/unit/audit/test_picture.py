@@ -77,15 +77,15 @@ def test_bars_are_as_high_as_weights_and_lines_are_where_they_should_be() -> Non
     from matplotlib.colors import to_hex
 
     figure = figure_of(PANELS)
-    for place, panel, step in zip(figure.axes, PANELS, (STOCK, OURS, EVERYWHERE), strict=True):
-        assert place.get_title(loc="left").strip() == panel.title
-        bars = sorted((bar.get_x(), bar.get_width(), bar.get_height(), bar.get_facecolor()) for bar in place.patches)
+    for axes, panel, step in zip(figure.axes, PANELS, (STOCK, OURS, EVERYWHERE), strict=True):
+        assert axes.get_title(loc="left").strip() == panel.title
+        bars = sorted((bar.get_x(), bar.get_width(), bar.get_height(), bar.get_facecolor()) for bar in axes.patches)
         active = step.tokens.mask != 0
         heights = np.repeat([height for *_, height, _ in bars], [round(width) for _, width, *_ in bars])
         np.testing.assert_allclose(heights, (step.weights * STEP.counted.T)[active | (step is EVERYWHERE)], rtol=1e-5)
         red = sum(round(width) for _, width, _, colour in bars if to_hex(colour) == "#d62728")
         assert red == (~active).sum() * (step is EVERYWHERE)  # masked tokens that are trained have their own colour
-        lines = [segment for lines in place.collections for segment in lines.get_segments()]
+        lines = [segment for lines in axes.collections for segment in lines.get_segments()]
         assert {round(float(height), 5) for line in lines for _, height in line} == {1.0}
         assert sum(float(line[1][0] - line[0][0]) for line in lines) == pytest.approx(active.sum())
     assert "every token weighs what it should" in [text.get_text() for text in figure.axes[1].texts]
@@ -129,9 +129,9 @@ def test_names_are_escaped() -> None:
     page = page_of([Panel.of_step(OURS, resolve("token_mean"), title=title)])
     assert Page(page).tags.count("script") == 1
     assert "mine&lt;/h2&gt;&lt;script&gt;" in page
-    if pytest.importorskip("matplotlib"):
-        (place,) = figure_of([Panel.of_step(OURS, resolve("token_mean"), title=title)]).axes
-        assert place.get_title(loc="left").strip() == title.replace("$", r"\$")
+    pytest.importorskip("matplotlib")
+    (axes,) = figure_of([Panel.of_step(OURS, resolve("token_mean"), title=title)]).axes
+    assert axes.get_title(loc="left").strip() == title.replace("$", r"\$")
 
 
 def test_negative_and_lost_weights_have_their_bars() -> None:
