@@ -79,14 +79,14 @@ def make_table() -> Tensor:
     return 0.6 * torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(4))
 
 
+def logits(table: Tensor, ids: Tensor) -> Tensor:
+    return table.view(VOCABULARY, -1)[ids.long()]
+
+
 def bigram_model(**options: Any) -> Any:
     """The table as a model, in Megatron's own DDP."""
-
-    def forward(table: Tensor, ids: Tensor) -> Tensor:
-        return table.view(VOCABULARY, -1)[ids.long()]
-
     of_model: dict[str, Any] = {"stages": STAGES, "frozen": FROZEN}
-    return table_model(make_table().flatten().tolist(), forward=forward, **of_model, **options)
+    return table_model(make_table().flatten().tolist(), forward=logits, **of_model, **options)
 
 
 def k3(log_probs: Tensor, reference: Tensor) -> Tensor:

@@ -139,6 +139,11 @@ def local_ray(
         ray.init = init
 
 
+def gradients_of(worker: Any) -> list[Any]:
+    """In a worker: what its optimizer, a `KeepsGradients`, was handed."""
+    return list(worker.optimizer.gradients)
+
+
 def lines_in(log: Path) -> list[str]:
     """The library's lines in a log."""
     return _LINE.findall(log.read_text())

@@ -142,10 +142,6 @@ def allow_offloading(actor: Any, offloads: bool = True) -> None:
     actor.args.offload_train = offloads
 
 
-def gradients_of(actor: Any) -> list[torch.Tensor]:
-    return list(actor.optimizer.gradients)
-
-
 def group_type(actor: Any) -> str:
     from megatron.core import parallel_state
 

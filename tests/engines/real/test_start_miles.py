@@ -17,7 +17,7 @@ import pytest
 import torch
 from checkouts import MILES, checkout, record_errors
 from ranks import run_ranks
-from ray_workers import local_ray
+from ray_workers import gradients_of, local_ray
 from slime_launches import (
     CP,
     DP,
@@ -29,7 +29,6 @@ from slime_launches import (
     compute_in_float32,
     data_of,
     error_of,
-    gradients_of,
     group_type,
     model_and_optimizer,
     step_of_a_launch,

@@ -33,8 +33,7 @@ from bigram_step import (
 from checkouts import NEMO_RL, Settings, checkout, record_errors
 from logit_table import KeepsGradients
 from ranks import run_ranks
-from ray_workers import after_import, local_ray, redirect_this_thread
-from slime_launches import gradients_of
+from ray_workers import after_import, gradients_of, local_ray, redirect_this_thread
 from table_step import relative_error
 
 ray: Any = pytest.importorskip("ray")

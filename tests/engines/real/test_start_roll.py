@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from bigram_step import BETA, CLIP_HIGH, CLIP_LOW, LENGTH, ROWS, TOLERANCE, VOCABULARY, expected, k3, make_table
+from bigram_step import BETA, CLIP_HIGH, CLIP_LOW, LENGTH, ROWS, TOLERANCE, expected, k3, logits, make_table
 from checkouts import ROLL, Settings, checkout, record_errors
 from fork_server import PYTHONPATH
 from logit_table import KeepsGradients
@@ -98,10 +98,6 @@ def stub() -> None:
     )
 
 
-def logits(table: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    return table.view(VOCABULARY, -1)[ids.long()]
-
-
 class Models(list[Any]):
     """As mcore_adapter's models of a worker, which start Megatron's groups: the table of logits."""
 
@@ -112,9 +108,7 @@ class Models(list[Any]):
         dist.init_process_group("gloo", rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
         parallel_state.initialize_model_parallel()
         self.config = TransformerConfig(num_layers=1, hidden_size=4, num_attention_heads=1, use_cpu_initialization=True)
-        table = table_chunk(
-            make_table().flatten().tolist(), self.config, lambda table, ids: table.view(VOCABULARY, -1)[ids.long()]
-        )
+        table = table_chunk(make_table().flatten().tolist(), self.config, logits)
         table.get_batch_on_this_cp_rank = lambda batch, dim3_keys: batch
         super().__init__([table])
 

@@ -21,7 +21,7 @@ from bigram_step import BETA, CLIP_HIGH, CLIP_LOW, ROWS, TOLERANCE, bigram_model
 from checkouts import SKYRL, Settings, checkout, record_errors
 from logit_table import KeepsGradients
 from ranks import run_ranks
-from ray_workers import after_import, lines_in, local_ray, redirect_this_thread
+from ray_workers import after_import, gradients_of, lines_in, local_ray, redirect_this_thread
 from skyrl_rows import data_of
 from table_step import relative_error
 
@@ -105,10 +105,6 @@ def optimizer_of(modules: Any, config: Any) -> Any:
     optimizer: Any = KeepsGradients(modules[0])
     optimizer.param_groups, optimizer.scale_loss = [{"lr": 0.0}], None
     return optimizer
-
-
-def gradients_of(worker: Any) -> list[torch.Tensor]:
-    return list(worker.optimizer.gradients)
 
 
 class LateWorker:

@@ -16,7 +16,7 @@ import pytest
 import torch
 from checkouts import SLIME, checkout, record_errors
 from ranks import run_ranks
-from ray_workers import local_ray
+from ray_workers import gradients_of, local_ray
 from slime_launches import (
     CP,
     DP,
@@ -27,7 +27,6 @@ from slime_launches import (
     allow_offloading,
     data_of,
     error_of,
-    gradients_of,
     group_type,
     model_and_optimizer,
     step_of_a_launch,
