@@ -75,7 +75,7 @@ def _has_label(samples: Samples, key: str) -> npt.NDArray[np.bool_]:
     label = to_array(samples.label("counted"))
     if label.shape != (len(samples),) or label.dtype.kind not in "biuf" or not np.isin(label, (0, 1)).all():
         raise ValueError(
-            f"the label 'counted' of {label.tolist()}: it must be True or False for each sample. Pass "
+            f"the label 'counted' of {label.ravel()[:8].tolist()}: it must be True or False for each sample. Pass "
             'Samples(..., labels={"counted": [True, ...]}).'
         )
     return samples.at_parts(key, label != 0)
