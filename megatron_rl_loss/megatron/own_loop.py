@@ -90,15 +90,16 @@ def prove_first_step(
     return proved
 
 
-#: The search for a plan ends after so many objects: a dataset may have millions.
+#: The search for a plan ends after so many objects that may lead to one: a dataset may have millions.
 _MOST_OBJECTS = 10_000
+_LEAVES = (type, ModuleType, torch.nn.Module, torch.Tensor, np.ndarray, str, bytes, int, float)
 
 
 def _is_of_step(plan: PlanUse, given: Any) -> bool:
     """True if micro-batches of the plan, or the plan to take some from, can be reached from what a schedule is given.
 
-    Any other plan was skipped, is of a step that is over, or served for something else. A plan that is only reached is
-    handed out once the step takes micro-batches of it.
+    Any other plan was skipped, is of a step that is over, or served for something else. Sets `is_handed_out`, True for
+    micro-batches: of a plan alone, the step must still take some.
     """
     if all(plan.is_carried):
         return False
@@ -106,18 +107,19 @@ def _is_of_step(plan: PlanUse, given: Any) -> bool:
     plan.is_handed_out = False
     while objects and len(known) < _MOST_OBJECTS:
         found = objects.popleft()
-        if id(found) in known or isinstance(found, type | ModuleType | torch.nn.Module | torch.Tensor | np.ndarray):
+        if id(found) in known or isinstance(found, _LEAVES):
             continue
         known.add(id(found))
-        if isinstance(found, Microbatch) and found.plan is plan:
-            plan.is_handed_out = True
-            return True
-        if isinstance(found, Plan):
+        if isinstance(found, Microbatch):
+            if found.plan is plan:
+                plan.is_handed_out = True
+                return True
+        elif isinstance(found, Plan):
             finds_plan |= found.record.use is plan
         elif isinstance(found, FunctionType):  # of its module only what it names
             named = [found.__globals__[name] for name in found.__code__.co_names if name in found.__globals__]
             objects += [found.__closure__, found.__defaults__, found.__kwdefaults__, *named]
-        elif not isinstance(found, Microbatch | str | bytes | int | float):
+        else:
             objects += gc.get_referents(found)
     return finds_plan
 

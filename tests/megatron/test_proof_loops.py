@@ -821,3 +821,15 @@ def test_only_a_schedule_can_be_proved() -> None:
 
     with pytest.raises(TypeError, match=r"the schedule is a list: it must be Megatron's function. Pass get_forward"):
         prove_first_step([], "token_mean")  # type: ignore[arg-type]
+
+
+def test_a_plan_is_found_behind_rows_of_many_numbers() -> None:
+    from megatron_rl_loss import Samples, plan_step
+    from megatron_rl_loss.megatron.own_loop import _is_of_step
+
+    plan, other = (plan_step([Samples([[1, 1]])], "token_mean", dp_group=None) for _ in range(2))
+    tokens = [[10**6 + number for number in range(20_000)]]
+    for held, is_handed_out in ((plan[0], True), (plan, False)):
+        assert _is_of_step(plan.record.use, [iter([tokens, [[{"of": lambda held=held: held}]]])])
+        assert plan.record.use.is_handed_out is is_handed_out
+        assert not _is_of_step(other.record.use, [tokens, [[held]]])
