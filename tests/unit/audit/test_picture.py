@@ -207,12 +207,16 @@ def test_a_large_step_is_drawn_in_part() -> None:
     assert len(alone.begin) == int(alone.tokens.sum()) == 3000
 
 
+@pytest.mark.parametrize("name", ["step", "step.xyz"])
+def test_a_suffix_of_no_format_is_refused(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    with pytest.raises(ValueError, match=r"Choose \.html, \.png"):
+        plot_weights(OURS, tmp_path / name)
+
+
 def test_what_cannot_be_drawn_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="without a verdict"):
         plot_weights(measured(STEP, lambda t: 0 * t.m), tmp_path / "step.html", expected="session_mean")
-    for name in ("step", "step.xyz"):
-        with pytest.raises(ValueError, match=r"Choose \.html, \.png"):
-            plot_weights(OURS, tmp_path / name)
     monkeypatch.setitem(sys.modules, "matplotlib.backend_bases", None)
     with pytest.raises(ImportError, match=r"pip install matplotlib, or choose a path that ends in \.html"):
         plot_weights(OURS, tmp_path / "step.png", expected="token_mean")
