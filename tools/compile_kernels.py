@@ -30,6 +30,7 @@ from tabulate import tabulate
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
+from megatron_rl_loss.logprobs import flags
 from megatron_rl_loss.logprobs import triton_kernels as kernels
 
 BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -88,7 +89,7 @@ def call(dtype: torch.dtype, kind: dict[str, Any]) -> None:
         "keep": torch.ones(2, columns, dtype=torch.bool) if kind.get("keep") else None,
     }
     norm, g, h = torch.ones(3 + ids, 2), torch.ones(2, ids), torch.ones(2) if entropy else None
-    further = {"size": columns, "entropy": entropy, "flags": torch.zeros(7, dtype=torch.int64)}
+    further = {"size": columns, "entropy": entropy, "flags": flags.tensor()}
     kernels.statistics(logits, labels, **shared, **further, check_first_row=kind.get("check_first_row", False))
     if not kind.get("check_first_row"):  # which concerns the first kernel alone
         kernels.differentiate(logits, torch.empty_like(logits), labels, norm, g, h, **shared)
@@ -145,7 +146,7 @@ def main() -> None:
     rows.append({"kernel": "combine", "dtype": "fp32", "call": "8 ranks"} | described(programs[0][1], None))
     programs.clear()
     ids, bounds = torch.zeros(8, dtype=torch.int64), torch.zeros(2, 4, dtype=torch.int64)
-    kernels.mark_kept(ids, bounds, first=0, width=32768, size=32768, flags=torch.zeros(7, dtype=torch.int64))
+    kernels.mark_kept(ids, bounds, first=0, width=32768, size=32768, flags=flags.tensor())
     rows.append({"kernel": "mark_kept", "dtype": "int64", "call": "kept ids"} | described(programs[0][1], None))
     print(f"sm_{args.capability}, triton {triton.__version__}, torch {torch.__version__}")
     print(tabulate(rows, headers="keys", floatfmt=".1f"))

@@ -1,8 +1,8 @@
 """What kernels found wrong in the values that they read: flags in the host's memory, which nobody waits for.
 
 A kernel that reads a wrong label stores it here, and makes that token's log-prob NaN, so that no step trains on it
-unseen. The host looks at the flags when the next pass begins, forward or backward, and where all ranks begin a step and
-raise together.
+unseen. A wrong kept id is stored here too, and left out of the token's ids. The host looks at the flags when the next
+pass begins, forward or backward, and where all ranks begin a step and raise together.
 """
 
 import atexit

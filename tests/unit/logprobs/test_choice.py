@@ -206,7 +206,7 @@ def test_wrong_values_are_told_when_the_next_pass_begins() -> None:
 
 
 def test_flags_that_nobody_read_are_logged_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
-    flags.tensor().copy_(torch.tensor([1, 9, 8, 0, 0, 0, 0]))
+    flags.tensor()[:3] = torch.tensor([1, 9, 8])
     flags._log_flagged()
     assert "a label 9 in a vocabulary of 8" in caplog.text
     flags.raise_flagged()
@@ -214,7 +214,7 @@ def test_flags_that_nobody_read_are_logged_at_the_end(caplog: pytest.LogCaptureF
 
 def test_a_step_does_not_begin_where_a_flag_is_set() -> None:
     """`plan_step` raises it, as any error of a rank, on all ranks."""
-    flags.tensor().copy_(torch.tensor([1, 9, 8, 0, 0, 0, 0]))
+    flags.tensor()[:3] = torch.tensor([1, 9, 8])
     samples = [Samples([torch.ones(4)])]
     with pytest.raises(ValueError, match="a label 9 in a vocabulary of 8"):
         plan_step(samples, "token_mean", dp_group=None)
