@@ -260,6 +260,15 @@ def _left_at_default(loss_fn: Any, call: LossCall) -> list[str]:
     ]
 
 
+def _elsewhere(failure: str, call: LossCall) -> str:
+    """The trainers that give a value to a parameter which is missing in this call."""
+    for name in dict.fromkeys(name for other in CALLS.values() for name in other.names if name not in call.names):
+        if f"'{name}'" in failure:
+            trainers = [f"call={trainer!r}" for trainer, other in CALLS.items() if name in other.names]
+            return f"{name} gets one with {' or '.join(trainers)}. "
+    return ""
+
+
 def _refusal(name: str, call: LossCall, failure: str) -> ValueError:
     """The error of a function that cannot be called, or returns nothing to measure."""
     result = "one number"
@@ -270,7 +279,9 @@ def _refusal(name: str, call: LossCall, failure: str) -> ValueError:
     if call.rows == "lists":
         given = f"{call.takes} and masks, which are lists of one tensor per row"
     if "missing" in failure:
-        remedy = f"Parameters named {', '.join([*call.names, *PARAMETERS])} get values. {remedy}"
+        remedy = (
+            f"Parameters named {', '.join([*call.names, *PARAMETERS])} get values. {_elsewhere(failure, call)}{remedy}"
+        )
     if "returns a tuple" in failure:
         remedy = (
             'Megatron scales a tuple such as (loss, num_tokens, report): pass call="megatron", or '

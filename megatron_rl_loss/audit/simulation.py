@@ -123,19 +123,23 @@ class LossCall:
         return before + through[self.returns] + parts + ", rollouts over several rows" * self.split_rollouts
 
 
+#: A common name for the number of micro-batches, which Hugging Face's trainers give.
+_STEPS = {"gradient_accumulation_steps": "num_microbatches"}
+
 #: The calls of trainers by name, from their public sources (TRL 1.10.0.dev0, verl 0.10.0.dev, Megatron-Core 0.19).
 CALLS: dict[str, LossCall] = {
-    "pytorch": LossCall(),
+    "pytorch": LossCall(names=_STEPS),
     # `forward_step_calc_loss`, DDP's mean over DP and CP ranks; with per-token loss `finalize_model_grads`.
     "megatron": LossCall(returns="megatron", microbatches="mean", cp="mean"),
     "megatron_per_token": LossCall(returns="megatron_per_token", dp="sum", cp="sum"),
     # With a `compute_loss_func` and `average_tokens_across_devices` the Trainer multiplies by DDP's number of ranks.
-    "transformers": LossCall(names={"num_items_in_batch": "step_tokens"}, dp="sum", even_microbatches=True),
+    "transformers": LossCall(names={"num_items_in_batch": "step_tokens"} | _STEPS, dp="sum", even_microbatches=True),
     # GRPOTrainer's loss function divides by accumulation steps itself. Its `num_items_in_batch` is that of a generation
     # batch, the step's where `steps_per_generation` is the accumulation.
     "trl": LossCall(
         names={"num_items_in_batch": "step_tokens", "num_processes": "dp_size"}
-        | dict.fromkeys(("gradient_accumulation_steps", "current_gradient_accumulation_steps"), "num_microbatches"),
+        | _STEPS
+        | {"current_gradient_accumulation_steps": "num_microbatches"},
         even_microbatches=True,
     ),
     # `agg_loss` as verl's engines call it: global counts, times dp_size against averaged gradients.

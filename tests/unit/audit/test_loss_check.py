@@ -551,6 +551,16 @@ def test_a_failed_call_tells_what_its_trainer_passes() -> None:
 
     with pytest.raises(ValueError, match=r"Parameters named num_items_in_batch, step_tokens, .* get values"):
         check_loss(misnamed, call="transformers")
+
+    def of_another(
+        losses: Tensor, mask: Tensor, gradient_accumulation_steps: int, num_items_in_batch: Tensor
+    ) -> Tensor:
+        return (losses * mask).sum() / num_items_in_batch / gradient_accumulation_steps
+
+    with pytest.raises(ValueError, match="num_items_in_batch gets one with call='transformers' or call='trl'[.]"):
+        check_loss(of_another)
+    (cause, *_) = check_loss(of_another, "token_mean", call="transformers", draws=2).causes
+    assert "x 1/K" in cause
     with pytest.raises(
         ValueError, match="given losses and masks, which are lists of one tensor per row, and the param"
     ):
