@@ -52,7 +52,7 @@ def reasons(
         forms = sorted(name for name in state.forms if find_form(name).caller != "schedule")
         returned = [f"Micro-batches returned form={name!r}, {_FORMS_OF[find_form(name).caller]}." for name in forms[:1]]
         unlike = [unlike_in_words(state)] * bool(state.all_parameters.unlike and state.factors)
-        return "\n".join([*of_terms.faults, *unlike, *returned, *[remedy] * bool(remedy), _CAUSE])
+        return "\n".join([*of_terms.faults, *unlike, *returned, remedy or _CAUSE])
     if outcome in ("wait", "overflow"):
         return " ".join(state.uncertain)
     if outcome == "unlike":
