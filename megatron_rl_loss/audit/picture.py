@@ -271,6 +271,12 @@ def _legend(panels: Sequence[Panel]) -> list[tuple[str, str, bool]]:
 _BELOW = "the step's tokens, in order; a stroke below them is a sample"
 
 
+def _below(panels: Sequence[Panel]) -> str:
+    """The line below the last panel, which explains the short names of micro-batches where there are any."""
+    is_crowded = any(len(panel.spans(*MICROBATCH)) > _CROWDED for panel in panels)
+    return _BELOW + ", and 1.2 is micro-batch 2 of DP rank 1" * is_crowded
+
+
 def _limits(panels: Sequence[Panel]) -> tuple[float, float]:
     """The lowest and the highest of all bars and lines, with some room; 0 and 1 are among them."""
     heights = np.concatenate([np.ones(1), *(np.append(panel.heights, panel.asked) for panel in panels)])
@@ -294,7 +300,7 @@ def figure_of(panels: Sequence[Panel]) -> Any:
         axes.text(0, 1.02, _plain(panel.says), **says)
         _draw_panel(axes, panel)
     rows[0].set_ylim(*_limits(panels))
-    rows[-1].set_xlabel(_BELOW, fontsize=9, labelpad=20)
+    rows[-1].set_xlabel(_below(panels), fontsize=9, labelpad=20)
     handles = [
         Line2D([], [], color=colour, linewidth=1.4, label=words) if is_line else Patch(color=colour, label=words)
         for colour, words, is_line in _legend(panels)
@@ -372,7 +378,7 @@ def page_of(panels: Sequence[Panel]) -> str:
         f'<div class="scroll">{_svg(panel, low, high)}</div>'
         for panel in panels
     ]
-    return _PAGE.substitute(legend="".join(marks), sections="\n".join(sections), below=_BELOW.capitalize())
+    return _PAGE.substitute(legend="".join(marks), sections="\n".join(sections), below=f"T{_below(panels)[1:]}")
 
 
 def _svg(panel: Panel, low: float, high: float) -> str:

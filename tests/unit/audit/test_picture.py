@@ -183,6 +183,7 @@ def test_a_report_draws_a_step_in_all_cuts(tmp_path: Path) -> None:
         assert f"<h2>{str(report).splitlines()[0]}</h2>" in page
         texts = Page(page).texts
         assert len({re.search("DP rank .*, micro-batch .*,", text)[0] for text in texts}) > 2
+        assert (">1.0<" in page) == ("1.2 is micro-batch 2 of DP rank 1" in page)  # short names are explained
         ratios = {match[1] for text in texts if (match := re.search(r"(\S+) times", text))}
         assert (ratios == {"1"}) == report.sound
         assert "panel" not in report.to_dict()
