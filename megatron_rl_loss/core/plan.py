@@ -338,5 +338,9 @@ class Plan:
             parts.append(f"{counts['active_tokens']:,.0f} of {counts['tokens']:,.0f} tokens active")
             masked = rollouts - counts["active_rollouts"]
             parts.append(f"{masked:,.0f} rollouts fully masked" + ", left out of metric means" * (masked > 0))
+            if record.modes.policy.units == "counted":
+                of_keys = {f"{key}s": units.number["counted"] for key, units in record.totals.units.items()}
+                counted = [f"{of_keys[name]:,.0f} {name}" for name in of_keys if name in counts]
+                parts.append(f"{' and '.join(counted)} counted")
         split = f"{record.num_microbatches} micro-batches x DP {record.dp_size}, CP {record.cp_size}"
         return " | ".join([record.modes.policy.describe(), ", ".join(parts), split])

@@ -101,6 +101,7 @@ def test_truncated_responses_count_and_dropped_prompts_do_not() -> None:
     for mode, weight in (("sample_mean", 1 / 3 / 2), ("prompt_mean", 1 / 2 / 2), ("token_mean", 1 / 2)):
         plan = plan_step([first, other], mode, units="counted", dp_group=None)
         assert plan[0].weights.tolist() == pytest.approx([weight, weight, 0, 0])
+        assert "4 rollouts fully masked, left out of metric means, 3 rollouts and 2 prompts counted" in plan.describe()
     # A sample that is trained counts, whatever its label.
     plan = plan_step([Samples([one, one], labels={"counted": [False, False]})], "sample_mean", units="counted")
     assert plan[0].weights.tolist() == [0.25] * 4
