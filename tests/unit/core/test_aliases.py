@@ -235,6 +235,7 @@ test_refused = refusal_tests(
                 ("GSPO", "It is sample_mean. Choose one of sample_mean"),
                 ("dr_grpo", "It is constant, with a divisor"),
                 ("vl_norm", "It is a mode of your own"),
+                ("Agent-Lightning", "It is a framework. Write agent_lightning:SETTING"),
                 ("token_men", "Did you mean token_mean[?]"),
                 ("xyz", "Choose one of sample_mean, prompt_mean"),
             )
