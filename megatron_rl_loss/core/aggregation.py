@@ -393,7 +393,8 @@ class LossModes:
 
     def describe(self) -> str:
         """All settings that ranks must have alike, in a line."""
-        terms = [f"term {name}: {aggregation.compared}" for name, aggregation in sorted(self.terms.items())]
+        named = [(name, aggregation.compared) for name, aggregation in sorted(self.terms.items())]
+        terms = [f"term {name}: {compared.removeprefix('loss aggregation: ')}" for name, compared in named]
         return "; ".join([self.policy.compared, *terms])
 
     @property
