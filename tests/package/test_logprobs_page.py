@@ -116,7 +116,7 @@ def test_bytes_per_logit_and_what_is_predicted_of_them() -> None:
     bytes_of, entries = {row["way"]: row["fp32, bytes"] for row in rows}, 8192 * 32768
     rate = bytes_of["Megatron, eager"] * entries / times["megatron"] / 1e9  # TB/s of a time in ms
     text = " ".join(section.split())
-    assert f"Predicted is {bytes_of['ours, kernels'] * entries / rate / 1e9:.2f} ms for 8,192" in text
+    assert f"We predict {bytes_of['ours, kernels'] * entries / rate / 1e9:.2f} ms for 8,192" in text
     assert f"at {rate:.1f} TB/s" in text
     assert f"Megatron's took {times['megatron']:.2f} ms and plain torch {times['ours']:.2f} ms" in text
 

@@ -323,7 +323,7 @@ WRONG = {
     "nobody reduces a sum": Run(("raises Gradients are not summed over ranks at all",), kind="own", form="sum"),
     "outside DDP": Run(("raises Gradients are not summed over ranks at all",), outside=True, syncs_all=True),
     "a backward lost": Run((r"raises tokens weigh 0 to 1 times what they should",), lost=0),
-    "loss x 2": Run((rf"raises (?s){TWICE}.*form='mean', for a loop without.*\nform= says.*divide it by no (?!.*audit)",), times=lambda rank: 2.0),
+    "loss x 2": Run((rf"raises (?s){TWICE}.*form='mean', for a.*\nform= says(?!.*audit)",), times=lambda rank: 2.0),
     "loss x 2 on a rank": Run((r"raises tokens weigh 1 to 2 times",), times=lambda rank: 2.0 - rank),
     "loss x 0.3": Run((r"raises tokens weigh 0.3 times",), times=lambda rank: 0.3),
     "FSDP2, loss x 2": Run((f"raises {TWICE}",), kind="fsdp", times=lambda rank: 2.0),

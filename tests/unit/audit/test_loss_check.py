@@ -557,7 +557,7 @@ def test_a_failed_call_tells_what_its_trainer_passes() -> None:
     ) -> Tensor:
         return (losses * mask).sum() / num_items_in_batch / gradient_accumulation_steps
 
-    with pytest.raises(ValueError, match="num_items_in_batch gets one with call='transformers' or call='trl'[.]"):
+    with pytest.raises(ValueError, match=r"num_items_in_batch gets one with call='transformers' or call='trl'[.]"):
         check_loss(of_another)
     (cause, *_) = check_loss(of_another, "token_mean", call="transformers", draws=2).causes
     assert "x 1/K" in cause
