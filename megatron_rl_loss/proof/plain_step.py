@@ -24,9 +24,9 @@ from megatron_rl_loss.proof.torch_gradients import TorchGradients, first_gradien
 
 _REMEDY = (
     'form= says what your trainer does to gradients: form="mean" where it averages them over ranks (DDP, fully_shard), '
-    'form="sum" where it adds them up or there is one process. Call backward on what loss() returned, and do not divide '
-    "it by the number of micro-batches or ranks. All ranks of the groups of plan_step must be in the reduction. End the "
-    "`with` before gradients are clipped."
+    'form="sum" where it adds them up or there is one process. Call backward on what loss() returned, and do not '
+    "divide it by the number of micro-batches or ranks. All ranks of the groups of plan_step must be in the reduction. "
+    "End the `with` before gradients are clipped."
 )
 _LEFT = (
     "gradients of the step before are still in .grad: this step's gradients were added to them. Call "
