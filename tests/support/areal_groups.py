@@ -1,13 +1,13 @@
 """The rows of `bigram_step` as AReaL's trajectory groups."""
 
+import bigram_step
 import torch
-from bigram_step import PROMPTS, make_batch
 from torch import Tensor
 
 
 def groups_of_rank(dp_rank: int, dp: int) -> list[dict[str, Tensor]]:
     """A rank's prompts, as AReaL holds them: values belong to the token that predicts them."""
-    batch = make_batch()
+    batch = bigram_step.make_batch()
     mask = batch["token_mask"] * batch["sample_mask"][:, None]
     rows = {
         "input_ids": batch["input_ids"],
@@ -20,7 +20,7 @@ def groups_of_rank(dp_rank: int, dp: int) -> list[dict[str, Tensor]]:
         "rewards": torch.ones(len(mask)),
     }
     groups = []
-    for prompt in range(dp_rank, max(PROMPTS) + 1, dp):
+    for prompt in range(dp_rank, max(bigram_step.PROMPTS) + 1, dp):
         held = batch["prompts"] == prompt
         longest = int(batch["input_lengths"][held].max())
         groups.append({name: value[held][..., :longest] for name, value in rows.items()})

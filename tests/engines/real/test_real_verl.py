@@ -423,7 +423,7 @@ def first_steps(
     state = start(cp=CP, pp=of_model.get("stages", 1))
     _, losses, config_module, import_utils, util = load_verl(root, "models.mcore.util")
     own, engine = megatron_engine(root, per_token)
-    of_actor_and_critic = losses.ppo_loss, losses.value_loss
+    of_actor_and_critic = getattr(losses, "ppo_loss", None), losses.value_loss
     import_utils.import_external_libs(INSTALL)
     if not taken_before:
         of_actor_and_critic = losses.ppo_loss, losses.value_loss
