@@ -194,7 +194,7 @@ def _complete(args: Namespace, missing: Sequence[str], parser: ArgumentParser) -
         if (default := parser.get_default(name)) is not SUPPRESS:
             setattr(args, name, default)
     path = getattr(args, _CONFIG, None)
-    for name, value in ({} if path is None else vars(_read_file(path))).items():
+    for name, value in ({} if path is None else _read_file(path)).items():
         if name not in missing and (given := getattr(args, name)) != value:
             raise ValueError(
                 f"{_flag_of(name)} {given} with {name}: {value} in {path}: the flags must not contradict the file of "
@@ -217,8 +217,11 @@ class _ParserOfFile(ArgumentParser):
         raise ValueError(f"{self.source}: {message}. Write the values as the flags take them.")
 
 
-def _read_file(path: str) -> Namespace:
-    """The flags that a YAML file gives. Raises ImportError without PyYAML, and ValueError for an unusable file."""
+def _read_file(path: str) -> dict[str, Any]:
+    """The flags that a YAML file gives, a flag without a value as a bool.
+
+    Raises ImportError without PyYAML, and ValueError for an unusable file.
+    """
     source = f"{_flag_of(_CONFIG)} {path}"
     try:
         import yaml
@@ -227,8 +230,9 @@ def _read_file(path: str) -> Namespace:
             f"{source}: the file needs PyYAML, which is not installed. Run pip install pyyaml, or write flags."
         ) from None
     try:
+        text = Path(path).read_text(encoding="utf-8")
         # Scalars stay the texts that stand there: YAML would read `off` as false.
-        fields = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
+        fields, lines = yaml.load(text, Loader=yaml.BaseLoader), yaml.compose(text, Loader=yaml.BaseLoader)
     except OSError as error:
         raise ValueError(f"{source}: the file cannot be read ({error.strerror}). Give the path of a file.") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -238,7 +242,10 @@ def _read_file(path: str) -> Namespace:
         raise ValueError(
             f"{source}: the file must hold names and values. Write lines such as loss_aggregation: constant."
         )
-    parser, words = _ParserOfFile(source), list[str]()
+    names = [key.value for key, _ in lines.value]
+    if twice := [name for name in fields if names.count(name) > 1]:
+        raise ValueError(f"{source}: {twice[0]} has several lines: a field must have one. Drop the others.")
+    parser, words, values = _ParserOfFile(source), list[str](), dict[str, Any]()
     known = {action.dest: action for action in parser._actions}
     for name, value in fields.items():
         check_choice(f"field of {path}", name, known)
@@ -248,10 +255,10 @@ def _read_file(path: str) -> Namespace:
             )
         if known[name].nargs == 0:  # a flag without a value
             check_choice(f"{name} of {path}", value.lower(), ("true", "false"))
-            words += [_flag_of(name)] * (value.lower() == "true")
+            values[name] = value.lower() == "true"
         else:
             words.append(f"{_flag_of(name)}={value}")
-    return parser.parse_args(words)
+    return values | vars(parser.parse_args(words))
 
 
 def _settings_of(args: Namespace, mode: str | Mode | ModeFunction | None) -> "AggregationSettings":

@@ -183,6 +183,12 @@ def test_every_flag_is_a_field(tmp_path: Path) -> None:
             f"{OVER}-empty-step warn",
             "warn with loss_aggregation_empty_step: error",
         ),
+        (
+            "loss_aggregation_with_per_token_loss: false",
+            f"{OVER}-with-per-token-loss",
+            "loss True with loss_aggregation_with_per_token_loss: False",
+        ),
+        (LINES + "loss_aggregation_divisor: 9", "", "loss_aggregation_divisor has several lines"),
         ("loss_aggregation_divisors: 8", "", "Did you mean loss_aggregation_divisor?"),
         ("loss-aggregation: constant", "", "Did you mean loss_aggregation?"),
         ("loss_aggregation_config: other.yaml", "", "there is no such field"),
@@ -212,6 +218,9 @@ def test_a_file_that_is_not_there_and_a_missing_library(tmp_path: Path, monkeypa
     pytest.importorskip("yaml")
     with pytest.raises(ValueError, match=r"cannot be read \(No such file"):
         parse("--loss-aggregation-config", str(tmp_path / "other.yaml"))
+    (tmp_path / "run.yaml").write_bytes(b"loss_aggregation: token_m\xe9an")
+    with pytest.raises(ValueError, match=r"the file is no YAML \('utf-8' codec"):
+        parse(*words)
 
 
 # --- the user's own mode
