@@ -72,13 +72,14 @@ def _has_token(samples: Samples, key: str) -> npt.NDArray[np.bool_]:
 
 def _has_label(samples: Samples, key: str) -> npt.NDArray[np.bool_]:
     """True for each part by that key of a sample whose label ``counted`` is true."""
-    label = to_array(samples.label("counted"))
-    if label.shape != (len(samples),) or label.dtype.kind not in "biuf" or not np.isin(label, (0, 1)).all():
+    label = samples.label("counted")
+    entries = list(label) if isinstance(label, list | tuple) else to_array(label).tolist()
+    if not all(getattr(entry, "ndim", 0) == 0 and entry in (0, 1) for entry in entries):
         raise ValueError(
-            f"the label 'counted' of {label.ravel()[:8].tolist()}: it must be True or False for each sample. Pass "
-            'Samples(..., labels={"counted": [True, ...]}).'
+            f"the label 'counted' of {entries[:8]}: it must be True or False for each sample, and says which ones "
+            'units="counted" counts. Pass Samples(..., labels={"counted": [True, ...]}), or rename the label.'
         )
-    return samples.at_parts(key, label != 0)
+    return samples.at_parts(key, np.array(entries, np.bool_))
 
 
 #: The first one is that of a mode for which nobody says another.
