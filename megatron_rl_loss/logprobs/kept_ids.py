@@ -18,10 +18,12 @@ class KeptIds:
     """The ids of the vocabulary that sampling kept for each token (top-p, top-k), as a rollout engine records them.
 
     Attributes:
-        ids: int64 [all kept], the first token's ids, then the second's, and so on; on the host or the device of the
+        ids: ints [all kept], the first token's ids, then the second's, and so on; on the host or the device of the
             logits.
-        offsets: int64 [tokens + 1], on the host; token t has ``ids[offsets[t]:offsets[t + 1]]``. Offsets on a device
+        offsets: ints [tokens + 1], on the host; token t has ``ids[offsets[t]:offsets[t + 1]]``. Offsets on a device
             are read when this is made.
+
+    Raises TypeError for ids or offsets that are no ints in a row, and ValueError for offsets that decrease.
     """
 
     ids: Tensor
@@ -30,6 +32,15 @@ class KeptIds:
     def __post_init__(self) -> None:
         offsets = self.offsets.numpy(force=True) if isinstance(self.offsets, Tensor) else np.asarray(self.offsets)
         object.__setattr__(self, "offsets", offsets)
+        ids, are_ids = self.ids, False
+        if isinstance(ids, Tensor):
+            are_ids = ids.ndim == 1 and ids.dtype != torch.bool and not ids.is_floating_point()
+        if not are_ids or (offsets.size and offsets.dtype.kind not in "iu"):
+            given = f"{ids.dtype} {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
+            raise TypeError(
+                f"KeptIds with ids of {given} and offsets of {offsets.dtype}: ids must be a tensor of ints [all kept], "
+                "offsets ints [tokens + 1]. Pass ids.flatten().long(), and cumulative counts."
+            )
         bounds = np.concatenate([[0], offsets.ravel(), [len(self.ids)]])
         if (np.diff(bounds) < 0).any():
             raise ValueError(
@@ -61,7 +72,7 @@ class KeptIds:
         rows = np.repeat(np.arange(len(tokens)), counts)
         places = np.arange(len(rows)) + (begins - (counts.cumsum() - counts))[rows]
         ids = self.ids[on_device(places, self.ids.device)]
-        column = ids.to(device, non_blocking=ids.is_cpu) - first
+        column = ids.to(device, non_blocking=ids.is_cpu).long() - first
         width = last - first
         column = column.where((column >= 0) & (column < width), width)  # ids of other ranks have a column of their own
         # Rows begin at multiples of 16 bytes, which a kernel reads at a time.

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from refusals import refusal_tests, refusals
@@ -207,6 +208,17 @@ REFUSALS = {
         (([0, 1, 1], [0, 2, 1]), r"offsets \[0, 2, 1\] for 3 ids: they must never decrease", ([0, 1, 1], [0, 2, 3])),
         (([0, 1, 1], [0, 2, 9]), "to the number of ids", ([0, 1, 1], [0, 2, 2])),
         (([0, 1, 1], [-1, 2, 3]), "a leading 0 included", ([0, 1, 1], [0, 0, 3])),
+        (([0, 1], [0, 1, 1, 2]), r"offsets of shape \(4,\) for 2 tokens", ([0, 1], [0, 1, 2])),
+    ),
+    **refusals(
+        lambda ids, offsets: log_probs_from_logits(LOGITS, LABELS, keep=KeptIds(ids, offsets)),
+        ((LABELS[:, None], [0, 1, 2]), r"ids of torch.int64 \(2, 1\) and offsets of int64", (LABELS, [0, 1, 2])),
+        ((LABELS.float(), [0, 1, 2]), "ids must be a tensor of ints", (LABELS.to(torch.uint8), [0, 1, 2])),
+        ((LABELS > 0, [0, 1, 2]), r"ids of torch.bool \(2,\)", (LABELS.to(torch.int16), [0, 1, 2])),
+        (([0, 1], [0, 1, 2]), "ids of list", (LABELS, np.array([0, 1, 2], np.uint32))),
+        ((LABELS, [0, 1.5, 2]), "offsets of float64: .*cumulative counts", (LABELS, [0, 1, 2])),
+        ((LABELS, torch.ones(3) > 0), "offsets of bool", (LABELS, torch.tensor([0, 1, 2]))),
+        error=TypeError,
     ),
     **refusals(
         lambda q: segment_quantile(NOW, LOCAL, q=q),
