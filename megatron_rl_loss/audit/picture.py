@@ -83,7 +83,7 @@ class Panel:
         columns: dict[str, list[Any]] = {name: [np.zeros(0, np.int64)] for name in _PLACE}
         weights = [np.zeros(0)]
         for number, microbatch in enumerate(plan.microbatches):
-            local = microbatch.tokens
+            local = microbatch.tokens_of(None)
             starts = np.array([*microbatch.samples.mask_starts, 0], np.int64)  # fillers have no sample
             place = {
                 "dp_rank": dp_rank,

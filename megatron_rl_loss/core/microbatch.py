@@ -101,8 +101,8 @@ class Microbatch:
         return self.samples.local(self.cp_rank, self.cp_size)
 
     def tokens_of(self, mask: str | None) -> LocalTokens:
-        """`tokens` by one of the further masks; for None by the loss mask."""
-        return self.tokens if mask is None else self.samples.with_mask(mask).local(self.cp_rank, self.cp_size)
+        """`tokens` by one of the further masks; for None by the loss mask. To look at them is not to train on them."""
+        return self._tokens if mask is None else self.samples.with_mask(mask).local(self.cp_rank, self.cp_size)
 
     def local(self, tensor: Tensor) -> Tensor:
         """This CP rank's part of a model input, or of anything else with a value per token.
@@ -176,7 +176,7 @@ class Microbatch:
     def _reducer(self, name: str, aggregation: Aggregation, mask: str | None = None) -> WeightedSum:
         """The reducer of a mode and mask, made once; that of the policy loss is always named pg."""
         key = _key(aggregation, mask)
-        self._record.use.is_used = True
+        self.plan.is_used = self.plan.is_handed_out = True
         if key not in self._reducers:
             try:
                 local = self.tokens_of(mask)

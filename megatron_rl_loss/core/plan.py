@@ -317,7 +317,7 @@ class Plan:
         keys, rows = [key for key in self.totals.units if key not in ("step", "sample")], list[list[object]]()
         head = ["micro-batch", "samples", *(f"{key}s" for key in keys), "tokens", "active", "first weights"]
         for microbatch in self.microbatches[:SHOWN_ROWS] if self.samples is not None else ():
-            samples, local = microbatch.samples, microbatch.tokens
+            samples, local = microbatch.samples, microbatch.tokens_of(None)
             units = [len(np.unique(samples.parts[key].ids)) if key in samples.parts else len(samples) for key in keys]
             weights = weigh(self.record.modes.policy, local, self.totals).tolist()
             active = first_numbers(weight for weight in weights if weight)

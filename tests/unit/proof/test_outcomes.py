@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -61,8 +62,10 @@ def test_gradients_outside_the_measured_step_are_spoken_of(misplaced: str, capsy
     assert printed.rstrip().endswith("inside the measured step, on the model that it measures.")
 
 
-@pytest.mark.parametrize("use", ["skipped", "looked at before the step", "taken in the step", "read in the step"])
-def test_a_plan_of_something_else_is_no_evidence(use: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("use", ["skipped", "looked at before the step", "drawn", "taken in the step", "read in the step"])
+def test_a_plan_of_something_else_is_no_evidence(
+    use: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A step on another loss is wrong only if it takes the plan's micro-batches; the next one is measured."""
     model, printed = torch.nn.Linear(2, 1, bias=False), list[str]()
     for number in range(3):
@@ -71,6 +74,11 @@ def test_a_plan_of_something_else_is_no_evidence(use: str, capsys: pytest.Captur
         held = plan[0]
         expected = pytest.raises(ValueError, match=r"its loss\(\) was not called") if "in the step" in use else None
         with expected or contextlib.nullcontext(), prove_plain_step(model, plan):
+            if use == "drawn":
+                plan.plot(tmp_path / "plan.html")
+                assert plan._repr_html_().count("<tr>") == 2
+                with pytest.raises(ValueError, match="none of which made a loss"):
+                    plan.finish()
             if use == "taken in the step":
                 next(iter(plan))
             if use == "read in the step":
