@@ -12,7 +12,14 @@ import pytest
 import torch
 from refusals import Call, Refusal, refusal_tests
 
-from megatron_rl_loss import StepTotals, add_loss_aggregation_args, make_pg_loss_reducer, register_pg_loss_reducer
+from megatron_rl_loss import (
+    LossAggregation,
+    Samples,
+    StepTotals,
+    add_loss_aggregation_args,
+    make_pg_loss_reducer,
+    register_pg_loss_reducer,
+)
 from megatron_rl_loss.megatron.flags import (
     AggregationSettings,
     check_command_line,
@@ -134,7 +141,9 @@ def test_a_file_says_what_flags_say(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert validated(*rest, f"{OVER}-divisor=8") == expected  # adds to it
     monkeypatch.setattr(sys, "argv", ["script.py", *in_file(tmp_path, LINES)])
     assert validate_loss_aggregation_args(add_loss_aggregation_args(ArgumentParser()).parse_args()) == expected
-    assert validated(*in_file(tmp_path, "loss_aggregation_with_per_token_loss: False")) == validated()
+    for word in ("True", "False"):
+        given = [f"{OVER}-with-per-token-loss"] * (word == "True")
+        assert validated(*in_file(tmp_path, f"loss_aggregation_with_per_token_loss: {word}")) == validated(*given)
     path = f"custom_pg_loss_reducer_function_path: {MODULE}:registered"
     assert validated(*in_file(tmp_path, path)).modes.policy.mode.name == "of_a_user"
 
@@ -306,6 +315,16 @@ def test_the_modes_of_a_checkpoint_are_those_of_its_flags() -> None:
     assert modes_of_checkpoint(parse(*PATH.split())) == validated(*PATH.split()).modes.describe()
     gone = Namespace(loss_aggregation=None, custom_pg_loss_reducer_function_path="no_such_file.fn")
     assert "cannot be loaded here (--custom-pg-loss" in (modes_of_checkpoint(gone) or "")
+
+
+def test_checkpoints_with_the_same_mode_or_without_flags_pass(caplog: pytest.LogCaptureFixture) -> None:
+    aggregation = LossAggregation.from_args(parse("--loss-aggregation", "token_mean"), lambda batch: Samples([]))
+    for saved in (Namespace(num_layers=2), Namespace(loss_aggregation="verl:token-mean")):
+        aggregation._compare_with_checkpoint(saved)
+    assert caplog.messages == []
+    aggregation._compare_with_checkpoint(Namespace(loss_aggregation="sample_mean"))
+    (told,) = caplog.messages
+    assert "token_mean, counting all units; the checkpoint was trained with loss aggregation: sample_mean" in told
 
 
 def test_misspelt_flags_on_the_command_line_are_named() -> None:

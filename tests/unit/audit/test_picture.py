@@ -10,10 +10,12 @@ import audit_picture
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from counted_steps import measured, ragged
 from published import exact, own_piece
+from ranks import run_ranks, start_process_group
 
-from megatron_rl_loss import Samples, check_loss, plan_step, plot_weights
+from megatron_rl_loss import Gathered, Samples, ZigzagTHD, check_loss, plan_step, plot_weights
 from megatron_rl_loss.audit import picture
 from megatron_rl_loss.audit.picture import Panel, figure_of, page_of
 from megatron_rl_loss.core.aggregation import resolve
@@ -144,6 +146,8 @@ def test_negative_and_lost_weights_have_their_bars() -> None:
     page = Page(page_of([panel]))
     assert "weight nan" in page.texts[0]
     assert {rectangle["height"] for rectangle in page.rectangles} >= {"0.00"}
+    zero = picture._ABOVE + picture._HIGH * 1.12 / (1.12 + 1.12)  # bars of -1 hang from it, below the lines at 1
+    assert all(float(rectangle["y"] or 0) == pytest.approx(zero, abs=0.01) for rectangle in page.rectangles)
 
 
 def test_a_coefficient_is_part_of_what_is_expected() -> None:
@@ -170,6 +174,26 @@ def test_a_plan_is_drawn_by_the_weights_of_its_micro_batches(tmp_path: Path) -> 
         plot_weights(plan, tmp_path / "plan.html", expected="token_mean")
     with pytest.raises(ValueError, match="a plan without samples"):
         Plan(None, plan.record).plot(tmp_path / "plan.html")
+
+
+def drawn_on_rank(folder: Path) -> list[list[str]]:
+    """On a context-parallel rank: the end of what a picture says of its plan, and the texts of the bars."""
+    start_process_group()
+    seen = list[list[str]]()
+    for layout in (ZigzagTHD([0, 8]), Gathered([0, 8])):
+        plan = plan_step([Samples([[1] * 8], layout=layout)], "token_sum", dp_group=None, cp_group=dist.group.WORLD)
+        plan.plot(folder / f"{dist.get_rank()}.html")
+        page = (folder / f"{dist.get_rank()}.html").read_text()
+        seen.append([*re.findall("; the tokens of this rank", page), *Page(page).texts])
+    return seen
+
+
+def test_a_plan_is_drawn_where_a_rank_holds_a_part(tmp_path: Path) -> None:
+    for rank, (cut, gathered) in enumerate(run_ranks(2, drawn_on_rank, tmp_path)):
+        assert cut[0] == gathered[0] == "; the tokens of this rank"
+        tokens = ("2 to 5", "0 to 7")[rank == 0]  # with a hole in the middle
+        assert cut[1:] == [f"sample 0, 4 tokens, {tokens}: weight 1; DP rank 0, micro-batch 0, CP rank {rank}"]
+        assert gathered[1:] == ["sample 0, 8 tokens, 0 to 7: weight 0.5; DP rank 0, micro-batch 0, all CP ranks"]
 
 
 def test_a_report_draws_a_step_in_all_cuts(tmp_path: Path) -> None:
@@ -203,6 +227,8 @@ def test_a_large_step_is_drawn_in_part() -> None:
     panel = Panel.of_plan(plan)
     assert panel.places["microbatch"].max() == 0  # whole micro-batches
     assert panel.says.endswith("drawn: the first 2,000 of 8,000 tokens")
+    halves = plan_step([Samples([mask[:1500]]) for mask in masks], "token_mean", dp_group=None)
+    assert len(Panel.of_plan(halves).begin) == 3000  # as many as are drawn
     joined = [entry for mask in masks for entry in mask]
     alone = Panel.of_plan(plan_step([Samples([joined])], "token_mean", dp_group=None))
     assert len(alone.begin) == int(alone.tokens.sum()) == 3000

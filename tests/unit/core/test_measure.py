@@ -80,6 +80,7 @@ def on_ranks() -> list[Any]:
         numbers = measured_in(plan, lambda microbatch: values[id(microbatch)], [0.5])  # noqa: B023
         half = numbers[2]
         keep_tokens(plan, "above", lambda microbatch: values[id(microbatch)] > half)  # noqa: B023
+        assert all(microbatch.tokens.samples is microbatch.samples for microbatch in plan)
         shares = [
             microbatch.loss({"x": Term(values[id(microbatch)].requires_grad_(), mask="above")}, form="sum")
             for microbatch in plan

@@ -447,5 +447,7 @@ def test_samples_and_plans_are_tables_in_a_notebook() -> None:
     assert rows[0] == ["0", "2", "2", "2", "5", "4", "0.1667 0.1667 0.25 0.25"]
     assert rows[1:] == [["1", "1", "1", "1", "1", "1", "0.1667"], ["2", "0", "0", "0", "0", "0", ""]]
     assert plan.describe() in plan._repr_html_()
+    nine = plan_step([Samples([[1]]) for _ in range(9)], "token_mean", dp_group=None)
+    assert [row[0] for row in cells(nine._repr_html_())[1:]] == [*"01234567", "and 1 more"]
     assert not plan.record.use.is_used  # to look at a plan is not to train on it
     assert len(cells(Plan(None, plan.record)._repr_html_())) == 1

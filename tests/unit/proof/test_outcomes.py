@@ -62,10 +62,10 @@ def test_gradients_outside_the_measured_step_are_spoken_of(misplaced: str, capsy
     assert printed.rstrip().endswith("inside the measured step, on the model that it measures.")
 
 
-@pytest.mark.parametrize("use", ["skipped", "looked at before the step", "drawn", "taken in the step", "read in the step"])
-def test_a_plan_of_something_else_is_no_evidence(
-    use: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize(
+    "use", ["skipped", "looked at before the step", "drawn", "taken in the step", "read in the step"]
+)
+def test_a_plan_of_something_else_is_no_evidence(use: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A step on another loss is wrong only if it takes the plan's micro-batches; the next one is measured."""
     model, printed = torch.nn.Linear(2, 1, bias=False), list[str]()
     for number in range(3):
