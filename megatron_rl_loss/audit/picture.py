@@ -210,13 +210,19 @@ def plot_weights(
 
     Raises:
         ImportError: an image without matplotlib.
-        ValueError: a suffix of no format; a measured step on which there is no verdict; a plan without samples, or
-            with a mode in `expected`.
+        TypeError: a step that is neither.
+        ValueError: a suffix of no format; a folder that is not there; a measured step on which there is no verdict; a
+            plan without samples, or with a mode in `expected`.
     """
     if isinstance(step, Plan):
         if expected is not None:
             raise ValueError(f"expected {expected} for a plan: a plan has a mode of its own. Drop expected=.")
         panel = Panel.of_plan(step, title=title)
+    elif not isinstance(step, MeasuredStep):
+        raise TypeError(
+            f"step is a {type(step).__name__}: it must be a plan or a measured step. Pass what plan_step returns, "
+            "or Audit.measured."
+        )
     else:
         panel = Panel.of_step(step, resolve(expected) if isinstance(expected, str) else expected, title=title)
     write_picture([panel], path)
@@ -227,7 +233,11 @@ def _is_page(path: str | Path) -> bool:
 
 
 def check_path(path: str | Path) -> None:
-    """Raise ImportError for an image without matplotlib, and ValueError for a suffix of no format."""
+    """Raise ImportError for an image without matplotlib, and ValueError for a suffix of no format, or no folder."""
+    if not Path(path).absolute().parent.is_dir():
+        raise ValueError(
+            f"a picture to draw into {str(path)!r}: the folder must be there. Make it first, or choose another."
+        )
     if _is_page(path):
         return
     try:

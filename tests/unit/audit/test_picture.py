@@ -244,6 +244,13 @@ def test_a_suffix_of_no_format_is_refused(name: str, tmp_path: Path) -> None:
 def test_what_cannot_be_drawn_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="without a verdict"):
         plot_weights(measured(STEP, lambda t: 0 * t.m), tmp_path / "step.html", expected="session_mean")
+    for name in ("no_folder/step.html", "no_folder/step.png"):
+        with pytest.raises(ValueError, match=r"no_folder/step\.\w+': the folder must be there\. Make it first"):
+            plot_weights(OURS, tmp_path / name)
+    plan = plan_step([Samples([[1]])], "token_mean", dp_group=None)
+    for step in (plan[0], [plan], check_loss(None, "token_mean", draws=1), None):
+        with pytest.raises(TypeError, match=f"step is a {type(step).__name__}: it must be a plan or a measured step"):
+            plot_weights(step, tmp_path / "step.html")  # type: ignore[arg-type]
     monkeypatch.setitem(sys.modules, "matplotlib.backend_bases", None)
     with pytest.raises(ImportError, match=r"pip install matplotlib, or choose a path that ends in \.html"):
         plot_weights(OURS, tmp_path / "step.png", expected="token_mean")
