@@ -20,6 +20,7 @@ from megatron_rl_loss.proof.factor import Fit
 from megatron_rl_loss.proof.first_step import FirstStep
 from megatron_rl_loss.proof.measurement import Measurement, Ranks
 from megatron_rl_loss.proof.outcomes import ProofLevel, proof_level
+from megatron_rl_loss.proof.own_tokens import plans_of
 from megatron_rl_loss.proof.torch_gradients import TorchGradients, first_gradient, unseen
 
 _REMEDY = (
@@ -39,18 +40,24 @@ class TorchStep(Measurement):
 
     Args:
         groups: that the step is spread over.
+        plan: of the step.
         then: as in `Measurement`.
     """
 
     def __init__(
-        self, model: Any, groups: StepGroups, *, then: Callable[[Exception | None], None] | None = None
+        self,
+        model: Any,
+        groups: StepGroups,
+        *,
+        plan: PlanUse | None = None,
+        then: Callable[[Exception | None], None] | None = None,
     ) -> None:
         why = unseen(model)
         source: Any = None if why else attempt(lambda: TorchGradients(model, groups))
         self.gradients = source if isinstance(source, TorchGradients) else None
         # Where the context-parallel group changes, the plan's dp_group has the ranks of both.
         ranks = Ranks(groups.dp_group, groups.cp_group, dp_cp=groups.dp_group, same=groups.all)
-        self._scales, self._is_unscaled = list[Any](), False
+        self._scales, self._is_unscaled, self._plan = list[Any](), False, plan
         super().__init__(source, ranks, next(model.parameters()).device, unseen=why, then=then)
 
     def _observe(self, stack: ExitStack) -> None:
@@ -81,6 +88,8 @@ class TorchStep(Measurement):
     def _further(self) -> None:
         if self._scales and not self._is_unscaled:
             self.loss_scale = float(self._scales[-1].get_scale())
+        if self._plan is not None and (plans := plans_of(self.taps)) and self._plan not in plans:
+            self.unknown.append("The step trained on micro-batches of another plan. Pass the plan of this step.")
 
 
 class PlainProof:
@@ -110,7 +119,7 @@ class PlainProof:
             self.sent = measured.sent
             then(failure)
 
-        measured = TorchStep(model, self._groups, then=end)
+        measured = TorchStep(model, self._groups, plan=plan, then=end)
         self._was_measured, self._source = True, measured.gradients
         return measured
 

@@ -149,7 +149,10 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path, monkeypatch:
         (["example", "own_mod"], "example 'own_mod': there is no such example. Did you mean own_mode?"),
         (["audit", "no_such.py"], "audit of 'no_such.py': there is no such file. Give the path of your script"),
         (["audit", "--step", "0", "script.py"], "argument --step: '0': a training step is an int >= 1"),
-        (["audit", "--plot", "no_folder/step.html", "script.py"], "a picture to draw into 'no_folder/step.html': the folder"),
+        (
+            ["audit", "--plot", "no_folder/step.html", "script.py"],
+            "a picture to draw into 'no_folder/step.html': the folder",
+        ),
         (["audit", "--plot", "step", "script.py"], "a picture to draw into 'step': the suffix must name a format"),
         (["log-probs", "b.pt", "a.pt"], "a.pt: there is no such file. Give the paths of two dumps"),
     ],

@@ -94,3 +94,19 @@ def test_a_plan_of_something_else_is_no_evidence(use: str, tmp_path: Path, capsy
         assert "and the step took no micro-batch of a plan. The first step with a plan is measured." in printed[0]
         assert printed[1] == ""
         assert "aggregation proved on 2 tokens" in printed[2]
+
+
+def test_a_loss_of_another_plan_is_not_proved(capsys: pytest.CaptureFixture[str]) -> None:
+    model, samples = torch.nn.Linear(2, 1, bias=False), [Samples([[1, 1]])]
+    plan, other = (plan_step(samples, mode, dp_group=None) for mode in ("token_mean", "token_sum"))
+    with prove_plain_step(model, plan):
+        other[0].loss(model.weight[0], form="sum").backward()
+    says = "NOT PROVED: The step trained on micro-batches of another plan. Pass the plan of this step."
+    assert says in capsys.readouterr().out
+
+
+def test_weights_of_a_plan_by_hand_are_not_seen(capsys: pytest.CaptureFixture[str]) -> None:
+    model, plan = torch.nn.Linear(2, 1, bias=False), plan_step([Samples([[1, 1]])], "token_mean", dp_group=None)
+    with prove_plain_step(model, plan):
+        (model.weight[0] * plan[0].weights).sum().backward()
+    assert capsys.readouterr().out.endswith("a reducer or a tap of this library outside of compiled graphs.\n")
