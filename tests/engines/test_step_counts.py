@@ -189,6 +189,25 @@ def test_terms_are_compared_with_the_coefficients(
     assert ("NOT PROVED" in printed) == bool(says)
 
 
+@pytest.mark.parametrize("outcome", ["proved", "unknown", "over before"])
+def test_terms_are_told_in_the_line_of_the_proof_or_after_it(outcome: str, capsys: Any) -> None:
+    """One line says both, unless it is printed already, or says that nothing is proved."""
+    replacing._REGISTRY.clear()
+    amended = list[str]()
+    proof = SimpleNamespace(is_over=outcome == "over before", outcome="proved", amend=amended.append)
+    terms = slime._Terms("slime", replaced=SimpleNamespace(proof=proof))
+    for _ in range(2):  # of two micro-batches of the measured step
+        terms._say("NOT PROVED are the terms beside it")
+    assert len(amended) == 2 * (outcome != "over before")
+    assert terms.is_over == (outcome == "over before")
+    assert ("NOT PROVED" in capsys.readouterr().out) == (outcome == "over before")
+    if outcome != "over before":
+        proof.is_over, proof.outcome = True, outcome
+        terms._say("NOT PROVED are the terms beside it")
+        assert terms.is_over
+        assert ("NOT PROVED" in capsys.readouterr().out) == (outcome == "unknown")
+
+
 # --- what is refused
 
 

@@ -112,9 +112,10 @@ def test_truncated_responses_count_and_dropped_prompts_do_not() -> None:
 )
 def test_a_label_that_is_no_flag_is_refused(label: Any) -> None:
     masks = [torch.ones(2), torch.zeros(2)]
+    given: Any
     for given in (label, np.array(label, object)):
         with pytest.raises(ValueError, match=r"the label 'counted' of .*: it must be True or False for each sample"):
             plan_step([Samples(masks, labels={"counted": given})], "sample_mean", units="counted", dp_group=None)
-    for flags in ([True, np.True_], np.array([False, 1], object), torch.ones(2, dtype=torch.bfloat16)):
-        plan = plan_step([Samples(masks, labels={"counted": flags})], "sample_mean", units="counted", dp_group=None)
+    for given in ([True, np.True_], np.array([False, 1], object), torch.ones(2, dtype=torch.bfloat16)):
+        plan = plan_step([Samples(masks, labels={"counted": given})], "sample_mean", units="counted", dp_group=None)
         assert plan[0].weights.tolist() == [0.25, 0.25, 0, 0]
