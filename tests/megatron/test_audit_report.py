@@ -249,13 +249,17 @@ def test_a_declared_mode_counts_more_than_flags_and_expectations_are_of_the_poli
     assert "Term kl:\nSOUND: token_mean" in text
 
 
-def test_a_function_that_stayed_behind_is_no_other_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_function_that_stayed_behind_is_no_other_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It was compared with the nearest mode, as if the term had asked for it."""
     monkeypatch.setattr("sys.argv", ["script.py"])
     own = {"mode": "script.<lambda>", "divisor": None, "units": "all"}
     text, status = report(options_of(), audit_of({"pg": None}, expected=own))
     assert text.startswith("NO VERDICT: The mode script.<lambda> is a function that the first rank does not have.")
     assert status == 2
+    out = tmp_path / "step.html"
+    text, status = report(options_of("--plot", str(out)), audit_of({"pg": None}, expected=own))
+    assert text.endswith(f"--plot {out}: there is no verdict, so no weight is known. Mend what the verdict names.")
+    assert (status, out.exists()) == (2, False)
 
 
 def test_verdicts_are_written_as_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,4 +274,7 @@ def test_verdicts_are_written_as_data(tmp_path: Path, monkeypatch: pytest.Monkey
         text, status_of_report = report(options_of("--json", str(tmp_path)), audit_of({"pg": resolve(expected)}))
         assert text.endswith(f"--json {tmp_path}: the file cannot be written (Is a directory). Give a path that can.")
         assert status_of_report == status
+    text, status = report(options_of("--plot", str(tmp_path / "gone" / "step.html")), audit_of({"pg": None}))
+    assert "step.html: a picture to draw into" in text
+    assert status == 2
     assert report(options_of(), audit_of({})) == ("", 0)  # on all ranks but the first
