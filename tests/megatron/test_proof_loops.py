@@ -367,6 +367,14 @@ def taken_in_the_step(is_loss: bool) -> list[Step]:
     return [*steps, loop.step(loop.samples, loss_of, expected="prompt_mean" if is_loss else None)]
 
 
+def plan_that_is_over() -> list[Step]:
+    """After a step without a gradient, the micro-batches of its plan serve for another loss."""
+    loop = Loop("prompt_mean")
+    plan = loop.plan("prompt_mean")
+    first = loop.step(plan, lambda microbatch, losses: microbatch.loss(0 * losses), expected=None)
+    return [first, loop.step(plan, squared, expected=None)]
+
+
 def supervised_first() -> list[Step]:
     """Two steps without this library, then two with a plan, through one wrapped schedule that names a mode."""
     loop = Loop("prompt_mean")
@@ -718,6 +726,9 @@ LOOPS: dict[str, tuple[Callable[[], list[Step]], list[str]]] = {
     "taken in the step, loss not called": (
         functools.partial(taken_in_the_step, False),
         ["NOT PROVED: .*The first step with a plan is measured", f"raises no micro-batch of the plan.*{NOT_CALLED}"],
+    ),
+    "a plan that is over": (
+        plan_that_is_over, ["not proved yet: no token of the step", "NOT PROVED: .* took no micro-batch of a plan"]
     ),
     "supervised training first": (
         supervised_first,
