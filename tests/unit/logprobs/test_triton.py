@@ -4,6 +4,7 @@ The interpreter cuts float32 off to bfloat16, where a GPU rounds: half of the va
 bfloat16 are twice as large here. `tools/compare_kernels.py` runs thousands of random cases.
 """
 
+import functools
 import mmap
 from collections import Counter
 from typing import Any
@@ -42,7 +43,7 @@ def read_cases(way: str) -> list[Any]:
     several += [("plain", torch.float32, WANTED[wanted]) for wanted in ("log-probs", "entropy")]
     for name, dtype, wanted in several:
         options: list[dict[str, Any]] = [{"chunk_tokens": 7} if name in FEW else {"gradient_in_place": True}]
-        options += [{"keep": kept_ids()}] if name == "kept ids" else []
+        options += [options[0] | {"keep": kept_ids()}] if "kept ids" in name else []
         for more in options:
             counts.clear()
             check(
@@ -127,18 +128,19 @@ def test_a_vocabulary_on_two_ranks_logits_far_apart_and_infinite_ones(use: tuple
 def read_sequence_parallel() -> dict[str, Outputs]:
     start_process_group()
     counts, parallel = use_kernels(), {"group": torch.distributed.group.WORLD, "sequence_parallel": True}
-    results = {name: results_of("two passes", name, torch.float32, BOTH, parallel, chunk_tokens=7) for name in FEW}
+    read = functools.partial(results_of, "two passes", chunk_tokens=7)
+    results = {name: read(name, torch.float32, BOTH, parallel) for name in FEW}
     assert counts["combine"] == len(FEW)
-    return results
+    return results | {"ids": read(FEW[1], torch.float32, BOTH, parallel, keep=kept_ids())}
 
 
 @needs_triton
 @pytest.mark.slow
 def test_hidden_states_over_two_ranks() -> None:
     first, second = run_ranks(2, read_sequence_parallel)
-    for name in FEW:
+    for name in (*FEW, "ids"):
         whole = {key: torch.cat([first[name][key], second[name][key]]) for key in ("hidden", "weight")}
-        check(first[name] | whole, expected_of(name, torch.float32), torch.float32, FP32)
+        check(first[name] | whole, expected_of(FEW[1] if name == "ids" else name, torch.float32), torch.float32, FP32)
 
 
 def read_beyond_int32() -> None:
