@@ -549,7 +549,10 @@ def test_a_failed_call_tells_what_its_trainer_passes() -> None:
     def misnamed(losses: Tensor, mask: Tensor, num_items: Tensor) -> Tensor:
         return (losses * mask).sum() / num_items
 
-    with pytest.raises(ValueError, match=r"Parameters named num_items_in_batch, step_tokens, .* get values"):
+    with pytest.raises(
+        ValueError,
+        match=r"Parameters named num_items_in_batch, gradient_accumulation_steps, step_tokens, .* get values",
+    ):
         check_loss(misnamed, call="transformers")
 
     def of_another(
