@@ -319,7 +319,7 @@ def _derivative(call: Callable[[], Any], values: Tensor, where: str) -> Tensor:
     except NotForSchedule as error:
         raise CallFailed("no loss", f"it returns {error}{where}") from None
     except Exception as error:
-        said = f"{error}".partition("\n")[0][:120]
+        said = f"{error}".partition("\n")[0][:300]
         raise CallFailed("raises", f"it raises {type(error).__name__}: {said}{where}") from error
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
         what = f"{loss.dtype} of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
