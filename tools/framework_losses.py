@@ -383,12 +383,12 @@ def _slime(folder: Path, version: str) -> Iterator[tuple[str, Own]]:
     return _of_megatron_loss(
         folder / "slime/backends/megatron_utils", version, "slime",
         lambda step: {"step_global_batch_size": len(step.rows)},
-        lambda losses, space: {
+        lambda dp_size: {
             "mpu": SimpleNamespace(
                 get_context_parallel_world_size=lambda: 1,
-                get_data_parallel_world_size=lambda with_context_parallel: space["dp_size"],
+                get_data_parallel_world_size=lambda with_context_parallel: dp_size,
             ),
-            "policy_loss_function": lambda args, batch, logits, reduce: (reduce(losses), {}),
+            "policy_loss_function": _reduced_losses,
         },
     )  # fmt: skip
 
@@ -396,13 +396,12 @@ def _slime(folder: Path, version: str) -> Iterator[tuple[str, Own]]:
 def _miles(folder: Path, version: str) -> Iterator[tuple[str, Own]]:
     """Stand-ins as for slime."""
 
-    def parts_of(losses: Tensor, space: dict[str, Any]) -> dict[str, Any]:
-        one, all_ranks = SimpleNamespace(size=1), SimpleNamespace(size=space["dp_size"])
+    def parts_of(dp_size: int) -> dict[str, Any]:
+        one, all_ranks = SimpleNamespace(size=1), SimpleNamespace(size=dp_size)
         place = SimpleNamespace(cp=one, intra_dp=all_ranks, intra_dp_cp=all_ranks, is_ulysses_cp=False)
-        reduced: Any = lambda args, batch, logits, reduce: (reduce(losses), {})  # noqa: E731
         return {
             "get_parallel_state": lambda: place,
-            "get_loss_function": lambda args: reduced,
+            "get_loss_function": lambda args: _reduced_losses,
             "is_multi_lora_enabled": lambda args: False,
         }
 
@@ -412,14 +411,22 @@ def _miles(folder: Path, version: str) -> Iterator[tuple[str, Own]]:
     return _of_megatron_loss(folder / "miles/backends/training_utils", version, "miles", given, parts_of)
 
 
+def _reduced_losses(args: Any, batch: dict[str, Any], logits: Tensor, reduce: Callable[[Tensor], Tensor]) -> Any:
+    """In the place of a policy loss: the per-token losses of the batch, reduced; and nothing to log."""
+    return reduce(batch["losses"]), {}
+
+
 def _of_megatron_loss(
     folder: Path,
     version: str,
     framework: str,
     given: Callable[[DrawnStep], dict[str, Any]],
-    stand_ins: Callable[[Tensor, dict[str, Any]], dict[str, Any]],
+    stand_ins: Callable[[int], dict[str, Any]],
 ) -> Iterator[tuple[str, Own]]:
-    """`loss_function` of slime or miles, with `get_sum_of_sample_mean`; each row is a rollout."""
+    """`loss_function` of slime or miles, with `get_sum_of_sample_mean`; each row is a rollout.
+
+    `given`: further arguments in a step. `stand_ins`: what a number of data-parallel ranks stands for.
+    """
     for name in _known(framework, version):
         is_per_token = name.endswith("true")
         args = SimpleNamespace(
@@ -428,13 +435,14 @@ def _of_megatron_loss(
         )  # fmt: skip
 
         def loss_of(step: DrawnStep, args: SimpleNamespace = args) -> Any:
-            def loss(losses: Tensor, mask: Tensor, dp_size: int, num_microbatches: int) -> Any:
+            space = stand_ins(step.dp_size)
+            reduce = cut_out(folder / "cp_utils.py", ["get_sum_of_sample_mean"], **space)
+            own = cut_out(folder / "loss.py", ["loss_function"], **vars(reduce), **space)
+
+            def loss(losses: Tensor, mask: Tensor, num_microbatches: int) -> Any:
                 lengths = [mask.shape[1]] * len(mask)
-                batch = {"total_lengths": lengths, "response_lengths": lengths, "loss_masks": list(mask)}
-                batch["rollout_mask_sums"] = list(mask.sum(1))
-                space = stand_ins(losses.flatten(), {"dp_size": dp_size})
-                reduce = cut_out(folder / "cp_utils.py", ["get_sum_of_sample_mean"], **space)
-                own = cut_out(folder / "loss.py", ["loss_function"], **vars(reduce), **space)
+                batch: dict[str, Any] = {"total_lengths": lengths, "response_lengths": lengths}
+                batch |= {"loss_masks": list(mask), "rollout_mask_sums": list(mask.sum(1)), "losses": losses.flatten()}
                 return own.loss_function(args, batch, num_microbatches, logits=torch.zeros(1), **given(step))
 
             return loss
@@ -499,12 +507,13 @@ def _open_instruct(folder: Path, version: str) -> Iterator[tuple[str, Own]]:
             number = step.num_microbatches
             masks = [[_padded(step)[_rows_at(step, rank, k)] for k in range(number)] for rank in range(step.dp_size)]
 
-            def loss(losses: Tensor, mask: Tensor, dp_rank: int, microbatch: int) -> Any:
-                def add_other_ranks(counts: Tensor, **_: Any) -> None:
-                    counts.copy_(torch.tensor([[of_part.sum() for of_part in of_rank] for of_rank in masks]).sum(0))
+            def add_other_ranks(counts: Tensor, **_: Any) -> None:
+                counts.copy_(torch.tensor([[of_part.sum() for of_part in of_rank] for of_rank in masks]).sum(0))
 
-                dist = SimpleNamespace(all_reduce=add_other_ranks, ReduceOp=SimpleNamespace(SUM=None))
-                utils = cut_out(folder / "grpo_utils.py", ["calculate_token_counts"], dist=dist)
+            dist = SimpleNamespace(all_reduce=add_other_ranks, ReduceOp=SimpleNamespace(SUM=None))
+            utils = cut_out(folder / "grpo_utils.py", ["calculate_token_counts"], dist=dist)
+
+            def loss(losses: Tensor, mask: Tensor, dp_rank: int, microbatch: int) -> Any:
                 packed = [torch.cat([torch.zeros(1), of_part.flatten()])[None] for of_part in masks[dp_rank]]
                 data = SimpleNamespace(response_masks=packed, query_responses=packed)
                 trainer = SimpleNamespace(args=SimpleNamespace(loss_denominator=denominator))
