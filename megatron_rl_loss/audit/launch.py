@@ -209,10 +209,10 @@ def report(options: Namespace, audit: Any) -> tuple[str, int]:
         elif expected is None:
             why = f"The mode {own['mode']} is a function that the first rank does not have. Register it by a decorator."
             step = replace(step, unknown=(*step.unknown, why))
-        verdicts[name] = judge(step, expected)
-        if options.plot is not None and not verdicts[name].unknown:
-            title = verdicts[name].expected
-            panels.append(Panel.of_step(step, expected, title=f"{name}: {title}" if len(audit.steps) > 1 else title))
+        verdict = verdicts[name] = judge(step, expected)
+        if options.plot is not None and not verdict.unknown:
+            title = f"{name}: {verdict.expected}" if len(audit.steps) > 1 else verdict.expected
+            panels.append(Panel.of_step(step, expected, verdict=verdict, title=title))
     texts = [] if audit.log_prob_gap is None else [str(audit.log_prob_gap)]
     texts += [f"Term {name}:\n{verdict}" if len(verdicts) > 1 else str(verdict) for name, verdict in verdicts.items()]
     statuses = {0 if verdict.sound else 2 if verdict.unknown else 1 for verdict in verdicts.values()}

@@ -15,6 +15,7 @@ import numpy as np
 
 from megatron_rl_loss.audit.judge import expected_weights, judge, nearest_mode
 from megatron_rl_loss.audit.tokens import MICROBATCH, Floats, Ints, MeasuredStep
+from megatron_rl_loss.audit.verdict import Verdict
 from megatron_rl_loss.core.aggregation import Aggregation, resolve, weigh
 from megatron_rl_loss.core.collectives import rank_in
 from megatron_rl_loss.core.plan import Plan
@@ -55,12 +56,20 @@ class Panel:
     begin: Floats
 
     @classmethod
-    def of_step(cls, measured: MeasuredStep, expected: Aggregation | None = None, *, title: str = "") -> "Panel":
+    def of_step(
+        cls,
+        measured: MeasuredStep,
+        expected: Aggregation | None = None,
+        *,
+        verdict: Verdict | None = None,
+        title: str = "",
+    ) -> "Panel":
         """Measured weights beside those that a mode, or else the nearest one, asks for.
 
-        Raises ValueError for a step on which there is no verdict: its weights are not known.
+        `verdict` is what `judge` says of both, where it was asked already. Raises ValueError for a step on which there
+        is none: its weights are not known.
         """
-        verdict = judge(measured, expected)
+        verdict = verdict or judge(measured, expected)
         if verdict.unknown:
             raise ValueError(
                 f"a picture of a step without a verdict: its weights are not known. {' '.join(verdict.unknown)}"
