@@ -204,8 +204,9 @@ class Samples:
         for number, length in enumerate(self.mask_lengths[:SHOWN_ROWS]):
             row = [number, f"{length:,}", "on a device", ""]
             if self._buffer is not None:
-                begin, end = self.places[number]
-                row[2:] = [f"{self._active_tokens[number]:,.0f}", first_numbers(self._buffer[begin:end].tolist())]
+                begin = self.mask_starts[number]
+                entries = self._buffer[begin : begin + length]
+                row[2:] = [f"{self._active_tokens[number]:,.0f}", first_numbers(entries.tolist())]
             rows.append(row)
         return html_table(repr(self), head, rows, len(self))
 
