@@ -23,7 +23,8 @@ class KeptIds:
         offsets: ints [tokens + 1], on the host; token t has ``ids[offsets[t]:offsets[t + 1]]``. Offsets on a device
             are read when this is made.
 
-    Raises TypeError for ids or offsets that are no ints in a row, and ValueError for offsets that decrease.
+    Raises TypeError for ids or offsets that are no ints in a row, and ValueError for offsets that decrease or do not go
+    from 0 to the number of ids.
     """
 
     ids: Tensor
@@ -41,8 +42,8 @@ class KeptIds:
                 f"KeptIds with ids of {given} and offsets of {offsets.dtype}: ids must be a tensor of ints [all kept], "
                 "offsets ints [tokens + 1]. Pass ids.flatten().long(), and cumulative counts."
             )
-        bounds = np.concatenate([[0], offsets.ravel(), [len(self.ids)]])
-        if (np.diff(bounds) < 0).any():
+        steps = np.diff(np.concatenate([[0], offsets.ravel(), [len(self.ids)]]))
+        if (steps < 0).any() or (offsets.size and (steps[0] or steps[-1])):
             raise ValueError(
                 f"KeptIds with offsets {offsets.tolist()[:8]} for {len(self.ids)} ids: they must never decrease, from "
                 "0 to the number of ids. Pass the cumulative counts of ids, a leading 0 included."

@@ -398,6 +398,11 @@ def _check_present(args: Namespace) -> None:
             f"args without {missing}: the flags were never registered. Pass add_loss_aggregation_args as Megatron's "
             "extra_args_provider, or call it in yours."
         )
+    if getattr(args, "yaml_cfg", None) is not None and getattr(args, _CONFIG) is not None:
+        raise ValueError(
+            f"{_CONFIG}: {getattr(args, _CONFIG)} in the file of --yaml-cfg: only the command line reads a file of "
+            "flags, and --yaml-cfg replaces it. Write the flags' keys into the file of --yaml-cfg."
+        )
 
 
 #: Names of the flags in a Namespace, and their defaults.

@@ -78,6 +78,8 @@ FLAG_ROWS = [
          "Pass add_loss_aggregation_args as Megatron's extra_args_provider", "", registered=False),
     flag("dropped by --yaml-cfg", ABSENT, YAML, "args without loss_aggregation, loss_aggregation_divisor",
          "Add these keys to the file", YAML_FLAGS),
+    flag("a file of flags named by --yaml-cfg", ABSENT, YAML_FLAGS | {"loss_aggregation_config": "flags.yaml"},
+         "loss_aggregation_config: flags.yaml in the file of --yaml-cfg", "Write the flags' keys", YAML_FLAGS),
     flag("audit interval of 0 steps", AUDITED, f"{AGGREGATE}-audit-interval 0", "-audit-interval is 0",
          "Give a number such as 100, or drop the flag", f"{AGGREGATE}-audit-interval 1"),
     flag("misspelt flag", "", "--loss-agregation token_mean", "--loss-agregation on the command line",

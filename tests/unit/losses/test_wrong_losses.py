@@ -206,8 +206,10 @@ REFUSALS = {
         (([0, 4, 1], [0, 2, 3]), "KeptIds with ids from 0 to 4 in a vocabulary of 4", ([0, 3, 1], [0, 2, 3])),
         (([0, -1, 1], [0, 2, 3]), "ids from -1 to 1", ([0, 2, 1], [0, 2, 3])),
         (([0, 1, 1], [0, 2, 1]), r"offsets \[0, 2, 1\] for 3 ids: they must never decrease", ([0, 1, 1], [0, 2, 3])),
-        (([0, 1, 1], [0, 2, 9]), "to the number of ids", ([0, 1, 1], [0, 2, 2])),
+        (([0, 1, 1], [0, 2, 9]), "to the number of ids", ([0, 1, 1], [0, 3, 3])),
+        (([0, 1, 1], [0, 2, 2]), "to the number of ids", ([0, 1], [0, 2, 2])),
         (([0, 1, 1], [-1, 2, 3]), "a leading 0 included", ([0, 1, 1], [0, 0, 3])),
+        (([0, 1, 1], [1, 2, 3]), "a leading 0 included", ([0, 1, 1], [0, 2, 3])),
         (([0, 1], [0, 1, 1, 2]), r"offsets of shape \(4,\) for 2 tokens", ([0, 1], [0, 1, 2])),
     ),
     **refusals(
