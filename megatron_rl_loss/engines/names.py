@@ -267,9 +267,9 @@ _OF_PAPERS = {
 
 def _hint(asked: str) -> str:
     """The mode that a name without a framework most likely means."""
-    framework = asked.lower().replace("-", "_")
+    framework, at, version = asked.lower().replace("-", "_").partition("@")
     if framework in FRAMEWORKS:
-        return f"It is a framework. Write {framework}:SETTING; python -m megatron_rl_loss modes {framework} lists them"
+        return f"It is a framework. Write {framework}{at}{version}:SETTING; python -m megatron_rl_loss modes {framework} lists them"
     plain = asked.lower().replace("-", "").replace("_", "").replace(" ", "")
     peers = {peer.name.replace("-", "").replace("_", ""): peer for peer in reversed(NAMES) if not peer.refused}
     if plain in _OF_PAPERS:

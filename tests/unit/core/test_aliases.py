@@ -236,6 +236,7 @@ test_refused = refusal_tests(
                 ("dr_grpo", "It is constant, with a divisor"),
                 ("vl_norm", "It is a mode of your own"),
                 ("Agent-Lightning", "It is a framework. Write agent_lightning:SETTING"),
+                ("verl@0.9.0", "It is a framework. Write verl@0.9.0:SETTING"),
                 ("token_men", "Did you mean token_mean[?]"),
                 ("xyz", "Choose one of sample_mean, prompt_mean"),
             )
