@@ -18,27 +18,35 @@ import torch
 from checkouts import MILES, checkout, record_errors
 from ranks import run_ranks
 from ray_workers import gradients_of, local_ray
-from slime_launches import (
-    CP,
-    DP,
+from slime_launches import CP, DP, compute_in_float32
+from slime_starts import (
     HOOKS,
     NOT_USED,
     STARTED,
-    TOLERANCE,
+    TWO_ROLLOUTS,
+    Rollouts,
     allow_offloading,
-    compute_in_float32,
     data_of,
-    error_of,
+    error_of_rollouts,
     group_type,
-    model_and_optimizer,
     step_of_a_launch,
+    stub_actor,
 )  # fmt: skip
 
 ray: Any = pytest.importorskip("ray")
 pytestmark = pytest.mark.slow
 
 _REAL = ("ray", "pydantic", "miles.utils.audit_utils", "miles.utils.http_utils")
-_FURTHER: tuple[str, ...] = ("polars", "mooncake", "pybase64", "setproctitle", "starlette", "uvicorn", "fastapi")
+_FURTHER: tuple[str, ...] = (
+    "sglang_router",
+    "polars",
+    "mooncake",
+    "pybase64",
+    "setproctitle",
+    "starlette",
+    "uvicorn",
+    "fastapi",
+)
 _FURTHER += ("aiofiles", "blobfile", "omegaconf", "httpx", "megatron.training.tokenizer")
 ENGINE = dataclasses.replace(
     MILES, stand_ins=(*(name for name in MILES.stand_ins if name not in _REAL), *NOT_USED, *_FURTHER)
@@ -57,13 +65,10 @@ def stub() -> None:
     nothing: Any = lambda *_, **__: None  # noqa: E731
     vars(arguments).update(load_hf_config=no_checkpoint, hf_validate_args=nothing, sglang_validate_args=nothing)
     vars(initialize).update(register_hf_config_aliases=nothing)
-    backuper = SimpleNamespace(backup=lambda tag: None, restore=lambda tag: None, backup_tags={"actor"})
     vars(actor).update(
-        load_hf_config=no_checkpoint, load_tokenizer=no_checkpoint,
-        TensorBackuper=SimpleNamespace(create=lambda **_: backuper),
-        UpdateWeightFromDistributed=lambda *_, **__: SimpleNamespace(pop_metrics=dict),
-        initialize_model_and_optimizer=model_and_optimizer, verify_megatron_parallel_state=nothing,
+        load_hf_config=no_checkpoint, load_tokenizer=no_checkpoint, verify_megatron_parallel_state=nothing
     )  # fmt: skip
+    stub_actor("miles")
     vars(importlib.import_module("miles_plugins.models.cp_utils"))["detect_and_setup_hybrid_cp"] = nothing
 
 
@@ -83,10 +88,10 @@ async def trained(group: Any, args: Any) -> tuple[list[list[torch.Tensor]], str]
     return gradients, ray.get(workers[0].__ray_call__.remote(group_type))
 
 
-def drive(root: str, flags: list[str]) -> tuple[list[list[torch.Tensor]], str, list[str]]:
-    """As miles's train.py up to the first rollouts: gradients of each worker, its groups' type, the workers' lines."""
+def drive(root: str) -> Rollouts:
+    """As miles's train.py up to two rollouts, with the hook and its counts."""
     with local_ray(__name__, root, gpus=DP * CP) as lines:
-        sys.argv = ["train.py", *STARTED.split(), *flags]
+        sys.argv = ["train.py", *STARTED.split(), *HOOKS]
         args = importlib.import_module("miles.utils.arguments").parse_args()
         args.enable_gloo_process_groups = True  # the installed Megatron has another name for it
         importlib.import_module("miles.utils.object_store").init_instance(args)
@@ -96,15 +101,10 @@ def drive(root: str, flags: list[str]) -> tuple[list[list[torch.Tensor]], str, l
             role="actor", with_ref=False, rollout_manager=None,
         )  # fmt: skip
         gradients, groups = asyncio.run(trained(group, args))
-        return gradients, groups, lines()
+        return gradients, lines(), groups
 
 
 def test_workers_of_a_launch_aggregate_as_asked(record_property: Any) -> None:
     """Two rollouts, with the workers put to sleep in between, which destroys all groups and builds them again."""
-    gradients, groups, lines = run_ranks(1, drive, checkout(MILES), HOOKS)[0]
-    print(groups, *lines, sep="\n")
-    assert groups == "ReloadableProcessGroup"
-    error = error_of(gradients, "constant", 40.0)
-    assert [len(of_worker) for of_worker in gradients] == [2] * DP * CP
-    assert error < TOLERANCE
-    record_errors(record_property, MILES, "started: two rollouts, groups built again in between", ours=error)
+    error = error_of_rollouts(run_ranks(1, drive, checkout(MILES))[0])
+    record_errors(record_property, MILES, TWO_ROLLOUTS, ours=error)

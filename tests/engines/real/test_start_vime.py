@@ -1,0 +1,58 @@
+"""vime from its own start: VIME_PATH=~/vime, and Ray.
+
+Real and stubbed is what test_start_slime.py says of slime, of which vime is a fork; beside, the tokenizer of a newer
+Megatron.
+"""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from checkouts import VIME, checkout, record_errors
+from ranks import run_ranks
+from slime_launches import CP, DP
+from slime_starts import (
+    HOOKS,
+    MISSPELT,
+    NOT_USED,
+    TWO_ROLLOUTS,
+    Rollouts,
+    drive,
+    error_of_rollouts,
+    stub_actor,
+    stub_checkpoint,
+)  # fmt: skip
+
+pytest.importorskip("ray")
+pytestmark = pytest.mark.slow
+
+_REAL = ("ray",)
+_FURTHER = ("vllm", "vllm_router", "megatron.training.tokenizer")
+ENGINE = dataclasses.replace(
+    VIME, stand_ins=(*(name for name in VIME.stand_ins if name not in _REAL), *NOT_USED, *_FURTHER)
+)
+
+
+def stub() -> None:
+    """What a machine without GPU, sampler and checkpoint lacks."""
+    torch.cuda.mem_get_info = lambda *_: (2**40, 2**40)
+    stub_checkpoint("vime")
+    stub_actor("vime")
+
+
+def started(options: list[str]) -> Rollouts:
+    rollouts: Rollouts = run_ranks(1, drive, __name__, "vime", checkout(VIME), options)[0]
+    return rollouts
+
+
+def test_workers_of_a_launch_aggregate_as_asked(record_property: Any) -> None:
+    """Two rollouts, with the workers put to sleep in between, which destroys all groups and builds them again."""
+    record_errors(record_property, VIME, TWO_ROLLOUTS, ours=error_of_rollouts(started(HOOKS)))
+
+
+def test_a_misspelt_option_is_said_in_the_worker() -> None:
+    """vime ignores options that it does not know: without `count_steps` a hook is proved in the second step."""
+    gradients, lines, _ = started(MISSPELT)
+    assert len(gradients) == DP * CP
+    assert "vime worker 0: count_steps did not run in this worker" in "".join(lines)
