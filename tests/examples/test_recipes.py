@@ -8,6 +8,7 @@ import itertools
 import os
 import re
 import runpy
+import shutil
 import subprocess
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -307,12 +308,15 @@ def test_a_mode_of_ones_own_is_tried(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def launch_line(recipe: str, tmp_path: Path) -> list[str]:
-    """The words that the recipe hands to Python."""
-    fake = tmp_path / "python3"
-    fake.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
-    fake.chmod(0o755)
+    """The words that the recipe hands to Python, or to an engine's launch script."""
+    bash = shutil.which("bash")
+    assert bash
+    for name in "python3", "bash":
+        fake = tmp_path / name
+        fake.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+        fake.chmod(0o755)
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    command = ["bash", str(RECIPES / recipe), "--mine"]
+    command = [bash, str(RECIPES / recipe), "--mine"]
     return subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout.split()
 
 

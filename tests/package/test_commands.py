@@ -48,7 +48,7 @@ ROWS = [
     # lines of other frameworks' launches, whose code is not here: its loaders' way, and the real code from checkouts
     Row(r"--(custom-pg-loss-reducer-function|rollout-data-postprocess|custom-megatron-[\w-]+)-path .*",
         by="engines/test_slime.py", named="load_function"),
-    Row(r"\+ray_kwargs\..*\.VERL_USE_EXTERNAL_MODULES=.*", by="engines/real/test_start_verl.py", named="INSTALL"),
+    Row(r"'?\+ray_kwargs\..*", by="engines/real/test_launch_scripts.py", named="lines_of_page"),
     Row(r"grep -rhE 'megatron_rl_loss.*", by="support/ray_workers.py", named="megatron_rl_loss"),
     Row(r"PYTHONPATH=\$MEGATRON_LM torchrun .*", by="engines/real/test_real_train_rl.py", named="MEGATRON_LM"),
     Row(r"([A-Z_]+_PATH=\S+ )+(python -m pytest|tools/test\.sh) tests/engines/real\S*|tools/test_engines\.sh .*",

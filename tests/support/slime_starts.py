@@ -30,8 +30,6 @@ STARTED = (
 HOOKS = ["--custom-pg-loss-reducer-function-path", f"{OURS}.slime.constant_40"]
 HOOKS += ["--custom-megatron-init-path", f"{OURS}.slime.count_steps"]
 MISSPELT = [option.replace("--custom-megatron-init-path", "--custom-megatron-start") for option in HOOKS]
-#: A row of the table of errors.
-TWO_ROLLOUTS = "started: two rollouts, groups built again in between"
 
 
 def stub_actor(engine: str) -> None:

@@ -1,7 +1,9 @@
-"""slime's and miles's own launch scripts with the lines of our page: SLIME_PATH=~/slime, MILES_PATH=~/miles.
+"""Engines' own launch scripts with the lines of our page: SLIME_PATH=~/slime, VIME_PATH, MILES_PATH, VERL_PATH.
 
-Real: the scripts, up to `ray job submit`. Replaced: Ray's command, and in slime's script what ends other processes; in
-miles's the shell, the download of a model, and typer, which reads the options.
+Real: the scripts of slime, vime and miles, up to `ray job submit`; verl's, with its Hydra config and `main`, up to
+`ray.init`, and what verl imports where the variables of that call are set. Replaced: Ray's commands, and in slime's and
+vime's scripts what ends other processes; in miles's the shell, the download of a model, and typer, which reads the
+options; in verl's `uv`.
 """
 
 import importlib
@@ -15,10 +17,13 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from checkouts import MILES, SLIME, checkout, stand_in
+import verl_launch
+from checkouts import MILES, SLIME, VERL, VIME, Framework, checkout, stand_in
+from pages import code_of
 from ranks import run_ranks
 from repository import EXAMPLES, ROOT
 
@@ -34,8 +39,9 @@ def submitted(words: list[str]) -> tuple[dict[str, str], list[str]]:
     return json.loads(environment)["env_vars"], words[words.index("--") + 1 :]
 
 
-def test_slimes_script_with_the_recipe_below_its_array(tmp_path: Path) -> None:
-    scripts = Path(checkout(SLIME), "scripts")
+@pytest.mark.parametrize("engine", [SLIME, VIME], ids=["slime", "vime"])
+def test_a_script_of_slimes_with_the_recipe_below_its_array(engine: Framework, tmp_path: Path) -> None:
+    scripts = Path(checkout(engine), "scripts")
     shutil.copytree(scripts / "models", tmp_path / "models")
     text = re.sub(r"(?m)^(pkill|sleep) .*\n", "", (scripts / "run-qwen3-4B.sh").read_text())
     recipe = (RECIPES / "slime.sh").read_text()
@@ -79,3 +85,50 @@ def test_miless_script_with_the_recipes_option() -> None:
     assert str(ROOT) in environment["PYTHONPATH"].split(":")  # of this test's own environment
     assert "--calculate-per-token-loss" in command
     assert [command[command.index(flag) + 1].rpartition(".")[2] for flag in FLAGS] == ["token_mean", "count_steps"]
+
+
+def verls_ray_init(root: str, overrides: list[str]) -> Any:
+    """The runtime environment with which verl's `main` starts Ray, which is not started."""
+    stand_in(verl_launch.ENGINE, root)
+    sys.path.append(root)
+    ray: Any = importlib.import_module("ray")
+    given: list[Any] = []
+    ray.init = lambda **settings: given.append(settings["runtime_env"])
+    ray.get = lambda reference: None
+    run = SimpleNamespace(remote=lambda config: None)
+    verl_launch.main(overrides, SimpleNamespace(remote=lambda: SimpleNamespace(run=run)))
+    return given[0]
+
+
+def imported_by_verl(root: str, variables: dict[str, str]) -> set[str]:
+    """The modules of a process of verl with these variables: verl's package reads one of them itself."""
+    stand_in(verl_launch.ENGINE, root)
+    os.environ |= variables
+    sys.path += [root, *variables.get("PYTHONPATH", "").split(":")]
+    importlib.import_module("verl")
+    return set(sys.modules)
+
+
+_OURS = "megatron_rl_loss.engines.verl_install"
+_SCRIPT = "bash examples/grpo_trainer/run_qwen3_8b_megatron.sh"
+
+
+def lines_of_page() -> list[str]:
+    """The page's arguments of verl's script: the first is the recipe's, the others are for a module of one's own."""
+    return [line for code in code_of("engines.md", "bash") if "ray_kwargs" in code for line in code.splitlines()]
+
+
+@pytest.mark.parametrize("own_module", [False, True])
+def test_verls_script_with_the_lines_behind_it(own_module: bool, tmp_path: Path) -> None:
+    for package in "ray", "hydra", "tensordict":
+        pytest.importorskip(package)
+    root = checkout(VERL)
+    of_recipe, *of_module = lines_of_page()
+    assert verl_launch.RECIPE.splitlines()[-1].strip() == of_recipe
+    (tmp_path / "my_module.py").touch()
+    own = " ".join([_SCRIPT, *of_module]).replace("/root/megatron_rl_loss", str(tmp_path))
+    overrides = verl_launch.overrides_of(own if own_module else verl_launch.RECIPE, root, tmp_path)
+    (environment,) = run_ranks(1, verls_ray_init, root, overrides)
+    assert environment["py_executable"].startswith("uv -v run ")
+    (imported,) = run_ranks(1, imported_by_verl, root, environment["env_vars"])
+    assert {_OURS, "my_module"} & imported == ({_OURS, "my_module"} if own_module else {_OURS})

@@ -23,7 +23,6 @@ from slime_starts import (
     HOOKS,
     NOT_USED,
     STARTED,
-    TWO_ROLLOUTS,
     Rollouts,
     allow_offloading,
     data_of,
@@ -37,17 +36,8 @@ ray: Any = pytest.importorskip("ray")
 pytestmark = pytest.mark.slow
 
 _REAL = ("ray", "pydantic", "miles.utils.audit_utils", "miles.utils.http_utils")
-_FURTHER: tuple[str, ...] = (
-    "sglang_router",
-    "polars",
-    "mooncake",
-    "pybase64",
-    "setproctitle",
-    "starlette",
-    "uvicorn",
-    "fastapi",
-)
-_FURTHER += ("aiofiles", "blobfile", "omegaconf", "httpx", "megatron.training.tokenizer")
+_FURTHER: tuple[str, ...] = ("polars", "mooncake", "pybase64", "setproctitle", "starlette", "uvicorn", "fastapi")
+_FURTHER += ("aiofiles", "blobfile", "omegaconf", "httpx", "sglang_router", "megatron.training.tokenizer")
 ENGINE = dataclasses.replace(
     MILES, stand_ins=(*(name for name in MILES.stand_ins if name not in _REAL), *NOT_USED, *_FURTHER)
 )
@@ -107,4 +97,4 @@ def drive(root: str) -> Rollouts:
 def test_workers_of_a_launch_aggregate_as_asked(record_property: Any) -> None:
     """Two rollouts, with the workers put to sleep in between, which destroys all groups and builds them again."""
     error = error_of_rollouts(run_ranks(1, drive, checkout(MILES))[0])
-    record_errors(record_property, MILES, TWO_ROLLOUTS, ours=error)
+    record_errors(record_property, MILES, "started: two rollouts, groups built again in between", ours=error)

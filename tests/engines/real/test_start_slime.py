@@ -20,7 +20,6 @@ from slime_starts import (
     HOOKS,
     MISSPELT,
     NOT_USED,
-    TWO_ROLLOUTS,
     Rollouts,
     drive,
     error_of_rollouts,
@@ -57,7 +56,8 @@ def started(options: list[str]) -> Rollouts:
 
 def test_workers_of_a_launch_aggregate_as_asked(record_property: Any) -> None:
     """Two rollouts, with the workers put to sleep in between, which destroys all groups and builds them again."""
-    record_errors(record_property, SLIME, TWO_ROLLOUTS, ours=error_of_rollouts(started(HOOKS)))
+    error = error_of_rollouts(started(HOOKS))
+    record_errors(record_property, SLIME, "started: two rollouts, groups built again in between", ours=error)
 
 
 def test_a_misspelt_option_is_said_in_the_worker() -> None:

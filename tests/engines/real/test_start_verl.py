@@ -1,13 +1,13 @@
 """verl's policy and critic from their own start: VERL_PATH=~/verl, and Ray.
 
-Real: verl's Hydra config and dataclasses, its trainer's `init` with resource pools and worker groups, the workers of
-policy and critic in Ray, TransferQueue, the trainer's `_update_actor` and `_update_critic`, the Megatron engine's
-`train_batch` with its forward function, its cut of rows over CP ranks and its gather, `ppo_loss` and `value_loss`.
-Stubbed: the GPU, the sampler and what manages it, rewards, the data loader, Hugging Face's config and tokenizer, and
-the models, tables of logits and of values whose optimizers keep gradients.
+Real: verl's example script, its Hydra config, dataclasses and `main`, which starts Ray, its trainer's `init` with
+resource pools and worker groups, the workers of policy and critic in Ray, TransferQueue, the trainer's `_update_actor`
+and `_update_critic`, the Megatron engine's `train_batch` with its forward function, its cut of rows over CP ranks and
+its gather, `ppo_loss` and `value_loss`. Stubbed: `uv`, the GPU, the sampler and what manages it, rewards, the data
+loader, Hugging Face's config and tokenizer, and the models, tables of logits and of values whose optimizers keep
+gradients.
 """
 
-import dataclasses
 import importlib
 import os
 import threading
@@ -20,11 +20,13 @@ import oracle
 import pytest
 import torch
 import torch.distributed as dist
+import verl_launch
 from checkouts import VERL, checkout, record_errors
 from logit_table import KeepsGradients, logits
 from ranks import run_ranks
 from ray_workers import local_ray
 from table_step import relative_error, table_model
+from verl_launch import RECIPE, main, overrides_of
 
 ray: Any = pytest.importorskip("ray")
 hydra: Any = pytest.importorskip("hydra")
@@ -33,11 +35,7 @@ for _package in ("tensordict", "torchdata", "transfer_queue"):
 pytestmark = pytest.mark.slow
 
 CP, ROWS_OF_A_MICROBATCH = 2, 2
-_NOT_USED: tuple[str, ...] = ("transformers", "datasets", "orjson", "pandas", "peft", "pyarrow", "accelerate")
-_NOT_USED += ("uvicorn", "fastapi", "verl.checkpoint_engine", "verl.workers.rollout", "verl.trainer.ppo.reward")
-_NOT_USED += tuple(f"verl.experimental.{name}_loop" for name in ("agent", "reward", "teacher"))
-#: With verl's own `__init__`, which is what reads `VERL_USE_EXTERNAL_MODULES`.
-ENGINE = dataclasses.replace(VERL, passed_by=(), stand_ins=_NOT_USED)
+ENGINE = verl_launch.ENGINE
 INSTALL = "megatron_rl_loss.engines.verl_install"
 TOLERANCE = 2e-6
 CLIP, CLIP_C, ENTROPY, KL = 0.2, 3.0, 0.01, 0.1
@@ -76,12 +74,17 @@ SETTINGS = [
     ),
     "transfer_queue.backend.SimpleStorage.num_data_storage_units=1",
 ]
-#: How a user asks for the library.
-WAYS = {
-    "own": list[str](),
-    "external_lib": [f"{model}.model.external_lib={INSTALL}" for model in ("actor_rollout_ref", "critic")],
-    "variable": [f"+ray_kwargs.ray_init.runtime_env.env_vars.VERL_USE_EXTERNAL_MODULES={INSTALL}"],
-}
+#: How a user asks for the library: not, in verl's settings, or with the recipe's line behind verl's own script.
+OWN, LIB, SCRIPT = "own", "external_lib", "script"
+EXTERNAL_LIB = [f"{model}.model.external_lib={INSTALL}" for model in ("actor_rollout_ref", "critic")]
+#: In place of what verl's script sets for eight GPUs and long responses. Its dynamic batches stay: of 16 tokens.
+SMALL = [
+    f"actor_rollout_ref.{role}.megatron.{size}_model_parallel_size=1"
+    for role in ("actor", "ref")
+    for size in ("tensor", "pipeline")
+]
+SMALL += ["actor_rollout_ref.actor.ppo_max_token_len_per_gpu=8", "critic.ppo_max_token_len_per_gpu=8"]
+SMALL += ["actor_rollout_ref.rollout.n=1"]
 
 
 def stub() -> None:
@@ -202,45 +205,66 @@ def make_trainer(config: Any, critic_apart: bool) -> Any:
     return Trainer(config)
 
 
-def drive(root: str, way: str, critic_apart: bool) -> tuple[list[dict[str, torch.Tensor]], list[str]]:
-    """As verl's `TaskRunner` up to a step of its policy and critic: gradients by role, workers' lines."""
-    with hydra.initialize_config_dir(str(Path(root, "verl/trainer/config")), version_base=None):
-        config = hydra.compose("ppo_megatron_trainer", [*SETTINGS, *WAYS[way]])
-    variables = dict(config.ray_kwargs.ray_init.get("runtime_env", {}).get("env_vars", {}))
-    os.environ |= variables  # verl's driver is a worker of Ray, too
-    with local_ray(__name__, root, gpus=CP * (1 + critic_apart), variables=variables, seconds=280) as lines:
+class Runner:
+    """In place of verl's `TaskRunnerV1`, which would sample: a step of policy and critic on `fields`."""
+
+    def __init__(self, critic_apart: bool) -> None:
+        self.critic_apart = critic_apart
+
+    def run(self, config: Any) -> None:
         tq = importlib.import_module("transfer_queue")
         config.transfer_queue.enable = True
         tq.init(config.transfer_queue)
-        trainer = make_trainer(config, critic_apart)
+        trainer = make_trainer(config, self.critic_apart)
         trainer.init()
         keys = [f"row {i}" for i in range(len(ROWS))]
         batch = tq.kv_batch_put(keys, "train", fields(), [{} for _ in keys])
         trainer._update_actor(batch, {})
         trainer._update_critic(batch, {})
         workers = {w for group in (trainer.actor_rollout_wg, trainer.critic_wg) for w in group.workers}
-        gradients = ray.get([worker.__ray_call__.remote(gradients_of) for worker in workers])
+        self.gradients = ray.get([worker.__ray_call__.remote(gradients_of) for worker in workers])
         tq.close()
-        return gradients, lines()
+
+    def result(self) -> Any:
+        return self.gradients
 
 
-@pytest.mark.parametrize(
-    ("way", "critic_apart"),
-    [("own", False), ("external_lib", False), ("external_lib", True), ("variable", False)],  # that one: any process
-)
-def test_a_policy_and_its_critic(way: str, critic_apart: bool, record_property: Any) -> None:
-    """The worker of a critic that is apart never imports `external_lib`: verl's driver sends it its loss and config."""
-    ((gradients, lines),) = run_ranks(1, drive, checkout(VERL), way, critic_apart)
+def drive(root: str, overrides: list[str], critic_apart: bool) -> tuple[list[dict[str, torch.Tensor]], list[str]]:
+    """verl's `main` up to a step of its policy and critic: gradients by role, workers' lines."""
+    runners: list[Any] = []
+
+    def remote() -> Any:
+        runners.append(ray.remote(Runner).remote(critic_apart))
+        return runners[0]
+
+    with local_ray(__name__, root, gpus=CP * (1 + critic_apart), seconds=280, by_engine=True) as lines:
+        main(overrides, SimpleNamespace(remote=remote))
+        return ray.get(runners[0].result.remote()), lines()
+
+
+@pytest.mark.parametrize(("way", "critic_apart"), [(OWN, False), (LIB, False), (LIB, True), (SCRIPT, False)])
+def test_a_policy_and_its_critic(way: str, critic_apart: bool, tmp_path: Path, record_property: Any) -> None:
+    """The worker of a critic that is apart never imports `external_lib`: verl's driver sends it its loss and config.
+
+    What the script sets reaches any process.
+    """
+    root = checkout(VERL)
+    overrides = ["model_engine=megatron", *SETTINGS]
+    if way == LIB:
+        overrides += EXTERNAL_LIB
+    elif way == SCRIPT:
+        overrides = [*overrides_of(RECIPE, root, tmp_path), *SETTINGS, *SMALL]
+    ((gradients, lines),) = run_ranks(1, drive, root, overrides, critic_apart)
     print(*lines, sep="\n")
     for role, right in right_gradients().items():
         errors = [relative_error(of_worker[role], right) for of_worker in gradients if role in of_worker]
         assert len(errors) == CP
-        assert max(errors) < TOLERANCE if way != "own" else min(errors) > 1e-2
+        assert max(errors) < TOLERANCE if way != OWN else min(errors) > 1e-2
         setting = {"critic": "started: critic", "policy": "started: policy"}[role] + ", CP 2 with per-token loss"
-        record_errors(record_property, VERL, setting, **{"own" if way == "own" else "ours": max(errors)})
+        record_errors(record_property, VERL, setting, **{"own" if way == OWN else "ours": max(errors)})
     of_policy, of_critic = (
         f"megatron_rl_loss: {', '.join(f'token_mean on {term}' for term in terms)}, aggregation proved on"
         for terms in (("verl's loss", "entropy", "kl", "advantages"), ("verl's loss",))
     )
     for line in "megatron_rl_loss in verl worker 0: replaced", of_policy, of_critic:
-        assert any(found.startswith(line) for found in lines) == (way != "own"), (line, lines)
+        assert any(found.startswith(line) for found in lines) == (way != OWN), (line, lines)

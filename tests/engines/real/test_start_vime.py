@@ -1,7 +1,7 @@
 """vime from its own start: VIME_PATH=~/vime, and Ray.
 
-Real and stubbed is what test_start_slime.py says of slime, of which vime is a fork; beside, the tokenizer of a newer
-Megatron.
+Real and stubbed is what test_start_slime.py says of slime, of which vime is a fork; stubbed is also a module of
+Megatron that the installed version has elsewhere.
 """
 
 import dataclasses
@@ -16,7 +16,6 @@ from slime_starts import (
     HOOKS,
     MISSPELT,
     NOT_USED,
-    TWO_ROLLOUTS,
     Rollouts,
     drive,
     error_of_rollouts,
@@ -27,11 +26,8 @@ from slime_starts import (
 pytest.importorskip("ray")
 pytestmark = pytest.mark.slow
 
-_REAL = ("ray",)
-_FURTHER = ("vllm", "vllm_router", "megatron.training.tokenizer")
-ENGINE = dataclasses.replace(
-    VIME, stand_ins=(*(name for name in VIME.stand_ins if name not in _REAL), *NOT_USED, *_FURTHER)
-)
+_STUBBED = (*(name for name in VIME.stand_ins if name != "ray"), "vllm", "vllm_router", "megatron.training.tokenizer")
+ENGINE = dataclasses.replace(VIME, stand_ins=(*_STUBBED, *NOT_USED))
 
 
 def stub() -> None:
@@ -48,7 +44,8 @@ def started(options: list[str]) -> Rollouts:
 
 def test_workers_of_a_launch_aggregate_as_asked(record_property: Any) -> None:
     """Two rollouts, with the workers put to sleep in between, which destroys all groups and builds them again."""
-    record_errors(record_property, VIME, TWO_ROLLOUTS, ours=error_of_rollouts(started(HOOKS)))
+    error = error_of_rollouts(started(HOOKS))
+    record_errors(record_property, VIME, "started: two rollouts, groups built again in between", ours=error)
 
 
 def test_a_misspelt_option_is_said_in_the_worker() -> None:
