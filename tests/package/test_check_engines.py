@@ -11,7 +11,7 @@ from repository import ROOT
 
 ROLL = "roll/distributed/strategy/megatron_strategy.py"
 VARIABLES = ["SLIME", "MILES", "VERL", "SKYRL", "NEMO_RL", "AREAL", "ROLL", "RLINF", "MS_SWIFT", "BRIDGE"]
-VARIABLES += ["MEGATRON_LM"]
+VARIABLES += ["VIME", "MEGATRON_LM"]
 
 
 @pytest.mark.parametrize(

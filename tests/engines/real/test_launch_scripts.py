@@ -24,7 +24,7 @@ import pytest
 import verl_launch
 from checkouts import MILES, SLIME, VERL, VIME, Framework, checkout, stand_in
 from pages import code_of
-from ranks import run_ranks
+from ranks import RankError, run_ranks
 from repository import EXAMPLES, ROOT
 
 pytestmark = pytest.mark.slow
@@ -132,3 +132,10 @@ def test_verls_script_with_the_lines_behind_it(own_module: bool, tmp_path: Path)
     assert environment["py_executable"].startswith("uv -v run ")
     (imported,) = run_ranks(1, imported_by_verl, root, environment["env_vars"])
     assert {_OURS, "my_module"} & imported == ({_OURS, "my_module"} if own_module else {_OURS})
+
+
+def test_a_module_that_is_not_there_ends_a_process_of_verl() -> None:
+    for package in "ray", "tensordict":
+        pytest.importorskip(package)
+    with pytest.raises(RankError, match=r"No module named 'megatron_rl_loss\.engines\.verl_instal'"):
+        run_ranks(1, imported_by_verl, checkout(VERL), {"VERL_USE_EXTERNAL_MODULES": _OURS[:-1]})
