@@ -269,7 +269,8 @@ def _hint(asked: str) -> str:
     """The mode that a name without a framework most likely means."""
     framework, at, version = asked.lower().replace("-", "_").partition("@")
     if framework in FRAMEWORKS:
-        return f"It is a framework. Write {framework}{at}{version}:SETTING; python -m megatron_rl_loss modes {framework} lists them"
+        listed = f"python -m megatron_rl_loss modes {framework} lists them"
+        return f"It is a framework. Write {framework}{at}{version}:SETTING; {listed}"
     plain = asked.lower().replace("-", "").replace("_", "").replace(" ", "")
     peers = {peer.name.replace("-", "").replace("_", ""): peer for peer in reversed(NAMES) if not peer.refused}
     if plain in _OF_PAPERS:
