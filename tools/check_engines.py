@@ -51,6 +51,9 @@ ENGINES: dict[str, dict[str, Functions]] = {
         },
     },
     "SkyRL": {
+        "skyrl/train/trainer.py": {
+            "RayPPOTrainer._normalize_advantages": ["data", "mini_batch_boundaries", "prompt_boundaries"],
+        },
         f"{_SKYRL}/workers/megatron/megatron_model_wrapper.py": {
             "MegatronModelWrapper.forward_backward_mini_batch": ["micro_batches", "loss_fn"],
             "from_parallel_logits_to_logprobs": None, "from_parallel_logits_to_logprobs_packed_sequences": None,

@@ -1,24 +1,27 @@
-"""SkyRL on Megatron: any mode for the policy loss, KL penalty, entropy bonus and MTP loss, by a policy loss.
+"""SkyRL on Megatron: KL penalty, entropy bonus and MTP loss in any mode; the policy loss as SkyRL's trainer weighs it.
 
-    from skyrl.backends.skyrl_train.utils.ppo_utils import PolicyLossRegistry
-    from megatron_rl_loss.engines.skyrl import AggregatedPolicyLoss
+    PolicyLossRegistry.register("mine", AggregatedPolicyLoss("regular"))
+    # trainer.algorithm.policy_loss_type=mine, and any trainer.algorithm.loss_reduction but token_mean_legacy
 
-    PolicyLossRegistry.register("mine", AggregatedPolicyLoss("regular", "prompt_mean", kl="token_mean"))
-    # trainer.algorithm.policy_loss_type=mine trainer.algorithm.loss_reduction=token_mean
+Over all tokens t of a mini-batch, with weights w of the mode that `loss_reduction` names, or of the term's own:
 
-SkyRL sums the policy loss over a mini-batch. SkyRL averages other terms over each micro-batch, then over a rank's
-micro-batches with samples, then over ranks. This adapter multiplies the sum of weight * loss of such a term by the
-number of those micro-batches and ranks, so that SkyRL's mean is exact. Weights travel as further planes of the
-advantages. Prompts are identified by their tokens. The first step is proved when gradients are finalised.
-Source: SkyRL a9564572, workers/megatron/megatron_model_wrapper.py (forward_backward_mini_batch), worker_utils.py.
+    policy loss      sum_t m_t * pg(w_t * A_t)        SkyRL's: its trainer makes w_t * A_t, its workers sum the losses
+    KL penalty       kl_loss_coef * sum_t w_t * kl_t
+    entropy bonus    -entropy_loss_coef * sum_t w_t * H_t
+    MTP loss         mtp_loss_weight / D * sum_d sum_t w_dt * ce_dt, of D depths d
+
+SkyRL averages the last three over each micro-batch, then over a rank's micro-batches with samples, then over ranks. So
+their weights are multiplied by the number of these micro-batches and ranks. Prompts are identified by their tokens.
+Source: SkyRL a9564572, workers/megatron/megatron_model_wrapper.py (forward_backward_mini_batch), train/trainer.py.
 """
 
 import copy
-import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,252 +31,214 @@ from megatron_rl_loss.core.layouts import Gathered
 from megatron_rl_loss.core.modes import Mode
 from megatron_rl_loss.core.samples import Samples
 from megatron_rl_loss.core.taps import tap
-from megatron_rl_loss.engines.columns import MEDIA, at_masked_tokens, plan_of, prompts_of, samples_of
+from megatron_rl_loss.engines.columns import MEDIA, plan_of, prompts_of
 from megatron_rl_loss.engines.log_prob_gradients import tap_output
 from megatron_rl_loss.engines.places import wrapped
 from megatron_rl_loss.engines.policy_tap import LossPaths, WeighedMicrobatch, tap_policy, tap_sum
+from megatron_rl_loss.engines.prompt_tokens import is_by_prompt
 from megatron_rl_loss.engines.proving import prove
 from megatron_rl_loss.engines.replacing import Function, Replaced, installed
-from megatron_rl_loss.extend import LossModes, ModeFunction, Promises, UnitCounting, is_observed, observed_taps, weigh
+from megatron_rl_loss.engines.skyrl_trainer import VERSIONS, Division, mode_of_trainer, response_tokens
+from megatron_rl_loss.extend import Aggregation, LossModes, ModeFunction, Promises, is_observed, observed_taps, resolve
 
 __all__ = ["AggregatedPolicyLoss"]
-_MODULE = "skyrl.backends.skyrl_train.workers.megatron.megatron_model_wrapper"
-_VERSIONS = "a9564572 or 0.4.0"
-_PROMPT_IDS = 2**53  # that many fit into float64
+_WORKER = "skyrl.backends.skyrl_train.workers.megatron.megatron_model_wrapper"
+_SUM = resolve("token_sum", divisor=1)  # what SkyRL's workers make of losses of weighed advantages
+#: Trials as small as weighed advantages, so that a loss that is not linear in these is seen.
+_LOSS = LossPaths("log_probs", "advantages", {"old_log_probs": "old", "rollout_logprobs?": "old"}, size=2.0**-6)
 
 
-_LOSS = LossPaths("log_probs", "advantages", {"old_log_probs": "old", "rollout_logprobs?": "old"})
-
-
-class _Microbatch(NamedTuple):
+@dataclass
+class _Microbatch:
     """The micro-batch whose loss is being computed: `Replaced.now`.
 
     Attributes:
-        planes: weights of KL, entropy and each MTP depth, [rows, tokens].
-        masks: those of the mini-batch, [rows, tokens], whatever masks SkyRL's functions get.
-        ids: of each row's prompt; -1 for rows that are no samples, NaN where prompts are not known.
+        batch: SkyRL's.
         coefs: of the terms, by name.
+        temperature: 1; None with a fused head, which hands the schedule no logits.
+        weights: of KL and entropy, at response tokens, and of each MTP depth, at all tokens: [rows * tokens].
         drafts: the MTP depths so far, each with its samples.
     """
 
+    batch: dict[str, Any]
     modes: LossModes
-    planes: Sequence[Tensor]
-    masks: Tensor
-    ids: Tensor
     coefs: dict[str, float]
-    drafts: list[tuple[str, Samples]]
+    temperature: float | None
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    drafts: list[tuple[str, Samples]] = field(default_factory=list)
+
+    def samples(self, term: str, masks: Sequence[Tensor] | Tensor, **layout: Any) -> Samples:
+        """Samples of these masks, one for each row; a row that SkyRL adds has one real token and an empty mask."""
+        batch, bounds = self.batch, list(accumulate(map(len, masks), initial=0))
+        real, has_media = batch["attention_mask"] != 0, batch.get("pixel_values") is not None
+        held = (real.sum(-1) > 1) | (batch["loss_mask"] != 0).any(-1)
+        if has_media and is_by_prompt(modes := LossModes(self.mode_of(term))):
+            raise ValueError(f"{modes.describe()}, for {MEDIA}. Choose a mode that does not group by prompt.")
+        prompts = prompts_of(batch["sequences"][held], (real & ~response_tokens(batch))[held])
+        of_samples = [mask.float() for mask, is_sample in zip(masks, held.tolist(), strict=True) if is_sample]
+        slots = Gathered(bounds, filler_slots=len(held) - len(of_samples), **layout)
+        labels = {"row": range(len(of_samples))}
+        return Samples(of_samples, layout=slots, prompt_ids=None if has_media else prompts, labels=labels)
+
+    def mode_of(self, term: str) -> Aggregation:
+        """The aggregation of a term."""
+        return _SUM if term == "pg" else self.modes.of_term(term.partition(" ")[0])
 
     def facts(self, term: str) -> dict[str, Any]:
         """Coefficient and aggregation that the tap of a term declares."""
-        name = term.partition(" ")[0]
-        return {"coef": self.coefs[name], "aggregation": self.modes.terms.get(name, self.modes.policy)}
+        return {"coef": self.coefs[term.partition(" ")[0]], "aggregation": self.mode_of(term)}
 
-    def of_responses(self, width: int, **layout: Any) -> Samples:
-        """Samples of the last tokens of each row."""
-        return self.samples(self.masks[:, -width:], **layout)
 
-    def samples(self, masks: Tensor | Sequence[Tensor], **layout: Any) -> Samples:
-        """Samples of these masks, one mask for each row."""
-        bounds = list(accumulate(map(len, masks), initial=0))
-        held = (self.ids != -1).tolist()
-        ids = None if self.ids.isnan().any() else [int(number) for number in self.ids.tolist() if number >= 0]
-        of_samples = [mask.float() for mask, is_sample in zip(masks, held, strict=True) if is_sample]
-        slots = Gathered(bounds, filler_slots=held.count(False), **layout)
-        return Samples(of_samples, layout=slots, prompt_ids=ids, labels={"row": range(len(of_samples))})
+class _Microbatches(list[dict[str, Any]]):
+    """SkyRL's micro-batches; the one that its schedule took last, on the last stage right before its loss, is `now`."""
+
+    def __init__(self, weighed: Sequence[_Microbatch]) -> None:
+        super().__init__(now.batch for now in weighed)
+        self._weighed = weighed
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for installed("SkyRL").now in self._weighed:
+            yield installed("SkyRL").now.batch
 
 
 class AggregatedPolicyLoss:
-    """One of SkyRL's policy losses, in a mode; other terms of the loss follow the same mode, or their own.
+    """One of SkyRL's policy losses; KL, entropy and MTP follow the mode that ``loss_reduction`` names, or their own.
 
     Args:
         loss: its name in SkyRL's registry, such as ``regular``.
-        mode, divisor, units: of the policy loss, as in `make_pg_loss_reducer`.
+        kl, entropy, mtp: the modes of these terms, by name or as a `Mode`; default: that of ``loss_reduction``.
         group_size: ``generator.n_samples_per_prompt``, which the proof compares.
-        kl, entropy, mtp: the modes of these terms; default: that of the policy loss.
 
     Raises:
-        ValueError, TypeError: unusable settings; a SkyRL without the functions that are replaced.
-        BadBatchError: on every rank, in a step: another ``loss_reduction`` than ``token_mean``; packed rows of several
-            samples; a mini-batch of more than one call; a mode by prompt with images; a first step in which a token
-            has a weight that the mode does not ask for.
+        ValueError, TypeError: unusable settings; a SkyRL without the functions that are replaced; in the trainer's
+            first step, a token with another weight than ``loss_reduction`` asks for.
+        BadBatchError: on every rank, in a step: packed rows of several samples; a mini-batch of more than one call; a
+            mode by prompt with images; a first step in which a token has a weight that its mode does not ask for.
     """
 
     def __init__(
-        self, loss: str, mode: str | Mode | ModeFunction, *, divisor: float | None = None,
-        units: UnitCounting | None = None, kl: str | None = None, entropy: str | None = None, mtp: str | None = None,
+        self, loss: str, *, kl: str | Mode | ModeFunction | None = None,
+        entropy: str | Mode | ModeFunction | None = None, mtp: str | Mode | ModeFunction | None = None,
         group_size: int | None = None,
     ) -> None:  # fmt: skip
         from skyrl.backends.skyrl_train.utils import ppo_utils
 
-        terms = {"kl": kl, "entropy": entropy, "mtp": mtp}
-        self._modes = LossModes.resolve(mode, divisor=divisor, units=units, terms=terms)
-        self._group_size = group_size
-        self._name, self._loss = loss, ppo_utils.PolicyLossRegistry.get(loss)
-        ones, mask = torch.ones(2, 3), torch.tensor([[1.0, 1, 0], [1, 1, 1]])
-        shares = ppo_utils.apply_loss_reduction_to_advantages_minibatch(ones, mask, "token_mean", 1, 3)
-        if not torch.equal(shares, ones / 5):
-            raise ValueError(
-                f"SkyRL's token_mean turns advantages of 1 over 5 tokens into {shares.tolist()}: each must be 1/5. Use "
-                f"SkyRL {_VERSIONS}."
-            )
-        _install(self._modes)
+        self._terms = {"kl": kl, "entropy": entropy, "mtp": mtp}
+        LossModes.resolve("constant", divisor=1, terms=self._terms)  # a term of the same mode has the same divisor
+        self._name, self._loss, self._group_size = loss, ppo_utils.PolicyLossRegistry.get(loss), group_size
+        _install_in_worker()
+        Division.register(ppo_utils.AdvantageEstimatorRegistry, group_size)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        _install(self._modes)
+        _install_in_worker()
 
     def __call__(self, log_probs: Tensor, old: Tensor, advantages: Tensor, config: Any, **inputs: Any) -> Any:
-        """SkyRL's loss of that name for a micro-batch; terms that SkyRL computes afterwards use the same planes."""
-        if advantages.dim() != 3 and _MODULE in sys.modules and installed("SkyRL") is None:
-            raise ValueError(
-                "a mini-batch without weights: this worker took the loss from SkyRL's registry before it imported "
-                f"MegatronModelWrapper, which adds the weights. Import {_MODULE} first."
-            )
-        if advantages.dim() != 3:
-            raise ValueError(
-                "a mini-batch without weights: SkyRL's MegatronModelWrapper adds the weights. Set "
-                "trainer.strategy=megatron."
-            )
-        width = log_probs.shape[1]
-        theirs, factors, *planes, masks, ids = advantages
-        factors, planes = factors[:, -width:].float(), [plane.float() for plane in planes]
+        """SkyRL's loss of that name for a micro-batch; terms that SkyRL computes afterwards have its weights."""
+        now = getattr(installed("SkyRL"), "now", None)
+        if not isinstance(now, _Microbatch):
+            remedy = "Set trainer.strategy=megatron."
+            if _WORKER in sys.modules:
+                remedy = f"This worker took the loss from SkyRL's registry first: import {_WORKER} before."
+            raise ValueError(f"a micro-batch without weights: MegatronModelWrapper must bring them. {remedy}")
         config = copy.copy(config)
         config.policy_loss_type = self._name
-        coefs = {"kl": config.kl_loss_coef, "entropy": -config.entropy_loss_coef, "mtp": self._mtp_coef}
-        now = _Microbatch(self._modes, planes, masks, ids[:, 0], coefs, [])
-        installed("SkyRL").now = now
+        now.coefs |= {"kl": config.kl_loss_coef, "entropy": -config.entropy_loss_coef}
 
-        def tapped(stock: Any, arguments: dict[str, Any]) -> Any:
-            def describe() -> WeighedMicrobatch:
-                trial = at_masked_tokens(masks[:, -width:], factors, plain)
-                return WeighedMicrobatch(now.of_responses(width), *trial, temperature=self._temperature)
+        def describe() -> WeighedMicrobatch:
+            plain, samples = now.batch["advantages"].to(advantages.device), now.samples("pg", now.batch["loss_mask"])
+            return WeighedMicrobatch(samples, torch.ones_like(plain), plain, temperature=now.temperature)
 
-            return tap_policy(_LOSS, stock, arguments, describe)
-
-        plain = theirs[:, -width:].float()
-        return wrapped(self._loss, tapped)(log_probs, old, plain * factors, config=config, **inputs)
+        tapped = wrapped(self._loss, lambda stock, arguments: tap_policy(_LOSS, stock, arguments, describe))
+        return tapped(log_probs, old, advantages, config=config, **inputs)
 
     def weigh(self, wrapper: Any, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The micro-batches of a mini-batch, with weighed advantages and a plane of weights for each other term."""
+        """The micro-batches of a mini-batch; with each, the weights of KL, entropy and MTP become current."""
         from megatron.core import mpu
         from megatron.core.utils import get_model_config
 
-        depths = [f"mtp {i}" for i in range(get_model_config(wrapper.actor_module[0]).mtp_num_layers or 0)]
-        self._expect(wrapper, depths)
-        group, modes = mpu.get_data_parallel_group(with_context_parallel=False), self._modes
-        plan = plan_of(modes, lambda: [self._describe(wrapper, batch, depths) for batch in batches], group, depths)
-        tokens = max(plan.totals.step_tokens, 1)  # by which SkyRL has divided advantages
-        shares = group.size() * max(1, batches[0].get("num_real_microbatches", len(batches)))
-        weighed = []
-        for batch, microbatch in zip(batches, plan, strict=True):
-            mask, planes = _in_row(batch, "loss_mask"), []
-            for term, of_term in [
-                ("policy", None),
-                ("kl", None),
-                ("entropy", None),
-                *(("mtp", depth) for depth in depths),
-            ]:
-                local = microbatch.samples.with_mask(of_term).local(0, 1)
-                weights = weigh(modes.terms.get(term, modes.policy), local, plan.totals.with_mask(of_term))
-                outside = 0.0 if of_term is None else math.nan  # where a depth of MTP has no token
-                weights[torch.from_numpy(local.mask == 0)] = outside
-                plane = mask.new_full(mask.shape, outside, dtype=torch.float32)
-                plane[_held(batch)] = weights.to(mask.device).view(-1, mask.shape[1])
-                planes.append(plane if term == "policy" else plane * shares)
-            planes[0] /= mask.where(mask != 0, 1)  # SkyRL multiplies this loss by the mask
-            ids = torch.full(mask.shape, -1, dtype=torch.float64, device=mask.device)
-            prompts = torch.from_numpy(microbatch.samples.ids["prompt"] % _PROMPT_IDS).double()
-            ids[_held(batch), 0] = prompts if batch.get("pixel_values") is None else math.nan
-            planes = [tokens * _in_row(batch, "advantages"), *planes, mask, ids]
-            weighed.append({**batch, "advantages": torch.stack([plane.double() for plane in planes])})
-        return weighed
-
-    def _expect(self, wrapper: Any, depths: Sequence[str]) -> None:
-        """Tell the proof of the first step which terms must appear. Fused heads hand the schedule no logits."""
-        proof, algorithm = installed("SkyRL").proof, wrapper.cfg.algorithm
-        self._temperature: float | None = None if getattr(wrapper, "_fused_lm_head", False) else 1.0
-        self._mtp_coef = wrapper.cfg.policy.megatron_config.mtp_loss_weight / max(1, len(depths))
-        has_kl = algorithm.use_kl_loss and algorithm.kl_loss_coef
-        has_entropy = algorithm.use_entropy_loss and algorithm.entropy_loss_coef
-        installed("SkyRL").add(["entropy", "kl"] * bool(has_kl or has_entropy) + ["mtp"] * bool(depths))
-        proof.asked, proof.promises = self._modes.policy, Promises(self._group_size)
-        proof.terms = ["pg", *["kl"] * bool(has_kl), *["entropy"] * bool(has_entropy), *depths]
-
-    def _describe(self, wrapper: Any, batch: dict[str, Any], depths: list[str]) -> Samples:
-        if wrapper.cfg.algorithm.loss_reduction != "token_mean":
-            raise ValueError(
-                f"loss_reduction={wrapper.cfg.algorithm.loss_reduction} with a loss aggregation: SkyRL must "
-                "divide advantages by the mini-batch's tokens. Set trainer.algorithm.loss_reduction=token_mean."
-            )
-        if batch.get("sub_seq_lengths") is not None or wrapper._pending_grad_sync is not None:
+        algorithm, group = wrapper.cfg.algorithm, mpu.get_data_parallel_group(with_context_parallel=False)
+        modes = LossModes(mode_of_trainer(algorithm)).with_terms(self._terms)
+        if batches[0].get("sub_seq_lengths") is not None or wrapper._pending_grad_sync is not None:
             raise ValueError(
                 "rows of several samples, or gradients of another call: a mini-batch must be one forward_backward call "
                 "with one sample per row. Leave sequences unpacked, and call optim_step after each forward_backward."
             )
-        held = _held(batch)
-        ids, real, masks, response = (
-            rows[held]
-            for rows in (
-                batch["sequences"], batch["attention_mask"] != 0, _in_row(batch, "loss_mask"),
-                _in_row(batch, "response_mask"),
-            )
-        )  # fmt: skip
-        further = {}
-        for shift, name in enumerate(depths, 1):  # where a token and the one that is predicted are real
-            further[name] = list(pad(real[:, :-shift] & real[:, shift:], (0, shift)))
-        prompts = prompts_of(ids, real & (response == 0)) if batch.get("pixel_values") is None else MEDIA
-        return samples_of(self._modes, [list(masks)], [prompts], term_masks=further)[0]
+        depths = get_model_config(wrapper.actor_module[0]).mtp_num_layers or 0
+        coef = wrapper.cfg.policy.megatron_config.mtp_loss_weight / max(1, depths)
+        temperature = None if getattr(wrapper, "_fused_lm_head", False) else 1.0
+        weighed = [_Microbatch(batch, modes, {"mtp": coef}, temperature) for batch in batches]
+        has_kl = bool(algorithm.use_kl_loss and algorithm.kl_loss_coef)
+        has_entropy = bool(algorithm.use_entropy_loss and algorithm.entropy_loss_coef)
+        masks = {f"mtp {depth}": [_predicted(batch, depth) for batch in batches] for depth in range(depths)}
+        if has_kl or has_entropy:  # of which SkyRL reports both
+            masks |= {term: [batch["loss_mask"] for batch in batches] for term in ("kl", "entropy")}
+        shares = group.size() * max(1, batches[0].get("num_real_microbatches", len(batches)))
+
+        def describe(term: str) -> list[Samples]:
+            return [now.samples(term, mask) for now, mask in zip(weighed, masks[term], strict=True)]
+
+        for term in masks:
+            plan = plan_of(LossModes(weighed[0].mode_of(term)), partial(describe, term), group)
+            for now, microbatch in zip(weighed, plan, strict=True):
+                now.weights[term] = microbatch.weights * shares
+        replaced = installed("SkyRL")
+        replaced.add([*{term.partition(" ")[0]: None for term in masks}])
+        is_silent = {"kl": not has_kl, "entropy": not has_entropy}
+        replaced.proof.terms = ["pg", *(term for term in masks if not is_silent.get(term))]
+        replaced.proof.promises = Promises(self._group_size)
+        replaced.proof.amend(
+            "each token's policy loss is summed once, with the weight that SkyRL's trainer put into its advantage "
+            f"(loss_reduction={algorithm.loss_reduction}), and which is measured only if the trainer's process says so "
+            "in a line of its own; SkyRL aggregates MoE losses"
+        )
+        return _Microbatches(weighed)
 
 
-def _in_row(batch: dict[str, Any], name: str) -> Tensor:
-    """Values of actions, the last tokens of a row, padded to the whole row."""
-    return pad(batch[name], (batch["sequences"].shape[1] - batch[name].shape[1], 0))
+def _predicted(batch: dict[str, Any], depth: int) -> Tensor:
+    """True where a token, and the one that an MTP depth predicts of it, are real, bool [rows, tokens]."""
+    real, shift = batch["attention_mask"] != 0, depth + 1
+    return pad(real[:, :-shift] & real[:, shift:], (0, shift))
 
 
-def _held(batch: dict[str, Any]) -> Tensor:
-    """The rows that are samples: a row that SkyRL adds has one real token and an empty mask."""
-    held: Tensor = (batch["attention_mask"].sum(-1) > 1) | (batch["loss_mask"] != 0).any(-1)
-    return held
-
-
-def _install(modes: LossModes) -> None:
+def _install_in_worker() -> None:
     """Replace SkyRL's functions once, in a process that imported the Megatron worker."""
-    module: Any = sys.modules.get(_MODULE)
+    module: Any = sys.modules.get(_WORKER)
     if module is None or installed("SkyRL") is not None:
         return
     log_probs = ("from_parallel_logits_to_logprobs", "from_parallel_logits_to_logprobs_packed_sequences")
     entropies = ("vocab_parallel_entropy_packed_sequences", "from_parallel_hidden_to_entropy_packed_sequences")
-    drafts = ["mask", "global_normalization_factor"]
+    drafts = ("draft_soft_ce", "draft_soft_ce_topk")
+
+    def of_term(name: str, parameters: Sequence[str], call: Callable[..., Any]) -> Function:
+        return Function(module, name, parameters, partial(_in_microbatch, call))
+
     functions = [
         Function(module.MegatronModelWrapper, "forward_backward_mini_batch", ["micro_batches", "loss_fn"], _mini_batch),
         *(Function(module, name, ["vocab_parallel_logits"], _log_probs) for name in log_probs),
     ]
-    of_terms = {
-        "kl": [Function(module, "masked_mean", ["tensor", "mask", "dim"], _in_microbatch(_mean))],
-        "entropy": [Function(module, name, ["loss_mask"], _in_microbatch(_entropy)) for name in entropies],
+    replaced = Replaced("SkyRL", VERSIONS, functions)
+    replaced.later = {
+        "kl": [of_term("masked_mean", ["tensor", "mask", "dim"], _mean)],
+        "entropy": [of_term(name, ["loss_mask"], _entropy) for name in entropies],
         "mtp": [
-            Function(module, "shift_mask_for_mtp", ["mask", "mtp_layer_number", "cu_seqlens"], _in_microbatch(_shift)),
-            *(
-                Function(module, name, drafts, _in_microbatch(_draft))
-                for name in ("draft_soft_ce", "draft_soft_ce_topk")
-            ),
+            of_term("shift_mask_for_mtp", ["mask", "mtp_layer_number", "cu_seqlens"], _shift),
+            *(of_term(name, ["mask", "global_normalization_factor"], _draft) for name in drafts),
         ],
     }
-    replaced = Replaced("SkyRL", _VERSIONS, functions)
-    replaced.later = of_terms
     replaced.proof = prove(
         "SkyRL",
-        modes.policy,
-        beside="SkyRL's division of advantages by tokens is not measured; SkyRL aggregates MoE losses",
+        _SUM,
         never="SkyRL trained with another loss. Register ours, and set trainer.algorithm.policy_loss_type to its name.",
         is_ours=lambda: not isinstance(replaced.now, str),
     )
 
 
 def _mini_batch(stock: Any, arguments: dict[str, Any]) -> Any:
-    by_name, losses, replaced = arguments.get("loss_fn"), sys.modules[_MODULE].PolicyLossRegistry, installed("SkyRL")
+    by_name, replaced = arguments.get("loss_fn"), installed("SkyRL")
+    losses = sys.modules[_WORKER].PolicyLossRegistry
     loss = arguments["self"].policy_loss_fn if by_name is None else losses.get(by_name)
-    if hasattr(loss, "weigh"):
+    if isinstance(loss, AggregatedPolicyLoss):
         arguments["micro_batches"] = loss.weigh(arguments["self"], arguments["micro_batches"])
     else:
         replaced.now = by_name  # of another loss that the call asks for
@@ -283,11 +248,10 @@ def _mini_batch(stock: Any, arguments: dict[str, Any]) -> Any:
         replaced.now = None
 
 
-def _in_microbatch(call: Callable[..., Any]) -> Callable[[Any, dict[str, Any]], Any]:
+def _in_microbatch(call: Callable[..., Any], stock: Any, arguments: dict[str, Any]) -> Any:
     """The call, with the current micro-batch of our loss; without one, SkyRL's function unchanged."""
-    return lambda stock, arguments: (
-        call(stock, arguments, now) if isinstance(now := installed("SkyRL").now, _Microbatch) else stock()
-    )
+    now = installed("SkyRL").now
+    return call(stock, arguments, now) if isinstance(now, _Microbatch) else stock()
 
 
 def _log_probs(stock: Any, arguments: dict[str, Any]) -> Any:
@@ -296,38 +260,39 @@ def _log_probs(stock: Any, arguments: dict[str, Any]) -> Any:
 
 
 def _mean(stock: Any, arguments: dict[str, Any], now: _Microbatch) -> Any:
-    values, mask = arguments["tensor"], arguments["mask"]
-    term = "entropy" if arguments.get("dim") is None else "kl"
-    weights = now.planes[term == "entropy"][:, -values.shape[1] :]
+    values, mask, dim = arguments["tensor"], arguments["mask"], arguments.get("dim")
+    term = "entropy" if dim is None else "kl"
+    weights = now.weights[term].to(values.device).view(values.shape)
     if term == "kl":  # SkyRL has multiplied it by the mask
         values = values / mask.where(mask != 0, 1)
     if taps := observed_taps():
-        tap(values, term, samples=now.of_responses(values.shape[1]), **now.facts(term))
+        tap(values, term, samples=now.samples(term, now.batch["loss_mask"]), **now.facts(term))
         if (tapped := taps.find(values)) is not None:
             tapped.at_log_probs = term == "kl"
-    return (values * weights).sum() if term == "entropy" else (values * weights).sum(arguments["dim"]) * len(values)
+    total = (values * weights).sum(dim)
+    return total if term == "entropy" else total * len(values)  # SkyRL averages over rows
 
 
 def _entropy(stock: Any, arguments: dict[str, Any], now: _Microbatch) -> Any:
     mask = arguments["loss_mask"]
-    weights = now.planes[1][:, -mask.shape[1] :]
+    weights = now.weights["entropy"].to(mask.device).view(mask.shape)
     total = weights.sum()  # what SkyRL's function divides by is then 1
     arguments["loss_mask"] = weights / total.where(total != 0, 1)
     whole, mine = (value * total for value in stock())
     if is_observed():  # each CP rank has the gradient of its own tokens
-        samples = now.of_responses(mask.shape[1], backward="slice")
+        samples = now.samples("entropy", now.batch["loss_mask"], backward="slice")
         tap_sum(mine, weights, "entropy", samples=samples, **now.facts("entropy"))
     return whole, whole.detach() + mine - mine.detach()  # the gradient is that of this CP rank's tokens
 
 
 def _shift(stock: Any, arguments: dict[str, Any], now: _Microbatch) -> Any:
     shifted, depth, bounds = stock(), arguments.get("mtp_layer_number", 0), arguments.get("cu_seqlens")
-    weights = now.planes[2 + depth]
+    term = f"mtp {depth}"
     column = torch.zeros_like(shifted, dtype=torch.float32)
-    column[shifted != 0] = weights[~weights.isnan()]
+    column[shifted != 0] = now.weights[term][_predicted(now.batch, depth).flatten()].to(shifted.device)
     if is_observed():
         rows = shifted if bounds is None else [shifted[0, begin:end] for begin, end in pairwise(bounds.tolist())]
-        now.drafts.append((f"mtp {depth}", now.samples(rows)))
+        now.drafts.append((term, now.samples(term, rows)))
     return column
 
 

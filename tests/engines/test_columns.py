@@ -376,30 +376,26 @@ def test_other_losses_go_by_and_the_loss_travels(driver: Any) -> None:
 # ---- SkyRL: what its policy loss refuses
 
 
-def normalised(advantages: Tensor, loss_mask: Tensor, *_: Any) -> Tensor:
-    return advantages / loss_mask.sum()
-
-
 def test_skyrl_where_it_could_not_be_exact(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mini-batch that no Megatron worker weighs; another SkyRL."""
+    """A micro-batch that no Megatron worker brings; another SkyRL; a mode that there is not."""
     below = "skyrl.backends.skyrl_train"
     names = ["skyrl", "skyrl.backends", below, f"{below}.utils", f"{below}.utils.ppo_utils"]
     for name in names:
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    registry = SimpleNamespace(get=lambda name: lambda *_, **__: name)
-    functions = {"PolicyLossRegistry": registry, "apply_loss_reduction_to_advantages_minibatch": normalised}
-    vars(sys.modules[names[-1]]).update(functions)
-    loss, ones = AggregatedPolicyLoss("regular", "token_mean"), torch.ones(2, 3)
-    with pytest.raises(ValueError, match=r"a mini-batch without weights.*trainer.strategy=megatron"):
+    losses = SimpleNamespace(get=lambda name: lambda *_, **__: name)
+    estimators = SimpleNamespace(list_available=lambda: ["megatron_rl_loss"])
+    vars(sys.modules[names[-1]]).update(PolicyLossRegistry=losses, AdvantageEstimatorRegistry=estimators)
+    loss, ones = AggregatedPolicyLoss("regular"), torch.ones(2, 3)
+    with pytest.raises(ValueError, match=r"a micro-batch without weights.*trainer.strategy=megatron"):
         loss(ones, ones, ones, SimpleNamespace(), loss_mask=ones)
     worker: Any = SimpleNamespace(
         MegatronModelWrapper=SimpleNamespace(forward_backward_mini_batch=lambda loss_fn: None)
     )
     monkeypatch.setitem(sys.modules, f"{below}.workers.megatron.megatron_model_wrapper", worker)
     with pytest.raises(ValueError, match=r"SkyRL with .*forward_backward_mini_batch\(loss_fn\).*Use SkyRL a9564572"):
-        AggregatedPolicyLoss("regular", "token_mean")
-    with pytest.raises(ValueError, match="divisor"):
-        AggregatedPolicyLoss("regular", "constant")
+        AggregatedPolicyLoss("regular")
+    with pytest.raises(ValueError, match=r"the term 'kl': .* there is no such mode"):
+        AggregatedPolicyLoss("regular", kl="sequence_means")
 
 
 @pytest.mark.parametrize("loses_masked", [False, True])

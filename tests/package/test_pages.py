@@ -394,7 +394,8 @@ def test_the_code_of_frameworks_that_needs_none_runs(monkeypatch: pytest.MonkeyP
     losses, ppo_utils = dict[str, Any](), ModuleType("skyrl.backends.skyrl_train.utils.ppo_utils")
     registry = SimpleNamespace(register=losses.__setitem__, get=lambda name: name)
     ppo_utils.PolicyLossRegistry = registry  # type: ignore[attr-defined]
-    ppo_utils.apply_loss_reduction_to_advantages_minibatch = lambda a, mask, *_: a / mask.sum()  # type: ignore[attr-defined]
+    estimators = SimpleNamespace(register=lambda name, function: None, list_available=list)
+    ppo_utils.AdvantageEstimatorRegistry = estimators  # type: ignore[attr-defined]
     parents = [ppo_utils.__name__.rsplit(".", levels)[0] for levels in range(1, 5)]
     for module in (*map(ModuleType, parents), ppo_utils):
         monkeypatch.setitem(sys.modules, module.__name__, module)

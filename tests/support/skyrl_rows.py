@@ -10,7 +10,7 @@ PROMPT = 3  # the length of prompts
 
 
 def data_of(rank_rows: slice, normalize: Any, convert: Any, split: bool = False) -> dict[str, Tensor]:
-    """A rank's rows, as SkyRL lays them out; advantages as its trainer normalises them.
+    """A rank's rows, as SkyRL lays them out; `normalize` makes advantages of all columns, as its trainer does.
 
     `split`: the rows of a group have different prompts.
     """
@@ -34,8 +34,9 @@ def data_of(rank_rows: slice, normalize: Any, convert: Any, split: bool = False)
         "action_log_probs": laid_out("prev_logprobs")[5],
         "base_action_log_probs": laid_out("reference_policy_logprobs")[5],
         "rollout_logprobs": laid_out("generation_logprobs")[5],
-        "advantages": normalize(advantages, mask),
+        "advantages": advantages,
         "loss_mask": mask,
         "response_mask": response,
     }
+    whole["advantages"] = normalize(whole)
     return {name: values[rank_rows].clone() for name, values in whole.items()}

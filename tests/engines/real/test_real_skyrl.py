@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import os
 import pickle
+import re
 import runpy
 import sys
 from functools import partial
@@ -51,15 +52,24 @@ from skyrl_rows import data_of
 from table_step import relative_error, start, table_model
 from torch import Tensor
 
+from megatron_rl_loss import Mode
+from megatron_rl_loss.engines import columns
+
 ENTROPY, MTP = 0.02, 0.4  # coefficients
 LAST_STEPS = [1, 0, 0, 1, 0, 1, 1, 0, 1, 1, 0, 1]  # of a trajectory, within a prompt
 TEACHERS = 2  # depths of the draft head
+#: SkyRL's `loss_reduction` of each mode.
+REDUCTIONS = {
+    "token_mean": "token_mean",
+    "sample_mean": "sequence_mean",
+    "prompt_mean": "prompt_mean",
+    "constant": "seq_mean_token_sum_norm",
+}
 MODES: dict[str, dict[str, Any]] = {
     "token_mean": {},
-    "sample_mean": {"units": "active", "kl": "token_mean"},
+    "sample_mean": {"kl": "token_mean"},
     "prompt_mean": {"entropy": "token_mean", "mtp": "sample_mean"},
     "constant": {"divisor": 40.0, "kl": "sample_mean", "entropy": "prompt_mean", "mtp": "prompt_mean"},
-    "token_sum": {"divisor": 25.0},
 }
 
 pytestmark = pytest.mark.slow
@@ -73,7 +83,7 @@ def expected_draft(mode: str, settings: dict[str, Any]) -> tuple[float, Tensor]:
     """Value and gradient of the draft head's loss, a mean over its depths."""
     batch, policy = make_batch(), make_table().double()
     table = policy.flip(0).requires_grad_()
-    own = {name: settings[name] for name in ("divisor", "units") if name in settings and "mtp" not in settings}
+    divisor = settings.get("divisor") if "mtp" not in settings else None
     losses = []
     for depth, students in enumerate(draft(table, batch["input_ids"])):
         samples = []
@@ -81,17 +91,18 @@ def expected_draft(mode: str, settings: dict[str, Any]) -> tuple[float, Tensor]:
             teacher = policy[ids[depth + 1 : length]].softmax(-1)
             losses_of_row = -(teacher * students[row, : length - depth - 1].log_softmax(-1)).sum(-1)
             samples.append(oracle.Sample(losses_of_row, torch.ones(len(losses_of_row)), None, PROMPTS[row]))
-        losses.append(oracle.step_loss(settings.get("mtp", mode), samples, own.get("divisor"), own.get("units", "all")))
+        losses.append(oracle.step_loss(settings.get("mtp", mode), samples, divisor))
     loss = MTP * torch.stack(losses).mean()
     (gradient,) = torch.autograd.grad(loss, table)
     return float(loss.detach()), gradient
 
 
 def config(case: dict[str, Any]) -> Any:
-    terms, times = case.get("terms", ("kl", "entropy")), case.get("times", 1)
+    terms, times, stock = case.get("terms", ("kl", "entropy")), case.get("times", 1), case.get("stock")
     algorithm = Settings(
-        policy_loss_type="regular" if case.get("unset") else case.get("stock", "mine"),
-        loss_reduction=case.get("reduction", "token_mean"),
+        policy_loss_type="regular" if case.get("unset") else stock or "mine",
+        loss_reduction=case["own"] if stock and "own" in case else case.get("reduction", REDUCTIONS[case["mode"]]),
+        max_seq_len=case["settings"].get("divisor", LENGTH), advantage_batch_normalize=case.get("whiten", False),
         eps_clip_low=CLIP_LOW, eps_clip_high=CLIP_HIGH, off_policy_correction=Settings(**case.get("off", {})),
         use_kl_loss=True, kl_loss_coef=BETA * times * ("kl" in terms), kl_estimator_type="k3", temperature=1.0,
         use_entropy_loss=True, entropy_loss_coef=ENTROPY * times * ("entropy" in terms),
@@ -120,8 +131,9 @@ def train(root: str, cp: int, cases: list[dict[str, Any]], copied: bool = False)
 
     from megatron.core.distributed import finalize_model_grads
 
-    from megatron_rl_loss.core import aggregation
     from megatron_rl_loss.engines import replacing, skyrl
+
+    trainers = load_trainer(root)
 
     seen: list[Any] = []
 
@@ -151,12 +163,15 @@ def train(root: str, cp: int, cases: list[dict[str, Any]], copied: bool = False)
     both, results = torch.stack([make_table(), make_table().flip(0)]), []
     for case in cases:
         cfg, settings = config(case), case["settings"]
-        weighed, os.environ["MEGATRON_RL_LOSS_PROOF"] = case.get("weighed", 1), case.get("proof", "error")
-        vars(skyrl)["weigh"] = lambda *arguments, weighed=weighed: weighed * aggregation.weigh(*arguments)
+        os.environ["MEGATRON_RL_LOSS_PROOF"] = case.get("proof", "error")
+        vars(skyrl)["plan_of"] = partial(scaled_plan, case.get("weighed", 1))
         if case.get("stock"):
             loss = ppo_utils.PolicyLossRegistry.get(case["stock"])
         else:
-            loss = skyrl.AggregatedPolicyLoss("regular", case["mode"], **settings)
+            own = {name: value for name, value in settings.items() if name != "divisor"}
+            loss = skyrl.AggregatedPolicyLoss("regular", **own | case.get("own_modes", {}))
+            estimators = ppo_utils.AdvantageEstimatorRegistry
+            pickle.loads(pickle.dumps(estimators.get("megatron_rl_loss")))  # as in the trainer's process
             loss._loss = ppo_utils.ppo_policy_loss  # cloudpickle, which SkyRL has, pickles a decorated function too
             loss = pickle.loads(pickle.dumps(loss))
             if case.get("unset"):
@@ -176,13 +191,7 @@ def train(root: str, cp: int, cases: list[dict[str, Any]], copied: bool = False)
             enable_router_replay=False, enable_sample_support_replay=False, empty_cuda_cache=False,
             strategy=strategy, scheduler=None, optimizer=SimpleNamespace(param_groups=[{"lr": 0.0}]),
         )  # fmt: skip
-        normalize = partial(
-            ppo_utils.apply_loss_reduction_to_advantages_minibatch, micro_batch_size=2, max_seq_len=LENGTH,
-            loss_reduction=case.get("own", "token_mean") if case.get("stock") else "token_mean",
-            prompt_boundaries=list(pairwise([*sorted(map(PROMPTS.index, set(PROMPTS))), ROWS])),
-        )  # fmt: skip
-        if "recipe" in case:
-            normalize = partial(by_trainer, root, case["recipe"], batches.TrainingInputBatch)
+        normalize = partial(by_trainer, trainers, cfg, case.get("recipe"), batches.TrainingInputBatch, [0, ROWS])
         convert = preprocess.convert_prompts_responses_to_batch_tensors
         data = batches.TrainingInputBatch(data_of(rows, normalize, convert, case.get("split", False)))
         data.metadata = {"response_length": data["response_mask"].shape[1]}
@@ -206,33 +215,63 @@ def train(root: str, cp: int, cases: list[dict[str, Any]], copied: bool = False)
             replaced = replacing.installed("SkyRL")
             assert replaced.proof.outcome == ("" if {"proof", "unset"} & case.keys() else case.get("outcome", "proved"))
             replaced.undo()
-        results.append(
-            {"errors": errors, "metrics": metrics, "bits": torch.stack([of_policy, of_draft]).numpy().tobytes()}
-        )
+            replacing.installed("SkyRL trainer").undo()
+        bits = torch.stack([of_policy, of_draft]).numpy().tobytes()
+        results.append({"errors": errors, "metrics": metrics, "bits": bits})
     return results
 
 
-def by_trainer(root: str, mode: str, batch: Any, advantages: Tensor, mask: Tensor) -> Tensor:
-    """The advantages of all rows, as the recipe's trainer weighs them around SkyRL's own division by tokens."""
+def load_trainer(root: str) -> Any:
+    """SkyRL's trainer, without what generates and evaluates."""
     below = [f"skyrl.train.{name}" for name in ("config", "entrypoints", "evaluate", "generators", "utils")]
     below += [f"skyrl.backends.skyrl_train.{name}" for name in ("distributed.dispatch", "workers.worker_dispatch")]
-    load(dataclasses.replace(SKYRL, passed_by=(), stand_ins=("tqdm", *below, "skyrl.train.dataset.dataset")), root)
+    stand_ins = ("tqdm", *below, "skyrl.train.dataset.dataset")
+    framework = dataclasses.replace(SKYRL, passed_by=(), stand_ins=stand_ins)
+    load(framework, root)
     sys.modules["skyrl.train.dataset"].PromptDataset = object  # type: ignore[attr-defined]
-    recipe = runpy.run_path(str(EXAMPLES / "recipes" / "skyrl_rows.py"))
-    recipe["Trainer"]._normalize_advantages.__globals__["MODE"] = mode
-    trainer, (own,) = object.__new__(recipe["Trainer"]), recipe["Trainer"].__bases__
-    own.compute_advantages_and_returns = lambda self, data: data  # advantages are given here
-    trainer.cfg = Settings(trainer=Settings(algorithm=Settings(loss_reduction="token_mean")))
-    data = batch({"advantages": advantages, "response_mask": (mask >= 0).long(), "loss_mask": mask})
-    data.metadata = {"uids": [str(prompt) for prompt in PROMPTS], "is_last_step": LAST_STEPS}
-    weighed: Tensor = trainer._normalize_advantages(trainer.compute_advantages_and_returns(data), [(0, ROWS)])[
-        "advantages"
-    ]
+    (trainers,) = load(framework, root, "skyrl.train.trainer")
+    return trainers
+
+
+def by_trainer(
+    trainers: Any, cfg: Any, mode: str | None, batch: Any, cuts: list[int], whole: dict[str, Tensor]
+) -> Tensor:
+    """The advantages of all rows as SkyRL's trainer weighs them; with a mode, the recipe's trainer."""
+    cls, uids = trainers.RayPPOTrainer, [str(prompt) for prompt in PROMPTS]
+    if mode is not None:
+        recipe = runpy.run_path(str(EXAMPLES / "recipes" / "skyrl_rows.py"))
+        cls = recipe["Trainer"]
+        cls._normalize_advantages.__globals__["MODE"] = mode
+    trainer = object.__new__(cls)
+    trainers.RayPPOTrainer.compute_advantages_and_returns = lambda self, data: data  # advantages are given here
+    trainer.cfg = Settings(trainer=Settings(algorithm=cfg.algorithm, micro_train_batch_size_per_gpu=2))
+    data = batch(whole)
+    data.metadata = {"uids": uids, "is_last_step": LAST_STEPS}
+    boundaries = list(pairwise(cuts)), trainers.compute_prompt_boundaries(uids)
+    data = trainer._normalize_advantages(trainer.compute_advantages_and_returns(data), *boundaries)
+    weighed: Tensor = data["advantages"]
     return weighed
+
+
+def scaled_plan(factor: float, *arguments: Any) -> Any:
+    """The weights of a plan times a factor."""
+    planned = columns.plan_of(*arguments)
+    return [SimpleNamespace(weights=factor * microbatch.weights) for microbatch in planned]
 
 
 SIZES: list[dict[str, Any]] = [{"rows": 4}, {"tokens": 24}]  # two equal and unequal micro-batches, and as many as fit
 CASES = [{"mode": mode, "settings": settings, **sizes} for mode, settings in MODES.items() for sizes in SIZES]
+MEANS = ["token_mean", "sample_mean", "prompt_mean"]
+#: Each `loss_reduction` with each mode of each term.
+CROSSED = [
+    {
+        "mode": mode,
+        "settings": {**divisor, "kl": MEANS[i], "entropy": MEANS[i - 1], "mtp": MEANS[i - 2]},
+        **SIZES[i % 2],
+    }
+    for mode, divisor in [(mode, {"divisor": 40.0} if mode == "constant" else {}) for mode in REDUCTIONS]
+    for i in range(len(MEANS))
+]
 
 
 def test_every_term_is_exact(record_property: Any) -> None:
@@ -241,12 +280,24 @@ def test_every_term_is_exact(record_property: Any) -> None:
     cases = [case | ways[i % 4] for i, case in enumerate(CASES * 2)]
     assert_exact(record_property, train, SKYRL, cases, worlds=[(1, 1), (2, 1)])
     assert_exact(record_property, train, SKYRL, CASES, worlds=[(4, 2)])
+    assert_exact(record_property, train, SKYRL, CROSSED, worlds=[(2, 1)])
+
+
+def rollout_means(step: Any) -> Any:
+    """A mode of the user's own: that of `sample_mean`."""
+    return 1 / (step.tokens("rollout") * step.units("rollout"))
+
+
+def test_a_term_may_have_a_mode_of_the_users_own(record_property: Any) -> None:
+    kl = Mode(name="rollout_means", function=rollout_means)
+    case = {"mode": "prompt_mean", "settings": {"kl": "sample_mean"}, "own_modes": {"kl": kl}, "rows": 4}
+    assert_exact(record_property, train, SKYRL, [case], worlds=[(2, 1)])
 
 
 def test_rows_of_sessions_by_the_recipe(record_property: Any) -> None:
     """Sessions of one to three rows of other lengths, dealt to both DP ranks and cut into micro-batches.
 
-    By prompt the recipe's is SkyRL's own `prompt_mean`.
+    By prompt the recipe's is SkyRL's own `prompt_mean`. With our loss, for the KL penalty, the step is proved.
     """
     batch, session = make_batch(), 0
     masks = list(batch["token_mask"][:, 1:] * batch["sample_mask"][:, None])
@@ -258,6 +309,7 @@ def test_rows_of_sessions_by_the_recipe(record_property: Any) -> None:
     }
     case: dict[str, Any] = {"stock": "regular", "mode": "token_mean", "settings": {"kl": "sample_mean"}, "terms": []}
     cases = [case | sizes | {"recipe": mode, "weights": weights[mode]} for mode in weights for sizes in SIZES]
+    cases += [case | {"stock": None, "terms": ["kl"], "recipe": mode, "weights": weights[mode]} for mode in weights]
     wrong = [case | {"recipe": "prompt_mean", "weights": weights["session_mean"]}]
     for *results, control in run_ranks(4, train, checkout(SKYRL), 2, cases + wrong):
         worst = max(outcome["errors"]["gradient"] for outcome in results)
@@ -307,10 +359,14 @@ def test_reported_terms_are_those_of_one_micro_batch(record_property: Any) -> No
     record_errors(record_property, SKYRL, "reported terms", *map(max, by_case[:2]))
 
 
+LEGACY = "loss_reduction=token_mean_legacy: .* Choose 'token_mean'"
+
+
 @pytest.mark.parametrize(
     ("changed", "error"),
     [
-        ({"reduction": "sequence_mean"}, "loss_reduction=sequence_mean with a loss aggregation"),
+        ({"reduction": "token_mean_legacy"}, LEGACY),
+        ({"reduction": "token_mean_legacy", "proof": "off"}, LEGACY),  # by a worker: the trainer is not measured
         ({"calls": 2}, "gradients of another call.*call optim_step after each"),
     ],
 )
@@ -397,11 +453,7 @@ PLANTS = [
         "loss not linear in advantages",
         {LOSSES: ("surr1 = ratio * adv", "advantages = advantages.sign(); surr1 = ratio * adv")},
     ),
-    Plant(
-        "tokens of one row in SkyRL's mean",
-        {LOSSES: ("advantages / loss_mask.sum()", "advantages / loss_mask.sum(-1, keepdim=True)")},
-        "SkyRL's token_mean turns advantages of 1 over 5 tokens",
-    ),
+    Plant("advantages doubled in the worker", {WRAPPER: ('= data["advantages"]', '= 2 * data["advantages"]')}),
     Plant(
         "backward of the gather doubled",
         {MODEL: ("return grad_input, None", "return 2 * grad_input, None")},
@@ -409,6 +461,90 @@ PLANTS = [
     ),
     Plant("own weights times 1.25", {}, "tokens weigh 1.25 times", {"weighed": 1.25}),
 ]  # fmt: skip
+
+
+TRAINER, PREPROCESS = "skyrl/train/trainer.py", "skyrl/train/dataset/preprocess.py"
+WEIGHTS = "SkyRL's trainer gives response token"
+OF_TRAINER = [
+    Plant(
+        "tokens of one row in SkyRL's mean",
+        {LOSSES: ("advantages / loss_mask.sum()", "advantages / loss_mask.sum(-1, keepdim=True)")},
+        f"loss_reduction=token_mean: {WEIGHTS}", {"mode": "token_mean"},
+    ),
+    Plant(
+        "prompt means divided by rows",
+        {LOSSES: ("(num_prompts * prompt_tokens)", "(batch_size * prompt_tokens)")},
+        f"loss_reduction=prompt_mean: {WEIGHTS}", {"mode": "prompt_mean"},
+    ),
+    Plant(
+        "prompts of a mini-batch moved by a row",
+        {TRAINER: ("(p_start - start_idx, p_end - start_idx)", "(p_start - start_idx + 1, p_end - start_idx + 1)")},
+        f"loss_reduction=prompt_mean: {WEIGHTS}", {"mode": "prompt_mean"},
+    ),
+    Plant(
+        "first row in no prompt",
+        {PREPROCESS: ("] = set()\n    start = 0", "] = set()\n    start = 1")},
+        "each row must be in one prompt", {"mode": "prompt_mean"},
+    ),
+    Plant(
+        "advantages divided twice",
+        {TRAINER: ('data["advantages"] = normalized_advantages', 'data["advantages"] = normalized_advantages / 2')},
+        f"loss_reduction=sequence_mean: {WEIGHTS}",
+    ),
+]  # fmt: skip
+
+
+def divide(root: str, cp: int, cases: list[dict[str, Any]]) -> list[tuple[list[str], list[float]]]:
+    """Of the trainer alone, without a worker: our lines, and each token's weighed advantage, for two mini-batches."""
+    names = ("skyrl.backends.skyrl_train.utils.ppo_utils", "skyrl.backends.skyrl_train.training_batch")
+    ppo_utils, batches, preprocess = load(SKYRL, root, *names, "skyrl.train.dataset.preprocess")
+    trainers = load_trainer(root)
+
+    from megatron_rl_loss.engines import replacing, skyrl
+
+    results = []
+    for case in cases:
+        os.environ["MEGATRON_RL_LOSS_PROOF"] = case.get("proof", "error")
+        skyrl.AggregatedPolicyLoss("regular", group_size=4)
+        pickle.loads(pickle.dumps(ppo_utils.AdvantageEstimatorRegistry.get("megatron_rl_loss")))
+        cuts, convert = case.get("cuts", [0, 4, ROWS]), preprocess.convert_prompts_responses_to_batch_tensors
+        normalize = partial(by_trainer, trainers, config(case), None, batches.TrainingInputBatch, cuts)
+        data = data_of(slice(None), normalize, convert)
+        replacing.installed("SkyRL trainer").undo()
+        results.append((replacing.active(), data["advantages"].flatten().tolist()))
+    return results
+
+
+def test_what_the_trainer_divides_by_is_measured() -> None:
+    """Of each mini-batch apart, whether SkyRL whitens advantages or not; and it changes nothing."""
+    changes: list[dict[str, Any]] = [{}, {"whiten": True}, {"proof": "off"}]
+    cases = [{"mode": mode, "settings": {}} | change for mode in REDUCTIONS for change in changes]
+    (results,) = run_ranks(1, divide, checkout(SKYRL), 1, cases)
+    lines, _ = results[-1]
+    assert [line.partition("=")[2] for line in lines if "measured in" in line] == [
+        f"{own}, measured in SkyRL's own division of advantages: each of the step's 74 tokens has the weight of {mode}"
+        + f" with divisor {LENGTH}" * (mode == "constant")
+        for mode, own in REDUCTIONS.items()
+    ]
+    for (_, measured), (_, whitened), (_, unmeasured) in zip(*[iter(results)] * 3, strict=True):
+        assert measured == unmeasured != whitened
+
+
+@pytest.mark.parametrize("plant", OF_TRAINER, ids=lambda plant: plant.fault)
+def test_a_fault_of_the_trainer_stops(record_property: Any, tmp_path: Path, plant: Plant) -> None:
+    assert_stops(record_property, SKYRL, divide, plant, tmp_path)
+    root, warned = str(tmp_path), plant.case | {"settings": {}, "proof": "warn"}
+    ((lines, _),) = run_ranks(1, divide, root, 1, [{"mode": "sample_mean"} | warned])[0]
+    assert any(re.search(plant.match, line) for line in lines)
+
+
+def test_prompts_that_other_rows_have_are_not_proved(record_property: Any, tmp_path: Path) -> None:
+    """Boundaries that lie one row too late."""
+    given, moved = (f"append((start, {end}))\n            start = {end}" for end in ("i", "i + 1"))
+    root = planted(SKYRL, tmp_path, {PREPROCESS: (given, moved)})
+    ((lines, _),) = run_ranks(1, divide, root, 1, [{"mode": "prompt_mean", "settings": {}, "cuts": [0, 5, ROWS]}])[0]
+    assert any("NOT PROVED: the prompt id '0' stands at rows with different prompt tokens" in line for line in lines)
+    record_plant(record_property, SKYRL, "boundaries of prompts moved by a row", "says that it is not proved")
 
 
 @pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.fault)

@@ -2,14 +2,15 @@
 
 Real: the registration in the run script, SkyRL's command line, `validate_cfg`, `initialize_ray` with the runtime
 environment that SkyRL makes, `sync_registries`, its entry point in a Ray task with `BasePPOExp._setup_trainer`,
-`RayPPOTrainer` with `build_models` and `train_critic_and_policy`, worker groups, and in Ray's workers
-`MegatronPolicyWorker` with `MegatronStrategy`, and the loss that SkyRL's registry gives there.
+`RayPPOTrainer` with `build_models`, `compute_advantages_and_returns` and `train_critic_and_policy`, worker groups, and
+in Ray's workers `MegatronPolicyWorker` with `MegatronStrategy`, and the loss that SkyRL's registry gives there.
 Stubbed: the GPU, the tokenizer, data and sampler, weight transfer, Megatron-Bridge, and the model, which is a table of
 logits whose optimizer keeps gradients.
 """
 
 import importlib
 from dataclasses import replace
+from operator import itemgetter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from bigram_step import BETA, CLIP_HIGH, CLIP_LOW, ROWS, TOLERANCE, bigram_model, expected
+from bigram_step import BETA, CLIP_HIGH, CLIP_LOW, PROMPTS, ROWS, TOLERANCE, bigram_model, expected
 from checkouts import SKYRL, Settings, checkout, record_errors
 from logit_table import KeepsGradients
 from ranks import run_ranks
@@ -38,14 +39,13 @@ ENGINE = replace(
     passed_by=("skyrl", "skyrl.backends"),  # whose other backends it would import
     stand_ins=(*(name for name in SKYRL.stand_ins if name not in _REAL), *_NOT_USED),
 )
-DP = 2
+WORKERS = 2  # of the policy
 TERMS = {"kl": "token_mean", "entropy": "sample_mean"}
 ENTROPY = 0.02
 #: As in SkyRL's run scripts. `validate_cfg` checks the sizes.
 OPTIONS = {
     "trainer.strategy": "megatron",
     "trainer.algorithm.policy_loss_type": "mine",
-    "trainer.algorithm.loss_reduction": "token_mean",
     "trainer.algorithm.eps_clip_low": CLIP_LOW,
     "trainer.algorithm.eps_clip_high": CLIP_HIGH,
     "trainer.algorithm.use_kl_loss": "true",
@@ -54,7 +54,7 @@ OPTIONS = {
     "trainer.algorithm.entropy_loss_coef": ENTROPY,
     "trainer.placement.colocate_all": "false",
     "trainer.placement.colocate_policy_ref": "false",
-    "trainer.placement.policy_num_gpus_per_node": DP,
+    "trainer.placement.policy_num_gpus_per_node": WORKERS,
     "trainer.placement.ref_num_gpus_per_node": 1,
     "trainer.policy.model.path": "/",
     "trainer.ref.model.path": "/",
@@ -128,8 +128,19 @@ def entrypoint(cfg: Any) -> list[list[torch.Tensor]]:
     batches = importlib.import_module(f"{_BACKEND}.training_batch")
     preprocess = importlib.import_module("skyrl.train.dataset.preprocess")
     convert = preprocess.convert_prompts_responses_to_batch_tensors
-    data = batches.TrainingInputBatch(data_of(slice(None), lambda advantages, mask: advantages, convert))
-    data.metadata = {"response_length": data["response_mask"].shape[1], "policy_mini_batch_boundaries": [(0, ROWS)]}
+    data = batches.TrainingInputBatch(data_of(slice(None), itemgetter("advantages"), convert))
+    uids = [str(prompt) for prompt in PROMPTS]
+    data.metadata = {
+        "response_length": data["response_mask"].shape[1],
+        "avg_response_length": 0.0,
+        "uids": uids,
+        "policy_mini_batch_boundaries": [(0, ROWS)],
+        "policy_prompt_boundaries": preprocess.compute_prompt_boundaries(uids),
+    }
+    advantages, data["values"] = data["advantages"], None
+    data["rewards"] = torch.zeros_like(advantages)
+    trainer.compute_advantages_and_returns(data)
+    data["advantages"] = advantages  # in the place of those of the rewards
     trainer.train_critic_and_policy(data)
     workers = trainer.policy_model._actor_handlers
     return ray.get([worker.__ray_call__.remote(gradients_of) for worker in workers])
@@ -140,10 +151,10 @@ def drive(root: str, folder: str, options: dict[str, Any]) -> tuple[Any, list[st
 
     Of a launch that stops, the error in the place of gradients.
     """
-    with local_ray(__name__, root, gpus=DP + 1, by_engine=True) as lines:
+    with local_ray(__name__, root, gpus=WORKERS + 1, by_engine=True) as lines:
         ppo_utils = importlib.import_module(f"{_BACKEND}.utils.ppo_utils")
         of_ours = importlib.import_module("megatron_rl_loss.engines.skyrl").AggregatedPolicyLoss
-        ppo_utils.PolicyLossRegistry.register("mine", of_ours("regular", "prompt_mean", **TERMS))
+        ppo_utils.PolicyLossRegistry.register("mine", of_ours("regular", **TERMS))
         config = importlib.import_module("skyrl.train.config").SkyRLTrainConfig
         paths = {f"trainer.{name}_path": folder for name in ("log", "export", "ckpt")}
         cfg = config.from_cli_overrides([f"{key}={value}" for key, value in (OPTIONS | paths | options).items()])
@@ -158,17 +169,36 @@ def drive(root: str, folder: str, options: dict[str, Any]) -> tuple[Any, list[st
         return gradients, lines(), infra, ray.get(ray.remote(num_cpus=1)(LateWorker).remote().loss.remote())
 
 
-def test_workers_of_a_launch_aggregate_as_asked(record_property: Any, tmp_path: Path) -> None:
-    ((gradients, lines, infra, late),) = run_ranks(1, drive, checkout(SKYRL), str(tmp_path), {})
+@pytest.mark.parametrize(
+    ("mode", "options"),
+    [
+        ("prompt_mean", {"trainer.algorithm.loss_reduction": "prompt_mean"}),
+        (
+            "sample_mean",
+            {
+                "trainer.algorithm.loss_reduction": "sequence_mean",
+                "trainer.policy.megatron_config.context_parallel_size": WORKERS,
+            },
+        ),
+    ],
+    ids=["DP 2", "CP 2"],
+)
+def test_workers_of_a_launch_aggregate_as_asked(
+    mode: str, options: dict[str, Any], record_property: Any, tmp_path: Path
+) -> None:
+    ((gradients, lines, infra, late),) = run_ranks(1, drive, checkout(SKYRL), str(tmp_path), options)
     print(*lines, "---", *infra, sep="\n")
-    _, right, _ = expected("prompt_mean", TERMS, entropy=ENTROPY)
+    _, right, _ = expected(mode, TERMS, entropy=ENTROPY)
     error = max(relative_error(gradient.view_as(right), right) for of_worker in gradients for gradient in of_worker)
-    assert [len(of_worker) for of_worker in gradients] == [1] * DP
+    assert [len(of_worker) for of_worker in gradients] == [1] * WORKERS
     assert error < TOLERANCE
     assert any("SkyRL worker 0: replaced MegatronModelWrapper.forward_backward_mini_batch" in line for line in infra)
     assert any("aggregation proved" in line for line in infra)
-    assert not any("worker" in line for line in lines)  # SkyRL's workers print into its own log
-    assert "took the loss from SkyRL's registry before it imported MegatronModelWrapper" in late
+    own = options["trainer.algorithm.loss_reduction"]
+    says = f"in SkyRL driver: loss_reduction={own}, measured in SkyRL's own division of advantages: each of"
+    assert [line for line in lines if "worker 0" in line] == []  # SkyRL's workers print into its own log
+    assert any(says in line and f"has the weight of {mode}" in line for line in lines)
+    assert "took the loss from SkyRL's registry first" in late
     record_errors(record_property, SKYRL, "started: policy loss, KL and entropy", ours=error)
 
 
