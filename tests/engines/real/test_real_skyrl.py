@@ -403,11 +403,11 @@ def test_other_groups_than_are_generated_are_not_proved() -> None:
 WRAPPER = "skyrl/backends/skyrl_train/workers/megatron/megatron_model_wrapper.py"
 LOSSES, MODEL = (f"skyrl/backends/skyrl_train/{name}_utils.py" for name in ("utils/ppo", "distributed/megatron/model"))
 KL_MEAN = "masked_mean(kl_loss, loss_mask, dim=-1).mean()"
-LOSS_AGAIN = """config=loss_config)
-            policy_loss = policy_loss + current_loss_fn(
+AFTER_LOSS = "# Decoupled MTP / draft loss"
+LOSS_AGAIN = f"""policy_loss = policy_loss + current_loss_fn(
                 action_log_probs, old_action_log_probs, advantages, config=loss_config, loss_mask=loss_mask,
                 rollout_logprobs=rollout_action_logprobs)[0]
-            #"""
+            {AFTER_LOSS}"""
 PLANTS = [
     Plant("scaling doubled", {WRAPPER: ("_correction_factor = num", "_correction_factor = 2 * num")}),
     Plant(
@@ -453,6 +453,7 @@ PLANTS = [
         "loss not linear in advantages",
         {LOSSES: ("surr1 = ratio * adv", "advantages = advantages.sign(); surr1 = ratio * adv")},
     ),
+    Plant("policy loss computed twice", {WRAPPER: (AFTER_LOSS, LOSS_AGAIN)}),
     Plant("advantages doubled in the worker", {WRAPPER: ('= data["advantages"]', '= 2 * data["advantages"]')}),
     Plant(
         "backward of the gather doubled",
