@@ -86,7 +86,9 @@ ENGINES: dict[str, dict[str, Functions]] = {
             "MegatronEngine.train_batch": ["input_", "loss_fn", "loss_weight_fn"],
             "MegatronEngine.forward_backward_batch": [], "MegatronPPOActor.ppo_update": ["args"],
         },
-        "areal/trainer/ppo/actor.py": {"grpo_loss_fn": ["logprobs", "entropy", "input_data"]},
+        "areal/trainer/ppo/actor.py": {
+            "grpo_loss_fn": ["logprobs", "entropy", "input_data"], "PPOActorController.ppo_update": ["args"],
+        },
     },
     "ROLL": {
         "roll/distributed/strategy/megatron_strategy.py": {
@@ -94,7 +96,8 @@ ENGINES: dict[str, dict[str, Functions]] = {
             "MegatronInferStrategy.op_compute_log_probs": [], "MegatronInferStrategy.op_compute_entropy": [],
         },
         "roll/pipeline/rlvr/actor_worker.py": {"ActorWorker.loss_func": ["data"]},
-        "roll/pipeline/base_worker.py": {"ActorWorker.get_old_log_probs_with_cache": []},
+        "roll/pipeline/base_worker.py": {"ActorWorker.get_old_log_probs_with_cache": [], "create_strategy": None},
+        "roll/distributed/strategy/factory.py": {"create_strategy": ["worker"]},
     },
     "RLinf": {
         "rlinf/workers/megatron_worker.py": {

@@ -95,10 +95,10 @@ def aggregate(
         return stock()
 
     def with_columns(stock: Any, arguments: dict[str, Any]) -> Any:
-        if arguments["loss_fn"] is loss_fn:
+        if isinstance(arguments["loss_fn"], type(loss_fn)):
             raise ValueError(
-                "policy.train with the loss passed into aggregate(...): that loss has no weights. Pass grpo_train the "
-                "loss that aggregate(...) returned."
+                f"policy.train with a {type(loss_fn).__name__} beside aggregate(...): that loss has no weights. Pass "
+                "grpo_train the loss that aggregate(...) returned."
             )
         if arguments["loss_fn"] is loss:
             data = arguments["data"] = copy.copy(arguments["data"])

@@ -78,8 +78,7 @@ class Replaced:
                     f"{self.engine} with {'no ' if stock is None else ''}{function}({', '.join(parameters)}): this "
                     f"package expects {name}({', '.join(function.parameters)}). Use {self.engine} {self.versions}."
                 )
-            bases = getattr(owner, "__mro__", type(owner).__mro__)
-            if any(function.kind in getattr(vars(each).get(name), _MARK, ()) for each in (owner, *bases)):
+            if is_replaced(owner, name, function.kind):
                 raise ValueError(
                     f"{function}, which has {function.kind} already: a second one would apply or measure weights "
                     "twice. Do it once, for a class or for its subclass."
@@ -119,6 +118,12 @@ class Replaced:
             self.proof.is_over = True
         for key in [key for key, entry in _REGISTRY.items() if entry is self]:
             del _REGISTRY[key]
+
+
+def is_replaced(owner: Any, name: str, kind: str = Function._field_defaults["kind"]) -> bool:
+    """True if that function of the owner, or of a base class, has a replacement of the kind."""
+    bases = getattr(owner, "__mro__", type(owner).__mro__)
+    return any(kind in getattr(vars(each).get(name), _MARK, ()) for each in (owner, *bases))
 
 
 def holders(functions: Sequence[Any]) -> list[list[tuple[Any, str]]]:

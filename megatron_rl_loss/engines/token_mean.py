@@ -25,7 +25,7 @@ from megatron_rl_loss.engines.places import swapped
 from megatron_rl_loss.engines.policy_tap import tap_policy
 from megatron_rl_loss.engines.prompt_tokens import is_by_prompt, misplaced_ids
 from megatron_rl_loss.engines.proving import prove
-from megatron_rl_loss.engines.replacing import Function, Replaced
+from megatron_rl_loss.engines.replacing import Function, Replaced, is_replaced
 from megatron_rl_loss.engines.token_mean_engines import ENGINES, StepArguments
 from megatron_rl_loss.extend import LossModes, ModeFunction, Promises
 
@@ -99,7 +99,8 @@ def aggregate(
 
     further = [Function(owner, *function) for function in engine.further]
     further += [Function(owner, engine.runs, [], running)] * hasattr(owner, engine.runs or "-")
-    replaced = Replaced(engine.name, engine.versions, [Function(owner, *engine.step, step), *further])
+    checks = [check for check in engine.checks(owner) if not is_replaced(check.owner, check.name, check.kind)]
+    replaced = Replaced(engine.name, engine.versions, [Function(owner, *engine.step, step), *further, *checks])
     where = f"{owner.__name__}.{engine.step[0]}"
     never = f"{where} called no policy loss, or was not called. Use {engine.name} {engine.versions}."
     beside = f"other terms keep {engine.name}'s token mean"

@@ -4,6 +4,7 @@ Source: AReaL 2.0.0 (cbff54d6), engine/megatron_engine.py, trainer/ppo/actor.py;
 megatron_strategy.py, utils/functionals.py; RLinf a3816b59, workers/megatron_worker.py, workers/actor.
 """
 
+import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import accumulate
@@ -28,6 +29,7 @@ from megatron_rl_loss.engines.columns import (
 )
 from megatron_rl_loss.engines.places import Call, places, swapped, value_at, wrapped
 from megatron_rl_loss.engines.policy_tap import LossPaths, WeighedMicrobatch
+from megatron_rl_loss.engines.replacing import Function, announce, is_replaced
 from megatron_rl_loss.extend import is_observed
 
 StepArguments = Mapping[str, Any]  # the arguments of a call of the step method, by name
@@ -56,6 +58,7 @@ class TokenMeanEngine(NamedTuple):
         trains: True if an instance of the class trains a policy.
         tokens: its divisor, if that is not the number of the step's active tokens; checked against what the step has.
         further: other methods that are replaced.
+        checks: functions of the engine that run where workers train without the class; ours refuse it, or say so.
         runs: another method that calls Megatron's schedule, if the class has it.
     """
 
@@ -77,6 +80,7 @@ class TokenMeanEngine(NamedTuple):
     of_samples: Callable[[StepArguments], str] = lambda step: ""
     tokens: Callable[[StepArguments, StepTotals], float] | None = None
     further: Sequence[tuple[str, Sequence[str], Call]] = ()
+    checks: Callable[[Any], Sequence[Function]] = lambda owner: ()
     runs: str = ""
     mends: bool = False
     loses_masked: bool = False
@@ -157,6 +161,25 @@ def _put_areal(step: Any, call: Call) -> Iterator[None]:
         yield
 
 
+def _areal_controllers(owner: Any) -> list[Function]:
+    """In the driver: the update of a controller, whose workers are of the class that it was made of."""
+    if not hasattr(owner, "as_controller"):
+        return []
+    controllers = importlib.import_module("areal.trainer.ppo.actor")
+
+    def update(stock: Callable[[], Any], arguments: dict[str, Any]) -> Any:
+        trained = arguments["self"].train_engine
+        if not is_replaced(trained, "train_batch"):
+            raise ValueError(
+                f"ppo_update of a controller of {trained.__name__}, beside aggregate({owner.__name__}, ...): its "
+                f"workers would train without the aggregation. Make the actor by {owner.__name__}.as_controller, as "
+                "the Trainer of docs/engines.md does."
+            )
+        return stock()
+
+    return [Function(controllers.PPOActorController, "ppo_update", ["args"], update, kind="a check")]
+
+
 def _areal_unproved(step: StepArguments) -> str:
     engine = step["self"]
     is_known = isinstance(getattr(engine, "model", None), list) and not engine.enable_tree_training
@@ -174,6 +197,23 @@ def _roll_prompts(step: StepArguments, batch: Batch) -> Sequence[Any] | str:
     if "traj_group_id" in others:
         return list(others["traj_group_id"])
     return MEDIA if "multi_modal_inputs" in others else prompts_of(batch["input_ids"], batch["prompt_mask"])
+
+
+def _roll_strategies(owner: Any) -> list[Function]:
+    """In a worker: the choice of its strategy, by its config."""
+    names = ("strategy", "factory")
+    strategies, factory = (importlib.import_module(f"roll.distributed.strategy.{name}") for name in names)
+
+    def create(stock: Callable[[], Any], arguments: dict[str, Any]) -> Any:
+        strategy, name = stock(), owner.__name__
+        of_worker = f"{type(strategy).__name__} in a worker with aggregate({name}, ...)"
+        if isinstance(strategy, strategies.TrainStrategy) and not isinstance(strategy, owner):
+            raise ValueError(f"{of_worker}: it would train without the aggregation. Set strategy_name: megatron_train.")
+        if not isinstance(strategy, owner):
+            announce(f"ROLL: NOT IN FORCE: {of_worker} trains nothing. Set actor_train.worker_cls to your class")
+        return strategy
+
+    return [Function(factory, "create_strategy", ["worker"], create, bool, kind="a check")]
 
 
 def _roll_trains(strategy: Any) -> bool:
@@ -290,6 +330,8 @@ def _areal_group_size(actor: Any) -> int | None:
 
 #: By the package of the class.
 ENGINES = {
+    # Once AReaL#1546 merges, its token_mean, seq_mean, prompt_mean and constant need the proof alone. The weights, and
+    # the groups that ppo_update numbers, then stay for all other modes, over a `loss_aggregation` of token_mean.
     "areal": TokenMeanEngine(
         "AReaL", "1.0.4 or 2.0.0 (cbff54d6)", ("train_batch", ["input_", "loss_fn", "loss_weight_fn"]),
         wrong=lambda step: [
@@ -313,6 +355,7 @@ ENGINES = {
         group_size=_areal_group_size,
         runs="forward_backward_batch",
         further=[("ppo_update", ["args"], _give_groups)],
+        checks=_areal_controllers,
     ),
     "roll": TokenMeanEngine(
         "ROLL", "8eb27cc2", ("train_step", ["batch", "loss_func"]),
@@ -335,6 +378,7 @@ ENGINES = {
         facts=_roll_facts,
         loses_masked=True,
         trains=_roll_trains,
+        checks=_roll_strategies,
         group_size=lambda strategy: getattr(strategy.worker.pipeline_config, "num_return_sequences_in_group", None),
         of_samples=lambda step: "Set importance_sampling: token"
         if step["self"].worker.pipeline_config.importance_sampling == "seq" else "",

@@ -169,6 +169,37 @@ def test_prompts_of_areal_are_the_tokens_before_the_first_trained_one(is_packed:
     assert prompt_tokens(columns) == ["[0, 1]", "[5, 6]", "[10, 11]", "[15, 16]", "[20, 21, 22, 23, 24]"]
 
 
+class PPOActorController:
+    def __init__(self, train_engine: type[Any]) -> None:
+        self.train_engine = train_engine
+
+    def ppo_update(self, *args: Any, **kwargs: Any) -> str:
+        return "updated"
+
+
+@pytest.fixture
+def controller(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A stand-in for AReaL's module with its controller."""
+    module: Any = ModuleType("areal.trainer.ppo.actor")
+    module.PPOActorController = type("PPOActorController", (PPOActorController,), {})
+    for name in ("areal", "areal.trainer", "areal.trainer.ppo"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return module.PPOActorController
+
+
+def test_a_controller_of_another_class_does_not_train_unnoticed(controller: Any) -> None:
+    """Two classes may have an aggregation each."""
+    mine, other = actors(), actors()
+    for actor_class in (mine, other):
+        actor_class.as_controller = None
+        aggregate(actor_class, "prompt_mean")
+        assert controller(actor_class).ppo_update(groups()) == "updated"
+    with pytest.raises(ValueError, match=r"ppo_update of a controller of Actor, beside aggregate\(Mine, \.\.\.\)"):
+        controller(Actor).ppo_update(groups())
+
+
+@pytest.mark.usefixtures("controller")
 def test_a_controller_of_a_class_that_workers_import_anew_is_refused() -> None:
     for module in ("my_actor", "areal.engine.megatron_engine"):
         actor_class = actors()

@@ -413,6 +413,8 @@ def test_the_code_of_frameworks_that_needs_none_runs(monkeypatch: pytest.MonkeyP
         "roll.distributed.strategy.megatron_strategy": {
             "MegatronTrainStrategy": _stepping("roll", "train_step(self, batch, loss_func)")
         },
+        "roll.distributed.strategy.strategy": {"TrainStrategy": object},
+        "roll.distributed.strategy.factory": {"create_strategy": lambda worker: None},
         "roll.pipeline.rlvr.actor_worker": {"ActorWorker": object},
         "rlinf.workers.actor.megatron_actor_worker": {
             "MegatronActor": _stepping("rlinf", "training_step(self, batch)")

@@ -161,7 +161,7 @@ ROLL = Framework(
         *("transformers", *(f"mcore_adapter.{name}" for name in ("checkpointing", "patcher", "trainer"))),
         *("roll.configs.base_config", "roll.configs.worker_config"),
         *("roll.datasets.collator", "roll.distributed.executor.worker", "roll.distributed.scheduler.decorator"),
-        *("roll.distributed.scheduler.transfer_backend", "roll.distributed.strategy.factory", "roll.models"),
+        *("roll.distributed.scheduler.transfer_backend", "roll.models"),
         *("roll.pipeline.agentic.utils", "roll.pipeline.rlvr.rlvr_config", "roll.third_party.megatron.model_update"),
         *(f"roll.utils.{name}" for name in ("checkpoint_manager", "collective", "cuda_ipc_utils", "offload_nccl")),
         *("roll.utils.context_managers", "roll.utils.logging", "roll.utils.telemetry"),

@@ -5,6 +5,9 @@ micro-batches, its counts and its log-probs, `ActorWorker.loss_func`, `DataProto
 model is a table of logits. Replaced: Ray, TensorDict, the optimizer, which keeps what Megatron hands it.
 """
 
+import contextlib
+import importlib
+import io
 import logging
 import runpy
 import sys
@@ -36,6 +39,8 @@ from replacements import aggregated
 from roll_rows import LEFT, rows_of_rank
 from table_step import relative_error, start
 from torch import Tensor
+
+from megatron_rl_loss.engines import token_mean
 
 MODES: dict[str, dict[str, Any]] = {
     "token_mean": {},
@@ -78,13 +83,7 @@ def wrap_groups(root: str) -> None:
     del sys.modules["roll.utils.logging"]
 
 
-def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """On a rank: the error of each case's gradient. The first case may ask for ROLL's ``offload_nccl``."""
-    if cases[0].get("offload_nccl"):
-        wrap_groups(root)
-    state = start(cp=cp)
-    group = state.get_data_parallel_group()
-    assert (type(group).__name__ == "ReloadableProcessGroup") == bool(cases[0].get("offload_nccl"))
+def load_with_tensordict(root: str, *modules: str) -> list[Any]:
     for name in ("tensordict", "tensordict.utils", "mcore_adapter"):
         sys.modules[name] = ModuleType(name)
         sys.modules[name].__spec__ = ModuleSpec(name, None)
@@ -93,10 +92,19 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
     vars(sys.modules["mcore_adapter"]).update(
         TrainingArguments=Settings, __path__=[str(Path(root, "mcore_adapter/src/mcore_adapter"))]
     )
-    strategies, protocol, functionals, workers = load(
-        ROLL, root, "roll.distributed.strategy.megatron_strategy", "roll.distributed.scheduler.protocol",
-        "roll.utils.functionals", "roll.pipeline.rlvr.actor_worker",
-    )  # fmt: skip
+    return load(ROLL, root, "roll.distributed.strategy.megatron_strategy", *modules)
+
+
+def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """On a rank: the error of each case's gradient. The first case may ask for ROLL's ``offload_nccl``."""
+    if cases[0].get("offload_nccl"):
+        wrap_groups(root)
+    state = start(cp=cp)
+    group = state.get_data_parallel_group()
+    assert (type(group).__name__ == "ReloadableProcessGroup") == bool(cases[0].get("offload_nccl"))
+    strategies, protocol, functionals, workers = load_with_tensordict(
+        root, "roll.distributed.scheduler.protocol", "roll.utils.functionals", "roll.pipeline.rlvr.actor_worker"
+    )
     corrections: Any = sys.modules["roll.utils.train_infer_corrections"]
     corrections.compute_segment_masked_mean = lambda values, mask: values
     strategies.collate_fn_to_dict_list = lambda rows: {name: [row[name] for row in rows] for name in rows[0]}
@@ -198,6 +206,35 @@ def test_another_loss_is_refused_on_all_ranks() -> None:
     with pytest.raises(RankError, match="loss_agg_mode=seq-mean-token-mean with a loss aggregation") as caught:
         run_ranks(2, train, checkout(ROLL), 1, [case])
     assert set(caught.value.errors) == {0, 1}
+
+
+def choose_strategies(root: str) -> tuple[str, str, str]:
+    """On a rank, in a worker with an aggregation: ROLL's choice of its strategy; for two others, what is said."""
+    strategies, workers = load_with_tensordict(root, "roll.pipeline.base_worker")
+    of_fsdp: Any = ModuleType("roll.distributed.strategy.fsdp2_strategy")
+    sys.modules[of_fsdp.__name__] = of_fsdp
+    train_strategy = importlib.import_module("roll.distributed.strategy.strategy").TrainStrategy
+    abstract: Any = {"__abstractmethods__": frozenset()}
+    of_fsdp.FSDP2TrainStrategy = type("FSDP2TrainStrategy", (train_strategy,), {"__init__": lambda *_: None} | abstract)
+    strategies.MegatronTrainStrategy.__init__ = lambda *_: None
+    token_mean.aggregate(strategies.MegatronTrainStrategy, "prompt_mean")
+    of = {
+        name: Settings(worker_config=Settings(strategy_args=Settings(strategy_name=name)))
+        for name in ("megatron_train", "mock_infer", "fsdp2_train")
+    }
+    chosen = workers.create_strategy(of["megatron_train"])
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        workers.create_strategy(worker=of["mock_infer"])
+    with pytest.raises(ValueError) as refused:  # noqa: PT011 - the text is compared in the test
+        workers.create_strategy(of["fsdp2_train"])
+    return type(chosen).__name__, printed.getvalue(), str(refused.value)
+
+
+def test_a_worker_that_trains_without_the_class_says_so() -> None:
+    ((chosen, printed, refused),) = run_ranks(1, choose_strategies, checkout(ROLL))
+    assert chosen == "MegatronTrainStrategy"
+    assert printed.startswith("megatron_rl_loss in ROLL worker 0: NOT IN FORCE: MockInferStrategy in a worker with")
+    assert refused.startswith("FSDP2TrainStrategy in a worker with aggregate(MegatronTrainStrategy, ...): it would")
 
 
 _STRATEGY, _WORKER = "roll/distributed/strategy/megatron_strategy.py", "roll/pipeline/rlvr/actor_worker.py"
