@@ -1,11 +1,13 @@
 """AReaL from its own start: AREAL_PATH=~/AReaL.
 
-Real: AReaL's command line and config, `_create_train_engine` of the page's trainer, the local scheduler, its workers'
-server in processes of their own, which import the page's class by path, the controller's deal of trajectory groups,
-`create_process_group`, `initialize` and `ppo_update` of the engine, and all that a training step calls. Stubbed: the
-GPU, Hugging Face's files, the optimizer, which keeps gradients, and the model, a table of logits.
+Real: AReaL's command line and config, `_init_scheduler` and `_create_train_engine` of the page's trainer, the scheduler
+(local, Ray's and Slurm's with the script that it submits), its workers' server in processes of their own, which import
+the page's class by path, the controller's deal of trajectory groups, `create_process_group`, `initialize` and
+`ppo_update` of the engine, and all that a training step calls. Stubbed: the GPU, Hugging Face's files, the optimizer,
+which keeps gradients, the model, a table of logits, and Slurm's own commands with the container (`slurm_here`).
 """
 
+import contextlib
 import dataclasses
 import importlib
 import os
@@ -18,6 +20,7 @@ from typing import Any
 import megatron_on_cpu
 import pytest
 import ray_workers
+import slurm_here
 import torch
 from areal_groups import groups_of_rank
 from bigram_step import CLIP_HIGH, CLIP_LOW, TOLERANCE, bigram_model, expected
@@ -86,46 +89,64 @@ def kept_gradients(engine: Any) -> list[list[float]]:
     return [gradient.tolist() for gradient in engine.optimizer.gradients]
 
 
-def drive(root: str, ours: bool) -> tuple[list[list[list[float]]], list[str]]:
-    """As AReaL's script and trainer up to a step: gradients of each worker, the workers' lines."""
-    with tempfile.TemporaryDirectory() as folder:
+def drive(root: str, kind: str, ours: bool) -> tuple[list[list[list[float]]], list[str], str]:
+    """As AReaL's script and trainer up to a step: gradients of each worker, the workers' lines.
+
+    Then what AReaL's own trainer says in a script that imported the page's class.
+    """
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
         (shown,) = [code for code in code_of("engines.md") if "as_controller" in code]
         Path(folder, "areal_actor.py").write_text(shown)
         sys.path[:0] = [folder, *PYTHONPATH.split(os.pathsep)]
-        ray_workers.forget_torchrun()
-        ray_workers.prepare(__name__, root)
-        modules = ("api.cli_args", "infra", "api.alloc_mode", "trainer.rl_trainer", "api", "infra.utils.concurrent")
-        cli, infra, allocations, trainers, apis, concurrent = (
-            importlib.import_module(f"areal.{name}") for name in modules
-        )
+        if kind == "ray":
+            stack.enter_context(ray_workers.local_ray(__name__, root, gpus=DP, by_engine=True))
+        else:
+            ray_workers.forget_torchrun()
+            ray_workers.prepare(__name__, root)
+        if kind == "slurm":
+            slurm_here.install(Path(folder))
+        modules = ("api.cli_args", "api.alloc_mode", "trainer.rl_trainer", "api", "infra.utils.concurrent")
+        cli, allocations, trainers, apis, concurrent = (importlib.import_module(f"areal.{name}") for name in modules)
         places = [f"cluster.fileroot={folder}", f"cluster.name_resolve.nfs_record_root={folder}/names"]
-        argv = ["--config", str(Path(root, "examples/math/gsm8k_grpo_megatron.yaml")), *SETTINGS, *places]
-        config, _ = cli.load_expr_config(argv, cli.PPOConfig)
+        asked = [*SETTINGS, *places, f"scheduler.type={kind}"]
+        config, _ = cli.load_expr_config(
+            ["--config", str(Path(root, "examples/math/gsm8k_grpo_megatron.yaml")), *asked], cli.PPOConfig
+        )
         (of_workers,) = config.actor.scheduling_spec
-        of_workers.gpu, of_workers.cmd = 0, "python -m areal_worker"
-        scheduler = infra.LocalScheduler(exp_config=config, startup_timeout=200)
+        of_workers.gpu, of_workers.cpu, of_workers.mem = int(kind == "ray"), 1, 1
+        of_workers.cmd = f"{sys.executable} -m areal_worker"
         trainer_class = importlib.import_module("areal_actor").Trainer if ours else trainers.PPOTrainer
         trainer = object.__new__(trainer_class)
-        trainer.scheduler = scheduler
+        trainer.config = config
+        trainer.scheduler = scheduler = trainer._init_scheduler()
+        scheduler.startup_timeout = 200
         allocation = allocations.ModelAllocation.from_str(config.actor.backend, name="actor")
         actor = trainer._create_train_engine(config.actor, allocation)
-        try:
-            actor.initialize(role="actor", addr=None, ft_spec=apis.FinetuneSpec(1, 12, 12))
-            actor.ppo_update(groups_of_rank(0, 1))
-            gradients = [
-                concurrent.run_async_task(
-                    scheduler.async_call_engine, worker.id, "kept_gradients", actor._engine_name(rank)
-                )
-                for rank, worker in enumerate(actor.workers)
-            ]
-            return gradients, ray_workers.lines_in(Path(scheduler.log_dir, "actor.log"))
-        finally:
-            scheduler.delete_workers()
+        stack.callback(scheduler.delete_workers)
+        actor.initialize(role="actor", addr=None, ft_spec=apis.FinetuneSpec(1, 12, 12))
+        actor.ppo_update(groups_of_rank(0, 1))
+        gradients = [
+            concurrent.run_async_task(
+                scheduler.async_call_engine, worker.id, "kept_gradients", actor._engine_name(rank)
+            )
+            for rank, worker in enumerate(actor.workers)
+        ]
+        (log,) = Path(folder, "logs").rglob("actor.log")
+        lines, refused = ray_workers.lines_in(log), ""
+        if ours:
+            own = trainers.PPOTrainer._create_train_engine(trainer, config.actor, allocation)
+            with pytest.raises(ValueError) as caught:  # noqa: PT011 - the text is compared in the test
+                own.ppo_update(groups_of_rank(0, 1))
+            refused = str(caught.value)
+        return gradients, lines, refused
 
 
-@pytest.mark.parametrize("ours", [False, True])
-def test_a_class_by_path(ours: bool, record_property: Any) -> None:
-    ((gradients, lines),) = run_ranks(1, drive, checkout(AREAL), ours)
+@pytest.mark.parametrize(("kind", "ours"), [("local", False), ("local", True), ("ray", True), ("slurm", True)])
+def test_a_class_by_path(kind: str, ours: bool, record_property: Any) -> None:
+    if kind == "ray":
+        pytest.importorskip("ray")
+    ((gradients, lines, refused),) = run_ranks(1, drive, checkout(AREAL), kind, ours)
     print(*lines, sep="\n")
     _, by_entry, _ = expected("prompt_mean", {}, kl=None)
     steps = [torch.tensor(of_step) for of_worker in gradients for of_step in of_worker]
@@ -134,5 +155,6 @@ def test_a_class_by_path(ours: bool, record_property: Any) -> None:
     if ours:
         record_errors(record_property, AREAL, "started: prompt mean", ours=max(errors))
     assert max(errors) < TOLERANCE if ours else min(errors) > 1e-2
+    assert refused.startswith("ppo_update of a controller of MegatronPPOActor, beside aggregate(Actor, ...)") == ours
     assert any(line.startswith("megatron_rl_loss in AReaL worker 0: replaced") for line in lines) == ours
     assert any("prompt_mean on AReaL's policy loss, aggregation proved on" in line for line in lines) == ours
