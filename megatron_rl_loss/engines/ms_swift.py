@@ -60,6 +60,11 @@ def aggregate(mode: str | Mode | ModeFunction, **settings: Any) -> Replaced:
         BadBatchError: on every rank, in a step: another ``--loss_type`` than dapo and cispo; a mode by prompt with
             images; a first step in which a token has a weight that the mode does not ask for.
     """
+    if "swift.megatron" not in sys.modules:
+        raise ValueError(
+            "aggregate(...) in a process without Megatron-SWIFT: the trainers of swift rlhf, and swift rollout, would "
+            "run without the aggregation. Name its plugin in --external_plugins of megatron rlhf alone."
+        )
     from swift.megatron.trainers import grpo_trainer
     from swift.rlhf_trainers import utils
 

@@ -80,6 +80,11 @@ def set_up_worker() -> None:
     prepare(*json.loads(os.environ[_ENGINE]))
 
 
+def of_workers(module: str, root: str) -> dict[str, str]:
+    """The variables by which `set_up_worker` prepares a process."""
+    return {_ENGINE: json.dumps([module, root])}
+
+
 def forget_torchrun() -> None:
     """In a driver: drop the variables that `run_ranks` gave it, since an engine sets those of its workers."""
     for variable in [*_OF_TORCHRUN, *(key for key in os.environ if key.startswith("TORCHELASTIC"))]:
@@ -102,7 +107,7 @@ def local_ray(
     forget_torchrun()
     os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # Ray counts its entries
     os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
-    environment = {"PYTHONPATH": PYTHONPATH, _ENGINE: json.dumps([module, root]), "OMP_NUM_THREADS": "1"}
+    environment = {"PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1", **of_workers(module, root)}
     prepare(module, root)
     init = ray.init
 
@@ -146,4 +151,8 @@ def gradients_of(worker: Any) -> list[Any]:
 
 def lines_in(log: Path) -> list[str]:
     """The library's lines in a log."""
-    return _LINE.findall(log.read_text())
+    return lines_of(log.read_text())
+
+
+def lines_of(text: str) -> list[str]:
+    return _LINE.findall(text)

@@ -1,18 +1,23 @@
 """ms-swift from its own start: MS_SWIFT_PATH=~/ms-swift, and its transformers, datasets, peft, accelerate, modelscope.
 
-Real: the arguments of `megatron rlhf` as its own parser and dataclasses read them, the import of `--external_plugins`
-there, `MegatronRLHF` with its model's config, tokenizer, template and dataset, Megatron's groups as ms-swift
-initialises them, `MegatronGRPOTrainer` from its `__init__` through `train`: rewards, encoding, log-probs of the policy
-and of the reference, advantages, and a training step.
+Real: `megatron rlhf` as its console script runs it, torchrun and its ranks, the arguments as ms-swift's own parser and
+dataclasses read them, the import of `--external_plugins` there, `MegatronRLHF` with its model's config, tokenizer,
+template and dataset, Megatron's groups as ms-swift initialises them, `MegatronGRPOTrainer` from its `__init__` through
+`train`: rewards, encoding, log-probs of the policy and of the reference, advantages, and a training step. With
+`--use_ray`, the process that the command starts, its Ray workers and its driver's `GRPOTrainer`, as far.
 Stubbed: the GPU, the sampler with its weight transfer, mcore-bridge, checkpoints, and the model, which is a table of
-logits whose optimizer keeps gradients; torchrun, whose environment the ranks have.
+logits whose optimizer keeps gradients.
 """
 
-import importlib
+import importlib.util
 import json
+import os
+import runpy
+import socket
+import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,16 +28,19 @@ import torch
 import torch.distributed as dist
 from bigram_step import TOLERANCE, VOCABULARY, bigram_model, make_table
 from checkouts import MS_SWIFT, Settings, checkout, record_errors, stand_in
+from fork_server import PYTHONPATH
 from logit_table import KeepsGradients
 from ranks import run_ranks
+from ray_workers import after_import, lines_of, local_ray, of_workers
 from table_step import relative_error
 
+ray: Any = pytest.importorskip("ray")
 for package in ("transformers", "datasets", "peft", "accelerate", "modelscope"):
     pytest.importorskip(package)
 pytestmark = pytest.mark.slow
 
 _NOT_USED = ("aiohttp", "dacite", "fastapi", "json_repair", "mcore_bridge", "msgspec", "openai", "uvicorn", "trl")
-_ALWAYS = ("rlhf_trainers.vllm_client", "rlhf_trainers.grpo_trainer", "ray.megatron.checkpoint_engine")
+_ALWAYS = ("rlhf_trainers.vllm_client", "rlhf_trainers.grpo_trainer")
 ENGINE = replace(MS_SWIFT, passed_by=(), stand_ins=(*_NOT_USED, *(f"swift.{name}" for name in _ALWAYS)), replaced=())
 DP, PROMPTS, SAMPLES = 2, 4, 4
 OPTIONS = "--rlhf_type grpo --loss_type dapo --reward_funcs length --scale_rewards none --beta 0.03 --use_vllm true "
@@ -40,6 +48,15 @@ OPTIONS += f"--vllm_mode server --use_gym_env false --num_generations {SAMPLES} 
 OPTIONS += f"--global_batch_size {PROMPTS * SAMPLES} --train_iters 1 --padding_free true --attention_backend local "
 OPTIONS += "--model_type qwen2 --template dummy --torch_dtype float32 --tuner_type full --finetune true "
 OPTIONS += "--ddp_backend gloo --check_model false --dataloader_num_workers 0 --split_dataset_ratio 0 --temperature 1"
+TEXTS = [" ".join("1234"[: i + 1]) for i in range(PROMPTS)]
+GRADIENTS = "TEST_GRADIENTS"
+IN_RANKS = """import os
+
+if "LOCAL_RANK" in os.environ:
+    import ray_workers
+
+    ray_workers.set_up_worker()
+"""
 REWARDS = """from swift.rewards import ORM, orms
 
 
@@ -61,8 +78,15 @@ def response_of(prompt: str, number: int) -> list[int]:
     return [1 + (number + 2 * k + len(prompt)) % (VOCABULARY - 1) for k in range(1 + (3 * number + len(prompt)) % 7)]
 
 
-def write_inputs(folder: Path) -> list[str]:
-    """A model's config and tokenizer, a dataset and the plugins; the command's options for them."""
+def options_of(folder: Path, plugins: list[str]) -> dict[str, list[str]]:
+    """The command's options, each with its words."""
+    words, paths = OPTIONS.split(), {"--model": "model", "--dataset": "data.jsonl", "--output_dir": "output"}
+    options = {name: [value] for name, value in zip(words[::2], words[1::2], strict=True)}
+    return options | {name: [str(folder / path)] for name, path in paths.items()} | {"--external_plugins": plugins}
+
+
+def write_inputs(folder: Path) -> None:
+    """A model's config and tokenizer, a dataset and the plugins."""
     from transformers import PreTrainedTokenizerFast, Qwen2Config
 
     tokenizers: Any = importlib.import_module("tokenizers")
@@ -74,49 +98,76 @@ def write_inputs(folder: Path) -> list[str]:
     words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     special = dict.fromkeys(["eos_token", "pad_token", "unk_token"], "0")
     PreTrainedTokenizerFast(tokenizer_object=words, **special).save_pretrained(folder / "model")
-    prompts = [" ".join("1234"[: i + 1]) for i in range(PROMPTS)]
-    rows = [json.dumps({"messages": [{"role": "user", "content": prompt}]}) for prompt in prompts]
+    rows = [json.dumps({"messages": [{"role": "user", "content": prompt}]}) for prompt in TEXTS]
     for name, text in {"data.jsonl": "\n".join(rows), "rewards.py": REWARDS, "plugin.py": PLUGIN}.items():
         (folder / name).write_text(text)
-    paths = {"model": "model", "dataset": "data.jsonl", "output_dir": "output"}
-    return [word for name, path in paths.items() for word in (f"--{name}", str(folder / path))]
 
 
-def stub(encoded: list[tuple[str, Any]], model: Any) -> None:
-    """What a machine without a GPU, mcore-bridge and a sampler lacks; `encoded` gets prompts and rows as they are."""
-    names = ("base", "rollout_mixin", "grpo_trainer", "rlhf_mixin", "utils")
-    modules: list[Any] = [importlib.import_module(f"swift.megatron.trainers.{name}") for name in names]
-    base, rollout, trainer, mixin, utils = modules
-    model.module.config.bridge = Settings(load_weights=lambda *_: None)
-    optimizer: Any = KeepsGradients(model)
-    optimizer.param_groups, optimizer.scale_loss = [{"lr": 0.0, "params": [None]}], None
-    vars(base).update(
-        get_mcore_model=lambda *_: [model.module], wrap_model=lambda *_: [model],
-        prepare_mcore_model=lambda args, chunk: chunk, warmup_jit_function=lambda *_: None,
-    )  # fmt: skip
-    mixin.get_mcore_model = lambda *_: [bigram_model().module]
-    base.BaseMegatronTrainer.get_optimizer_and_scheduler = lambda self: (
-        optimizer,
-        SimpleNamespace(step=lambda increment: None),
-    )
-    base.BaseMegatronTrainer.save_checkpoint = lambda self: None
-    rollout.is_vllm_available = rollout.check_vllm_version_ge = lambda *_: True
-    for module in (rollout, trainer):
+def stub() -> None:
+    """What a machine without a GPU, mcore-bridge and a sampler lacks, once the engine imports the module of it."""
+    model: list[Any] = []  # made once Megatron's groups are there
+
+    def make_model(*_: Any, **__: Any) -> list[Any]:
+        model[:] = [bigram_model()]
+        model[0].module.config.bridge = Settings(load_weights=lambda *_: None)
+        return [model[0].module]
+
+    def optimizer_and_scheduler(self: Any) -> tuple[Any, Any]:
+        return Optimizer(model[0]), SimpleNamespace(step=lambda increment: None)
+
+    def base(module: Any) -> None:
+        vars(module).update(
+            get_mcore_model=make_model, wrap_model=lambda *_: list(model),
+            prepare_mcore_model=lambda args, chunk: chunk, warmup_jit_function=lambda *_: None,
+        )  # fmt: skip
+        module.BaseMegatronTrainer.get_optimizer_and_scheduler = optimizer_and_scheduler
+        module.BaseMegatronTrainer.save_checkpoint = lambda self: None
+
+    def rollouts(module: Any) -> None:
+        module.is_vllm_available = module.check_vllm_version_ge = lambda *_: True
         module.broadcast_object_list = lambda values, **_: values
-    # accelerate gathers nothing on CPUs
-    utils.hf_gather = partial(utils.gather, group=dist.group.WORLD)
-    utils.hf_gather_object = partial(utils.gather_object, group=dist.group.WORLD)
-    rollout.MegatronRolloutMixin._move_model_to_vllm = lambda self: None
-    rollout.MegatronRolloutMixin._rollout = lambda self, samples: samples
-    rollout.MegatronRolloutMixin._postprocess_rollout_outputs = lambda self, samples, outputs: answered(samples)
-    encode = trainer.encode_sample
+        mixin = module.MegatronRolloutMixin
+        mixin._move_model_to_vllm = lambda self: None
+        mixin._rollout = lambda self, samples: samples
+        mixin._postprocess_rollout_outputs = lambda self, samples, outputs: answered(samples)
 
-    def encode_sample(sample: Any, template: Any) -> Any:
-        row = encode(sample, template)
-        encoded.append((sample.messages[0]["content"], {name: list(row[name]) for name in ("input_ids", "labels")}))
-        return row
+    def gathers(module: Any) -> None:  # accelerate gathers nothing on CPUs
+        module.hf_gather = lambda *args: module.gather(*args, group=dist.group.WORLD)
+        module.hf_gather_object = lambda *args: module.gather_object(*args, group=dist.group.WORLD)
 
-    trainer.encode_sample = encode_sample
+    def of_driver(module: Any) -> None:
+        module.GRPOTrainer._generate = lambda self, samples: []
+        module.GRPOTrainer._postprocess_rollout = lambda self, samples, outputs: answered(samples)
+        module.GRPOTrainer.ckpt_manager = SimpleNamespace(sync_weights=lambda **_: None)
+
+    changes: dict[str, Callable[[Any], None]] = {
+        "megatron.arguments.megatron_args": lambda module: setattr(module, "require_version", lambda *_: None),
+        "megatron.init": lambda module: setattr(module, "_patch_mcore_bridge", lambda *_: None),
+        "megatron.trainers.base": base,
+        "megatron.trainers.rlhf_mixin": lambda module: setattr(
+            module, "get_mcore_model", lambda *_: [bigram_model().module]
+        ),
+        "megatron.trainers.rollout_mixin": rollouts,
+        "megatron.trainers.grpo_trainer": lambda module: setattr(
+            module, "broadcast_object_list", lambda values, **_: values
+        ),
+        "megatron.trainers.utils": gathers,
+        "ray.megatron.grpo_trainer": of_driver,
+    }
+    for name, change in changes.items():
+        after_import(f"swift.{name}", change)
+
+
+class Optimizer(KeepsGradients):
+    """Writes the gradient of the last step into the file of its rank."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        self.param_groups, self.scale_loss = [{"lr": 0.0, "params": [None]}], None
+
+    def step(self) -> tuple[bool, float, int]:
+        torch.save(self.model.module.losses.main_grad, Path(os.environ[GRADIENTS], f"rank{os.environ['RANK']}.pt"))
+        return super().step()
 
 
 def answered(samples: list[Any]) -> list[Any]:
@@ -128,58 +179,98 @@ def answered(samples: list[Any]) -> list[Any]:
     return samples
 
 
-def main(root: str, inputs: list[str], plugins: list[str]) -> tuple[list[tuple[str, Any]], torch.Tensor, str]:
-    """On a rank, as the process that torchrun starts: prompts and rows of its samples, the step's gradient,
-    the proof's outcome.
-    """
-    stand_in(ENGINE, root)
-    sys.path.append(root)
-    rlhf = importlib.import_module("swift.megatron.pipelines.train.rlhf")
-    vars(importlib.import_module("swift.megatron.arguments.megatron_args"))["require_version"] = lambda *_: None
-    vars(importlib.import_module("swift.megatron.init"))["_patch_mcore_bridge"] = lambda *_: None
-    prepare, encoded, made = rlhf.MegatronRLHF.prepare_trainer, list[tuple[str, Any]](), list[Any]()
-
-    def prepare_trainer(self: Any) -> Any:  # once Megatron's groups are there
-        made.append(bigram_model())
-        stub(encoded, made[0])
-        return prepare(self)
-
-    rlhf.MegatronRLHF.prepare_trainer = prepare_trainer
-    rlhf.megatron_rlhf_main([*OPTIONS.split(), *inputs, "--external_plugins", *plugins])
-    of_ours = importlib.import_module("megatron_rl_loss.engines.replacing").installed("ms-swift")
-    return encoded, made[0].module.losses.main_grad.clone(), "" if of_ours is None else of_ours.proof.outcome
-
-
-def right_gradient(rows: list[tuple[str, Any]], mode: str) -> torch.Tensor:
+def right_gradient(mode: str) -> torch.Tensor:
     """Of the first step of GRPO, in which the policy is its reference, with rewards that are response lengths."""
     table, samples = make_table().double().requires_grad_(), []
-    prompts = [prompt for prompt, _ in rows]
-    rewards = [sum(label != -100 for label in row["labels"]) for _, row in rows]
-    for i, (prompt, row) in enumerate(rows):
-        of_prompt = [reward for reward, other in zip(rewards, prompts, strict=True) if other == prompt]
-        advantage = rewards[i] - sum(of_prompt) / len(of_prompt)
-        ids, mask = torch.tensor(row["input_ids"]), torch.tensor(row["labels"])[1:] != -100
-        log_probs = table.log_softmax(-1)[ids[:-1], ids[1:]]
-        losses = -advantage * (log_probs - log_probs.detach()).exp()
-        samples.append(oracle.Sample(losses, mask.float(), None, prompts.index(prompt)))
+    for number, prompt in enumerate(TEXTS):
+        responses = [response_of(prompt, i) for i in range(SAMPLES)]
+        for response in responses:
+            advantage = len(response) - sum(map(len, responses)) / SAMPLES
+            ids = torch.tensor([*map(int, prompt.split()), *response])
+            log_probs = table.log_softmax(-1)[ids[:-1], ids[1:]]
+            mask = torch.arange(1, len(ids)) >= len(ids) - len(response)
+            losses = -advantage * (log_probs - log_probs.detach()).exp()
+            samples.append(oracle.Sample(losses, mask.float(), None, number))
     (gradient,) = torch.autograd.grad(oracle.step_loss(mode, samples, None), table)
     return gradient
 
 
-@pytest.mark.parametrize("is_ours", [True, False])
-def test_a_launch_with_the_plugin_option(is_ours: bool, record_property: Any, tmp_path: Path) -> None:
-    inputs, plugins = write_inputs(tmp_path), [str(tmp_path / name) for name in ("rewards.py", "plugin.py")]
-    outcomes = run_ranks(DP, main, checkout(MS_SWIFT), inputs, plugins[: 1 + is_ours])
-    rows = [row for of_rank, *_ in outcomes for row in of_rank]
-    assert [outcome for *_, outcome in outcomes] == ["proved" if is_ours else ""] * DP
-    assert len(rows) == PROMPTS * SAMPLES
+def by_torchrun(root: str, folder: Path, plugins: list[str]) -> list[str]:
+    """`megatron rlhf`, as its console script, which starts torchrun; the lines that are printed."""
+    (folder / "sitecustomize.py").write_text(IN_RANKS)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    variables = {"NPROC_PER_NODE": str(DP), "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", GRADIENTS: str(folder)}
+    variables |= {"PYTHONPATH": os.pathsep.join([str(folder), PYTHONPATH, root])}
+    script = "from swift.cli._megatron.main import cli_main; cli_main()"
+    options = [word for name, value in options_of(folder, plugins).items() for word in (name, *value)]
+    ran = subprocess.run(
+        [sys.executable, "-c", script, "rlhf", *options], env=os.environ | variables | of_workers(__name__, root),
+        text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=400,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stdout[-3000:]
+    return lines_of(ran.stdout)
+
+
+def drive(root: str, config: str) -> list[str]:
+    """The process that `megatron rlhf --use_ray --config ...` starts, to the end of a step; the workers' lines."""
+    os.environ[GRADIENTS] = str(Path(config).parent)
+    with local_ray(__name__, root, gpus=DP, by_engine=True) as lines:
+        command = importlib.util.find_spec("swift.cli._megatron.rlhf")
+        assert command is not None
+        sys.argv = ["rlhf.py", "--use_ray", "--config", config]
+        printed: list[str] = []
+        shutdown = ray.shutdown
+        ray.shutdown = lambda: printed.extend(lines())  # the command ends with it
+        try:
+            runpy.run_path(str(command.origin), run_name="__main__")
+        finally:
+            ray.shutdown = shutdown
+        return printed
+
+
+def by_ray(root: str, folder: Path, plugins: list[str]) -> list[str]:
+    config, given = folder / "grpo.yaml", options_of(folder, plugins)
+    options = [f"{name.removeprefix('--')}: {words[0] if len(words) == 1 else words}" for name, words in given.items()]
+    config.write_text("\n".join([*options, f"train: {{gpus: {DP}}}", "rollout: {gpus: 0}"]))
+    (lines,) = run_ranks(1, drive, root, str(config))
+    return lines
+
+
+@pytest.mark.parametrize(("start", "is_ours"), [(by_torchrun, True), (by_torchrun, False), (by_ray, True)])
+def test_a_launch_with_the_plugin_option(start: Any, is_ours: bool, record_property: Any, tmp_path: Path) -> None:
+    write_inputs(tmp_path)
+    plugins = [str(tmp_path / name) for name in ("rewards.py", "plugin.py")]
+    lines = start(checkout(MS_SWIFT), tmp_path, plugins[: 1 + is_ours])
+    print(*lines, sep="\n")
+    gradients = [torch.load(tmp_path / f"rank{rank}.pt").view(VOCABULARY, -1) for rank in range(DP)]
     errors = {
-        mode: max(relative_error(g.view(VOCABULARY, -1), right_gradient(rows, mode)) for _, g, _ in outcomes)
+        mode: max(relative_error(gradient, right_gradient(mode)) for gradient in gradients)
         for mode in ("prompt_mean", "token_mean")
     }
+    assert any(line.startswith("megatron_rl_loss in ms-swift worker 0: replaced") for line in lines) == is_ours
+    assert any("prompt_mean on ms-swift's policy loss, aggregation proved on" in line for line in lines) == is_ours
     if is_ours:
         assert errors["prompt_mean"] < TOLERANCE
         record_errors(record_property, MS_SWIFT, "started: `dapo`", ours=errors["prompt_mean"])
     else:
         assert errors["prompt_mean"] > 1e-2
         record_errors(record_property, MS_SWIFT, "started: `dapo`", own=errors["token_mean"])
+
+
+def load_plugin(root: str, plugin: str) -> str:
+    """On a rank: what a plugin says in a command that is not Megatron-SWIFT's."""
+    stand_in(ENGINE, root)
+    sys.path.append(root)
+    arguments = importlib.import_module("swift.arguments")
+    with pytest.raises(ValueError) as refused:  # noqa: PT011 - the text is compared in the test
+        arguments.BaseArguments._import_external_plugins(Settings(external_plugins=[plugin]))
+    return str(refused.value)
+
+
+def test_a_plugin_is_refused_where_another_trainer_runs(tmp_path: Path) -> None:
+    """`swift rlhf` and `swift rollout` import plugins, too."""
+    (tmp_path / "plugin.py").write_text(PLUGIN)
+    (refused,) = run_ranks(1, load_plugin, checkout(MS_SWIFT), str(tmp_path / "plugin.py"))
+    assert refused.startswith("aggregate(...) in a process without Megatron-SWIFT")
