@@ -106,6 +106,7 @@ ENGINES: dict[str, dict[str, Functions]] = {
         "rlinf/workers/actor/megatron_actor_worker.py": {
             "MegatronActor.get_forward_step_func": [], "policy_loss": None,
         },
+        "rlinf/scheduler/worker/worker_group.py": {"WorkerGroup.launch": ["cluster"]},
         "rlinf/algorithms/losses.py": {
             "compute_ppo_actor_loss": ["logprobs", "old_logprobs", "advantages", "fast_path_zero_loss_mask"],
         },

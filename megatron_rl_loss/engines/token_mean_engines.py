@@ -239,6 +239,22 @@ def _rlinf_prompts(step: StepArguments, batch: Batch) -> Sequence[Any] | str:
     return MEDIA if "multi_modal_inputs" in batch else prompts_of(batch["input_ids"][:, : before.shape[1]], before)
 
 
+def _rlinf_groups(owner: Any) -> list[Function]:
+    """In the driver: the launch of workers of the class from which the aggregated one was derived."""
+    groups = importlib.import_module("rlinf.scheduler.worker.worker_group")
+
+    def launch(stock: Callable[[], Any], arguments: dict[str, Any]) -> Any:
+        launched = arguments["self"]._worker_cls
+        if launched in owner.__mro__[1:] and not is_replaced(launched, "training_step"):
+            raise ValueError(
+                f"launch of a group of {launched.__name__}, beside aggregate({owner.__name__}, ...): its workers would "
+                f"train without the aggregation. Make the group by {owner.__name__}.create_group."
+            )
+        return stock()
+
+    return [Function(groups.WorkerGroup, "launch", ["cluster"], launch, kind="a check")]
+
+
 def _rlinf_correction(step: StepArguments, batch: Batch) -> Tensor | float:
     """The truncated importance weights of RLinf's `importance_sampling_fix`."""
     config = step["self"].cfg.algorithm
@@ -395,6 +411,7 @@ ENGINES = {
         batch="batch",
         put=_put_rlinf,
         mends=True,
+        checks=_rlinf_groups,
         correction=_rlinf_correction,
         facts=lambda step, batch: {"temperature": None},  # the model's output is a dict, no logits
         runs="run_forward_backward",

@@ -419,6 +419,7 @@ def test_the_code_of_frameworks_that_needs_none_runs(monkeypatch: pytest.MonkeyP
         "rlinf.workers.actor.megatron_actor_worker": {
             "MegatronActor": _stepping("rlinf", "training_step(self, batch)")
         },
+        "rlinf.scheduler.worker.worker_group": {"WorkerGroup": _stepping("rlinf", "launch(self, cluster)")},
         "nemo_rl.algorithms": {"advantage_estimator": ModuleType("advantage_estimator")},
         "swift.megatron.trainers": {"grpo_trainer": SimpleNamespace(
             MegatronGRPOTrainer=_stepping("swift", "_on_train_step_batch(self, encoded_batches)",

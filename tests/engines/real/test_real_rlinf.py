@@ -5,6 +5,8 @@ count of valid tokens, its policy loss and KL penalty; Megatron's schedule and D
 Replaced: Ray, the optimizer.
 """
 
+import importlib
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +20,8 @@ from ranks import RankError, run_ranks
 from replacements import aggregated
 from table_step import start
 from torch import Tensor
+
+from megatron_rl_loss.engines import token_mean
 
 MODES: dict[str, dict[str, Any]] = {
     "token_mean": {},
@@ -72,6 +76,10 @@ def rows_of_rank(dp_rank: int, dp: int, results: Any, is_corrected: bool = False
     return rollout.to_actor_batch(PROMPT + LEFT, LENGTH + LEFT, 0)
 
 
+class NoGroup:
+    def launch(self, cluster: Any) -> None: ...
+
+
 def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """On a rank: the error of each case's gradient."""
     state = start(cp=cp)
@@ -79,6 +87,7 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
         RLINF, root, "rlinf.workers.actor.megatron_actor_worker", "rlinf.workers.megatron_worker",
         "rlinf.data.schema.reasoning_results", "rlinf.algorithms.losses",
     )  # fmt: skip
+    vars(importlib.import_module("rlinf.scheduler.worker.worker_group"))["WorkerGroup"] = NoGroup
     results.Worker = SimpleNamespace(torch_device_type="cpu")
     of_cases = []
     for case in cases:
@@ -113,6 +122,27 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
             {"errors": errors_of(model, case, kl=k3, corrected=is_corrected), "microbatches": actor.num_microbatches}
         )
     return of_cases
+
+
+def launch(root: str) -> str:
+    """On a rank, as in a driver: what the launch of RLinf's own class says beside an aggregation."""
+    with_ray = replace(
+        RLINF, stand_ins=tuple(name for name in RLINF.stand_ins if name not in ("ray", "rlinf.scheduler"))
+    )
+    (actors,) = load(with_ray, root, "rlinf.workers.actor.megatron_actor_worker")
+    mine: Any = type("Mine", (actors.MegatronActor,), {})
+    token_mean.aggregate(mine, "prompt_mean")
+    with pytest.raises(AttributeError, match="num_accelerators"):  # of no cluster
+        mine.create_group(None, None).launch(cluster=None)
+    with pytest.raises(ValueError) as refused:  # noqa: PT011 - the text is compared in the test
+        actors.MegatronActor.create_group(None, None).launch(cluster=None)
+    return str(refused.value)
+
+
+def test_a_group_of_another_class_does_not_train_unnoticed() -> None:
+    pytest.importorskip("ray")
+    (refused,) = run_ranks(1, launch, checkout(RLINF))
+    assert refused.startswith("launch of a group of MegatronActor, beside aggregate(Mine, ...)")
 
 
 def test_every_mode_is_exact(record_property: Any) -> None:
