@@ -88,6 +88,7 @@ ENGINES: dict[str, dict[str, Functions]] = {
         },
         "areal/trainer/ppo/actor.py": {
             "grpo_loss_fn": ["logprobs", "entropy", "input_data"], "PPOActorController.ppo_update": ["args"],
+            "PPOActorControllerV2.ppo_update": ["args"],
         },
     },
     "ROLL": {

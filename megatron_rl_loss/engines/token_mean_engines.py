@@ -177,7 +177,8 @@ def _areal_controllers(owner: Any) -> list[Function]:
             )
         return stock()
 
-    return [Function(controllers.PPOActorController, "ppo_update", ["args"], update, kind="a check")]
+    both = (controllers.PPOActorController, controllers.PPOActorControllerV2)
+    return [Function(controller, "ppo_update", ["args"], update, kind="a check") for controller in both]
 
 
 def _areal_unproved(step: StepArguments) -> str:

@@ -181,22 +181,25 @@ class PPOActorController:
 def controller(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A stand-in for AReaL's module with its controller."""
     module: Any = ModuleType("areal.trainer.ppo.actor")
-    module.PPOActorController = type("PPOActorController", (PPOActorController,), {})
+    for name in ("PPOActorController", "PPOActorControllerV2"):
+        setattr(module, name, type(name, (PPOActorController,), {}))
     for name in ("areal", "areal.trainer", "areal.trainer.ppo"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    return module.PPOActorController
+    return module
 
 
 def test_a_controller_of_another_class_does_not_train_unnoticed(controller: Any) -> None:
     """Two classes may have an aggregation each."""
+    made = (controller.PPOActorController, controller.PPOActorControllerV2)
     mine, other = actors(), actors()
     for actor_class in (mine, other):
         actor_class.as_controller = None
         aggregate(actor_class, "prompt_mean")
-        assert controller(actor_class).ppo_update(groups()) == "updated"
-    with pytest.raises(ValueError, match=r"ppo_update of a controller of Actor, beside aggregate\(Mine, \.\.\.\)"):
-        controller(Actor).ppo_update(groups())
+        assert [of(actor_class).ppo_update(groups()) for of in made] == ["updated"] * 2
+    for of in made:
+        with pytest.raises(ValueError, match=r"ppo_update of a controller of Actor, beside aggregate\(Mine, \.\.\.\)"):
+            of(Actor).ppo_update(groups())
 
 
 @pytest.mark.usefixtures("controller")
@@ -395,7 +398,9 @@ def test_workers_of_nemo_rl_hear_of_prompts_at_other_rows(moved: int, is_doubted
 def test_other_losses_go_by_and_the_loss_travels(driver: Any) -> None:
     data = batch()
     loss: Any = nemo_rl.aggregate(driver, Loss(), "token_mean")
-    assert driver.train(data, Loss()) is data
+    assert driver.train(data, SimpleNamespace()) is data
+    with pytest.raises(ValueError, match=r"policy\.train with a Loss beside aggregate"):
+        driver.train(data, Loss())
     sent = pickle.loads(pickle.dumps(loss))
     assert (sent.metric_normalizations, sent.loss_type.value) == ({"loss": "tokens"}, "token_level")
     loss = Loss()
