@@ -161,24 +161,25 @@ def _put_areal(step: Any, call: Call) -> Iterator[None]:
         yield
 
 
-def _areal_controllers(owner: Any) -> list[Function]:
-    """In the driver: the update of a controller, whose workers are of the class that it was made of."""
+def _areal_updates(owner: Any) -> list[Function]:
+    """The update of a controller, in the driver, and of the class from which the aggregated one was derived."""
     if not hasattr(owner, "as_controller"):
         return []
     controllers = importlib.import_module("areal.trainer.ppo.actor")
 
     def update(stock: Callable[[], Any], arguments: dict[str, Any]) -> Any:
-        trained = arguments["self"].train_engine
+        trained = getattr(arguments["self"], "train_engine", type(arguments["self"]))
         if not is_replaced(trained, "train_batch"):
             raise ValueError(
-                f"ppo_update of a controller of {trained.__name__}, beside aggregate({owner.__name__}, ...): its "
-                f"workers would train without the aggregation. Make the actor by {owner.__name__}.as_controller, as "
-                "the Trainer of docs/engines.md does."
+                f"ppo_update of {trained.__name__}, beside aggregate({owner.__name__}, ...): it would train without "
+                f"the aggregation. Make the actor by {owner.__name__}.as_controller, as the Trainer of docs/engines.md "
+                f"does; without a controller, pass {trained.__name__} to aggregate(...)."
             )
         return stock()
 
-    both = (controllers.PPOActorController, controllers.PPOActorControllerV2)
-    return [Function(controller, "ppo_update", ["args"], update, kind="a check") for controller in both]
+    bases = [base for base in owner.__mro__[1:] if "ppo_update" in vars(base)]
+    owners = (controllers.PPOActorController, controllers.PPOActorControllerV2, *bases)
+    return [Function(each, "ppo_update", ["args"], update, kind="a check") for each in owners]
 
 
 def _areal_unproved(step: StepArguments) -> str:
@@ -372,7 +373,7 @@ ENGINES = {
         group_size=_areal_group_size,
         runs="forward_backward_batch",
         further=[("ppo_update", ["args"], _give_groups)],
-        checks=_areal_controllers,
+        checks=_areal_updates,
     ),
     "roll": TokenMeanEngine(
         "ROLL", "8eb27cc2", ("train_step", ["batch", "loss_func"]),

@@ -198,8 +198,11 @@ def test_a_controller_of_another_class_does_not_train_unnoticed(controller: Any)
         aggregate(actor_class, "prompt_mean")
         assert [of(actor_class).ppo_update(groups()) for of in made] == ["updated"] * 2
     for of in made:
-        with pytest.raises(ValueError, match=r"ppo_update of a controller of Actor, beside aggregate\(Mine, \.\.\.\)"):
+        with pytest.raises(ValueError, match=r"ppo_update of Actor, beside aggregate\(Mine, \.\.\.\)"):
             of(Actor).ppo_update(groups())
+    assert isinstance(mine().ppo_update(groups()), Tensor)
+    with pytest.raises(ValueError, match=r"ppo_update of Actor, .* without a controller, pass Actor to aggregate"):
+        Actor().ppo_update(groups())
 
 
 @pytest.mark.usefixtures("controller")

@@ -116,6 +116,8 @@ def drive(root: str, kind: str, ours: bool) -> tuple[list[list[list[float]]], li
         (of_workers,) = config.actor.scheduling_spec
         of_workers.gpu, of_workers.cpu, of_workers.mem = int(kind == "ray"), 1, 1
         of_workers.cmd = f"{sys.executable} -m areal_worker"
+        if kind == "ray":
+            of_workers.env_vars["PYTHONPATH"] = "elsewhere"  # which that scheduler ignores
         trainer_class = importlib.import_module("areal_actor").Trainer if ours else trainers.PPOTrainer
         trainer = object.__new__(trainer_class)
         trainer.config = config
@@ -132,6 +134,9 @@ def drive(root: str, kind: str, ours: bool) -> tuple[list[list[list[float]]], li
             )
             for rank, worker in enumerate(actor.workers)
         ]
+        if kind == "slurm":
+            (script,) = Path(folder).rglob("actor.sh")
+            assert "singularity exec --no-home --writable-tmpfs --nv --bind /storage:/storage " in script.read_text()
         (log,) = Path(folder, "logs").rglob("actor.log")
         lines, refused = ray_workers.lines_in(log), ""
         if ours:
@@ -155,6 +160,6 @@ def test_a_class_by_path(kind: str, ours: bool, record_property: Any) -> None:
     if ours:
         record_errors(record_property, AREAL, "started: prompt mean", ours=max(errors))
     assert max(errors) < TOLERANCE if ours else min(errors) > 1e-2
-    assert refused.startswith("ppo_update of a controller of MegatronPPOActor, beside aggregate(Actor, ...)") == ours
+    assert refused.startswith("ppo_update of MegatronPPOActor, beside aggregate(Actor, ...)") == ours
     assert any(line.startswith("megatron_rl_loss in AReaL worker 0: replaced") for line in lines) == ours
     assert any("prompt_mean on AReaL's policy loss, aggregation proved on" in line for line in lines) == ours
