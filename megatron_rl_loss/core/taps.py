@@ -35,6 +35,7 @@ class Declared:
         coef: the factor of the term in the loss; NaN where there may be any; None where nobody said it.
         doubt: why a difference of weights is no evidence; "" for none.
         count: the samples by which an engine divides; None where nobody said it.
+        added: what a loss has beside its terms, so that the step is not proved; "" for nothing.
     """
 
     mode: str = ""
@@ -42,6 +43,7 @@ class Declared:
     coef: float | None = None
     doubt: str = ""
     count: float | None = None
+    added: str = ""
 
 
 class GradientSum:
@@ -121,7 +123,7 @@ class Tap:
     Attributes:
         shape, dtype: of the losses.
         samples: of the losses.
-        coef, doubt, count: as in `Declared`.
+        coef, doubt, count, added: as in `Declared`.
         aggregation: the term's own.
         share: of losses that a reducer of this package summed, whose gradients it knows; other losses are hooked.
         hooked: the gradients that reached other losses.
@@ -145,6 +147,7 @@ class Tap:
     path: float = 1.0
     doubt: str = ""
     count: float | None = None
+    added: str = ""
 
     @property
     def gradient(self) -> Tensor | None:
@@ -169,7 +172,7 @@ class Tap:
         has_policys_mode = plan is not None and self.aggregation is not None and self.aggregation == plan.policy
         mode = "" if self.aggregation is None else self.aggregation.describe()
         coef = None if self.coef is None else float(self.coef)
-        return Declared(mode, has_policys_mode, coef, self.doubt, self.count)
+        return Declared(mode, has_policys_mode, coef, self.doubt, self.count, self.added)
 
 
 @dataclass

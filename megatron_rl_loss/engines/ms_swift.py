@@ -38,11 +38,11 @@ from megatron_rl_loss.engines.columns import (
 )
 from megatron_rl_loss.engines.log_prob_gradients import tap_output
 from megatron_rl_loss.engines.places import swapped
-from megatron_rl_loss.engines.policy_tap import LossPaths, WeighedMicrobatch, tap_policy
+from megatron_rl_loss.engines.policy_tap import Beside, LossPaths, WeighedMicrobatch, tap_policy
 from megatron_rl_loss.engines.prompt_tokens import is_by_prompt, misplaced_ids
 from megatron_rl_loss.engines.proving import prove
 from megatron_rl_loss.engines.replacing import Function, Replaced
-from megatron_rl_loss.extend import LossModes, ModeFunction, Promises
+from megatron_rl_loss.extend import LossModes, ModeFunction, Promises, resolve
 
 __all__ = ["aggregate"]
 _VERSIONS = "4.6.0 or 3602360a"
@@ -123,7 +123,7 @@ def aggregate(mode: str | Mode | ModeFunction, **settings: Any) -> Replaced:
         functions.append(Function(GRPOTrainer, "expand_for_generation", ["prompt_batch"], with_ids))
         functions.append(Function(MegatronRLHFTrainer, "train_step", ["train_data_iterator"], ray_step))
     replaced = Replaced("ms-swift", _VERSIONS, functions)
-    beside = "a KL penalty is a token mean; ms-swift aggregates MoE and MTP losses"
+    beside = "ms-swift aggregates MoE and MTP losses"
     never = "No policy loss had our weights. Train with MegatronGRPOTrainer; with --use_ray, use ms-swift 3602360a."
     replaced.proof = prove("ms-swift", modes.policy, beside=beside, never=never)
     return replaced
@@ -158,6 +158,7 @@ _LOSS = LossPaths(
     },
     silent=["self._metrics?"],
     old=["data.grpo_batch.old_per_token_logps", "data.grpo_batch.rollout_per_token_logps?"],  # cispo and delta clamp
+    reference={"data.grpo_batch.ref_per_token_logps?": "old"},
 )  # fmt: skip
 
 
@@ -170,7 +171,11 @@ def _tapped(stock: Any, arguments: dict[str, Any]) -> Any:
         prompts = {} if isinstance(batch.prompts, str) else {"prompt_ids": batch.prompts}
         layout = Gathered(range(0, len(masks) * width + 1, width))
         samples = Samples(masks, layout=layout, labels={"microbatch": [batch.number] * len(masks)}, **prompts)
-        return WeighedMicrobatch(samples, *at_masked_tokens(torch.stack(masks), batch.factors, batch.plain))
+        trainer, beside = arguments["self"], dict[str, Beside]()
+        if trainer.beta and not trainer.kl_in_reward:
+            beside["kl"] = Beside(trainer.beta, resolve("token_mean"))
+        weighed = at_masked_tokens(torch.stack(masks), batch.factors, batch.plain)
+        return WeighedMicrobatch(samples, *weighed, beside=beside)
 
     return tap_policy(_LOSS, stock, arguments, measured) if hasattr(batch, "factors") else stock()
 

@@ -22,7 +22,6 @@ from torch import Tensor
 from megatron_rl_loss.core.modes import Mode
 from megatron_rl_loss.engines.columns import GROUPS, Batch, weigh_advantages
 from megatron_rl_loss.engines.places import swapped
-from megatron_rl_loss.engines.policy_tap import tap_policy
 from megatron_rl_loss.engines.prompt_tokens import is_by_prompt, misplaced_ids
 from megatron_rl_loss.engines.proving import prove
 from megatron_rl_loss.engines.replacing import Function, Replaced, is_replaced
@@ -76,7 +75,7 @@ def aggregate(
                 if not proves:
                     batch.pop(GROUPS, None)
             if proves or engine.mends:
-                stack.enter_context(engine.put(arguments, partial(tapped, arguments)))
+                stack.enter_context(engine.put(arguments, partial(engine.tap, arguments)))
             result = running(stock, arguments)
         if proves and not (proof.outcome or proof.is_over):
             proof.give_up("no schedule of Megatron ran in the step.")
@@ -90,9 +89,6 @@ def aggregate(
         prompts = [prompt for batch in batches for prompt in engine.prompt_tokens(batch)]
         return misplaced_ids(ids, prompts, group, replaced.proof.promises.group_size)
 
-    def tapped(arguments: StepArguments, stock: Callable[[], Any], of_loss: dict[str, Any]) -> Any:
-        return tap_policy(engine.loss, stock, of_loss, lambda: engine.measured(arguments, of_loss))
-
     def running(stock: Callable[[], Any], arguments: StepArguments) -> Any:
         with swapped(vars(replaced), {"now": arguments["self"]}):
             return stock()
@@ -103,12 +99,11 @@ def aggregate(
     replaced = Replaced(engine.name, engine.versions, [Function(owner, *engine.step, step), *further, *checks])
     where = f"{owner.__name__}.{engine.step[0]}"
     never = f"{where} called no policy loss, or was not called. Use {engine.name} {engine.versions}."
-    beside = f"other terms keep {engine.name}'s token mean"
 
     def is_ours() -> bool:
         return replaced.now is not None and engine.trains(replaced.now)
 
-    replaced.proof = prove(engine.name, modes.policy, beside=beside, never=never, is_ours=is_ours)
+    replaced.proof = prove(engine.name, modes.policy, beside=engine.unmeasured, never=never, is_ours=is_ours)
     if hasattr(owner, "as_controller") and owner.__module__.partition(".")[0] in (*ENGINES, "__main__"):
         owner.as_controller = _refuse_controller
     return replaced

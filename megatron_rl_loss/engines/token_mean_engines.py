@@ -5,6 +5,7 @@ megatron_strategy.py, utils/functionals.py; RLinf a3816b59, workers/megatron_wor
 """
 
 import importlib
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import accumulate
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from megatron_rl_loss.core.counting import StepTotals
 from megatron_rl_loss.core.layouts import Gathered
@@ -28,9 +30,9 @@ from megatron_rl_loss.engines.columns import (
     prompts_of,
 )
 from megatron_rl_loss.engines.places import Call, places, swapped, value_at, wrapped
-from megatron_rl_loss.engines.policy_tap import LossPaths, WeighedMicrobatch
+from megatron_rl_loss.engines.policy_tap import Beside, LossPaths, WeighedMicrobatch, tap_policy
 from megatron_rl_loss.engines.replacing import Function, announce, is_replaced
-from megatron_rl_loss.extend import is_observed
+from megatron_rl_loss.extend import is_observed, observed_taps, resolve
 
 StepArguments = Mapping[str, Any]  # the arguments of a call of the step method, by name
 
@@ -57,6 +59,10 @@ class TokenMeanEngine(NamedTuple):
         group_size: the number of rows to generate for a prompt, if known.
         trains: True if an instance of the class trains a policy.
         tokens: its divisor, if that is not the number of the step's active tokens; checked against what the step has.
+        whole: the row of the loss function that calls the policy loss and adds other terms, if that is another function.
+        around: log-probs before and after those of the masks, in the whole loss function.
+        beside: of a call, the terms beside the policy loss, as the config names them; None if they are not measured.
+        unmeasured: words for terms beside the policy loss that are not measured.
         further: other methods that are replaced.
         checks: functions of the engine that run where workers train without the class; ours refuse it, or say so.
         runs: another method that calls Megatron's schedule, if the class has it.
@@ -79,6 +85,10 @@ class TokenMeanEngine(NamedTuple):
     trains: Callable[[Any], bool] = lambda owner: True
     of_samples: Callable[[StepArguments], str] = lambda step: ""
     tokens: Callable[[StepArguments, StepTotals], float] | None = None
+    whole: LossPaths | None = None
+    around: Callable[[StepArguments, Batch], tuple[int, int]] = lambda step, batch: (0, 0)
+    beside: Callable[[StepArguments, Batch], Mapping[str, Beside] | None] = lambda step, batch: None
+    unmeasured: str = ""
     further: Sequence[tuple[str, Sequence[str], Call]] = ()
     checks: Callable[[Any], Sequence[Function]] = lambda owner: ()
     runs: str = ""
@@ -87,22 +97,37 @@ class TokenMeanEngine(NamedTuple):
     prompt_tokens: Callable[[Batch], Sequence[str]] | None = None
     correction: Callable[[StepArguments, Batch], Tensor | float] = lambda step, batch: 1.0
 
-    def measured(self, step: StepArguments, loss: Mapping[str, Any]) -> WeighedMicrobatch:
+    def tap(self, step: StepArguments, stock: Callable[[], Any], loss: dict[str, Any]) -> Any:
+        """The result of a call of the loss function, or of the whole one, whose arguments are `loss`, measured."""
+        is_whole = self.whole is not None and self.whole.log_probs.partition(".")[0] in loss
+        row = self.whole if self.whole is not None and is_whole else self.loss
+        return tap_policy(row, stock, loss, lambda: self._measured(step, loss, is_whole=is_whole))
+
+    def _measured(self, step: StepArguments, loss: Mapping[str, Any], *, is_whole: bool) -> WeighedMicrobatch:
         """The micro-batch of a call of the loss function, with masks and ids as they were before the step.
 
         Changes to its advantages count as weights.
         """
         (container, name), *_ = places(self.batch, loss)
         batch = value_at(container, name)
+        lengths = [len(row) for row in self.masks(step, batch)]
+        edges = [0, *accumulate(lengths)]
+        ids = batch[IDS].reshape(-1)[edges[:-1]] if IDS in batch.keys() else None  # noqa: SIM118  of a TensorDict
+        masks = batch[MASKS].reshape(-1).split(lengths)
+        if is_whole:
+            before, after = self.around(step, batch)
+            masks = [pad(mask, (before, after)) for mask in masks]
+            samples = Samples(masks, layout=Gathered([0, *accumulate(map(len, masks))]), prompt_ids=ids)
+            taps = observed_taps()
+            is_tapped = taps is not None and "pg" in taps.losses  # else the step is wrong
+            return WeighedMicrobatch(samples, None, None, beside=self.beside(step, batch) if is_tapped else None)
         factors, plain = (batch[column].to(batch["advantages"].device) for column in (FACTORS, PLAIN))
         plain = plain * self.correction(step, batch)
         if not self.loses_masked:
             factors, plain = at_masked_tokens(batch[MASKS], factors, plain)
-        lengths = [len(row) for row in self.masks(step, batch)]
-        edges = [0, *accumulate(lengths)]
-        ids = batch[IDS].reshape(-1)[edges[:-1]] if IDS in batch.keys() else None  # noqa: SIM118  of a TensorDict
-        samples = Samples(batch[MASKS].reshape(-1).split(lengths), layout=Gathered(edges), prompt_ids=ids)
-        return WeighedMicrobatch(samples, factors, plain, **self.facts(step, batch))
+        samples = Samples(masks, layout=Gathered(edges), prompt_ids=ids)
+        beside = None if self.whole else self.beside(step, batch)
+        return WeighedMicrobatch(samples, factors, plain, beside=beside, **self.facts(step, batch))
 
 
 def _give_groups(stock: Callable[[], Any], step: dict[str, Any]) -> Any:
@@ -150,7 +175,7 @@ def _put_areal(step: Any, call: Call) -> Iterator[None]:
         weight, (batch, *_) = stock(), of_weight.values()
         if is_observed() and not weight:
             none = torch.zeros_like(batch["advantages"], requires_grad=True)
-            of_loss: dict[str, Any] = {"logprobs": none, "input_data": {**batch, "logprobs": none}}
+            of_loss: dict[str, Any] = {"logprobs": none, "entropy": none, "input_data": {**batch, "logprobs": none}}
             call(lambda: none.sum() * 0, of_loss)
         return weight
 
@@ -180,6 +205,10 @@ def _areal_updates(owner: Any) -> list[Function]:
     bases = [base for base in owner.__mro__[1:] if "ppo_update" in vars(base)]
     owners = (controllers.PPOActorController, controllers.PPOActorControllerV2, *bases)
     return [Function(each, "ppo_update", ["args"], update, kind="a check") for each in owners]
+
+
+def _areal_beside(step: StepArguments, batch: Batch) -> Mapping[str, Beside] | None:
+    return None if "teacher_logp" in batch else {}
 
 
 def _areal_unproved(step: StepArguments) -> str:
@@ -268,7 +297,7 @@ def _rlinf_correction(step: StepArguments, batch: Batch) -> Tensor | float:
 
 @contextmanager
 def _put_rlinf(step: StepArguments, call: Call) -> Iterator[None]:
-    """In place of `policy_loss`, which the loss function of the worker's forward step calls, with the micro-batch.
+    """In place of the loss function of the worker's forward step, and of `policy_loss`, which that function calls.
 
     RLinf skips the loss of a micro-batch whose first row is fully masked, and logs other metrics for it, for which
     ranks then wait for each other. Without that fast path masked rows alone are left out.
@@ -276,23 +305,47 @@ def _put_rlinf(step: StepArguments, call: Call) -> Iterator[None]:
     worker = step["self"]
     theirs = worker.get_forward_step_func()
 
-    def whole(stock: Callable[[], Any], of_loss: dict[str, Any]) -> Any:
-        of_loss["fast_path_zero_loss_mask"] = False
-        return call(stock, of_loss)
-
     def forward_step(iterator: Iterator[Batch], model: Any) -> tuple[Any, Any]:
-        batch = next(iterator)
-        output, loss_func = theirs(iter([batch]), model)
+        output, loss_func = theirs(iterator, model)
 
         def of_whole(output: Any) -> Any:
-            ours = wrapped(theirs.__globals__["policy_loss"], whole, batch=batch)
+            batch, calls = inspect.getclosurevars(loss_func).nonlocals["batch"], iter([call])
+
+            def of_policy(stock: Callable[[], Any], of_loss: dict[str, Any]) -> Any:
+                """The first call is no trial of the whole loss function yet."""
+                of_loss["fast_path_zero_loss_mask"] = False
+                return next(calls, _stock)(stock, of_loss)
+
+            ours = wrapped(theirs.__globals__["policy_loss"], of_policy, batch=batch)
             with swapped(theirs.__globals__, {"policy_loss": ours}):
-                return loss_func(output)
+                return wrapped(loss_func, call, batch=batch)(output)
 
         return output, of_whole
 
     with swapped({"worker": worker}, {"worker.get_forward_step_func": lambda: forward_step}):
         yield
+
+
+def _stock(stock: Callable[[], Any], _: Any) -> Any:
+    return stock()
+
+
+def _rlinf_responses(log_probs: Tensor, advantages: Tensor) -> Tensor:
+    """Those of the tokens that have advantages."""
+    return log_probs.detach()[:, -advantages.shape[1] - 1 : -1]
+
+
+def _rlinf_beside(step: StepArguments, batch: Batch) -> Mapping[str, Beside]:
+    actor = step["self"]
+    config, tokens = actor.cfg.algorithm, float(actor.global_valid_token)
+    mode = resolve("token_mean") if config.n_minibatches == 1 else resolve("token_sum", divisor=tokens)
+    estimator = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}.get(actor.kl_penalty_type, actor.kl_penalty_type)
+    beside = {}
+    if actor.kl_beta > 0 and "ref_logprobs" in batch:
+        beside["kl"] = Beside(actor.kl_beta, mode, estimator=estimator)
+    if actor.calculate_entropy and config.entropy_bonus > 0:
+        beside["entropy"] = Beside(-config.entropy_bonus, mode)
+    return beside
 
 
 def _rlinf_tokens(step: StepArguments, totals: StepTotals) -> float:
@@ -341,6 +394,18 @@ def _roll_facts(step: StepArguments, batch: Batch) -> dict[str, Any]:
     return {"coef": getattr(config, "rl_loss_coef", None), "temperature": None if config.entropy_loss_coef else 1.0}
 
 
+def _roll_beside(step: StepArguments, batch: Batch) -> Mapping[str, Beside]:
+    """An entropy bonus is the mean over all responses, masked tokens too, as ROLL counts these apart."""
+    config, masks, beside = step["self"].worker.pipeline_config, batch["response_mask"][:, 1:].float(), {}
+    layout = Gathered(range(0, masks.numel() + 1, masks.shape[1]))
+    if config.use_kl_loss and config.kl_loss_coef:
+        beside["kl"] = Beside(config.kl_loss_coef * getattr(config, "rl_loss_coef", 1.0), resolve("token_mean"))
+    if config.entropy_loss_coef > 0:
+        of_responses = Samples(list(masks), layout=layout)
+        beside["entropy"] = Beside(-config.entropy_loss_coef, resolve("token_mean"), of_responses)
+    return beside
+
+
 def _areal_group_size(actor: Any) -> int | None:
     norms: list[Any] = [getattr(actor.config, name, None) for name in ("adv_norm", "reward_norm")]
     return next((norm.group_size for norm in norms if getattr(norm, "mean_level", None) == "group"), None)
@@ -365,10 +430,13 @@ ENGINES = {
         loss=LossPaths(
             "logprobs", "input_data.advantages", {"input_data.logprobs": "old", "input_data.prox_logp?": "old"},
             silent=["areal.utils.stats_tracker:TRACKERS.*.stats"],
+            entropy="entropy",
         ),
         batch="input_data",
         put=_put_areal,
         facts=_areal_facts,
+        beside=_areal_beside,
+        unmeasured="a distillation loss keeps AReaL's token mean",
         unproved=_areal_unproved,
         group_size=_areal_group_size,
         runs="forward_backward_batch",
@@ -390,10 +458,14 @@ ENGINES = {
                 "data.batch.train_infer_is_weight?": "ones", "self.get_old_log_probs_with_cache": "old",
                 "self.strategy.op_compute_entropy": "zeros",  # ROLL's may change logits
             },
+            reference={"data.batch.ref_log_probs?": "old"},
+            entropy="self.strategy.op_compute_entropy",
+            output="output_tensor",
         ),
         batch="data.batch",
         put=_put_roll,
         facts=_roll_facts,
+        beside=_roll_beside,
         loses_masked=True,
         trains=_roll_trains,
         checks=_roll_strategies,
@@ -410,6 +482,17 @@ ENGINES = {
         group=_megatron_group,
         group_size=lambda actor: actor.cfg.algorithm.group_size,
         loss=LossPaths("logprobs", "advantages", {"old_logprobs": "old"}),
+        whole=LossPaths(
+            "output.log_probs", "batch.advantages",
+            {
+                "batch.recomputed_logprobs?": _rlinf_responses, "batch.rollout_logprobs?": _rlinf_responses,
+                "torch.distributed:all_reduce": "none",  # of metrics
+            },
+            reference={"batch.ref_logprobs?": _rlinf_responses},
+            entropy="output.entropy?",
+        ),
+        around=lambda step, batch: (batch["input_ids"].shape[1] - step["self"].response_len - 1, 1),
+        beside=_rlinf_beside,
         batch="batch",
         put=_put_rlinf,
         mends=True,

@@ -78,6 +78,7 @@ class _Running:
         is_other_kl: another one was aggregated.
         policy: what the policy loss was tapped as, if it was.
         taps: losses are measured.
+        is_rest: of the terms, the loss has those alone that the config does not name.
         on_megatron: a step of verl's Megatron engine came.
     """
 
@@ -89,6 +90,7 @@ class _Running:
     is_other_kl: bool = False
     policy: Any = None
     taps: bool = True
+    is_rest: bool = False
     on_megatron: bool = False
 
 
@@ -142,6 +144,8 @@ def _agg_loss(running: _Running, stock: Callable[[], Any], arguments: dict[str, 
     term, coef = running.terms.pop(0) if running.terms else _OF_A_LOSS_OF_YOURS
     losses, mask, mode = arguments["loss_mat"], arguments["loss_mask"], arguments["loss_agg_mode"]
     running.is_other_kl |= term == "kl" and losses is not running.kl
+    if running.is_rest and term != "pg":
+        return losses.sum() * 0
     divisors = _DIVISORS.get(mode, ["global_batch_size"])
     for name in divisors:
         if arguments.get(name) is None:
@@ -207,8 +211,10 @@ def _ppo_loss(running: _Running, stock: Callable[[], Any], arguments: dict[str, 
         return checked()
 
     def trial() -> Any:
-        """The first call is no trial yet."""
-        with swapped(vars(running), {"taps": next(of_taps, False)}):
+        """The first call is no trial yet. A trial with advantages of 0 is that of terms beside the policy loss."""
+        is_trial = not next(of_taps, False)
+        is_rest = is_trial and not arguments["data"]["advantages"].any()
+        with swapped(vars(running), {"taps": not is_trial, "is_rest": is_rest}):
             return checked()
 
     def measured() -> WeighedMicrobatch:
@@ -216,7 +222,7 @@ def _ppo_loss(running: _Running, stock: Callable[[], Any], arguments: dict[str, 
         plain = torch.nested.to_padded_tensor(advantages, 0) if advantages.is_nested else advantages
         return WeighedMicrobatch(
             response_samples(mask), torch.ones(mask.shape), plain, "advantages", 1.0,
-            running.policy and running.policy.aggregation, is_followed=False,
+            running.policy and running.policy.aggregation, is_followed=False, beside={},
         )  # fmt: skip
 
     returned = tap_policy(_PPO_LOSS, trial, arguments, measured)

@@ -114,12 +114,12 @@ def _declared(state: StepState, name: str) -> Declared:
 def _why_not(name: str, state: StepState, own: OwnTokens, *, is_first: bool) -> str:
     """Why a term is not compared; empty if it can be."""
     declared, asked = _declared(state, name), own.aggregation(name)
-    others = [said for said in state.terms[name] if replace(said, doubt="") != replace(declared, doubt="")]
+    others = {replace(said, doubt="", added="") for said in state.terms[name]}
     if not is_first and not declared.mode:
         return "no mode of its own"
     if len(state.asked) > 1 and (declared.has_policys_mode or not declared.mode):
         return "ranks ask for different modes"
-    if others or (declared.coef is not None and math.isnan(declared.coef)):
+    if len(others) > 1 or (declared.coef is not None and math.isnan(declared.coef)):
         return "its mode or coefficient differs between micro-batches, or is not known"
     if asked is None or (declared.mode and name in state.lacking):
         return "its mode is not known on every rank"
@@ -173,6 +173,7 @@ def _judge(
         of_terms.unknown += ids.doubts
         of_terms.faults += other_data(data, compared.totals) if is_first else []
         doubt = doubt or other_count(declared.count, compared)
+    of_terms.unknown += [said.added for said in state.terms[name] if said.added]
     of_terms.add(aim, compared, state.tolerance, doubt or may_be_clipped(compared, state.factor))
 
 
