@@ -9,6 +9,9 @@ from checkouts import Framework, checkout
 from ranks import RankError, run_ranks
 from repository import ROOT
 
+#: What the first step says of a loss with a term that the engine's config does not name.
+MORE_TERMS = "NOT PROVED: The loss has more than the terms that the config names"
+
 
 class Plant(NamedTuple):
     """A fault: its edits by file, the error that stops it, the case and the (ranks, context-parallel ranks) of it."""
@@ -68,6 +71,13 @@ def assert_stops(record_property: Any, framework: Framework, train: Any, plant: 
     assert_stopped(
         record_property, framework, plant.fault, plant.match, plant.world[0], train, root, plant.world[1], [case]
     )
+
+
+def assert_unproved(record_property: Any, framework: Framework, train: Any, plant: Plant, folder: Path) -> None:
+    """A launch goes on, and says of its first step that it is not proved, with these words."""
+    case = {"mode": "sample_mean", "settings": {}, "outcome": "unknown", "says": plant.match} | plant.case
+    run_ranks(plant.world[0], train, planted(framework, folder, plant.edits), plant.world[1], [case])
+    record_plant(record_property, framework, plant.fault, "says that it is not proved")
 
 
 def record_plant(record_property: Any, framework: Framework, plant: str, outcome: str) -> None:

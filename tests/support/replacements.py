@@ -1,6 +1,9 @@
 """Functions of an engine that a test replaces, and puts back."""
 
+import contextlib
+import io
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,6 +11,8 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
+
+import torch.distributed as dist
 
 from megatron_rl_loss.engines import columns, replacing, token_mean
 
@@ -52,13 +57,16 @@ def aggregated(owner: Any, case: dict[str, Any]) -> Iterator[None]:
     """A step of an engine that trains on its token mean, in the mode of the case; as it is where that says "stock".
 
     The KL penalty keeps the token mean of the engine: ``kl`` is a setting of the oracle alone. The proof must come out
-    as the case says; ``column`` makes our weights wrong by that factor.
+    as the case says, with the words that it "says" on the first rank; ``column`` makes our weights wrong by that factor.
     """
-    with undone():
+    printed = io.StringIO()
+    with undone(), contextlib.redirect_stdout(printed):
         if not case.get("stock"):
             settings = {name: value for name, value in case["settings"].items() if name != "kl"}
             os.environ["MEGATRON_RL_LOSS_PROOF"] = case.get("level", "error")
             proof = token_mean.aggregate(owner, case["mode"], **settings).proof
             columns.token_mean_factors = partial(_factors, case.get("column", 1.0))
         yield
-        assert case.get("stock") or proof.outcome == case.get("outcome", "proved")
+        assert case.get("stock") or proof.outcome == case.get("outcome", "proved"), printed.getvalue()
+    print(printed.getvalue())
+    assert dist.get_rank() or re.search(case.get("says", ""), printed.getvalue()), printed.getvalue()

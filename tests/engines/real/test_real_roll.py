@@ -33,7 +33,7 @@ from bigram_step import (
     make_batch,
 )
 from checkouts import ROLL, Settings, checkout, load, stand_in
-from plants import Plant, assert_stops, planted, record_plant
+from plants import MORE_TERMS, Plant, assert_stops, assert_unproved, planted, record_plant
 from ranks import RankError, run_ranks
 from replacements import aggregated
 from roll_rows import LEFT, rows_of_rank
@@ -268,12 +268,58 @@ PLANTS = [
         "loss not linear in advantages",
         {_WORKER: ('advantages = data.batch["advantages"]', 'advantages = data.batch["advantages"] ** 3')},
     ),
+    Plant("KL penalty times 10", {_WORKER: ("+ kl_loss *", "+ 10 * kl_loss *")}, "token_mean on kl: tokens weigh 10 t"),
+    Plant(
+        "KL penalty added twice",
+        {_WORKER: ("+ kl_loss * self.pipeline_config.kl_loss_coef", "+ sum([kl_loss * self.pipeline_config.kl_loss_coef] * 2)")},
+        "token_mean on kl: tokens weigh 2 times",
+    ),
+    Plant("KL penalty of k2", {_WORKER: ('kl_penalty="k3"', 'kl_penalty="mse"')}, r"token_mean on kl: tokens weigh 0\.9"),
+    Plant(
+        "KL penalty against old log-probs",
+        {_WORKER: ("log_probs_base=ref_log_probs", "log_probs_base=old_log_probs")},
+        "token_mean on kl: tokens weigh 0 times",
+    ),
+    Plant(
+        "KL penalty of masked tokens",
+        {_WORKER: ('action_mask=final_response_mask, kl_penalty="k3"', 'action_mask=response_mask, kl_penalty="k3"')},
+        "token_mean on kl: masked tokens weigh up to 1 times",
+    ),
+    Plant(
+        "entropy bonus of the other sign",
+        {_WORKER: ("total_loss - entropy_loss", "total_loss + entropy_loss")},
+        "token_mean on entropy: tokens weigh -1 times",
+        {"config": {"entropy_loss_coef": 0.01, "rl_loss_coef": 0.5}},
+    ),
+]
+RETURNED = "return total_loss, pg_metrics"
+ADDED = [
+    Plant("a loss added beside", {_WORKER: (RETURNED, "return total_loss + 1e-3 * log_probs.mean(), pg_metrics")}),
+    Plant(
+        "a loss of logits added beside",
+        {_WORKER: (RETURNED, "return total_loss + 1e-6 * output_tensor.logsumexp(-1).square().mean(), pg_metrics")},
+    ),
+    Plant(
+        "a KL penalty without a coefficient",
+        {_WORKER: ("if self.pipeline_config.use_kl_loss:", "if True:")},
+        case={"config": {"use_kl_loss": False}},
+    ),
+    Plant(
+        "KL penalty of the other direction",
+        {_WORKER: ("log_probs=log_probs, log_probs_base=ref_log_probs", "log_probs=ref_log_probs, log_probs_base=log_probs")},
+    ),
 ]
 
 
 @pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.fault)
 def test_a_fault_stops_all_ranks(plant: Plant, record_property: Any, tmp_path: Any) -> None:
     assert_stops(record_property, ROLL, train, plant, tmp_path)
+
+
+@pytest.mark.parametrize("plant", ADDED, ids=lambda plant: plant.fault)
+def test_a_further_term_is_not_proved(plant: Plant, record_property: Any, tmp_path: Any) -> None:
+    plant = plant._replace(match=MORE_TERMS)
+    assert_unproved(record_property, ROLL, train, plant, tmp_path)
 
 
 def test_a_schedule_that_was_not_measured_is_no_proof(record_property: Any, tmp_path: Any) -> None:
