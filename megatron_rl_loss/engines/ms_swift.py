@@ -8,9 +8,8 @@ With ``--loss_type dapo`` or ``cispo`` Megatron-SWIFT sums loss * mask over a mi
 tokens that each micro-batch carries. Before each optimizer step this adapter sets the count so that the loss is the
 mean over the step's tokens T, and multiplies each token's advantage by its weight in the mode * T. A KL penalty in the
 loss is then the token mean. The adapter measures if the loss function undoes Megatron's division by the number of
-micro-batches, as 4.6.0 does, refuses any other factor, another one on the KL penalty than ``--beta``, and proves the
-first step. Prompts are identified by their
-messages, as in ms-swift without Megatron.
+micro-batches, as 4.6.0 does, refuses any other factor, and proves the first step, the KL penalty of ``--beta`` too.
+Prompts are identified by their messages, as in ms-swift without Megatron.
 Source: ms-swift 4.6.0, 3602360a, swift/megatron/trainers/grpo_trainer.py (loss_func), swift/ray/megatron.
 """
 
@@ -172,7 +171,7 @@ def _tapped(stock: Any, arguments: dict[str, Any]) -> Any:
         layout = Gathered(range(0, len(masks) * width + 1, width))
         samples = Samples(masks, layout=layout, labels={"microbatch": [batch.number] * len(masks)}, **prompts)
         trainer, beside = arguments["self"], dict[str, Beside]()
-        if trainer.beta and not trainer.kl_in_reward:
+        if trainer.beta and not trainer.kl_in_reward and batch.ref_per_token_logps is not None:
             beside["kl"] = Beside(trainer.beta, resolve("token_mean"))
         weighed = at_masked_tokens(torch.stack(masks), batch.factors, batch.plain)
         return WeighedMicrobatch(samples, *weighed, beside=beside)
@@ -196,7 +195,7 @@ def _weigh(batches: Sequence[Any], trainer: Any, modes: LossModes) -> None:
     )
     _, columns, tokens = weigh_advantages(row, modes, batches, dp_group=mpu.get_data_parallel_group())
     ranks, num_microbatches = mpu.get_data_parallel_world_size(), len(batches)
-    scale = -_loss_of_a_token(trainer, batches[0], ranks, advantage=1.0) / math.exp(-10)
+    scale = -_loss_of_a_token(trainer, batches[0], ranks) / math.exp(-10)
     if scale == 0:
         raise ValueError(
             "a loss function that is 0 for a token to train on whose advantage is 1: weights that are multiplied into "
@@ -207,14 +206,6 @@ def _weigh(batches: Sequence[Any], trainer: Any, modes: LossModes) -> None:
             f"a loss function that multiplies the policy loss by {scale:.4g}: a KL penalty beside it keeps its weight "
             f"if that is 1 or the number of micro-batches, {num_microbatches}. Use ms-swift {_VERSIONS}."
         )
-    if trainer.beta and not trainer.kl_in_reward:
-        coef = _loss_of_a_token(trainer, batches[0], ranks, reference=2.0) / (math.e - 2) / scale
-        if not math.isclose(coef, trainer.beta, rel_tol=2.0**-6):
-            raise ValueError(
-                f"a loss function that multiplies the KL penalty by {coef:.4g} where --beta is {trainer.beta:g}: it "
-                f"must add beta * (e^d - d - 1), with d the reference's log-prob less the policy's. Use ms-swift "
-                f"{_VERSIONS}."
-            )
     count = tokens * scale / num_microbatches
     if 0 < count < ranks:
         raise ValueError(
@@ -227,16 +218,13 @@ def _weigh(batches: Sequence[Any], trainer: Any, modes: LossModes) -> None:
         batch.num_items_in_batch = batch.advantages.new_tensor(count)
 
 
-def _loss_of_a_token(
-    trainer: Any, batch: Any, ranks: int, *, advantage: float = 0.0, reference: float | None = None
-) -> float:
+def _loss_of_a_token(trainer: Any, batch: Any, ranks: int) -> float:
     """ms-swift's loss of one token with count 1, of log-prob 1 where the old one was 11, so that nothing is clipped."""
     trial = copy.copy(batch)
     token = batch.advantages.new_ones(1, 1)
     vars(trial).update(
         completion_mask=token.bool(), truncated_mask=token[0] == 0, seq_lengths=token[0].long(),
-        advantages=advantage * token, old_per_token_logps=11 * token, rollout_per_token_logps=None,
-        ref_per_token_logps=None if reference is None else reference * token,
+        advantages=token, old_per_token_logps=11 * token, rollout_per_token_logps=None, ref_per_token_logps=None,
         num_items_in_batch=torch.tensor(float(ranks)),
     )  # fmt: skip
     with torch.no_grad(), swapped({"self": trainer}, {"self._flush_log_completions?": None}, ["self._metrics?"]):

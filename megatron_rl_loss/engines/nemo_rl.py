@@ -205,7 +205,9 @@ class AggregatedPGLossFn:
                 loss, lambda stock, arguments: tap_policy(row, stock, arguments, lambda: measured(*facts, **more))
             )
 
-        total, _ = tap(_POLICY, self._policy, factors, data["advantages"], beside={})(next_token_logprobs, of_policy, **counts)
+        total, _ = tap(_POLICY, self._policy, factors, data["advantages"], beside={})(
+            next_token_logprobs, of_policy, **counts
+        )
         if "kl" in self._modes:
             column = data[_column("kl")]
             ones = torch.ones_like(data["sample_mask"])

@@ -1,4 +1,4 @@
-"""One tap for every engine's policy loss, and for terms beside it: a row says where the loss function keeps its columns.
+"""One tap for every engine's policy loss and the terms beside it: a row says where a loss function keeps its columns.
 
     LOSS = LossPaths("logprobs", "batch.advantages", {"batch.old_logprobs": "old", "batch.rollout_logprobs?": "old"})
 
@@ -127,7 +127,7 @@ class WeighedMicrobatch(NamedTuple):
 def tap_policy(
     row: LossPaths, stock: Callable[[], Any], arguments: dict[str, Any], describe: Callable[[], WeighedMicrobatch]
 ) -> Any:
-    """The result of `stock()`, whose policy loss is measured while a step is observed.
+    """The result of `stock()`, whose policy loss, and terms beside it, are measured while a step is observed.
 
     At a ratio r of 1 a policy loss has the slope -A * r by a token's log-prob. So with advantages +-f the token's
     weight in the loss is
@@ -281,7 +281,7 @@ def _tap_beside(
         return [torch.zeros_like(of) if slope is None else slope for of, slope in zip(inputs, slopes, strict=True)]
 
     (first, of_entropy, *further), (second, *_) = (slopes_at(distance) for distance in _ABOVE_REFERENCE)
-    size = max(float(slope.abs().max()) for slope in (first, second, of_entropy, *further) if slope.numel())
+    size = _largest(first, second, of_entropy, *further)
     weights = {}
     if (kl := measured.beside.get("kl")) is not None:
         high, low = _SLOPES_OF_KL[kl.estimator]
@@ -297,11 +297,14 @@ def _tap_beside(
         )
         if tapped is not None:
             tapped.at_log_probs = measured.is_followed
-    left = max(float(slope.abs().max()) for slope in (first, second, of_entropy, *further) if slope.numel())
+    left = _largest(first, second, of_entropy, *further)
     if left > 64 * torch.finfo(leaf.dtype).eps * size and (taps := observed_taps()):
-        for of_term in taps.losses.values():
-            for tapped in of_term.values():
-                tapped.added = _ADDED
+        for known in [known for of_name in taps.losses.values() for known in of_name.values()]:
+            known.added = _ADDED
+
+
+def _largest(*values: Tensor) -> float:
+    return max((float(of_input.abs().max()) for of_input in values if of_input.numel()), default=0.0)
 
 
 def _maker(make: str | Value) -> Value:

@@ -59,7 +59,7 @@ class TokenMeanEngine(NamedTuple):
         group_size: the number of rows to generate for a prompt, if known.
         trains: True if an instance of the class trains a policy.
         tokens: its divisor, if that is not the number of the step's active tokens; checked against what the step has.
-        whole: the row of the loss function that calls the policy loss and adds other terms, if that is another function.
+        whole: the row of the function that calls the policy loss and adds other terms, if that is another function.
         around: log-probs before and after those of the masks, in the whole loss function.
         beside: of a call, the terms beside the policy loss, as the config names them; None if they are not measured.
         unmeasured: words for terms beside the policy loss that are not measured.
@@ -101,10 +101,10 @@ class TokenMeanEngine(NamedTuple):
         """The result of a call of the loss function, or of the whole one, whose arguments are `loss`, measured."""
         is_whole = self.whole is not None and self.whole.log_probs.partition(".")[0] in loss
         row = self.whole if self.whole is not None and is_whole else self.loss
-        return tap_policy(row, stock, loss, lambda: self._measured(step, loss, is_whole=is_whole))
+        return tap_policy(row, stock, loss, lambda: self.measured(step, loss, is_whole=is_whole))
 
-    def _measured(self, step: StepArguments, loss: Mapping[str, Any], *, is_whole: bool) -> WeighedMicrobatch:
-        """The micro-batch of a call of the loss function, with masks and ids as they were before the step.
+    def measured(self, step: StepArguments, loss: Mapping[str, Any], *, is_whole: bool = False) -> WeighedMicrobatch:
+        """The micro-batch of a call of the (whole) loss function, with masks and ids as they were before the step.
 
         Changes to its advantages count as weights.
         """

@@ -12,7 +12,8 @@ from torch import Tensor
 from megatron_rl_loss import LossPaths, Samples, WeighedMicrobatch, prove_policy_loss
 from megatron_rl_loss.core.taps import Tap, Taps, observe
 from megatron_rl_loss.engines.places import places, swapped, wrapped
-from megatron_rl_loss.engines.policy_tap import tap_policy, tap_sum
+from megatron_rl_loss.engines.policy_tap import Beside, tap_policy, tap_sum
+from megatron_rl_loss.extend import resolve
 
 MASK = torch.tensor([[1.0, 1, 0, 1], [0, 1, 1, 0]])
 FACTORS = torch.tensor([[0.5, 0.5, 0.5, 0.5], [2.0, 2.0, 2.0, 2.0]])
@@ -125,6 +126,90 @@ def test_clamps_are_no_evidence_and_losses_that_are_not_linear_are(
     assert tapped.gradient is not None
     assert torch.allclose(tapped.gradient, (3 * FACTORS * MASK / 4).flatten(), rtol=1e-5) == is_right
     assert (tapped.doubt != "") == is_doubted
+
+
+# --- terms beside the policy loss
+
+WHOLE = LOSS._replace(reference={"batch.reference": "old"}, entropy="entropy_of", output="output")
+PENALTIES: dict[str, Callable[[Tensor], Tensor]] = {
+    "k1": lambda d: d,
+    "abs": torch.abs,
+    "k2": lambda d: d**2 / 2,
+    "k3": lambda d: (-d).exp() + d - 1,
+}
+NAMED = {"kl": Beside(0.5, resolve("token_mean")), "entropy": Beside(-0.25, resolve("token_mean"))}
+
+
+def with_terms(
+    output: Tensor, log_probs: Tensor, batch: Any, entropy_of: Any, penalty: Any = PENALTIES["k3"], added: Any = None
+) -> Tensor:
+    """A policy loss with a KL penalty and an entropy bonus, over the mask, and what is added beside."""
+    ratio = (log_probs - batch.old).exp()
+    losses = -ratio * batch.advantages + 0.5 * penalty(log_probs - batch.reference) - 0.25 * entropy_of(output)
+    rest = 0.0 if added is None else added(output, log_probs)
+    return (losses * MASK).sum() / 4 + rest
+
+
+def terms_of(beside: Any = NAMED, row: LossPaths = WHOLE, **of_loss: Any) -> dict[str, Tap]:
+    """What the taps wrote down of a step of that loss, by term."""
+    output = torch.randn(2, 4, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    old, reference = (torch.randn(2, 4, generator=torch.Generator().manual_seed(seed)) for seed in (2, 3))
+    batch = SimpleNamespace(advantages=PLAIN * FACTORS, old=old, reference=reference, rollout=None, seen=[])
+    describe = lambda: WeighedMicrobatch(  # noqa: E731
+        Samples(list(MASK)), FACTORS, PLAIN, is_followed=False, beside=beside
+    )
+    tapped = wrapped(with_terms, lambda stock, arguments: tap_policy(row, stock, arguments, describe))
+    taps = Taps()
+    with observe(taps):
+        taps.begin_microbatch()
+        (3 * tapped(output, output * 1.0, batch, lambda output: output**2 + 1, **of_loss)).backward()
+    return {name: of_term[0] for name, of_term in taps.losses.items()}
+
+
+@pytest.mark.parametrize("estimator", PENALTIES)
+def test_terms_beside_the_policy_loss(estimator: str) -> None:
+    """Each token's weight, times its coefficient, whatever the reference's log-probs are."""
+    kl = NAMED["kl"]._replace(estimator=estimator)
+    taps = terms_of(NAMED | {"kl": kl}, penalty=PENALTIES[estimator])
+    weights = (3 * MASK / 4).flatten()
+    for name, right in {"pg": FACTORS.flatten() * weights, "kl": 0.5 * weights, "entropy": -0.25 * weights}.items():
+        assert taps[name].gradient is not None
+        assert torch.allclose(taps[name].gradient, right, rtol=1e-5, atol=1e-7), name
+        assert not taps[name].added, name
+
+
+@pytest.mark.parametrize("named", PENALTIES)
+@pytest.mark.parametrize("real", PENALTIES)
+def test_another_estimator_has_another_weight_or_is_a_further_term(named: str, real: str) -> None:
+    taps = terms_of(NAMED | {"kl": NAMED["kl"]._replace(estimator=named)}, penalty=PENALTIES[real])
+    assert taps["kl"].gradient is not None
+    is_right = torch.allclose(taps["kl"].gradient, (0.5 * 3 * MASK / 4).flatten(), rtol=1e-3)
+    assert (is_right and not taps["kl"].added) == (named == real)
+
+
+FURTHER: dict[str, dict[str, Any]] = {
+    "of log-probs": {"added": lambda output, log_probs: 1e-3 * (log_probs * MASK).sum()},
+    "of log-probs, squared": {"added": lambda output, log_probs: 1e-3 * log_probs.square().mean()},
+    "of the output": {"added": lambda output, log_probs: 1e-3 * output.square().mean()},
+    "KL without a coefficient": {"beside": {"entropy": NAMED["entropy"]}},
+    "entropy without a coefficient": {"beside": {"kl": NAMED["kl"]}},
+    "KL of the other direction": {"penalty": lambda d: d.exp() - d - 1},
+}
+
+
+@pytest.mark.parametrize("further", FURTHER)
+def test_a_further_term_is_noted(further: str) -> None:
+    """Beside weights that are right."""
+    taps = terms_of(**FURTHER[further])
+    for name, coef in {"kl": 0.5, "entropy": -0.25}.items():
+        if name in taps:
+            gradient: Any = taps[name].gradient
+            assert torch.allclose(gradient, (coef * 3 * MASK / 4).flatten(), rtol=1e-3, atol=1e-7)
+    assert all("more than the terms that the config names" in tapped.added for tapped in taps.values())
+
+
+def test_terms_that_nobody_named_are_not_measured() -> None:
+    assert {name: tapped.added for name, tapped in terms_of(None).items()} == {"pg": ""}
 
 
 def test_paths() -> None:

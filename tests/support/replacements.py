@@ -56,13 +56,13 @@ def _factors(column: float, *args: Any, **options: Any) -> Any:
 def aggregated(owner: Any, case: dict[str, Any]) -> Iterator[None]:
     """A step of an engine that trains on its token mean, in the mode of the case; as it is where that says "stock".
 
-    The KL penalty keeps the token mean of the engine: ``kl`` is a setting of the oracle alone. The proof must come out
-    as the case says, with the words that it "says" on the first rank; ``column`` makes our weights wrong by that factor.
+    Other terms keep the engine's token mean: ``kl`` and ``entropy`` are settings of the oracle. The proof comes out as
+    the case says, with the words that it "says" on the first rank; ``column`` makes our weights wrong by that factor.
     """
     printed = io.StringIO()
     with undone(), contextlib.redirect_stdout(printed):
         if not case.get("stock"):
-            settings = {name: value for name, value in case["settings"].items() if name != "kl"}
+            settings = {name: value for name, value in case["settings"].items() if name not in ("kl", "entropy")}
             os.environ["MEGATRON_RL_LOSS_PROOF"] = case.get("level", "error")
             proof = token_mean.aggregate(owner, case["mode"], **settings).proof
             columns.token_mean_factors = partial(_factors, case.get("column", 1.0))

@@ -40,7 +40,7 @@ from bigram_step import (
 from checkouts import MS_SWIFT, Settings, checkout, load
 from oracle import zigzag
 from packaging.version import Version
-from plants import Plant, assert_stops
+from plants import MORE_TERMS, Plant, assert_stops, assert_unproved
 from ranks import run_ranks
 from replacements import undone
 from table_step import start
@@ -401,16 +401,22 @@ PLANTS = [
         },
         world=(2, 2),
     ),
-    Plant("KL penalty times 10", {GRPO: ("self.beta * per_t", "10 * self.beta * per_t")}, "KL penalty by 0.3 where"),
+    Plant("KL penalty times 10", {GRPO: ("self.beta * per_t", "10 * self.beta * per_t")}, "on kl: tokens weigh 10 times"),
     Plant(
         "KL penalty of another estimator",
         {GRPO: ("torch.exp(safe_ratio) - safe_ratio - 1", "safe_ratio**2 / 2")},
-        "multiplies the KL penalty by 0.02088 where --beta is 0.03",
+        r"token_mean on kl: tokens weigh 0\.9",
     ),
     Plant("own weights times 1.25", {}, "tokens weigh 1.25 times", {"times": 1.25}),
 ]  # fmt: skip
+KL = "self.beta * per_token_kl"
+ADDED = Plant("a loss added beside", {GRPO: (KL, f"{KL} + 1e-3 * per_token_logps")}, MORE_TERMS)
 
 
 @pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.fault)
 def test_a_fault_stops(record_property: Any, tmp_path: Path, plant: Plant) -> None:
     assert_stops(record_property, MS_SWIFT, train, plant, tmp_path)
+
+
+def test_a_further_term_is_not_proved(record_property: Any, tmp_path: Path) -> None:
+    assert_unproved(record_property, MS_SWIFT, train, ADDED, tmp_path)

@@ -37,7 +37,7 @@ from bigram_step import (
     make_batch,
 )
 from checkouts import NEMO_RL, checkout, load, record_errors
-from plants import Plant, assert_stops
+from plants import Plant, assert_stops, assert_unproved
 from ranks import RankError, run_ranks
 from replacements import undone
 from table_step import start
@@ -245,6 +245,12 @@ def test_a_fault_stops(record_property: Any, tmp_path: Path, plant: Plant) -> No
     settings = MODES[plant.case.get("mode", "prompt_mean")]
     plant = plant._replace(case={"mode": "prompt_mean", "settings": settings} | plant.case)
     assert_stops(record_property, NEMO_RL, train, plant, tmp_path)
+
+
+def test_a_further_term_is_not_proved(record_property: Any, tmp_path: Path) -> None:
+    added = "loss = actor_loss + kl +", "loss = actor_loss + kl + 1e-3 * curr_logprobs.mean() +"
+    plant = Plant("a loss added beside", {LOSSES: added}, case={"settings": MODES["sample_mean"]})
+    assert_unproved(record_property, NEMO_RL, train, plant, tmp_path)
 
 
 def planned(root: str) -> list[float]:

@@ -6,6 +6,7 @@ Replaced: Ray, the optimizer.
 """
 
 import importlib
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 import torch
 from bigram_step import BETA, CLIP_HIGH, CLIP_LOW, LENGTH, TOLERANCE, assert_exact, bigram_model, compare, errors_of, k3
 from checkouts import RLINF, Settings, checkout, load
-from plants import Plant, assert_stops
+from plants import MORE_TERMS, Plant, assert_stops, assert_unproved
 from ranks import RankError, run_ranks
 from replacements import aggregated
 from table_step import start
@@ -29,6 +30,13 @@ MODES: dict[str, dict[str, Any]] = {
     "prompt_mean": {"kl": "token_mean"},
     "constant": {"divisor": 40.0, "kl": "token_mean"},
     "token_sum": {"divisor": 25.0, "kl": "token_mean"},
+}
+ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "k3": k3,
+    "low_var_kl": k3,
+    "kl": lambda log_probs, reference: log_probs - reference,
+    "k2": lambda log_probs, reference: (log_probs - reference) ** 2 / 2,
+    "abs": lambda log_probs, reference: (log_probs - reference).abs(),
 }
 PROMPT, LEFT = 3, 2  # length of prompts, and of what is left of the room for them
 make_batch = bigram_step.make_batch
@@ -80,6 +88,12 @@ class NoGroup:
     def launch(self, cluster: Any) -> None: ...
 
 
+def entropy_and_log_probs(logits: Tensor, labels: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
+    """In the place of RLinf's function, whose entropy has another gradient."""
+    log_probs = logits.log_softmax(-1)
+    return -(log_probs.exp() * log_probs).sum(-1), log_probs.gather(-1, labels[..., None]).squeeze(-1)
+
+
 def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """On a rank: the error of each case's gradient."""
     state = start(cp=cp)
@@ -89,14 +103,16 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
     )  # fmt: skip
     vars(importlib.import_module("rlinf.scheduler.worker.worker_group"))["WorkerGroup"] = NoGroup
     results.Worker = SimpleNamespace(torch_device_type="cpu")
-    of_cases = []
+    of_cases, of_rlinf = [], actors.vocab_parallel_entropy_and_log_probs
     for case in cases:
+        actors.vocab_parallel_entropy_and_log_probs = entropy_and_log_probs if case.get("exact") else of_rlinf
         bigram_step.make_batch = without_empty_rows if case.get("full") else case.get("rows", make_batch)
         model = bigram_model()
         model.module.pre_process = model.module.post_process = True
         algorithm = Settings(
             loss_agg_func="token-mean", use_valid_token_scale=case.get("scale", True), loss_type="actor",
-            sampling_params=Settings(temperature=1.0), n_minibatches=1, **case.get("correction", {}),
+            sampling_params=Settings(temperature=1.0), n_minibatches=1, entropy_bonus=case.get("entropy", 0.0),
+            **case.get("correction", {}),
         )  # fmt: skip
         algorithm.get = lambda name, default=None, algorithm=algorithm: vars(algorithm).get(name, default)
         actor: Any = object.__new__(type("Actor", (actors.MegatronActor,), {}))
@@ -105,7 +121,8 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
             cfg=Settings(algorithm=algorithm, runner=Settings(task_type="reasoning")), model=[model], role="actor",
             _cfg=Settings(optim=Settings()), transformer_config=model.config, response_len=LENGTH - PROMPT,
             loss_agg_func=bases.masked_mean, clip_ratio_low=CLIP_LOW, clip_ratio_high=CLIP_HIGH, clip_ratio_c=None,
-            calculate_entropy=False, calculate_entropy_loss=False, kl_beta=BETA, kl_penalty_type="k3",
+            calculate_entropy="entropy" in case, calculate_entropy_loss="entropy" in case, kl_beta=BETA,
+            kl_penalty_type=case.get("estimator", "k3"),
             enable_dynamic_batch_size=True, max_tokens_per_mbs=24, variable_seq_lengths=True, use_profiler=False,
             total_batch_size_per_dp=1, optimizer=optimizer, lr_scheduler=Settings(step=lambda increment: None),
         )  # fmt: skip
@@ -119,8 +136,14 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
         with aggregated(type(actor), case):
             actor.training_step(batch)
         of_cases.append(
-            {"errors": errors_of(model, case, kl=k3, corrected=is_corrected), "microbatches": actor.num_microbatches}
-        )
+            {
+                "errors": errors_of(
+                    model, case, kl=ESTIMATORS[actor.kl_penalty_type], corrected=is_corrected,
+                    entropy=case.get("entropy", 0.0),
+                ),
+                "microbatches": actor.num_microbatches,
+            }
+        )  # fmt: skip
     return of_cases
 
 
@@ -158,6 +181,21 @@ def test_a_correction_of_advantages_is_no_fault(record_property: Any) -> None:
     assert_exact(record_property, train, RLINF, [case], worlds=[(2, 1)])
 
 
+def test_terms_beside_the_policy_loss_are_proved(record_property: Any) -> None:
+    """KL penalties of all estimators that RLinf has, and an entropy bonus.
+
+    In RLinf a3816b59 the entropy's gradient by logits is wrong, which is no matter of weights: it takes logits less
+    their maximum from a mean of logits, and a buffer that the gradient of log-probs has written to.
+    """
+    case: dict[str, Any] = {"mode": "prompt_mean", "settings": MODES["prompt_mean"] | {"entropy": "token_mean"}}
+    says = "token_mean on kl, token_mean on entropy, aggregation proved on"
+    bonus = case | {"entropy": 0.01, "says": says}
+    cases = [case | {"estimator": estimator} for estimator in ESTIMATORS] + [bonus | {"exact": True}]
+    assert_exact(record_property, train, RLINF, cases, worlds=[(2, 1)])
+    for (with_theirs,) in run_ranks(2, train, checkout(RLINF), 1, [bonus]):
+        assert with_theirs["errors"]["gradient"] > 1e-3
+
+
 def test_theirs_is_the_token_mean(record_property: Any) -> None:
     case = {"mode": "token_mean", "settings": {}, "setting": "token mean, `use_valid_token_scale`", "full": True}
     ((same, _),) = compare(record_property, train, RLINF, [case], (2, 1))
@@ -172,6 +210,7 @@ def test_another_scaling_is_refused_on_all_ranks() -> None:
 
 
 _ACTOR, _WORKER = "rlinf/workers/actor/megatron_actor_worker.py", "rlinf/workers/megatron_worker.py"
+_KL, _KL_ADDED = "token_mean on kl: tokens weigh", "loss = loss + kl_loss * self.kl_beta"
 PLANTS = [
     Plant("scaling doubled", {_ACTOR: ("loss *= loss_scale.item()", "loss *= 2 * loss_scale.item()")}),
     Plant("micro-batches not undone", {_ACTOR: ("                        * self.num_microbatches\n", "")}),
@@ -231,9 +270,37 @@ PLANTS = [
         "loss not linear in advantages",
         {_ACTOR: ('advantages = batch["advantages"]', 'advantages = batch["advantages"].clamp(-1, 1)')},
     ),
+    Plant(
+        "KL penalty times 10", {_ACTOR: ("kl_loss * self.kl_beta", "10 * kl_loss * self.kl_beta")}, f"{_KL} 10 times"
+    ),
+    Plant("KL penalty added twice", {_ACTOR: (_KL_ADDED, f"{_KL_ADDED}; {_KL_ADDED}")}, f"{_KL} 2 times"),
+    Plant("KL penalty of another estimator", {_ACTOR: ("self.kl_penalty_type)", '"k2")')}, rf"{_KL} 0\.9"),
+    Plant("KL penalty of all tokens", {_ACTOR: ("(kld, mask)", "(kld, torch.ones_like(mask))")}, "token_mean on kl: "),
+    Plant(
+        "entropy bonus of the other sign",
+        {_ACTOR: ("loss - self.cfg.algorithm.entropy_bonus", "loss + self.cfg.algorithm.entropy_bonus")},
+        "token_mean on entropy: tokens weigh -1 times",
+        {"entropy": 0.01},
+    ),
+    Plant(
+        "log-probs of the tokens after",
+        {
+            _ACTOR: (
+                'output["log_probs"][\n                    :, -response_len - 1 : -1\n',
+                'output["log_probs"][:, -response_len:\n',
+            )
+        },
+        "token_mean on kl: tokens weigh 0",
+    ),
 ]
 
 
 @pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.fault)
 def test_a_fault_stops_all_ranks(plant: Plant, record_property: Any, tmp_path: Any) -> None:
     assert_stops(record_property, RLINF, train, plant, tmp_path)
+
+
+def test_a_further_term_is_not_proved(record_property: Any, tmp_path: Any) -> None:
+    added = (_KL_ADDED, f"{_KL_ADDED} + 1e-3 * self.loss_agg_func(curr_logprobs, mask)")
+    plant = Plant("a loss added beside", {_ACTOR: added}, MORE_TERMS)
+    assert_unproved(record_property, RLINF, train, plant, tmp_path)

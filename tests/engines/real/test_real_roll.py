@@ -271,10 +271,17 @@ PLANTS = [
     Plant("KL penalty times 10", {_WORKER: ("+ kl_loss *", "+ 10 * kl_loss *")}, "token_mean on kl: tokens weigh 10 t"),
     Plant(
         "KL penalty added twice",
-        {_WORKER: ("+ kl_loss * self.pipeline_config.kl_loss_coef", "+ sum([kl_loss * self.pipeline_config.kl_loss_coef] * 2)")},
+        {
+            _WORKER: (
+                "+ kl_loss * self.pipeline_config.kl_loss_coef",
+                "+ sum([kl_loss * self.pipeline_config.kl_loss_coef] * 2)",
+            )
+        },
         "token_mean on kl: tokens weigh 2 times",
     ),
-    Plant("KL penalty of k2", {_WORKER: ('kl_penalty="k3"', 'kl_penalty="mse"')}, r"token_mean on kl: tokens weigh 0\.9"),
+    Plant(
+        "KL penalty of k2", {_WORKER: ('kl_penalty="k3"', 'kl_penalty="mse"')}, r"token_mean on kl: tokens weigh 0\.9"
+    ),
     Plant(
         "KL penalty against old log-probs",
         {_WORKER: ("log_probs_base=ref_log_probs", "log_probs_base=old_log_probs")},
@@ -306,7 +313,12 @@ ADDED = [
     ),
     Plant(
         "KL penalty of the other direction",
-        {_WORKER: ("log_probs=log_probs, log_probs_base=ref_log_probs", "log_probs=ref_log_probs, log_probs_base=log_probs")},
+        {
+            _WORKER: (
+                "log_probs=log_probs, log_probs_base=ref_log_probs",
+                "log_probs=ref_log_probs, log_probs_base=log_probs",
+            )
+        },
     ),
 ]
 

@@ -24,7 +24,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkouts import VERL, Settings, checkout, load, record_errors
-from plants import assert_stopped, patched, planted
+from plants import MORE_TERMS, assert_stopped, patched, planted, record_plant
 from ranks import run_ranks, start_process_group
 from repository import EXAMPLES
 from step_samples import dealt
@@ -747,6 +747,16 @@ def test_a_fault_stops_the_first_step(name: str, tmp_path: Path, record_property
     path, old, new, says = PLANTS[name]
     launch = first_steps, planted(VERL, tmp_path, {path: (old, new)}), "per-token" in name, ["token-mean"]
     assert_stopped(record_property, VERL, name, says, DP * CP, *launch)
+
+
+def test_a_further_term_is_not_proved(tmp_path: Path, record_property: Any) -> None:
+    """Of the actor; nothing is known of what a critic's loss adds."""
+    added = "return policy_loss, metrics", "return policy_loss + 1e-3 * log_prob.mean(), metrics"
+    root = planted(VERL, tmp_path, {TERMS: added})
+    (actor, critic), *_ = run_ranks(DP * CP, first_steps, root, False, ["token-mean"])
+    assert MORE_TERMS in actor.printed, actor.printed
+    assert "aggregation proved on" in critic.printed
+    record_plant(record_property, VERL, "a loss added beside", "says that it is not proved")
 
 
 @pytest.mark.parametrize("per_token", [False, True])
