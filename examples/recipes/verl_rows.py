@@ -41,10 +41,11 @@ class Trainer(PPOTrainerSync):  # type: ignore[misc]
             # The driver holds the whole step; verl adds empty rows, hence active units.
             whole = Samples([masks[i] for i in step], prompt_ids=prompts, ids={"session": sessions})
             weights |= zip(step, weights_column(MODE, whole, units="active", dp_group=None), strict=True)
-        names = [key.rsplit("_", 1 if MODE == "session_mean" else 2)[0] for key in batch.keys]
-        units = {name: number for number, name in enumerate(sorted(set(names)))}  # for `verl_rows_proof`
         columns = {"rollout_is_weights": [weights[i] for i in range(len(masks))]}
-        columns["unit_numbers"] = [torch.full_like(mask, units[name]) for name, mask in zip(names, masks, strict=True)]
+        for unit, parts in {"prompt": 2, "session": 1}.items():  # for `verl_rows_proof`
+            names = [key.rsplit("_", parts)[0] for key in batch.keys]
+            number_of = {name: number for number, name in enumerate(sorted(set(names)))}
+            columns[unit] = [torch.full_like(mask, number_of[name]) for name, mask in zip(names, masks, strict=True)]
         nested = {name: torch.nested.as_nested_tensor(rows, layout=torch.jagged) for name, rows in columns.items()}
         fields = TensorDict(nested, batch_size=len(masks))
         return super()._update_actor(tq.kv_batch_put(**stored, fields=fields), metrics)

@@ -18,11 +18,13 @@ ROWS = LossPaths(f"{losses.__name__}:no_padding_2_padding", "data.advantages", {
 def describe(arguments: dict[str, Any]) -> WeighedMicrobatch:
     """The micro-batch of a call of `ppo_loss`: this recipe's weights are a column beside the advantages."""
     data, mask = arguments["data"], response_mask_of(arguments["data"])
-    numbers, plain = (torch.nested.to_padded_tensor(data[name], 0) for name in ("unit_numbers", "advantages"))
-    ids: Any = {"ids": {"session": numbers[:, 0]}} if MODE == "session_mean" else {"prompt_ids": numbers[:, 0]}
+    names = "prompt", "session", "advantages"
+    prompts, sessions, plain = (torch.nested.to_padded_tensor(data[name], 0) for name in names)
+    ids: Any = {"prompt_ids": prompts[:, 0], "rollout_ids": sessions[:, 0], "ids": {"session": sessions[:, 0]}}
     samples = response_samples(mask.float(), **ids)
     return WeighedMicrobatch(samples, torch.ones(mask.shape), plain, is_followed=False)
 
 
 install(proves=False)
-PROOF = prove_policy_loss(losses, "ppo_loss", ROWS, MODE, describe, engine="verl", units="active").proof
+settings: Any = {"units": "active", "group_size": lambda arguments: arguments["config"].rollout_n}
+PROOF = prove_policy_loss(losses, "ppo_loss", ROWS, MODE, describe, engine="verl", **settings).proof

@@ -59,7 +59,7 @@ def prove_policy_loss(
     describe: Callable[[dict[str, Any]], WeighedMicrobatch],
     *,
     engine: str = "this engine",
-    group_size: int | None = None,
+    group_size: int | Callable[[dict[str, Any]], int] | None = None,
     **settings: Any,
 ) -> Replaced:
     """Prove the first training step of an engine into which you multiplied weights yourself.
@@ -80,7 +80,8 @@ def prove_policy_loss(
         describe: the function's arguments by name -> `WeighedMicrobatch`: masks and ids as your batch has them, not as
             the engine's code does inside; the factors; and the advantages before they were multiplied.
         engine: words for the printed line.
-        group_size: samples generated for each prompt; for a mode by prompt a larger group of ids is then a fault.
+        group_size: samples generated for each prompt; for a mode by prompt a larger group of ids is then a fault. Or
+            the function's arguments by name -> that number by the engine's config; a larger group is then not proved.
 
     Raises:
         ValueError, TypeError: a function that is missing or replaced already; as `make_pg_loss_reducer`; in a step,
@@ -91,6 +92,8 @@ def prove_policy_loss(
 
     def measured(arguments: dict[str, Any]) -> WeighedMicrobatch:
         microbatch = describe(arguments)
+        if callable(group_size) and replaced.proof is not None:
+            replaced.proof.promises = Promises(group_size(arguments))
         if not isinstance(microbatch, WeighedMicrobatch) or microbatch.plain is None:
             raise TypeError(
                 f"describe(arguments) returned {type(microbatch).__name__}: it must be a WeighedMicrobatch with plain, "
@@ -105,6 +108,6 @@ def prove_policy_loss(
     function = Function(owner, name, (), call, bool, kind="a proof")
     replaced = Replaced(f"proof of {engine}", "of the version that the row was written for", [function])
     replaced.proof = prove(engine, asked, beside="other terms are not measured", never=f"{name} was not called.")
-    if replaced.proof is not None:
+    if replaced.proof is not None and not callable(group_size):
         replaced.proof.promises = Promises(group_size, is_group_size_sure=True)
     return replaced

@@ -401,7 +401,7 @@ PLANTS = [
         },
         world=(2, 2),
     ),
-    Plant("KL penalty times 10", {GRPO: ("self.beta * per_t", "10 * self.beta * per_t")}, "on kl: tokens weigh 10 times"),
+    Plant("KL penalty times 10", {GRPO: ("self.beta * per_t", "10 * self.beta * per_t")}, "kl: tokens weigh 10 times"),
     Plant(
         "KL penalty of another estimator",
         {GRPO: ("torch.exp(safe_ratio) - safe_ratio - 1", "safe_ratio**2 / 2")},

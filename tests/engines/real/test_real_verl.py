@@ -70,7 +70,8 @@ def load_verl(root: str, *modules: str) -> list[Any]:
 
 
 def actor_config(config_module: Any, **options: Any) -> Any:
-    return config_module.ActorConfig(strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, **options)
+    options = {"strategy": "fsdp", "rollout_n": 1, "ppo_micro_batch_size_per_gpu": 1} | options
+    return config_module.ActorConfig(**options)
 
 
 def make_rows(seed: int, count: int = 10) -> dict[str, Tensor]:
@@ -504,10 +505,10 @@ class Config(Settings):
         return vars(self).get(name, default)
 
 
-def keyed_rows() -> dict[str, list[Any]]:
+def keyed_rows(keys: list[str]) -> dict[str, list[Any]]:
     """A row for each key: rows of a session in other lengths, one fully masked, verl's empty rows with one token."""
-    rng, rows = random.Random(6), dict[str, list[Any]](key=KEYS, prompt=[], mask=[], advantages=[], old=[])
-    for i, key in enumerate(KEYS):
+    rng, rows = random.Random(6), dict[str, list[Any]](key=keys, prompt=[], mask=[], advantages=[], old=[])
+    for i, key in enumerate(keys):
         length = 1 if key.startswith("pad") else rng.choice([2, 3, 5, 9])
         mask = torch.tensor([rng.choice([0, 1, 1]) for _ in range(length)])
         mask[rng.randrange(length)] = 1
@@ -539,10 +540,13 @@ def expected_of_rows(mode: str, rows: dict[str, list[Any]], step: list[int], tab
     return gradient
 
 
-def by_the_recipe(root: str, per_token: bool, forgotten: bool = False) -> dict[str, list[float]]:
+def by_the_recipe(
+    root: str, per_token: bool, forgotten: bool = False, keys: list[str] = KEYS, says: str = " proved on "
+) -> dict[str, list[float]]:
     """On a rank: the errors of both steps' gradients in each mode, and their distance to the other mode's.
 
-    The first step of each mode is proved; `forgotten`: the driver's weights were not sent.
+    The first step of each mode is proved; `forgotten`: the driver's weights were not sent. Of other keys, the proof of
+    `prompt_mean` says something.
     """
     state = start(cp=CP)
     load(WITH_TRAINER, root)
@@ -555,7 +559,7 @@ def by_the_recipe(root: str, per_token: bool, forgotten: bool = False) -> dict[s
     recipe = importlib.import_module("verl_rows")
     assert importlib.import_module("verl.trainer.ppo.v1").get_trainer_cls("rows") is recipe.Trainer
     names = vars(recipe)
-    rows, stored = keyed_rows(), dict[str, Any]()
+    rows, stored = keyed_rows(keys), dict[str, Any]()
 
     def jagged(values: list[Tensor]) -> Tensor:
         return torch.nested.as_nested_tensor(values, layout=torch.jagged)
@@ -582,20 +586,23 @@ def by_the_recipe(root: str, per_token: bool, forgotten: bool = False) -> dict[s
     table = -torch.rand(first[-1] + 1, generator=torch.Generator().manual_seed(2)) * 2 - 0.5
     whole = [oracle.sample([0.0] * total, [1.0] * total) for total in totals]
     config = actor_config(
-        config_module, loss_agg_mode="token-mean", clip_ratio_c=CLIP_C, policy_loss={"loss_mode": "rows"}
-    )
+        config_module, loss_agg_mode="token-mean", clip_ratio_c=CLIP_C, policy_loss={"loss_mode": "rows"}, rollout_n=2,
+    )  # fmt: skip
     scale, results = scaling_of(root, per_token), dict[str, list[float]](error=[], distance=[])
     share, ranks = actor.ppo_mini_batch_size * 2 // DP, range(DP)
-    for mode in ("session_mean", "prompt_mean"):
+    for mode in ("session_mean", "prompt_mean")[keys != KEYS :]:
         names["MODE"] = mode
         import_utils.import_external_libs("verl_rows_proof")
         proof = sys.modules.pop("verl_rows_proof").PROOF
-        trainer._update_actor(put(KEYS, "train", {}), {})
+        trainer._update_actor(put(keys, "train", {}), {})
         assert sent[-1].extra_info["mini_batch_size"] == share * DP
-        column, units = stored["rollout_is_weights"].unbind(), stored["unit_numbers"].unbind()
+        column, units = (
+            stored["rollout_is_weights"].unbind(),
+            {name: stored[name].unbind() for name in ("prompt", "session")},
+        )
         column = [torch.ones_like(row) for row in column] if forgotten else column
         for number in range(2):
-            dealt_to = [list(range(len(KEYS)))[rank * 8 + number * share :][:share] for rank in ranks]  # verl's chunks
+            dealt_to = [list(range(len(keys)))[rank * 8 + number * share :][:share] for rank in ranks]  # verl's chunks
             step = [i for of_rank in dealt_to for i in of_rank]
             model = table_model(table.tolist(), per_token=per_token)
             counts = {"dp_size": DP, "global_batch_size": len(step)}
@@ -626,7 +633,7 @@ def by_the_recipe(root: str, per_token: bool, forgotten: bool = False) -> dict[s
                         old_log_probs=jagged([rows["old"][i] for i in chosen]),
                         advantages=jagged([rows["advantages"][i] for i in chosen]),
                         rollout_is_weights=jagged([column[i] for i in chosen]),
-                        unit_numbers=jagged([units[i] for i in chosen]), **counts,
+                        **{name: jagged([numbers[i] for i in chosen]) for name, numbers in units.items()}, **counts,
                     )  # fmt: skip
                     returned = losses.ppo_loss(config, {"log_probs": log_probs}, data)
                     return scale(returned, sum(totals[i] for i in chosen), routed, len(MICROBATCHES))
@@ -634,11 +641,13 @@ def by_the_recipe(root: str, per_token: bool, forgotten: bool = False) -> dict[s
                 return model(batch.local_numbers(state.get_context_parallel_rank(), CP).cuda()), loss_func
 
             cut = [mine[begin:end] for begin, end in MICROBATCHES]
-            run_schedule(forward_step, iter(cut), model, len(MICROBATCHES))
+            with contextlib.redirect_stdout(io.StringIO()) as printed:
+                run_schedule(forward_step, iter(cut), model, len(MICROBATCHES))
+            assert number or dist.get_rank() or says in printed.getvalue(), printed.getvalue()
             for name, other in ("error", mode), ("distance", {"session_mean": "prompt_mean"}.get(mode, "session_mean")):
                 right = expected_of_rows(other, rows, step, table, first)
                 results[name].append(relative_error(model.module.losses.main_grad.cpu(), right))
-        assert proof.outcome == "proved"
+        assert proof.outcome == ("proved" if " proved on " in says else "unknown")
         replacing.installed("proof of verl").undo()
     return results
 
@@ -765,6 +774,26 @@ def test_rows_of_sessions_by_the_recipe(per_token: bool, record_property: Any) -
     for results in run_ranks(DP * CP, by_the_recipe, checkout(VERL), per_token):
         assert max(results["error"]) < TOLERANCE < 1e-2 < min(results["distance"])
         record_errors(record_property, VERL, "rows of sessions, by weights", ours=max(results["error"]))
+
+
+#: Keys of two sessions of each prompt, and what is said of the first step, which has the prompts a, b, e and f.
+OF_PROMPTS = " ".join(f"{prompt}_{session}_0" for prompt in "abcdefgh" for session in "01")
+GROUPS_OF_PROMPTS = {
+    "right": (OF_PROMPTS, " proved on 25 tokens of 8 samples, 4 prompts of 2"),
+    "merged": (
+        OF_PROMPTS.replace("b_0", "a_2").replace("b_1", "a_3"),
+        "NOT PROVED: A prompt has 4 samples where 2 are",
+    ),
+    "unequal": (OF_PROMPTS.replace("b_0", "a_2"), "NOT PROVED: A prompt has 3 samples where 2 are generated"),
+    "one per row": (re.sub("(.)_1_0", lambda key: key[0].upper(), OF_PROMPTS), "NOT PROVED: Each of 8 prompts has one"),
+}
+
+
+@pytest.mark.parametrize("groups", GROUPS_OF_PROMPTS)
+def test_groups_that_rollout_n_does_not_explain_are_not_proved(groups: str) -> None:
+    keys, says = GROUPS_OF_PROMPTS[groups]
+    for results in run_ranks(DP * CP, by_the_recipe, checkout(VERL), False, False, keys.split(), says):
+        assert max(results["error"]) < TOLERANCE, "the weights are those of these ids"
 
 
 def test_weights_that_the_recipe_forgot_stop_the_first_step(record_property: Any) -> None:
