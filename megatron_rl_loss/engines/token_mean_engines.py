@@ -430,7 +430,7 @@ ENGINES = {
         loss=LossPaths(
             "logprobs", "input_data.advantages", {"input_data.logprobs": "old", "input_data.prox_logp?": "old"},
             silent=["areal.utils.stats_tracker:TRACKERS.*.stats"],
-            entropy="entropy",
+            entropy="entropy?",
         ),
         batch="input_data",
         put=_put_areal,

@@ -109,6 +109,15 @@ def with_a_tapped_term_left_out(microbatch: Any, losses: Tensor) -> Any:
     return microbatch.loss(losses)
 
 
+def with_what_one_rank_found_beside(microbatch: Any, losses: Tensor) -> Any:
+    from megatron_rl_loss.core.taps import observed_taps
+
+    loss = microbatch.loss(losses)
+    for tapped in observed_taps().losses["pg"].values():
+        tapped.added = "The loss has more." if dist.get_rank() else ""
+    return loss
+
+
 def with_a_term_of_changing_coefficient(microbatch: Any, losses: Tensor) -> Any:
     from megatron_rl_loss import Term
 
@@ -174,6 +183,11 @@ AGGREGATED: dict[str, tuple[Callable[..., Any], Callable[[Any], None] | None, li
         with_a_tapped_term_left_out,
         None,
         ["The kl term has a coefficient, 0.1, and no gradient reaches it"],
+    ),
+    "a term that one rank found beside": (
+        with_what_one_rank_found_beside,
+        None,
+        ["token_mean on the policy loss, NOT PROVED: The loss has more.$"],
     ),
     "coefficient 0 of infinite values": (
         with_an_infinite_term_switched_off,
