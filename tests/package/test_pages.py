@@ -396,8 +396,11 @@ def test_the_code_of_frameworks_that_needs_none_runs(monkeypatch: pytest.MonkeyP
     ppo_utils.PolicyLossRegistry = registry  # type: ignore[attr-defined]
     estimators = SimpleNamespace(register=lambda name, function: None, list_available=list)
     ppo_utils.AdvantageEstimatorRegistry = estimators  # type: ignore[attr-defined]
-    parents = [ppo_utils.__name__.rsplit(".", levels)[0] for levels in range(1, 5)]
-    for module in (*map(ModuleType, parents), ppo_utils):
+    entry = ModuleType("skyrl.train.entrypoints.main_base")
+    entry.main = None  # type: ignore[attr-defined]
+    places = (ppo_utils.__name__, entry.__name__)
+    parents = [place.rsplit(".", levels)[0] for place in places for levels in range(1, place.count(".") + 1)]
+    for module in (*map(ModuleType, parents), ppo_utils, entry):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     masks = torch.tensor([[1.0, 1, 1, 0], [1, 0, 0, 0]])
     names: dict[str, Any] = {"loss_masks": list(masks), "uids": ["a", "b"]}
@@ -444,7 +447,7 @@ def test_the_code_of_frameworks_that_needs_none_runs(monkeypatch: pytest.MonkeyP
     called = [ast.unparse(node.func) for node in ast.walk(ast.parse(train_rl)) if isinstance(node, ast.Call)]
     assert sorted(called) == ["aggregation.attached", "loss_aggregation", "pretrain", "with_loss_aggregation"]
     assert [name for name in called if f"{name}(" not in launcher] == []
-    for code in (RECIPES["skyrl.py"], skyrl):
+    for code in (RECIPES["skyrl_main.py"], skyrl):
         exec(code, names)
         assert type(losses.pop("mine")).__name__ == "AggregatedPolicyLoss"
     exec(tinker, names)

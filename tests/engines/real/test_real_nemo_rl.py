@@ -27,6 +27,7 @@ from bigram_step import (
     ROWS,
     SHORT_ROWS,
     TOLERANCE,
+    VOCABULARY,
     assert_exact,
     assert_proof_changes_nothing,
     bigram_model,
@@ -103,6 +104,7 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
                 if case.get("twice"):
                     aggregate(policy, loss_fn, case["mode"], **case["settings"])
                 prompts = batch["input_ids"][:, :3].roll(case.get("ids", 0), 0)
+                prompts[: case.get("split", 0)] += VOCABULARY  # other ids than those of their groups
                 estimator.compute_advantage(prompts, torch.ones(ROWS), batch["token_mask"])
                 if not case.get("by_another_name"):
                     batch = policy.train(batch, stock_loss if case.get("not_passed") else loss_fn, timer=None)
@@ -177,10 +179,10 @@ def test_clamps_of_the_kl_penalty_are_no_faults() -> None:
 
 
 def test_prompts_at_other_rows_are_not_proved() -> None:
-    """The prompts that NeMo-RL's advantages were computed by, moved by a row."""
-    case = {"mode": "prompt_mean", "settings": {}, "ids": 1, "outcome": "unknown"}
-    for (result,) in run_ranks(2, train, checkout(NEMO_RL), 1, [case]):
-        assert result["errors"]["gradient"] > 1e-2
+    """The prompts that NeMo-RL's advantages were computed by: moved by a row, or two of them for one group."""
+    case: dict[str, Any] = {"mode": "prompt_mean", "settings": {"group_size": 4}, "outcome": "unknown"}
+    for results in run_ranks(2, train, checkout(NEMO_RL), 1, [case | {"ids": 1}, case | {"split": 2}]):
+        assert all(result["errors"]["gradient"] > 1e-2 for result in results), results
 
 
 def test_a_rank_without_a_token_trains(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,10 @@ logits whose optimizer keeps gradients.
 """
 
 import importlib
+import os
+import runpy
+import subprocess
+import sys
 from dataclasses import replace
 from operator import itemgetter
 from pathlib import Path
@@ -21,8 +25,10 @@ import torch.distributed as dist
 from bigram_step import BETA, CLIP_HIGH, CLIP_LOW, PROMPTS, ROWS, TOLERANCE, bigram_model, expected
 from checkouts import SKYRL, Settings, checkout, record_errors
 from logit_table import KeepsGradients
+from pages import code_of
 from ranks import run_ranks
 from ray_workers import after_import, gradients_of, lines_in, local_ray, redirect_this_thread
+from repository import EXAMPLES
 from skyrl_rows import data_of
 from table_step import relative_error
 
@@ -207,3 +213,42 @@ def test_a_launch_with_another_loss_stops(tmp_path: Path) -> None:
     options = {"trainer.algorithm.policy_loss_type": "regular", "trainer.algorithm.use_kl_loss": "false"}
     ((error, *_),) = run_ranks(1, drive, checkout(SKYRL), str(tmp_path), options)
     assert "SkyRL trained with another loss. Register ours" in error
+
+
+def launched_by(root: str, words: list[str]) -> tuple[str, str, str]:
+    """Of a launch by the page's entry point: the policy loss, the mode, and the type of the registered loss."""
+    with local_ray(__name__, root, gpus=WORKERS + 1, by_engine=True):
+        stub()
+        base: Any = importlib.import_module("skyrl.train.entrypoints.main_base")
+        seen: list[Any] = []
+        base.initialize_ray = lambda cfg: None  # a Ray of the machine's own size
+        base.skyrl_entrypoint = SimpleNamespace(remote=seen.append)
+        base.ray = SimpleNamespace(get=lambda reference: reference)
+        sys.argv = ["skyrl_main", *words]
+        runpy.run_path(str(EXAMPLES / "recipes" / "skyrl_main.py"), run_name="__main__")
+        registry = importlib.import_module(f"{_BACKEND}.utils.ppo_utils").PolicyLossRegistry
+        algorithm = seen[0].trainer.algorithm
+        loss = registry.get(algorithm.policy_loss_type)
+        return algorithm.policy_loss_type, algorithm.loss_reduction, type(loss).__name__
+
+
+def test_skyrls_script_with_the_entry_point_of_the_page(tmp_path: Path) -> None:
+    """SkyRL's script up to `uv`, then SkyRL's `main` with the script's options up to the Ray task that trains."""
+    root = checkout(SKYRL)
+    (of_page,) = (code for code in code_of("engines.md", "bash") if "skyrl_main" in code)
+    command, *settings = of_page.replace("...", "").replace("\\\n", "\n").splitlines()
+    theirs = "uv run --isolated --extra megatron -m skyrl.train.entrypoints.main_base"
+    text = Path(root, "examples/train/megatron/run_megatron.sh").read_text()
+    assert text.count(theirs) == 1
+    script, uv = tmp_path / "run.sh", tmp_path / "uv"
+    script.write_text(text.replace(theirs, command.rstrip() + " " + " ".join(settings)))
+    uv.write_text('#!/bin/sh\nprintf "%s\\0" "$@"\n')
+    uv.chmod(0o755)
+    variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "HOME": str(tmp_path)}
+    run = ["bash", str(script), "trainer.logger=console"]
+    of_uv = subprocess.run(run, capture_output=True, text=True, check=True, env=variables).stdout
+    words = of_uv.rstrip("\0").split("\0")
+    assert words[words.index("--with") + 1].endswith("/megatron_rl_loss")
+    assert words[words.index("-m") + 1] == "skyrl_main"
+    launched = run_ranks(1, launched_by, root, words[words.index("-m") + 2 :])[0]
+    assert launched == ("mine", "prompt_mean", "AggregatedPolicyLoss")
