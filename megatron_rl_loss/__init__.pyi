@@ -29,8 +29,8 @@ from megatron_rl_loss.core.taps import tap as tap
 from megatron_rl_loss.core.totals_by_hand import fold_into_advantages as fold_into_advantages
 from megatron_rl_loss.core.totals_by_hand import make_pg_loss_reducer as make_pg_loss_reducer
 from megatron_rl_loss.core.totals_by_hand import weights_column as weights_column
-from megatron_rl_loss.engines.policy_tap import LossPaths as LossPaths
-from megatron_rl_loss.engines.policy_tap import WeighedMicrobatch as WeighedMicrobatch
+from megatron_rl_loss.engines.loss_trials import LossPaths as LossPaths
+from megatron_rl_loss.engines.loss_trials import WeighedMicrobatch as WeighedMicrobatch
 from megatron_rl_loss.engines.proving import prove_policy_loss as prove_policy_loss
 from megatron_rl_loss.logprobs.hidden import divergence_from_hidden as divergence_from_hidden
 from megatron_rl_loss.logprobs.hidden import log_probs_from_hidden as log_probs_from_hidden

@@ -36,8 +36,9 @@ from megatron_rl_loss.engines.columns import (
     weigh_advantages,
 )
 from megatron_rl_loss.engines.log_prob_gradients import tap_output
+from megatron_rl_loss.engines.loss_trials import Beside, LossPaths, WeighedMicrobatch
 from megatron_rl_loss.engines.places import swapped
-from megatron_rl_loss.engines.policy_tap import Beside, LossPaths, WeighedMicrobatch, tap_policy
+from megatron_rl_loss.engines.policy_tap import tap_policy
 from megatron_rl_loss.engines.prompt_tokens import is_by_prompt, misplaced_ids
 from megatron_rl_loss.engines.proving import prove
 from megatron_rl_loss.engines.replacing import Function, Replaced

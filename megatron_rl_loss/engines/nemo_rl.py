@@ -26,8 +26,9 @@ from megatron_rl_loss.core.modes import Mode
 from megatron_rl_loss.core.samples import Samples
 from megatron_rl_loss.core.totals_by_hand import weights_column
 from megatron_rl_loss.engines.columns import check_even, prompts_of
+from megatron_rl_loss.engines.loss_trials import LossPaths, WeighedMicrobatch
 from megatron_rl_loss.engines.places import wrapped
-from megatron_rl_loss.engines.policy_tap import LossPaths, WeighedMicrobatch, tap_policy
+from megatron_rl_loss.engines.policy_tap import tap_policy
 from megatron_rl_loss.engines.prompt_tokens import is_by_prompt, misplaced_ids
 from megatron_rl_loss.engines.proving import prove
 from megatron_rl_loss.engines.replacing import Function, Replaced, announce, once

@@ -7,7 +7,8 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from megatron_rl_loss.core.modes import Mode
-from megatron_rl_loss.engines.policy_tap import LossPaths, WeighedMicrobatch, tap_policy
+from megatron_rl_loss.engines.loss_trials import LossPaths, WeighedMicrobatch
+from megatron_rl_loss.engines.policy_tap import tap_policy
 from megatron_rl_loss.engines.replacing import Function, Replaced, announce
 from megatron_rl_loss.extend import Aggregation, ModeFunction, Promises, proof_level, resolve, run_schedules_by
 

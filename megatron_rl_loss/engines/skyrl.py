@@ -33,8 +33,9 @@ from megatron_rl_loss.core.samples import Samples
 from megatron_rl_loss.core.taps import tap
 from megatron_rl_loss.engines.columns import MEDIA, plan_of, prompts_of
 from megatron_rl_loss.engines.log_prob_gradients import tap_output
+from megatron_rl_loss.engines.loss_trials import LossPaths, WeighedMicrobatch, tap_sum
 from megatron_rl_loss.engines.places import wrapped
-from megatron_rl_loss.engines.policy_tap import LossPaths, WeighedMicrobatch, tap_policy, tap_sum
+from megatron_rl_loss.engines.policy_tap import tap_policy
 from megatron_rl_loss.engines.prompt_tokens import is_by_prompt
 from megatron_rl_loss.engines.proving import prove
 from megatron_rl_loss.engines.replacing import Function, Replaced, installed

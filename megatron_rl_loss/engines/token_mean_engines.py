@@ -29,8 +29,9 @@ from megatron_rl_loss.engines.columns import (
     at_masked_tokens,
     prompts_of,
 )
+from megatron_rl_loss.engines.loss_trials import Beside, LossPaths, WeighedMicrobatch
 from megatron_rl_loss.engines.places import Call, places, swapped, value_at, wrapped
-from megatron_rl_loss.engines.policy_tap import Beside, LossPaths, WeighedMicrobatch, tap_policy
+from megatron_rl_loss.engines.policy_tap import tap_policy
 from megatron_rl_loss.engines.replacing import Function, announce, is_replaced
 from megatron_rl_loss.extend import is_observed, observed_taps, resolve
 

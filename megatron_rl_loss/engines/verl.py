@@ -24,8 +24,9 @@ from megatron_rl_loss.core.errors import require
 from megatron_rl_loss.core.layouts import Gathered
 from megatron_rl_loss.core.samples import Samples
 from megatron_rl_loss.core.taps import tap
+from megatron_rl_loss.engines.loss_trials import LossPaths, WeighedMicrobatch
 from megatron_rl_loss.engines.places import swapped
-from megatron_rl_loss.engines.policy_tap import LossPaths, WeighedMicrobatch, tap_policy
+from megatron_rl_loss.engines.policy_tap import tap_policy
 from megatron_rl_loss.engines.proving import prove
 from megatron_rl_loss.engines.replacing import Function, Replaced, announce, installed
 from megatron_rl_loss.extend import is_observed, observed_taps, resolve
