@@ -26,15 +26,7 @@ import torch
 from megatron_rl_loss.core.layouts import Gathered
 from megatron_rl_loss.core.modes import Mode
 from megatron_rl_loss.core.samples import Samples
-from megatron_rl_loss.engines.columns import (
-    FACTORS,
-    MASKS,
-    MEDIA,
-    PLAIN,
-    StepRow,
-    at_masked_tokens,
-    weigh_advantages,
-)
+from megatron_rl_loss.engines.columns import FACTORS, MASKS, MEDIA, PLAIN, StepRow, at_masked_tokens, weigh_advantages
 from megatron_rl_loss.engines.log_prob_gradients import tap_output
 from megatron_rl_loss.engines.loss_trials import Beside, LossPaths, WeighedMicrobatch
 from megatron_rl_loss.engines.places import swapped

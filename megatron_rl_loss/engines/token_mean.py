@@ -20,15 +20,18 @@ from typing import Any
 from torch import Tensor
 
 from megatron_rl_loss.core.modes import Mode
+from megatron_rl_loss.engines import areal, rlinf, roll
 from megatron_rl_loss.engines.columns import GROUPS, Batch, weigh_advantages
 from megatron_rl_loss.engines.places import swapped
 from megatron_rl_loss.engines.prompt_tokens import is_by_prompt, misplaced_ids
 from megatron_rl_loss.engines.proving import prove
 from megatron_rl_loss.engines.replacing import Function, Replaced, is_replaced
-from megatron_rl_loss.engines.token_mean_engines import ENGINES, StepArguments
+from megatron_rl_loss.engines.token_mean_engine import StepArguments
 from megatron_rl_loss.extend import LossModes, ModeFunction, Promises
 
 __all__ = ["aggregate"]
+#: By the package of the class.
+ENGINES = {"areal": areal.ENGINE, "roll": roll.ENGINE, "rlinf": rlinf.ENGINE}
 
 
 def aggregate(

@@ -21,8 +21,7 @@ from megatron_rl_loss.core.aggregation import LossModes
 from megatron_rl_loss.engines import columns, ms_swift, nemo_rl, replacing
 from megatron_rl_loss.engines.columns import MEDIA, check_even, prompts_of, samples_of, token_mean_factors
 from megatron_rl_loss.engines.skyrl import AggregatedPolicyLoss
-from megatron_rl_loss.engines.token_mean import aggregate
-from megatron_rl_loss.engines.token_mean_engines import ENGINES
+from megatron_rl_loss.engines.token_mean import ENGINES, aggregate
 
 BY_LENGTH = Mode(
     name="by_length",

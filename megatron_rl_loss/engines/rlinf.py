@@ -1,0 +1,159 @@
+"""What `token_mean` knows of RLinf's Megatron actor.
+
+Source: RLinf a3816b59, workers/megatron_worker.py, workers/actor.
+"""
+
+import importlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from megatron_rl_loss.core.counting import StepTotals
+from megatron_rl_loss.engines.columns import MEDIA, Batch, prompts_of
+from megatron_rl_loss.engines.loss_trials import Beside, LossPaths
+from megatron_rl_loss.engines.places import Call, swapped, wrapped
+from megatron_rl_loss.engines.replacing import Function, is_replaced
+from megatron_rl_loss.engines.token_mean_engine import StepArguments, TokenMeanEngine, megatron_group
+from megatron_rl_loss.extend import resolve
+
+
+def _wrong(step: StepArguments) -> Sequence[tuple[bool, str, str]]:
+    config, batch = step["self"].cfg.algorithm, step["batch"]
+    is_pipeline = not isinstance(batch, Mapping)
+    return (
+        (config.loss_agg_func != "token-mean", f"loss_agg_func={config.loss_agg_func}", "Set loss_agg_func=token-mean"),
+        (not config.use_valid_token_scale, "use_valid_token_scale=False", "Set use_valid_token_scale=True"),
+        (is_pipeline, "the pipeline mode (tokens unknown before a step)", "Choose another placement"),
+    )
+
+
+def _prompts(step: StepArguments, batch: Batch) -> Sequence[Any] | str:
+    before = batch["attention_mask"][:, : -step["self"].response_len]
+    return MEDIA if "multi_modal_inputs" in batch else prompts_of(batch["input_ids"][:, : before.shape[1]], before)
+
+
+def _tokens(step: StepArguments, totals: StepTotals) -> float:
+    """RLinf's count of the tokens of all `n_minibatches` steps of a batch.
+
+    Weights cancel another count in the policy loss, but not in terms beside it.
+    """
+    tokens, number = float(step["self"].global_valid_token), step["self"].cfg.algorithm.n_minibatches
+    if tokens < totals.step_tokens or (number == 1 and tokens != totals.step_tokens):
+        raise ValueError(
+            f"global_valid_token={tokens:g} in a step of {totals.step_tokens:g} tokens and n_minibatches={number}: it "
+            "must be the count of all steps of the batch, or a KL penalty and entropy would have another weight. Use "
+            "RLinf a3816b59, and change no masks after _setup_valid_token_scale."
+        )
+    return tokens
+
+
+def _correction(step: StepArguments, batch: Batch) -> Tensor | float:
+    """The truncated importance weights of RLinf's `importance_sampling_fix`."""
+    config = step["self"].cfg.algorithm
+    if not config.get("importance_sampling_fix", False):
+        return 1.0
+    weights: Tensor = (batch["recomputed_logprobs"] - batch["rollout_logprobs"]).exp()
+    return weights.clamp(max=config.importance_sampling_clip)
+
+
+def _beside(step: StepArguments, batch: Batch) -> Mapping[str, Beside]:
+    actor = step["self"]
+    config, tokens = actor.cfg.algorithm, float(actor.global_valid_token)
+    mode = resolve("token_mean") if config.n_minibatches == 1 else resolve("token_sum", divisor=tokens)
+    estimator = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}.get(actor.kl_penalty_type, actor.kl_penalty_type)
+    beside = {}
+    if actor.kl_beta > 0 and "ref_logprobs" in batch:
+        beside["kl"] = Beside(actor.kl_beta, mode, estimator=estimator)
+    if actor.calculate_entropy and config.entropy_bonus > 0:
+        beside["entropy"] = Beside(-config.entropy_bonus, mode)
+    return beside
+
+
+def _responses(log_probs: Tensor, advantages: Tensor) -> Tensor:
+    """Those of the tokens that have advantages."""
+    return log_probs.detach()[:, -advantages.shape[1] - 1 : -1]
+
+
+@contextmanager
+def _put(step: StepArguments, call: Call) -> Iterator[None]:
+    """In place of the loss function of the worker's forward step, and of `policy_loss`, which that function calls.
+
+    RLinf skips the loss of a micro-batch whose first row is fully masked, and logs other metrics for it, for which
+    ranks then wait for each other. Without that fast path masked rows alone are left out.
+    """
+    worker = step["self"]
+    theirs = worker.get_forward_step_func()
+
+    def forward_step(iterator: Iterator[Batch], model: Any) -> tuple[Any, Any]:
+        output, loss_func = theirs(iterator, model)
+
+        def of_whole(output: Any) -> Any:
+            batch, calls = inspect.getclosurevars(loss_func).nonlocals["batch"], iter([call])
+
+            def of_policy(stock: Callable[[], Any], of_loss: dict[str, Any]) -> Any:
+                """The first call is no trial of the whole loss function yet."""
+                of_loss["fast_path_zero_loss_mask"] = False
+                return next(calls, _stock)(stock, of_loss)
+
+            ours = wrapped(theirs.__globals__["policy_loss"], of_policy, batch=batch)
+            with swapped(theirs.__globals__, {"policy_loss": ours}):
+                return wrapped(loss_func, call, batch=batch)(output)
+
+        return output, of_whole
+
+    with swapped({"worker": worker}, {"worker.get_forward_step_func": lambda: forward_step}):
+        yield
+
+
+def _stock(stock: Callable[[], Any], _: Any) -> Any:
+    return stock()
+
+
+def _groups(owner: Any) -> list[Function]:
+    """In the driver: the launch of workers of the class from which the aggregated one was derived."""
+    groups = importlib.import_module("rlinf.scheduler.worker.worker_group")
+
+    def launch(stock: Callable[[], Any], arguments: dict[str, Any]) -> Any:
+        launched = arguments["self"]._worker_cls
+        if launched in owner.__mro__[1:] and not is_replaced(launched, "training_step"):
+            raise ValueError(
+                f"launch of a group of {launched.__name__}, beside aggregate({owner.__name__}, ...): its workers would "
+                f"train without the aggregation. Make the group by {owner.__name__}.create_group."
+            )
+        return stock()
+
+    return [Function(groups.WorkerGroup, "launch", ["cluster"], launch, kind="a check")]
+
+
+ENGINE = TokenMeanEngine(
+    "RLinf", "a3816b59", ("training_step", ["batch"]),
+    wrong=_wrong,
+    batches=lambda step: [step["batch"]],
+    masks=lambda step, batch: batch["response_mask"][:, -step["self"].response_len :].float(),
+    prompts=_prompts,
+    group=megatron_group,
+    group_size=lambda actor: actor.cfg.algorithm.group_size,
+    loss=LossPaths("logprobs", "advantages", {"old_logprobs": "old"}),
+    whole=LossPaths(
+        "output.log_probs", "batch.advantages",
+        {
+            "batch.recomputed_logprobs?": _responses, "batch.rollout_logprobs?": _responses,
+            "torch.distributed:all_reduce": "none",  # of metrics
+        },
+        reference={"batch.ref_logprobs?": _responses},
+        entropy="output.entropy?",
+    ),
+    around=lambda step, batch: (batch["input_ids"].shape[1] - step["self"].response_len - 1, 1),
+    beside=_beside,
+    batch="batch",
+    put=_put,
+    mends=True,
+    checks=_groups,
+    correction=_correction,
+    facts=lambda step, batch: {"temperature": None},  # the model's output is a dict, no logits
+    runs="run_forward_backward",
+    tokens=_tokens,
+)  # fmt: skip
