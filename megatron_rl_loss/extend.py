@@ -23,7 +23,8 @@ A step, from the modes to the weights:
 What the first step observes, and its proof:
 
 - `Tap`: the losses of one term of one micro-batch; `observed_taps`: all taps of the step that is being measured, or
-  None, and `is_observed` asks for it; `taps_of`: the same, None also where no gradient will reach a value
+  None, and `is_observed` asks for it; `taps_of`: the same, None also where no gradient will reach a value;
+  `unobserved`: a ``with`` for a loss function that is tried and does not train
 - `PlanUse`: what became of a plan; `Promises`: what an engine said of its step, for the proof to compare
 - `MegatronFirstStep`, `run_schedules_by`: the proof around Megatron's schedules; `proof_level`: the level that the user
   asked for; `line_of`: the line that the first rank prints
@@ -40,7 +41,7 @@ from megatron_rl_loss.core.modes import ModeFunction, available_modes, find_mode
 from megatron_rl_loss.core.plan import Plan, make_plan
 from megatron_rl_loss.core.record import PlanUse, Trainer
 from megatron_rl_loss.core.reducers import WeightedSum
-from megatron_rl_loss.core.taps import Tap, is_observed, observed_taps, taps_of
+from megatron_rl_loss.core.taps import Tap, is_observed, observed_taps, taps_of, unobserved
 from megatron_rl_loss.core.totals_by_hand import Reducer
 from megatron_rl_loss.proof.outcomes import proof_level
 from megatron_rl_loss.proof.promises import Promises
@@ -95,6 +96,7 @@ __all__ = [
     "run_schedules_by",
     "taps_of",
     "times_mask",
+    "unobserved",
     "weigh",
 ]
 

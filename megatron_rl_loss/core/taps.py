@@ -324,6 +324,16 @@ def observe(taps: Taps | None = None, aggregation: Aggregation | None = None) ->
         _OBSERVED.reset(token)
 
 
+@contextmanager
+def unobserved() -> Iterator[None]:
+    """In a ``with``: losses report to nobody, for a loss function that is tried and does not train."""
+    token = _OBSERVED.set(_OBSERVED.get()._replace(taps=None))
+    try:
+        yield
+    finally:
+        _OBSERVED.reset(token)
+
+
 def expected_aggregation() -> Aggregation | None:
     """The aggregation of the current step, if its trainer said so."""
     return _OBSERVED.get().aggregation

@@ -2,7 +2,7 @@
 
     LOSS = LossPaths("logprobs", "batch.advantages", {"batch.old_logprobs": "old", "batch.rollout_logprobs?": "old"})
 
-The strings are paths (`places`). After a trial everything is put back.
+The strings are paths (`places`). A trial reports to no measurement, and everything is put back after it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_rl_loss.core.samples import Samples
 from megatron_rl_loss.engines.places import places, swapped, value_at
-from megatron_rl_loss.extend import Aggregation, Tap, taps_of
+from megatron_rl_loss.extend import Aggregation, Tap, taps_of, unobserved
 
 Value = Callable[[Tensor, Tensor], Any]  # of a trial's log-probs and advantages
 _VALUES: dict[str, Value] = {
@@ -126,7 +126,7 @@ class Trials(NamedTuple):
         functions = {path: made_by(make) for path, make in {**self.row.trial, **others}.items()}
         functions |= {self.row.log_probs: lambda leaf, _: leaf, self.row.advantages: self.row.advantage}
         values = {path: function(leaf, advantages) for path, function in functions.items()}
-        with swapped(self.arguments, values, self.row.silent):
+        with unobserved(), swapped(self.arguments, values, self.row.silent):
             return first_of(self.stock())
 
 

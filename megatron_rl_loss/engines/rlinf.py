@@ -91,12 +91,11 @@ def _put(step: StepArguments, call: Call) -> Iterator[None]:
         output, loss_func = theirs(iterator, model)
 
         def of_whole(output: Any) -> Any:
-            batch, calls = inspect.getclosurevars(loss_func).nonlocals["batch"], iter([call])
+            batch = inspect.getclosurevars(loss_func).nonlocals["batch"]
 
             def of_policy(stock: Callable[[], Any], of_loss: dict[str, Any]) -> Any:
-                """The first call is no trial of the whole loss function yet."""
                 of_loss["fast_path_zero_loss_mask"] = False
-                return next(calls, _stock)(stock, of_loss)
+                return call(stock, of_loss)
 
             ours = wrapped(theirs.__globals__["policy_loss"], of_policy, batch=batch)
             with swapped(theirs.__globals__, {"policy_loss": ours}):
@@ -106,10 +105,6 @@ def _put(step: StepArguments, call: Call) -> Iterator[None]:
 
     with swapped({"worker": worker}, {"worker.get_forward_step_func": lambda: forward_step}):
         yield
-
-
-def _stock(stock: Callable[[], Any], _: Any) -> Any:
-    return stock()
 
 
 def _groups(owner: Any) -> list[Function]:

@@ -98,8 +98,10 @@ class _Microbatches(list[dict[str, Any]]):
         self._weighed = weighed
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        for installed("SkyRL").now in self._weighed:
-            yield installed("SkyRL").now.batch
+        replaced = installed("SkyRL")
+        for microbatch in self._weighed:
+            replaced.now = microbatch
+            yield microbatch.batch
 
 
 class AggregatedPolicyLoss:

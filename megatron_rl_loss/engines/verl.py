@@ -206,16 +206,15 @@ def response_samples(mask: Tensor, **ids: Any) -> Samples:
 
 def _ppo_loss(running: _Running, stock: Callable[[], Any], arguments: dict[str, Any]) -> Any:
     """verl's `ppo_loss`; its slopes show what it does to advantages and losses before it calls `agg_loss`."""
-    checked, of_taps = partial(_checked, running, _terms_of_ppo, stock, arguments), iter([True])
+    checked = partial(_checked, running, _terms_of_ppo, stock, arguments)
     observes = running.taps and is_observed()
     if not observes or arguments["config"].policy_loss.get("loss_mode", "vanilla") not in _LINEAR:
         return checked()
 
-    def trial() -> Any:
-        """The first call is no trial yet. A trial with advantages of 0 is that of terms beside the policy loss."""
-        is_trial = not next(of_taps, False)
-        is_rest = is_trial and not arguments["data"]["advantages"].any()
-        with swapped(vars(running), {"taps": not is_trial, "is_rest": is_rest}):
+    def tried() -> Any:
+        """The loss; a trial, which nobody observes, with advantages of 0 is that of terms beside the policy loss."""
+        is_rest = not is_observed() and not arguments["data"]["advantages"].any()
+        with swapped(vars(running), {"is_rest": is_rest}):
             return checked()
 
     def measured() -> WeighedMicrobatch:
@@ -226,7 +225,7 @@ def _ppo_loss(running: _Running, stock: Callable[[], Any], arguments: dict[str, 
             running.policy and running.policy.aggregation, is_followed=False, beside={},
         )  # fmt: skip
 
-    returned = tap_policy(_PPO_LOSS, trial, arguments, measured)
+    returned = tap_policy(_PPO_LOSS, tried, arguments, measured)
     if (taps := observed_taps()) and running.policy is not None:
         tapped = taps.losses["advantages"][taps.num_microbatches - 1]
         tapped.doubt, tapped.count = tapped.doubt or running.policy.doubt, running.policy.count

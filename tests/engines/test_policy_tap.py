@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_rl_loss import LossPaths, Samples, WeighedMicrobatch, prove_policy_loss
+from megatron_rl_loss import LossPaths, Samples, WeighedMicrobatch, prove_policy_loss, tap
 from megatron_rl_loss.core.taps import Tap, Taps, observe
 from megatron_rl_loss.engines.loss_trials import Beside, tap_sum
 from megatron_rl_loss.engines.places import places, swapped, wrapped
@@ -81,6 +81,23 @@ def test_the_weights_of_tokens(row: LossPaths, rollout: bool) -> None:
     assert torch.allclose(tapped.gradient, (3 * FACTORS * MASK / 4).flatten(), rtol=1e-6)
     assert not tapped.doubt
     assert batch.seen == [float((PLAIN * FACTORS).sum())], "trials leave metrics as they are"
+
+
+def test_a_trial_reports_to_no_measurement() -> None:
+    """Of a loss function that taps its own losses, those of the step count, and of no trial."""
+
+    def tapped_by_itself(log_probs: Tensor, batch: Any) -> Tensor:
+        own = tap((log_probs - batch.old).exp() * -batch.advantages, "own", samples=Samples(list(MASK)))
+        return (own * MASK).sum() / 4
+
+    taps = Taps()
+    table, old = torch.zeros(2, 4, requires_grad=True), torch.zeros(2, 4)
+    batch = SimpleNamespace(advantages=PLAIN * FACTORS, old=old, rollout=None, seen=[])
+    describe = lambda: WeighedMicrobatch(Samples(list(MASK)), FACTORS, PLAIN, is_followed=False, beside={})  # noqa: E731
+    with observe(taps):
+        taps.begin_microbatch()
+        wrapped(tapped_by_itself, lambda stock, arguments: tap_policy(LOSS, stock, arguments, describe))(table, batch)
+    assert {name: [*of_term] for name, of_term in taps.losses.items()} == {"own": [0], "pg": [0]}
 
 
 def test_advantages_that_changed_before_the_loss_count_as_weights() -> None:
