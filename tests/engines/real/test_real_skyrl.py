@@ -3,10 +3,9 @@
 Real: `convert_prompts_responses_to_batch_tensors`, `MegatronPolicyWorkerBase.forward_backward` with both of its cuts
 into micro-batches, `MegatronModelWrapper` with its packed rows, context-parallel log-probs and entropy, KL penalty,
 MTP loss and deferred `finalize_model_grads`; its reductions of metrics; its trainer's `_normalize_advantages`, with the
-recipe's around it; Megatron's schedule and DDP. The model is a
-table of logits, with a second one as draft head. Replaced: Ray, by pickling the loss; the model's forward on packed
-rows; the MTP block, which captures hidden states of a GPT; the strategy, whose imports fail
-(`megatron.core.dist_checkpointing.strategies.base`), but not its `all_reduce`.
+recipe's around it; Megatron's schedule and DDP. The model is a table of logits, with a second one as draft head.
+Replaced: Ray, by pickling the loss; the model's forward on packed rows; the MTP block, which captures hidden states of
+a GPT; the strategy, whose imports fail (`megatron.core.dist_checkpointing.strategies.base`), but not its `all_reduce`.
 """
 
 import contextlib
@@ -275,9 +274,9 @@ CROSSED = [
 
 
 def test_every_term_is_exact(record_property: Any) -> None:
-    """Each mode at CP 1 cuts the draft head's logits in another way."""
+    """Each mode at CP 1 cuts the draft head's logits in all four ways."""
     ways: list[dict[str, Any]] = [{}, {"packed": False}, {"chunk": 4}, {"topk": VOCABULARY, "packed": False}]
-    cases = [case | ways[i % 4] for i, case in enumerate(CASES * 2)]
+    cases = [case | ways[(i + shift) % 4] for shift in (0, 2) for i, case in enumerate(CASES)]
     assert_exact(record_property, train, SKYRL, cases, worlds=[(1, 1), (2, 1)])
     assert_exact(record_property, train, SKYRL, CASES, worlds=[(4, 2)])
     assert_exact(record_property, train, SKYRL, CROSSED, worlds=[(2, 1)])
