@@ -196,8 +196,8 @@ def _weigh(batches: Sequence[Any], trainer: Any, modes: LossModes) -> None:
         )
     if not any(math.isclose(scale, known, rel_tol=2.0**-6) for known in (1, num_microbatches)):
         raise ValueError(
-            f"a loss function that multiplies the policy loss by {scale:.4g}: a KL penalty beside it keeps its weight "
-            f"if that is 1 or the number of micro-batches, {num_microbatches}. Use ms-swift {_VERSIONS}."
+            f"a loss function that multiplies the policy loss by {scale:.4g}: that must be 1 or the number of "
+            f"micro-batches, {num_microbatches}, or a KL penalty would have another weight. Use ms-swift {_VERSIONS}."
         )
     count = tokens * scale / num_microbatches
     if 0 < count < ranks:

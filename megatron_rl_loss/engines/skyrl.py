@@ -191,9 +191,8 @@ class AggregatedPolicyLoss:
         replaced.proof.terms = ["pg", *(term for term in masks if not is_silent.get(term))]
         replaced.proof.promises = Promises(self._group_size)
         replaced.proof.amend(
-            "each token's policy loss is summed once, with the weight that SkyRL's trainer put into its advantage "
-            f"(loss_reduction={algorithm.loss_reduction}), and which is measured only if the trainer's process says so "
-            "in a line of its own; SkyRL aggregates MoE losses"
+            f"advantages bring the weights of loss_reduction={algorithm.loss_reduction}: SkyRL's trainer proves these "
+            "in a line of its own (SkyRL driver), or nobody does; SkyRL aggregates MoE losses"
         )
         return _Microbatches(weighed)
 

@@ -99,8 +99,7 @@ class Division:
                 raise ValueError(
                     f"loss_reduction={name}: SkyRL's trainer gives response token {token} of row {start + row} the "
                     f"weight {weights[row, token]:.6g}: each token must have that of {asked}, here "
-                    f"{right[row, token]:.6g}. "
-                    f"Use SkyRL {VERSIONS}; MEGATRON_RL_LOSS_PROOF=warn trains on."
+                    f"{right[row, token]:.6g}. Use SkyRL {VERSIONS}; MEGATRON_RL_LOSS_PROOF=warn trains on."
                 )
             tokens += int((right != 0).sum())
         says = f"loss_reduction={name}, measured in SkyRL's own division of advantages"

@@ -20,8 +20,8 @@ _SLOPES_OF_KL = {
     "k3": (1 - math.exp(-0.5), 1 - math.exp(0.5)),
 }  # fmt: skip
 _ADDED = (
-    "The loss has more than the terms that the config names: at advantages of 0 it has a slope where these have none. "
-    "That is a term that somebody added, or a KL penalty of another estimator."
+    "The loss has more than the terms that the config names: with advantages of 0, it has gradients that these do not "
+    "explain. Somebody added a term, or the KL penalty has another estimator."
 )
 
 

@@ -301,7 +301,7 @@ def test_ms_swift_where_it_could_not_be_exact(trainers: Any) -> None:
         ms_swift.aggregate("token_mean")
     trainer.factor = 0.5
     with pytest.raises(
-        ValueError, match=r"multiplies the policy loss by 0\.5: a KL penalty beside it keeps its weight"
+        ValueError, match=r"multiplies the policy loss by 0\.5: that must be 1 or the number of micro-batches"
     ):
         trainer._on_train_step_batch(step(trainers))
     trainer.factor = 0

@@ -383,7 +383,7 @@ PLANTS = [
     Plant(
         "advantages doubled in the loss",
         {GRPO: ("= grpo_batch.advantages  #", "= 2 * grpo_batch.advantages  #")},
-        "multiplies the policy loss by 2: a KL penalty beside it keeps its weight if",
+        "multiplies the policy loss by 2: that must be 1 or the number of micro-batches",
     ),
     Plant(
         "rows of the overlong filter trained",
