@@ -114,7 +114,7 @@ def _updates(owner: Any) -> list[Function]:
 # Once AReaL#1546 merges, its token_mean, seq_mean, prompt_mean and constant need the proof alone. The weights, and
 # the groups that ppo_update numbers, then stay for all other modes, over a `loss_aggregation` of token_mean.
 ENGINE = TokenMeanEngine(
-    "AReaL", "1.0.4 or 2.0.0 (cbff54d6)", ("train_batch", ["input_", "loss_fn", "loss_weight_fn"]),
+    "AReaL", versions="1.0.4 or 2.0.0 (cbff54d6)", step=("train_batch", ["input_", "loss_fn", "loss_weight_fn"]),
     wrong=lambda step: [
         (getattr(step["self"].config, "m2_threshold", None) is not None, "m2_threshold", "Remove m2_threshold")
     ],

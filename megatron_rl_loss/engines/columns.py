@@ -1,7 +1,8 @@
 """Helpers of adapters that weigh advantages: a step's weights, prompt ids, checks."""
 
 from collections.abc import Callable, MutableMapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -60,8 +61,9 @@ def token_mean_factors(
     return factors, count
 
 
-class StepRow(NamedTuple):
-    """Functions by which `weigh_advantages` asks an engine; `arguments` is the argument of that name.
+@dataclass(frozen=True)
+class StepRow:
+    """What `weigh_advantages` asks an engine about a step: functions of its `arguments`.
 
     Attributes:
         wrong: conditions that break the token mean, each with words for the error and a remedy.
@@ -78,11 +80,11 @@ class StepRow(NamedTuple):
 
 
 def weigh_advantages(
-    engine: Any, modes: LossModes, arguments: Any, *, dp_group: Group | None, **settings: Any
+    engine: StepRow, modes: LossModes, arguments: Any, *, dp_group: Group | None, **settings: Any
 ) -> tuple[list[Any], list[dict[str, Tensor]], float]:
     """Batches of a step of an engine that trains on a token mean, columns with weighed advantages for each, and T.
 
-    `engine` has the columns `wrong`, `batches`, `masks`, `prompts` of a row; `settings` as in `token_mean_factors`.
+    `settings` as in `token_mean_factors`.
     """
     batches: list[Any] = []
     masks: list[list[Tensor]] = []

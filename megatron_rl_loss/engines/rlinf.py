@@ -124,7 +124,7 @@ def _groups(owner: Any) -> list[Function]:
 
 
 ENGINE = TokenMeanEngine(
-    "RLinf", "a3816b59", ("training_step", ["batch"]),
+    "RLinf", versions="a3816b59", step=("training_step", ["batch"]),
     wrong=_wrong,
     batches=lambda step: [step["batch"]],
     masks=lambda step, batch: batch["response_mask"][:, -step["self"].response_len :].float(),

@@ -94,7 +94,7 @@ def _strategies(owner: Any) -> list[Function]:
 
 
 ENGINE = TokenMeanEngine(
-    "ROLL", "8eb27cc2", ("train_step", ["batch", "loss_func"]),
+    "ROLL", versions="8eb27cc2", step=("train_step", ["batch", "loss_func"]),
     wrong=_wrong,
     batches=lambda step: [step["batch"].batch],
     masks=_masks,

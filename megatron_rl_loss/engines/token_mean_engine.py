@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 from torch.nn.functional import pad
@@ -11,7 +12,7 @@ from torch.nn.functional import pad
 from megatron_rl_loss.core.counting import StepTotals
 from megatron_rl_loss.core.layouts import Gathered
 from megatron_rl_loss.core.samples import Samples
-from megatron_rl_loss.engines.columns import FACTORS, IDS, MASKS, PLAIN, Batch, at_masked_tokens
+from megatron_rl_loss.engines.columns import FACTORS, IDS, MASKS, PLAIN, Batch, StepRow, at_masked_tokens
 from megatron_rl_loss.engines.loss_trials import Beside, LossPaths, WeighedMicrobatch
 from megatron_rl_loss.engines.places import Call, places, value_at
 from megatron_rl_loss.engines.policy_tap import tap_policy
@@ -21,15 +22,12 @@ from megatron_rl_loss.extend import observed_taps
 StepArguments = Mapping[str, Any]  # the arguments of a call of the step method, by name
 
 
-class TokenMeanEngine(NamedTuple):
-    """An engine whose batches are padded rows with "advantages".
+@dataclass(frozen=True, kw_only=True)
+class TokenMeanEngine(StepRow):
+    """An engine whose batches are padded rows with "advantages"; its `masks` are asked for each micro-batch, too.
 
     Attributes:
         step: the name of its step method, called once per optimizer step, and parameters that it must have.
-        wrong: conditions that break the token mean, each with words for the error and a remedy.
-        batches: this rank's, of a call of the step method.
-        masks: of a batch, a row each; of a micro-batch, the tensors in which the loss function sees its rows.
-        prompts: an id for each row of a batch, or the reason why prompts are unknown.
         prompt_tokens: text for the prompt's tokens of each row, in an engine that is handed ids beside them.
         group: the data-parallel group.
         loss, batch: the row of the loss function; the path of the micro-batch, in its arguments or beside them.
@@ -52,13 +50,8 @@ class TokenMeanEngine(NamedTuple):
         runs: another method that calls Megatron's schedule, if the class has it.
     """
 
-    name: str
     versions: str
     step: tuple[str, Sequence[str]]
-    wrong: Callable[[StepArguments], Sequence[tuple[bool, str, str]]]
-    batches: Callable[[StepArguments], Sequence[Batch]]
-    masks: Callable[[StepArguments, Batch], Sequence[Tensor]]
-    prompts: Callable[[StepArguments, Batch], Sequence[Any] | str]
     group: Callable[[StepArguments], Any]
     loss: LossPaths
     batch: str

@@ -6,6 +6,7 @@ Their own code runs in `real`, where there is a checkout; CI has none, and skips
 import pickle
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -439,7 +440,7 @@ def test_skyrl_where_it_could_not_be_exact(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("loses_masked", [False, True])
 def test_a_trial_has_advantages_at_masked_tokens(loses_masked: bool) -> None:
     """Where an engine's loss leaves these out: weighed advantages are 0 there, and would hide another mask."""
-    engine = ENGINES["areal"]._replace(facts=lambda *_: {}, loses_masked=loses_masked)
+    engine = replace(ENGINES["areal"], facts=lambda *_: {}, loses_masked=loses_masked)
     plain, factors, is_masked = torch.full((5, 5), 2.0), MASKS * 3.0, MASKS == 0
     weighed = {"advantages": plain * factors, columns.FACTORS: factors, columns.PLAIN: plain}
     batch = {**weighed, columns.MASKS: MASKS, "loss_mask": MASKS}
