@@ -127,7 +127,7 @@ class AggregatedPolicyLoss:
         from skyrl.backends.skyrl_train.utils import ppo_utils
 
         self._terms = {"kl": kl, "entropy": entropy, "mtp": mtp}
-        LossModes.resolve("constant", divisor=1, terms=self._terms)  # a term of the same mode has the same divisor
+        LossModes.resolve("constant", divisor=1, terms=self._terms)  # refuses unknown modes early
         self._name, self._loss, self._group_size = loss, ppo_utils.PolicyLossRegistry.get(loss), group_size
         _install_in_worker()
         Division.register(ppo_utils.AdvantageEstimatorRegistry, group_size)
@@ -176,7 +176,7 @@ class AggregatedPolicyLoss:
         masks = {f"mtp {depth}": [_predicted(batch, depth) for batch in batches] for depth in range(depths)}
         if has_kl or has_entropy:  # of which SkyRL reports both
             masks |= {term: [batch["loss_mask"] for batch in batches] for term in ("kl", "entropy")}
-        shares = group.size() * max(1, batches[0].get("num_real_microbatches", len(batches)))
+        num_shares = group.size() * max(1, batches[0].get("num_real_microbatches", len(batches)))
 
         def describe(term: str) -> list[Samples]:
             return [now.samples(term, mask) for now, mask in zip(weighed, masks[term], strict=True)]
@@ -184,9 +184,9 @@ class AggregatedPolicyLoss:
         for term in masks:
             plan = plan_of(LossModes(weighed[0].mode_of(term)), partial(describe, term), group)
             for now, microbatch in zip(weighed, plan, strict=True):
-                now.weights[term] = microbatch.weights * shares
+                now.weights[term] = microbatch.weights * num_shares
         replaced = installed("SkyRL")
-        replaced.add([*{term.partition(" ")[0]: None for term in masks}])
+        replaced.add([term.partition(" ")[0] for term in masks])
         is_silent = {"kl": not has_kl, "entropy": not has_entropy}
         replaced.proof.terms = ["pg", *(term for term in masks if not is_silent.get(term))]
         replaced.proof.promises = Promises(self._group_size)
