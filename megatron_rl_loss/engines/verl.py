@@ -248,12 +248,12 @@ def _checked(
         raise ValueError(
             f"a loss of {len(terms)} terms and {len(terms) + 1 - left} calls of agg_loss: each term must call "
             "agg_loss, or it may depend on how the step is cut. Use a policy loss that calls core_algos.agg_loss, or "
-            "drop model.external_lib."
+            "do not import megatron_rl_loss.engines.verl_install."
         )
     if left == 1 and running.is_other_kl:
         raise ValueError(
             f"a KL penalty that is not the {running.estimator} of kl_penalty: ppo_loss must aggregate the one that "
-            f"kl_loss_type names. Use verl {_VERSIONS}, or drop model.external_lib."
+            f"kl_loss_type names. Use verl {_VERSIONS}, or do not import megatron_rl_loss.engines.verl_install."
         )
     if not left and (taps := observed_taps()):  # calls are no longer told apart
         for of_term in (of_term for term, of_term in taps.losses.items() if term != "pg"):
@@ -272,7 +272,8 @@ def _uncut(running: _Running, stock: Callable[[], Any], arguments: dict[str, Any
     if arguments["name"] in _CUT:
         raise ValueError(
             f"the policy loss {arguments['name']}: it {_CUT[arguments['name']]}, so it depends on how the step is cut. "
-            "Choose another policy_loss.loss_mode (gspo also averages over sequences), or drop model.external_lib."
+            "Choose another policy_loss.loss_mode (gspo also averages over sequences), or do not import "
+            "megatron_rl_loss.engines.verl_install."
         )
     if arguments["name"] == "bypass_mode" and running.terms:  # it may reject tokens that verl has counted
         running.terms[0] = _OF_A_LOSS_OF_YOURS
