@@ -27,8 +27,9 @@ _TRAINER, _NAME = "skyrl.train.trainer", "megatron_rl_loss"
 
 
 class Division:
-    """The measurement of a trainer's first division, in each process that has imported the trainer and makes or
-    unpickles one of these.
+    """Measures the trainer's first division of advantages.
+
+    Made or unpickled in a process that has imported the trainer, it takes the place of `_normalize_advantages` there.
 
     Args:
         group_size: rows that are generated for each prompt, if known.
