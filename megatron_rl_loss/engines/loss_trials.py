@@ -61,12 +61,15 @@ class Beside(NamedTuple):
         coef: its factor in the loss.
         aggregation: its own.
         samples: those that it is aggregated over, if they are not the policy loss's.
+        mask: of entropies, in an engine that masks them where it computes them: at a masked token one of 0 weighs
+            nothing. That of a token to train on may be 0 too.
         estimator: of a KL penalty, by d = log-prob - reference's: k1 = d, abs = |d|, k2 = d^2 / 2, k3 = e^-d + d - 1.
     """
 
     coef: float
     aggregation: Aggregation
     samples: Samples | None = None
+    mask: Tensor | None = None
     estimator: str = "k3"
 
 

@@ -18,10 +18,10 @@ from megatron_rl_loss.engines.token_mean_engine import StepArguments, TokenMeanE
 from megatron_rl_loss.extend import resolve
 
 
-def _trains(strategy: Any) -> bool:
+def _is_critic(worker: Any) -> bool:
     from roll.pipeline.base_worker import CriticWorker  # type: ignore[import-not-found]
 
-    return not isinstance(strategy.worker, CriticWorker)
+    return isinstance(worker, CriticWorker)
 
 
 def _wrong(step: StepArguments) -> Sequence[tuple[bool, str, str]]:
@@ -63,7 +63,7 @@ def _beside(step: StepArguments, batch: Batch) -> Mapping[str, Beside]:
         beside["kl"] = Beside(config.kl_loss_coef * getattr(config, "rl_loss_coef", 1.0), resolve("token_mean"))
     if config.entropy_loss_coef > 0:
         of_responses = Samples(list(masks), layout=layout)
-        beside["entropy"] = Beside(-config.entropy_loss_coef, resolve("token_mean"), of_responses)
+        beside["entropy"] = Beside(-config.entropy_loss_coef, resolve("token_mean"), of_responses, masks)
     return beside
 
 
@@ -84,10 +84,11 @@ def _strategies(owner: Any) -> list[Function]:
     def create(stock: Callable[[], Any], arguments: dict[str, Any]) -> Any:
         strategy, name = stock(), owner.__name__
         of_worker = f"{type(strategy).__name__} in a worker with aggregate({name}, ...)"
-        if isinstance(strategy, strategies.TrainStrategy) and not isinstance(strategy, owner):
+        if isinstance(strategy, owner) or _is_critic(arguments["worker"]):
+            return strategy
+        if isinstance(strategy, strategies.TrainStrategy):
             raise ValueError(f"{of_worker}: it would train without the aggregation. Set strategy_name: megatron_train.")
-        if not isinstance(strategy, owner):
-            announce(f"ROLL: NOT IN FORCE: {of_worker} trains nothing. Set actor_train.worker_cls to your class")
+        announce(f"ROLL: NOT IN FORCE: {of_worker} trains nothing. Set actor_train.worker_cls to your class")
         return strategy
 
     return [Function(factory, "create_strategy", ["worker"], create, bool, kind="a check")]
@@ -117,7 +118,7 @@ ENGINE = TokenMeanEngine(
     facts=_facts,
     beside=_beside,
     loses_masked=True,
-    trains=_trains,
+    trains=lambda strategy: not _is_critic(strategy.worker),
     checks=_strategies,
     group_size=lambda strategy: getattr(strategy.worker.pipeline_config, "num_return_sequences_in_group", None),
     of_samples=lambda step: "Set importance_sampling: token"

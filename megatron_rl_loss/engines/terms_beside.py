@@ -51,7 +51,8 @@ def tap_beside(
         others |= {row.entropy: given(bonus)} if row.entropy else {}
         total = trials.loss(leaf, advantages, others)
         slopes = torch.autograd.grad(total, inputs, allow_unused=True) if total.requires_grad else [None] * len(inputs)
-        return [torch.zeros_like(of) if slope is None else slope for of, slope in zip(inputs, slopes, strict=True)]
+        nothing = [torch.zeros_like(of) for of in inputs[:2]] + [leaf.new_zeros(())] * (len(inputs) - 2)  # no logits
+        return [none if slope is None else slope for none, slope in zip(nothing, slopes, strict=True)]
 
     (first, of_entropy, *further), (second, *_) = (slopes_at(distance) for distance in _ABOVE_REFERENCE)
     size = _largest(first, second, of_entropy, *further)
@@ -60,8 +61,10 @@ def tap_beside(
         high, low = _SLOPES_OF_KL[kl.estimator]
         weights["kl"] = (first - second) / (high - low) if high != low else (first + second) / 2
         first, second = first - high * weights["kl"], second - low * weights["kl"]
-    if "entropy" in measured.beside:
-        weights["entropy"] = of_entropy.masked_fill(entropies[0] == 0, 0) if entropies else of_entropy
+    if (of_bonus := measured.beside.get("entropy")) is not None:
+        weights["entropy"] = of_entropy
+        if of_bonus.mask is not None and entropies:
+            weights["entropy"] = of_entropy.masked_fill((entropies[0] == 0) & (of_bonus.mask == 0), 0)
         of_entropy = torch.zeros_like(of_entropy)
     for name, of_term in weights.items():
         term = measured.beside[name]

@@ -58,9 +58,9 @@ class OfTerms:
     def weights(self) -> Weights:
         if self.faults or self.unknown:
             return "other" if self.faults else "unknown"
-        if self.proved:
-            return "as asked"
-        return "unknown" if self.totals is None or self.totals.step_active_tokens else "none"
+        if self.totals is not None and not self.totals.step_active_tokens:
+            return "none"  # whatever a term over other tokens shows
+        return "as asked" if self.proved else "unknown"
 
 
 def compare_terms(

@@ -159,16 +159,23 @@ NAMED = {"kl": Beside(0.5, resolve("token_mean")), "entropy": Beside(-0.25, reso
 
 
 def with_terms(
-    output: Tensor, log_probs: Tensor, batch: Any, entropy_of: Any, penalty: Any = PENALTIES["k3"], added: Any = None
-) -> Tensor:
+    output: Tensor, log_probs: Tensor, batch: Any, entropy_of: Any, penalty: Any = PENALTIES["k3"], added: Any = None,
+    of_entropies: Tensor = MASK,
+) -> Tensor:  # fmt: skip
     """A policy loss with a KL penalty and an entropy bonus, over the mask, and what is added beside."""
     ratio = (log_probs - batch.old).exp()
-    losses = -ratio * batch.advantages + 0.5 * penalty(log_probs - batch.reference) - 0.25 * entropy_of(output)
+    losses = -ratio * batch.advantages + 0.5 * penalty(log_probs - batch.reference)
     rest = 0.0 if added is None else added(output, log_probs)
-    return (losses * MASK).sum() / 4 + rest
+    return (losses * MASK - 0.25 * entropy_of(output) * of_entropies).sum() / 4 + rest
 
 
-def terms_of(beside: Any = NAMED, row: LossPaths = WHOLE, **of_loss: Any) -> dict[str, Tap]:
+def entropy_of_output(output: Tensor) -> Tensor:
+    return output**2 + 1
+
+
+def terms_of(
+    beside: Any = NAMED, row: LossPaths = WHOLE, entropy_of: Any = entropy_of_output, **of_loss: Any
+) -> dict[str, Tap]:
     """What the taps wrote down of a step of that loss, by term."""
     output = torch.randn(2, 4, generator=torch.Generator().manual_seed(1), requires_grad=True)
     old, reference = (torch.randn(2, 4, generator=torch.Generator().manual_seed(seed)) for seed in (2, 3))
@@ -180,7 +187,7 @@ def terms_of(beside: Any = NAMED, row: LossPaths = WHOLE, **of_loss: Any) -> dic
     taps = Taps()
     with observe(taps):
         taps.begin_microbatch()
-        (3 * tapped(output, output * 1.0, batch, lambda output: output**2 + 1, **of_loss)).backward()
+        (3 * tapped(output, output * 1.0, batch, entropy_of, **of_loss)).backward()
     return {name: of_term[0] for name, of_term in taps.losses.items()}
 
 
@@ -224,6 +231,32 @@ def test_a_further_term_is_noted(further: str) -> None:
             gradient: Any = taps[name].gradient
             assert torch.allclose(gradient, (coef * 3 * MASK / 4).flatten(), rtol=1e-3, atol=1e-7)
     assert all("more than the terms that the config names" in tapped.added for tapped in taps.values())
+
+
+@pytest.mark.parametrize("masked_by", ["the loss", "the function of entropies"])
+def test_an_entropy_of_0_has_the_weight_of_its_token(masked_by: str) -> None:
+    """That of a token of which the model is sure is 0 exactly; so is a masked one, where an engine masks entropies."""
+    is_sure, bonus = torch.tensor([[1, 0, 0, 0], [0, 0, 1, 0]]).bool(), NAMED["entropy"]
+    entropy_of, of_loss = lambda output: entropy_of_output(output).masked_fill(is_sure, 0), {}
+    if masked_by == "the function of entropies":
+        bonus, of_loss = bonus._replace(mask=MASK), {"of_entropies": torch.ones_like(MASK)}
+        entropy_of = lambda output: entropy_of_output(output).masked_fill(is_sure, 0) * MASK  # noqa: E731
+    of_entropy = terms_of(NAMED | {"entropy": bonus}, entropy_of=entropy_of, **of_loss)["entropy"].gradient
+    assert of_entropy is not None
+    assert torch.allclose(of_entropy, (-0.25 * 3 * MASK / 4).flatten())
+
+
+def test_an_output_without_a_slope_takes_no_memory() -> None:
+    """Logits are the largest tensor of a step; zeros like these would take 4 TiB."""
+    logits = torch.zeros((), requires_grad=True).expand(1 << 40)
+    batch = SimpleNamespace(advantages=PLAIN * FACTORS, old=PLAIN, reference=PLAIN, rollout=None, seen=[])
+    beside = WeighedMicrobatch(Samples(list(MASK)), FACTORS, PLAIN, is_followed=False, beside=NAMED)
+    tapped = wrapped(with_terms, lambda stock, arguments: tap_policy(WHOLE, stock, arguments, lambda: beside))
+    taps = Taps()
+    with observe(taps):
+        taps.begin_microbatch()
+        tapped(logits, torch.zeros(2, 4, requires_grad=True) * 1.0, batch, lambda _: torch.ones(2, 4))
+    assert {*taps.losses} == {"pg", "kl", "entropy"}
 
 
 def test_terms_that_nobody_named_are_not_measured() -> None:
@@ -270,5 +303,8 @@ def test_a_proof_asks_for_the_advantages_before_weighing(capsys: Any) -> None:
         with pytest.raises(ValueError, match="which has a proof already"):
             prove_policy_loss(home, "loss", LOSS, "token_mean", lambda arguments: None, engine="mine")
         replaced.undo()
+    assert home.loss is ppo
+    with pytest.raises(ValueError, match="group_size=0: it must be the number of samples that are generated"):
+        prove_policy_loss(home, "loss", LOSS, "prompt_mean", lambda arguments: None, group_size=0)
     assert home.loss is ppo
     assert "megatron_rl_loss in proof of mine worker 0: replaced SimpleNamespace.loss" in capsys.readouterr().out

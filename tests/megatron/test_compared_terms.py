@@ -73,6 +73,19 @@ def test_weights_as_asked_are_proved() -> None:
     assert (state.reached, state.forms, state.dtypes, state.off) == ({"pg"}, {"sum"}, {"float32"}, 0)
 
 
+def test_a_term_over_masked_tokens_proves_nothing_of_a_step_without_a_token() -> None:
+    """As an entropy bonus over whole responses; the proof waits for a step with one."""
+
+    def with_entropy(microbatch: Microbatch) -> Tensor:
+        of_responses = Samples([[1] * len(mask) for mask in microbatch.samples.loss_masks])
+        entropies = tap(losses_of(microbatch), "entropy", samples=of_responses, aggregation=resolve("token_mean"))
+        return microbatch.loss(losses_of(microbatch), form="sum") + entropies.sum() / 6
+
+    masked = [Samples([[0, 0, 0]]), Samples([[0], [0, 0]])]
+    _, comparison = compared(with_entropy, samples=masked)
+    assert (comparison.proved, comparison.faults, comparison.weights) == (["token_mean on entropy"], [], "none")
+
+
 def test_of_several_losses_without_a_name_the_policy_loss_is_the_one_in_the_asked_mode() -> None:
     """Whichever is made first: a reducer made by hand says nothing else of its loss."""
     totals = StepTotals.of([[1, 1, 0], [1], [0, 1]])

@@ -208,8 +208,8 @@ def test_another_loss_is_refused_on_all_ranks() -> None:
     assert set(caught.value.errors) == {0, 1}
 
 
-def choose_strategies(root: str) -> tuple[str, str, str]:
-    """On a rank, in a worker with an aggregation: ROLL's choice of its strategy; for two others, what is said."""
+def choose_strategies(root: str) -> tuple[str, str, str, str]:
+    """On a rank, in a worker with an aggregation: ROLL's choice of its strategy, a critic's too; what others say."""
     strategies, workers = load_with_tensordict(root, "roll.pipeline.base_worker")
     of_fsdp: Any = ModuleType("roll.distributed.strategy.fsdp2_strategy")
     sys.modules[of_fsdp.__name__] = of_fsdp
@@ -223,16 +223,20 @@ def choose_strategies(root: str) -> tuple[str, str, str]:
         for name in ("megatron_train", "mock_infer", "fsdp2_train")
     }
     chosen = workers.create_strategy(of["megatron_train"])
+    critic: Any = object.__new__(workers.CriticWorker)
+    critic.worker_config = of["fsdp2_train"].worker_config
+    of_critic = workers.create_strategy(critic)
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         workers.create_strategy(worker=of["mock_infer"])
     with pytest.raises(ValueError) as refused:  # noqa: PT011 - the text is compared in the test
         workers.create_strategy(of["fsdp2_train"])
-    return type(chosen).__name__, printed.getvalue(), str(refused.value)
+    return type(chosen).__name__, type(of_critic).__name__, printed.getvalue(), str(refused.value)
 
 
 def test_a_worker_that_trains_without_the_class_says_so() -> None:
-    ((chosen, printed, refused),) = run_ranks(1, choose_strategies, checkout(ROLL))
-    assert chosen == "MegatronTrainStrategy"
+    """A critic has no policy loss."""
+    ((chosen, of_critic, printed, refused),) = run_ranks(1, choose_strategies, checkout(ROLL))
+    assert (chosen, of_critic) == ("MegatronTrainStrategy", "FSDP2TrainStrategy")
     assert printed.startswith("megatron_rl_loss in ROLL worker 0: NOT IN FORCE: MockInferStrategy in a worker with")
     assert refused.startswith("FSDP2TrainStrategy in a worker with aggregate(MegatronTrainStrategy, ...): it would")
 
