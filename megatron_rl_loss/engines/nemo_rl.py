@@ -86,7 +86,7 @@ def aggregate(
         )
     if loss_fn.reference_policy_kl_penalty != 0:
         modes["kl"] = of_kl
-    loss, prompts = AggregatedPGLossFn(loss_fn, modes, group_size), list[str]()
+    loss, prompts = AggregatedPGLossFn(loss_fn, modes, Promises.checked_size(group_size)), list[str]()
     has_prompts = is_by_prompt(LossModes.resolve(mode, **settings)) or (
         kl is not None and is_by_prompt(LossModes.resolve(kl))
     )

@@ -90,11 +90,12 @@ def prove_policy_loss(
         BadBatchError: on every rank, in the first training step, for wrong weights.
     """
     asked = resolve(mode, **settings)
+    sure_size = None if callable(group_size) else Promises.checked_size(group_size)
 
     def measured(arguments: dict[str, Any]) -> WeighedMicrobatch:
         microbatch = describe(arguments)
         if callable(group_size) and replaced.proof is not None:
-            replaced.proof.promises = Promises(group_size(arguments))
+            replaced.proof.promises = Promises(Promises.checked_size(group_size(arguments), "group_size(arguments)"))
         if not isinstance(microbatch, WeighedMicrobatch) or microbatch.plain is None:
             raise TypeError(
                 f"describe(arguments) returned {type(microbatch).__name__}: it must be a WeighedMicrobatch with plain, "
@@ -110,5 +111,5 @@ def prove_policy_loss(
     replaced = Replaced(f"proof of {engine}", "of the version that the row was written for", [function])
     replaced.proof = prove(engine, asked, beside="other terms are not measured", never=f"{name} was not called.")
     if replaced.proof is not None and not callable(group_size):
-        replaced.proof.promises = Promises(group_size, is_group_size_sure=True)
+        replaced.proof.promises = Promises(sure_size, is_group_size_sure=True)
     return replaced

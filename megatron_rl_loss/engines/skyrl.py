@@ -128,9 +128,10 @@ class AggregatedPolicyLoss:
 
         self._terms = {"kl": kl, "entropy": entropy, "mtp": mtp}
         LossModes.resolve("constant", divisor=1, terms=self._terms)  # refuses unknown modes early
-        self._name, self._loss, self._group_size = loss, ppo_utils.PolicyLossRegistry.get(loss), group_size
+        self._name, self._group_size = loss, Promises.checked_size(group_size)
+        self._loss = ppo_utils.PolicyLossRegistry.get(loss)
         _install_in_worker()
-        Division.register(ppo_utils.AdvantageEstimatorRegistry, group_size)
+        Division.register(ppo_utils.AdvantageEstimatorRegistry, self._group_size)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -152,7 +153,10 @@ class AggregatedPolicyLoss:
             plain, samples = now.batch["advantages"].to(advantages.device), now.samples("pg", now.batch["loss_mask"])
             return WeighedMicrobatch(samples, torch.ones_like(plain), plain, temperature=now.temperature)
 
-        tapped = wrapped(self._loss, lambda stock, arguments: tap_policy(_LOSS, stock, arguments, describe))
+        def loss(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, **others: Any) -> Any:
+            return self._loss(log_probs, old_log_probs, advantages, **others)  # whose parameters may have other names
+
+        tapped = wrapped(loss, lambda stock, arguments: tap_policy(_LOSS, stock, arguments, describe))
         return tapped(log_probs, old, advantages, config=config, **inputs)
 
     def weigh(self, wrapper: Any, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -78,7 +78,7 @@ class Division:
         mini_batches, algorithm = arguments["mini_batch_boundaries"], arguments["self"].cfg.trainer.algorithm
         asked, name, num_rows = mode_of_trainer(algorithm), algorithm.loss_reduction, mini_batches[-1][1]
         on_ones = {
-            "data.advantages": torch.ones_like(data["advantages"]),
+            "data.advantages": torch.ones_like(data["advantages"], dtype=torch.float64),
             "self.cfg.trainer.algorithm.advantage_batch_normalize": False,
         }
         with swapped(arguments, on_ones):

@@ -51,8 +51,8 @@ def aggregate(
             where prompts are unknown; weights that differ within a sample for losses of sequences; a first step in
             which a token has a weight that the mode does not ask for.
     """
-    modes = LossModes.resolve(mode, **settings)
-    packages = [base.__module__.partition(".")[0] for base in owner.__mro__]
+    modes, group_size = LossModes.resolve(mode, **settings), Promises.checked_size(group_size)
+    packages = [base.__module__.partition(".")[0] for base in getattr(owner, "__mro__", ())]
     engine = next((ENGINES[package] for package in packages if package in ENGINES), None)
     if engine is None:
         raise ValueError(f"{owner!r}: it must be a class of {', '.join(ENGINES)}. Pass one, or a subclass.")

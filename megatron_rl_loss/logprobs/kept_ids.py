@@ -36,13 +36,14 @@ class KeptIds:
         ids, are_ids = self.ids, False
         if isinstance(ids, Tensor):
             are_ids = ids.ndim == 1 and ids.dtype != torch.bool and not ids.is_floating_point()
-        if not are_ids or (offsets.size and offsets.dtype.kind not in "iu"):
+        if not are_ids or offsets.ndim != 1 or (offsets.size and offsets.dtype.kind not in "iu"):
             given = f"{ids.dtype} {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
+            shape = f" {offsets.shape}" * (offsets.ndim != 1)
             raise TypeError(
-                f"KeptIds with ids of {given} and offsets of {offsets.dtype}: ids must be a tensor of ints [all kept], "
-                "offsets ints [tokens + 1]. Pass ids.flatten().long(), and cumulative counts."
+                f"KeptIds with ids of {given} and offsets of {offsets.dtype}{shape}: ids must be a tensor of "
+                "ints [all kept], offsets ints [tokens + 1]. Pass ids.flatten().long(), and cumulative counts."
             )
-        steps = np.diff(np.concatenate([[0], offsets.ravel(), [len(self.ids)]]))
+        steps = np.diff(np.concatenate([[0], offsets, [len(self.ids)]]))
         if (steps < 0).any() or (offsets.size and (steps[0] or steps[-1])):
             raise ValueError(
                 f"KeptIds with offsets {offsets.tolist()[:8]} for {len(self.ids)} ids: they must never decrease, from "

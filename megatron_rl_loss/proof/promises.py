@@ -1,6 +1,7 @@
 """What an engine was told about a step, or says about it, against what came: group sizes, counts of its data."""
 
 import math
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,6 +27,16 @@ class Promises(NamedTuple):
     is_group_size_sure: bool = False
     group_remedy: str = ""
     data: tuple[float, int] | None = None
+
+    @staticmethod
+    def checked_size(size: Any, what: str = "group_size") -> int | None:
+        """A group size that a caller gave. Raises ValueError for what is no number of samples, nor None."""
+        if size is None or (isinstance(size, Integral) and not isinstance(size, bool) and size > 0):
+            return None if size is None else int(size)
+        raise ValueError(
+            f"{what}={size!r}: it must be the number of samples that are generated for each prompt, an int of at least "
+            "1. Pass the engine's own setting, or None."
+        )
 
 
 class Misgrouped(NamedTuple):

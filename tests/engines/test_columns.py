@@ -153,8 +153,11 @@ def test_areal_where_it_could_not_be_exact() -> None:
         actor_class().train_batch(groups()[0], None, None)
     with pytest.raises(ValueError, match="Did you mean prompt_mean"):
         aggregate(actors(), "prompt_meen")
-    with pytest.raises(ValueError, match="must be a class of areal, roll, rlinf"):
-        aggregate(SimpleNamespace, "prompt_mean")
+    for other in (SimpleNamespace, "MegatronPPOActor"):
+        with pytest.raises(ValueError, match="must be a class of areal, roll, rlinf"):
+            aggregate(other, "prompt_mean")
+    with pytest.raises(ValueError, match="group_size='4': it must be the number of samples"):
+        aggregate(actors(), "prompt_mean", group_size="4")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("is_packed", [False, True])
@@ -435,6 +438,8 @@ def test_skyrl_where_it_could_not_be_exact(monkeypatch: pytest.MonkeyPatch) -> N
         AggregatedPolicyLoss("regular")
     with pytest.raises(ValueError, match=r"the term 'kl': .* there is no such mode"):
         AggregatedPolicyLoss("regular", kl="sequence_means")
+    with pytest.raises(ValueError, match=r"group_size=4\.0: it must be the number of samples"):
+        AggregatedPolicyLoss("regular", group_size=4.0)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("loses_masked", [False, True])

@@ -218,6 +218,8 @@ REFUSALS = {
         ((LABELS.float(), [0, 1, 2]), "ids must be a tensor of ints", (LABELS.to(torch.uint8), [0, 1, 2])),
         ((LABELS > 0, [0, 1, 2]), r"ids of torch.bool \(2,\)", (LABELS.to(torch.int16), [0, 1, 2])),
         (([0, 1], [0, 1, 2]), "ids of list", (LABELS, np.array([0, 1, 2], np.uint32))),
+        ((LABELS, [[0, 1, 2]]), r"offsets of int64 \(1, 3\): .*offsets ints \[tokens \+ 1\]", (LABELS, [0, 1, 2])),
+        ((LABELS, 2), r"offsets of int64 \(\): .*cumulative counts", (LABELS, [0, 1, 2])),
         ((LABELS, [0, 1.5, 2]), "offsets of float64: .*cumulative counts", (LABELS, [0, 1, 2])),
         ((LABELS, torch.ones(3) > 0), "offsets of bool", (LABELS, torch.tensor([0, 1, 2]))),
         error=TypeError,
