@@ -31,7 +31,7 @@ class Promises(NamedTuple):
     @staticmethod
     def checked_size(size: Any, what: str = "group_size") -> int | None:
         """A group size that a caller gave. Raises ValueError for what is no number of samples, nor None."""
-        if size is None or (isinstance(size, Integral) and not isinstance(size, bool) and size > 0):
+        if size is None or (isinstance(size, Integral) and not isinstance(size, bool) and int(size) > 0):
             return None if size is None else int(size)
         raise ValueError(
             f"{what}={size!r}: it must be the number of samples that are generated for each prompt, an int of at least "

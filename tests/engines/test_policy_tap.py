@@ -237,7 +237,7 @@ def test_a_further_term_is_noted(further: str) -> None:
 def test_an_entropy_of_0_has_the_weight_of_its_token(masked_by: str) -> None:
     """That of a token of which the model is sure is 0 exactly; so is a masked one, where an engine masks entropies."""
     is_sure, bonus = torch.tensor([[1, 0, 0, 0], [0, 0, 1, 0]]).bool(), NAMED["entropy"]
-    entropy_of, of_loss = lambda output: entropy_of_output(output).masked_fill(is_sure, 0), {}
+    entropy_of, of_loss = lambda output: entropy_of_output(output).masked_fill(is_sure, 0), dict[str, Any]()
     if masked_by == "the function of entropies":
         bonus, of_loss = bonus._replace(mask=MASK), {"of_entropies": torch.ones_like(MASK)}
         entropy_of = lambda output: entropy_of_output(output).masked_fill(is_sure, 0) * MASK  # noqa: E731

@@ -509,15 +509,20 @@ def divide(root: str, cp: int, cases: list[dict[str, Any]]) -> list[tuple[list[s
         pickle.loads(pickle.dumps(ppo_utils.AdvantageEstimatorRegistry.get("megatron_rl_loss")))
         cuts, convert = case.get("cuts", [0, 4, ROWS]), preprocess.convert_prompts_responses_to_batch_tensors
         normalize = partial(by_trainer, trainers, config(case), None, batches.TrainingInputBatch, cuts)
-        data = data_of(slice(None), normalize, convert)
+        dtype = case.get("dtype", torch.float32)
+
+        def normalized(whole: Any, normalize: Any = normalize, dtype: torch.dtype = dtype) -> Any:
+            return normalize(whole | {"advantages": whole["advantages"].to(dtype)})
+
+        data = data_of(slice(None), normalized, convert)
         replacing.installed("SkyRL trainer").undo()
         results.append((replacing.active(), data["advantages"].flatten().tolist()))
     return results
 
 
 def test_what_the_trainer_divides_by_is_measured() -> None:
-    """Of each mini-batch apart, whether SkyRL whitens advantages or not; and it changes nothing."""
-    changes: list[dict[str, Any]] = [{}, {"whiten": True}, {"proof": "off"}]
+    """Of each mini-batch apart, whether SkyRL whitens advantages or not, of any dtype; and it changes nothing."""
+    changes: list[dict[str, Any]] = [{}, {"whiten": True}, {"proof": "off"}, {"dtype": torch.bfloat16}]
     cases = [{"mode": mode, "settings": {}} | change for mode in REDUCTIONS for change in changes]
     (results,) = run_ranks(1, divide, checkout(SKYRL), 1, cases)
     lines, _ = results[-1]
@@ -526,7 +531,7 @@ def test_what_the_trainer_divides_by_is_measured() -> None:
         + f" with divisor {LENGTH}" * (mode == "constant")
         for mode, own in REDUCTIONS.items()
     ]
-    for (_, measured), (_, whitened), (_, unmeasured) in zip(*[iter(results)] * 3, strict=True):
+    for (_, measured), (_, whitened), (_, unmeasured), _ in zip(*[iter(results)] * 4, strict=True):
         assert measured == unmeasured != whitened
 
 
