@@ -1,7 +1,6 @@
 """What an engine was told about a step, or says about it, against what came: group sizes, counts of its data."""
 
 import math
-from numbers import Integral
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,6 +8,7 @@ import numpy as np
 from megatron_rl_loss.core.aggregation import Aggregation, rehearse
 from megatron_rl_loss.core.collectives import attempt
 from megatron_rl_loss.core.counting import StepTotals
+from megatron_rl_loss.core.errors import check_int
 from megatron_rl_loss.core.samples import Samples
 from megatron_rl_loss.proof.difference import Compared
 
@@ -31,12 +31,9 @@ class Promises(NamedTuple):
     @staticmethod
     def checked_size(size: Any, what: str = "group_size") -> int | None:
         """A group size that a caller gave. Raises ValueError for what is no number of samples, nor None."""
-        if size is None or (isinstance(size, Integral) and not isinstance(size, bool) and int(size) > 0):
-            return None if size is None else int(size)
-        raise ValueError(
-            f"{what}={size!r}: it must be the number of samples that are generated for each prompt, an int of at least "
-            "1. Pass the engine's own setting, or None."
-        )
+        if size is not None:
+            check_int(what, size, 1, "Pass the number of samples that are generated for each prompt, or None")
+        return None if size is None else int(size)
 
 
 class Misgrouped(NamedTuple):
