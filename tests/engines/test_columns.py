@@ -438,7 +438,7 @@ def test_skyrl_where_it_could_not_be_exact(monkeypatch: pytest.MonkeyPatch) -> N
         AggregatedPolicyLoss("regular")
     with pytest.raises(ValueError, match=r"the term 'kl': .* there is no such mode"):
         AggregatedPolicyLoss("regular", kl="sequence_means")
-    with pytest.raises(ValueError, match="group_size is 4.0: .* Pass the number of samples"):
+    with pytest.raises(ValueError, match=r"group_size is 4\.0: .* Pass the number of samples"):
         AggregatedPolicyLoss("regular", group_size=4.0)  # type: ignore[arg-type]
 
 
