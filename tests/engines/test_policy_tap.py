@@ -11,10 +11,11 @@ from torch import Tensor
 
 from megatron_rl_loss import LossPaths, Samples, WeighedMicrobatch, prove_policy_loss, tap
 from megatron_rl_loss.core.taps import Tap, Taps, observe
+from megatron_rl_loss.engines import proving
 from megatron_rl_loss.engines.loss_trials import Beside, tap_sum
 from megatron_rl_loss.engines.places import places, swapped, wrapped
 from megatron_rl_loss.engines.policy_tap import tap_policy
-from megatron_rl_loss.extend import resolve
+from megatron_rl_loss.extend import Promises, resolve
 
 MASK = torch.tensor([[1.0, 1, 0, 1], [0, 1, 1, 0]])
 FACTORS = torch.tensor([[0.5, 0.5, 0.5, 0.5], [2.0, 2.0, 2.0, 2.0]])
@@ -174,14 +175,15 @@ def entropy_of_output(output: Tensor) -> Tensor:
 
 
 def terms_of(
-    beside: Any = NAMED, row: LossPaths = WHOLE, entropy_of: Any = entropy_of_output, **of_loss: Any
-) -> dict[str, Tap]:
+    beside: Any = NAMED, row: LossPaths = WHOLE, entropy_of: Any = entropy_of_output, is_followed: bool = False,
+    **of_loss: Any,
+) -> dict[str, Tap]:  # fmt: skip
     """What the taps wrote down of a step of that loss, by term."""
     output = torch.randn(2, 4, generator=torch.Generator().manual_seed(1), requires_grad=True)
     old, reference = (torch.randn(2, 4, generator=torch.Generator().manual_seed(seed)) for seed in (2, 3))
     batch = SimpleNamespace(advantages=PLAIN * FACTORS, old=old, reference=reference, rollout=None, seen=[])
     describe = lambda: WeighedMicrobatch(  # noqa: E731
-        Samples(list(MASK)), FACTORS, PLAIN, is_followed=False, beside=beside
+        Samples(list(MASK)), FACTORS, PLAIN, is_followed=is_followed, beside=beside
     )
     tapped = wrapped(with_terms, lambda stock, arguments: tap_policy(row, stock, arguments, describe))
     taps = Taps()
@@ -203,6 +205,16 @@ def test_terms_beside_the_policy_loss(estimator: str) -> None:
         assert not taps[name].added, name
 
 
+@pytest.mark.parametrize("is_followed", [True, False])
+def test_a_term_beside_may_have_samples_of_its_own(is_followed: bool) -> None:
+    """The way of its log-probs to the model's output is that of the policy loss's."""
+    of_all = Samples(list(torch.ones_like(MASK)))
+    taps = terms_of(NAMED | {"entropy": NAMED["entropy"]._replace(samples=of_all)}, is_followed=is_followed)
+    assert taps["entropy"].samples is of_all
+    assert taps["kl"].samples is taps["pg"].samples
+    assert {name: tapped.at_log_probs for name, tapped in taps.items()} == dict.fromkeys(taps, is_followed)
+
+
 @pytest.mark.parametrize("named", PENALTIES)
 @pytest.mark.parametrize("real", PENALTIES)
 def test_another_estimator_has_another_weight_or_is_a_further_term(named: str, real: str) -> None:
@@ -214,6 +226,7 @@ def test_another_estimator_has_another_weight_or_is_a_further_term(named: str, r
 
 FURTHER: dict[str, dict[str, Any]] = {
     "of log-probs": {"added": lambda output, log_probs: 1e-3 * (log_probs * MASK).sum()},
+    "of a thousandth of the largest slope": {"added": lambda output, log_probs: 8e-5 * (log_probs * MASK).sum()},
     "of log-probs, squared": {"added": lambda output, log_probs: 1e-3 * log_probs.square().mean()},
     "of the output": {"added": lambda output, log_probs: 1e-3 * output.square().mean()},
     "KL without a coefficient": {"beside": {"entropy": NAMED["entropy"]}},
@@ -308,3 +321,20 @@ def test_a_proof_asks_for_the_advantages_before_weighing(capsys: Any) -> None:
         prove_policy_loss(home, "loss", LOSS, "prompt_mean", lambda arguments: None, group_size=0)
     assert home.loss is ppo
     assert "megatron_rl_loss in proof of mine worker 0: replaced SimpleNamespace.loss" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("is_sure", [True, False])
+def test_a_proof_compares_groups_with_the_size_that_it_is_told(is_sure: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A number is sure; that of an engine's config is not."""
+    proof, home = SimpleNamespace(promises=None), SimpleNamespace(loss=ppo)
+    monkeypatch.setattr(proving, "prove", lambda *_, **__: proof)
+    batch = SimpleNamespace(advantages=PLAIN, old=PLAIN, rollout=None, seen=[], num_samples=3)
+    weighed = WeighedMicrobatch(Samples(list(MASK)), FACTORS, PLAIN, is_followed=False)
+    size: Any = 3 if is_sure else lambda arguments: arguments["batch"].num_samples
+    replaced = prove_policy_loss(home, "loss", LOSS, "token_mean", partial(returned, weighed), group_size=size)
+    taps = Taps()
+    with observe(taps):
+        taps.begin_microbatch()
+        home.loss(torch.zeros(2, 4, requires_grad=True) * 1.0, batch)
+    assert proof.promises == Promises(3, is_group_size_sure=is_sure)
+    replaced.undo()
