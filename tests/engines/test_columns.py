@@ -19,9 +19,11 @@ from torch import Tensor
 
 from megatron_rl_loss import Mode, Samples, Sum, weights_column
 from megatron_rl_loss.core.aggregation import LossModes
+from megatron_rl_loss.core.taps import Taps, observe
 from megatron_rl_loss.engines import columns, ms_swift, nemo_rl, replacing
 from megatron_rl_loss.engines.columns import MEDIA, check_even, prompts_of, samples_of, token_mean_factors
 from megatron_rl_loss.engines.skyrl import AggregatedPolicyLoss
+from megatron_rl_loss.engines.skyrl_trainer import Division
 from megatron_rl_loss.engines.token_mean import ENGINES, aggregate
 
 BY_LENGTH = Mode(
@@ -39,12 +41,12 @@ def put_back() -> Iterator[None]:
         yield
 
 
-def expected(mode: str, masks: Any, prompts: list[Any], units: str = "all") -> Tensor:
+def expected(mode: str, masks: Any, prompts: list[Any], units: str = "all", divisor: float | None = None) -> Tensor:
     """The weights, [rows, tokens]."""
     samples = [
         oracle.Sample(mask.double(), mask.float(), None, prompt) for mask, prompt in zip(masks, prompts, strict=True)
     ]
-    return torch.stack(oracle.step_gradient(mode, samples, None, units))
+    return torch.stack(oracle.step_gradient(mode, samples, divisor, units))
 
 
 def assert_close(actual: Tensor, right: Tensor) -> None:
@@ -292,6 +294,21 @@ def test_ms_swift_trains_on_weighted_advantages(factor: float, trainers: Any) ->
     assert counts == pytest.approx([6 * factor / 2] * 2, rel=1e-6)
 
 
+@pytest.mark.parametrize(("has_kl", "terms"), [(True, {"pg", "kl"}), (False, {"pg"})])
+def test_a_kl_penalty_in_the_reward_is_no_term_of_the_loss(has_kl: bool, terms: set[str], trainers: Any) -> None:
+    ms_swift.aggregate("token_mean")
+    trainer, microbatches, taps = trainers.MegatronGRPOTrainer(), step(trainers), Taps()
+    trainer.beta, trainer.kl_in_reward = 0.1, not has_kl
+    trainer._on_train_step_batch(microbatches)
+    (batch, _) = (microbatch["grpo_batch"] for microbatch in microbatches)
+    log_probs = torch.zeros(batch.advantages.shape, requires_grad=True) * 1.0
+    batch.old_per_token_logps = batch.ref_per_token_logps = log_probs.detach()
+    with observe(taps):
+        taps.begin_microbatch()
+        trainer.loss_func(log_probs, {"grpo_batch": batch})
+    assert {*taps.losses} == terms
+
+
 def test_ms_swift_where_it_could_not_be_exact(trainers: Any) -> None:
     replaced = ms_swift.aggregate("token_mean")
     trainer = trainers.MegatronGRPOTrainer()
@@ -318,6 +335,9 @@ def test_ms_swift_where_it_could_not_be_exact(trainers: Any) -> None:
     ms_swift.aggregate("prompt_mean")
     with pytest.raises(ValueError, match="samples without prompt_id"):
         trainers.MegatronGRPOTrainer()._on_train_step_batch(step(trainers, has_ids=False))
+    del sys.modules["swift.megatron"]
+    with pytest.raises(ValueError, match="in a process without Megatron-SWIFT"):
+        ms_swift.aggregate("prompt_mean")
 
 
 # ---- NeMo-RL: the columns that a driver sends, and the loss that goes to its workers
@@ -440,6 +460,80 @@ def test_skyrl_where_it_could_not_be_exact(monkeypatch: pytest.MonkeyPatch) -> N
         AggregatedPolicyLoss("regular", kl="sequence_means")
     with pytest.raises(ValueError, match=r"group_size is 4\.0: .* Pass the number of samples"):
         AggregatedPolicyLoss("regular", group_size=4.0)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def skyrl_trainer(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A stand-in for SkyRL's trainer, with its division of advantages times a factor."""
+
+    class RayPPOTrainer:
+        factor = 1.0
+
+        def __init__(self, name: str) -> None:
+            algorithm = SimpleNamespace(loss_reduction=name, max_seq_len=10, advantage_batch_normalize=True)
+            self.cfg = SimpleNamespace(trainer=SimpleNamespace(algorithm=algorithm))
+
+        def _normalize_advantages(self, data: Any, mini_batch_boundaries: Any, prompt_boundaries: Any = None) -> Any:
+            algorithm, advantages = self.cfg.trainer.algorithm, data["advantages"]
+            if algorithm.advantage_batch_normalize:
+                advantages = advantages - advantages.mean()
+            mode = {"sequence_mean": "sample_mean", "seq_mean_token_sum_norm": "constant"}[algorithm.loss_reduction]
+            parts = [data["loss_mask"][start:end] for start, end in mini_batch_boundaries]
+            weights = torch.cat([expected(mode, masks, PROMPTS[: len(masks)], divisor=10.0) for masks in parts])
+            weights += data["loss_mask"] == 0  # of tokens that the workers mask
+            data["advantages"] = self.factor * weights * advantages
+            return data
+
+    module: Any = ModuleType("skyrl.train.trainer")
+    module.RayPPOTrainer = RayPPOTrainer
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return RayPPOTrainer
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [("sequence_mean", "sample_mean"), ("seq_mean_token_sum_norm", "constant with divisor 10")],
+)
+def test_the_first_division_of_advantages_with_a_token_is_measured(name: str, says: str, skyrl_trainer: Any) -> None:
+    """By mini-batches, of which one may be masked throughout, and whether or not SkyRL whitens advantages."""
+    trainer = skyrl_trainer(name)
+    Division(None)
+
+    def normalized(masks: Tensor) -> list[str]:
+        data = {"loss_mask": masks, "advantages": torch.arange(25.0).view(5, 5)}
+        trainer._normalize_advantages(data, [(0, 3), (3, 5)])
+        return [line for line in replacing.active() if f"{name}, measured in SkyRL's own" in line]
+
+    assert normalized(torch.zeros_like(MASKS)) == []
+    skyrl_trainer.factor = 1.001
+    with pytest.raises(ValueError, match=f"loss_reduction={name}: SkyRL's trainer gives response token 2 of row 0"):
+        normalized(MASKS)
+    skyrl_trainer.factor = 1.0
+    (line,) = normalized(MASKS)
+    assert line.endswith(f"each of the step's 8 tokens has the weight of {says}")
+    skyrl_trainer.factor = 1.001
+    assert normalized(MASKS) == [line], "only the first one"
+
+
+# ---- RLinf: the terms beside its policy loss
+
+
+@pytest.mark.parametrize(("num_minibatches", "aggregation"), [(1, "token_mean"), (2, "token_sum with divisor 9")])
+def test_rlinf_divides_terms_beside_by_the_tokens_of_all_steps(num_minibatches: int, aggregation: str) -> None:
+    """With one step they are token means."""
+    config = SimpleNamespace(n_minibatches=num_minibatches, entropy_bonus=0.01)
+    kinds = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
+    for kind, estimator in kinds.items():
+        actor = SimpleNamespace(
+            cfg=SimpleNamespace(algorithm=config), global_valid_token=torch.tensor(9), kl_beta=0.1,
+            kl_penalty_type=kind, calculate_entropy=True,
+        )  # fmt: skip
+        beside = ENGINES["rlinf"].beside({"self": actor}, {"ref_logprobs": MASKS})
+        assert beside is not None
+        assert {name: str(term.aggregation) for name, term in beside.items()} == dict.fromkeys(
+            ("kl", "entropy"), aggregation
+        )
+        assert (beside["kl"].estimator, beside["kl"].coef, beside["entropy"].coef) == (estimator, 0.1, -0.01)
 
 
 @pytest.mark.parametrize("loses_masked", [False, True])
