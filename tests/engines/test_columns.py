@@ -174,6 +174,27 @@ def test_prompts_of_areal_are_the_tokens_before_the_first_trained_one(is_packed:
     assert prompt_tokens(columns) == ["[0, 1]", "[5, 6]", "[10, 11]", "[15, 16]", "[20, 21, 22, 23, 24]"]
 
 
+@pytest.mark.parametrize("has_teacher", [False, True])
+def test_a_distillation_loss_of_areal_is_not_measured(has_teacher: bool) -> None:
+    """It is a token mean beside the policy loss, which has a coefficient then; without it there is no further term."""
+    optimizer = SimpleNamespace(get_loss_scale=lambda: torch.tensor(256.0))
+    arguments = {"self": SimpleNamespace(optimizer=optimizer, config=SimpleNamespace(temperature=0.5))}
+    batch = {"loss_mask": MASKS, "rl_loss_weight": 0.5} | ({"teacher_logp": MASKS} if has_teacher else {})
+    assert ENGINES["areal"].beside(arguments, batch) == (None if has_teacher else {})
+    assert ENGINES["areal"].facts(arguments, batch) == {"coef": 128 if has_teacher else 256, "temperature": 0.5}
+
+
+def test_areal_says_which_engines_are_measured_and_how_many_rows_a_prompt_has() -> None:
+    trees, measured, of_fsdp = (SimpleNamespace(model=[], enable_tree_training=has_trees) for has_trees in (1, 0, 0))
+    of_fsdp.model = None
+    unproved = [ENGINES["areal"].unproved({"self": engine}) for engine in (measured, trees, of_fsdp)]
+    assert unproved == ["", *["only AReaL's Megatron engine, without tree training, is measured."] * 2]
+    by_batch, by_group = (SimpleNamespace(mean_level=level, group_size=4) for level in ("batch", "group"))
+    for norms, size in (((by_group, None), 4), ((by_batch, by_group), 4), ((by_batch, None), None)):
+        config = SimpleNamespace(**dict(zip(("adv_norm", "reward_norm"), norms, strict=True)))
+        assert ENGINES["areal"].group_size(SimpleNamespace(config=config)) == size
+
+
 class PPOActorController:
     def __init__(self, train_engine: type[Any]) -> None:
         self.train_engine = train_engine
@@ -515,7 +536,44 @@ def test_the_first_division_of_advantages_with_a_token_is_measured(name: str, sa
     assert normalized(MASKS) == [line], "only the first one"
 
 
-# ---- RLinf: the terms beside its policy loss
+# ---- ROLL and RLinf: what they ask of a step; and the terms beside RLinf's policy loss
+
+BREAKS_THE_TOKEN_MEAN: list[tuple[str, dict[str, Any], str]] = [
+    ("roll", {}, ""),
+    ("roll", {"loss_agg_mode": "seq-mean-token-mean"}, "Set loss_agg_mode: token-mean"),
+    ("roll", {"apply_loss_scale": False}, "Set apply_loss_scale: true"),
+    ("roll", {"pg_variant": "kimi15"}, "Set another pg_variant"),
+    ("roll", {"difficulty_loss_weight": 0.5}, "Remove them"),
+    ("roll", {"length_loss_weight": 0.5}, "Remove them"),
+    ("rlinf", {}, ""),
+    ("rlinf", {"loss_agg_func": "seq-mean-token-mean"}, "Set loss_agg_func=token-mean"),
+    ("rlinf", {"use_valid_token_scale": False}, "Set use_valid_token_scale=True"),
+    ("rlinf", {"batch": iter(())}, "Choose another placement"),
+]
+
+
+@pytest.mark.parametrize(("engine", "changed", "remedy"), BREAKS_THE_TOKEN_MEAN)
+def test_settings_that_break_the_token_mean(engine: str, changed: dict[str, Any], remedy: str) -> None:
+    means = {"loss_agg_mode": "token-mean", "loss_agg_func": "token-mean"}
+    config = SimpleNamespace(**means | {"apply_loss_scale": True, "use_valid_token_scale": True} | changed)
+    worker = SimpleNamespace(pipeline_config=config)
+    owner = SimpleNamespace(worker=worker, worker_config=config, cfg=SimpleNamespace(algorithm=config))
+    wrong = ENGINES[engine].wrong({"self": owner, "batch": changed.get("batch", {})})
+    assert [text for is_wrong, _, text in wrong if is_wrong] == [remedy] * bool(remedy)
+
+
+@pytest.mark.parametrize(("tokens", "steps", "is_right"), [(8, 1, True), (9, 1, False), (9, 2, True), (7, 2, False)])
+def test_rlinf_counts_the_tokens_of_all_steps(tokens: int, steps: int, is_right: bool) -> None:
+    config, count = SimpleNamespace(n_minibatches=steps), ENGINES["rlinf"].tokens
+    actor = SimpleNamespace(cfg=SimpleNamespace(algorithm=config), global_valid_token=torch.tensor(tokens))
+    assert count is not None
+    totals: Any = SimpleNamespace(step_tokens=8.0)
+    if is_right:
+        assert count({"self": actor}, totals) == tokens
+        return
+    says = f"global_valid_token={tokens} in a step of 8 tokens and n_minibatches={steps}"
+    with pytest.raises(ValueError, match=says):
+        count({"self": actor}, totals)
 
 
 @pytest.mark.parametrize(("num_minibatches", "aggregation"), [(1, "token_mean"), (2, "token_sum with divisor 9")])
