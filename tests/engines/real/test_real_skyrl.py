@@ -402,6 +402,7 @@ def test_other_groups_than_are_generated_are_not_proved() -> None:
 WRAPPER = "skyrl/backends/skyrl_train/workers/megatron/megatron_model_wrapper.py"
 LOSSES, MODEL = (f"skyrl/backends/skyrl_train/{name}_utils.py" for name in ("utils/ppo", "distributed/megatron/model"))
 KL_MEAN = "masked_mean(kl_loss, loss_mask, dim=-1).mean()"
+ENTROPY_MEAN = f"memory_mb,\n{20 * ' '})\n{20 * ' '}entropy = masked_mean(entropy_BS, loss_mask)"
 AFTER_LOSS = "# Decoupled MTP / draft loss"
 LOSS_AGAIN = f"""policy_loss = policy_loss + current_loss_fn(
                 action_log_probs, old_action_log_probs, advantages, config=loss_config, loss_mask=loss_mask,
@@ -424,6 +425,12 @@ PLANTS = [
         {WRAPPER: ("vocab_parallel_entropy_packed_sequences", "vocab_parallel_entropy_of_packed_sequences"),
          MODEL: ("def vocab_parallel_entropy_packed_sequences", "def vocab_parallel_entropy_of_packed_sequences")},
         "SkyRL with no .*vocab_parallel_entropy_packed_sequences",
+    ),
+    Plant(
+        "entropy mean inlined",
+        {WRAPPER: (ENTROPY_MEAN, ENTROPY_MEAN.replace("masked_mean(entropy_BS, loss_mask)", "entropy_BS.mean()"))},
+        "The entropy term went through a reducer of this library in no",
+        {"packed": False},
     ),
     Plant(
         "padding counted in KL, entropy and MTP",

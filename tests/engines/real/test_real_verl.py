@@ -758,14 +758,23 @@ def test_a_fault_stops_the_first_step(name: str, tmp_path: Path, record_property
     assert_stopped(record_property, VERL, name, says, DP * CP, *launch)
 
 
-def test_a_further_term_is_not_proved(tmp_path: Path, record_property: Any) -> None:
+ADDED = {
+    "a loss added beside": (TERMS, "return policy_loss,", "return policy_loss + 1e-3 * log_prob.mean(),"),
+    "a loss added to the policy loss": (
+        ALGORITHMS, "clip_pg_losses1)\n\n    # Apply", "clip_pg_losses1) + 1e-3 * log_prob\n\n    # Apply"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ADDED)
+def test_a_further_term_is_not_proved(name: str, tmp_path: Path, record_property: Any) -> None:
     """Of the actor; nothing is known of what a critic's loss adds."""
-    added = "return policy_loss, metrics", "return policy_loss + 1e-3 * log_prob.mean(), metrics"
-    root = planted(VERL, tmp_path, {TERMS: added})
+    path, old, new = ADDED[name]
+    root = planted(VERL, tmp_path, {path: (old, new)})
     (actor, critic), *_ = run_ranks(DP * CP, first_steps, root, False, ["token-mean"])
     assert MORE_TERMS in actor.printed, actor.printed
     assert "aggregation proved on" in critic.printed
-    record_plant(record_property, VERL, "a loss added beside", "says that it is not proved")
+    record_plant(record_property, VERL, name, "says that it is not proved")
 
 
 @pytest.mark.parametrize("per_token", [False, True])
