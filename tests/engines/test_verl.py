@@ -236,6 +236,31 @@ def test_what_the_installer_refuses(core_algos: Any) -> None:
         losses.value_loss(SimpleNamespace(loss=of_terms(0)), {}, BATCH)
 
 
+def test_a_measured_step_whose_advantages_are_0_keeps_its_kl_penalty(core_algos: Any) -> None:
+    """Only a trial leaves it out."""
+    losses: Any = sys.modules[LOSSES_MODULE]
+    losses.no_padding_2_padding = lambda values, data: values
+    verl.install()
+    zeros = torch.zeros(MASK.shape)
+    data = {"response_mask": MASK, "advantages": zeros, "old_log_probs": zeros}
+
+    def loss(aggregate: Any) -> Any:
+        log_probs = losses.no_padding_2_padding(zeros.clone().requires_grad_() * 1, data)
+        of_policy = -(log_probs - data["old_log_probs"]).exp() * data["advantages"]
+        penalty = core_algos.kl_penalty(log_probs, zeros, "low_var_kl")
+        return sum(aggregate(term, MASK, "token-mean", **WHOLE) for term in (of_policy, penalty))
+
+    config = SimpleNamespace(
+        loss=loss, use_kl_loss=True, kl_loss_type="low_var_kl", policy_loss={}, loss_agg_mode="token-mean", **COEFS
+    )  # fmt: skip
+    taps = Taps()
+    with observe(taps):
+        taps.begin_microbatch()
+        measured = losses.ppo_loss(config, {}, data)
+    assert {*taps.losses} == {"pg", "advantages"}
+    assert float(measured.detach()) == pytest.approx(7 / 12)
+
+
 COEFS, BATCH = {"entropy_coeff": 0.1, "kl_loss_coef": 0.2}, {"response_mask": MASK}
 
 

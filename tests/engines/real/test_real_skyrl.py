@@ -103,7 +103,7 @@ def config(case: dict[str, Any]) -> Any:
         loss_reduction=case["own"] if stock and "own" in case else case.get("reduction", REDUCTIONS[case["mode"]]),
         max_seq_len=case["settings"].get("divisor", LENGTH), advantage_batch_normalize=case.get("whiten", False),
         eps_clip_low=CLIP_LOW, eps_clip_high=CLIP_HIGH, off_policy_correction=Settings(**case.get("off", {})),
-        use_kl_loss=True, kl_loss_coef=BETA * times * ("kl" in terms), kl_estimator_type="k3", temperature=1.0,
+        use_kl_loss="kl" in terms, kl_loss_coef=BETA * times * ("kl" in terms), kl_estimator_type="k3", temperature=1.0,
         use_entropy_loss=True, entropy_loss_coef=ENTROPY * times * ("entropy" in terms),
     )  # fmt: skip
     mtp = Settings(mtp_loss_weight=MTP, mtp_loss_chunk_size=case.get("chunk"), mtp_loss_topk=case.get("topk"))
