@@ -10,7 +10,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from checkouts import Framework, checkout
 from logit_table import KeepsGradients, Step, expected, logit_model, make_step, rollout_data
+from ranks import run_ranks
 from ray_workers import gradients_of, local_ray
 from slime_launches import CP, DP, OURS, TOLERANCE
 
@@ -129,6 +131,20 @@ def drive(test: str, engine: str, root: str, flags: list[str]) -> Rollouts:
         ray.get(group.async_train(1, references))
         gradients = ray.get([worker.__ray_call__.remote(gradients_of) for worker in workers])
         return gradients, lines(), ray.get(workers[0].__ray_call__.remote(group_type))
+
+
+def started(test: str, framework: Framework, options: list[str]) -> Rollouts:
+    """`drive` of the engine of that checkout, with the stubs of a test's module, in a process of its own."""
+    engine = framework.variable.removesuffix("_PATH").lower()
+    rollouts: Rollouts = run_ranks(1, drive, test, engine, checkout(framework), options)[0]
+    return rollouts
+
+
+def assert_misspelt_option_is_said(rollouts: Rollouts, engine: str) -> None:
+    """The engine ignores options that it does not know: without `count_steps` a hook is proved in the second step."""
+    gradients, lines, _ = rollouts
+    assert len(gradients) == DP * CP
+    assert f"{engine} worker 0: count_steps did not run in this worker" in "".join(lines)
 
 
 def error_of_rollouts(rollouts: Rollouts) -> float:

@@ -13,16 +13,14 @@ from typing import Any
 
 import pytest
 import torch
-from checkouts import SLIME, checkout, record_errors
-from ranks import run_ranks
-from slime_launches import CP, DP
+from checkouts import SLIME, record_errors
 from slime_starts import (
     HOOKS,
     MISSPELT,
     NOT_USED,
-    Rollouts,
-    drive,
+    assert_misspelt_option_is_said,
     error_of_rollouts,
+    started,
     stub_actor,
     stub_checkpoint,
 )  # fmt: skip
@@ -49,19 +47,11 @@ def stub() -> None:
     stub_actor("slime")
 
 
-def started(options: list[str]) -> Rollouts:
-    rollouts: Rollouts = run_ranks(1, drive, __name__, "slime", checkout(SLIME), options)[0]
-    return rollouts
-
-
 def test_workers_of_a_launch_aggregate_as_asked(record_property: Any) -> None:
     """Two rollouts, with the workers put to sleep in between, which destroys all groups and builds them again."""
-    error = error_of_rollouts(started(HOOKS))
+    error = error_of_rollouts(started(__name__, SLIME, HOOKS))
     record_errors(record_property, SLIME, "started: two rollouts, groups built again in between", ours=error)
 
 
 def test_a_misspelt_option_is_said_in_the_worker() -> None:
-    """slime ignores options that it does not know: without `count_steps` a hook is proved in the second step."""
-    gradients, lines, _ = started(MISSPELT)
-    assert len(gradients) == DP * CP
-    assert "slime worker 0: count_steps did not run in this worker" in "".join(lines)
+    assert_misspelt_option_is_said(started(__name__, SLIME, MISSPELT), "slime")

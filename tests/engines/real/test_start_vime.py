@@ -9,16 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from checkouts import VIME, checkout, record_errors
-from ranks import run_ranks
-from slime_launches import CP, DP
+from checkouts import VIME, record_errors
 from slime_starts import (
     HOOKS,
     MISSPELT,
     NOT_USED,
-    Rollouts,
-    drive,
+    assert_misspelt_option_is_said,
     error_of_rollouts,
+    started,
     stub_actor,
     stub_checkpoint,
 )  # fmt: skip
@@ -37,19 +35,11 @@ def stub() -> None:
     stub_actor("vime")
 
 
-def started(options: list[str]) -> Rollouts:
-    rollouts: Rollouts = run_ranks(1, drive, __name__, "vime", checkout(VIME), options)[0]
-    return rollouts
-
-
 def test_workers_of_a_launch_aggregate_as_asked(record_property: Any) -> None:
     """Two rollouts, with the workers put to sleep in between, which destroys all groups and builds them again."""
-    error = error_of_rollouts(started(HOOKS))
+    error = error_of_rollouts(started(__name__, VIME, HOOKS))
     record_errors(record_property, VIME, "started: two rollouts, groups built again in between", ours=error)
 
 
 def test_a_misspelt_option_is_said_in_the_worker() -> None:
-    """vime ignores options that it does not know: without `count_steps` a hook is proved in the second step."""
-    gradients, lines, _ = started(MISSPELT)
-    assert len(gradients) == DP * CP
-    assert "vime worker 0: count_steps did not run in this worker" in "".join(lines)
+    assert_misspelt_option_is_said(started(__name__, VIME, MISSPELT), "vime")
