@@ -66,9 +66,8 @@ from megatron_rl_loss.losses.value_and_kl import value_loss as value_loss
 from megatron_rl_loss.megatron.flags import add_loss_aggregation_args as add_loss_aggregation_args
 from megatron_rl_loss.megatron.iterator import next_microbatch as next_microbatch
 from megatron_rl_loss.megatron.launch import LossAggregation as LossAggregation
-from megatron_rl_loss.megatron.own_loop import prove_first_step as prove_first_step
 from megatron_rl_loss.planning import plan_step as plan_step
-from megatron_rl_loss.proof.plain_step import prove_plain_step as prove_plain_step
+from megatron_rl_loss.planning import prove_step as prove_step
 
 __version__: str
 

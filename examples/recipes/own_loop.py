@@ -15,7 +15,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 
-from megatron_rl_loss import Microbatch, Samples, ZigzagTHD, plan_step, ppo_clip_loss, prove_first_step
+from megatron_rl_loss import Microbatch, Samples, ZigzagTHD, plan_step, ppo_clip_loss, prove_step
 
 Batch = dict[str, Any]  # loss_masks, layout, prompt_ids: of Samples; tokens, old_log_probs, advantages: [total_tokens]
 
@@ -39,7 +39,8 @@ def forward_backward(schedule: Any, model: Any, batches: list[Batch], loss: Any,
     plan = plan_step(describe, mode, model=model)
     step = iter(list(zip(batches, plan, strict=True)))
     sizes = {"num_microbatches": len(plan), "seq_length": batches[0]["tokens"].numel(), "micro_batch_size": 1}
-    reports = schedule(forward_step_func=forward_step, data_iterator=step, model=model, **sizes)
+    with prove_step(model, plan):  # the first step is proved; a wrong one stops all ranks
+        reports = schedule(forward_step_func=forward_step, data_iterator=step, model=model, **sizes)
     return plan.finish(reports) if reports else {}  # one report for each micro-batch, where losses were computed
 
 
@@ -53,7 +54,7 @@ def main() -> None:
     config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
     config.finalize_model_grads_func = finalize_model_grads
     model = DistributedDataParallel(config, DistributedDataParallelConfig(), toy.cuda())
-    schedule, batches = prove_first_step(get_forward_backward_func(), "prompt_mean"), list[Batch]()
+    schedule, batches = get_forward_backward_func(), list[Batch]()
     torch.manual_seed(seed := parallel_state.get_data_parallel_rank())
     for number in range(3):  # packs of two responses to a prompt, in slots of 16 tokens
         lengths = torch.randint(3, 17, (2,)).tolist()

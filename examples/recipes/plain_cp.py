@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.experimental import context_parallel
 from torch.nn.parallel import DistributedDataParallel
 
-from megatron_rl_loss import Samples, ZigzagBSHD, plan_step, ppo_clip_loss, prove_plain_step
+from megatron_rl_loss import Samples, ZigzagBSHD, plan_step, ppo_clip_loss, prove_step
 
 Batch = dict[
     str, Any
@@ -47,7 +47,7 @@ def train_step(
     plan = plan_step(describe, mode, divisor=divisor, **groups)
     optimizer.zero_grad()
     # The first step is proved; a wrong one stops all ranks.
-    with prove_plain_step(model, plan):
+    with prove_step(model, plan):
         for batch, microbatch in zip(batches, plan, strict=True):
             is_last = microbatch is plan[-1]
             buffers = [batch[name].clone() for name in CUT]

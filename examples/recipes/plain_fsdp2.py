@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from megatron_rl_loss import Samples, plan_step, ppo_clip_loss, prove_plain_step
+from megatron_rl_loss import Samples, plan_step, ppo_clip_loss, prove_step
 
 Batch = dict[str, Any]  # tokens, labels, old_log_probs, advantages: [tokens]; loss_masks, prompt_ids: 1 per sample
 
@@ -26,7 +26,7 @@ def train_step(model: Any, optimizer: Any, batches: list[Batch], mode: str, divi
     plan = plan_step(describe, mode, divisor=divisor, dp_group=world)
     optimizer.zero_grad()
     # The first step is proved; a wrong one stops all ranks.
-    with prove_plain_step(model, plan):
+    with prove_step(model, plan):
         for batch, microbatch in zip(batches, plan, strict=True):
             is_last = microbatch is plan[-1]
             model.set_requires_gradient_sync(is_last)

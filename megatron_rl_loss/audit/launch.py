@@ -97,7 +97,7 @@ def run_audit(options: Namespace) -> tuple[str, int]:
         says = failed or os.environ.get("RANK", "0") == "0"
         why = f"The script {'failed' if failed else 'ended'} before training step {options.step} was over."
         if not failed:
-            why += " A step is a call of Megatron's schedule; a loop without Megatron is proved by prove_plain_step."
+            why += " A step is a call of Megatron's schedule; a loop without Megatron is proved by prove_step."
         text, status = f"NO VERDICT: {why}" if says else "", 2
     return text, status if options.fail or failed else 0
 

@@ -93,7 +93,6 @@ class Microbatch:
     @property
     def tokens(self) -> LocalTokens:
         """The tokens of the micro-batch that this CP rank holds."""
-        self.plan.is_handed_out = True
         return self._tokens
 
     @cached_property
@@ -176,7 +175,7 @@ class Microbatch:
     def _reducer(self, name: str, aggregation: Aggregation, mask: str | None = None) -> WeightedSum:
         """The reducer of a mode and mask, made once; that of the policy loss is always named pg."""
         key = _key(aggregation, mask)
-        self.plan.is_used = self.plan.is_handed_out = True
+        self.plan.is_used = True
         if key not in self._reducers:
             try:
                 local = self.tokens_of(mask)

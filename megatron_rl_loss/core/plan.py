@@ -207,11 +207,10 @@ class Plan:
         return self.record.num_microbatches
 
     def __getitem__(self, number: int) -> Microbatch:
-        self.record.use.is_handed_out = True
         return self.microbatches[number]
 
     def __iter__(self) -> Iterator[Microbatch]:
-        return (self[number] for number in range(len(self.microbatches)))
+        return iter(self.microbatches)
 
     @property
     def totals(self) -> StepTotals:

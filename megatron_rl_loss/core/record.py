@@ -3,8 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
-from weakref import ReferenceType, WeakKeyDictionary, ref
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor
@@ -55,8 +54,6 @@ class PlanUse:
         policy: the aggregation of the policy loss.
         cp_group: by which micro-batches are cut that have no group of their own.
         is_carried: for each micro-batch, True once its share was returned for training; one list for good.
-        is_handed_out: True once somebody took micro-batches of it, or read tokens of one. A proof clears it before a
-            step, and sees after it whether the step did so.
         is_used: True once a micro-batch made a reducer or a share.
         was_compiled: some share was made in a compiled graph, where no hook can be set.
         forms: in which micro-batches returned their shares.
@@ -65,7 +62,6 @@ class PlanUse:
     policy: Aggregation
     cp_group: Group | None = None
     is_carried: list[bool] = field(default_factory=list)
-    is_handed_out: bool = False
     is_used: bool = False
     was_compiled: bool = False
     forms: set[str] = field(default_factory=set)
@@ -80,22 +76,6 @@ class PlanUse:
     @samples.setter
     def samples(self, of_microbatches: Sequence[Samples]) -> None:
         self._samples = [ref(samples) for samples in of_microbatches]
-
-
-#: Kept because a schedule is called with a model and without a plan: the use of the last plan of each model's first
-#: chunk, which the proof of a step asks for; and of the last plan without a model.
-_OF_MODELS: WeakKeyDictionary[Any, PlanUse] = WeakKeyDictionary()
-_WITHOUT_MODEL: list[PlanUse] = []
-
-
-def plan_of_model(model: Any) -> PlanUse | None:
-    """The model's last plan."""
-    return _OF_MODELS.get(model)
-
-
-def plan_without_model() -> PlanUse | None:
-    """The last plan that named no model."""
-    return _WITHOUT_MODEL[0] if _WITHOUT_MODEL else None
 
 
 @dataclass(eq=False)
@@ -127,13 +107,6 @@ class StepRecord:
         self.use = PlanUse(self.modes.policy, self.groups.cp_group)
         self._constants: dict[tuple[str, torch.device], Tensor] = {}
         self.reset()
-
-    def remember(self, model: Any) -> None:
-        """Make this the last plan of the model, or, for None, of those that name no model."""
-        if model is None:
-            _WITHOUT_MODEL[:] = [self.use]
-        else:
-            _OF_MODELS[model] = self.use
 
     @property
     def is_carried(self) -> list[bool]:

@@ -18,9 +18,8 @@ TOLERANCES = {"float32": 64 * 2.0**-24, "float16": 4 * 2.0**-11, "bfloat16": 4 *
 Gradient = Literal["finite", "zero", "overflow", "unseen", "failed"]
 #: The factor between backward and final gradients: that of most parameters, or none.
 FactorState = Literal["certified", "unknown"]
-#: Losses that went through a reducer or a tap; ``untrained``: none did, though a plan or an engine expects it;
-#: ``foreign``: none did in a step without a plan, such as one of supervised training, and a later one may have one.
-Losses = Literal["seen", "unseen", "untrained", "foreign"]
+#: Losses that went through a reducer or a tap; ``untrained``: none did, though a plan or an engine expects it.
+Losses = Literal["seen", "unseen", "untrained"]
 #: Measured weights of the terms; ``unknown`` without a mode, a coefficient, masks, or a certified tap; ``none``: no
 #: token of the step is active.
 Weights = Literal["as asked", "other", "unknown", "none"]
@@ -28,8 +27,7 @@ Weights = Literal["as asked", "other", "unknown", "none"]
 Parameters = Literal["alike", "unlike"]
 #: ``wait`` and ``overflow`` measure the next step; ``overflow`` for as long as a loss scale takes to settle.
 #: ``unlike``: weights are as asked, by the factor of most parameters, and some parameters have another.
-#: ``foreign``: the step trains on something else, and the next one with a plan is measured.
-Outcome = Literal["wait", "overflow", "foreign", "unknown", "unlike", "wrong", "proved"]
+Outcome = Literal["wait", "overflow", "unknown", "unlike", "wrong", "proved"]
 
 
 class Seen(NamedTuple):
@@ -51,7 +49,6 @@ OUTCOMES: dict[Seen, Outcome] = {
     Seen("unseen", None, None, None, None): "unknown",
     Seen("finite", None, "untrained", None, None): "wrong",
     Seen("finite", None, "unseen", None, None): "unknown",
-    Seen("finite", None, "foreign", None, None): "foreign",
     Seen("finite", "unknown", "seen", None, None): "unknown",
     Seen("finite", "certified", "seen", "as asked", "alike"): "proved",
     Seen("finite", "certified", "seen", "as asked", "unlike"): "unlike",
@@ -72,7 +69,7 @@ def outcome_of(seen: Seen) -> Outcome:
 
 
 #: The strictest first: where ranks see differently, this order decides.
-ORDER: tuple[Outcome, ...] = ("wrong", "unlike", "unknown", "foreign", "overflow", "wait", "proved")
+ORDER: tuple[Outcome, ...] = ("wrong", "unlike", "unknown", "overflow", "wait", "proved")
 assert set(ORDER) == set(get_args(Outcome))
 
 #: What the proof does about a step that it does not prove; the strictest first: where ranks differ, this order decides.

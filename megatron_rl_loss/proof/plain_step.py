@@ -1,4 +1,4 @@
-"""`prove_plain_step`: the proof of the first step in plain PyTorch, with DDP, FSDP2 or sums of one's own.
+"""The proof of the first step in plain PyTorch, with DDP, FSDP2 or sums of one's own.
 
 The measurement, the table of outcomes and the words are those of the proof under Megatron; only where gradients are
 seen is another place (`torch_gradients`).
@@ -7,19 +7,18 @@ seen is another place (`torch_gradients`).
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 
 from megatron_rl_loss.core.collectives import StepGroups, attempt, raise_together, world_rank
 from megatron_rl_loss.core.errors import print_text
-from megatron_rl_loss.core.plan import Plan, check_plan
+from megatron_rl_loss.core.plan import Plan
 from megatron_rl_loss.core.record import PlanUse
 from megatron_rl_loss.proof.exchange import Exchange
 from megatron_rl_loss.proof.factor import Fit
 from megatron_rl_loss.proof.first_step import FirstStep
 from megatron_rl_loss.proof.measurement import Measurement, Ranks
-from megatron_rl_loss.proof.outcomes import ProofLevel, proof_level
+from megatron_rl_loss.proof.outcomes import ProofLevel
 from megatron_rl_loss.proof.own_tokens import plans_of
 from megatron_rl_loss.proof.torch_gradients import TorchGradients, first_gradient, unseen
 
@@ -109,7 +108,6 @@ class PlainProof:
             groups_of=lambda model, plan: self._groups.all,
             level=level,
             remedy=_REMEDY,
-            awaits_plan=True,
         )
         # Of the step before, if it was measured, as it is on all ranks or none.
         self._was_measured, self._source = False, None
@@ -128,7 +126,6 @@ class PlainProof:
         before, is_checked = self._source, self._was_measured
         self._source, self._was_measured, self._groups = None, False, plan.record.groups
         groups, left = self._groups.all, list[bool]()
-        plan.record.use.is_handed_out = False
         with ExitStack() as stack:
             if before is not None:
                 for remove in first_gradient(before.leaves, lambda: left.append(_is_left(before))):
@@ -153,46 +150,3 @@ def _is_left(before: TorchGradients) -> bool:
         return fit.is_certain and fit.share > 0.9
 
     return attempt(compare) is True  # an error in a hook would end the backward pass
-
-
-#: Kept because the ``with`` of a step is made anew for each step of a model, which may be trained by several loops.
-_PROOFS: WeakKeyDictionary[Any, PlainProof] = WeakKeyDictionary()
-
-
-@contextmanager
-def prove_plain_step(model: Any, plan: Plan, *, level: ProofLevel | None = None) -> Iterator[None]:
-    """Prove the first step of a loop of your own in plain PyTorch; a ``with`` in every step, before the optimizer's.
-
-        with prove_plain_step(model, plan):
-            for batch, microbatch in zip(batches, plan, strict=True):
-                microbatch.loss(losses_of(model, batch), form="mean").backward()
-        optimizer.step()
-
-    Inside are forward, backward and whatever adds gradients up over ranks, such as all-reduces of your own; gradients
-    are clipped after it. The first step with a gradient is measured, the next one only looked at for gradients that
-    nobody zeroed; later ones cost nothing. The first rank prints one line. All ranks of the plan's groups call it.
-
-    Args:
-        model: DistributedDataParallel, a module with `fully_shard`, or a plain module.
-        plan: of this step.
-        level: ``error`` raises on every rank before the optimizer step, ``strict`` also where parameters disagree,
-            ``warn`` prints, ``off`` measures nothing; default: the environment's ``MEGATRON_RL_LOSS_PROOF``, else
-            ``error``.
-
-    Raises:
-        TypeError: a model that is no module, or no plan.
-        ValueError: an unknown level.
-        BadBatchError: on every rank, at the end of the ``with``, for wrong weights; in the second step for gradients
-            of the first that are still there.
-    """
-    if not isinstance(model, torch.nn.Module):
-        raise TypeError(
-            f"model is a {type(model).__name__}: it must be the torch.nn.Module that is trained, as it is called. Pass "
-            "the model first and the plan second."
-        )
-    check_plan(plan)
-    proof = _PROOFS.get(model)
-    if proof is None:
-        proof = _PROOFS[model] = PlainProof(proof_level(level))
-    with proof.step(model, plan):
-        yield

@@ -60,7 +60,6 @@ class StepState:
     unseen: set[str] = field(default_factory=set)  # why the way from losses to shares is not seen
     off: float = 0.0  # the largest error of a reducer's backward pass
     tokens: tuple[int, int] = (0, 0)  # of the model's ids compared with the samples', and different
-    takes_plan: bool = False  # some rank took micro-batches of its plan
     uses_plan: bool = False  # some rank's plan weighed losses
     gathers: bool = False  # some losses are of gathered tokens, whose gather's backward is declared and not measured
     is_dynamic: bool = False  # some micro-batches have a context-parallel group of their own

@@ -22,9 +22,9 @@ def line_of(outcome: str, text: str, aim: str, level: str) -> str:
     Args:
         text: the reasons.
         aim: what was asked of which loss.
-        level: as in `prove_first_step`.
+        level: as in `prove_step`.
     """
-    if outcome in ("unknown", "foreign"):
+    if outcome == "unknown":
         return f"{aim}, NOT PROVED: {text}"
     if outcome == "unlike":
         stops = "All ranks aborted before the optimizer step (strict)."
@@ -58,10 +58,8 @@ def reasons(
     if outcome == "unlike":
         return unlike_in_words(state)
     texts = [*state.unknown, *state.uncertain * (not state.factors), *of_terms.unknown]
-    if losses in ("unseen", "foreign"):
-        later = ", and the step took no micro-batch of a plan. The first step with a plan is measured"
-        none = "No loss went through a reducer or a tap of this library outside of compiled graphs"
-        texts.append(f"{none}{later * (losses == 'foreign')}.")
+    if losses == "unseen":
+        texts.append("No loss went through a reducer or a tap of this library outside of compiled graphs.")
     if not texts:
         texts.append(f"Nothing was compared: {', '.join(of_terms.uncovered) or 'there is no loss'}.")
     return " ".join(dict.fromkeys(texts))

@@ -40,14 +40,28 @@ class Loop:
         from megatron.core import parallel_state as mpu
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
-        from megatron_rl_loss import prove_first_step
-
         self.cp_rank, self.dp_rank = mpu.get_context_parallel_rank(), mpu.get_data_parallel_rank()
         self.groups = {"dp_group": mpu.get_data_parallel_group(), "cp_group": mpu.get_context_parallel_group()}
         hands = dealt(STEP, self.dp_rank, DP, 3)
         self.batches = [Batch(STEP, hand, CP) for hand in hands] if batches is None else batches
         self.model = table_model(table)
-        self.proved = prove_first_step(get_forward_backward_func(), asked, level=level)
+        self.level = level
+
+    def proving(self, plan: Any) -> Any:
+        """Megatron's schedule in the ``with`` of a plan's step."""
+        from megatron_rl_loss import prove_step
+        from megatron_rl_loss.core.plan import Plan
+
+        def wrap(schedule: Any) -> Any:
+            def run(**options: Any) -> Any:
+                if not isinstance(plan, Plan):
+                    return schedule(**options)
+                with prove_step(options["model"], plan, level=self.level):
+                    return schedule(**options)
+
+            return run
+
+        return wrap
 
     @property
     def samples(self) -> list[Any]:
@@ -74,7 +88,7 @@ class Loop:
         options: Any = {"num_microbatches": num_microbatches or len(pairs), "fresh": False}
 
         def run() -> float:
-            run_step(model, pairs, loss_of, lambda schedule: self.proved, **options)
+            run_step(model, pairs, loss_of, self.proving(plan), **options)
             return 0.0 if expected is None else error_in(model, expected)
 
         return attempted(run)
@@ -405,7 +419,7 @@ def groups_of_one(factor: float) -> list[Step]:
 
     def run() -> float:
         pairs = iter(list(zip(batches, plan, strict=True)))
-        run_schedule(forward_step, pairs, loop.model, len(batches), lambda schedule: loop.proved, fresh=False)
+        run_schedule(forward_step, pairs, loop.model, len(batches), loop.proving(plan), fresh=False)
         return error_in(loop.model, "prompt_mean") if factor == 1 else 0.0
 
     return [attempted(run)]
@@ -464,7 +478,7 @@ def a_call_for_each_microbatch() -> list[Step]:
     steps = []
     loop.model.config.finalize_model_grads_func = None
     for pair in zip(loop.batches, plan, strict=True):
-        run: Any = functools.partial(run_step, loop.model, [pair], loss_of, lambda schedule: loop.proved, **options)
+        run: Any = functools.partial(run_step, loop.model, [pair], loss_of, loop.proving(plan), **options)
         steps.append(attempted(lambda run=run: float(bool(run())) * 0))  # type: ignore[misc]
     return steps
 
@@ -494,7 +508,7 @@ def a_plan_for_each_microbatch() -> list[Step]:
         plan = plan_step([batch.samples], "token_mean", model=loop.model)
         loss_of = lambda microbatch, losses: microbatch.loss(losses)  # noqa: E731
         run: Any = functools.partial(
-            run_step, loop.model, [(batch, plan[0])], loss_of, lambda schedule: loop.proved, **options
+            run_step, loop.model, [(batch, plan[0])], loss_of, loop.proving(plan), **options
         )
         steps.append(attempted(lambda run=run: float(bool(run())) * 0))  # type: ignore[misc]
     return steps
@@ -825,22 +839,3 @@ def test_a_loop(name: str, record_property: Any) -> None:
             assert not step.raised, (rank, step)
             assert re.search(expected if rank == 0 else "^$", step.printed), (rank, step)
             assert step.error < 1e-6, (rank, step)
-
-
-def test_only_a_schedule_can_be_proved() -> None:
-    from megatron_rl_loss import prove_first_step
-
-    with pytest.raises(TypeError, match=r"the schedule is a list: it must be Megatron's function. Pass get_forward"):
-        prove_first_step([], "token_mean")  # type: ignore[arg-type]
-
-
-def test_a_plan_is_found_behind_rows_of_many_numbers() -> None:
-    from megatron_rl_loss import Samples, plan_step
-    from megatron_rl_loss.megatron.own_loop import _is_of_step
-
-    plan, other = (plan_step([Samples([[1, 1]])], "token_mean", dp_group=None) for _ in range(2))
-    tokens = [[10**6 + number for number in range(20_000)]]
-    for held, is_handed_out in ((plan[0], True), (plan, False)):
-        assert _is_of_step(plan.record.use, [iter([tokens, [[{"of": lambda held=held: held}]]])])
-        assert plan.record.use.is_handed_out is is_handed_out
-        assert not _is_of_step(other.record.use, [tokens, [[held]]])

@@ -202,7 +202,7 @@ MESH: dict[str, Any] = {}
 
 def steps_of(run: Run, level: Any) -> tuple[list[Any], list[Any], int]:
     """On a rank: the outcome of each step, the gradients of the last, and how many hooks are left."""
-    from megatron_rl_loss import plan_step, prove_plain_step
+    from megatron_rl_loss import plan_step, prove_step
 
     torch.manual_seed(0)
     rank = dist.get_rank()
@@ -220,7 +220,7 @@ def steps_of(run: Run, level: Any) -> tuple[list[Any], list[Any], int]:
             optimizer.zero_grad()
 
         def step(batches: Any = batches, plan: Any = plan) -> float:
-            with prove_plain_step(model, plan, level=level):
+            with prove_step(model, plan, level=level):
                 for number, (batch, microbatch) in enumerate(zip(batches, plan, strict=True)):
                     is_last = number == len(batches) - 1
                     context: Any = contextlib.nullcontext()
@@ -392,7 +392,7 @@ def outcomes_of(world: int) -> list[dict[str, Any]]:
 
 def test_the_plain_proof_needs_no_megatron() -> None:
     code = (
-        "import sys; from megatron_rl_loss import prove_plain_step; print([m for m in sys.modules if 'megatron.' in m])"
+        "import sys; from megatron_rl_loss import prove_step; print([m for m in sys.modules if 'megatron.' in m])"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
     assert (run.stdout, run.returncode) == ("[]\n", 0), run.stderr[-2000:]

@@ -118,7 +118,7 @@ def in_a_schedule() -> list[tuple[str, Step]]:
 
 def in_plain_torch() -> list[tuple[str, Step]]:
     """On a rank of DDP 2."""
-    from megatron_rl_loss import Samples, plan_step, prove_plain_step
+    from megatron_rl_loss import Samples, plan_step, prove_step
 
     start_process_group()
     rank, whole = dist.get_rank(), torch.arange(1.0, 9.0).double()
@@ -131,7 +131,7 @@ def in_plain_torch() -> list[tuple[str, Step]]:
         plan = plan_step(samples, "prompt_mean", dp_group=dist.group.WORLD)
 
         def run() -> float:
-            with prove_plain_step(model, plan):
+            with prove_step(model, plan):
                 for number, (of, microbatch) in enumerate(zip(losses, plan, strict=True)):
                     with contextlib.nullcontext() if number else model.no_sync():
                         microbatch.loss(model(of[:, None])[:, 0], form="mean").backward()

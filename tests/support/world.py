@@ -57,7 +57,7 @@ from megatron_rl_loss import (
     add_loss_aggregation_args,
     plan_step,
     ppo_clip_loss,
-    prove_first_step,
+    prove_step,
 )
 from megatron_rl_loss.core.carriers import FORMS
 from megatron_rl_loss.megatron.flags import AggregationSettings
@@ -254,8 +254,9 @@ def by_plan(world: World, model: Model) -> tuple[Ready, Any]:
 
     for evaluates in (True, False):
         with torch.set_grad_enabled(not evaluates):
-            wrap = None if evaluates else prove_first_step
-            stored = run_chunks(world, ready, forward_step, steps, wrap, forward_only=evaluates)
+            proves = contextlib.nullcontext() if evaluates else prove_step(ready.chunks, plan)
+            with proves:
+                stored = run_chunks(world, ready, forward_step, steps, None, forward_only=evaluates)
         if stored:
             plan.finish(stored)
             reports.append(logged_means(stored))

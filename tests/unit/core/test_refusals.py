@@ -10,7 +10,7 @@ import torch
 from refusals import refusal_tests, refusals
 from torch import Tensor
 
-from megatron_rl_loss import Metric, Samples, Term, plan_step, prove_plain_step
+from megatron_rl_loss import Metric, Samples, Term, plan_step, prove_step
 from megatron_rl_loss.core.plan import Plan
 
 
@@ -42,7 +42,7 @@ def finish(*reports: Any, trained: bool = True) -> Any:
 
 
 def proved(model: Any, of_step: Any) -> None:
-    with prove_plain_step(model, of_step, level="off"):
+    with prove_step(model, of_step, level="off"):
         pass
 
 
