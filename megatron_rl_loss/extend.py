@@ -27,7 +27,7 @@ What the first step observes, and its proof:
   `unobserved`: a ``with`` for a loss function that is tried and does not train
 - `PlanUse`: what became of a plan; `Promises`: what an engine said of its step, for the proof to compare
 - `MegatronFirstStep`, `run_schedules_by`: the proof around Megatron's schedules; `proof_level`: the level that the user
-  asked for; `line_of`: the line that the first rank prints
+  asked for; `not_proved`: the verdict on a step of which nothing can be known
 - `any_flag_given`, `check_command_line`: the flags of this package on the launch's command line
 """
 
@@ -43,10 +43,10 @@ from megatron_rl_loss.core.record import PlanUse, Trainer
 from megatron_rl_loss.core.reducers import WeightedSum
 from megatron_rl_loss.core.taps import Tap, is_observed, observed_taps, taps_of, unobserved
 from megatron_rl_loss.core.totals_by_hand import Reducer
+from megatron_rl_loss.proof.findings import not_proved
 from megatron_rl_loss.proof.outcomes import proof_level
 from megatron_rl_loss.proof.promises import Promises
 from megatron_rl_loss.proof.schedules import run_schedules_by
-from megatron_rl_loss.proof.unproved import line_of
 
 if TYPE_CHECKING:
     from megatron_rl_loss.megatron.flags import any_flag_given, check_command_line
@@ -85,9 +85,9 @@ __all__ = [
     "find_mode",
     "groups_of",
     "is_observed",
-    "line_of",
     "load_function",
     "make_plan",
+    "not_proved",
     "observed_taps",
     "proof_level",
     "register_form",

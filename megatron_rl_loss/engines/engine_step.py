@@ -9,7 +9,7 @@ from megatron.core import parallel_state
 
 from megatron_rl_loss.core.collectives import Group, world_rank, world_size
 from megatron_rl_loss.core.errors import print_text
-from megatron_rl_loss.extend import MegatronFirstStep, PlanUse, groups_of, line_of
+from megatron_rl_loss.extend import MegatronFirstStep, PlanUse, groups_of, not_proved
 
 
 class EngineStep(MegatronFirstStep):
@@ -38,9 +38,10 @@ class EngineStep(MegatronFirstStep):
             self.agree(_groups_without_model())
         if self.is_over:
             return
-        self.is_over, self.outcome = True, "unknown"
+        verdict = not_proved(why, self.aim(self.asked))
+        self.is_over, self.outcome = True, verdict.outcome.word
         if not world_rank():
-            print_text(f"megatron_rl_loss: {line_of('unknown', why, self.aim(self.asked), self.level)}")
+            print_text(f"megatron_rl_loss: {verdict.line(self.level)}")
 
 
 def _groups_without_model() -> list[Group]:

@@ -9,6 +9,7 @@ from megatron_rl_loss.core.plan import Plan
 from megatron_rl_loss.megatron.probe import check_fresh_gradients
 from megatron_rl_loss.megatron.proving import MegatronFirstStep, facts_of
 from megatron_rl_loss.proof.outcomes import ProofLevel
+from megatron_rl_loss.proof.reduced_ranks import uncounted
 
 _REMEDY = "Return what microbatch.loss(...) returned, all of it and unchanged; put a coefficient into a Term."
 
@@ -21,11 +22,15 @@ class MegatronProof:
 
     @contextmanager
     def step(self, model: Any, plan: Plan) -> Iterator[None]:
+        groups, _ = facts_of(model)
+        over = [groups.dp_cp, groups.tp, groups.pp]
+        if not self.first.is_agreed:  # before any other collective: ranks of other levels would wait for each other
+            self.first.agree(over)
         if self.first.level != "off" and self._num_trained < 2:
             self._num_trained += 1
-            groups, _ = facts_of(model)
             chunks = model if isinstance(model, list) else [model]
-            is_begun = any(plan.record.is_carried)  # a call for each micro-batch adds to the gradients of the last
-            check_together(lambda: is_begun or check_fresh_gradients(chunks), [groups.dp_cp, groups.tp, groups.pp])
+            check_together(lambda: check_fresh_gradients(chunks), over)
+        if not self.first.is_over:
+            self.first.refuse(uncounted(model, plan.record.groups), plan.record.use, over)
         with self.first.step(model, plan=plan.record.use):
             yield

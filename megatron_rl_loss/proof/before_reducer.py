@@ -22,17 +22,19 @@ class Before:
     Attributes:
         made_by: the loss functions.
         low, high: the factors of tokens by that code.
-        division: the count that losses were divided by, which the reducer divides by again; "" for none.
-        is_sure: the division cannot be a coefficient that somebody chose, or weights: it changes with the micro-batch.
-        is_doubtful: tokens weigh one over the length of their sample, which somebody may want.
+        division: the count that losses were divided by; "" for none.
+        varies: the factor is not one number.
+        is_odd: the factor is one number, and none that somebody would choose.
+        lacks: some losses were made by no loss function of this package.
     """
 
     made_by: tuple[str, ...] = ()
     low: float = 1.0
     high: float = 1.0
     division: str = ""
-    is_sure: bool = False
-    is_doubtful: bool = False
+    varies: bool = False
+    is_odd: bool = False
+    lacks: bool = False
 
     @property
     def is_one(self) -> bool:
@@ -42,19 +44,41 @@ class Before:
     def _place(self) -> str:
         return f"between {' or '.join(self.made_by)} and the reducer"
 
+    def fault(self, *, averages: bool) -> str:
+        """The words for a division that no deliberate set-up explains; empty for none.
+
+        A count of the micro-batch is no coefficient in any mode: with it, the loss depends on how the step is cut. One
+        number may be somebody's coefficient, unless it is an odd one and the mode averages what it has divided.
+        """
+        is_sure = self.varies or (self.is_odd and averages)
+        return self._divided(averages=averages) if is_sure and self.division and not self._is_of_sample else ""
+
+    def gap(self, *, averages: bool) -> str:
+        """The words for what is not known to be meant; empty where losses are as their function returned them."""
+        if self.varies and self._is_of_sample and averages:
+            return f"{self._divided(averages=averages)} Or are these your own weights?"
+        return "" if self.is_one else f"not covered: {self}"
+
     @property
-    def fault(self) -> str:
-        """The words for a division that is sure, where the reducer averages."""
+    def _is_of_sample(self) -> bool:
+        """True for a count of each sample by itself, by which somebody may weigh on purpose."""
+        return self.division in _OF_SAMPLES
+
+    def _divided(self, *, averages: bool) -> str:
+        again = ", and the reducer averages them again" if averages else f": {self._factors}, by the cut of the step"
         return (
-            f"Losses are divided by {self.division} {self._place}, and the reducer averages them again. Pass "
-            "per_token_loss to the reducer as the loss function returned it."
+            f"Losses are divided by {self.division} {self._place}{again}. Pass per_token_loss to the reducer as the "
+            "loss function returned it."
         )
 
-    def __str__(self) -> str:
+    @property
+    def _factors(self) -> str:
         is_alike = self.high - self.low <= 1e-5 * abs(self.high)
-        factors = f"a factor of {self.high:.4g}" if is_alike else f"factors of {self.low:.3g} to {self.high:.3g}"
+        return f"a factor of {self.high:.4g}" if is_alike else f"factors of {self.low:.3g} to {self.high:.3g}"
+
+    def __str__(self) -> str:
         division = f" (1 / {self.division})" * bool(self.division)
-        return f"{factors}{division} on tokens {self._place}"
+        return f"{self._factors}{division} on tokens {self._place}"
 
 
 #: Counts that code before a reducer may divide losses by, of a micro-batch's tokens on a rank.
@@ -75,10 +99,14 @@ class FactorExtremes:
     """
 
     def __init__(self) -> None:
-        self.made_by = set[str]()
+        self.made_by, self._lacks = set[str](), False
         self._low, self._high = np.full(1 + len(_COUNTS), math.inf), np.full(1 + len(_COUNTS), -math.inf)
 
-    def add(self, share: SummedShare, tokens: LocalTokens) -> None:
+    def add(self, share: SummedShare | None, tokens: LocalTokens) -> None:
+        """Add a term's losses of a micro-batch; None for losses that no reducer summed."""
+        if share is None or not share.outputs:
+            self._lacks = True
+            return
         sent = share.gradient()
         for output in share.outputs:
             reached = output.gradient.total
@@ -98,7 +126,7 @@ class FactorExtremes:
         self._high[number] = np.maximum(self._high[number], values.max())
 
     def numbers(self) -> list[float]:
-        return [*(-self._low).tolist(), *self._high.tolist()]
+        return [*(-self._low).tolist(), *self._high.tolist(), float(self._lacks)]
 
 
 def _counts_of(tokens: LocalTokens) -> Iterator[Floats]:
@@ -115,19 +143,20 @@ def before_of(numbers: Sequence[float], made_by: set[str]) -> Before:
 
     If the factors are one number themselves, then the count is one too. Losses were divided by it if the product is 1.
     A factor of two digits at most may be somebody's coefficient: 0.1, say, where each sample has ten tokens. So may be
-    any factor of samples of one length, and weights of 1 / length may be wanted; none of a micro-batch is.
+    any factor of samples of one length. One that varies with a count is none.
     """
+    *extremes, lacks = numbers
     if not made_by:
-        return Before()
-    low, high = -np.array(numbers[: 1 + len(_COUNTS)]), np.array(numbers[1 + len(_COUNTS) :])
+        return Before(lacks=bool(lacks))
+    low, high = -np.array(extremes[: 1 + len(_COUNTS)]), np.array(extremes[1 + len(_COUNTS) :])
     is_alike = high - low <= _ALIKE * np.abs(high)
-    factor = float(high[0])
-    division, is_sure, is_doubtful = "", False, False
+    factor, varies = float(high[0]), not bool(is_alike[0])
+    division, is_odd = "", False
     for name, alike, product in zip(_COUNTS, is_alike[1:], high[1:], strict=True):
-        if alike and not division and (not is_alike[0] or (abs(product - 1) <= _ALIKE and factor < 0.5)):
+        if alike and not division and (varies or (abs(product - 1) <= _ALIKE and factor < 0.5)):
             division = name
-            is_of_sample = name in _OF_SAMPLES
-            is_doubtful = is_of_sample and not is_alike[0]
-            is_odd = not is_alike[0] or not math.isclose(factor, float(f"{factor:.2g}"), rel_tol=1e-5)
-            is_sure = is_odd and not is_of_sample
-    return Before(tuple(sorted(made_by)), float(low[0]), factor, division, is_sure, is_doubtful)
+            has_digits = not math.isclose(factor, float(f"{factor:.2g}"), rel_tol=1e-5)
+            is_odd = not varies and has_digits
+    return Before(
+        tuple(sorted(made_by)), float(low[0]), factor, division, bool(division) and varies, is_odd, bool(lacks)
+    )

@@ -103,6 +103,7 @@ class Alike:
         coarsest: the largest part of a covered parameter's gradient that rounding may be.
         worst: the largest error of a covered parameter, in units of the bound.
         notes: what else there is to say, for the line.
+        limits: why the factor says nothing of the final gradients.
         faults: evidence that tokens do not weigh what they should: a sum that some ranks have no part in.
     """
 
@@ -117,6 +118,7 @@ class Alike:
     coarsest: float = 0.0
     worst: float = 0.0
     notes: list[str] = field(default_factory=list)
+    limits: list[str] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
 
 

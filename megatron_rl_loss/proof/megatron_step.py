@@ -97,7 +97,7 @@ class MegatronStep(Measurement):
         agreed, cp_size = self.exchange.agree(seen, ["not followed", "followed"], over), groups.cp.size()
         if "not followed" in agreed or not agreed:
             if agreed and cp_size > 1 and sent is not None and sent.is_replicated:
-                self.unknown.append("The backward pass of log-probs gathered over CP ranks cannot be followed.")
+                self.limit("The backward pass of log-probs gathered over CP ranks cannot be followed.")
             return 1.0
         sums = torch.zeros(2, dtype=torch.float64) if sent is None else sent.sent_and_arrived(groups.cp)
         sums[0] /= groups.tp.size()  # all TP ranks send the same gradients, each to its part of the vocabulary
@@ -108,7 +108,7 @@ class MegatronStep(Measurement):
             if abs(path / honest - 1) < _PATH_TOLERANCE:
                 return honest
         if sums[0]:
-            self.faults.append(f"Gradients of log-probs arrive {path:.6g} times at the model's output, not once.")
+            self.evidence(f"Gradients of log-probs arrive {path:.6g} times at the model's output, not once.")
         return 1.0
 
 

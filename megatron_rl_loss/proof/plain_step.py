@@ -20,6 +20,7 @@ from megatron_rl_loss.proof.first_step import FirstStep
 from megatron_rl_loss.proof.measurement import Measurement, Ranks
 from megatron_rl_loss.proof.outcomes import ProofLevel
 from megatron_rl_loss.proof.own_tokens import plans_of
+from megatron_rl_loss.proof.reduced_ranks import uncounted
 from megatron_rl_loss.proof.torch_gradients import TorchGradients, first_gradient, unseen
 
 _REMEDY = (
@@ -88,7 +89,7 @@ class TorchStep(Measurement):
         if self._scales and not self._is_unscaled:
             self.loss_scale = float(self._scales[-1].get_scale())
         if self._plan is not None and (plans := plans_of(self.taps)) and self._plan not in plans:
-            self.unknown.append("The step trained on micro-batches of another plan. Pass the plan of this step.")
+            self.limit("The step trained on micro-batches of another plan. Pass the plan of this step.")
 
 
 class PlainProof:
@@ -126,6 +127,10 @@ class PlainProof:
         before, is_checked = self._source, self._was_measured
         self._source, self._was_measured, self._groups = None, False, plan.record.groups
         groups, left = self._groups.all, list[bool]()
+        if not self.first.is_agreed:
+            self.first.agree(groups)
+        if not self.first.is_over:
+            self.first.refuse(uncounted(model, self._groups), plan.record.use, groups)
         with ExitStack() as stack:
             if before is not None:
                 for remove in first_gradient(before.leaves, lambda: left.append(_is_left(before))):

@@ -10,57 +10,57 @@ from megatron_rl_loss.core.collectives import attempt
 from megatron_rl_loss.core.counting import StepTotals
 from megatron_rl_loss.core.taps import Declared
 from megatron_rl_loss.proof.difference import Compared, may_be_clipped
-from megatron_rl_loss.proof.measurement import Measurement
-from megatron_rl_loss.proof.outcomes import Weights
+from megatron_rl_loss.proof.findings import GIVEN, IN_PART, NOT_PROVED, WRONG, Finding, Severity
+from megatron_rl_loss.proof.measurement import Measurement, failed_in_words
 from megatron_rl_loss.proof.own_tokens import OwnTokens
 from megatron_rl_loss.proof.promises import Promises, misgrouped, other_count, other_data
 from megatron_rl_loss.proof.step_state import StepState
 
+#: Why a term is not compared of which the loss has nothing.
+_NO_WEIGHT = "coefficient 0"
+
 
 @dataclass
-class OfTerms:
-    """What was found of the loss's terms, in words.
+class Comparison:
+    """What was found of the loss's terms.
 
     Attributes:
+        findings: on terms that are not as asked, or not decided.
         proved: terms whose weights are as asked.
-        faults: evidence against the step.
-        unknown: differences that are no evidence.
-        uncovered: what was not compared, and why.
         deviation: the largest relative difference of a term's weights; -1 where none was compared.
         totals: counts of the step, by the first term.
     """
 
+    findings: list[Finding] = field(default_factory=list)
     proved: list[str] = field(default_factory=list)
-    faults: list[str] = field(default_factory=list)
-    unknown: list[str] = field(default_factory=list)
-    uncovered: list[str] = field(default_factory=list)
     deviation: float = -1.0
     totals: StepTotals | None = None
 
-    def add(self, aim: str, compared: Compared, tolerance: float, doubt: str) -> None:
-        """Add a term's weights; `doubt` is why a difference is no evidence.
+    def find(self, severity: Severity, *texts: str) -> None:
+        self.findings += [Finding(severity, text) for text in texts]
 
-        Only a mode that averages divides a second time what somebody has divided by a count of tokens.
+    def add(self, aim: str, compared: Compared, tolerance: float, doubt: str, returned: str) -> None:
+        """Add a term's weights.
+
+        Args:
+            doubt: why a difference is no evidence; empty where it is.
+            returned: what may explain one.
         """
         self.totals = self.totals or compared.totals
         self.deviation = max(self.deviation, compared.deviation)
-        if not compared.deviation <= tolerance:
-            (self.unknown if doubt else self.faults).append(f"{aim}: {compared}. {doubt}".rstrip())
-        elif compared.before.is_sure and compared.averages:
-            self.faults.append(f"{aim}: {compared.before.fault}")
-        elif compared.before.is_doubtful and compared.averages:
-            self.unknown.append(f"{aim}: {compared.before.fault} Or are these your own weights?")
+        before = compared.before
+        if doubt and not compared.deviation <= tolerance:
+            self.find(NOT_PROVED, f"{aim}: {compared}. {doubt}")
+        elif not compared.deviation <= tolerance:
+            self.find(WRONG, f"{aim}: {compared}.", *[returned] * bool(returned))
+        elif fault := before.fault(averages=compared.averages):
+            self.find(WRONG, f"{aim}: {fault}")
         elif compared.totals.step_active_tokens:
             self.proved.append(aim)
-            self.uncovered += [str(compared.before)] * (not compared.before.is_one)
-
-    @property
-    def weights(self) -> Weights:
-        if self.faults or self.unknown:
-            return "other" if self.faults else "unknown"
-        if self.totals is not None and not self.totals.step_active_tokens:
-            return "none"  # whatever a term over other tokens shows
-        return "as asked" if self.proved else "unknown"
+            if gap := before.gap(averages=compared.averages):
+                self.find(IN_PART, gap)
+            if before.lacks:
+                self.find(GIVEN, "losses as given")
 
 
 def compare_terms(
@@ -71,7 +71,7 @@ def compare_terms(
     policy: str = "the policy loss",
     required: Sequence[str] = (),
     promises: Promises | None = None,
-) -> OfTerms:
+) -> Comparison:
     """Compare each term; all ranks of the last stage call it, others have nothing to compare.
 
     Args:
@@ -80,13 +80,13 @@ def compare_terms(
         required: names of terms that each micro-batch must have exactly once; otherwise a fault.
         promises: as of `FirstStep`.
     """
-    of_terms = OfTerms(faults=[*state.faults])
-    if own is None or state.factor_state == "unknown" or state.gradient != "finite" or not state.terms:
-        return of_terms
+    comparison = Comparison()
+    if own is None or state.gradient != "finite" or not state.terms or not state.factors or _is_limited(state):
+        return comparison
     for name in required:
         if name not in state.terms or f"{name}#2" in state.terms:
             where = "several times in a micro-batch" if name in state.terms else "in no micro-batch"
-            of_terms.faults.append(f"The {name} term went through a reducer of this library {where}.")
+            comparison.find(WRONG, f"The {name} term went through a reducer of this library {where}.")
     first = "pg" if "pg" in state.terms else next(iter(state.terms))
     names = sorted(state.terms, key=lambda name: name != first)
     # What a rank knows of a term's mode may be its own; what is compared is what all ranks can compare.
@@ -99,33 +99,39 @@ def compare_terms(
     for name in names:
         loss, declared, why = _in_words(name, policy), _declared(state, name), whys[name]
         if why == "no gradient" and declared.coef:
-            of_terms.faults.append(f"The {loss} term has a coefficient, {declared.coef:g}, and no gradient reaches it.")
+            comparison.find(WRONG, f"The {loss} term has a coefficient, {declared.coef:g}, and no gradient reaches it.")
         elif name in refused:
-            of_terms.uncovered.append(f"{loss} ({why or 'its mode is not known on every rank'})")
+            severity = GIVEN if why == _NO_WEIGHT else IN_PART
+            comparison.find(severity, f"not covered: {loss} ({why or 'its mode is not known on every rank'})")
         else:
-            _compare(name, f"on {loss}", measured, state, own, of_terms, promises, is_first=name == first)
-    return of_terms
+            _compare(name, f"on {loss}", measured, state, own, comparison, promises, is_first=name == first)
+    return comparison
+
+
+def _is_limited(state: StepState) -> bool:
+    """True if something is known against the measurement, through which weights are compared."""
+    return any(finding.severity is NOT_PROVED for finding in state.findings)
 
 
 def _declared(state: StepState, name: str) -> Declared:
-    return min(state.terms[name], key=repr)
+    return min(state.terms[name].declared, key=repr)
 
 
 def _why_not(name: str, state: StepState, own: OwnTokens, *, is_first: bool) -> str:
     """Why a term is not compared; empty if it can be."""
     declared, asked = _declared(state, name), own.aggregation(name)
-    others = {replace(said, doubt="", added="") for said in state.terms[name]}
+    others = {replace(said, doubt="", added="") for said in state.terms[name].declared}
     if not is_first and not declared.mode:
         return "no mode of its own"
     if len(state.asked) > 1 and (declared.has_policys_mode or not declared.mode):
         return "ranks ask for different modes"
     if len(others) > 1 or (declared.coef is not None and math.isnan(declared.coef)):
         return "its mode or coefficient differs between micro-batches, or is not known"
-    if asked is None or (declared.mode and name in state.lacking):
+    if asked is None or (declared.mode and not state.terms[name].is_everywhere):
         return "its mode is not known on every rank"
     if declared.coef == 0:
-        return "coefficient 0"
-    return "no gradient" if name not in state.reached and not is_first else ""
+        return _NO_WEIGHT
+    return "no gradient" if not state.terms[name].is_reached and not is_first else ""
 
 
 def _compare(
@@ -134,7 +140,7 @@ def _compare(
     measured: Measurement,
     state: StepState,
     own: OwnTokens,
-    of_terms: OfTerms,
+    comparison: Comparison,
     promises: Promises | None,
     *,
     is_first: bool,
@@ -146,11 +152,11 @@ def _compare(
 
     def compare_and_judge() -> None:
         compared = own.compare(name, asked, factor, declared.coef or 1.0, measured.exchange)
-        _judge(f"{asked} {on_loss}", compared, asked, state, name, of_terms, promises, is_first)
+        _judge(f"{asked} {on_loss}", compared, asked, state, own, name, comparison, promises, is_first)
 
     failure = attempt(compare_and_judge)
     if isinstance(failure, Exception):
-        of_terms.unknown.append(f"A rank failed to measure. {type(failure).__name__}: {failure}")
+        comparison.find(NOT_PROVED, failed_in_words(failure))
 
 
 def _judge(
@@ -158,23 +164,23 @@ def _judge(
     compared: Compared,
     asked: Aggregation,
     state: StepState,
+    own: OwnTokens,
     name: str,
-    of_terms: OfTerms,
+    comparison: Comparison,
     promises: Promises | None,
     is_first: bool,
 ) -> None:
     """Add what a comparison shows, on this rank alone."""
     declared = _declared(state, name)
-    doubt = next((said.doubt for said in sorted(state.terms[name], key=repr) if said.doubt), "")
+    doubt = next((said.doubt for said in sorted(state.terms[name].declared, key=repr) if said.doubt), "")
     if promises is not None or declared.count is not None:  # an engine said so
         size, is_sure, remedy, data = promises or Promises()
         ids = misgrouped(compared.totals, size, asked, is_sure=is_sure, remedy=remedy)
-        of_terms.faults += ids.faults
-        of_terms.unknown += ids.doubts
-        of_terms.faults += other_data(data, compared.totals) if is_first else []
+        comparison.find(WRONG, *ids.faults, *(other_data(data, compared.totals) if is_first else []))
+        comparison.find(NOT_PROVED, *ids.doubts)
         doubt = doubt or other_count(declared.count, compared)
-    of_terms.unknown += [said.added for said in state.terms[name] if said.added]
-    of_terms.add(aim, compared, state.tolerance, doubt or may_be_clipped(compared, state.factor))
+    comparison.find(NOT_PROVED, *sorted({said.added for said in state.terms[name].declared} - {""}))
+    comparison.add(aim, compared, state.tolerance, doubt or may_be_clipped(compared, state.factor), own.returned)
 
 
 def _in_words(term: str, policy: str) -> str:

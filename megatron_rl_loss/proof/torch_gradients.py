@@ -27,6 +27,10 @@ from megatron_rl_loss.proof.sketches import Backward, Signs, num_patterns
 #: Hooks of a reduction may round gradients to this type, which nobody sees.
 _HALF = torch.finfo(torch.bfloat16).eps
 _ALONE = "not summed over ranks at all"
+_NOT_ZERO = (
+    "Gradients were not 0 before the step, which adds to them: what they weigh is not known. Call "
+    "optimizer.zero_grad() before every step, or make one plan for all that one optimizer step trains on."
+)
 
 
 def unseen(model: Any) -> str:
@@ -56,7 +60,7 @@ class _Sum:
     words: str  # what is wrong with it; empty for that over all ranks
     given: Tensor
     final: Tensor
-    note: str = ""
+    adds_to: str = ""  # what the final gradients hold beside it
 
 
 class TorchGradients:
@@ -75,6 +79,8 @@ class TorchGradients:
         self._sharded = _sharded_modules(model)
         self.parameters, self._trained = list[Parameter](), list[_Trained]()
         known = set[int]()
+        for module in self._sharded:
+            module.reshard()
         for prefix, module in model.named_modules():
             for attribute, tensor in module._parameters.items():
                 if tensor is None or not tensor.requires_grad or id(tensor) in known:
@@ -182,7 +188,7 @@ class TorchGradients:
             best = self._best(exchange, fits, tried)
         chosen, least_eps = tried[best or 0]
         found = exchange.local(lambda: fits[best or 0].alike(where), Alike())
-        found.notes += [chosen.note] * bool(chosen.note)
+        found.limits += [chosen.adds_to] * bool(chosen.adds_to)
         found.notes += ["rounded like bfloat16 on the way"] * (least_eps > 0)
         if chosen.words:
             found.faults.append(
@@ -217,7 +223,7 @@ class TorchGradients:
             assert self._held is not None
             held = self._add_parts(exchange, self._held, [trained.tensor for trained in self._trained])
             less = torch.cat([(final - held)[:, :-1], final[:, -1:] + held[:, -1:]], 1)
-            sums.append(_Sum("", whole, less, "gradients were not 0 before the step"))
+            sums.append(_Sum("", whole, less, _NOT_ZERO))
         return of_first, sums
 
     def _partial_sums(self, exchange: Exchange, own: Tensor, final: Tensor, of_dp: Tensor) -> list[_Sum]:

@@ -25,7 +25,7 @@ from megatron_rl_loss.audit.megatron.reports import FromRank, assembled
 from megatron_rl_loss.core.aggregation import resolve
 from megatron_rl_loss.core.taps import GradientSum, Tap
 from megatron_rl_loss.proof.factor import Factor
-from megatron_rl_loss.proof.step_state import StepState
+from megatron_rl_loss.proof.step_state import Stage, StepState
 
 pytestmark = pytest.mark.slow
 
@@ -209,7 +209,7 @@ def test_a_rank_that_never_taps_a_term_gives_its_tokens_no_weight() -> None:
     config = SimpleNamespace(calculate_per_token_loss=False, num_moe_experts=None)
 
     def sent_by(rank: int, **coefs: float) -> FromRank:
-        sent = FromRank(StepState(factors={0: Factor(1.0, 1e-8)}), num_microbatches=1)
+        sent = FromRank(StepState(stages={0: Stage(Factor(1.0, 1e-8))}), num_microbatches=1)
         for term, coef in coefs.items():
             hooked = GradientSum(torch.full((2,), coef / 4))
             tapped = Tap((2,), samples=Samples([torch.ones(2)]), coef=coef, hooked=hooked)

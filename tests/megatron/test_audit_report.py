@@ -23,7 +23,7 @@ from megatron_rl_loss.audit.tokens import MeasuredStep, PlacedSamples
 from megatron_rl_loss.core.aggregation import Aggregation, resolve
 from megatron_rl_loss.core.taps import GradientSum, SummedShare, Tap
 from megatron_rl_loss.proof.factor import Factor
-from megatron_rl_loss.proof.step_state import StepState
+from megatron_rl_loss.proof.step_state import Stage, StepState
 
 
 def groups_of(**sizes: int) -> Any:
@@ -43,7 +43,7 @@ def by_kind(inputs: Any) -> Any:
 
 def sent(*tapped: Any, factor: float = 1.0, samples: Samples | None = None, term: str = "pg") -> FromRank:
     """What a rank sends, whose micro-batches were tapped so, after a journey."""
-    of_rank = FromRank(StepState(factors={0: Factor(factor, 1e-8)}), num_microbatches=1)
+    of_rank = FromRank(StepState(stages={0: Stage(Factor(factor, 1e-8))}), num_microbatches=1)
     for number, losses in enumerate(tapped):
         own = samples or losses.samples or Samples([FOUR])
         of_rank.add(term, losses, own, 1, None, dp_rank=0, microbatch=number, cp_rank=0)
@@ -64,11 +64,11 @@ def step_of(*from_ranks: FromRank, term: str = "pg", **sizes: int) -> MeasuredSt
 
 def test_tensor_parallel_ranks_that_are_scaled_apart_have_no_weight() -> None:
     """Both measure the same parameter, each its own piece."""
-    alone = FromRank(StepState(factors={0: Factor(2.0, 1e-8, "tensor-parallel rank 1")}))
+    alone = FromRank(StepState(stages={0: Stage(Factor(2.0, 1e-8, "tensor-parallel rank 1"))}))
     (why,) = step_of(sent(losses_of()), alone, tp=2).unknown
     assert why.startswith("Gradients are multiplied by")
     assert "no weight holds for all parameters" in why
-    alone = FromRank(StepState(factors={0: Factor(1 + 1e-7, 1e-8, "tensor-parallel rank 1")}))
+    alone = FromRank(StepState(stages={0: Stage(Factor(1 + 1e-7, 1e-8, "tensor-parallel rank 1"))}))
     assert not step_of(sent(losses_of()), alone, tp=2).unknown  # within rounding
 
 
@@ -89,9 +89,9 @@ def share(off: float = 0.0, unseen: str = "") -> Tap:
 
 def test_a_reducer_that_sends_other_gradients_than_its_weights_is_told() -> None:
     """The share weighs what it should; the tokens get twice that."""
-    of_rank = FromRank(StepState(factors={0: Factor(1.0, 1e-8)}), num_microbatches=1)
+    of_rank = FromRank(StepState(stages={0: Stage(Factor(1.0, 1e-8))}), num_microbatches=1)
     for off, says in ((1e-7, ""), (1.0, "A reducer's backward pass does not send its weights")):
-        of_rank.terms, of_rank.state.off, of_rank.state.faults = {}, 0.0, []
+        of_rank.terms, of_rank.state.findings = {}, []
         of_rank.add("pg", share(off), Samples([FOUR]), 1, None, dp_rank=0, microbatch=0, cp_rank=0)
         verdict = judge(step_of(of_rank), "token_mean")
         assert verdict.sound == (not says)
@@ -99,7 +99,7 @@ def test_a_reducer_that_sends_other_gradients_than_its_weights_is_told() -> None
 
 
 def test_what_a_tap_could_not_see_is_a_note() -> None:
-    of_rank = FromRank(StepState(factors={0: Factor(1.0, 1e-8)}), num_microbatches=1)
+    of_rank = FromRank(StepState(stages={0: Stage(Factor(1.0, 1e-8))}), num_microbatches=1)
     of_rank.add("pg", share(unseen="compiled"), Samples([FOUR]), 1, None, dp_rank=0, microbatch=0, cp_rank=0)
     assert "measured from the share on (compiled)" in str(judge(step_of(of_rank), "token_mean"))
     for gradient, is_said in ((0.25, False), (0.5, True)):
@@ -121,7 +121,7 @@ def test_ids_of_samples_that_were_described_are_compared_with_the_taps() -> None
 
 def test_gradients_that_are_not_finite_are_told_with_their_place() -> None:
     of_rank = sent(losses_of(), losses_of(torch.nan))
-    of_rank.state.unknown = ["the factor is not known."]
+    of_rank.limit("the factor is not known.")
     (*_, why) = step_of(of_rank).unknown
     assert why == "Gradients of losses are NaN or infinite at DP 0, micro-batch 1, CP 0."
     assert not step_of(sent(losses_of(torch.nan))).unknown  # the verdict shows where

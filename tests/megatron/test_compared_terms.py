@@ -16,11 +16,12 @@ from megatron_rl_loss.core.taps import Taps, observe
 from megatron_rl_loss.proof.difference import named
 from megatron_rl_loss.proof.exchange import Exchange
 from megatron_rl_loss.proof.factor import Alike, Factor
+from megatron_rl_loss.proof.findings import GIVEN, IN_PART, NOT_PROVED, WRONG, Finding, outcome_of, texts_of
 from megatron_rl_loss.proof.measurement import Ranks
 from megatron_rl_loss.proof.own_tokens import state_of
 from megatron_rl_loss.proof.promises import Promises
 from megatron_rl_loss.proof.step_state import StepState
-from megatron_rl_loss.proof.terms import OfTerms, compare_terms
+from megatron_rl_loss.proof.terms import Comparison, compare_terms
 
 RIGHT = Factor(1.0, 1e-8)
 STEP = [Samples([[1, 1, 0]], prompt_ids=["a"]), Samples([[1], [0, 1]], prompt_ids=["a", "b"])]
@@ -34,11 +35,11 @@ def compared(
     mode: Any = "token_mean",
     samples: list[Samples] = STEP,
     **options: Any,
-) -> tuple[StepState, OfTerms]:
+) -> tuple[StepState, Comparison]:
     """What is found of a step in which each micro-batch's loss goes back, and gradients are scaled by the factor."""
     plan, taps = plan_step(samples, mode, dp_group=None), Taps()
     measured: Any = SimpleNamespace(
-        ranks=Ranks(), exchange=Exchange(), taps=taps, faults=[], unknown=[], gradient="finite", computes_loss=True,
+        ranks=Ranks(), exchange=Exchange(), taps=taps, findings=[], gradient="finite", computes_loss=True,
         alike=Alike(total=3, factor=factor, covered=3), expected=resolve(mode), loss_scale=1.0,
     )  # fmt: skip
     with observe(taps):
@@ -47,6 +48,19 @@ def compared(
             loss_of(microbatch).backward()
     state, own = state_of(measured, plan.record.use, None)
     return state, compare_terms(measured, state, own, **options)
+
+
+def faults(found: StepState | Comparison) -> list[str]:
+    return texts_of(found.findings, WRONG)
+
+
+def doubts(found: StepState | Comparison) -> list[str]:
+    return texts_of(found.findings, NOT_PROVED)
+
+
+def gaps(found: Comparison) -> list[str]:
+    texts = texts_of(found.findings, IN_PART, GIVEN)
+    return [text.removeprefix("not covered: ") for text in texts if text.startswith("not covered: ")]
 
 
 def losses_of(microbatch: Microbatch) -> Tensor:
@@ -62,15 +76,10 @@ def loss(microbatch: Microbatch, **terms: Any) -> Tensor:
 
 def test_weights_as_asked_are_proved() -> None:
     state, comparison = compared(loss)
-    assert (comparison.proved, comparison.faults, comparison.unknown, comparison.weights) == (
-        [POLICY],
-        [],
-        [],
-        "as asked",
-    )
+    assert (comparison.proved, comparison.findings) == ([POLICY], [Finding(GIVEN, "losses as given")])
     assert 0 <= comparison.deviation < 1e-6
-    assert (state.losses, state.factor_state, state.gradient, state.uses_plan) == ("seen", "certified", "finite", True)
-    assert (state.reached, state.forms, state.dtypes, state.off) == ({"pg"}, {"sum"}, {"float32"}, 0)
+    assert ([*state.terms], state.factors, state.gradient, state.uses_plan) == (["pg"], [RIGHT], "finite", True)
+    assert (state.terms["pg"].is_reached, state.dtypes, state.findings) == (True, {"float32"}, [])
 
 
 def test_a_term_over_masked_tokens_proves_nothing_of_a_step_without_a_token() -> None:
@@ -83,7 +92,9 @@ def test_a_term_over_masked_tokens_proves_nothing_of_a_step_without_a_token() ->
 
     masked = [Samples([[0, 0, 0]]), Samples([[0], [0, 0]])]
     _, comparison = compared(with_entropy, samples=masked)
-    assert (comparison.proved, comparison.faults, comparison.weights) == (["token_mean on entropy"], [], "none")
+    assert (comparison.proved, faults(comparison)) == (["token_mean on entropy"], [])
+    assert comparison.totals is not None
+    assert not comparison.totals.step_active_tokens
 
 
 def test_of_several_losses_without_a_name_the_policy_loss_is_the_one_in_the_asked_mode() -> None:
@@ -97,24 +108,24 @@ def test_of_several_losses_without_a_name_the_policy_loss_is_the_one_in_the_aske
 
     state, comparison = compared(by_hand)
     assert state.asked == {resolve("token_mean").compared}
-    assert (comparison.proved, comparison.faults) == ([POLICY], [])
-    assert comparison.uncovered == ["loss number 2 of a micro-batch (no mode of its own)"]
+    assert (comparison.proved, faults(comparison)) == ([POLICY], [])
+    assert gaps(comparison) == ["loss number 2 of a micro-batch (no mode of its own)"]
 
 
 def test_larger_groups_than_were_generated_are_told() -> None:
     """Two samples of prompt a, where one was generated of each: a fault, or a doubt where prompts may come twice."""
-    for is_sure, of_kind in ((True, "faults"), (False, "unknown")):
+    for is_sure, of_kind in ((True, faults), (False, doubts)):
         _, comparison = compared(loss, mode="prompt_mean", promises=Promises(1, is_group_size_sure=is_sure))
-        assert "A prompt has 2 samples where 1 are generated: prompts share an id" in getattr(comparison, of_kind)[0]
-        assert len(comparison.faults) == is_sure
+        assert "A prompt has 2 samples where 1 are generated: prompts share an id" in of_kind(comparison)[0]
+        assert len(faults(comparison)) == is_sure
 
 
 def test_losses_of_other_data_than_the_steps_are_told() -> None:
     """Once, though each token that came has the right weight; terms beside the policy loss may have other masks."""
     _, comparison = compared(loss, promises=Promises(data=(4.0, 3)))
-    assert comparison.weights == "as asked"
+    assert outcome_of(comparison.findings) is GIVEN
     _, comparison = compared(partial(loss, kl={"coef": 0.1}), promises=Promises(data=(5.0, 3)))
-    (fault,) = comparison.faults
+    (fault,) = faults(comparison)
     assert fault.startswith(
         "The step's data has 5 mask tokens of 3 samples, and its losses had 4 mask tokens of 3 samp"
     )
@@ -122,9 +133,10 @@ def test_losses_of_other_data_than_the_steps_are_told() -> None:
 
 def test_a_factor_is_told_with_its_place() -> None:
     _, comparison = compared(loss, factor=Factor(0.25, 1e-8))
-    (fault,) = comparison.faults
+    fault, returned = faults(comparison)
+    assert returned == "Micro-batches returned form='sum', for a loop without Megatron's schedule."
     assert fault.startswith(f"{POLICY}: tokens weigh 0.25 times what they should; furthest off: token 0 of sample 0 of")
-    assert (comparison.weights, comparison.proved) == ("other", [])
+    assert (outcome_of(comparison.findings), comparison.proved) == (WRONG, [])
 
 
 def test_other_weights_are_told_with_the_token_that_is_furthest_off() -> None:
@@ -136,7 +148,7 @@ def test_other_weights_are_told_with_the_token_that_is_furthest_off() -> None:
         return (losses * weights).sum()
 
     _, comparison = compared(of_own)
-    assert comparison.faults == [
+    assert faults(comparison)[:1] == [
         f"{POLICY}: tokens weigh 1 to 3 times what they should; furthest off: token 1 of sample 1 of micro-batch 1 on "
         "DP 0, CP 0 (rank 0)."
     ]
@@ -146,7 +158,7 @@ def test_other_weights_are_told_with_the_token_that_is_furthest_off() -> None:
         return (losses * (microbatch.weights + 0.125 * (microbatch.weights == 0))).sum()
 
     _, comparison = compared(masked_too)
-    assert comparison.faults == [
+    assert faults(comparison)[:1] == [
         f"{POLICY}: masked tokens weigh up to 0.5 times what the heaviest token should; furthest off: token 2 of "
         "sample 0 of micro-batch 0 on DP 0, CP 0 (rank 0)."
     ]
@@ -170,7 +182,7 @@ def test_further_terms(kl: list[Any], proved: list[str], uncovered: list[str]) -
     """By their own modes and coefficients; what nobody can know of a term is said, and is no fault."""
     settings = iter(kl)
     _, comparison = compared(lambda microbatch: loss(microbatch, kl=next(settings)))
-    assert (comparison.proved, comparison.uncovered, comparison.faults) == ([POLICY, *proved], uncovered, [])
+    assert (comparison.proved, gaps(comparison), faults(comparison)) == ([POLICY, *proved], uncovered, [])
 
 
 def test_taps_of_further_terms() -> None:
@@ -186,7 +198,7 @@ def test_taps_of_further_terms() -> None:
             return loss(microbatch) + (tapped * microbatch.weights).sum()
 
         _, comparison = compared(of_taps)
-        assert (comparison.proved, comparison.uncovered) == ([POLICY], [f"kl ({reason})"])
+        assert (comparison.proved, gaps(comparison)) == ([POLICY], [f"kl ({reason})"])
 
 
 def test_a_term_that_nothing_reaches_is_a_fault() -> None:
@@ -198,15 +210,15 @@ def test_a_term_that_nothing_reaches_is_a_fault() -> None:
         return loss(microbatch)
 
     _, comparison = compared(unreached)
-    assert comparison.faults == ["The kl term has a coefficient, 0.5, and no gradient reaches it."]
+    assert faults(comparison) == ["The kl term has a coefficient, 0.5, and no gradient reaches it."]
     _, comparison = compared(loss, required=["pg", "kl"])
-    assert comparison.faults == ["The kl term went through a reducer of this library in no micro-batch."]
+    assert faults(comparison) == ["The kl term went through a reducer of this library in no micro-batch."]
 
     def twice(microbatch: Microbatch) -> Tensor:
         return loss(microbatch) + sum(tap(losses_of(microbatch), "kl").sum() for _ in range(2))
 
     _, comparison = compared(twice, required=["kl"])
-    assert comparison.faults[0] == (
+    assert faults(comparison)[0] == (
         "The kl term went through a reducer of this library several times in a micro-batch."
     )
 
@@ -218,11 +230,11 @@ def test_losses_that_were_made_and_thrown_away_do_not_count() -> None:
         return microbatch(losses_of(microbatch))
 
     state, comparison = compared(thrown_away)
-    assert ([*state.terms], comparison.proved, comparison.faults) == (["pg"], [POLICY], [])
+    assert ([*state.terms], comparison.proved, faults(comparison)) == (["pg"], [POLICY], [])
 
 
 def test_a_micro_batch_that_was_not_trained_on_weighs_nothing() -> None:
-    """In the schedule; a loop of one's own may train on the rest in a further call."""
+    """In the schedule and in a loop of one's own, whose plan knows it too."""
 
     def first_alone(microbatch: Microbatch, form: Any = "3-tuple") -> Tensor:
         if len(microbatch.samples) > 1:
@@ -230,13 +242,16 @@ def test_a_micro_batch_that_was_not_trained_on_weighs_nothing() -> None:
         returned = microbatch.loss(losses_of(microbatch), form=form)
         return returned if isinstance(returned, Tensor) else returned[0]
 
-    state, comparison = compared(first_alone, factor=Factor(0.5, 1e-8))
-    assert state.unknown == []
-    says = f"{POLICY}: tokens weigh 0 to 1 times what they should; furthest off: token 0 of sample 0 of micro-batch 1"
-    assert comparison.faults[0].startswith(says)
-    state, comparison = compared(partial(first_alone, form="sum"))
-    assert state.unknown == ["A call trained on 1 of 2 micro-batches of the plan; others may train on the rest."]
-    assert (comparison.proved, comparison.faults) == ([], [])
+    for form, factor in (("3-tuple", 0.5), ("sum", 1.0)):
+        state, comparison = compared(partial(first_alone, form=form), factor=Factor(factor, 1e-8))
+        assert faults(state) == [
+            "Of 2 micro-batches of the plan, [1] were not trained on in this step: the weights of the others hold only for "
+            "the whole plan."
+        ]
+        says = (
+            f"{POLICY}: tokens weigh 0 to 1 times what they should; furthest off: token 0 of sample 0 of micro-batch 1"
+        )
+        assert faults(comparison)[0].startswith(says)
 
 
 @pytest.mark.parametrize(
@@ -271,5 +286,5 @@ def test_losses_that_are_divided_before_a_mode_that_averages(mode: Any, divides_
 
     samples = [Samples([[1] * 7], prompt_ids=["a"]), Samples([[1], [1, 1, 1]], prompt_ids=["a", "b"])]
     _, comparison = compared(divided, mode=mode, samples=samples)
-    assert ["averages them again" in text for text in comparison.unknown] == [True] * divides_again
-    assert not comparison.faults
+    assert ["averages them again" in text for text in texts_of(comparison.findings, IN_PART)] == [divides_again]
+    assert not faults(comparison)

@@ -4,6 +4,7 @@ All rows run one after the other on the same four ranks, two data- times two con
 and DDP. The gradient of a row that trains is compared with the oracle.
 """
 
+import contextlib
 import functools
 import gc
 import math
@@ -17,7 +18,8 @@ import numpy as np
 import oracle
 import pytest
 import torch
-from proved_steps import PROVED, Step, attempted, policy
+import torch.distributed as dist
+from proved_steps import IN_PART, PROVED, Step, attempted, policy
 from ranks import run_ranks
 from step_samples import dealt
 from table_step import Batch, relative_error, run_schedule, run_step, table_model
@@ -38,7 +40,6 @@ class Loop:
         level: Any = "error",
     ) -> None:
         from megatron.core import parallel_state as mpu
-        from megatron.core.pipeline_parallel import get_forward_backward_func
 
         self.cp_rank, self.dp_rank = mpu.get_context_parallel_rank(), mpu.get_data_parallel_rank()
         self.groups = {"dp_group": mpu.get_data_parallel_group(), "cp_group": mpu.get_context_parallel_group()}
@@ -463,24 +464,44 @@ def clipped_while_finalising() -> list[Step]:
     return [loop.step(loop.plan("prompt_mean"), expected=None)]
 
 
-def a_call_for_each_microbatch() -> list[Step]:
-    """The schedule is called for each micro-batch of one plan, which accumulates gradients as it should."""
+def a_call_for_each_microbatch(each: bool) -> list[Step]:
+    """The schedule is called for each micro-batch of one plan, and proved as a whole; or wrongly each call by itself."""
+    from megatron_rl_loss import prove_step
+
     loop = Loop("prompt_mean")
     plan = loop.plan("prompt_mean", model=loop.model)
     loop.model.zero_grad_buffer()
-    count = len(loop.batches)
+    finalize, count = loop.model.config.finalize_model_grads_func, len(loop.batches)
+    loop.model.config.finalize_model_grads_func = None if each else lambda *_, **__: None
     options: Any = {"num_microbatches": 1, "fresh": False}
 
     def loss_of(microbatch: Any, losses: Tensor) -> Any:
         share, *others = microbatch.loss(losses)
         return share / count, *others
 
-    steps = []
-    loop.model.config.finalize_model_grads_func = None
-    for pair in zip(loop.batches, plan, strict=True):
-        run: Any = functools.partial(run_step, loop.model, [pair], loss_of, loop.proving(plan), **options)
-        steps.append(attempted(lambda run=run: float(bool(run())) * 0))  # type: ignore[misc]
-    return steps
+    def run() -> float:
+        with contextlib.nullcontext() if each else prove_step(loop.model, plan):
+            for pair in zip(loop.batches, plan, strict=True):
+                with prove_step(loop.model, plan) if each else contextlib.nullcontext():
+                    run_step(loop.model, [pair], loss_of, **options)
+            if not each:
+                finalize([loop.model])
+        return 0.0 if each else error_in(loop.model, "prompt_mean")
+
+    return [attempted(run)]
+
+
+def levels_that_differ() -> list[Step]:
+    """Rank 1 asks for no proof; the strictest level holds, before ranks exchange anything else."""
+    loop = Loop("prompt_mean", level="off" if dist.get_rank() == 1 else "error")
+    return [loop.step(loop.plan("prompt_mean"), expected="prompt_mean")]
+
+
+def planned_by_fewer_ranks() -> list[Step]:
+    """Each data-parallel rank counts its own tokens."""
+    loop = Loop("prompt_mean")
+    loop.groups["dp_group"] = None
+    return [loop.step(loop.plan("prompt_mean"), expected=None)]
 
 
 # ---- wrong loops
@@ -507,9 +528,7 @@ def a_plan_for_each_microbatch() -> list[Step]:
     for batch in loop.batches[:2]:
         plan = plan_step([batch.samples], "token_mean", model=loop.model)
         loss_of = lambda microbatch, losses: microbatch.loss(losses)  # noqa: E731
-        run: Any = functools.partial(
-            run_step, loop.model, [(batch, plan[0])], loss_of, loop.proving(plan), **options
-        )
+        run: Any = functools.partial(run_step, loop.model, [(batch, plan[0])], loss_of, loop.proving(plan), **options)
         steps.append(attempted(lambda run=run: float(bool(run())) * 0))  # type: ignore[misc]
     return steps
 
@@ -652,7 +671,7 @@ LOOPS: dict[str, tuple[Callable[[], list[Step]], list[str]]] = {
     "a micro-batch skipped where no token is active": (skipped_where_no_token_is_active, [f"{PROVED} 37 tokens of 13"]),
     "a hand-made reducer of another mode first": (
         hand_made_reducers,
-        [rf"{PROVED} 37 .*not covered: loss number 2 of a micro-batch \(no mode of its own\)"],
+        [rf"{IN_PART} 37 .*not covered: loss number 2 of a micro-batch \(no mode of its own\)"],
     ),
     "two models planned before either trains": (
         two_models_planned_first,
@@ -694,15 +713,15 @@ LOOPS: dict[str, tuple[Callable[[], list[Step]], list[str]]] = {
     ),
     "sample means by hand": (
         sample_means_by_hand,
-        [rf"token_sum on .*{PROVED} 37 .*not covered: factors of .* \(1 / the sum of the mask over each sample\) on"],
+        [rf"token_sum on .*{IN_PART} 37 .*not covered: factors of .* \(1 / the sum of the mask over each sample\) on"],
     ),
     "a coefficient like a division": (
         coefficient_like_a_division,
-        [rf"{PROVED} 80 .*not covered: a factor of 0.1 \(1 / the sum of the mask over each sample\) on tokens between"],
+        [rf"{IN_PART} 80 .*not covered: a factor of 0.1 \(1 / the sum of the mask over each sample\) on tokens between"],
     ),
     "two terms that read labels": (
         two_terms_that_read_labels,
-        [rf"token_mean on the policy loss, \S*by_label on kl, {PROVED} 37 .*not covered: entropy \(its mode or coef"],
+        [rf"token_mean on the policy loss, \S*by_label on kl, {IN_PART} 37 .*not covered: entropy \(its mode or coef"],
     ),
     "three steps without a gradient": (
         three_steps_without_a_gradient,
@@ -717,7 +736,7 @@ LOOPS: dict[str, tuple[Callable[[], list[Step]], list[str]]] = {
     ),
     "gradients for a log": (gradients_for_a_log, [rf"prompt_mean on the policy loss, {PROVED} 37 [^;]*; by the grad"]),
     "gathered over CP": (
-        gathered_over_cp, [rf"{PROVED} 37 .*; masks, and the backward of the gather over CP, as given"]
+        gathered_over_cp, [rf"{PROVED} 37 .*; the backward of the gather over CP as given; masks as given"]
     ),
     "a skipped plan": (
         skipped_plan,
@@ -748,6 +767,11 @@ LOOPS: dict[str, tuple[Callable[[], list[Step]], list[str]]] = {
         supervised_first,
         ["NOT PROVED: No loss went .* The first step with a plan", "^$", f"prompt_mean .*{PROVED} 37 tokens", "^$"],
     ),
+    "levels that differ": (levels_that_differ, [rf"differs between ranks \(error, off\): error\n.*{PROVED} 37"]),
+    "planned by fewer ranks": (
+        planned_by_fewer_ranks,
+        ["raises DistributedDataParallel reduces gradients over 4 ranks, and the plan counts the tokens of 2: "],
+    ),
     "groups of one": (functools.partial(groups_of_one, 1.0), [f"prompt_mean .*{PROVED} 37 tokens of 13 samples"]),
     "groups of one, doubled": (functools.partial(groups_of_one, 2.0), ["raises tokens weigh 2 times what they"]),
     "an exception that was caught": (
@@ -755,16 +779,22 @@ LOOPS: dict[str, tuple[Callable[[], list[Step]], list[str]]] = {
     ),
     "a third on purpose": (
         functools.partial(weights_on_purpose, True),
-        [rf"{PROVED} 24 .*not covered: a factor of 0.3333 \(1 / the sum of the mask over each sample\) on tokens"],
+        [rf"{IN_PART} 24 .*not covered: a factor of 0.3333 \(1 / the sum of the mask over each sample\) on tokens"],
     ),
     "weights on purpose": (
         functools.partial(weights_on_purpose, False),
-        ["NOT PROVED: .*Losses are divided by the sum of the mask over each sample between ppo_clip_loss and the red"],
+        [rf"{IN_PART} 37 .*Losses are divided by the sum of the mask over each sample between ppo_clip_loss and"],
     ),
     "clipped in the finalisation": (
         clipped_while_finalising, ["NOT PROVED: .*Gradients may have been clipped inside the measured step"]
     ),
-    "a call for each micro-batch": (a_call_for_each_microbatch, ["NOT PROVED", "^$", "^$"]),
+    "a call for each micro-batch": (
+        functools.partial(a_call_for_each_microbatch, False), [f"prompt_mean on the policy loss, {PROVED} 37"]
+    ),
+    "each call proved by itself": (
+        functools.partial(a_call_for_each_microbatch, True),
+        [r"raises Of 3 micro-batches of the plan, \[1, 2\] were not trained on in this step"],
+    ),
     "losses detached in a micro-batch": (
         losses_detached_in_a_microbatch,
         ["raises token_mean on the policy loss: tokens weigh 0 to 1 times what they should; .* of micro-batch 1 on"],

@@ -176,8 +176,8 @@ class Row(NamedTuple):
     reduces_bf16: bool = False
 
 
-ALL = rf"{PROVED} \d+ tokens.*; by the gradients of all \d+ parameters; masks as given$"
-UNLIKE = r"(?s)NOT PROVED: {} of {} parameters are not trained by these weights.*{}.*Training goes on"
+ALL = rf"{PROVED} \d+ tokens.*; by the gradients of all \d+ parameters; losses as given; masks as given$"
+UNLIKE = r"(?s)PROVED IN PART on .*; {} of {} parameters are not trained by these weights.*{}.*Training goes on"
 finalised, BF16 = functools.partial, RIGHT._replace(bf16=True)
 #: Layouts and options in which every parameter is trained as it should be.
 RIGHTS = {
@@ -188,7 +188,7 @@ RIGHTS = {
     ),
     **{f"{layout}, frozen later": Row(layout, ALL, TIED, plant=freeze) for layout in (DP, SP, PP)},
     "a frozen stage": Row(
-        PP, rf"{PROVED}.*; by the gradients of all 8 parameters; masks as given", plant=freeze_stage_0
+        PP, rf"{PROVED}.*; by the gradients of all 8 parameters; losses as given; masks as given", plant=freeze_stage_0
     ),
     "per token": Row(SP_DP, ALL, TIED._replace(scaling="per token")),
     "averaged in collective": Row(DP, ALL, OVERLAPPED._replace(scaling="averaged in collective")),
@@ -214,7 +214,7 @@ WRONG = {
         plant=finalised(finalised_by, finish_all_but_stage_0),
     ),
     "only the first chunk is reduced": Row(
-        VPP, r"NOT PROVED: .*\d+ of \d+ parameters", plant=finalised(finalised_by, finish_the_first)
+        VPP, r"PROVED IN PART on .*; \d+ of \d+ parameters", plant=finalised(finalised_by, finish_the_first)
     ),
     "stage 0 is zero": Row(
         PP, UNLIKE.format(7, 15, "its final gradient is 0"), plant=finalised(after_finalising, zero_stage_0)
@@ -256,7 +256,7 @@ WRONG = {
         plant=finalised(after_finalising, scale_a_rank),
     ),
     "a shard of the distributed optimizer x 1.5": Row(
-        DP, r"NOT PROVED: .*\d+ of \d+ parameters", OVERLAPPED, plant=finalised(after_finalising, scale_a_rank_much)
+        DP, r"PROVED IN PART on .*; \d+ of \d+ parameters", OVERLAPPED, plant=finalised(after_finalising, scale_a_rank_much)
     ),
     "a tied embedding is not reduced over stages": Row(
         PP, UNLIKE.format(2, 15, r"embedding.word_embeddings.weight of pipeline stage 0 \(no multiple"), TIED,
@@ -367,4 +367,6 @@ def expert_steps() -> list[Step]:
 def test_experts_are_measured() -> None:
     right, wrong = run_ranks(2, expert_steps)[0]
     assert re.search(rf"{PROVED}.*by the gradients of all \d+ parameters", right.printed), right
-    assert re.search(r"NOT PROVED: \d+ of \d+ parameters.*experts\S* \(0.5 times the others\)", wrong.printed), wrong
+    assert re.search(
+        r"PROVED IN PART on .*; \d+ of \d+ parameters.*experts\S* \(0.5 times the others\)", wrong.printed
+    ), wrong

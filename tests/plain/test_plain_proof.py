@@ -85,6 +85,7 @@ class Run(NamedTuple):
     late: Callable[[Any], Any] | None = None
     level: str = "error"
     spoils: Callable[[], Any] | None = None
+    counts_alone: bool = False
 
 
 def all_reduced(model: Any, *, but: str = "", mean: bool = False, group: Any = None) -> None:
@@ -190,7 +191,7 @@ def wrapped(run: Run, net: Net) -> Any:
 
 
 def groups_of(run: Run) -> dict[str, Any]:
-    if run.world == 1:
+    if run.world == 1 or run.counts_alone:
         return {"dp_group": None}
     if run.cp == 1:
         return {"dp_group": dist.group.WORLD}
@@ -307,7 +308,7 @@ RIGHT = {
     "CP 2": Run((ALL,), world=2, cp=2),
     "DP 2, CP 2": Run((ALL, MEAN), world=4, cp=2),
 }  # fmt: skip
-NOT_PROVED = r"(?s)NOT PROVED: 1 of 8 parameters are not trained by these weights.*{}.*Training goes on"
+IN_PART = r"(?s)PROVED IN PART on .*1 of 8 parameters are not trained by these weights.*{}.*Training goes on"
 #: What goes wrong, and is stopped or named.
 WRONG = {
     "sum under DDP": Run(
@@ -330,26 +331,34 @@ WRONG = {
     "gradients x 0.5 inside": Run((r"raises tokens weigh 0.5 times",), reduce=scaled),
     "hooks of all parameters x 2": Run((f"raises {TWICE}",), change=functools.partial(hooked, factor=2.0)),
     "one parameter's hook x 0.5": Run(
-        (NOT_PROVED.format(r"hidden.weight \(0.5 times the others\)"),),
+        (IN_PART.format(r"hidden.weight \(0.5 times the others\)"),),
         change=functools.partial(hooked, factor=0.5, only="hidden.weight"),
     ),
+    "each rank counts its own tokens": Run(
+        ("raises DistributedDataParallel reduces gradients over 2 ranks, and the plan counts the tokens of 1: ",),
+        counts_alone=True,
+    ),
+    "FSDP2, each rank counts its own tokens": Run(
+        ("raises fully_shard reduces gradients over 2 ranks, and the plan counts the tokens of 1: ",),
+        kind="fsdp", counts_alone=True,
+    ),
     "one parameter's hook doubles in place": Run(
-        (NOT_PROVED.format(r"norm.bias \(2 times the others\)"),), change=doubled_in_place
+        (IN_PART.format(r"norm.bias \(2 times the others\)"),), change=doubled_in_place
     ),
     "one parameter x 0.5": Run(
-        (NOT_PROVED.format(r"norm.bias \(0.5 times the others\)"),), reduce=functools.partial(scaled, only="norm.bias")
+        (IN_PART.format(r"norm.bias \(0.5 times the others\)"),), reduce=functools.partial(scaled, only="norm.bias")
     ),
     "one parameter x 0.5, strict": Run(
         (r"raises (?s)1 of 8 parameters are not trained.*norm.bias.*All ranks aborted",),
         reduce=functools.partial(scaled, only="norm.bias"), level="strict",
     ),
     "a parameter forgotten by hand": Run(
-        (NOT_PROVED.format(r"norm.bias \(not summed over ranks at all\)"),), kind="own", form="sum",
+        (IN_PART.format(r"norm.bias \(not summed over ranks at all\)"),), kind="own", form="sum",
         reduce=functools.partial(all_reduced, but="norm.bias"),
     ),
     "clipped inside": Run(("NOT PROVED: .*Gradients may have been clipped inside the measured step",), reduce=clipped),
     "FSDP2, one parameter x 0.5": Run(
-        (NOT_PROVED.format("norm.bias"),), kind="fsdp", reduce=functools.partial(scaled, only="norm.bias")
+        (IN_PART.format("norm.bias"),), kind="fsdp", reduce=functools.partial(scaled, only="norm.bias")
     ),
     "gradients never zeroed": Run((ALL, "raises gradients of the step before are still in .grad"), zeroes=False),
     "FSDP2, never zeroed": Run((ALL, "raises gradients of the step before"), zeroes=False, kind="fsdp"),
@@ -391,9 +400,7 @@ def outcomes_of(world: int) -> list[dict[str, Any]]:
 
 
 def test_the_plain_proof_needs_no_megatron() -> None:
-    code = (
-        "import sys; from megatron_rl_loss import prove_step; print([m for m in sys.modules if 'megatron.' in m])"
-    )
+    code = "import sys; from megatron_rl_loss import prove_step; print([m for m in sys.modules if 'megatron.' in m])"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
     assert (run.stdout, run.returncode) == ("[]\n", 0), run.stderr[-2000:]
 

@@ -35,7 +35,7 @@ PLACES = [
     ("own_tokens.OwnTokens", "_add"), ("own_tokens.OwnTokens", "__init__"), ("own_tokens", "weigh"),
     ("own_tokens", "before_of"), ("own_tokens._Extremes", "add"), ("own_tokens._Extremes", "worst"),
     ("terms", "_why_not"), ("terms", "_judge"), ("first_step", "sizes_in_words"), ("step_state.StepState", "add"),
-    ("step_state.StepState", "__add__"), ("step_state.StepState", "check_factors"), ("first_step", "outcome_of"),
+    ("step_state.StepState", "joined"), ("step_state.StepState", "parameters"), ("first_step", "outcome_of"),
 ]  # fmt: skip
 
 
@@ -94,21 +94,21 @@ def all_steps(step: Callable[[], Step]) -> list[tuple[str, Step]]:
 def in_a_schedule() -> list[tuple[str, Step]]:
     """On a rank of DP 2 x CP 2."""
     from megatron.core import parallel_state as mpu
-    from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    from megatron_rl_loss import plan_step, prove_first_step
+    from megatron_rl_loss import plan_step, prove_step
 
     start_ranks()
     groups = {"dp_group": mpu.get_data_parallel_group(), "cp_group": mpu.get_context_parallel_group()}
     batches = [Batch(STEP, hand, CP) for hand in dealt(STEP, mpu.get_data_parallel_rank(), DP, 3)]
 
     def step() -> Step:
-        model, proved = table_model(TABLE), prove_first_step(get_forward_backward_func(), "prompt_mean")
+        model = table_model(TABLE)
         plan = plan_step([batch.samples for batch in batches], "prompt_mean", **groups)
 
         def run() -> float:
             pairs = list(zip(batches, plan, strict=True))
-            run_step(model, pairs, lambda microbatch, losses: microbatch.loss(losses), lambda schedule: proved)
+            with prove_step(model, plan):
+                run_step(model, pairs, lambda microbatch, losses: microbatch.loss(losses))
             return relative_error(model.module.losses.main_grad, gradient_of("prompt_mean"))
 
         return attempted(run)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 PROVED = "aggregation proved on"
+IN_PART = "aggregation PROVED IN PART on"
 
 
 class Step(NamedTuple):

@@ -39,7 +39,7 @@ def by_sample(samples: Samples, tokens: Any) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("microbatches", "factors_of", "division", "is_sure"),
+    ("microbatches", "factors_of", "division", "is_wrong"),
     [
         (RAGGED, by_microbatch, OF_MICROBATCH, True),  # one of the micro-batches has one token: there nothing changes
         (RAGGED, by_sample, OF_SAMPLE, False),  # weights of one's own may be so
@@ -51,10 +51,24 @@ def by_sample(samples: Samples, tokens: Any) -> Tensor:
         (RAGGED, lambda samples, tokens: torch.arange(1.0, len(tokens) + 1), "", False),
     ],
 )
-def test_divisions(microbatches: Any, factors_of: Any, division: str, is_sure: bool) -> None:
+def test_divisions(microbatches: Any, factors_of: Any, division: str, is_wrong: bool) -> None:
+    """By a count of the micro-batch they are wrong whether or not the mode averages."""
     seen = before(microbatches, factors_of)
-    assert (seen.division, seen.is_sure, seen.made_by) == (division, is_sure, ("ppo_clip_loss",))
-    assert seen.is_doubtful == (microbatches is RAGGED and factors_of is by_sample)
+    assert (seen.division, seen.made_by, seen.lacks) == (division, ("ppo_clip_loss",), False)
+    assert [bool(seen.fault(averages=averages)) for averages in (True, False)] == [is_wrong] * 2
+
+
+def test_one_number_is_wrong_only_where_the_mode_averages() -> None:
+    seen = before([[[1] * 6, [1] * 7]] * 2, by_microbatch)
+    assert (seen.division, seen.varies) == (OF_MICROBATCH, False)
+    assert seen.fault(averages=True)
+    assert not seen.fault(averages=False)
+
+
+def test_losses_of_ones_own_are_told() -> None:
+    extremes = FactorExtremes()
+    extremes.add(None, Samples([[1, 1]]).local(0, 1))
+    assert before_of(extremes.numbers(), extremes.made_by).lacks
 
 
 def test_factors_are_said() -> None:

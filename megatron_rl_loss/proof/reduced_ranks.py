@@ -1,0 +1,57 @@
+"""The ranks over which a model's wrapper reduces gradients, against those whose tokens a plan counts."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_rl_loss.core.collectives import StepGroups, gather_objects, ranks_of, world_rank
+
+
+def reduced_over(model: Any) -> Iterator[tuple[str, set[int]]]:
+    """The wrappers of a model, or of a list of Megatron's chunks, each with the ranks that it reduces over."""
+    if not dist.is_available():
+        return
+    from torch.distributed.fsdp import FSDPModule
+
+    for chunk in model if isinstance(model, list) else [model]:
+        for module in chunk.modules():
+            # torch's DistributedDataParallel has the first, Megatron's the second.
+            group = getattr(module, "process_group", None) or getattr(module, "dp_cp_group", None)
+            if isinstance(group, dist.ProcessGroup):
+                yield type(module).__name__, set(ranks_of(group))
+            elif isinstance(module, FSDPModule):
+                yield from (("fully_shard", ranks) for ranks in _ranks_of_meshes(module))
+
+
+def _ranks_of_meshes(module: Any) -> Iterator[set[int]]:
+    """Of a module with `fully_shard`, whose parameters' own meshes may have tensor-parallel dimensions too."""
+    state = module._get_fsdp_state()  # not public, and nothing public tells the two apart
+    groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+    for group in groups:
+        if group is not None and not getattr(group.mesh_info, "is_spmd_mesh", False):
+            yield set(group.mesh_info.mesh.mesh.flatten().tolist())
+
+
+def counted_by(groups: StepGroups) -> set[int]:
+    """The ranks that a plan knows: those of all its groups together. All of them call it."""
+    ranks = {world_rank()}
+    for group in groups.all:
+        ranks = set().union(*gather_objects(ranks, group))
+    return ranks
+
+
+def uncounted(model: Any, groups: StepGroups) -> str:
+    """The fault of a wrapper that reduces over ranks of which the plan knows nothing; empty for none.
+
+    One that reduces over fewer may be part of a sum of the user's own, which the measurement follows.
+    """
+    counted = counted_by(groups)
+    for wrapper, ranks in reduced_over(model):
+        if not ranks <= counted:
+            return (
+                f"{wrapper} reduces gradients over {len(ranks)} ranks, and the plan counts the tokens of "
+                f"{len(counted)}: tokens of the others are in no denominator. Give plan_step the group that the model "
+                "is wrapped with, dp_group=..., and groups whose ranks hold the same samples as replica_groups=[...]."
+            )
+    return ""
