@@ -119,7 +119,7 @@ def forward_step(data_iterator: Iterator[Microbatch], model: Any) -> tuple[Any, 
 
         return call_model(microbatch, model), loss_func
 
-    head = {"output_processor": output_head(args, entropy=True)}
+    head = output_head(args, entropy=True)
     if POLICY_LOSSES[args.policy_loss].of_sequence:  # its chunks are not losses of their own
 
         def loss_of_sequences(output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -127,33 +127,29 @@ def forward_step(data_iterator: Iterator[Microbatch], model: Any) -> tuple[Any, 
             losses, metrics = losses_of(log_probs, entropy, **inputs)
             return microbatch.loss(losses, {"log_prob": log_probs, "entropy": entropy, **metrics})
 
-        return call_model(
-            microbatch, model, **head, output_processor_context=Tokens(microbatch.tokens.mask)
-        ), loss_of_sequences
+        return call_model(microbatch, model, head, Tokens(microbatch.tokens.mask)), loss_of_sequences
 
     def losses_of_chunk(log_probs: Tensor, entropy: Tensor, **inputs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         return per_token_loss(torch.ones_like(log_probs), log_probs, entropy, **inputs)  # masked tokens are in no chunk
 
     context = Folded(microbatch, losses_of_chunk, inputs)  # the loss is made where its logits are
-    return call_model(microbatch, model, **head, output_processor_context=context), functools.partial(
-        hand_over, microbatch
-    )
+    return call_model(microbatch, model, head, context), functools.partial(hand_over, microbatch)
 
 
-def call_model(microbatch: Microbatch, model: Any, **head: Any) -> Any:
+def call_model(microbatch: Microbatch, model: Any, head: OutputHead | None = None, context: Any = None) -> Any:
     """Minus the log-probs of this context-parallel rank's tokens, [1, seq_length / cp], or the head's output."""
     pack: Pack = microbatch.data
 
     def local(values: Tensor) -> Tensor:
         return microbatch.local(values)[None].cuda(non_blocking=True)
 
-    return model(
+    call = model if head is None else functools.partial(head, model, context=context)
+    return call(
         local(pack.tokens),
         local(pack.position_ids),
         attention_mask=None,
         labels=local(pack.labels),
         packed_seq_params=on_device(pack),
-        **head,
     )
 
 
@@ -210,10 +206,10 @@ class OtherPolicies:
         args = get_args()
         chunks = forward.model if isinstance(forward.model, list) else [forward.model]
         weights = [parameter.data for chunk in chunks for parameter in chunk.parameters()]
-        head = {"output_processor": output_head(args)} if args.log_probs == "chunked" else {}
+        head = output_head(args) if args.log_probs == "chunked" else None
 
         def log_probs(microbatch: Microbatch, model: Any) -> Any:
-            output = call_model(microbatch, model, **head)
+            output = call_model(microbatch, model, head)
             return output if head or not is_last_stage(model) else -output
 
         if args.old_log_probs == "recomputed":

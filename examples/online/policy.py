@@ -85,7 +85,7 @@ def log_probs_of(model: Any, rows: Rows, local: Callable[[Tensor], Tensor]) -> T
     if rows.teacher_ids is None:
         return -model(tokens, position_ids, None, labels=labels)
     ids = torch.cat([labels[..., None], rows.teacher_ids], dim=-1)
-    return model(tokens, position_ids, None, labels=ids, output_processor=OutputHead())[0]
+    return OutputHead()(model, tokens, position_ids, None, labels=ids)[0]
 
 
 def cut(policy: Policy, rows: Rows) -> Callable[[Tensor], Tensor]:

@@ -26,14 +26,14 @@ def forward_step(data_iterator: Any, model: Any) -> Any:
     columns = (microbatch.local(pack[name])[None].cuda() for name in COLUMNS)  # of this context-parallel rank
     tokens, positions, labels, old, advantages, ids, teacher = columns
     at_ids = torch.cat([torch.zeros_like(labels, dtype=torch.bool)[..., None], teacher > -torch.inf], dim=-1)
-    output = model(
+    output = OutputHead(chunk_tokens=1024)(
+        model,
         tokens,
         positions,
         None,
         labels=torch.cat([labels[..., None], ids], dim=-1),
+        context=Tokens(microbatch.tokens.mask, rest_without=at_ids),
         packed_seq_params=pack["packed"],
-        output_processor=OutputHead(chunk_tokens=1024),
-        output_processor_context=Tokens(microbatch.tokens.mask, rest_without=at_ids),
     )
 
     def loss_func(output: tuple[Tensor, None]) -> Any:

@@ -34,14 +34,14 @@ def forward_step(data_iterator: Any, model: Any) -> Any:
         microbatch.local(pack[name])[None].cuda() for name in COLUMNS + OF_SAMPLER
     )  # of this context-parallel rank
     tokens, positions, labels, old, advantages, sampled, ids, sampler = columns
-    output = model(
+    output = OutputHead(chunk_tokens=1024)(
+        model,
         tokens,
         positions,
         None,
         labels=torch.cat([labels[..., None], ids], dim=-1),
+        context=Tokens(microbatch.tokens.mask),
         packed_seq_params=pack["packed"],
-        output_processor=OutputHead(chunk_tokens=1024),
-        output_processor_context=Tokens(microbatch.tokens.mask),
     )
 
     def loss_func(output: tuple[Tensor, None]) -> Any:

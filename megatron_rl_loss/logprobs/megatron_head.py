@@ -1,19 +1,23 @@
-"""The output layer of a Megatron model, run in chunks of tokens through a hook of `GPTModel.forward`.
+"""The output layer of a Megatron model, run in chunks of tokens in the place of the layer itself.
 
     head = OutputHead(temperature=1.0, entropy=True)
-    log_probs, entropy = model(tokens, positions, None, labels=labels, output_processor=head)  # [b, s] each
+    log_probs, entropy = head(model, tokens, positions, None, labels=labels)  # [b, s] each
 
-On the last pipeline stage the model calls its ``output_processor`` instead of output layer and cross-entropy
-(`core/models/gpt/gpt_model.py` `_postprocess`). `logprobs.hidden` follows the settings of the output layer
+The models of every Megatron (GPT, Hybrid, Mamba) end with the same two calls on the last pipeline stage: that of
+``self.output_layer``, and that of ``self.compute_language_model_loss`` on its logits. For one call of the model the
+head stands in the place of both (`_Call`): it runs where the layer runs, so between the layer's own hooks, and the
+model returns its values as it would return losses. `logprobs.hidden` follows the settings of the output layer
 (`core/tensor_parallel/layers.py`). MuP's scale of logits is folded into the temperature.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
 
 import torch
 from megatron.core.tensor_parallel import layers
+from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from megatron_rl_loss.core.errors import check_int
@@ -28,18 +32,18 @@ from megatron_rl_loss.logprobs.hidden import (
 from megatron_rl_loss.logprobs.kept_ids import Keep
 from megatron_rl_loss.logprobs.layer import OutputLayer, TensorParallel, WeightGradient
 from megatron_rl_loss.logprobs.teacher import Teacher, check_teacher
-from megatron_rl_loss.megatron.versions import check_output_processor, has_plain_forward, remat_size
+from megatron_rl_loss.megatron.versions import has_plain_forward, remat_size
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """The ``output_processor_context`` of an `OutputHead` that needs more of a micro-batch than the labels.
+    """The ``context`` of a call of an `OutputHead` that needs more of a micro-batch than the labels.
 
     Attributes:
         mask: [b, s], or flat in that order: tokens with 0 are skipped; their log-prob and entropy are 0. Best on the
             host, as ``microbatch.tokens.mask`` is: the host waits for a mask on a device.
         keep: bool [b, s, vocabulary / TP], or `KeptIds` in the order of [s, b]: the ids that sampling kept.
-        teacher: makes the model return (log_probs, entropy, divergence). The teacher's hidden states are
+        teacher: makes the head return (log_probs, entropy, divergence). The teacher's hidden states are
             [b, s, teacher width], such as ``microbatch.local(column)``, or this rank's part of s under sequence
             parallelism.
         rest_without: bool [b, s, K], of labels [b, s, K], as in `log_probs_from_logits`.
@@ -53,7 +57,7 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Folded:
-    """An ``output_processor_context`` that computes the loss in the same pass: the model returns (summed, values).
+    """A ``context`` that computes the loss in the same pass: the head returns (summed, values).
 
     Give Megatron ``microbatch.loss(summed, values)``.
 
@@ -75,20 +79,21 @@ class Folded:
 
 @dataclass(frozen=True, kw_only=True)
 class OutputHead:
-    """An ``output_processor`` of a Megatron model that holds the logits of one chunk of tokens at a time.
+    """The output layer of a Megatron model that holds the logits of one chunk of tokens at a time.
 
-    With labels [b, s] the model returns (log_probs, entropy), float32 [b, s], for the labels that this context-parallel
-    rank holds; with labels [b, s, K] the log-probs are [b, s, K]. Without ``entropy=True`` the entropy is None. With
-    ``output_processor_context=Folded(...)`` the model returns (share, values) of `loss_from_hidden`, without losses.
-    Nothing is read back from a device.
+    ``head(model, ..., labels=labels)`` calls the model. With labels [b, s] it returns (log_probs, entropy), float32
+    [b, s], for the labels that this context-parallel rank holds; with labels [b, s, K] the log-probs are [b, s, K].
+    Without ``entropy=True`` the entropy is None. With ``context=Folded(...)`` it returns (share, values) of
+    `loss_from_hidden`, without losses. Other pipeline stages return their hidden states. Nothing is read back from a
+    device, and the model is as before after the call, also after an error inside.
 
     Attributes:
         chunk_tokens, temperature, vocab_size: as in `OutputLayer`.
         entropy, kernel: as in `log_probs_from_hidden`.
 
     Raises:
-        ValueError: Megatron-Core before 0.18, whose models take no ``output_processor``. In a call: an output layer
-            that does more than Megatron's ColumnParallelLinear, also by a hook; a kernel with unsupported inputs.
+        ValueError: in a call, an output layer that does more than Megatron's ColumnParallelLinear, also by a hook; a
+            model that calls its output layer otherwise; a kernel with unsupported inputs.
     """
 
     chunk_tokens: int | None = None
@@ -98,32 +103,34 @@ class OutputHead:
     kernel: str | None = None
 
     def __post_init__(self) -> None:
-        check_output_processor()
         if self.chunk_tokens is not None:
             check_int("chunk_tokens", self.chunk_tokens, at_least=1, remedy="Leave it out for a default")
 
     def __call__(
-        self,
-        *,
-        hidden_states: Tensor,
-        output_layer: Any,
-        output_weight: Tensor | None,
-        labels: Tensor | None,
-        context: Tokens | Folded | None = None,
-        scale_logits: Any = None,
-        **_: Any,
+        self, model: Any, *args: Any, labels: Tensor | None, context: Tokens | Folded | None = None, **kwargs: Any
+    ) -> Any:
+        """Call ``model(*args, labels=labels, **kwargs)`` with this head in the place of its output layer.
+
+        The model may be wrapped, as by Megatron's DDP. Hidden states of other pipeline stages pass unchanged.
+        """
+        inner = unwrap_model(model)
+        check_model(inner)
+        if not inner.post_process:
+            return model(*args, labels=labels, **kwargs)
+        call = _Call(self, inner, labels, context or Tokens())
+        with (
+            _in_place_of(inner.output_layer, "forward", call.forward),
+            _in_place_of(inner, "compute_language_model_loss", call.loss),
+        ):
+            values = model(*args, labels=labels, **kwargs)
+        call.check_finished()
+        return values
+
+    def values(
+        self, hidden_states: Tensor, output_layer: Any, weight: Tensor, labels: Tensor, context: Tokens | Folded
     ) -> tuple[Tensor | None, ...] | tuple[Summed, dict[str, Tensor]]:
-        """Run on hidden states [s, b, h], or [s / TP, b, h] under sequence parallelism."""
-        if labels is None:
-            raise ValueError(
-                "a model called with output_processor=OutputHead(...) and without labels: the head computes log-probs "
-                "of labels. Pass labels=..., or leave the output_processor out for logits."
-            )
-        batch = labels.shape[:2]
-        weight = output_layer.weight if output_weight is None else output_weight
-        check_layer(output_layer, weight)
-        run_pre_hooks(output_layer, hidden_states, weight)
-        context = context or Tokens()
+        """What the head returns, of hidden states [s, b, h], or [s / TP, b, h] under sequence parallelism."""
+        batch, config = labels.shape[:2], output_layer.config
         mask = context.microbatch.tokens.mask if isinstance(context, Folded) and context.mask is None else context.mask
         keep, teacher = context.keep, context.teacher
         is_foreign = self.kernel is not None and self.kernel != "torch"
@@ -138,8 +145,8 @@ class OutputHead:
             teacher = replace(teacher, hidden=teacher.hidden.transpose(0, 1), temperature=its_temperature)
         # Megatron's own layer adds the gradient to `main_grad` under the same two conditions.
         fused = output_layer.gradient_accumulation_fusion and hasattr(weight, "main_grad")
-        # MuP multiplies the logits by a number, which `scale_logits` gives of 1: on the host, where it is read.
-        mup = 1.0 if scale_logits is None else float(scale_logits(torch.ones((), device="cpu")))
+        # MuP multiplies the logits by a number; Megatron has it from 0.17 on.
+        mup = config.mup_output_mult if getattr(config, "use_mup", False) else 1.0
         layer = OutputLayer(
             weight,
             output_layer.bias,
@@ -181,6 +188,95 @@ class OutputHead:
         return context.microbatch.summed(share, by_name.pop("losses")), by_name
 
 
+class _Call:
+    """One call of a model whose output layer is a head: the layer's forward pass, and the loss of its logits.
+
+    Multi-token prediction calls both first, as often as it has depths, and gets the model's own.
+    """
+
+    def __init__(self, head: OutputHead, model: Any, labels: Tensor | None, context: Tokens | Folded) -> None:
+        if labels is None:
+            raise ValueError(
+                "an OutputHead called without labels: the head computes log-probs of labels. Pass labels=..., or call "
+                "the model itself for logits."
+            )
+        depths = model.config.mtp_num_layers or 0
+        if depths and labels.dim() != 2:
+            raise ValueError(
+                f"an OutputHead with labels {list(labels.shape)} on a model of multi-token prediction: its losses take "
+                "one label of each token. Pass labels [b, s]."
+            )
+        self._head, self._labels, self._context = head, labels, context
+        self._layer, self._layer_forward = model.output_layer, model.output_layer.forward
+        self._loss_of_logits = model.compute_language_model_loss
+        self._calls_before = depths
+        self._values: Any = None
+
+    def forward(self, input_: Tensor, weight: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+        """In the place of the layer's."""
+        if self._calls_before > 0:
+            self._calls_before -= 1
+            return self._layer_forward(input_, weight, *args, **kwargs)
+        if self._values is not None:
+            raise ValueError(
+                "an OutputHead on a model that calls its output layer more than 1 + mtp_num_layers times: the head "
+                "takes the last for that of the policy. Call the model itself (in the example: --log-probs stock)."
+            )
+        weight = self._layer.weight if weight is None else weight
+        self._values = self._head.values(input_, self._layer, weight, self._labels, self._context)
+        if kwargs.get("output_cross_entropy_loss"):  # of Megatron's dev, whose layer computes the loss itself
+            return self._values
+        # The values themselves, so that hooks of a wrapper find what backward begins with; MuP scales the first.
+        first, *rest = self._values
+        return first.share if isinstance(first, Summed) else first, rest
+
+    def loss(self, labels: Tensor, logits: Tensor) -> Any:
+        """In the place of the model's."""
+        return self._loss_of_logits(labels, logits) if self._values is None else self._values
+
+    def check_finished(self) -> None:
+        """Reject a model that returned something else than the head's values."""
+        if self._values is None:
+            raise ValueError(
+                "an OutputHead on a model that called its output layer no more than mtp_num_layers times: the head "
+                "takes the next call for that of the policy. Call the model itself (in the example: --log-probs stock)."
+            )
+
+
+@contextmanager
+def _in_place_of(owner: Any, name: str, method: Callable[..., Any]) -> Iterator[None]:
+    """One object's method is another one inside the ``with``."""
+    if name in vars(owner):
+        raise ValueError(
+            f"an OutputHead where {name} of {type(owner).__name__} is replaced already: the head would undo it. "
+            "Call one head at a time, or the model itself."
+        )
+    vars(owner)[name] = method
+    try:
+        yield
+    finally:
+        del vars(owner)[name]
+
+
+def check_model(model: Any) -> None:
+    """Reject what the head cannot serve before the model is called: an error inside leaves the other stages waiting."""
+    if not hasattr(model, "post_process") or not hasattr(model, "compute_language_model_loss"):
+        raise ValueError(
+            f"an OutputHead on a {type(model).__name__}: the head takes the place of the output layer of a language "
+            "model of Megatron, such as GPTModel or HybridModel. Pass that part of your model (such as its "
+            "language_model), or call log_probs_from_hidden on its hidden states."
+        )
+    if getattr(model.config, "overlap_moe_expert_parallel_comm", False):
+        raise ValueError(
+            "an OutputHead with --overlap-moe-expert-parallel-comm: its schedule runs the layers of a model after the "
+            "call in which the head stands. Drop the flag, or call the model itself (in the example: --log-probs "
+            "stock)."
+        )
+    if model.post_process:
+        own = model.output_layer.weight  # None where it is the embedding's
+        check_layer(model.output_layer, model.shared_embedding_or_output_weight() if own is None else own)
+
+
 def check_layer(output_layer: Any, weight: Tensor) -> None:
     """Reject output layers that do more than the chunked head."""
     config, fused = output_layer.config, output_layer.gradient_accumulation_fusion
@@ -203,19 +299,10 @@ def check_layer(output_layer: Any, weight: Tensor) -> None:
             raise _other_layer(layer)
 
 
-def run_pre_hooks(output_layer: Any, hidden_states: Tensor, weight: Tensor) -> None:
-    """Run the layer's forward pre-hooks: with `--overlap-param-gather` one of them waits for the weight."""
-    for key, hook in output_layer._forward_pre_hooks.items():
-        takes_kwargs = key in output_layer._forward_pre_hooks_with_kwargs
-        kwargs = ({"weight": weight},) if takes_kwargs else ()
-        if hook(output_layer, (hidden_states,), *kwargs) is not None:
-            raise _other_layer("one with a hook that changes its input")
-
-
 def _other_layer(layer: str) -> ValueError:
     return ValueError(
         f"an OutputHead on an unsupported output layer, {layer}: the head replaces Megatron's plain "
-        "ColumnParallelLinear alone. Leave the output_processor out (in the example: --log-probs stock)."
+        "ColumnParallelLinear alone. Call the model itself (in the example: --log-probs stock)."
     )
 
 

@@ -5,7 +5,6 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-import megatron.core
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 
@@ -34,18 +33,6 @@ def has_plain_forward(output_layer: Any) -> bool:
 
         classes.append(LinearCrossEntropyModule)
     return type(output_layer).forward in [layer_class.forward for layer_class in classes]
-
-
-def check_output_processor() -> None:
-    """Reject a Megatron before 0.18, whose models take no ``output_processor``."""
-    from megatron.core.models.gpt import GPTModel
-
-    if "output_processor" not in inspect.signature(GPTModel.forward).parameters:
-        raise ValueError(
-            f"an OutputHead with megatron-core {megatron.core.__version__}: models take an output_processor from 0.18 "
-            "on. Use a later Megatron, or call log_probs_from_hidden on the hidden states of a model with "
-            "post_process=False."
-        )
 
 
 def logged_arguments(training_log: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:

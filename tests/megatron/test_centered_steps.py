@@ -82,14 +82,14 @@ def folded_step(data_iterator: Any, model: Any) -> Any:
         return policy.per_token_loss + centred, {}
 
     inputs = {"old": old, "advantages": advantages, "sampled": sampled, "sampler": sampler}
-    output = model(
+    output = OutputHead(chunk_tokens=3)(
+        model,
         tokens,
         positions,
         None,
         labels=torch.cat([labels[..., None], ids], dim=-1),
+        context=Folded(microbatch, per_token, inputs),
         packed_seq_params=pack["packed"],
-        output_processor=OutputHead(chunk_tokens=3),
-        output_processor_context=Folded(microbatch, per_token, inputs),
     )
     return output, lambda output: microbatch.loss(output[0])  # log-probs of several ids are no metric
 

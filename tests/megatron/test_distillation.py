@@ -103,8 +103,8 @@ def from_hidden_states(data_iterator: Iterator[Any], model: Any) -> Any:
     tokens, positions, labels, old, advantages, hidden = columns
     shard = teacher_weight().chunk(LAYOUT.tp)[mpu.get_tensor_model_parallel_rank()].cuda()
     context = Tokens(microbatch.tokens.mask, teacher=Teacher(hidden=hidden, weight=shard, kind="reverse_kl"))
-    head = {"output_processor": OutputHead(chunk_tokens=3), "output_processor_context": context}
-    output = model(tokens, positions, None, labels=labels, packed_seq_params=batch["packed"], **head)
+    head = OutputHead(chunk_tokens=3)
+    output = head(model, tokens, positions, None, labels=labels, context=context, packed_seq_params=batch["packed"])
 
     def loss_func(output: Any) -> Any:
         log_probs, _, kl = output

@@ -99,8 +99,6 @@ CASES: dict[str, tuple[int, list[str], list[str]]] = {
 def test_a_step_is_the_same_in_every_layout(case: str, runs: Runs) -> None:
     skip_without("pretrain")
     world_size, of_several, of_both = CASES[case]
-    if "--log-probs" in of_several:
-        skip_without("output_processor")
     assert_same_steps(runs.on(world_size, *of_several, *of_both), runs.on(1, *of_both))
 
 

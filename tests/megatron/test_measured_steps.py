@@ -156,9 +156,7 @@ def trained(layout: Layout, runs: list[tuple[str, str]], rollouts: list[Rollout]
         gaps = [0.0]
 
         def call_model(microbatch: Any, model: Any) -> Any:
-            return output_of(
-                model, microbatch.data, output_processor=head, output_processor_context=Tokens(microbatch.data.mask)
-            )
+            return output_of(model, microbatch.data, head, Tokens(microbatch.data.mask))
 
         def before_step(forward: Any, example: Example = example, over: str = over) -> None:
             forward.log_probs(("now", "entropy"), call_model)

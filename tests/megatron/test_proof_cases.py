@@ -425,7 +425,7 @@ def trained_gpt(case: str, layout: Layout, steps: int, stack: contextlib.ExitSta
             return output_of(model, batch), lambda losses: microbatch.loss(losses * (1.5 + batch.advantages))
         folded = Folded(microbatch, lambda log_probs, _, advantages: (-log_probs * (1.5 + advantages), {}),
                         {"advantages": batch.advantages})  # fmt: skip
-        output = output_of(model, batch, output_processor=OutputHead(chunk_tokens=3), output_processor_context=folded)
+        output = output_of(model, batch, OutputHead(chunk_tokens=3), folded)
 
         def loss_func(output: Any) -> Any:
             summed, _ = output

@@ -137,12 +137,14 @@ def test_memory_of_distillation_is_that_of_the_file() -> None:
 def test_the_code_for_a_megatron_model_gives_the_step_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     """The model stands for its own output; the real one runs in tests/megatron/test_output_head.py."""
     pytest.importorskip("megatron.core")
-    monkeypatch.setattr("megatron_rl_loss.logprobs.megatron_head.check_output_processor", lambda: None)
+    from megatron_rl_loss import OutputHead
+
+    monkeypatch.setattr(OutputHead, "__call__", lambda _, model, *args, labels, context=None: model(context))
     (microbatch,) = plan = plan_step([Samples([[1, 1, 0], [1]])], "token_mean", dp_group=None)
     log_probs, entropy = torch.tensor([[-1.0, -2, -3, -4]], requires_grad=True), torch.tensor([[1.0, 2, 3, 4]])
 
-    def model(*_: Any, output_processor_context: Any = None, **options: Any) -> Any:
-        if (folded := output_processor_context) is None:
+    def model(folded: Any) -> Any:
+        if folded is None:
             return log_probs, entropy
         inputs = {name: column.flatten() for name, column in folded.inputs.items()}
         losses, metrics = folded.per_token_loss(log_probs.flatten(), entropy.flatten(), **inputs)

@@ -23,9 +23,8 @@ NEEDS: dict[str, list[tuple[bool, str]]] = {
     "pretrain_cfg_container": [
         ("def pretrain_cfg_container_from_args" in _text("training/argument_utils.py"), "pretrain takes no container")
     ],
-    "output_processor": [
-        ("output_processor" in _text("core/models/gpt/gpt_model.py"), "GPTModel takes no output_processor")
-    ],
+    "HybridModel": [(bool(_text("core/models/hybrid/hybrid_model.py")), "no HybridModel")],
+    "MuP": [("use_mup" in _text("core/transformer/transformer_config.py"), "no MuP")],
     "MTP": [
         ("_roll_tensor_packed_seq" in _mtp, "multi-token prediction refuses packed sequences"),
         ("num_tokens_safe" in _mtp, "multi-token prediction divides by 0 where a rank has no active token"),

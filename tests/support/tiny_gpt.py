@@ -3,6 +3,8 @@
 Imported by forked ranks after `warm_megatron`; everything of Megatron is the real one (see `megatron_on_cpu`).
 """
 
+import dataclasses
+import functools
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +18,7 @@ import torch
 import torch.distributed as dist
 from gpt_oracle import GptShape, Rollout
 from table_step import run_schedule, start
+from tiny_hybrid import name_in_gpt, tiny_hybrid
 from torch import Tensor
 
 from megatron_rl_loss import Samples, ZigzagTHD
@@ -139,6 +142,9 @@ class Batch:
         from megatron.core.packed_seq_params import PackedSeqParams
 
         longest = int(self.bounds.diff().max())
+        # By which Mamba's layers number the tokens of each sequence; without it their state runs on to the next one.
+        names = {field.name for field in dataclasses.fields(PackedSeqParams)}
+        total = {"total_tokens": int(self.bounds[-1])} if "total_tokens" in names else {}
         return PackedSeqParams(
             qkv_format="thd",
             cu_seqlens_q=self.bounds,
@@ -148,6 +154,7 @@ class Batch:
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
             **({} if self.cp_group is None else {"cp_group": self.cp_group}),
+            **total,
         )
 
 
@@ -254,24 +261,29 @@ def tiny_model(config: Any, block: Any, vp_stage: int | None = None, **options: 
     )
 
 
-def config_of(layout: Layout, case: Case) -> Any:
+def config_of(layout: Layout, case: Case, attention: str = "packed") -> Any:
     dtype = torch.bfloat16 if case.bf16 else torch.float32
-    return tiny_config(layout, per_token=case.scaling == "per token", dtype=dtype)
+    layers = {"num_layers": 2 * layout.num_layers} if attention == "hybrid" else {}
+    return tiny_config(layout, per_token=case.scaling == "per token", dtype=dtype, **layers)
 
 
 def gpt_chunk(layout: Layout, case: Case, config: Any, stage: int = 0, attention: str = "packed") -> Any:
     """This rank's part of a virtual stage, with the oracle's weights.
 
-    `attention`: "packed" is `examples/packed_attention.py`, "te" is Transformer Engine's in its stead (GPUs, bf16).
+    `attention`: "packed" is `examples/packed_attention.py`, "te" is Transformer Engine's in its stead (GPUs, bf16),
+    "hybrid" is the first in a HybridModel, whose layers are halves of a GPT's.
     """
-    from megatron.core import parallel_state as mpu
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-    from megatron.core.transformer.module import Float16Module
     from packed_attention import layer_spec
 
     model_parallel_cuda_manual_seed(1, force_reset_rng=True)
     weights = gpt_oracle.weights_of(case.shape(layout))
     vp_stage = stage if layout.vp > 1 else None
+    if attention == "hybrid":
+        stages = layout.pp * layout.vp
+        pattern = "|".join(["*-" * (layout.num_layers // stages)] * stages)
+        model = tiny_hybrid(config, pattern, vp_stage, share_embeddings_and_output_weights=case.tied)
+        return in_precision(config, case, with_weights(model, weights, layout))
     block = layer_spec(SimpleNamespace(transformer=config), vp_stage)
     if attention == "te":
         from megatron.core.extensions.transformer_engine import TEDotProductAttention
@@ -279,12 +291,24 @@ def gpt_chunk(layout: Layout, case: Case, config: Any, stage: int = 0, attention
         for layer in block.layer_specs:
             layer.submodules.self_attention.submodules.core_attention = TEDotProductAttention
     model = tiny_model(config, block, vp_stage, share_embeddings_and_output_weights=case.tied)
+    return in_precision(config, case, with_weights(model, weights, layout))
+
+
+def with_weights(model: Any, weights: Mapping[str, Tensor], layout: Layout) -> Any:
+    """The model with this rank's parts of whole weights, by their names in a GPT."""
+    from megatron.core import parallel_state as mpu
+
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             full, dim = weights[full_name(name, model)], cut_dim(parameter)
             rank = mpu.get_tensor_model_parallel_rank()
             parameter.copy_(full if dim is None else full.chunk(layout.tp, dim)[rank])
-    model.cuda()
+    return model.cuda()
+
+
+def in_precision(config: Any, case: Case, model: Any) -> Any:
+    from megatron.core.transformer.module import Float16Module
+
     return Float16Module(config, model) if case.bf16 else model
 
 
@@ -293,7 +317,7 @@ def build(layout: Layout, case: Case, attention: str) -> Ready:
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
     virtual = layout.vp > 1
-    config = config_of(layout, case)
+    config = config_of(layout, case, attention)
     overlap, distributed = "overlap" in case.optimizer, "distributed" in case.optimizer
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
@@ -340,6 +364,8 @@ def full_name(name: str, model: Any) -> str:
     if parts[:2] == ["decoder", "layers"]:
         parts[2] = str(model.decoder.layers[int(parts[2])].layer_number - 1)
     name = ".".join(parts)
+    if hasattr(model, "hybrid_layer_pattern"):
+        name = name_in_gpt(name)
     if model.share_embeddings_and_output_weights and name == "output_layer.weight":
         return "embedding.word_embeddings.weight"
     return name
@@ -416,9 +442,11 @@ def settings_of(case: Case, **options: Any) -> AggregationSettings:
     return AggregationSettings.resolve(with_per_token_loss=case.scaling == "per token", **mode_of(case), **options)
 
 
-def output_of(model: Any, batch: Batch, **options: Any) -> Any:
+def output_of(model: Any, batch: Batch, head: Any = None, context: Any = None) -> Any:
+    """The model's output, or that of an `OutputHead` in its output layer's place."""
+    call = model if head is None else functools.partial(head, model, context=context)
     params = batch.packed_seq_params()
-    return model(batch.tokens, batch.positions, None, labels=batch.labels, packed_seq_params=params, **options)
+    return call(batch.tokens, batch.positions, None, labels=batch.labels, packed_seq_params=params)
 
 
 def run_batches(

@@ -177,8 +177,8 @@ def gpt_in(world: World, rollouts: Sequence[Rollout], attention: str) -> Model:
     from megatron.core.utils import unwrap_model
 
     layout, case = world.layout, world.case
-    config, head = config_of(layout, case), case.head
-    processor = {"output_processor": OutputHead(chunk_tokens=3, entropy=True)} if head else {}
+    config, head = config_of(layout, case, attention), case.head
+    output_head = OutputHead(chunk_tokens=3, entropy=True) if head else None
 
     def in_ddp() -> Ready:
         ready = build(layout, case, attention)
@@ -194,11 +194,11 @@ def gpt_in(world: World, rollouts: Sequence[Rollout], attention: str) -> Model:
 
     def forward(chunk: Any, batch: tiny_gpt.Batch, microbatch: Any) -> tuple[Any, Callable[[Any], Any]]:
         inputs = {"old_log_probs": batch.old_log_probs, "advantages": batch.advantages, "mask": batch.mask}
-        context: Any = {}
+        context: Any = None
         if "one pass" in head:
-            context = {"output_processor_context": Folded(microbatch, losses_of, inputs, mask=batch.mask)}
+            context = Folded(microbatch, losses_of, inputs, mask=batch.mask)
         elif head:
-            context = {"output_processor_context": Tokens(batch.mask)}
+            context = Tokens(batch.mask)
 
         def loss_func(output: Any) -> Any:
             if "one pass" in head:
@@ -208,7 +208,7 @@ def gpt_in(world: World, rollouts: Sequence[Rollout], attention: str) -> Model:
             losses, metrics = losses_of(output[0] if head else -output, None, **inputs)
             return microbatch.loss(losses, metrics, form=world.form)
 
-        return output_of(chunk, batch, **processor, **context), loss_func
+        return output_of(chunk, batch, output_head, context), loss_func
 
     dp_rank, cp_rank = mpu.get_data_parallel_rank(), mpu.get_context_parallel_rank()
     batches = tiny_gpt.batches_of(rollouts, case, layout.dp, dp_rank, layout.cp, cp_rank)
