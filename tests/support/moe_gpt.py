@@ -11,6 +11,7 @@ import torch.distributed as dist
 from gpt_oracle import rollouts_without_old_policy
 from table_step import run_schedule, start
 from tiny_gpt import Batch, Case, Layout, batches_of, tiny_config, tiny_model
+from tiny_hybrid import tiny_hybrid
 
 MOE = {
     "num_moe_experts": 4,
@@ -24,8 +25,10 @@ MTP = {"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.5}
 MODELS: dict[str, dict[str, Any]] = {"moe": MOE, "mtp": MTP, "moe and mtp": MOE | MTP}
 
 
-def build(model: str, per_token: bool, tp: int = 1, pp: int = 1, cp: int = 1, ep: int = 1) -> Any:
-    """A tiny GPT of two layers in Megatron's DDP."""
+def build(
+    model: str, per_token: bool, tp: int = 1, pp: int = 1, cp: int = 1, ep: int = 1, *, is_hybrid: Any = False
+) -> Any:
+    """A tiny GPT of two layers in Megatron's DDP; or the HybridModel of four layers that is one, without stages."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -46,7 +49,15 @@ def build(model: str, per_token: bool, tp: int = 1, pp: int = 1, cp: int = 1, ep
     if not dist.is_initialized():
         start(tp, pp, cp, expert_model_parallel_size=ep)
     settings = MODELS[model] | {"expert_model_parallel_size": ep, "init_method_std": 0.3}  # routers with a preference
+    if is_hybrid:
+        settings["num_layers"] = 4
     config = tiny_config(Layout(tp, tp > 1, pp, 1, cp, 1), per_token=per_token, **settings)
+    if is_hybrid:
+        torch.manual_seed(3)
+        model_parallel_cuda_manual_seed(3, force_reset_rng=True)
+        depths = ["*E"] * (config.mtp_num_layers or 0)
+        hybrid = tiny_hybrid(config, "/".join(["*E*E" if config.num_moe_experts else "*-*-", *depths]))
+        return DistributedDataParallel(config, DistributedDataParallelConfig(), hybrid)
     block = layer_spec(SimpleNamespace(transformer=config))
     if "num_moe_experts" in settings:
         experts = get_gpt_layer_local_spec(num_experts=config.num_moe_experts).submodules.mlp

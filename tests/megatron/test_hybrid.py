@@ -1,0 +1,158 @@
+"""HybridModel, Megatron's next model: whole steps beside the oracle of a GPT with the same weights, and their proof."""
+
+import contextlib
+import io
+from typing import Any
+
+import gpt_oracle
+import pytest
+import torch
+from missing import skip_without
+from ranks import run_ranks
+from tiny_gpt import HEADS, Case, Layout
+from tiny_hybrid import name_in_gpt
+from torch import Tensor
+from world import World, beyond_bounds, errors_of, trained_in
+
+pytestmark = pytest.mark.slow
+
+LAYOUTS = [
+    Layout(tp=1, sp=False, pp=1, vp=1, cp=1, dp=2),
+    Layout(tp=2, sp=False, pp=1, vp=1, cp=1, dp=1),
+    Layout(tp=2, sp=True, pp=1, vp=1, cp=1, dp=1),
+    Layout(tp=2, sp=True, pp=1, vp=1, cp=1, dp=2),
+    Layout(tp=2, sp=True, pp=1, vp=1, cp=2, dp=1),
+    Layout(tp=1, sp=False, pp=2, vp=2, cp=1, dp=1),
+    Layout(tp=2, sp=True, pp=2, vp=1, cp=1, dp=1),
+]
+
+#: Every head with an optimizer, embeddings that are tied or not, a precision, and a loop.
+WAYS: list[dict[str, Any]] = [
+    {"head": "", "optimizer": "plain", "tied": False, "bf16": False, "loop": "adapter"},
+    {"head": "two passes", "optimizer": "distributed+overlap", "tied": True, "bf16": False, "loop": "plan"},
+    {"head": "one pass", "optimizer": "plain", "tied": True, "bf16": False, "loop": "adapter"},
+    {"head": "one pass, main grad", "optimizer": "distributed+overlap", "tied": False, "bf16": False, "loop": "plan"},
+    {"head": "two passes", "optimizer": "plain", "tied": False, "bf16": True, "loop": "adapter"},
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_a_step_of_a_hybrid_equals_the_oracle_of_a_gpt(layout: Layout) -> None:
+    skip_without("HybridModel")
+    assert {way["head"] for way in WAYS} == {"", *HEADS}
+    cases = [Case(4, "sample_mean", "all", "mean", lopsided=False, **way) for way in WAYS]
+    for world, outcomes, printed in trained_in(layout, [World.of(layout, case) for case in cases], "hybrid"):
+        errors = errors_of(outcomes, gpt_oracle.step_of(world.case.shape(layout), "sample_mean", "all"))
+        assert not beyond_bounds(world.case, errors), (world.case, errors)
+        assert "proved on" in printed, (world.case, printed)
+
+
+def step_of_experts(ep: int) -> tuple[float, str]:
+    """On a rank: how far a step of "*E*E" is from that of the GPT with the same weights, and what its proof printed."""
+    import moe_gpt
+
+    from megatron_rl_loss import LossAggregation
+    from megatron_rl_loss.megatron.flags import AggregationSettings
+
+    # The hybrid first: it has more layers, and Megatron's log of auxiliary losses keeps the number of the first model.
+    models = [moe_gpt.build("moe", False, ep=ep, is_hybrid=is_hybrid) for is_hybrid in (True, False)]
+    hybrid, gpt = (dict(model.module.named_parameters()) for model in models)
+    assert {name_in_gpt(name) for name in hybrid} == set(gpt)
+    with torch.no_grad():
+        for name, parameter in hybrid.items():
+            parameter.copy_(gpt[name_in_gpt(name)])
+
+    def loss_of(microbatch: Any, losses: Tensor) -> Any:
+        return microbatch.loss(losses * (1.5 + microbatch.data.advantages))
+
+    batches, settings = moe_gpt.step_data(3, with_policy=True), AggregationSettings.resolve("sample_mean")
+    gradients = []
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        for model in models:
+            model.zero_grad_buffer()
+            wrap = LossAggregation(settings, lambda batch: batch.samples).wrap_schedule
+            gradients.append(moe_gpt.run_step(model, batches, loss_of, wrap))
+    ours, expected = gradients
+    largest = max(float(gradient.abs().max()) for gradient in expected.values())
+    error = max(float((gradient - expected[name_in_gpt(name)]).abs().max()) for name, gradient in ours.items())
+    return error / largest, out.getvalue()
+
+
+@pytest.mark.parametrize(("ep", "ranks"), [(1, 1), (1, 2), (2, 2), (2, 4)])
+def test_experts_of_a_hybrid_are_those_of_a_gpt(ep: int, ranks: int) -> None:
+    skip_without("HybridModel")
+    outcomes = run_ranks(ranks, step_of_experts, ep)
+    assert max(error for error, _ in outcomes) < 2e-6
+    assert outcomes[0][1].count("proved on") == 2
+
+
+MAMBA: dict[str, Any] = {"mamba_state_dim": 8, "mamba_head_dim": 4, "mamba_num_groups": 2, "mamba_num_heads": 4}
+
+
+def step_of_mamba(tp: int, cp: int) -> tuple[dict[str, Any], list[Any], str]:
+    """On a rank: its part of the gradients of "M*M-" with their marks, and what the proof printed."""
+    import moe_gpt
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from table_step import start
+    from tiny_gpt import cut_dim, tiny_config
+    from tiny_hybrid import tiny_hybrid
+
+    from megatron_rl_loss import LossAggregation
+    from megatron_rl_loss.megatron.flags import AggregationSettings
+
+    mpu = start(tp, 1, cp)
+    model_parallel_cuda_manual_seed(3, force_reset_rng=True)
+    config = tiny_config(Layout(tp, tp > 1, 1, 1, cp, 1), per_token=False, num_layers=4, **MAMBA)
+    model = tiny_hybrid(config, "M*M-")
+    rank = mpu.get_tensor_model_parallel_rank()
+    with torch.no_grad():
+        for number, (_, parameter) in enumerate(model.named_parameters()):
+            dim, size = cut_dim(parameter), list(parameter.shape)
+            blocks = getattr(parameter, "partition_sizes", None) or [size[dim or 0]]
+            whole = [size if dim is None else [*size[:dim], block * tp, *size[dim + 1 :]] for block in blocks]
+            generator = torch.Generator().manual_seed(number)
+            parts = [torch.randn(shape, generator=generator) * 0.3 for shape in whole]
+            mine = parts if dim is None else [part.chunk(tp, dim)[rank] for part in parts]
+            parameter.copy_(torch.cat(mine, dim or 0))
+    model = DistributedDataParallel(config, DistributedDataParallelConfig(), model)
+
+    def loss_of(microbatch: Any, losses: Tensor) -> Any:
+        return microbatch.loss(losses * (1.5 + microbatch.data.advantages))
+
+    wrap = LossAggregation(AggregationSettings.resolve("sample_mean"), lambda batch: batch.samples).wrap_schedule
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        gradients = moe_gpt.run_step(model, moe_gpt.step_data(3, with_policy=True), loss_of, wrap)
+    marks = [
+        (
+            name,
+            cut_dim(parameter),
+            getattr(parameter, "partition_sizes", None),
+            getattr(parameter, "sequence_parallel", None),
+        )
+        for name, parameter in model.module.named_parameters()
+    ]
+    return {name: gradient.numpy() for name, gradient in gradients.items()}, marks, out.getvalue()
+
+
+def whole_gradients(by_rank: list[Any], tp: int) -> dict[str, Tensor]:
+    """Of the first ranks, which are one tensor-parallel group, the gradients put together."""
+    whole = {}
+    for name, dim, blocks, _ in by_rank[0][1]:
+        parts = [torch.from_numpy(gradients[name]) for gradients, *_ in by_rank[:tp]]
+        if dim is not None:
+            pieces = [part.split(blocks or [part.shape[dim]], dim) for part in parts]
+            parts = [torch.cat([torch.cat(of_block, dim) for of_block in zip(*pieces, strict=True)], dim)]
+        whole[name] = parts[0]
+    return whole
+
+
+@pytest.mark.parametrize(("tp", "cp", "ranks"), [(1, 1, 2), (2, 1, 2), (2, 1, 4)])
+def test_a_step_of_mamba_layers_is_the_same_in_every_layout(tp: int, cp: int, ranks: int) -> None:
+    skip_without("HybridModel")
+    expected = whole_gradients(run_ranks(1, step_of_mamba, 1, 1), 1)
+    by_rank = run_ranks(ranks, step_of_mamba, tp, cp)
+    ours = whole_gradients(by_rank, tp)
+    errors = {name: float((ours[name] - expected[name]).abs().max() / expected[name].abs().max()) for name in expected}
+    assert max(errors.values()) < 1e-5, errors
+    assert "proved on" in by_rank[0][2]
