@@ -1,15 +1,13 @@
 """An `Aggregation` is a mode with its settings, and `weigh` gives the weight of each token by it.
 
 `resolve` makes one of our names, other frameworks' (``verl:seq-mean-token-mean``) or functions. Of a user's function a
-`fingerprint` says whether ranks have the same.
+`fingerprint` says whether ranks have the same: what it gives in one small step.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field, replace
-from enum import Enum
-from functools import cached_property
-from types import CodeType
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
@@ -17,7 +15,8 @@ import torch
 from torch import Tensor
 
 from megatron_rl_loss import load_further_tables
-from megatron_rl_loss.core.counting import COUNTINGS, StepTotals, Sum, UnitCounting
+from megatron_rl_loss.core.collectives import StepGroups
+from megatron_rl_loss.core.counting import COUNTINGS, StepTotals, Sum, UnitCounting, count_step
 from megatron_rl_loss.core.errors import check_choice, check_mapping, did_you_mean, is_number
 from megatron_rl_loss.core.ids import hashed
 from megatron_rl_loss.core.masks import Array, Floats, to_array
@@ -79,11 +78,11 @@ class Aggregation:
     def compared(self) -> str:
         """The settings that micro-batches and ranks must have alike.
 
-        A function of the user's is in them with a digest, since its name does not say what it does.
+        A function of the user's is in them with what it gives, since its name does not say what it does.
         """
         if self.mode.is_built_in:
             return self.describe()
-        return f"{self.describe()} (function {fingerprint(self.mode)})"
+        return f"{self.describe()} (giving {fingerprint(self) or 'what its name says'})"
 
 
 #: Reads a name that is no mode's, with the divisor and the unit counting that the user gave: ours for all three. The
@@ -153,85 +152,60 @@ def _name_of(function: Any) -> str:
     return f"{named.__module__}.{named.__qualname__}"
 
 
-#: Values whose text says all of them.
-_PLAIN: tuple[type, ...] = (int, float, complex, str, bytes, bool, type(None), np.generic, Enum)
+#: A step of two micro-batches for `fingerprint`: masks of the first, which the mode is called with, and of the second.
+_TRIAL = ([[1.0, 0.0, 1.0], [0.5, 1.0], [0.0, 0.0], [1.0] * 5], [[1.0, 1.0], [0.25], [1.0]])
+#: Ids of these samples: rollouts and prompts, which a rollout is within, and those of any other name.
+_TRIAL_IDS = {"rollout": ([0, 0, 1, 2], [2, 3, 4]), "prompt": ([0, 0, 0, 1], [1, 1, 2])}
+_TRIAL_UNITS = ([0, 1, 1, 2], [2, 3, 3])
+#: Keys that one mode asks for, one after the other.
+_MOST_KEYS = 16
 
-#: Values that are compared as attributes of any object.
-_COMPARED = (*_PLAIN, np.ndarray, Tensor, list, tuple, set, frozenset, dict)
 
-
-def fingerprint(mode: Mode) -> str:
-    """Eight hexadecimal digits of the mode's function and of the functions of its declared sums.
-
-    They depend on the code, its constants, defaults, captured values and bound arguments: numbers, text, arrays,
-    containers, functions and objects that are called. Of other objects, such as a config, those attributes count whose
-    names the code has, if they are numbers, text, arrays or containers, and of global names numbers and text.
-    """
-    parts = [
-        _text_of(mode.function),
-        *(f"{name} {declared.by} {_text_of(declared.of)}" for name, declared in sorted(mode.sums.items())),
+@cache
+def _trial(keys: frozenset[str]) -> list[Samples]:
+    """The micro-batches of the trial step, with ids of these names."""
+    return [
+        Samples(
+            masks,
+            ids={key: _TRIAL_IDS.get(key, _TRIAL_UNITS)[number] for key in sorted(keys - {"step", "sample"})},
+            labels={"counted": [True, *[False] * (len(masks) - 1)]},
+        )
+        for number, masks in enumerate(_TRIAL)
     ]
-    return f"{hashed('; '.join(parts), 32):08x}"
 
 
-def _text_of(value: Any, outer: tuple[int, ...] = (), names: frozenset[str] = frozenset()) -> str:
-    """Text that is alike on all ranks for equal values; `outer` are values around it, which may contain themselves.
+def fingerprint(aggregation: "Aggregation") -> str:
+    """What a mode gives in one small step that is always the same, in eight hexadecimal digits; "" if it gives nothing.
 
-    `names` are those that functions around it have in their code.
+    They depend on the keys that the mode asks for, on the weights of the micro-batch and on the values of declared
+    sums, as float32. A mode that reads labels, or ids in another way than by `ModeInputs`, gives nothing here: of such
+    modes ranks compare the names alone.
     """
-    if isinstance(value, _PLAIN):
-        return repr(value)
-    if isinstance(value, np.ndarray | Tensor):
-        array = value.detach().cpu().numpy() if isinstance(value, Tensor) else value
-        return f"{array.dtype}{array.shape}{hashed(array.tobytes()):x}"
-    if id(value) in outer:
-        return "itself"
-    names |= frozenset(_names_in(_code_of(value)))
-    texts = [_text_of(part, (*outer, id(value)), names) for part in _parts_of(value, names)]
-    ordered = sorted(texts) if isinstance(value, set | frozenset | dict) else texts
-    return f"{type(value).__module__}.{type(value).__qualname__}({', '.join(ordered)})"
+    mode, keys = aggregation.mode, frozenset(declared.by for declared in aggregation.mode.sums.values())
+    for _ in range(_MOST_KEYS):
+        given, asked = _given(aggregation, keys)
+        if asked <= keys:
+            break
+        keys |= asked
+    if given is None:
+        return ""
+    named = zip(["weights", *sorted(mode.sums)], given, strict=True)
+    texts = [f"{name} {values.shape} {values.astype(np.float32).tobytes().hex()}" for name, values in named]
+    return f"{hashed('; '.join([*sorted(keys), *texts]), 32):08x}"
 
 
-def _code_of(value: Any) -> CodeType | None:
-    """The code of a function, of a method or of what a partial calls; of other objects None."""
-    function = value.func if isinstance(value, functools.partial) else value
-    code = getattr(getattr(function, "__func__", function), "__code__", None)
-    return code if isinstance(code, CodeType) else None
-
-
-def _names_in(code: CodeType | None) -> Iterator[str]:
-    """Names of globals and attributes in a code, and in that of functions inside it."""
-    if code is not None:
-        yield from code.co_names
-        for constant in code.co_consts:
-            yield from _names_in(constant if isinstance(constant, CodeType) else None)
-
-
-def _parts_of(value: Any, names: frozenset[str]) -> list[Any]:
-    """The values that a container, a function or its code is made of; of another object those of these names."""
-    if isinstance(value, list | tuple | set | frozenset):
-        return [*value]
-    if isinstance(value, dict):
-        return [*value.items()]
-    if isinstance(value, functools.partial):
-        return [value.func, value.args, value.keywords]
-    if isinstance(value, CodeType):
-        return [value.co_code, value.co_consts, value.co_names]
-    if hasattr(value, "__func__"):
-        owner = value.__self__
-        return [value.__func__, owner if isinstance(owner, type) else getattr(owner, "__dict__", owner)]
-    if hasattr(value, "__code__"):
-        cells = [cell.cell_contents for cell in value.__closure__ or ()]
-        known = value.__globals__
-        of_module = {name: known[name] for name in _names_in(value.__code__) if name in known}
-        of_module = {name: constant for name, constant in of_module.items() if isinstance(constant, _PLAIN)}
-        return [value.__qualname__, value.__code__, value.__defaults__, value.__kwdefaults__, cells, of_module]
-    if isinstance(value, type) or not hasattr(value, "__dict__"):
-        return []
-    if callable(value):  # a mode may be an object: its numbers and texts are a function's captured values
-        return [vars(value)]
-    read = {name: attribute for name, attribute in vars(value).items() if name in names}
-    return [{name: attribute for name, attribute in read.items() if isinstance(attribute, _COMPARED)}]
+@np.errstate(all="ignore")
+def _given(aggregation: "Aggregation", keys: frozenset[str]) -> tuple[list[Floats] | None, frozenset[str]]:
+    """Weights and declared sums of the trial step with ids of these names, and the keys that the mode asked for."""
+    mode, (batch, rest) = aggregation.mode, _trial(keys)
+    inputs = ModeInputs(mode, batch, None, aggregation.divisor, aggregation.units)
+    try:
+        sums = [mode.sums[name] for name in sorted(mode.sums)]
+        inputs.totals = count_step([batch, rest], StepGroups(), sums=sums)
+        given = [_beside(mode, inputs), *(declared.values(batch) for declared in sums)]
+    except Exception:  # what is wrong with a mode is raised with the user's samples, by `rehearse`
+        given = None
+    return given, frozenset(inputs.asked)
 
 
 #: The type of weights: `np.float32`, or `np.float64` for float64 losses.

@@ -1,7 +1,6 @@
 """Modes of a user's own: what they are given, what they may be, and modes of terms."""
 
 import dataclasses
-import enum
 import functools
 import math
 from collections.abc import Callable
@@ -33,11 +32,6 @@ MASK = [torch.tensor([1.0, 0, 0.5]), torch.tensor([1.0, 1])]
 
 def scaled(step: ModeInputs, by: float = 1.0) -> Any:
     return by / step.tokens("step")
-
-
-class Kind(enum.Enum):
-    LOW = 1
-    HIGH = 2
 
 
 @dataclasses.dataclass
@@ -264,42 +258,74 @@ def test_a_misspelt_input_of_a_mode_is_named() -> None:
 def test_functions_of_one_name_are_told_apart() -> None:
     """Two ranks compare modes by text: names of lambdas, partials and captured values alike say too little."""
 
-    def scaled(step: Any, factor: float = 1.0) -> Any:
-        return factor / step.tokens("step")
-
     def captured(factor: Any) -> Any:
-        return lambda step: factor / step.tokens("step")
+        return lambda step: np.sum(factor) / step.tokens("step")
 
     def configured(**config: Any) -> Any:
         asked = SimpleNamespace(**config)
         return lambda step: asked.factor / step.tokens("step")
 
-    def of_global(factor: float) -> Any:
-        names = {"FACTOR": factor, "__name__": "modes_of_a_user"}
-        exec("def mode(step): return FACTOR / step.tokens('step')", names)
-        return names["mode"]
+    def by_key(key: str) -> Any:
+        return lambda step: 1 / step.tokens(key)
 
-    def settings(mode: Any) -> str:
-        return LossModes.resolve(mode).describe()
+    def counted(key: str, kind: str) -> Any:
+        return lambda step: 1 / (step.samples(key) if kind == "samples" else step.units(key))
+
+    def settings(mode: Any, **options: Any) -> str:
+        return LossModes.resolve(mode, **options).describe()
 
     def of_sum(count: Any) -> Mode:
         return Mode(name="mine", function=scaled, sums={"n": Sum(of=count)})
 
-    arrays = [np.array([1.0, 2.0]), torch.tensor([1.0, 3.0])]
+    def unlike_in_code(step: ModeInputs) -> Any:
+        return np.reciprocal(step.tokens("step") / 0.5)
+
     functions = [
-        *(functools.partial(scaled, factor=factor) for factor in (0.5, 1 / 3)),
-        *(lambda step: 0.5, lambda step: 0.25),
+        *(functools.partial(scaled, by=by) for by in (0.5, 1 / 3)),
+        *(lambda step: 0.5, lambda step: 0.3),
         *(Scaled(by) for by in (0.5, 0.25)),
         *(Scaled(by).of for by in (0.5, 0.25)),
-        *(captured(factor) for factor in (2, 3, (2, {"a": 3}), *arrays, len, {1, 2})),
+        *(captured(factor) for factor in (2, 3, np.array([2.0, 2.0]), torch.tensor([2.0, 3.0]))),
         *(configured(factor=factor) for factor in (0.5, 0.25)),
-        *(of_global(factor) for factor in (0.5, 0.25)),
-        *(captured(kind) for kind in Kind),
+        *(by_key(key) for key in ("step", "sample", "rollout", "prompt", "session", "task")),
+        *(counted(key, kind) for key in ("rollout", "prompt") for kind in ("samples", "units")),
+        *(lambda step: 1 / step.units("rollout"), lambda step: 1 / len(step.batch)),  # of the step, and of a part of it
+        *(lambda step: step.batch.mask_sums, lambda step: step.batch.active_tokens),
         *(of_sum(count) for count in (lambda samples: samples.mask_sums, lambda samples: samples.active_tokens)),
     ]
     texts = [settings(function) for function in functions]
     assert len(set(texts)) == len(texts)
     assert texts == [settings(function) for function in functions]  # the same at every call
-    assert settings(captured((2, {"a": 3}))) == settings(captured((2, {"a": 3})))
     assert settings(configured(factor=0.5, rank=0)) == settings(configured(factor=0.5, rank=1))  # is not read
-    assert "function" not in settings("token_mean")
+    assert len({settings(scaled, divisor=divisor) for divisor in (1, 2)}) == 2
+    assert "giving" not in settings("token_mean")
+    # What they give is compared, not how it is written.
+    gives = [settings(function).partition("giving")[2] for function in (Scaled(0.5), unlike_in_code)]
+    assert gives[0] == gives[1]
+
+
+def test_of_modes_that_read_labels_names_are_compared() -> None:
+    """Nobody knows what a label holds before there are samples."""
+
+    def by_label(factor: float) -> Any:
+        return lambda step: factor * step.label("weight")
+
+    def by_a_sum(factor: float) -> Mode:
+        sums = {"n": Sum(of=lambda samples: factor * samples.label("weight"))}
+        return Mode(name="mine", function=lambda step: 1 / step.sum("n"), sums=sums)
+
+    for make in (by_label, by_a_sum):
+        texts = [LossModes.resolve(make(factor)).describe() for factor in (1.0, 2.0)]
+        assert texts[0] == texts[1]
+        assert texts[0].endswith("(giving what its name says)")
+
+
+def test_a_mode_that_asks_for_ever_more_keys_is_compared_by_name() -> None:
+    calls = list[int]()
+
+    def endless(step: ModeInputs) -> Any:
+        calls.append(len(calls))
+        return step.tokens(f"key{len(calls)}")
+
+    assert LossModes.resolve(endless).describe().endswith("(giving what its name says)")
+    assert len(calls) < 100
