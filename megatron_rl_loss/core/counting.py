@@ -7,7 +7,7 @@ Every rank makes the same sums of the same rows, to the bit.
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from types import EllipsisType
 from typing import Any, NamedTuple
 
@@ -149,9 +149,8 @@ class Units:
     @classmethod
     def of(cls, ids: Ints, counts: Mapping[Counted, Floats]) -> "Units":
         """Units with ids; a counting whose labels some samples lack has no number."""
-        known = {name: values for name, values in counts.items() if not np.isnan(values).any()}
-        number = {name: int(np.count_nonzero(known[name])) for name in COUNTINGS if name in known}
-        return cls(number, ids, known)
+        number = {name: int(np.count_nonzero(counts[name])) for name in COUNTINGS if name in counts}
+        return cls(number, ids, counts)
 
     @property
     def have_ids(self) -> bool:
@@ -268,6 +267,7 @@ class Tally(NamedTuple):
         failed: the rank raised an error; it then has nothing else.
         has_data: False on a pipeline stage that reads none.
         id_types: the type of the samples' ids by name; None without a sample.
+        countings: names of the unit countings whose labels the samples have; None without a sample to count.
         tables: `Rows` of the units by each key, as bytes.
         data: a digest of the samples; 0 without any, or where nobody compares it.
         has_identity: its samples can be recognised on another rank: they have ids or tokens, and some token counts.
@@ -279,6 +279,7 @@ class Tally(NamedTuple):
     failed: bool = False
     has_data: bool = False
     id_types: Mapping[str, str] | None = None
+    countings: tuple[str, ...] | None = None
     tables: Mapping[str, bytes] = {}
     data: int = 0
     has_identity: bool = False
@@ -316,7 +317,8 @@ def count_step(
     masks = list(dict.fromkeys(masks))
     counted = [*(f"mask {name}" for name in masks), *(f"sum by {declared.by}" for declared in sums)]
     settings = "; ".join([settings, *counted])
-    attempted = attempt(lambda: _tally(microbatches, groups, masks, sums, hashed(settings)))
+    columns_of = cache(partial(_columns, masks=masks, sums=sums))
+    attempted = attempt(lambda: _tally(microbatches, groups, columns_of, hashed(settings)))
     failure = failure_of(attempted)
     mine = attempted if isinstance(attempted, Tally) else Tally(hashed(settings), failed=True)
     plain: tuple[Any, ...] = tuple(mine)  # a class takes several times as long to read, from thousands of ranks
@@ -330,7 +332,7 @@ def count_step(
     if not failed and (disagreement := next(_disagreements(tallies, mine, id_types, settings), None)) is not None:
         # Where some ranks have no data, these alone give the reason.
         failed, failure = True, disagreement if all(tally.has_data for tally in tallies) or not mine.has_data else None
-    added = attempt(lambda: _add_up([] if failed else tallies, id_types or {}, masks, sums, groups.dp_group))
+    added = attempt(lambda: _add_up([] if failed else tallies, id_types or {}, masks, columns_of, groups.dp_group))
     if isinstance(added, Exception):
         failed, failure = True, added
     of_step = () if isinstance(added, Exception) else tuple(map(_numbers, (added, *added.by_mask.values())))
@@ -374,8 +376,7 @@ def count_step(
 def _tally(
     microbatches: Sequence[Samples] | Exception | None,
     groups: StepGroups,
-    masks: Sequence[str],
-    sums: Sequence[Sum],
+    columns_of: "ColumnsOf",
     settings: int,
 ) -> Tally:
     if isinstance(microbatches, Exception):
@@ -390,13 +391,17 @@ def _tally(
             "as strings on all, per sample or per token. Pass the same ids with every micro-batch."
         )
     counted = [samples for samples in filled if samples.counts_here]
+    countings = tuple(row.name for row in COUNTINGS.values() if all(map(row.can_count, counted)))
     # Equal masks alone may be chance; engines fill up ranks with copies of one row that is fully masked.
     is_told_apart = bool(id_types) or any(samples.tokens is not None for samples in counted)
     return Tally(
         settings,
         has_data=microbatches is not None,
         id_types=id_types if filled else None,
-        tables={key: _table(key, counted, masks, sums).tobytes() for key in ("step", *id_types) if counted},
+        countings=countings if counted else None,
+        tables={
+            key: _table(key, counted, columns_of(key, countings)).tobytes() for key in ("step", *id_types) if counted
+        },
         data=hashed(b"".join(samples.digest() for samples in counted)) if counted and groups.all else 0,
         has_identity=is_told_apart and any(samples.mask_sums.any() for samples in counted),
         in_cp_groups=[
@@ -406,11 +411,14 @@ def _tally(
     )
 
 
-def _columns(key: str, masks: Sequence[str], sums: Sequence[Sum]) -> list[Column]:
-    """What is counted of the units by a key, the same on every rank."""
+#: A key and the names of unit countings -> what is counted of the units, the same on every rank.
+ColumnsOf = Callable[[str, tuple[str, ...]], list[Column]]
+
+
+def _columns(key: str, countings: Sequence[str], masks: Sequence[str], sums: Sequence[Sum]) -> list[Column]:
     functions: list[tuple[str, Counted, Callable[[Samples], Floats]]] = [
         ("tokens", "tokens", lambda samples: samples.mask_sums_by(key)),
-        *((row.name, row.name, partial(row.of_parts, key=key)) for row in COUNTINGS.values()),
+        *((name, name, partial(COUNTINGS[name].of_parts, key=key)) for name in countings),
     ]
     if key == "step":
         functions += [
@@ -433,19 +441,19 @@ def _sums_of_parts(declared: Sum, key: str, samples: Samples) -> Floats:
     return samples.at_parts(key, declared.values(samples))
 
 
-def _table(key: str, counted: Sequence[Samples], masks: Sequence[str], sums: Sequence[Sum]) -> Rows:
+def _table(key: str, counted: Sequence[Samples], columns: Sequence[Column]) -> Rows:
     """This rank's rows of the units by a key."""
 
     def ids_of(key: str) -> Ints:
         return np.concatenate([samples.parts[key].ids for samples in counted])
 
     ids = np.zeros(sum(map(len, counted)), np.int64) if key == "step" else ids_of(key)
-    columns = {
+    values = {
         column.name: np.concatenate([column.of_parts(samples.with_mask(column.mask)) for samples in counted])
-        for column in _columns(key, masks, sums)
+        for column in columns
     }
     prompts = ids_of("prompt") if key == "rollout" and "prompt" in counted[0].parts else np.zeros_like(ids)
-    return sum_by_id(ids, columns, prompts)
+    return sum_by_id(ids, values, prompts)
 
 
 def _fields(columns: Iterable[str]) -> np.dtype[np.void]:
@@ -469,17 +477,31 @@ def sum_by_id(ids: Ints, columns: Mapping[str, Floats], prompts: Ints) -> Rows:
 
 
 def _add_up(
-    tallies: Sequence[Tally], id_types: Iterable[str], masks: Sequence[str], sums: Sequence[Sum], dp_group: Group | None
+    tallies: Sequence[Tally],
+    id_types: Iterable[str],
+    masks: Sequence[str],
+    columns_of: ColumnsOf,
+    dp_group: Group | None,
 ) -> StepTotals:
     """The totals of all ranks' tables; ValueError where a rollout came under two prompts."""
     of_masks: dict[str | None, dict[str, Units]] = {mask: {} for mask in (None, *masks)}
+    of_ranks = {tally.countings for tally in tallies if tally.countings is not None}
+    # A rank whose samples have a label that others lack has a column more than they, which counts nothing then.
+    countings = tuple(name for name in COUNTINGS if all(name in of_rank for of_rank in of_ranks))
     for key in dict.fromkeys((*_KNOWN, *id_types)):
-        columns = _columns(key, masks, sums)
-        data = b"".join(tally.tables[key] for tally in tallies if key in tally.tables)
-        if not data and key not in id_types:
+        columns = columns_of(key, countings)
+        joined = [
+            np.frombuffer(
+                b"".join(tally.tables[key] for tally in tallies if tally.countings == of_rank and key in tally.tables),
+                _fields(column.name for column in columns_of(key, of_rank)),
+            )
+            for of_rank in sorted(of_ranks)
+        ]
+        names = ["id", "prompt", *(column.name for column in columns)]
+        ids, prompts, *values = (np.concatenate([rows[name] for rows in joined] or [np.zeros(0)]) for name in names)
+        if not len(ids) and key not in id_types:
             continue
-        rows = np.frombuffer(data, _fields(column.name for column in columns))
-        rows = sum_by_id(rows["id"], {column.name: rows[column.name] for column in columns}, rows["prompt"])
+        rows = sum_by_id(ids.astype(np.int64), dict(zip(names[2:], values, strict=True)), prompts)
         for mask, units in of_masks.items():
             # Copies: a column of `rows` is a view with strides, which would keep the whole table.
             values = {column.counted: rows[column.name].copy() for column in columns if column.mask == mask}

@@ -20,6 +20,7 @@ from refusals import outcome_of, refusal_tests, refusals
 from steps import divisor_of, drawn_step, error_of, samples_of, token_weights, weights_of
 
 from megatron_rl_loss import BadBatchError, Contiguous, Samples, StepTotals, Sum, ZigzagTHD
+from megatron_rl_loss.core import counting, plan
 from megatron_rl_loss.core.aggregation import LossModes
 from megatron_rl_loss.core.collectives import StepGroups, attempt
 from megatron_rl_loss.core.counting import count_step
@@ -186,6 +187,8 @@ CASES: dict[str, Case] = {
                                     (TWO_PROMPTS, "rank 0")),
     "two prompts on two ranks": Case("dp4", lambda r: samples(rollout_ids=[r, 9], prompt_ids=[f"p{r}", f"q{r // 3}"]),
                                      (TWO_PROMPTS,)),
+    # --- labels
+    "a label on some ranks": Case("dp4", lambda r: samples(labels={"counted": [True, False]} if r else None)),
     # --- replicas
     "replicas agree": Case("dp2 x 2", lambda r: samples(**by_key(r // 2, 1, 2), labels={"a": [{1}, object()]})),
     "other masks": Case("dp2 x 2", lambda r: samples([[1] * 8, [int(r != 1)] * 8], **by_key(r // 2, 1, 2)), (UNLIKE,)),
@@ -223,7 +226,7 @@ NAMES = [name for name in dir(dist) if name.startswith(("all_", "reduce", "broad
 Observed = tuple[str, dict[str, int], list[str]]
 
 
-def counting(calls: dict[str, int], name: str, function: Any) -> Any:
+def recorder(calls: dict[str, int], name: str, function: Any) -> Any:
     def counted(*args: Any, **kwargs: Any) -> Any:
         calls[name] = calls.get(name, 0) + 1
         return function(*args, **kwargs)
@@ -255,7 +258,7 @@ def observed(case: Case, rank: int, by_ranks: Groups) -> Observed:
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         for name in filter(lambda name: callable(getattr(dist, name)), NAMES):
-            patch.setattr(dist, name, counting(calls, name, getattr(dist, name)))
+            patch.setattr(dist, name, recorder(calls, name, getattr(dist, name)))
         outcome = outcome_of(act)
     return outcome, calls, [str(warning.message) for warning in seen if warning.category is UserWarning]
 
@@ -307,6 +310,33 @@ def test_all_ranks_count_or_all_are_told_why(name: str, by_rank: list[Any]) -> N
 
 
 # --- alone
+
+
+def test_a_counting_is_counted_where_all_samples_have_its_labels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what is counted of a key is listed once."""
+    listed = list[str]()
+
+    def columns(key: str, *args: Any, **options: Any) -> Any:
+        listed.append(key)
+        return real(key, *args, **options)
+
+    real = counting._columns
+    monkeypatch.setattr(counting, "_columns", columns)
+    flagged: Any = {"labels": {"counted": [True, False]}, "rollout_ids": [0, 1]}
+    plain: Any = {"rollout_ids": [2, 2]}
+    for parts, known in (([flagged], True), ([flagged, plain], False), ([plain], False), ([], True)):
+        listed.clear()
+        totals = count_step([Samples([[0, 0], [1]], **part) for part in parts], StepGroups())
+        assert all(("counted" in units.number) == known for units in totals.units.values())
+        assert len(set(listed)) == len(listed)
+    totals = count_step([Samples([[0, 0], [0], [1]], labels={"counted": [True, False, False]})], StepGroups())
+    assert totals.units["rollout"].number == {"all": 3, "active": 1, "counted": 2}
+
+
+def test_what_a_device_found_wrong_is_raised_where_ranks_raise_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "LATE_CHECKS", [broken])
+    with pytest.raises(OSError, match="the disk is full"):
+        make_plan(lambda: samples(), LossModes.resolve("token_mean"), Trainer())
 
 
 def test_errors_alone_are_plain() -> None:
