@@ -7,6 +7,7 @@ needed: `read_masks` copies those of many micro-batches in one transfer, before 
 import copy
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
 from itertools import accumulate
@@ -66,6 +67,29 @@ def as_numbers(labels: Any) -> Any:
 
 
 Labels = Mapping[str, Sequence[Any] | Tensor]
+
+
+@dataclass(frozen=True)
+class UnreadMasks:
+    """Masks of which some lie on a device, and nobody has read them yet."""
+
+    tensors: list[Tensor]
+
+
+@dataclass(frozen=True)
+class ReadMasks:
+    """Masks on the host, checked and summed.
+
+    Attributes:
+        buffer: float32 or float64 [total_tokens], 0 in padding.
+        sums, active_tokens: of each sample, float64 [num_samples].
+        holds_flags: every mask is of ints or bools.
+    """
+
+    buffer: Array
+    sums: Floats
+    active_tokens: Floats
+    holds_flags: bool
 
 
 class Samples:
@@ -153,7 +177,8 @@ class Samples:
             check_one_each(f"labels {name!r}", len(entries), "loss masks", len(self))
         if tokens is not None:
             self._check_tokens(tokens)
-        self._take(masks)
+        self._cut: dict[tuple[int, int], Pieces] = {}  # of the rank that was asked for last
+        self._masks = self._held(masks)
         self.by_mask = {name: self.masked_by(name, further) for name, further in (term_masks or {}).items()}
 
     def _check_tokens(self, tokens: Any) -> None:
@@ -183,16 +208,19 @@ class Samples:
                 "same tokens. Pass one entry per token, 0 where the token does not count."
             )
         samples = copy.copy(self)
-        samples.by_mask = {}
-        samples._take(masks)
+        samples.by_mask, samples._masks, samples._cut = {}, self._held(masks), self._cut
         return samples
 
     def __len__(self) -> int:
         return len(self.mask_lengths)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_cut": {}}  # each rank has its own
+
     def __repr__(self) -> str:
         """Counts that are on the host; masks on a device are not read."""
-        active = "" if self._buffer is None else f", {self._active_tokens.sum():,.0f} active"
+        masks = self._masks
+        active = f", {masks.active_tokens.sum():,.0f} active" if isinstance(masks, ReadMasks) else ""
         units = ", ".join(sorted({"sample", *self.parts}))
         counts = f"{len(self)} samples, {sum(self.mask_lengths):,} tokens{active}"
         layout = "no layout" if self.layout is None else type(self.layout).__name__
@@ -203,10 +231,10 @@ class Samples:
         head, rows = ["sample", "tokens", "active", "first entries of the loss mask"], []
         for number, length in enumerate(self.mask_lengths[:SHOWN_ROWS]):
             row = [number, f"{length:,}", "on a device", ""]
-            if self._buffer is not None:
+            if isinstance(self._masks, ReadMasks):
                 begin = self.mask_starts[number]
-                entries = self._buffer[begin : begin + length]
-                row[2:] = [f"{self._active_tokens[number]:,.0f}", first_numbers(entries.tolist())]
+                entries = self._masks.buffer[begin : begin + length]
+                row[2:] = [f"{self._masks.active_tokens[number]:,.0f}", first_numbers(entries.tolist())]
             rows.append(row)
         return html_table(repr(self), head, rows, len(self))
 
@@ -215,43 +243,43 @@ class Samples:
         """[begin, end) of each sample's mask in the buffer."""
         return [(start, start + n) for start, n in zip(self.mask_starts, self.mask_lengths, strict=True)]
 
-    def _take(self, masks: list[Tensor]) -> None:
-        """Hold masks until they are read; those on the host are read at once."""
-        self._unread = masks
-        self._buffer: Array | None = None
+    def _held(self, masks: list[Tensor]) -> ReadMasks | UnreadMasks:
+        """Masks on the host are read at once."""
         if all(mask.is_cpu for mask in masks):
-            self._fill(join_on_host(masks), is_own=len(masks) > 1)
+            return self._read(join_on_host(masks), masks, is_own=len(masks) > 1)
+        return UnreadMasks(masks)
 
-    def _fill(self, joined: Array, is_own: bool) -> None:
-        """Fill the buffer with masks end to end on the host; ValueError for entries that are no usable weights.
+    def _read(self, joined: Array, masks: list[Tensor], is_own: bool) -> ReadMasks:
+        """The masks, which lie end to end on the host; ValueError for entries that are no usable weights.
 
         If nobody else has the memory (`is_own`), it may become the buffer.
         """
-        self._holds_flags = check_entries(joined, self._unread)
-        if not self._holds_flags:
+        holds_flags = check_entries(joined, masks)
+        if not holds_flags:
             _warn_of_token_ids(joined, self.mask_lengths)
         check_units(self.parts, joined)
         # Sums of a float64 mask keep its digits; a narrower mask is float32, as its weights are. Entries that
         # are the user's mask too are copied: they would change with it.
         weights = joined.astype(np.float64 if joined.dtype == np.float64 else np.float32, copy=not is_own)
-        self._mask_sums = sum_each(joined, self.mask_lengths)
-        self._active_tokens = self._mask_sums if self._holds_flags else sum_each(weights != 0, self.mask_lengths)
-        self._buffer, self._unread = place(weights, self.places, self.total_tokens), []
-        for counted in (self._buffer, self._mask_sums, self._active_tokens):  # as ids: a change would not be counted
+        sums = sum_each(joined, self.mask_lengths)
+        active_tokens = sums if holds_flags else sum_each(weights != 0, self.mask_lengths)
+        buffer = place(weights, self.places, self.total_tokens)
+        for counted in (buffer, sums, active_tokens):  # as ids: a change would not be counted
             counted.setflags(write=False)
+        return ReadMasks(buffer, sums, active_tokens, holds_flags)
 
-    def _read(self) -> "Samples":
-        """These samples, with masks on the host."""
-        if self._buffer is None:
+    @property
+    def masks(self) -> ReadMasks:
+        """The masks on the host; waits for those on a device."""
+        if isinstance(self._masks, UnreadMasks):
             read_masks([self])
-        return self
+        assert isinstance(self._masks, ReadMasks)
+        return self._masks
 
     @property
     def buffer(self) -> Array:
         """The masks in the layout's buffer, float32 or float64 [total_tokens], 0 in padding. Not to be changed."""
-        buffer = self._read()._buffer
-        assert buffer is not None
-        return buffer
+        return self.masks.buffer
 
     @property
     def loss_masks(self) -> list[Array]:
@@ -261,17 +289,17 @@ class Samples:
     @property
     def mask_sums(self) -> Floats:
         """M_i, the sum of each sample's mask, float64 [num_samples]."""
-        return self._read()._mask_sums
+        return self.masks.sums
 
     @property
     def active_tokens(self) -> Floats:
         """Number of tokens of nonzero weight in each sample, float64 [num_samples]."""
-        return self._read()._active_tokens
+        return self.masks.active_tokens
 
     @property
     def holds_flags(self) -> bool:
         """True where every mask is of ints or bools, so that its entries are 0 or 1."""
-        return self._read()._holds_flags
+        return self.masks.holds_flags
 
     def mask_sums_by(self, key: str) -> Floats:
         """The mask sum of each part by that key, float64 [num_parts]."""
@@ -365,9 +393,12 @@ class Samples:
                     "Pass layout=: ZigzagTHD for Megatron's packing, Gathered if losses are not cut."
                 )
             return LocalTokens(self, cp_size, [(0, self.total_tokens)])
-        if is_user_defined(self.layout):
-            check_cut(self.layout, self.places, cp_size)
-        return LocalTokens(self, cp_size, list(self.layout.pieces(cp_rank, cp_size)))
+        if (cp_rank, cp_size) not in self._cut:
+            if is_user_defined(self.layout):
+                check_cut(self.layout, self.places, cp_size)
+            self._cut.clear()
+            self._cut[cp_rank, cp_size] = list(self.layout.pieces(cp_rank, cp_size))
+        return LocalTokens(self, cp_size, self._cut[cp_rank, cp_size])
 
 
 def as_samples(samples: Samples | Iterable[Mask]) -> Samples:
@@ -393,15 +424,17 @@ def _warn_of_token_ids(joined: Array, lengths: Sequence[int]) -> None:
 def read_masks(microbatches: Iterable[Samples]) -> None:
     """Copy masks that are still on a device to the host, in one transfer per device; raises as `Samples`."""
     microbatches = list(microbatches)
-    numbers, waiting = list[int](), list["Samples"]()
-    for number, samples in enumerate(microbatches):
-        late = [of_mask for of_mask in (samples, *samples.by_mask.values()) if of_mask._buffer is None]
-        numbers, waiting = numbers + [number] * len(late), waiting + late
-    joined = join_on_host([mask for samples in waiting for mask in samples._unread])
-    ends = np.cumsum([0, *(sum(samples.mask_lengths) for samples in waiting)])
-    for number, samples, begin, end in zip(numbers, waiting, ends, ends[1:], strict=False):
+    waiting = [
+        (number, samples, samples._masks.tensors)
+        for number, microbatch in enumerate(microbatches)
+        for samples in (microbatch, *microbatch.by_mask.values())
+        if isinstance(samples._masks, UnreadMasks)
+    ]
+    joined = join_on_host([mask for _, _, masks in waiting for mask in masks])
+    ends = np.cumsum([0, *(sum(samples.mask_lengths) for _, samples, _ in waiting)])
+    for (number, samples, masks), begin, end in zip(waiting, ends, ends[1:], strict=False):
         try:
-            samples._fill(joined[begin:end], is_own=True)
+            samples._masks = samples._read(joined[begin:end], masks, is_own=True)
         except ValueError as error:
             if len(microbatches) == 1:
                 raise

@@ -4,6 +4,7 @@ What a rank holds of them: tests/unit/core/test_weights.py.
 """
 
 import itertools
+import pickle
 import re
 from collections.abc import Callable
 from functools import partial
@@ -29,7 +30,7 @@ from megatron_rl_loss import (
 )
 from megatron_rl_loss.core.ids import as_ids
 from megatron_rl_loss.core.plan import Plan
-from megatron_rl_loss.core.samples import read_masks
+from megatron_rl_loss.core.samples import ReadMasks, UnreadMasks, read_masks
 
 NAN, INF = float("nan"), float("inf")
 
@@ -154,6 +155,38 @@ def test_masks_on_the_host_and_on_a_device_stay_in_order(monkeypatch: pytest.Mon
     device: dict[str, Any] = {"device": "meta", "dtype": torch.int64}
     samples = Samples([torch.tensor([1, 0]), torch.ones(3, **device), torch.tensor([0, 1]), torch.ones(1, **device)])
     assert [mask.tolist() for mask in samples.loss_masks] == [[1, 0], [0, 1, 0], [0, 1], [1]]
+
+
+def test_masks_that_nobody_has_read_are_of_another_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_rl_loss.core.masks.to_array", lambda values: np.ones(len(values), np.int64))
+    samples = Samples([torch.ones(3, device="meta", dtype=torch.int64)])
+    assert isinstance(samples._masks, UnreadMasks)
+    assert samples.masks is samples.masks is samples._masks
+    assert isinstance(samples.masks, ReadMasks)
+    assert isinstance(Samples([[1, 1]])._masks, ReadMasks)
+
+
+def test_a_micro_batch_is_cut_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the check before the count, by weights, by a term's mask and by a mask that is added later."""
+    cut, real = list[tuple[int, int]](), ZigzagTHD.pieces
+
+    def pieces(self: ZigzagTHD, cp_rank: int, cp_size: int) -> Any:
+        cut.append((cp_rank, cp_size))
+        return real(self, cp_rank, cp_size)
+
+    monkeypatch.setattr(ZigzagTHD, "pieces", pieces)
+    masks = [[1, 1, 0, 1], [1, 0, 0, 1]]
+    parts = [Samples(masks, layout=ZigzagTHD([0, 4, 8]), term_masks={"kl": masks}) for _ in range(3)]
+    plan = plan_step(parts, "token_mean", term_masks=["kl"], dp_group=None)
+    for microbatch in plan:
+        losses = torch.ones(8, requires_grad=True)
+        microbatch.loss({"pg": losses, "kl": Term(losses, mask="kl")}, form="sum").backward()
+    assert plan.finish()["loss"] == 2
+    assert cut == [(0, 1)] * 3
+    parts[0].local(1, 2)
+    assert parts[0].local(1, 2).positions.tolist() == [1, 2, 5, 6]
+    assert cut == [(0, 1)] * 3 + [(1, 2)]
+    assert "_cut" not in {name for name, value in vars(pickle.loads(pickle.dumps(parts[0]))).items() if value}
 
 
 def test_samples_without_a_sample() -> None:

@@ -10,7 +10,7 @@ import torch
 from refusals import refusal_tests, refusals
 
 from megatron_rl_loss import Metric, Samples, ZigzagTHD, group_relative_advantages, plan_step
-from megatron_rl_loss.core.samples import read_masks
+from megatron_rl_loss.core.samples import UnreadMasks, read_masks
 
 ONE, OTHER, EMPTY = Samples([[1, 1]]), Samples([[1, 1]]), Samples([])
 IDS = [15496.0, 995.0, 11.0, 42.0, 7.0, 3.0, 9.0, 100.0, 257.0]
@@ -104,7 +104,7 @@ def test_token_ids_in_the_place_of_a_mask_are_warned_of() -> None:
 def late(*masks: Any) -> Samples:
     """As samples whose masks lie on a device, and are read before the step."""
     samples = Samples([[1] * len(mask) for mask in masks])
-    samples._unread, samples._buffer = [torch.tensor(mask) for mask in masks], None
+    samples._masks = UnreadMasks([torch.tensor(mask) for mask in masks])
     return samples
 
 
