@@ -215,6 +215,10 @@ def agree_on(mine: Collection[str], names: Sequence[str], groups: Sequence[Group
     return tuple(name for name, flag in zip(names, flags, strict=True) if flag > 0)
 
 
+#: Checks of values on a device that the host is told of late. `make_plan` runs them, where all ranks raise together.
+LATE_CHECKS: list[Callable[[], None]] = []
+
+
 def attempt(prepare: Callable[[], Result]) -> Result | Exception:
     """The result of `prepare`, or its error, for `raise_together` to raise on all ranks."""
     try:

@@ -147,10 +147,6 @@ def first_order(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]
     return decorate
 
 
-#: Checks of values on a device that the host is told of late. `make_plan` runs them, where all ranks raise together.
-LATE_CHECKS: list[Callable[[], None]] = []
-
-
 def print_text(text: str) -> None:
     """Print a report; characters that standard output cannot encode, as in a locale of ASCII, become ``?``."""
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"

@@ -71,6 +71,7 @@ class Microbatch:
         self.cp_group: Group | None = record.groups.cp_group if samples.cp_group is None else samples.cp_group
         self.cp_rank, self.cp_size = rank_in(self.cp_group), size_of(self.cp_group)
         self._number, self._record = number, record
+        self._tokens: dict[str | None, LocalTokens] = {}
         self._reducers: dict[_Key, WeightedSum] = {}
         self.kept = set[str]()
 
@@ -93,15 +94,13 @@ class Microbatch:
     @property
     def tokens(self) -> LocalTokens:
         """The tokens of the micro-batch that this CP rank holds."""
-        return self._tokens
-
-    @cached_property
-    def _tokens(self) -> LocalTokens:
-        return self.samples.local(self.cp_rank, self.cp_size)
+        return self.tokens_of(None)
 
     def tokens_of(self, mask: str | None) -> LocalTokens:
         """`tokens` by one of the further masks; for None by the loss mask. To look at them is not to train on them."""
-        return self._tokens if mask is None else self.samples.with_mask(mask).local(self.cp_rank, self.cp_size)
+        if mask not in self._tokens:
+            self._tokens[mask] = self.samples.with_mask(mask).local(self.cp_rank, self.cp_size)
+        return self._tokens[mask]
 
     def local(self, tensor: Tensor) -> Tensor:
         """This CP rank's part of a model input, or of anything else with a value per token.
@@ -326,7 +325,7 @@ class Microbatch:
         """Go on with samples that have a further mask of that name, in the place of an earlier one."""
         self.samples = samples
         self.kept.add(name)
-        self.__dict__.pop("_tokens", None)  # the loss mask is the same
+        self._tokens.clear()
         self._reducers = {key: reducer for key, reducer in self._reducers.items() if key.mask != name}
 
 

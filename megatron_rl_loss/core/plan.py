@@ -11,9 +11,17 @@ from torch import Tensor
 
 import megatron_rl_loss
 from megatron_rl_loss.core.aggregation import LossModes, weigh
-from megatron_rl_loss.core.collectives import StepGroups, attempt, failure_of, size_of, warn_on_one_rank, world_rank
+from megatron_rl_loss.core.collectives import (
+    LATE_CHECKS,
+    StepGroups,
+    attempt,
+    failure_of,
+    size_of,
+    warn_on_one_rank,
+    world_rank,
+)
 from megatron_rl_loss.core.counting import StepTotals, count_step
-from megatron_rl_loss.core.errors import LATE_CHECKS, BadBatchError, check_int
+from megatron_rl_loss.core.errors import BadBatchError, check_int
 from megatron_rl_loss.core.metrics import reduce_notes
 from megatron_rl_loss.core.microbatch import Microbatch
 from megatron_rl_loss.core.notebook import SHOWN_ROWS, first_numbers, html_table

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from megatron_rl_loss.core.errors import LATE_CHECKS
+from megatron_rl_loss.core.collectives import LATE_CHECKS
 
 logger = logging.getLogger(__name__)
 
