@@ -4,7 +4,7 @@ Every name that a user types is importable from here: `__init__.pyi` lists them.
 folders, and no Megatron. This door alone knows all folders; of these each imports those below it.
 """
 
-import re
+import ast
 from collections.abc import Callable
 from difflib import get_close_matches
 from importlib import import_module
@@ -14,9 +14,14 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-_STUB = Path(__file__ + "i").read_text(encoding="utf-8")
-_LISTED = re.findall(r"^from (megatron_rl_loss\S*) import (\w+) as", _STUB, re.MULTILINE)
-_HOME_OF = {name: home for home, name in _LISTED}
+#: Public names by the module that defines each: what the stub imports as itself, as type checkers read a stub.
+_HOME_OF = {
+    name.name: str(line.module)
+    for line in ast.parse(Path(__file__ + "i").read_text(encoding="utf-8")).body
+    if isinstance(line, ast.ImportFrom)
+    for name in line.names
+    if name.asname == name.name
+}
 
 #: Modules that add what other projects have to tables of the core: names of modes, forms of return values.
 FURTHER_TABLES = ["megatron_rl_loss.engines.names", "megatron_rl_loss.engines.forms"]

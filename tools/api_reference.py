@@ -21,9 +21,10 @@ PAGES |= {"core": ["core", "planning"], "audit": ["audit", "audit.megatron"], "e
 PAGES["engines"] += sorted(f"engines.{file.stem}" for file in ROOT.glob("megatron_rl_loss/engines/[a-z]*.py"))
 #: The names that are importable from `megatron_rl_loss`, by the module that defines them.
 PUBLIC: dict[str, list[str]] = {}
-_STUB = (ROOT / "megatron_rl_loss" / "__init__.pyi").read_text()
-for _module, _name in re.findall(r"^from megatron_rl_loss\.(\S+) import (\w+) as", _STUB, re.MULTILINE):
-    PUBLIC.setdefault(_module, []).append(_name)
+for _line in ast.parse((ROOT / "megatron_rl_loss" / "__init__.pyi").read_text()).body:
+    for _name in _line.names if isinstance(_line, ast.ImportFrom) else ():
+        if _name.asname == _name.name:  # a stub exports what it imports as itself
+            PUBLIC.setdefault(str(_line.module).partition(".")[2], []).append(_name.name)
 #: Others, importable from their module: classes that users are handed, and what pages name.
 OTHERS = {
     "core.samples": ["LocalTokens"],

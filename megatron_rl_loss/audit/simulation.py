@@ -6,7 +6,6 @@ micro-batches are averaged, times 1/D if data-parallel ranks are averaged, times
 
 import inspect
 import math
-from abc import ABCMeta
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,19 +18,12 @@ from torch import Tensor
 
 from megatron_rl_loss.audit.assembly import Part, measured_step
 from megatron_rl_loss.audit.tokens import MeasuredStep, Split
-from megatron_rl_loss.core import layouts
 from megatron_rl_loss.core.collectives import StepGroups
 from megatron_rl_loss.core.counting import count_step
 from megatron_rl_loss.core.errors import check_callable, check_choice, check_mapping
+from megatron_rl_loss.core.layouts import LAYOUTS, Slots, ZigzagBSHD, ZigzagTHD
 from megatron_rl_loss.core.samples import Samples
 
-#: The layouts of this package by the names of their cuts. In Python 3.10 `list[int]`
-#: passes for a class, which the metaclass tells apart.
-LAYOUTS: dict[str, Any] = {
-    layout.cut: layout
-    for layout in vars(layouts).values()
-    if isinstance(layout, ABCMeta) and issubclass(layout, layouts.Layout) and layout.cut is not None
-}
 #: Parameters that a loss function may have beside its first two; `LossCall` describes them.
 PARAMETERS = (
     *("step_tokens", "rank_tokens", "microbatch_tokens", "sample_tokens", "rollout_tokens", "prompt_tokens"),
@@ -105,7 +97,7 @@ class LossCall:
             value, choices = repr(getattr(self, name)), list(map(repr, LAYOUTS if name == "cp_cut" else get_args(hint)))
             if name != "names" and value not in choices:
                 raise ValueError(f"LossCall.{name} is {value}: it must be one of {', '.join(choices)}. Choose one.")
-        has_rows = issubclass(LAYOUTS[self.cp_cut], layouts.Slots)
+        has_rows = issubclass(LAYOUTS[self.cp_cut], Slots)
         if (self.cp_cut != "zigzag" and self.cp is None) or (not has_rows and self.rows != "packed"):
             raise ValueError(
                 f"LossCall.cp_cut is {self.cp_cut!r} with cp {self.cp!r}, rows {self.rows!r}: a cut needs CP, and "
@@ -211,8 +203,8 @@ def samples_of(rows: Sequence[DrawnRow], call: LossCall, cp_size: int, described
     sizes = [-(-length // multiple) * multiple for length in lengths]
     bounds = [0, *accumulate([max(sizes)] * len(sizes) if call.rows == "padded" else sizes)]
     layout_class = LAYOUTS[call.cp_cut]
-    if call.rows == "padded" and layout_class is layouts.ZigzagTHD:
-        layout_class = layouts.ZigzagBSHD  # the same cut, of rows
+    if call.rows == "padded" and layout_class is ZigzagTHD:
+        layout_class = ZigzagBSHD  # the same cut, of rows
     layout = layout_class.drawn(bounds, lengths)
     labels = {"weight": [0.5 + sum(mask) % 3 for mask in masks], "turns": [np.arange(size) // 3 for size in lengths]}
     turns = [100 * rollout + np.arange(size) // 3 for rollout, size in zip(rollouts, lengths, strict=True)]

@@ -355,6 +355,12 @@ class ZigzagResponse(Layout):
         return cls([length + 3 for length in lengths], lengths)
 
 
+#: By the name of the cut in `LossCall.cp_cut`.
+LAYOUTS: dict[str, type[Layout]] = {
+    str(layout.cut): layout for layout in (ZigzagTHD, Contiguous, Gathered, ZigzagResponse)
+}
+
+
 def is_user_defined(layout: Layout) -> bool:
     """True for a layout of another package, whose pieces are then validated."""
     return not type(layout).__module__.startswith(f"{__package__}.")

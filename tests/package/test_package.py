@@ -13,6 +13,7 @@ from interpreter import begin, finish
 from placements import PLACES, laid_out
 from repository import ROOT
 
+import megatron_rl_loss
 from megatron_rl_loss import Samples, StepTotals, make_pg_loss_reducer
 from megatron_rl_loss.core.modes import available_modes
 
@@ -59,6 +60,14 @@ def test_torch_and_numpy_are_the_requirements() -> None:
     extras = {"megatron", "te", "demo", "bench", "audit", "test", "docs"}
     assert {*(metadata.metadata("megatron-rl-loss").get_all("Provides-Extra") or [])} == extras
     assert not any(r.lower().startswith("apex") for r in requires)
+
+
+def test_public_is_what_the_stub_imports_as_itself() -> None:
+    stub = (ROOT / "megatron_rl_loss" / "__init__.pyi").read_text()
+    lines = {line for line in stub.splitlines() if " as " in line}
+    homes = vars(megatron_rl_loss)["_HOME_OF"]
+    assert {f"from {home} import {name} as {name}" for name, home in homes.items()} == lines
+    assert {"Any", "Callable"} & homes.keys() == set()
 
 
 def test_badges_say_what_the_package_says() -> None:

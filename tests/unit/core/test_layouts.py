@@ -80,6 +80,13 @@ def test_a_layout_is_placed_public_and_on_its_page(name: str) -> None:
     assert not any(missing.values()), f"{name}: add {'; '.join(what for what in missing if missing[what])}"
 
 
+def test_every_layout_with_a_cut_is_drawn_by_it() -> None:
+    """`check_loss` finds layouts in the table alone; the rows of a batch are drawn as packed ones are."""
+    drawn = {**layouts.LAYOUTS, "rows": ZigzagBSHD}
+    assert {cut for cut, layout in layouts.LAYOUTS.items() if layout.cut != cut} == set()
+    assert set(drawn.values()) == {layout for layout in LAYOUTS.values() if layout.cut or layout is ZigzagBSHD}
+
+
 @every_layout
 def test_a_rank_holds_the_oracles_tokens(place: Place, cp_size: int) -> None:
     lengths = (5, 1, 3, 8)
