@@ -21,8 +21,9 @@ PAGES |= {"core": ["core", "planning"], "audit": ["audit", "audit.megatron"], "e
 PAGES["engines"] += sorted(f"engines.{file.stem}" for file in ROOT.glob("megatron_rl_loss/engines/[a-z]*.py"))
 #: The names that are importable from `megatron_rl_loss`, by the module that defines them.
 PUBLIC: dict[str, list[str]] = {}
-for _line in ast.parse((ROOT / "megatron_rl_loss" / "__init__.pyi").read_text()).body:
-    for _name in _line.names if isinstance(_line, ast.ImportFrom) else ():
+_STUB = ast.parse((ROOT / "megatron_rl_loss" / "__init__.pyi").read_text()).body
+for _line in [line for line in _STUB if isinstance(line, ast.ImportFrom)]:
+    for _name in _line.names:
         if _name.asname == _name.name:  # a stub exports what it imports as itself
             PUBLIC.setdefault(str(_line.module).partition(".")[2], []).append(_name.name)
 #: Others, importable from their module: classes that users are handed, and what pages name.

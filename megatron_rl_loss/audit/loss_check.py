@@ -24,7 +24,6 @@ from megatron_rl_loss.audit.picture import Panel
 from megatron_rl_loss.audit.progress import Progress
 from megatron_rl_loss.audit.simulation import (
     CALLS,
-    LAYOUTS,
     PARAMETERS,
     CallFailed,
     Described,
@@ -40,6 +39,7 @@ from megatron_rl_loss.core.aggregation import Aggregation, rehearse, resolve, we
 from megatron_rl_loss.core.collectives import StepGroups
 from megatron_rl_loss.core.counting import StepTotals, UnitCounting, count_step
 from megatron_rl_loss.core.errors import check_callable, check_choice, check_int, check_mapping
+from megatron_rl_loss.core.layouts import LAYOUTS
 from megatron_rl_loss.core.modes import Mode, ModeFunction
 from megatron_rl_loss.core.samples import LocalTokens
 

@@ -498,10 +498,10 @@ def _add_up(
             for of_rank in sorted(of_ranks)
         ]
         names = ["id", "prompt", *(column.name for column in columns)]
-        ids, prompts, *values = (np.concatenate([rows[name] for rows in joined] or [np.zeros(0)]) for name in names)
+        ids, prompts, *lines = (np.concatenate([rows[name] for rows in joined] or [np.zeros(0)]) for name in names)
         if not len(ids) and key not in id_types:
             continue
-        rows = sum_by_id(ids.astype(np.int64), dict(zip(names[2:], values, strict=True)), prompts)
+        rows = sum_by_id(ids.astype(np.int64), dict(zip(names[2:], lines, strict=True)), prompts)
         for mask, units in of_masks.items():
             # Copies: a column of `rows` is a view with strides, which would keep the whole table.
             values = {column.counted: rows[column.name].copy() for column in columns if column.mask == mask}

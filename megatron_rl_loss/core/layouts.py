@@ -356,9 +356,7 @@ class ZigzagResponse(Layout):
 
 
 #: By the name of the cut in `LossCall.cp_cut`.
-LAYOUTS: dict[str, type[Layout]] = {
-    str(layout.cut): layout for layout in (ZigzagTHD, Contiguous, Gathered, ZigzagResponse)
-}
+LAYOUTS: dict[str, Any] = {str(layout.cut): layout for layout in (ZigzagTHD, Contiguous, Gathered, ZigzagResponse)}
 
 
 def is_user_defined(layout: Layout) -> bool:

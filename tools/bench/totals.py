@@ -11,6 +11,7 @@ timed. The rank of 10,000 is alone, with the others' rows in memory: its time is
 import pickle
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -86,10 +87,10 @@ def simulate(case: Case, repeats: int) -> dict[str, Any]:
     """The host's work on one of many ranks; the others' messages were made before."""
     group: Any = SimpleNamespace(size=lambda: SIMULATED, rank=lambda: 0)
     groups = StepGroups(dp_group=group)
-    settings = hashed("")
+    settings, columns_of = hashed(""), partial(counting._columns, masks=[], sums=[])
     messages = []
     for rank in range(SIMULATED):
-        tally = counting._tally(samples_of(rank, SIMULATED, case), groups, [], [], settings)
+        tally = counting._tally(samples_of(rank, SIMULATED, case), groups, columns_of, settings)
         pickled = pickle.dumps(tuple(tally), pickle.HIGHEST_PROTOCOL)
         messages.append(len(pickled).to_bytes(collectives._LENGTH, "little") + pickled)
     longest = max(map(len, messages))
