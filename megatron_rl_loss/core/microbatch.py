@@ -19,6 +19,7 @@ from megatron_rl_loss.core.metrics import Metric, Note, aggregation_over
 from megatron_rl_loss.core.record import PlanUse, StepRecord
 from megatron_rl_loss.core.reducers import Summand, Term, WeightedSum, sum_terms
 from megatron_rl_loss.core.samples import LocalTokens, Samples, check_values
+from megatron_rl_loss.core.taps import observed_taps
 
 #: Policy losses, or the terms of the loss by name; metrics by name.
 Losses: TypeAlias = "Tensor | Term | Summed | Mapping[str, Tensor | Term]"
@@ -319,6 +320,8 @@ class Microbatch:
             count = carrier.counts[part](self.tokens, self.cp_rank) if part in carrier.counts else 1
             tensors[part] = record.constant(count, share.device)
         self.receipt = Receipt.of(row, tensors, self._record.notes[self._number])
+        if (taps := observed_taps()) is not None:
+            taps.receipt = self.receipt
         return row.assemble({**tensors, "report": report})
 
     def keep(self, name: str, samples: Samples) -> None:

@@ -193,7 +193,8 @@ def check_plan(plan: object) -> None:
     """Raise TypeError unless this is a plan."""
     if not isinstance(plan, Plan):
         raise TypeError(
-            f"plan is a {type(plan).__name__}: it must be the plan of this step. Pass what plan_step returns."
+            f"plan is a {type(plan).__name__}: it must be the plan of this step, which says what its tokens weigh. "
+            "Pass what plan_step returns; reducers that were made by hand have no plan, and get no proof."
         )
 
 

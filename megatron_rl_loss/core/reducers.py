@@ -131,11 +131,12 @@ class WeightedSum:
         coef, term = (1.0, None) if summand is None else (summand.coef, summand.term)
         outputs = [] if summand is None else taps.outputs_of(summand.values)
         hooked = SummedShare(self, self.gradient_scale * coef, unseen, outputs)
+        tapped = Tap(tuple(self.weights.shape), samples=self.local.samples, share=hooked)
+        taps.shares.append(share.grad_fn)
         share.register_hook(hooked.see)
-        share.register_hook(taps.of_training(hooked.add))
+        share.register_hook(taps.of_training(hooked.add, tapped.scales))
         if values is not None and values.requires_grad and coef:
             values.register_hook(hooked.check)
-        tapped = Tap(tuple(self.weights.shape), samples=self.local.samples, share=hooked)
         if term is not None:
             tapped.coef, tapped.aggregation = coef, self.aggregation
         taps.add(tapped, term or self.name, self.number)

@@ -25,6 +25,19 @@ from megatron_rl_loss.core.samples import Samples
 _MOST_NODES = 256
 
 
+def backward_pass() -> int:
+    """The number of the backward pass that runs in this thread; -1 for none."""
+    # Not public, but torch.utils.checkpoint calls it in all versions that pyproject.toml allows.
+    return torch._C._current_graph_task_id()
+
+
+class LossScale(NamedTuple):
+    """What a gradient scaler multiplied a loss by; its `unscale_` divides the gradients of its optimizer by it."""
+
+    scaler: Any
+    value: float
+
+
 @dataclass(frozen=True)
 class Declared:
     """What is said of a term: by the reducer that sums it, or by an engine's adapter. Plain, so that ranks compare it.
@@ -131,6 +144,7 @@ class Tap:
         log_probs: float32 [numel] of both sides, where they are to be compared.
         source: a weak reference to the losses, for the tensor would keep its graph.
         at_log_probs: before the gradient lies the way of log-probs to the model's output, which multiplies by `path`.
+        scales: of the backward passes that the gradient came by; None of one whose loss no scaler multiplied.
     """
 
     shape: tuple[int, ...]
@@ -145,6 +159,7 @@ class Tap:
     source: Callable[[], Tensor | None] = lambda: None
     at_log_probs: bool = False
     path: float = 1.0
+    scales: set[LossScale | None] = field(default_factory=set)
     doubt: str = ""
     count: float | None = None
     added: str = ""
@@ -184,66 +199,83 @@ class Taps:
         losses: by term and micro-batch. A term that is tapped twice in a micro-batch is a second term.
         outputs: of loss functions of this package in this micro-batch, with their nodes in the graph.
         log_prob_gradients: of losses `at_log_probs`, a `LogProbGradients`.
-        num_taken: how many gradients parameters took so far; None where nobody counts them.
+        is_counted: somebody calls `take`; otherwise every backward pass counts.
+        plans: those of the steps that ran, one inside the other, when losses were tapped.
+        scales: by backward pass, what a gradient scaler multiplied its loss by.
+        unscaled: ids of the scalers that divided gradients again.
+        shares: nodes of the graph of this micro-batch's shares.
+        receipt: of what this micro-batch handed out; None for nothing.
     """
 
-    num_taken: int | None = None
+    is_counted: bool = False
     num_microbatches: int = 0
     losses: dict[str, dict[int, Tap]] = field(default_factory=dict)
     outputs: list[tuple[Any, LossOutput]] = field(default_factory=list)
     log_prob_gradients: Any = None
-    _not_taken: list[Callable[[], None]] = field(default_factory=list)
+    plans: set[Any] = field(default_factory=set)
+    scales: dict[int, LossScale] = field(default_factory=dict)
+    unscaled: set[int] = field(default_factory=set)
+    shares: list[Any] = field(default_factory=list)
+    receipt: Any = None
+    _waiting: dict[int, list[Callable[[], None]]] = field(default_factory=dict)
+    _trained: set[int] = field(default_factory=set)
 
-    def of_training(self, add: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
-        """A tensor hook that adds a gradient once the backward pass that it came by has trained some parameter.
+    def take(self) -> None:
+        """Count what this backward pass showed so far, and shows from now on: it trains.
 
-        A pass for a log, as of ``torch.autograd.grad``, trains none; neither does a loss that is detached from the
-        model. Where no parameter takes any gradient all step long, all passes count. A reentrant checkpoint computes
-        losses again inside a pass, and takes their gradients by a pass of its own: the outer pass decides.
+        Called once the pass has given a gradient to a parameter, or to the output of a model whose schedule started it.
         """
+        number = backward_pass()
+        self._trained.add(number)
+        for count in self._waiting.pop(number, ()):
+            count()
 
-        def at_the_end(count: Callable[[], None]) -> None:
-            before = self.num_taken
+    def of_training(
+        self, add: Callable[[Tensor], None], scales: set[LossScale | None] | None = None
+    ) -> Callable[[Tensor], None]:
+        """A tensor hook that adds a gradient once the backward pass that it came by trains.
 
-            def end() -> None:
-                if self.num_taken == before:
-                    self._not_taken.append(count)
-                else:
-                    count()
+        `scales` receives what a gradient scaler multiplied the pass's loss by, None for nothing.
 
-            torch.autograd.Variable._execution_engine.queue_callback(end)
+        A pass for a log, as of ``torch.autograd.grad``, does not; neither does a loss that is detached from the model.
+        Where nothing takes any gradient all step long, all passes count. A reentrant checkpoint computes losses again
+        inside a pass, and takes their gradients by a pass of its own: either of the two may train.
+        """
+        around = backward_pass() if self.is_counted else -1
 
-        kept: list[Tensor] = []
-        # Not public, but torch.utils.checkpoint calls it in all versions that pyproject.toml allows; -1 in no pass.
-        is_recomputed = self.num_taken is not None and torch._C._current_graph_task_id() != -1
-
-        def add_kept() -> None:
-            for gradient in kept:
-                add(gradient)
-
-        if is_recomputed:
-            at_the_end(add_kept)
+        def add_scaled(gradient: Tensor, scale: LossScale | None) -> None:
+            add(gradient)
+            if scales is not None:
+                scales.add(scale)
 
         def hook(gradient: Tensor) -> None:
-            copy = gradient.detach().clone()
-            if self.num_taken is None:
-                add(copy)
-            elif is_recomputed:
-                kept.append(copy)
-            else:
-                at_the_end(lambda: add(copy))
+            copy, number = gradient.detach().clone(), backward_pass()
+            scale = self.scales.get(number, self.scales.get(around))
+            if not self.is_counted or {number, around} & self._trained:
+                add_scaled(copy, scale)
+                return
+            is_added: list[bool] = []
+
+            def count() -> None:
+                if not is_added:
+                    is_added.append(True)
+                    add_scaled(copy, scale)
+
+            for waits_for in {number, around} - {-1}:
+                self._waiting.setdefault(waits_for, []).append(count)
 
         return hook
 
     def end(self) -> None:
-        """Count the passes that trained no parameter, if none did."""
-        waiting, self._not_taken = self._not_taken, []
-        for add in waiting if not self.num_taken else ():
-            add()
+        """Count the passes that trained nothing, if none did."""
+        self.outputs, self.shares = [], []
+        waiting, self._waiting = self._waiting, {}
+        for count in itertools.chain.from_iterable(waiting.values()) if not self._trained else ():
+            count()
 
     def begin_microbatch(self) -> None:
         self.num_microbatches += 1
-        self.outputs = []  # nodes of graphs are freed
+        self.outputs, self.shares, self.receipt = [], [], None  # nodes of graphs are freed
 
     def add_output(self, per_token_loss: Tensor, made_by: str) -> None:
         """Record what reaches the losses that a loss function returned."""
@@ -282,7 +314,7 @@ class Taps:
             return known
         tapped = Tap(tuple(losses.shape), losses.dtype, source=ref(losses))
         if losses.requires_grad:
-            losses.register_hook(self.of_training(tapped.hooked.add))
+            losses.register_hook(self.of_training(tapped.hooked.add, tapped.scales))
         self.add(tapped, name)
         return tapped
 
@@ -293,6 +325,7 @@ class Taps:
         terms = itertools.chain([name], (f"{name}#{number}" for number in itertools.count(2)))
         term = next(term for term in terms if microbatch not in self.losses.setdefault(term, {}))
         self.losses[term][microbatch] = tapped
+        self.plans |= _OBSERVED.get().plans
 
 
 # --- what observes the step that runs now
@@ -302,10 +335,14 @@ Result = TypeVar("Result")
 
 
 class Observed(NamedTuple):
-    """The taps to which losses report, and the aggregation that the step should have; None where nobody said so."""
+    """The taps to which losses report, and the aggregation that the step should have; None where nobody said so.
+
+    `plans` are those of the steps that run, one inside the other.
+    """
 
     taps: Taps | None = None
     aggregation: Aggregation | None = None
+    plans: frozenset[Any] = frozenset()
 
 
 #: Whoever runs a step sets it and puts it back. Loss functions are called by a schedule that knows nothing of a
@@ -314,10 +351,11 @@ _OBSERVED: ContextVar[Observed] = ContextVar("observed", default=Observed())  # 
 
 
 @contextmanager
-def observe(taps: Taps | None = None, aggregation: Aggregation | None = None) -> Iterator[None]:
-    """In a ``with``: losses report to the taps; the step should have the aggregation. None changes nothing."""
+def observe(taps: Taps | None = None, aggregation: Aggregation | None = None, plan: Any = None) -> Iterator[None]:
+    """In a ``with``: losses report to the taps; the step is a plan's, and has the aggregation. None changes nothing."""
     outer = _OBSERVED.get()
-    token = _OBSERVED.set(Observed(taps or outer.taps, aggregation or outer.aggregation))
+    plans = outer.plans if plan is None else outer.plans | {plan}
+    token = _OBSERVED.set(Observed(taps or outer.taps, aggregation or outer.aggregation, plans))
     try:
         yield
     finally:

@@ -22,10 +22,12 @@ class EngineStep(MegatronFirstStep):
     doubt = ""
 
     @contextmanager
-    def step(self, model: Any, *, trains: bool = True, plan: PlanUse | None = None) -> Iterator[None]:
+    def step(
+        self, model: Any, *, trains: bool = True, plan: PlanUse | None = None, measure: Any = None
+    ) -> Iterator[None]:
         if trains and self.doubt:
             self.give_up(self.doubt)
-        with super().step(model, trains=trains, plan=plan):
+        with super().step(model, trains=trains, plan=plan, measure=measure):
             yield
 
     def amend(self, beside: str) -> None:

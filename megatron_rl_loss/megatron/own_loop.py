@@ -1,36 +1,51 @@
 """The proof of a loop of one's own over Megatron's schedule."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from megatron_rl_loss.core.collectives import check_together
 from megatron_rl_loss.core.plan import Plan
-from megatron_rl_loss.megatron.probe import check_fresh_gradients
 from megatron_rl_loss.megatron.proving import MegatronFirstStep, facts_of
+from megatron_rl_loss.proof.exchange import Exchange
+from megatron_rl_loss.proof.megatron_step import LEFT, before_forward, fresh_failure
 from megatron_rl_loss.proof.outcomes import ProofLevel
 from megatron_rl_loss.proof.reduced_ranks import uncounted
 
 _REMEDY = "Return what microbatch.loss(...) returned, all of it and unchanged; put a coefficient into a Term."
+_STATED = (
+    "prove_step(..., optimizer=..., loss_scale=...) of a Megatron model: its DDP holds its parameters, and its config "
+    "the loss scale. Leave both out."
+)
 
 
 class MegatronProof:
-    """The proof of a model's first step, and a look at gradients before its first two."""
+    """The proofs of a model's steps, one of each claim, and a look at gradients before its first two."""
 
-    def __init__(self, level: ProofLevel) -> None:
-        self.first, self._num_trained = MegatronFirstStep(None, "the policy loss", level=level, remedy=_REMEDY), 0
+    def __init__(self) -> None:
+        self._firsts, self._num_steps = dict[str, MegatronFirstStep](), 0
 
     @contextmanager
-    def step(self, model: Any, plan: Plan) -> Iterator[None]:
+    def step(
+        self, model: Any, plan: Plan, level: Callable[[], ProofLevel], optimizer: Any, loss_scale: float
+    ) -> Iterator[None]:
         groups, _ = facts_of(model)
-        over = [groups.dp_cp, groups.tp, groups.pp]
-        if not self.first.is_agreed:  # before any other collective: ranks of other levels would wait for each other
-            self.first.agree(over)
-        if self.first.level != "off" and self._num_trained < 2:
-            self._num_trained += 1
-            chunks = model if isinstance(model, list) else [model]
-            check_together(lambda: check_fresh_gradients(chunks), over)
-        if not self.first.is_over:
-            self.first.refuse(uncounted(model, plan.record.groups), plan.record.use, over)
-        with self.first.step(model, plan=plan.record.use):
+        over, claim = [groups.dp_cp, groups.tp, groups.pp], plan.record.modes.describe()
+        if claim not in self._firsts:
+            self._firsts[claim] = MegatronFirstStep(None, "the policy loss", remedy=_REMEDY, is_own_loop=True)
+        first = self._firsts[claim]
+        if not first.is_agreed:  # before any other collective: ranks of other levels would wait for each other
+            first.agree(over, level)
+        if not first.is_over:
+            stated = _STATED if optimizer is not None or loss_scale != 1 else ""
+            first.refuse(stated or uncounted(model, plan.record.groups), plan.record.use)
+        is_looked_at = first.is_over and first.level != "off" and self._num_steps < 2  # else it is measured
+        self._num_steps += 1
+        chunks, left = model if isinstance(model, list) else [model], list[Exception | None]()
+        with ExitStack() as stack:
+            if is_looked_at:
+                stack.enter_context(first.leaving())
+                stack.enter_context(before_forward(lambda: left.append(fresh_failure(chunks))))
+            stack.enter_context(first.step(model, plan=plan.record.use))
             yield
+        if is_looked_at and Exchange().agree(["left"] * any(left), ["left"], over):
+            first.tell_left(next((str(failure) for failure in left if failure), LEFT))

@@ -55,30 +55,6 @@ def check_finalizing(config: Any, chunks: Sequence[Any], groups: ProcessGroupCol
         )
 
 
-def check_fresh_gradients(chunks: Sequence[Any]) -> None:
-    """Reject nonzero gradients before the step, since Megatron's DDP adds to them. Waits for the device.
-
-    Buffers that hold parameters at that time (mxfp8, gathered during the forward pass) are not checked.
-    """
-    ddp = [
-        chunk
-        for chunk in chunks
-        if isinstance(chunk, DistributedDataParallel) and not _holds_parameters(chunk.ddp_config)
-    ]
-    buffers = [buffer.grad_data for chunk in ddp for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-    largest = [torch.linalg.vector_norm(buffer, torch.inf).float() for buffer in buffers if buffer.numel()]
-    if largest and bool(torch.stack(largest).any()):  # NaN is no 0 either
-        raise ValueError(
-            "gradients that are not 0 before the step's first micro-batch: Megatron's DDP would add the step's "
-            "gradients to them. Call zero_grad_buffer() of each model chunk, and the optimizer's zero_grad(), before "
-            "every step; add gradients of your own after this schedule."
-        )
-
-
-def _holds_parameters(ddp_config: Any) -> bool:
-    return ddp_config.overlap_param_gather and getattr(ddp_config, "reuse_grad_buf_for_mxfp8_param_ag", False)
-
-
 def check_form(config: Any, cp_group: Group, checked: set[str], form: Form) -> None:
     """Reject a Megatron whose schedule does not take a loss in that form, or scales it differently from its row.
 

@@ -34,6 +34,7 @@ class MegatronFirstStep(FirstStep):
     Args:
         asked, loss, further: as of `FirstStep`.
         pg_collection: as of `facts_of`.
+        is_own_loop: as of `MegatronStep`.
     """
 
     def __init__(
@@ -42,11 +43,12 @@ class MegatronFirstStep(FirstStep):
         loss: str,
         *,
         pg_collection: ProcessGroupCollection | None = None,
+        is_own_loop: bool = False,
         **further: Any,
     ) -> None:
         def measure(model: Any, plan: PlanUse | None, then: Callable[[Exception | None], None]) -> MegatronStep:
             groups, unknown = facts_of(model, pg_collection)
-            return MegatronStep(model, groups, unknown=unknown, then=then)
+            return MegatronStep(model, groups, unknown=unknown, plan=plan, is_own_loop=is_own_loop, then=then)
 
         def groups_that_agree(model: Any, plan: PlanUse | None) -> list[Group]:
             groups, _ = facts_of(model, pg_collection)

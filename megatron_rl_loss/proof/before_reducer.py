@@ -47,16 +47,17 @@ class Before:
     def fault(self, *, averages: bool) -> str:
         """The words for a division that no deliberate set-up explains; empty for none.
 
-        A count of the micro-batch is no coefficient in any mode: with it, the loss depends on how the step is cut. One
-        number may be somebody's coefficient, unless it is an odd one and the mode averages what it has divided.
+        A number of the micro-batch is no coefficient in any mode: with it, the loss depends on how the step is cut. One
+        of each sample is none where the mode averages; elsewhere somebody may average samples so. One number may be
+        somebody's coefficient, unless it is an odd one and the mode averages what it has divided.
         """
-        is_sure = self.varies or (self.is_odd and averages)
-        return self._divided(averages=averages) if is_sure and self.division and not self._is_of_sample else ""
+        if not self.division or not (averages or (self.varies and not self._is_of_sample)):
+            return ""
+        return self._divided(averages=averages) if self.varies or (self.is_odd and not self._is_of_sample) else ""
 
-    def gap(self, *, averages: bool) -> str:
+    @property
+    def gap(self) -> str:
         """The words for what is not known to be meant; empty where losses are as their function returned them."""
-        if self.varies and self._is_of_sample and averages:
-            return f"{self._divided(averages=averages)} Or are these your own weights?"
         return "" if self.is_one else f"not covered: {self}"
 
     @property
@@ -65,11 +66,14 @@ class Before:
         return self.division in _OF_SAMPLES
 
     def _divided(self, *, averages: bool) -> str:
-        again = ", and the reducer averages them again" if averages else f": {self._factors}, by the cut of the step"
-        return (
-            f"Losses are divided by {self.division} {self._place}{again}. Pass per_token_loss to the reducer as the "
-            "loss function returned it."
-        )
+        if self.division == _OWN_WEIGHTS:
+            what = f"Losses are multiplied by {self.division} {self._place}, which multiplies by them again"
+        else:
+            again = (
+                ", and the reducer averages them again" if averages else f": {self._factors}, by the cut of the step"
+            )
+            what = f"Losses are divided by {self.division} {self._place}{again}"
+        return f"{what}. Pass per_token_loss to the reducer as the loss function returned it."
 
     @property
     def _factors(self) -> str:
@@ -77,7 +81,7 @@ class Before:
         return f"a factor of {self.high:.4g}" if is_alike else f"factors of {self.low:.3g} to {self.high:.3g}"
 
     def __str__(self) -> str:
-        division = f" (1 / {self.division})" * bool(self.division)
+        division = f" ({'1 / ' * (self.division != _OWN_WEIGHTS)}{self.division})" * bool(self.division)
         return f"{self._factors}{division} on tokens {self._place}"
 
 
@@ -88,8 +92,10 @@ _COUNTS = (
     "the sum of the mask over the micro-batch",
     "the sum of the mask over the micro-batch's part on the CP rank",
     "the number of tokens of the micro-batch",
+    "the number of samples of the micro-batch",
+    "the weights of the mode",
 )
-_OF_SAMPLES = _COUNTS[:2]
+_OF_SAMPLES, _OWN_WEIGHTS = _COUNTS[:1], _COUNTS[-1]
 
 
 class FactorExtremes:
@@ -118,7 +124,7 @@ class FactorExtremes:
                 continue
             self.made_by.add(output.made_by)
             self._extend(0, factors)
-            for number, count in enumerate(_counts_of(tokens), 1):
+            for number, count in enumerate(_counts_of(tokens, share.reducer.weights.cpu().numpy()), 1):
                 self._extend(number, factors * count[on])
 
     def _extend(self, number: int, values: Floats) -> None:
@@ -129,13 +135,14 @@ class FactorExtremes:
         return [*(-self._low).tolist(), *self._high.tolist(), float(self._lacks)]
 
 
-def _counts_of(tokens: LocalTokens) -> Iterator[Floats]:
-    """`_COUNTS` at each local token, one after the other."""
+def _counts_of(tokens: LocalTokens, weights: Floats) -> Iterator[Floats]:
+    """`_COUNTS` at each local token, one after the other; of weights, that multiply, the inverse."""
     mask, sample, whole = np.asarray(tokens.mask, np.float64), tokens.sample_index, tokens.samples.mask_sums
     yield whole[sample]
     yield np.bincount(sample, mask, len(whole))[sample]
-    for count in (whole.sum(), mask.sum(), len(mask)):
+    for count in (whole.sum(), mask.sum(), len(mask), len(whole)):
         yield np.broadcast_to(np.float64(count), mask.shape)
+    yield np.divide(1.0, weights, out=np.zeros(mask.shape), where=weights != 0)
 
 
 def before_of(numbers: Sequence[float], made_by: set[str]) -> Before:

@@ -5,14 +5,16 @@ with their accumulation, `main_grad` is seen when a bucket group starts its redu
 of `main_grad` that the rank's optimizer owns. Gradients are summed over DP x CP, those of experts over their own
 data-parallel ranks, and those of tied embeddings over the stages that hold them.
 
-Whether a sum over tensor-parallel ranks is due is read off the numbers, and off no mark of Megatron's: a parameter
-whose values are the same on all of these ranks is a replica; where its gradients from backward differ between them,
-each rank saw a part of the tokens or heads, and all need the sum.
+Whether a sum over tensor-parallel ranks is due is what Megatron's marks claim, and the numbers check it. A parameter
+marked `tensor_model_parallel` is cut; one marked `sequence_parallel` or `average_gradients_across_tp_domain` is whole,
+and each rank saw a part of its tokens. Of an unmarked one that is whole everywhere, backward's gradients tell: equal
+ones are copies, others are parts. Where values differ without a mark, or numbers cannot tell, it is undecided.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,6 +33,17 @@ from megatron_rl_loss.proof.sketches import Backward, Signs, num_patterns
 _REPLICAS = 2.0**-4
 #: Megatron's mark of parameters of which each tensor-parallel rank has a part.
 _CUT = "tensor_model_parallel"
+#: Its marks of whole parameters whose gradients on tensor-parallel ranks are parts, to be summed or averaged.
+_PARTS = ("sequence_parallel", "average_gradients_across_tp_domain")
+_NOT_HELD = (
+    "Megatron's DDP does not hold it, so nothing reduces its gradient: wrap the model after the parameter is added"
+)
+_NO_MARK = "its values differ between tensor-parallel ranks, and no mark of Megatron says that it is cut"
+_UNTOLD = (
+    "its gradients differ between tensor-parallel ranks and its values are all one number: without a mark of Megatron "
+    "it may be cut or whole"
+)
+_EQUAL_PARTS = "its gradients are equal on tensor-parallel ranks, and no mark of Megatron says whether their sum is due"
 #: Marks of parameters whose gradients are summed over further ranks, by rules that are not followed.
 _FURTHER = {"pipeline_parallel": "summed over pipeline stages", "is_gtp_weight_remat": "sharded further (GTP)"}
 
@@ -43,16 +56,42 @@ def unseen(chunks: Sequence[Any]) -> str:
     return ""
 
 
+def check_fresh_gradients(chunks: Sequence[Any]) -> None:
+    """Reject nonzero gradients before the step, since Megatron's DDP adds to them. Waits for the device.
+
+    Buffers that hold parameters at that time (mxfp8, gathered during the forward pass) are not checked.
+    """
+    ddp = [
+        chunk
+        for chunk in chunks
+        if isinstance(chunk, DistributedDataParallel) and not _holds_parameters(chunk.ddp_config)
+    ]
+    buffers = [buffer.grad_data for chunk in ddp for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    largest = [torch.linalg.vector_norm(buffer, torch.inf).float() for buffer in buffers if buffer.numel()]
+    if largest and bool(torch.stack(largest).any()):  # NaN is no 0 either
+        raise ValueError(
+            "gradients that are not 0 before the step's first micro-batch: Megatron's DDP would add the step's "
+            "gradients to them. Call zero_grad_buffer() of each model chunk, and the optimizer's zero_grad(), before "
+            "every step; add gradients of your own after this schedule."
+        )
+
+
+def _holds_parameters(ddp_config: Any) -> bool:
+    return ddp_config.overlap_param_gather and getattr(ddp_config, "reuse_grad_buf_for_mxfp8_param_ag", False)
+
+
 class BucketGroups:
     """The trainable parameters of a rank's model chunks; a `measurement.Source`."""
 
     def __init__(self, chunks: Sequence[Any], groups: ProcessGroupCollection) -> None:
-        named = [
+        trained = [
             (name, parameter, chunk)
             for chunk in chunks
             for name, parameter in chunk.module.named_parameters()
-            if parameter in chunk.param_to_bucket_group and parameter.requires_grad  # or it was frozen later
+            if parameter.requires_grad  # or it was frozen later
         ]
+        named = [row for row in trained if row[1] in row[2].param_to_bucket_group]
+        self._not_held = [name for name, parameter, chunk in trained if parameter not in chunk.param_to_bucket_group]
         self._groups, self._chunks = groups, chunks
         self._trained: list[tuple[Any, Any]] = [(parameter, chunk) for _, parameter, chunk in named]
         self.parameters = [
@@ -66,17 +105,21 @@ class BucketGroups:
         device = named[0][1].device if named else torch.device("cpu")
         self._backward = Backward.of(self._signs, len(named), device)
         self._fused, self._before = set[int](), dict[int, Tensor]()
-        self._final, self._values = list[Tensor](), dict[int, float]()
+        self._final, self._values = list[Tensor](), dict[int, tuple[float, bool]]()
         self._number_of = {parameter: number for number, (parameter, _) in enumerate(self._trained)}
         self._undo: list[Callable[[], object]] = []
 
-    def open(self, count: Callable[[], None], fail: Failure) -> None:
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [parameter for parameter, _ in self._trained]
+
+    def open(self, take: Callable[[], None], fail: Failure) -> None:
         for group in _bucket_groups(self._chunks):
             start = group.start_grad_sync
             group.start_grad_sync = partial(self._start, group, start, fail)
             self._undo.append(partial(_restore, group, group.start_grad_sync))
         for number, (parameter, _) in enumerate(self._trained):
-            self._undo.append(watch(parameter, partial(self._see, number), partial(self._take, number, count), fail))
+            self._undo.append(watch(parameter, partial(self._see, number), partial(self._take, number, take), fail))
 
     def close(self) -> None:
         undo, self._undo = self._undo, []
@@ -90,8 +133,8 @@ class BucketGroups:
         else:
             self._backward.see(number, gradient, self._trained[number][0])
 
-    def _take(self, number: int, count: Callable[[], None]) -> None:
-        count()
+    def _take(self, number: int, take: Callable[[], None]) -> None:
+        take()
         self._backward.take(number)
 
     def _start(self, group: Any, start: Callable[..., Any], fail: Failure, *args: Any, **kwargs: Any) -> Any:
@@ -124,7 +167,9 @@ class BucketGroups:
                 before = self._before.get(number)
                 self._backward.table[number] = self._signs.sketch(parameter.main_grad) if before is None else before
         for number in self._replicas().tolist() if self._groups.tp.size() > 1 else ():
-            self._values[number] = float(self._signs.sketch(self._trained[number][0].detach())[0])
+            values = self._trained[number][0].detach()
+            is_one_number = bool((values == values.reshape(-1)[0]).all()) if values.numel() else True
+            self._values[number] = float(self._signs.sketch(values)[0]), is_one_number
         return max([1, *self._backward.num_terms])
 
     def _replicas(self) -> Tensor:
@@ -154,15 +199,25 @@ class BucketGroups:
                 exchange.reduce(part, shards)
                 final[at] = part
         tied = torch.tensor([_is_tied(p, groups) for p, _ in self._trained], dtype=torch.bool)
-        differ = self._add_replicas(exchange, own, final)
+        replicas = self._add_replicas(exchange, own, final)
         self._add_tied(exchange, own, tied)
-        found = Fit(self.parameters, own, final).alike(where)
-        for number, spread in differ.items():
+        fit = Fit(self.parameters, own, final)
+        found = fit.alike(where)
+        for number, replica in replicas.items():
             name = self.parameters[number].name
-            if spread > _REPLICAS and name not in (*found.zero, *found.uncovered, *found.unlike):
-                differs = f"differs between tensor-parallel ranks by {spread:.2g} of its norm, and its values do not"
-                found.unlike[name] = differs
+            if name in (*found.zero, *found.uncovered):
+                continue
+            if undecided := replica.undecided(fit.ratio_to_factor(number), groups.tp.size()):
+                found.covered -= name not in found.unlike
+                found.unlike.pop(name, None)
+                found.uncovered[name] = undecided
+            elif replica.spread > _REPLICAS and name not in found.unlike:
+                found.unlike[name] = (
+                    f"differs between tensor-parallel ranks by {replica.spread:.2g} of its norm, and its values do not"
+                )
                 found.covered -= 1
+        found.total += len(self._not_held)
+        found.uncovered |= dict.fromkeys(self._not_held, _NOT_HELD)
         unlinked = [n for n in range(len(self._trained)) if not self._is_linked(n) and bool(own[n, -1] > 0)]
         if unlinked:
             found.notes.append(f"{len(unlinked)} of them from main_grad on")
@@ -176,32 +231,34 @@ class BucketGroups:
         for number in at.nonzero()[:, 0].tolist():
             self.parameters[number].roundings += size_of(group)
 
-    def _add_replicas(self, exchange: Exchange, own: Tensor, final: Tensor) -> dict[int, float]:
-        """Add up gradients of replicas over TP where a sum is due; how far final gradients differ, by parameter."""
+    def _add_replicas(self, exchange: Exchange, own: Tensor, final: Tensor) -> dict[int, "_Replica"]:
+        """Add up gradients of whole parameters over TP where a sum is due; what was seen of each, by parameter."""
         tp, at = self._groups.tp, self._replicas()
         if tp.size() == 1 or not len(at):
             return {}
         both = torch.cat([own[at], final[at, :-1]], 1)
         total = both.clone()
         exchange.reduce(total, tp)
-        # Sketches of replicas are equal: each is the mean.
+        # Sketches of copies are equal: each is the mean.
         off, patterns = (total / tp.size() - both).abs(), self._signs.patterns
         norms = (total[:, patterns] / tp.size()).sqrt(), final[at, -1].sqrt()
         is_part = (off[:, :patterns].amax(1) > _REPLICAS * norms[0]).double()
         spread = off[:, patterns + 1 :].amax(1) / norms[1].clamp(min=1e-300)
-        values = torch.tensor([self._values[number] for number in at.tolist()], dtype=torch.float64)
-        extremes = torch.stack([values, -values, is_part, spread], 1)
+        known = [self._values.get(number, (math.nan, False)) for number in at.tolist()]
+        values = torch.tensor([value for value, _ in known], dtype=torch.float64)
+        varies = torch.tensor([not is_one_number for _, is_one_number in known], dtype=torch.float64)
+        extremes = torch.stack([values, -values, is_part, spread, varies], 1)
         exchange.reduce(extremes, tp, dist.ReduceOp.MAX)
-        differ = {}
+        replicas = {}
         for row, number in enumerate(at.tolist()):
-            high, minus_low, any_part, widest = extremes[row].tolist()
-            if high + minus_low:  # cut by hand
-                continue
-            if any_part:
+            high, minus_low, any_part, widest, any_varies = extremes[row].tolist()
+            is_marked = any(getattr(self._trained[number][0], mark, False) for mark in _PARTS)
+            replica = _Replica(bool(high + minus_low), bool(any_part), is_marked, not any_varies, widest)
+            if replica.is_summed:
                 own[number] = total[row, : patterns + 1]
                 self.parameters[number].roundings += tp.size()
-            differ[number] = widest
-        return differ
+            replicas[number] = replica
+        return replicas
 
     def _add_tied(self, exchange: Exchange, own: Tensor, tied: Tensor) -> None:
         """Add up the gradients of an embedding that stages share; those that hold no part of it take part."""
@@ -219,6 +276,41 @@ class BucketGroups:
         own[tied] = part
         for number in tied.nonzero()[:, 0].tolist():
             self.parameters[number].roundings += group.size()
+
+
+class _Replica(NamedTuple):
+    """What tensor-parallel ranks show of a parameter that has no mark of being cut.
+
+    Attributes:
+        has_other_values: they differ between ranks.
+        is_in_parts: so do the gradients that backward gives.
+        is_marked: Megatron's mark says so.
+        is_one_number: all values of it are one number, as those of zeros: equal values are then no sign of a copy.
+        spread: by which part of its norm the final gradient differs between ranks.
+    """
+
+    has_other_values: bool
+    is_in_parts: bool
+    is_marked: bool
+    is_one_number: bool
+    spread: float
+
+    @property
+    def is_summed(self) -> bool:
+        """A sum over the ranks is due."""
+        return self.is_marked or (self.is_in_parts and not self.has_other_values)
+
+    def undecided(self, ratio: float, tp_size: int) -> str:
+        """Why nothing can be decided of it; empty if something can. `ratio`: of its own factor to the others'."""
+        if self.is_marked:
+            return ""
+        if self.has_other_values:
+            return _NO_MARK
+        if self.is_in_parts and self.is_one_number and self.spread > _REPLICAS:
+            return _UNTOLD
+        if not self.is_in_parts and math.isclose(ratio, tp_size, rel_tol=1e-3):
+            return _EQUAL_PARTS
+        return ""
 
 
 def _bucket_groups(chunks: Sequence[Any]) -> list[Any]:

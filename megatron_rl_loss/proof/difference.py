@@ -17,10 +17,23 @@ class Compared:
     deviation: float  # the largest relative difference; NaN where gradients are not finite
     low: float  # the smallest measured / asked of an active token
     high: float
+    surplus: float  # the largest weight of a token that should have none, by the step's largest
     where: str  # the place of the largest difference
     sizes: dict[str, int]  # of the step's split
     before: Before
     averages: bool  # the asked mode reads numbers of tokens
+
+    @property
+    def unevenness(self) -> float:
+        """How far tokens' weights are from being one multiple of the asked ones; no factor of the step is in it."""
+        largest = max(abs(self.low), abs(self.high))
+        if not math.isfinite(largest) or not largest:
+            return 0.0 if largest == 0 and not self.surplus else self.deviation
+        return max((self.high - self.low) / 2, self.surplus) / largest
+
+    def is_as_asked(self, of_level: float, of_each: float) -> bool:
+        """True within these tolerances: of what all weights are multiplied by, and of each against the others."""
+        return self.deviation <= of_level and not self.unevenness > of_each
 
     def __str__(self) -> str:
         return in_words(self)

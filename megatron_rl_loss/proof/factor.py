@@ -38,6 +38,7 @@ _ALIKE = 8.0
 MOST_NAMES = 3
 
 _ZERO, _NO_MULTIPLE = "its final gradient is 0", "no multiple of the sum over ranks"
+_REDUCE = "Reduce every gradient once, over all ranks of the plan and inside the measured step, and zero it before"
 _AS_IF = "ranks or micro-batches were scaled differently or left out, or gradients were not 0 before the step"
 
 
@@ -177,6 +178,23 @@ class Fit:
         final_norm = self.final[:, -1].clamp(min=0).sqrt()
         return self._relative * torch.maximum(abs(value) * self._norm, final_norm) + self._floor
 
+    def leans_on(self, own: Tensor) -> bool:
+        """True if what is left of final gradients is a part of one rank's, `own`, and so no rounding.
+
+        Errors of rounding have no direction. With s the usual size of one, of each parameter, the part of `own` in them
+        is known to 1 / sqrt(sum own^2 / s^2), and is nothing below four times that.
+        """
+        size = (0.1 * self._bound(self.value))[self.agree, None].clamp(min=1e-300)
+        errors = (self.final - self.value * self.given)[self.agree, :-1] / size
+        whole, part = self.given[self.agree, :-1] / size, own[self.agree, :-1] / size
+        part = part - whole * ((part * whole).sum() / whole.square().sum())  # the factor has the rest
+        information = float(part.square().sum())
+        return information > 0 and abs(float((errors * part).sum())) > 4 * math.sqrt(information)
+
+    def ratio_to_factor(self, number: int) -> float:
+        """A parameter's own factor by that of the others; NaN where either is unknown."""
+        return self.multiple(number) / self.value if self.is_certain else math.nan
+
     def multiple(self, number: int) -> float:
         """The factor of a parameter by itself; NaN if its final gradient is no multiple of the sum."""
         ratio = float(self.ratios[number])
@@ -246,9 +264,12 @@ class Fit:
             names, each = ", ".join(name for name, _ in few), ", ".join(f"{name} ({what})" for name, what in few)
             of_all = f"the final gradients of {len(found.unlike)} of {found.total} parameters"
             if said == {_ZERO}:
-                says = "all final gradients are 0, as if they were zeroed before the measured step was over"
+                says = (
+                    "all final gradients are 0, as if they were zeroed before the measured step was over. End the "
+                    "`with` before optimizer.zero_grad()"
+                )
             elif _NO_MULTIPLE in said:
-                says = f"{of_all}, as {names}, are {_NO_MULTIPLE}, as if {_AS_IF}"
+                says = f"{of_all}, as {names}, are {_NO_MULTIPLE}, as if {_AS_IF}. {_REDUCE}"
             else:
                 says = f"{of_all} have no common factor: {each}"
             found.problem = no_factor(says)

@@ -1,7 +1,7 @@
 """The measurement of a step under Megatron's schedule and DDP, up to finalised gradients."""
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -11,11 +11,21 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from megatron_rl_loss.core.aggregation import Aggregation, resolve
-from megatron_rl_loss.core.collectives import attempt, several
+from megatron_rl_loss.core.collectives import attempt, failure_of, several
+from megatron_rl_loss.core.record import PlanUse
 from megatron_rl_loss.core.taps import Taps, observed_taps
-from megatron_rl_loss.proof.bucket_groups import BucketGroups, unseen
+from megatron_rl_loss.proof.bucket_groups import BucketGroups, check_fresh_gradients, unseen
 from megatron_rl_loss.proof.measurement import Measurement, Ranks, Source
 
+LEFT = "another rank has gradients that are not 0 before the step's first micro-batch."
+_BESIDE = (
+    "The loss that was returned has something beside the share of microbatch.loss(...): it depends on the model's "
+    "output by another way, whose weights nobody asked for. Put every term into loss({...}), with its coefficient."
+)
+_OTHER_COUNT = (
+    "The token count that was returned is {}, and microbatch.loss(...) handed out {}: Megatron divides by it. Return "
+    "the result of microbatch.loss(...) unchanged."
+)
 #: Bound for norms over many tokens, where roundings of half precision average out.
 _PATH_TOLERANCE = 1e-2
 
@@ -29,8 +39,11 @@ class MegatronStep(Measurement):
         model: the model chunk or list of chunks.
         groups: the process groups of the model.
         unknown: reasons of the launch against a verdict, such as CUDA graphs.
-        then: as in `Measurement`.
+        is_own_loop: nobody else looks at gradients before the step, and at what loss functions return.
+        plan, then: as in `Measurement`.
     """
+
+    takes_forms_of = "schedule"
 
     def __init__(
         self,
@@ -38,6 +51,8 @@ class MegatronStep(Measurement):
         groups: ProcessGroupCollection,
         *,
         unknown: Sequence[str] = (),
+        is_own_loop: bool = False,
+        plan: PlanUse | None = None,
         then: Callable[[Exception | None], None] | None = None,
     ) -> None:
         chunks = model if isinstance(model, list) else [model]
@@ -47,7 +62,8 @@ class MegatronStep(Measurement):
         why = unseen(chunks)
         source: Source | Exception | None = None if why else attempt(lambda: BucketGroups(chunks, groups))
         device = next(chunks[0].parameters()).device
-        super().__init__(source, ranks, device, unseen=why, unknown=unknown, then=then)
+        super().__init__(source, ranks, device, unseen=why, unknown=unknown, plan=plan, then=then)
+        self._is_own_loop, self._chunks, self._returned = is_own_loop, chunks, dict[str, None]()
 
     @property
     def expected(self) -> Aggregation | None:
@@ -55,19 +71,43 @@ class MegatronStep(Measurement):
         return self._expected or (resolve("token_mean") if self.config.calculate_per_token_loss else None)
 
     def _observe(self, stack: ExitStack) -> None:
-        numbered = _Numbered(schedules.forward_step_calc_loss, self.taps)
-        stack.callback(numbered.remove)
-        schedules.forward_step_calc_loss = numbered
+        passes = _Backward(schedules.backward_step)
+        stack.enter_context(_put_in_place("backward_step", passes))
+        see = self._see_returned if self._is_own_loop else None
+        stack.enter_context(
+            _put_in_place("forward_step_calc_loss", _Numbered(schedules.forward_step_calc_loss, self.taps, passes, see))
+        )
+        if self._is_own_loop:
+            stack.enter_context(before_forward(self._look_at_gradients))
 
-    def __exit__(self, error: Any, *rest: Any) -> None:
+    def _look_at_gradients(self) -> None:
+        if failure := fresh_failure(self._chunks):
+            self._returned[str(failure)] = None
+
+    def _see_returned(self, returned: Any, output: Any) -> None:
+        """Note what a loss function returned that its micro-batch did not hand out."""
+        receipt = self.taps.receipt
+        parts = None if receipt is None else receipt.form.read(returned)
+        if receipt is None or parts is None:
+            return
+        loss, count = parts["loss"], parts.get("num_tokens")
+        handed = receipt.tensors["num_tokens"]() if "num_tokens" in receipt.tensors else None
+        if isinstance(count, Tensor) and isinstance(handed, Tensor) and not torch.equal(count.to(handed), handed):
+            self._returned[_OTHER_COUNT.format(count.item(), handed.item())] = None
+        if isinstance(loss, Tensor) and isinstance(output, Tensor) and _is_beside(loss, output, self.taps.shares):
+            self._returned[_BESIDE] = None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         # SkyRL finalises gradients after the schedule, by this method of the object whose method the config names as
         # finalize_model_grads_func. Weights are those of finalised gradients, so the measurement ends with it.
         owner: Any = getattr(self.config.finalize_model_grads_func, "__self__", None)
         finalize: Any = getattr(owner, "run_pending_grad_sync", None)
         if error is not None or finalize is None:
-            super().__exit__(error)
+            super().__exit__(kind, error, trace)
             return
         self._stack.close()
+        if self.leaving is not None:
+            self.leaving.leave(None)
 
         def end() -> None:
             vars(owner).pop("run_pending_grad_sync", None)  # the method is there again
@@ -79,12 +119,17 @@ class MegatronStep(Measurement):
         owner.run_pending_grad_sync = end
 
     def _further(self) -> None:
-        scale = getattr(self.config, "grad_scale_func", None)
-        self.loss_scale = float(scale(torch.ones((), device=self.device))) if scale else 1.0
+        exchange = self.exchange
+        self.loss_scale = exchange.local(self._read_loss_scale, 1.0)
         path = self._path() if self.computes_loss else 1.0
         for tapped in (tapped for of_term in self.taps.losses.values() for tapped in of_term.values()):
             if tapped.at_log_probs:
                 tapped.path = path
+        self.evidence(*self._returned)
+
+    def _read_loss_scale(self) -> float:
+        scale = getattr(self.config, "grad_scale_func", None)
+        return float(scale(torch.ones((), device=self.device))) if scale else 1.0
 
     def _path(self) -> float:
         """The ratio of gradients at the model's output to the gradients that engines' losses send to log-probs.
@@ -112,43 +157,128 @@ class MegatronStep(Measurement):
         return 1.0
 
 
-class _Numbered:
-    """Megatron's ``forward_step_calc_loss``: each training loss that `taps` observe begins a micro-batch of them.
+#: A graph between what a loss function returned and the shares that it is made of has a few nodes.
+_MOST_NODES = 4096
+
+
+def _is_beside(loss: Tensor, output: Tensor, shares: Sequence[Any]) -> bool:
+    """True if the model's output reaches the loss by a way that does not lead through a share."""
+    nodes, seen = [loss.grad_fn], set[Any](shares)
+    while nodes and len(seen) < _MOST_NODES:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        if node is output.grad_fn or type(node).__name__ == "AccumulateGrad":
+            return True
+        seen.add(node)
+        nodes += [before for before, _ in node.next_functions]
+    return bool(nodes)
+
+
+def fresh_failure(chunks: Sequence[Any]) -> Exception | None:
+    """The error of gradients that are not 0, if they are not."""
+    return failure_of(attempt(lambda: check_fresh_gradients(chunks)))
+
+
+@contextmanager
+def before_forward(look: Callable[[], object]) -> Iterator[None]:
+    """In the ``with``: a function is called once, before the first loss of the schedule is computed on this stage."""
+    with _put_in_place("forward_step_calc_loss", _Looked(schedules.forward_step_calc_loss, look)):
+        yield
+
+
+@contextmanager
+def _put_in_place(name: str, wrapped: "_Wrapped") -> Iterator[None]:
+    """In the ``with``: one of the schedule's functions is another one.
 
     Steps that overlap, as of two models in two threads, wrap each other's; each takes out its own.
     """
+    setattr(schedules, name, wrapped)
+    try:
+        yield
+    finally:
+        outer = getattr(schedules, name)
+        if outer is wrapped:
+            setattr(schedules, name, wrapped.calculate)
+        while isinstance(outer, _Wrapped) and outer.calculate is not wrapped:
+            outer = outer.calculate
+        if isinstance(outer, _Wrapped):
+            outer.calculate = wrapped.calculate
 
-    def __init__(self, calculate: Any, taps: Taps) -> None:
-        self.calculate, self.taps = calculate, taps
+
+class _Wrapped:
+    """A function of Megatron's schedules in the place of another."""
+
+    def __init__(self, calculate: Any) -> None:
+        self.calculate = calculate
 
     @property
     def __wrapped__(self) -> Any:
         """Whose signature `inspect` gives for this one's: it tells versions of Megatron apart."""
         return self.calculate
 
-    def remove(self) -> None:
-        outer = schedules.forward_step_calc_loss
-        if outer is self:
-            schedules.forward_step_calc_loss = self.calculate
-            return
-        while isinstance(outer, _Numbered) and outer.calculate is not self:
-            outer = outer.calculate
-        if isinstance(outer, _Numbered):
-            outer.calculate = self.calculate
+
+class _Looked(_Wrapped):
+    """Calls a function once before it."""
+
+    def __init__(self, calculate: Any, look: Callable[[], object]) -> None:
+        super().__init__(calculate)
+        self.look: Callable[[], object] | None = look
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        look, self.look = self.look, None
+        if look is not None:
+            look()
+        return self.calculate(*args, **kwargs)
+
+
+class _Backward(_Wrapped):
+    """Megatron's ``backward_step``: the passes that it starts train, whichever parameters this stage has."""
+
+    is_running = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.is_running = True
+        try:
+            return self.calculate(*args, **kwargs)
+        finally:
+            self.is_running = False
+
+
+class _Numbered(_Wrapped):
+    """Megatron's ``forward_step_calc_loss``: each training loss that `taps` observe begins a micro-batch of them.
+
+    Args:
+        passes: the schedule's backward passes, which train once they reach the model's output.
+        see: called with what a loss function returned, and the model's output.
+    """
+
+    def __init__(
+        self, calculate: Any, taps: Taps, passes: _Backward, see: Callable[[Any, Any], object] | None = None
+    ) -> None:
+        super().__init__(calculate)
+        self.taps, self.passes, self.see = taps, passes, see
 
     def __call__(self, model: Any, output_tensor: Any, loss_func: Any, *args: Any, **kwargs: Any) -> Any:
-        taps = self.taps
+        taps, passes, see = self.taps, self.passes, self.see
 
-        def keep_size(gradient: Tensor) -> None:
+        def reach(gradient: Tensor) -> None:
+            if passes.is_running and taps.is_counted:
+                taps.take()
             if taps.log_prob_gradients is not None:
                 taps.log_prob_gradients.keep_output(gradient)
 
         def numbered_loss_func(output: Any, **further: Any) -> Any:
-            if torch.is_grad_enabled() and getattr(output, "requires_grad", True):  # else a probe, or no training
-                taps.begin_microbatch()
-                if isinstance(output, Tensor) and output.requires_grad:
-                    output.register_hook(keep_size)
-            return loss_func(output, **further)
+            trains = torch.is_grad_enabled() and getattr(output, "requires_grad", True)  # else a probe, or no training
+            if not trains:
+                return loss_func(output, **further)
+            taps.begin_microbatch()
+            if isinstance(output, Tensor) and output.requires_grad:
+                output.register_hook(reach)
+            returned = loss_func(output, **further)
+            if see is not None:
+                see(returned, output)
+            return returned
 
         is_ours = loss_func is not None and observed_taps() is taps
         return self.calculate(model, output_tensor, numbered_loss_func if is_ours else loss_func, *args, **kwargs)

@@ -1,37 +1,43 @@
-"""The proof of the first step in plain PyTorch, with DDP, FSDP2 or sums of one's own.
+"""The proof of a step in plain PyTorch, with DDP, FSDP2 or sums of one's own.
 
-The measurement, the table of outcomes and the words are those of the proof under Megatron; only where gradients are
-seen is another place (`torch_gradients`).
+The measurement, the findings and the words are those of the proof under Megatron; only where gradients are seen is
+another place (`torch_gradients`).
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from megatron_rl_loss.core.collectives import StepGroups, attempt, raise_together, world_rank
-from megatron_rl_loss.core.errors import print_text
+from megatron_rl_loss.core.collectives import StepGroups, attempt
 from megatron_rl_loss.core.plan import Plan
 from megatron_rl_loss.core.record import PlanUse
+from megatron_rl_loss.core.taps import LossScale, Taps, backward_pass
 from megatron_rl_loss.proof.exchange import Exchange
-from megatron_rl_loss.proof.factor import Fit
 from megatron_rl_loss.proof.first_step import FirstStep
 from megatron_rl_loss.proof.measurement import Measurement, Ranks
 from megatron_rl_loss.proof.outcomes import ProofLevel
-from megatron_rl_loss.proof.own_tokens import plans_of
+from megatron_rl_loss.proof.own_tokens import own_losses
 from megatron_rl_loss.proof.reduced_ranks import uncounted
-from megatron_rl_loss.proof.torch_gradients import TorchGradients, first_gradient, unseen
+from megatron_rl_loss.proof.torch_gradients import Before, TorchGradients, unseen
 
 _REMEDY = (
     'form= says what your trainer does to gradients: form="mean" where it averages them over ranks (DDP, fully_shard), '
     'form="sum" where it adds them up or there is one process. Call backward on what loss() returned, and do not '
     "divide it by the number of micro-batches or ranks. All ranks of the groups of plan_step must be in the reduction. "
-    "End the `with` before gradients are clipped."
+    "End the `with` before gradients are clipped. A scale of your own, which you divide out after the `with`, is "
+    "prove_step(..., loss_scale=...)."
 )
-_LEFT = (
+LEFT = (
     "gradients of the step before are still in .grad: this step's gradients were added to them. Call "
     "optimizer.zero_grad() before every step, and make one plan for all micro-batches between two optimizer steps."
+)
+_SCALES = (
+    "Losses of the step went through several gradient scalers, or some through none: one optimizer divides by one "
+    "scale. Scale each loss by the scaler of its optimizer; a second model has a `with` of its own."
 )
 
 
@@ -40,8 +46,11 @@ class TorchStep(Measurement):
 
     Args:
         groups: that the step is spread over.
-        plan: of the step.
-        then: as in `Measurement`.
+        before, optimizer: as of `TorchGradients`.
+        plan, then: as in `Measurement`.
+
+    Attributes:
+        loss_scale: what the user multiplies losses by, and divides gradients by after the ``with``.
     """
 
     def __init__(
@@ -49,109 +58,136 @@ class TorchStep(Measurement):
         model: Any,
         groups: StepGroups,
         *,
+        before: Before | None = None,
+        optimizer: Any = None,
         plan: PlanUse | None = None,
         then: Callable[[Exception | None], None] | None = None,
     ) -> None:
         why = unseen(model)
-        source: Any = None if why else attempt(lambda: TorchGradients(model, groups))
-        self.gradients = source if isinstance(source, TorchGradients) else None
+        source: Any = None if why else attempt(lambda: TorchGradients(model, groups, before or Before(), optimizer))
         # Where the context-parallel group changes, the plan's dp_group has the ranks of both.
         ranks = Ranks(groups.dp_group, groups.cp_group, dp_cp=groups.dp_group, same=groups.all)
-        self._scales, self._is_unscaled, self._plan = list[Any](), False, plan
-        super().__init__(source, ranks, next(model.parameters()).device, unseen=why, then=then)
+        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        super().__init__(source, ranks, device, unseen=why, plan=plan, then=then)
+        self.gradients = source if isinstance(source, TorchGradients) else None
 
     def _observe(self, stack: ExitStack) -> None:
-        stack.enter_context(self._watch_scalers())
+        stack.enter_context(_watched_scalers(self.taps))
 
-    @contextmanager
-    def _watch_scalers(self) -> Iterator[None]:
-        """Note which GradScaler scales the loss, and whether gradients are unscaled inside the ``with``."""
-        kind = torch.amp.GradScaler
-        scale, unscale = kind.scale, kind.unscale_
+    def _further(self) -> None:
+        self.exchange.local(self._scale_back, None)
+
+    def _scale_back(self) -> None:
+        """Divide gradients at losses by the scale that their scaler's optimizer divides by after the step."""
+        taps = [tapped for of_term in own_losses(self.taps, self.plan).values() for tapped in of_term.values()]
+        scales = set[float]()
+        for tapped in taps:
+            own = {_still_scaled_by(scale, self.taps) for scale in tapped.scales}
+            tapped.path = 1 / max(own, default=1.0)
+            scales |= own
+        if len(scales) > 1:
+            self.limit(_SCALES)
+
+
+def _still_scaled_by(scale: LossScale | None, taps: Taps) -> float:
+    """What gradients are to be divided by after the step: 1 where the scaler divided them inside it."""
+    return 1.0 if scale is None or id(scale.scaler) in taps.unscaled else scale.value
+
+
+@contextmanager
+def _watched_scalers(taps: Taps) -> Iterator[None]:
+    """Tell taps of each backward pass which GradScaler scaled its loss, and which scalers divided gradients again."""
+    undo = list[Callable[[], None]]()
+
+    def see(loss_scale: LossScale, _: Tensor) -> None:
+        number = backward_pass()
+        known = taps.scales.setdefault(number, loss_scale)
+        if known != loss_scale:
+            taps.scales[number] = LossScale(None, float("nan"))
+
+    def watch_scale(kind: Any) -> None:
+        scale = kind.scale
 
         def noted_scale(scaler: Any, outputs: Any) -> Any:
             scaled = scale(scaler, outputs)
-            self._scales.append(scaler)
+            loss_scale = LossScale(scaler, float(scaler.get_scale()))
+            for tensor in [scaled] if isinstance(scaled, Tensor) else scaled:
+                if tensor.requires_grad:
+                    tensor.register_hook(partial(see, loss_scale))
             return scaled
 
+        kind.scale = noted_scale
+        undo.append(lambda: setattr(kind, "scale", scale))
+
+    def watch_unscale(kind: Any) -> None:
+        unscale = kind.unscale_
+
         def noted_unscale(scaler: Any, optimizer: Any) -> Any:
-            self._is_unscaled = True
+            taps.unscaled.add(id(scaler))
             return unscale(scaler, optimizer)
 
-        patched: Any = kind
-        patched.scale, patched.unscale_ = noted_scale, noted_unscale
-        try:
-            yield
-        finally:
-            patched.scale, patched.unscale_ = scale, unscale
+        kind.unscale_ = noted_unscale
+        undo.append(lambda: setattr(kind, "unscale_", unscale))
 
-    def _further(self) -> None:
-        if self._scales and not self._is_unscaled:
-            self.loss_scale = float(self._scales[-1].get_scale())
-        if self._plan is not None and (plans := plans_of(self.taps)) and self._plan not in plans:
-            self.limit("The step trained on micro-batches of another plan. Pass the plan of this step.")
+    kinds: list[Any] = [torch.amp.GradScaler]
+    for kind in kinds:  # which grows
+        kinds += kind.__subclasses__()
+        if "scale" in vars(kind):
+            watch_scale(kind)
+        if "unscale_" in vars(kind):
+            watch_unscale(kind)
+    try:
+        yield
+    finally:
+        for restore in undo:
+            restore()
 
 
 class PlainProof:
-    """The proof of a model's first step, and a look at gradients in its second.
+    """The proofs of a model's steps, one of each claim, and a look at gradients in the step after a measured one.
 
     Attributes:
         sent: bytes handed to reductions in the step that was measured last.
     """
 
-    def __init__(self, level: ProofLevel) -> None:
-        self._groups, self.sent = StepGroups(), 0  # of this step
-        self._source: TorchGradients | None
-        self.first = FirstStep(
-            None,
-            "the policy loss",
-            measure=self._measure,
-            groups_of=lambda model, plan: self._groups.all,
-            level=level,
-            remedy=_REMEDY,
-        )
-        # Of the step before, if it was measured, as it is on all ranks or none.
-        self._was_measured, self._source = False, None
-
-    def _measure(self, model: Any, plan: PlanUse | None, then: Callable[[Exception | None], None]) -> TorchStep:
-        def end(failure: Exception | None) -> None:
-            self.sent = measured.sent
-            then(failure)
-
-        measured = TorchStep(model, self._groups, plan=plan, then=end)
-        self._was_measured, self._source = True, measured.gradients
-        return measured
+    def __init__(self) -> None:
+        self.sent = 0
+        self._firsts, self._num_steps = dict[str, FirstStep](), 0
+        # Of the step before, if it was measured, as it is on all ranks or none; a rank may have failed to.
+        self._was_measured, self._before = False, Before()
 
     @contextmanager
-    def step(self, model: Any, plan: Plan) -> Iterator[None]:
-        before, is_checked = self._source, self._was_measured
-        self._source, self._was_measured, self._groups = None, False, plan.record.groups
-        groups, left = self._groups.all, list[bool]()
-        if not self.first.is_agreed:
-            self.first.agree(groups)
-        if not self.first.is_over:
-            self.first.refuse(uncounted(model, self._groups), plan.record.use, groups)
+    def step(
+        self, model: Any, plan: Plan, level: Callable[[], ProofLevel], optimizer: Any, loss_scale: float
+    ) -> Iterator[None]:
+        groups, use, claim = plan.record.groups, plan.record.use, plan.record.modes.describe()
+        was_measured, before = self._was_measured, self._before
+        self._was_measured, self._before = False, Before(is_known=False)
+
+        def measure(model: Any, plan: PlanUse | None, then: Callable[[Exception | None], None]) -> TorchStep:
+            def end(failure: Exception | None) -> None:
+                self.sent, self._before = measured.sent, Before(measured.gradients)
+                then(failure)
+
+            measured = TorchStep(model, groups, plan=plan, before=before, optimizer=optimizer, then=end)
+            measured.loss_scale, self._was_measured = loss_scale, True
+            return measured
+
+        if claim not in self._firsts:
+            self._firsts[claim] = FirstStep(None, "the policy loss", measure=measure, remedy=_REMEDY)
+        first = self._firsts[claim]
+        if not first.is_agreed:
+            first.agree(groups.all, level)
+        if not first.is_over:
+            first.refuse(uncounted(model, groups), use)
+        is_looked_at = was_measured and first.is_over and first.level != "off"
         with ExitStack() as stack:
-            if before is not None:
-                for remove in first_gradient(before.leaves, lambda: left.append(_is_left(before))):
-                    stack.callback(remove)
-            with self.first.step(model, plan=plan.record.use):
-                yield
-        if is_checked and Exchange().agree(["left"] if any(left) else [], ["left"], groups):
-            if self.first.level in ("error", "strict"):
-                raise_together(True, ValueError(_LEFT) if not world_rank() else None, groups)
-            if not world_rank():
-                print_text(f"megatron_rl_loss: {_LEFT}")
-
-
-def _is_left(before: TorchGradients) -> bool:
-    """True if what `.grad` holds is that of the step before, or a multiple of it."""
-
-    def compare() -> bool:
-        now = before.held()
-        if not bool(now[:, -1].sum() > 0):
-            return False
-        fit = Fit(before.parameters, before.final, now)
-        return fit.is_certain and fit.share > 0.9
-
-    return attempt(compare) is True  # an error in a hook would end the backward pass
+            if is_looked_at:
+                stack.enter_context(first.leaving())
+                stack.enter_context(before.compared())
+            stack.enter_context(first.step(model, plan=use, measure=measure))
+            yield
+        if is_looked_at:
+            is_left = attempt(before.is_left) is True
+            if Exchange().agree(["left"] * is_left, ["left"], groups.all):
+                first.tell_left(LEFT)

@@ -10,8 +10,8 @@ import torch
 
 from megatron_rl_loss.core.samples import LocalTokens
 from megatron_rl_loss.core.taps import Declared, Tap
-from megatron_rl_loss.proof.factor import MOST_NAMES, Alike, Factor
-from megatron_rl_loss.proof.findings import GIVEN, IN_PART, WRONG, Finding, joined
+from megatron_rl_loss.proof.factor import MOST_NAMES, Alike, Factor, no_factor
+from megatron_rl_loss.proof.findings import GIVEN, IN_PART, NOT_PROVED, WRONG, Finding, joined
 from megatron_rl_loss.proof.outcomes import TOLERANCES, Gradient
 
 #: Two declarations that differ say as much as thousands.
@@ -153,8 +153,21 @@ class StepState:
 
     @property
     def factor(self) -> Factor:
-        """That of the last pipeline stage that has one."""
-        return self.factors[-1] if self.factors else Factor()
+        """That of most parameters, whichever stages have them."""
+        # Of several that are near each other the last one: its stage computes the losses.
+        numbers = [(self._number_near(factor), place) for place, factor in enumerate(self.factors)]
+        return self.factors[max(numbers)[1]] if numbers else Factor()
+
+    def _number_near(self, factor: Factor) -> int:
+        """How many parameters have it, on all stages that have a factor near it."""
+        stages = self.stages.values()
+        return sum(max(1, stage.covered) for stage in stages if stage.factor and stage.factor.is_near(factor))
+
+    @property
+    def has_common_factor(self) -> bool:
+        """True if most of the parameters that have a factor have that one."""
+        number = sum(max(1, stage.covered) for stage in self.stages.values() if stage.factor is not None)
+        return 2 * self._number_near(self.factor) > number
 
     @property
     def problems(self) -> list[str]:
@@ -171,7 +184,14 @@ class StepState:
 
     @property
     def tolerance(self) -> float:
+        """Of what all weights are multiplied by, which is as certain as the factor."""
         return TOLERANCES[self.rounding]
+
+    @property
+    def tolerance_of_each(self) -> float:
+        """Of a token's weight against the others', which the factor does not touch."""
+        coarse = self.dtypes - {"float32", "float64"}
+        return max([TOLERANCES["float32"], *(TOLERANCES.get(dtype, TOLERANCES["bfloat16"]) for dtype in coarse)])
 
     def add(self, name: str, tapped: Tap, tokens: LocalTokens) -> None:
         """Add what a tap of this rank says, and what was seen of its losses."""
@@ -202,6 +222,8 @@ class StepState:
     def parameters(self) -> list[Finding]:
         """What all ranks together show of parameters and tokens."""
         found = [finding for factor in self.factors for finding in _apart(factor, self.factor)]
+        if self.factors and not self.has_common_factor:
+            found.append(Finding(NOT_PROVED, no_factor("pipeline stages scale gradients by different factors")))
         if self.tokens[1]:
             counts = f"{self.tokens[1]} of {self.tokens[0]} tokens differ"
             found.append(Finding(WRONG, f"The layout or the batch given is not the model's: {counts}."))

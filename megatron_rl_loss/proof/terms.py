@@ -39,26 +39,27 @@ class Comparison:
     def find(self, severity: Severity, *texts: str) -> None:
         self.findings += [Finding(severity, text) for text in texts]
 
-    def add(self, aim: str, compared: Compared, tolerance: float, doubt: str, returned: str) -> None:
+    def add(self, aim: str, compared: Compared, state: StepState, doubt: str, returned: str) -> None:
         """Add a term's weights.
 
         Args:
+            state: of which the tolerances are.
             doubt: why a difference is no evidence; empty where it is.
             returned: what may explain one.
         """
         self.totals = self.totals or compared.totals
         self.deviation = max(self.deviation, compared.deviation)
-        before = compared.before
-        if doubt and not compared.deviation <= tolerance:
+        before, is_as_asked = compared.before, compared.is_as_asked(state.tolerance, state.tolerance_of_each)
+        if doubt and not is_as_asked:
             self.find(NOT_PROVED, f"{aim}: {compared}. {doubt}")
-        elif not compared.deviation <= tolerance:
+        elif not is_as_asked:
             self.find(WRONG, f"{aim}: {compared}.", *[returned] * bool(returned))
         elif fault := before.fault(averages=compared.averages):
             self.find(WRONG, f"{aim}: {fault}")
         elif compared.totals.step_active_tokens:
             self.proved.append(aim)
-            if gap := before.gap(averages=compared.averages):
-                self.find(IN_PART, gap)
+            if before.gap:
+                self.find(IN_PART, before.gap)
             if before.lacks:
                 self.find(GIVEN, "losses as given")
 
@@ -180,7 +181,7 @@ def _judge(
         comparison.find(NOT_PROVED, *ids.doubts)
         doubt = doubt or other_count(declared.count, compared)
     comparison.find(NOT_PROVED, *sorted({said.added for said in state.terms[name].declared} - {""}))
-    comparison.add(aim, compared, state.tolerance, doubt or may_be_clipped(compared, state.factor), own.returned)
+    comparison.add(aim, compared, state, doubt or may_be_clipped(compared, state.factor), own.returned)
 
 
 def _in_words(term: str, policy: str) -> str:

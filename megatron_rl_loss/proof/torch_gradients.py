@@ -10,6 +10,7 @@ parameters are a multiple of a sum over some ranks alone, tokens of the others w
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,18 +19,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl_loss.core.collectives import Group, StepGroups, several
+from megatron_rl_loss.core.collectives import Group, StepGroups, attempt, several
 from megatron_rl_loss.proof.exchange import Exchange
 from megatron_rl_loss.proof.factor import Alike, Fit, Parameter, no_factor
 from megatron_rl_loss.proof.hooks import Failure, put_first, watch
+from megatron_rl_loss.proof.measurement import sizes_of
 from megatron_rl_loss.proof.sketches import Backward, Signs, num_patterns
 
 #: Hooks of a reduction may round gradients to this type, which nobody sees.
 _HALF = torch.finfo(torch.bfloat16).eps
 _ALONE = "not summed over ranks at all"
 _NOT_ZERO = (
-    "Gradients were not 0 before the step, which adds to them: what they weigh is not known. Call "
-    "optimizer.zero_grad() before every step, or make one plan for all that one optimizer step trains on."
+    "Gradients were not 0 before the step, which added to them: those of an earlier step, or of a loss that the plan "
+    "does not count. Call optimizer.zero_grad() before every step, and make one plan for all that one optimizer step "
+    "trains on; run the backward pass of a supervised loss beside it after the `with`."
+)
+_MAY_BE_MEANT = (
+    "Gradients were not 0 before the step, and nobody measured the step before it: what they are is unknown."
 )
 
 
@@ -60,7 +66,6 @@ class _Sum:
     words: str  # what is wrong with it; empty for that over all ranks
     given: Tensor
     final: Tensor
-    adds_to: str = ""  # what the final gradients hold beside it
 
 
 class TorchGradients:
@@ -68,14 +73,16 @@ class TorchGradients:
 
     Args:
         groups: that the step is spread over.
+        before: what is known of the gradients before the step.
+        optimizer: whose parameters the model should have; None if nobody said it.
 
     Attributes:
         leaves: the tensors whose hooks see what backward gives.
         final: float64 [parameters, patterns + 1], of this rank's final gradients, after `sketch`.
     """
 
-    def __init__(self, model: Any, groups: StepGroups) -> None:
-        self._groups = groups
+    def __init__(self, model: Any, groups: StepGroups, before: "Before", optimizer: Any = None) -> None:
+        self._groups, self._before = groups, before
         self._sharded = _sharded_modules(model)
         self.parameters, self._trained = list[Parameter](), list[_Trained]()
         known = set[int]()
@@ -89,6 +96,9 @@ class TorchGradients:
                 name = f"{prefix}.{attribute}".removeprefix(".").replace("_checkpoint_wrapped_module.", "")
                 self.parameters.append(Parameter.of(name, tensor, [tensor.dtype]))
                 self._trained.append(_Trained(tensor, module, attribute))
+        known |= {id(parameter) for parameter in model.parameters()}  # frozen ones too
+        rows = [] if optimizer is None else [row for group in optimizer.param_groups for row in group["params"]]
+        self._missing = [[*row.shape] for row in rows if id(row) not in known]
         self.signs = Signs(num_patterns(len(self._trained)))
         device = self._trained[0].tensor.device if self._trained else torch.device("cpu")
         self._backward = Backward.of(self.signs, len(self._trained), device)
@@ -100,10 +110,15 @@ class TorchGradients:
     def leaves(self) -> list[Any]:
         return [trained.leaf for trained in self._trained]
 
-    def open(self, count: Callable[[], None], fail: Failure) -> None:
+    @property
+    def tensors(self) -> list[Tensor]:
+        rows = (trained.tensor for trained in self._trained)
+        return [tensor.detach().to_local() if _is_sharded(tensor) else tensor for tensor in rows]
+
+    def open(self, take: Callable[[], None], fail: Failure) -> None:
         self._find_leaves()
         for number, leaf in enumerate(self.leaves):
-            self._undo.append(watch(leaf, partial(self._see, number), partial(self._take, number, count), fail))
+            self._undo.append(watch(leaf, partial(self._see, number), partial(self._take, number, take), fail))
 
     def _find_leaves(self) -> None:
         of_module: dict[int, list[_Trained]] = {}
@@ -128,8 +143,8 @@ class TorchGradients:
         for remove in undo:
             remove()
 
-    def _take(self, number: int, count: Callable[[], None]) -> None:
-        count()
+    def _take(self, number: int, take: Callable[[], None]) -> None:
+        take()
         self._backward.take(number)
 
     def _see(self, number: int, gradient: Tensor) -> None:
@@ -175,21 +190,28 @@ class TorchGradients:
         final = self._add_parts(exchange, self.final, [trained.tensor for trained in self._trained])
         assert self._held is not None
         self._whole_final = final
-        has_held = bool(exchange.largest([float(self._held.abs().sum() > 0)], self._all)[0])
+        has_held, is_meant = self._look_at_held(exchange, own)
         for parameter in self.parameters:
             parameter.roundings = 3.0 + num_terms + sum(group.size() for group in self._groups.of_loss)
-        by_group, right = self._right_sums(exchange, own, final, has_held)
+        by_group, right = self._right_sums(exchange, own, final, has_held=has_held, is_meant=is_meant)
+        final = self._whole_final
         tried = [(of, 0.0) for of in right]
         fits = self._fit(exchange, tried)
-        if (best := self._best(exchange, fits, tried)) is None:  # all ranks agree on it
+        if (best := self._best(exchange, fits, tried, own)) is None:  # all ranks agree on it
             partial_sums = self._partial_sums(exchange, own, final, by_group)
             further = [(of, 0.0) for of in partial_sums] + [(of, _HALF) for of in (*right, *partial_sums)]
             tried, fits = tried + further, fits + self._fit(exchange, further)
-            best = self._best(exchange, fits, tried)
+            best = self._best(exchange, fits, tried, own)
         chosen, least_eps = tried[best or 0]
         found = exchange.local(lambda: fits[best or 0].alike(where), Alike())
-        found.limits += [chosen.adds_to] * bool(chosen.adds_to)
+        found.limits += [_MAY_BE_MEANT] * (has_held and not self._before.is_known)
+        found.faults += [_NOT_ZERO] * (has_held and self._before.is_known and not is_meant)
         found.notes += ["rounded like bfloat16 on the way"] * (least_eps > 0)
+        for shape in self._missing:
+            found.uncovered[f"a parameter of shape {shape}"] = (
+                "the optimizer has it, and the model that was given has not"
+            )
+        found.total += len(self._missing)
         if chosen.words:
             found.faults.append(
                 f"Gradients are {chosen.words}: what other ranks hold weighs 0 in this rank's optimizer."
@@ -201,10 +223,16 @@ class TorchGradients:
         nothing: list[Fit] = []
         return exchange.local(lambda: [Fit(self.parameters, of.given, of.final, least) for of, least in tried], nothing)
 
-    def _best(self, exchange: Exchange, fits: list[Fit], tried: list[tuple[_Sum, float]]) -> int | None:
-        """The first that all ranks are certain of, if there is one."""
-        is_certain = [float(fit.is_certain) for fit in fits]
-        is_certain = is_certain if len(is_certain) == len(tried) else [0.0] * len(tried)
+    def _best(self, exchange: Exchange, fits: list[Fit], tried: list[tuple[_Sum, float]], own: Tensor) -> int | None:
+        """The first that all ranks are certain of, if there is one; what only half precision explains looks like it."""
+
+        def look() -> list[float]:
+            return [
+                float(fit.is_certain and not (least_eps and fit.leans_on(own)))
+                for fit, (_, least_eps) in zip(fits, tried, strict=True)
+            ]
+
+        is_certain = exchange.local(look, [0.0] * len(tried))
         uncertain = exchange.largest([-certain for certain in is_certain], self._all)
         return next((number for number, most in enumerate(uncertain) if most < 0), None)
 
@@ -212,19 +240,35 @@ class TorchGradients:
     def _all(self) -> list[Group]:
         return self._groups.all
 
-    def _right_sums(self, exchange: Exchange, own: Tensor, final: Tensor, has_held: bool) -> tuple[Tensor, list[_Sum]]:
+    def _look_at_held(self, exchange: Exchange, own: Tensor) -> tuple[bool, bool]:
+        """On all ranks: some parameter that was trained on had a gradient before; it is meant to be added to."""
+
+        def look() -> list[float]:
+            assert self._held is not None
+            is_held = self._held[:, -1] > 0
+            return [float((is_held & (own[:, -1] > 0)).any()), -float(self._before.is_added_to(self._held))]
+
+        has_held, minus_meant = exchange.largest(exchange.local(look, [0.0, 0.0]), self._all)
+        return has_held > 0, minus_meant < 0
+
+    def _right_sums(
+        self, exchange: Exchange, own: Tensor, final: Tensor, *, has_held: bool, is_meant: bool
+    ) -> tuple[Tensor, list[_Sum]]:
         """The sum over the first group of ranks; and those over all, of which the final gradients may be multiples."""
         whole, of_first = own.clone(), own
         for number, group in enumerate(self._groups.of_loss):
             exchange.reduce(whole, group)
             of_first = whole.clone() if number == 0 else of_first
-        sums = [_Sum("", whole, final)]
-        if has_held:
-            assert self._held is not None
-            held = self._add_parts(exchange, self._held, [trained.tensor for trained in self._trained])
-            less = torch.cat([(final - held)[:, :-1], final[:, -1:] + held[:, -1:]], 1)
-            sums.append(_Sum("", whole, less, _NOT_ZERO))
-        return of_first, sums
+        assert self._held is not None
+        # What a parameter held before is no gradient of this step: one that no loss of it reaches may keep it.
+        held = self._add_parts(exchange, self._held, [trained.tensor for trained in self._trained])
+        less = torch.cat([(final - held)[:, :-1], final[:, -1:] + held[:, -1:]], 1)
+        less[(less[:, :-1].abs().amax(1) <= 2.0**-40 * held[:, -1].sqrt())] = 0.0
+        is_kept = (whole[:, -1] == 0) & (held[:, -1] > 0)
+        self._whole_final = final = torch.where(is_kept[:, None], less, final)
+        if has_held and is_meant:
+            self._whole_final = final = less
+        return of_first, [_Sum("", whole, final), *[_Sum("", whole, less)] * has_held]
 
     def _partial_sums(self, exchange: Exchange, own: Tensor, final: Tensor, of_dp: Tensor) -> list[_Sum]:
         """Sums over some ranks alone, of which the final gradients are multiples where others are left out."""
@@ -319,14 +363,56 @@ def sketch_part(signs: Signs, values: Any) -> Tensor:
     return signs.sketch(local, values.shape, offsets)
 
 
-def first_gradient(leaves: list[Any], look: Callable[[], None]) -> Iterator[Callable[[], None]]:
-    """Hooks that call a function once, at the first gradient of any leaf; yields the functions that remove them."""
-    seen: list[bool] = []
+class Before:
+    """What is known of a model's gradients before a step: those at the end of its last one, if that was measured.
 
-    def see(_: Tensor) -> None:
-        if not seen:
-            seen.append(True)
-            look()
+    Attributes:
+        is_known: they are known, or there was no step before.
+    """
 
-    for leaf in leaves:
-        yield put_first(leaf, see)
+    def __init__(self, gradients: TorchGradients | None = None, *, is_known: bool = True) -> None:
+        self.is_known, self._gradients = is_known, gradients
+        self._sizes = [] if gradients is None else sizes_of(gradients.tensors)
+        self._now: Tensor | None = None
+        self._trained, self._is_moved = set[int](), False
+
+    def is_added_to(self, held: Tensor) -> bool:
+        """True if what gradients hold is that of the last step, and no optimizer moved parameters since."""
+        if self._gradients is None or held.shape != self._gradients.final.shape:
+            return False
+        is_same = bool(torch.isclose(held, self._gradients.final, rtol=1e-9, atol=0.0).all())
+        return is_same and sizes_of(self._gradients.tensors) == self._sizes
+
+    @contextmanager
+    def compared(self) -> Iterator[None]:
+        """In the ``with`` of another step: note what gradients hold at its first one, and which parameters train."""
+
+        def see(number: int, _: Tensor) -> None:
+            self._trained.add(number)
+            if self._now is None and self._gradients is not None:
+                now = attempt(self._gradients.held)  # an error in a hook would end the backward pass
+                self._now = now if isinstance(now, Tensor) else torch.zeros(0)
+                self._is_moved = attempt(lambda: sizes_of(self.tensors)) != self._sizes
+
+        leaves = [] if self._gradients is None else self._gradients.leaves
+        undo = [put_first(leaf, partial(see, number)) for number, leaf in enumerate(leaves)]
+        try:
+            yield
+        finally:
+            for remove in undo:
+                remove()
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [] if self._gradients is None else self._gradients.tensors
+
+    def is_left(self) -> bool:
+        """True if what `.grad` held, of parameters that train, was that of the step before, or a multiple of it."""
+        if self._gradients is None or self._now is None or not len(self._now) or not self._is_moved:
+            return False
+        numbers = sorted(self._trained)
+        now, parameters = self._now[numbers], [self._gradients.parameters[number] for number in numbers]
+        if not bool(now[:, -1].sum() > 0):
+            return False
+        fit = Fit(parameters, self._gradients.final[numbers], now)
+        return fit.is_certain and fit.share > 0.9

@@ -23,7 +23,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import world
-from proved_steps import PROVED, Step, attempted, policy
+from proved_steps import ELSEWHERE, PROVED, Step, attempted, policy
 from ranks import run_ranks, start_process_group
 from repository import ROOT
 from step_samples import dealt
@@ -38,9 +38,9 @@ pytestmark = pytest.mark.slow
 #: The line of a step of `LossAggregation`, of which everything was compared.
 PROVED_ALL = (
     "megatron_rl_loss: token_mean on the policy loss, aggregation proved on 37 tokens of 13 samples, "
-    "3 prompts of 3 to 7; by the gradient of the one parameter; (losses as given; )?masks as given$"
+    "3 prompts of 3 to 7; by the gradient of the one parameter(; losses as given)?$"
 )
-ABORTED = "Step aborted on all ranks before the optimizer ran"
+ABORTED = "All ranks aborted before the optimizer step"
 
 
 # ---- LossAggregation on a table of losses, two data-parallel ranks
@@ -166,12 +166,12 @@ AGGREGATED: dict[str, tuple[Callable[..., Any], Callable[[Any], None] | None, li
     "divided by each sample's mask": (
         divided_by_samples,
         None,
-        ["PROVED IN PART on .*Losses are divided by the sum of the mask over each sample between .* Or are these your own"],
+        ["Losses are divided by the sum of the mask over each sample between .*, and the reducer averages them again"],
     ),
     "weighed by token": (
         weighed_by_token,
         None,
-        [r"PROVED IN PART on 37 tokens.*not covered: factors of 1 to 3 on tokens between ppo_clip_loss and the reducer"],
+        [r"PROVED IN PART on 37 tokens.*not covered: factors of 1 to 3 on tokens between ppo_clip_loss and the"],
     ),
     "scaled alike": (scaled_alike, None, [r"PROVED IN PART on 37.*not covered: a factor of 0.5 on tokens between"]),
     "a term without gradient": (
@@ -248,7 +248,7 @@ def test_loss_aggregation(case: str) -> None:
                 assert not step.raised
                 assert re.search(expected if rank == 0 else "^$", step.printed), (case, rank, step)
             else:
-                assert re.search(expected, step.raised), (case, rank, step)
+                assert re.search(f"{expected}|{ELSEWHERE}" if rank else expected, step.raised), (case, rank, step)
     exact = case in ("as asked", "a loss function's own output", "coefficient 0 of infinite values")
     assert not exact or steps[0].error < 1e-6
 
@@ -495,7 +495,7 @@ def test_a_gpt(case: str) -> None:
     for rank, steps_of in enumerate(outcomes_of_gpts(layout)):
         for step, expected in zip(steps_of[case], words, strict=True):
             if step.raised:
-                assert re.search(expected, step.raised), (case, rank, step)
+                assert re.search(f"{expected}|{ELSEWHERE}" if rank else expected, step.raised), (case, rank, step)
             else:
                 assert re.search(expected if rank == 0 else "^$", step.printed), (case, rank, step)
 

@@ -12,6 +12,8 @@ from torch import Tensor
 
 PROVED = "aggregation proved on"
 IN_PART = "aggregation PROVED IN PART on"
+#: What all ranks but the first raise where a step is aborted: a job prints the reason once.
+ELSEWHERE = "The error of the first rank of this model says why"
 
 
 class Step(NamedTuple):

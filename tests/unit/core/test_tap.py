@@ -172,11 +172,11 @@ def test_losses_that_a_checkpoint_computes_again_count_by_the_pass_that_trains(
     use_reentrant: bool, is_detached: bool
 ) -> None:
     """A reentrant checkpoint runs a pass of its own, inside that of the model, which reaches parameters after it."""
-    taps = Taps(num_taken=0)
+    taps = Taps(is_counted=True)
     first, second = (torch.ones(4, requires_grad=True) for _ in range(2))
 
     def take(_: torch.Tensor) -> None:
-        taps.num_taken = (taps.num_taken or 0) + 1
+        taps.take()
 
     for parameter in (first, second):
         parameter.register_post_accumulate_grad_hook(take)

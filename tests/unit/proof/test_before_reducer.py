@@ -21,7 +21,7 @@ def before(microbatches: list[list[list[int]]], factors_of: Any) -> Before:
     for masks in microbatches:
         samples = Samples([torch.tensor(mask) for mask in masks])
         tokens = samples.local(0, 1)
-        weights = torch.tensor(tokens.mask).float() / 7
+        weights = by_weights(samples, tokens)
         reducer: Any = SimpleNamespace(weights=weights)
         reached = GradientSum(2 * weights * factors_of(samples, tokens))
         share = SummedShare(reducer, 1.0, outputs=[LossOutput("ppo_clip_loss", reached)])
@@ -34,6 +34,14 @@ def by_microbatch(samples: Samples, tokens: Any) -> float:
     return 1 / float(samples.mask_sums.sum())
 
 
+def by_rows(samples: Samples, tokens: Any) -> float:
+    return 1 / len(samples)
+
+
+def by_weights(samples: Samples, tokens: Any) -> Tensor:
+    return torch.from_numpy(tokens.mask / (7.0 + tokens.sample_index)).float()
+
+
 def by_sample(samples: Samples, tokens: Any) -> Tensor:
     return 1 / torch.from_numpy(tokens.spread(samples.mask_sums)).float()
 
@@ -41,21 +49,23 @@ def by_sample(samples: Samples, tokens: Any) -> Tensor:
 @pytest.mark.parametrize(
     ("microbatches", "factors_of", "division", "is_wrong"),
     [
-        (RAGGED, by_microbatch, OF_MICROBATCH, True),  # one of the micro-batches has one token: there nothing changes
-        (RAGGED, by_sample, OF_SAMPLE, False),  # weights of one's own may be so
-        (OF_13, by_sample, OF_SAMPLE, False),  # 1 / 13 may be a coefficient
-        (OF_10, by_sample, OF_SAMPLE, False),
-        (RAGGED, lambda *_: 1.0, "", False),
-        (RAGGED, lambda *_: 0.2, "", False),
-        ([[[1]]] * 3, lambda *_: 1.0, "", False),
-        (RAGGED, lambda samples, tokens: torch.arange(1.0, len(tokens) + 1), "", False),
+        (RAGGED, by_microbatch, OF_MICROBATCH, (True, True)),  # one of them has one token: there nothing changes
+        (RAGGED, by_rows, "the number of samples of the micro-batch", (True, True)),
+        (RAGGED, by_weights, "the weights of the mode", (True, True)),
+        (RAGGED, by_sample, OF_SAMPLE, (True, False)),  # a mode of one's own may be made so
+        (OF_13, by_sample, OF_SAMPLE, (False, False)),  # 1 / 13 may be a coefficient
+        (OF_10, by_sample, OF_SAMPLE, (False, False)),
+        (RAGGED, lambda *_: 1.0, "", (False, False)),
+        (RAGGED, lambda *_: 0.2, "", (False, False)),
+        ([[[1]]] * 3, lambda *_: 1.0, "", (False, False)),
+        (RAGGED, lambda samples, tokens: torch.arange(1.0, len(tokens) + 1), "", (False, False)),
     ],
 )
-def test_divisions(microbatches: Any, factors_of: Any, division: str, is_wrong: bool) -> None:
-    """By a count of the micro-batch they are wrong whether or not the mode averages."""
+def test_divisions(microbatches: Any, factors_of: Any, division: str, is_wrong: tuple[bool, bool]) -> None:
+    """By a number of the micro-batch they are wrong in any mode; by one of each sample where the mode averages."""
     seen = before(microbatches, factors_of)
     assert (seen.division, seen.made_by, seen.lacks) == (division, ("ppo_clip_loss",), False)
-    assert [bool(seen.fault(averages=averages)) for averages in (True, False)] == [is_wrong] * 2
+    assert [bool(seen.fault(averages=averages)) for averages in (True, False)] == [*is_wrong]
 
 
 def test_one_number_is_wrong_only_where_the_mode_averages() -> None:

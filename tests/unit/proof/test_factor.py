@@ -117,7 +117,11 @@ def test_most_parameters_decide() -> None:
     [
         ((1.0, 3.0), "2 of 2 parameters have no common factor: p0 (0.25 times the sum), p1 (0.75 times the sum)"),
         ((1.0, 0.0), "2 of 2 parameters have no common factor: p0 (0.25 times the sum), p1 (its final gradient is 0)"),
-        ((0.0, 0.0), "all final gradients are 0, as if they were zeroed before the measured step was over"),
+        (
+            (0.0, 0.0),
+            "all final gradients are 0, as if they were zeroed before the measured step was over. End the `with` "
+            "before optimizer.zero_grad()",
+        ),
     ],
 )
 def test_why_there_is_no_common_factor(factors: tuple[float, ...], says: str) -> None:

@@ -89,7 +89,7 @@ def test_a_loss_of_another_plan_is_not_proved(capsys: pytest.CaptureFixture[str]
     plan, other = (plan_step(samples, mode, dp_group=None) for mode in ("token_mean", "token_sum"))
     with prove_step(model, plan):
         other[0].loss(model.weight[0], form="sum").backward()
-    says = "NOT PROVED: The step trained on micro-batches of another plan. Pass the plan of this step."
+    says = "NOT PROVED: The step trained on micro-batches of another plan than the one that the proof was given."
     assert says in capsys.readouterr().out
 
 
@@ -97,7 +97,10 @@ def test_weights_of_a_plan_by_hand_are_not_seen(capsys: pytest.CaptureFixture[st
     model, plan = torch.nn.Linear(2, 1, bias=False), plan_step([Samples([[1, 1]])], "token_mean", dp_group=None)
     with prove_step(model, plan):
         (model.weight[0] * plan[0].weights).sum().backward()
-    assert "a reducer or a tap of this library outside of compiled graphs.\n" in capsys.readouterr().out
+    assert (
+        "NOT PROVED: The losses of the plan's micro-batches were made where no gradient can be seen"
+        in capsys.readouterr().out
+    )
 
 
 def loss(weights: torch.Tensor, microbatch: Any) -> torch.Tensor:
@@ -126,7 +129,7 @@ def test_losses_of_ones_own_are_taken_as_given(is_ours: bool, capsys: pytest.Cap
     with prove_step(model, plan, level="strict"):
         losses = loss(model.weight[0], plan[0]) if is_ours else model.weight[0]
         plan[0].loss(losses, form="sum").backward()
-    assert ("losses as given; masks as given" in capsys.readouterr().out) != is_ours
+    assert capsys.readouterr().out.endswith("; losses as given\n") != is_ours
 
 
 @pytest.mark.parametrize("active", [0, 1])
@@ -139,11 +142,11 @@ def test_a_micro_batch_of_the_plan_left_out_is_wrong_unless_it_has_no_token(acti
 
 
 @pytest.mark.parametrize("level", ["error", "strict"])
-def test_gradients_from_before_are_never_proved(level: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_gradients_from_before_are_wrong(level: Any) -> None:
     model, plan = torch.nn.Linear(2, 1, bias=False), plan_step([Samples([[1, 1]])], "token_mean", dp_group=None)
     model.weight.grad = torch.tensor([[1.0, -2.0]])
-    says = "NOT PROVED: Gradients were not 0 before the step, which adds to them"
-    stops = pytest.raises(ValueError, match=says)
-    with stops if level == "strict" else contextlib.nullcontext(), prove_step(model, plan, level=level):
+    with (
+        pytest.raises(ValueError, match="Gradients were not 0 before the step, which added to them"),
+        prove_step(model, plan, level=level),
+    ):
         plan[0].loss(model.weight[0], form="sum").backward()
-    assert (says in capsys.readouterr().out) == (level == "error")
