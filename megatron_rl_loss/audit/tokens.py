@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_rl_loss.core.samples import Samples
+from megatron_rl_loss.core.segments import segments_by
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -83,11 +84,9 @@ class StepTokens:
                 columns[name].append(np.full(len(slots), getattr(placed, name)))
             columns["cp_rank"].append(placed.cp_rank)
             for name in names:
-                parts = samples.parts[name]
-                is_per_token = parts.of_entry is not None
-                per_token |= {name} if is_per_token else set()
-                of_entries = np.append(parts.ids, -1)[parts.of_entry] if is_per_token else parts.ids.repeat(lengths)
-                ids[name].append(of_entries)
+                segments = segments_by(name, samples, "an audit")
+                per_token |= {name} if segments.of_entry is not None else set()
+                ids[name].append(np.append(segments.ids, -1)[segments.in_buffer[slots]])
             num_samples += len(samples)
         joined = {name: np.concatenate([np.zeros(0, np.int64), *column]) for name, column in columns.items()}
         of_ids = {name: np.concatenate(column) for name, column in ids.items()}

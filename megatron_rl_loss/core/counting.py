@@ -7,7 +7,7 @@ Every rank makes the same sums of the same rows, to the bit.
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import cache
 from types import EllipsisType
 from typing import Any, NamedTuple
 
@@ -32,54 +32,49 @@ from megatron_rl_loss.core.errors import BadBatchError
 from megatron_rl_loss.core.ids import Ints, hashed, join_types
 from megatron_rl_loss.core.masks import Floats, Mask, to_array
 from megatron_rl_loss.core.samples import Samples, as_samples, read_masks
+from megatron_rl_loss.core.segments import Segments, segments_by
 
 #: The name of a unit counting, one of `COUNTINGS`.
 UnitCounting = str
 
 
 class Counting(NamedTuple):
-    """A way to count units: each unit counts of which a part counts. A part is what one sample has of a unit.
+    """A way to count units: each unit counts of which a segment counts.
 
     Attributes:
         name: what users pass as ``units=``.
         units: which units count, in words.
-        counts: samples and a key -> True for each part by that key that counts, bools [num_parts]. Where ids of that
-            name are not given per token, each sample is a part.
+        counts: segments by a key -> True for each that counts, bools [num_segments].
         labels: names of the samples' labels that `counts` reads. Steps are counted by it, and judged by it in an audit,
             where the samples have these.
     """
 
     name: str
     units: str
-    counts: Callable[[Samples, str], npt.NDArray[np.bool_]]
+    counts: Callable[[Segments], npt.NDArray[np.bool_]]
     labels: tuple[str, ...] = ()
 
     def can_count(self, samples: Samples) -> bool:
         """True for samples that have the labels."""
         return all(name in samples.labels for name in self.labels)
 
-    def of_parts(self, samples: Samples, key: str) -> Floats:
-        """1 for each part that counts, else 0, float64 [num_parts]; NaN where the samples lack the labels."""
-        if not self.can_count(samples):
-            return samples.at_parts(key, np.full(len(samples), np.nan))
-        return self.counts(samples, key).astype(np.float64)
+    def of_segments(self, segments: Segments) -> Floats:
+        """1 for each segment that counts, else 0, float64 [num_segments]; NaN where the samples lack the labels."""
+        if not self.can_count(segments.samples):
+            return np.full(len(segments), np.nan)
+        return self.counts(segments).astype(np.float64)
 
 
-def _has_token(samples: Samples, key: str) -> npt.NDArray[np.bool_]:
-    """True for each part by that key with a token whose loss mask is not 0."""
-    return samples.mask_sums_by(key) > 0
-
-
-def _has_label(samples: Samples, key: str) -> npt.NDArray[np.bool_]:
-    """True for each part by that key of a sample whose label ``counted`` is true."""
-    label = samples.label("counted")
+def _has_label(segments: Segments) -> npt.NDArray[np.bool_]:
+    """True for each segment of a sample whose label ``counted`` is true."""
+    label = segments.samples.label("counted")
     entries = list(label) if isinstance(label, list | tuple) else to_array(label).tolist()
     if not all(getattr(entry, "ndim", 0) == 0 and entry in (0, 1) for entry in entries):
         raise ValueError(
             f"the label 'counted' of {entries[:8]}: it must be True or False for each sample, and says which ones "
             'units="counted" counts. Pass Samples(..., labels={"counted": [True, ...]}), or rename the label.'
         )
-    return samples.at_parts(key, np.array(entries, np.bool_))
+    return segments.of_samples(np.array(entries, np.bool_))
 
 
 #: The first one is that of a mode for which nobody says another.
@@ -89,14 +84,14 @@ COUNTINGS = {
         Counting(
             "all",
             "every one, fully masked or not",
-            lambda samples, key: samples.at_parts(key, np.ones(len(samples), np.bool_)),
+            lambda segments: np.ones(len(segments), np.bool_),
         ),
-        Counting("active", "those with a token whose loss mask is not 0", _has_token),
+        Counting("active", "those with a token whose loss mask is not 0", lambda segments: segments.active),
         # A unit that is trained on counts, whatever its label: weights would else add up to more than 1.
         Counting(
             "counted",
             "active ones, and those with a sample whose label `counted` is true",
-            lambda samples, key: _has_token(samples, key) | _has_label(samples, key),
+            lambda segments: segments.active | _has_label(segments),
             labels=("counted",),
         ),
     )
@@ -126,6 +121,10 @@ class Sum:
                 "sample, fully masked samples included. Return 0 where there is nothing to add."
             )
         return values
+
+    def of_segments(self, segments: Segments) -> Floats:
+        """The values of each segment's sample, float64 [num_segments]."""
+        return segments.of_samples(self.values(segments.samples))
 
 
 #: What is counted of units: ``tokens``, a unit counting (the number of each unit's samples that count), or a `Sum`.
@@ -250,13 +249,13 @@ class Column(NamedTuple):
         name: of the field in `Rows`.
         mask: one of the samples' further masks; None for the loss mask.
         counted: the name in `Units.counts`, or in the step's numbers.
-        of_parts: samples with that mask -> the number of each part, float64 [num_parts].
+        of_segments: segments by that mask -> the number of each, float64 [num_segments].
     """
 
     name: str
     mask: str | None
     counted: Counted
-    of_parts: Callable[[Samples], Floats]
+    of_segments: Callable[[Segments], Floats]
 
 
 class Tally(NamedTuple):
@@ -416,43 +415,39 @@ ColumnsOf = Callable[[str, tuple[str, ...]], list[Column]]
 
 
 def _columns(key: str, countings: Sequence[str], masks: Sequence[str], sums: Sequence[Sum]) -> list[Column]:
-    functions: list[tuple[str, Counted, Callable[[Samples], Floats]]] = [
-        ("tokens", "tokens", lambda samples: samples.mask_sums_by(key)),
-        *((name, name, partial(COUNTINGS[name].of_parts, key=key)) for name in countings),
+    functions: list[tuple[str, Counted, Callable[[Segments], Floats]]] = [
+        ("tokens", "tokens", lambda segments: segments.mask_sums),
+        *((name, name, COUNTINGS[name].of_segments) for name in countings),
     ]
     if key == "step":
         functions += [
-            ("active_tokens", "active_tokens", lambda samples: samples.active_tokens),
-            ("entries", "entries", lambda samples: np.array(samples.mask_lengths, np.float64)),
+            ("active_tokens", "active_tokens", lambda segments: segments.samples.active_tokens),
+            ("entries", "entries", lambda segments: np.array(segments.samples.mask_lengths, np.float64)),
         ]
     functions += [
-        (f"sum {number}", declared, partial(_sums_of_parts, declared, key))
-        for number, declared in enumerate(sums)
-        if declared.by == key
+        (f"sum {number}", declared, declared.of_segments) for number, declared in enumerate(sums) if declared.by == key
     ]
     return [
-        Column(name if mask is None else f"{name} by {mask}", mask, counted, of_parts)
+        Column(name if mask is None else f"{name} by {mask}", mask, counted, of_segments)
         for mask in (None, *masks)
-        for name, counted, of_parts in functions
+        for name, counted, of_segments in functions
     ]
-
-
-def _sums_of_parts(declared: Sum, key: str, samples: Samples) -> Floats:
-    return samples.at_parts(key, declared.values(samples))
 
 
 def _table(key: str, counted: Sequence[Samples], columns: Sequence[Column]) -> Rows:
     """This rank's rows of the units by a key."""
-
-    def ids_of(key: str) -> Ints:
-        return np.concatenate([samples.parts[key].ids for samples in counted])
-
-    ids = np.zeros(sum(map(len, counted)), np.int64) if key == "step" else ids_of(key)
+    by_mask = {
+        mask: [segments_by(key, samples.with_mask(mask), "a step") for samples in counted]
+        for mask in {None, *(column.mask for column in columns)}
+    }
+    ids = np.concatenate([segments.ids for segments in by_mask[None]])
     values = {
-        column.name: np.concatenate([column.of_parts(samples.with_mask(column.mask)) for samples in counted])
+        column.name: np.concatenate([column.of_segments(segments) for segments in by_mask[column.mask]])
         for column in columns
     }
-    prompts = ids_of("prompt") if key == "rollout" and "prompt" in counted[0].parts else np.zeros_like(ids)
+    prompts = np.zeros_like(ids)
+    if key == "rollout" and "prompt" in counted[0].parts:
+        prompts = np.concatenate([samples.parts["prompt"].ids for samples in counted])
     return sum_by_id(ids, values, prompts)
 
 

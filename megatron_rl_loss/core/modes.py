@@ -17,9 +17,10 @@ import numpy as np
 
 from megatron_rl_loss.core.counting import COUNTINGS, Counted, StepTotals, Sum, UnitCounting, Units
 from megatron_rl_loss.core.errors import check_callable, check_choice, check_mapping, did_you_mean
-from megatron_rl_loss.core.ids import Parts, argument_of, example_of
+from megatron_rl_loss.core.ids import argument_of
 from megatron_rl_loss.core.masks import SMALLEST, Floats
 from megatron_rl_loss.core.samples import Samples
+from megatron_rl_loss.core.segments import Segments, segments_by
 
 #: Weights beside the mask: a number; one per sample, [num_samples]; or a row per sample, one number per mask entry.
 Weights = Any
@@ -126,14 +127,13 @@ class ModeInputs:
 
     def units(self, key: str) -> int:
         """Number of such units in the step, all or active; at least 1."""
-        if self._is_sample(key) or self.totals is None:
-            self._check(key)
+        segments = self._segments(key)
         self._check_labels()
         if self.totals is None or key == "step":
             return 1
         units = self._units(self.totals, key)
-        if (has_ids := key in self.batch.parts) != units.have_ids and key != "sample":
-            with_ids, without = ("a micro-batch", "totals") if has_ids else ("totals", "a micro-batch")
+        if segments.have_ids != units.have_ids and key != "sample":
+            with_ids, without = ("a micro-batch", "totals") if segments.have_ids else ("totals", "a micro-batch")
             raise ValueError(
                 f"{with_ids} with {key} ids, {without} without: their units would differ. Give both the same ids, or "
                 "neither."
@@ -144,17 +144,10 @@ class ModeInputs:
         """The samples' labels of that name, an array where each is a number; ValueError where there are none."""
         return self.batch.label(name)
 
-    def _is_sample(self, key: str) -> bool:
-        return key == "sample" or (key == "rollout" and key not in self.batch.parts)
-
-    def _check(self, key: str) -> None:
+    def _segments(self, key: str) -> Segments:
+        """The segments by a key that the mode asks for; ValueError for one that the samples lack."""
         self.asked.add(key)
-        if not self._is_sample(key) and key not in self.batch.parts and key != "step":
-            raise ValueError(
-                f"loss aggregation {self._mode.name!r} and samples without {argument_of(key)} (they have "
-                f"{', '.join(self.batch.parts) or 'none'}): the mode averages by these ids. Pass Samples(..., "
-                f"{example_of(key)})."
-            )
+        return segments_by(key, self.batch, f"loss aggregation {self._mode.name!r}")
 
     def _check_labels(self) -> None:
         """Raise ValueError where the unit counting reads labels that the samples lack."""
@@ -163,25 +156,16 @@ class ModeInputs:
 
     def _at_samples(self, key: str, counted: Counted, own: Floats, least: float = -np.inf) -> Floats:
         """What is counted of each sample's unit; `own` is the number of each sample, where it is a unit alone."""
-        self._check(key)
-        parts = self.batch.parts.get(key)
-        if self.totals is None or self._is_sample(key):
+        segments = self._segments(key)
+        if self.totals is None or not segments.have_ids:
             if self.totals is not None and key in self.totals.units and self.totals.units[key].have_ids:
                 self.units(key)  # refuses totals by id
-            of_parts = self.batch.at_parts(key, own)
+            of_segments = segments.of_samples(own)
         else:
             units = self._units(self.totals, key)
-            parts = parts or Parts(np.zeros(len(own), np.int64), np.arange(len(own)))  # of the one step
             self._known(units.counts, counted, key)
-            of_parts = units.at(counted, parts.ids, argument_of(key), parts.sample)
-        of_parts = np.maximum(of_parts, least)
-        if parts is None or parts.of_entry is None:
-            return of_parts
-        rows = np.empty(len(self.batch), object)
-        of_entries = np.split(np.append(of_parts, np.nan)[parts.of_entry], np.cumsum(self.batch.mask_lengths))
-        for i in range(len(rows)):
-            rows[i] = of_entries[i]
-        return rows
+            of_segments = units.at(counted, segments.ids, argument_of(key), segments.sample)
+        return segments.at_entries(np.maximum(of_segments, least))
 
     def _units(self, totals: StepTotals, key: str) -> Units:
         return self._known(totals.units, key, key)

@@ -27,6 +27,7 @@ from megatron_rl_loss.core.microbatch import Microbatch
 from megatron_rl_loss.core.notebook import SHOWN_ROWS, first_numbers, html_table
 from megatron_rl_loss.core.record import StepRecord, Trainer, check_finished
 from megatron_rl_loss.core.samples import Samples, read_masks
+from megatron_rl_loss.core.segments import segments_by
 
 logger = logging.getLogger(__name__)
 
@@ -326,7 +327,7 @@ class Plan:
         head = ["micro-batch", "samples", *(f"{key}s" for key in keys), "tokens", "active", "first weights"]
         for microbatch in self.microbatches[:SHOWN_ROWS] if self.samples is not None else ():
             samples, local = microbatch.samples, microbatch.tokens_of(None)
-            units = [len(np.unique(samples.parts[key].ids)) if key in samples.parts else len(samples) for key in keys]
+            units = [segments_by(key, samples, "a plan").num_units for key in keys]
             weights = weigh(self.record.modes.policy, local, self.totals).tolist()
             active = first_numbers(weight for weight in weights if weight)
             rows.append([len(rows), len(samples), *units, f"{len(local):,}", f"{local.num_active:,}", active])

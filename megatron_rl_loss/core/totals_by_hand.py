@@ -16,6 +16,7 @@ from megatron_rl_loss.core.masks import Mask
 from megatron_rl_loss.core.modes import Mode, ModeFunction
 from megatron_rl_loss.core.reducers import WeightedSum
 from megatron_rl_loss.core.samples import LocalTokens, Samples, as_samples
+from megatron_rl_loss.core.segments import segments_by
 
 #: Sums of fractional masks may differ in the last bit.
 _SLACK = 1 + 1e-9
@@ -51,23 +52,17 @@ def _check_covers(totals: StepTotals, samples: Samples) -> None:
         return
     _check_fits("step_tokens", float(samples.mask_sums.sum()), totals.step_tokens)
     for name, units in totals.units.items():
-        parts = samples.parts.get(name)
-        if parts is not None:
-            ids, at = np.unique(parts.ids, return_inverse=True)
-            most = len(ids)
-            if most and units.have_ids:
-                here = np.bincount(at, samples.mask_sums_by(name), most)
-                whole = units.at("tokens", ids, f"{name} id")
-                worst = int((here - whole * _SLACK).argmax())
-                _check_fits(f"mask tokens of one {name}", float(here[worst]), float(whole[worst]))
-        elif name == "sample" or (name == "rollout" and units.have_ids):
-            # Without ids each sample is a unit, and a rollout is a sample.
-            most, at = len(samples), np.arange(len(samples))
-        else:
+        if name not in {"sample", *samples.parts} and not (name == "rollout" and units.have_ids):
             continue
+        segments = segments_by(name, samples, "totals")
+        if segments.have_ids and units.have_ids and len(segments):
+            whole = units.at("tokens", segments.ids, f"{name} id", segments.sample)
+            here = segments.unit_mask_sums[segments.unit]
+            worst = int((here - whole * _SLACK).argmax())
+            _check_fits(f"mask tokens of one {name}", float(here[worst]), float(whole[worst]))
         for counting, number in units.number.items():
-            if number < most:  # else these samples cannot be more units
-                counts = np.bincount(at, COUNTINGS[counting].of_parts(samples, name))
+            if number < segments.num_units:  # else these samples cannot be more units
+                counts = np.bincount(segments.unit, COUNTINGS[counting].of_segments(segments))
                 _check_fits(f"{name} units ({counting})", int((counts > 0).sum()), number)
 
 

@@ -43,6 +43,7 @@ from megatron_rl_loss.core import layouts
 from megatron_rl_loss.core.collectives import StepGroups
 from megatron_rl_loss.core.counting import count_step
 from megatron_rl_loss.core.samples import LocalTokens
+from megatron_rl_loss.core.segments import segments_by
 
 # --- against the oracle
 
@@ -129,7 +130,11 @@ FAULTS: dict[str, tuple[Any, str, Any]] = {
     "a rank holds its neighbour's": (
         layouts.Slots, "pieces", lambda self, r, c, pieces=layouts.Slots.pieces: pieces(self, (r + 1) % c, c)
     ),
-    "samples for rollouts": (ModeInputs, "_is_sample", lambda self, key: key in ("sample", "rollout")),
+    "samples for rollouts": (
+        ModeInputs,
+        "_segments",
+        lambda self, key: segments_by("sample" if key == "rollout" else key, self.batch, "a mode"),
+    ),
     "turns of a sample alone": (
         ModeInputs, "_at_samples",
         lambda self, key, *more, whole=ModeInputs._at_samples: whole(self, "sample" if key == "turn" else key, *more)
