@@ -32,11 +32,6 @@ class Parts(NamedTuple):
     sample: Ints
     of_entry: Ints | None = None
 
-    def sums(self, of_entries: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
-        """The sum over each part of values of mask entries, float64 [num_parts]."""
-        assert self.of_entry is not None
-        return np.bincount(self.of_entry + 1, of_entries, len(self.ids) + 1)[1:]
-
 
 def argument_of(key: str) -> str:
     """What a user writes for ids of that name."""

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megatron_rl_loss.core.collectives import Group, rank_in, size_of, warn_on_one_rank
 from megatron_rl_loss.core.errors import check_mapping, check_one_each, check_sized, is_number
-from megatron_rl_loss.core.ids import Ids, IdsByName, Ints, check_units, parts_of, type_of_ids
+from megatron_rl_loss.core.ids import Ids, IdsByName, check_units, parts_of, type_of_ids
 from megatron_rl_loss.core.layouts import (
     Layout,
     Pieces,
@@ -301,26 +301,6 @@ class Samples:
         """True where every mask is of ints or bools, so that its entries are 0 or 1."""
         return self.masks.holds_flags
 
-    def mask_sums_by(self, key: str) -> Floats:
-        """The mask sum of each part by that key, float64 [num_parts]."""
-        parts = self.parts.get(key)
-        if parts is None or parts.of_entry is None:
-            return self.mask_sums
-        return parts.sums(np.concatenate([np.zeros(0), *self.loss_masks]))
-
-    def part_in_buffer(self, key: str) -> Ints:
-        """The number of each position's part by that key, in the layout's buffer [total_tokens]; -1 in none."""
-        parts = self.parts.get(key)
-        of_entry = np.arange(len(self)).repeat(self.mask_lengths)
-        if parts is not None and parts.of_entry is not None:
-            of_entry = parts.of_entry
-        return place(of_entry + 1, self.places, self.total_tokens) - 1
-
-    def at_parts(self, key: str, of_samples: Array) -> Array:
-        """One value per sample -> the value of each part by that key, [num_parts]."""
-        parts = self.parts.get(key)
-        return of_samples if parts is None else of_samples[parts.sample]
-
     def in_buffer(self, values: Sequence[Any] | Tensor) -> Any:
         """One row or number per sample -> the layout's buffer [total_tokens], 0 in padding.
 
@@ -567,15 +547,6 @@ class LocalTokens:
         for _, number, _, i in self._parts:
             counts[i] += number
         return np.array(counts, np.int64)
-
-    def by_part(self, key: str) -> tuple[Ints, Ints | None]:
-        """The number of these tokens in each part, and their places in that order; None for ids per sample."""
-        parts = self.samples.parts.get(key)
-        if parts is None or parts.of_entry is None:
-            return self.counts, None
-        part = self.of(place(parts.of_entry + 1, self.samples.places, self.samples.total_tokens))
-        counts = np.bincount(part, minlength=len(parts.ids) + 1)
-        return counts[1:], part.argsort(kind="stable")[counts[0] :]
 
     @cached_property
     def sample_index(self) -> npt.NDArray[np.int64]:

@@ -4,7 +4,6 @@ import math
 import warnings
 from collections.abc import Sequence, Sized
 from types import EllipsisType
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,11 +18,12 @@ from megatron_rl_loss.core.errors import (
     is_number,
     is_unordered,
 )
-from megatron_rl_loss.core.ids import Ids, Ints, as_ids, example_of, type_of_ids
+from megatron_rl_loss.core.ids import Ids, Ints, as_ids, type_of_ids
 from megatron_rl_loss.core.masks import Array, Floats, on_device, to_array
-from megatron_rl_loss.core.samples import LocalTokens, Samples, check_values
+from megatron_rl_loss.core.samples import LocalTokens, check_values
+from megatron_rl_loss.core.segments import Segments, segments_by
 from megatron_rl_loss.losses.place import Place, tokens_of
-from megatron_rl_loss.losses.scans import segment_scan
+from megatron_rl_loss.losses.scans import Discount, check_discount, discount_at_tokens, segment_scan
 from megatron_rl_loss.losses.segments import segment_sum, to_tokens
 
 Rewards = Tensor | Array | Sequence[float]
@@ -198,7 +198,9 @@ def whiten_advantages(
         for values, place in zip(advantages, local, strict=True):
             tokens = tokens_of(place)
             check_values("advantages", values, tokens)
-            places.append((tokens, to_array(values.detach().double()).reshape(-1), _units_at(tokens, per)))
+            segments = segments_by(per, tokens.samples, f"per={per!r}", over_microbatches=True)
+            unit = segments.at_tokens(segments.ids, tokens, -1)
+            places.append((tokens, to_array(values.detach().double()).reshape(-1), unit))
         units, entries = (
             _joined([unit[tokens.mask != 0] for tokens, _, unit in places], np.int64),
             _joined([tokens.mask[tokens.mask != 0] / tokens.copies for tokens, _, _ in places], np.float64),
@@ -224,20 +226,6 @@ def whiten_advantages(
         dtype = torch.promote_types(values.dtype, torch.float32)
         whitened.append(on_device(row, values.device).to(dtype).view(values.shape))
     return whitened
-
-
-def _units_at(tokens: LocalTokens, per: str) -> Ints:
-    """The id of each token's unit; ValueError for ids that the samples lack."""
-    if per == "step":
-        return np.zeros(len(tokens), np.int64)
-    parts = tokens.samples.parts.get(per)
-    if parts is None and len(tokens.samples):
-        raise ValueError(
-            f"per={per!r} of samples with ids of: {', '.join(tokens.samples.parts) or 'none'}: {per} ids must say "
-            f"which samples are one {per}. Pass Samples(..., {example_of(per)})."
-        )
-    part = tokens.samples.part_in_buffer(per)[tokens.positions]
-    return np.concatenate([np.zeros(0, np.int64) if parts is None else parts.ids, [-1]])[part]
 
 
 def _joined(rows: Sequence[Array], dtype: type) -> Array:
@@ -369,11 +357,15 @@ def _warn_of_lost_rewards(rewards: Tensor, values: Tensor, tokens: LocalTokens) 
     """
     if not rewards.is_cpu or tokens.copies != tokens.cp_size or torch.compiler.is_compiling():
         return
-    has_reward = np.isfinite(of_tokens := to_array(rewards).reshape(-1)) & (of_tokens != 0)
-    masked, active = (
-        np.bincount(tokens.sample_index, has_reward & of_mask, len(tokens.samples))
-        for of_mask in (tokens.mask == 0, tokens.mask != 0)
-    )
+    of_tokens, is_active = to_array(rewards).reshape(-1), tokens.mask != 0
+    has_reward = np.isfinite(of_tokens) & (of_tokens != 0)
+    sample = tokens.of(segments_by("sample", tokens.samples, "rewards").in_buffer)  # -1 in padding
+
+    def count(flags: Array) -> Ints:
+        """Tokens of each sample."""
+        return np.bincount(sample[flags] + 1, minlength=len(tokens.samples) + 1)[1:]
+
+    masked, active = count(has_reward & ~is_active), count(has_reward & is_active)
     for i in np.flatnonzero((masked > 0) & (active == 0))[:1]:
         warnings.warn(
             f"sample {i} has rewards at masked tokens alone: rewards there are ignored, so it is taken for a sample "
@@ -382,9 +374,9 @@ def _warn_of_lost_rewards(rewards: Tensor, values: Tensor, tokens: LocalTokens) 
         )
         return
     place = np.arange(len(tokens))
-    last = np.full(len(tokens.samples), -1)
-    np.maximum.at(last, tokens.sample_index, np.where(tokens.mask != 0, place, -1))
-    for i in tokens.sample_index[has_reward & (place > last[tokens.sample_index])][:1]:
+    last = np.full(len(tokens.samples) + 1, -1)
+    np.maximum.at(last, sample[is_active], place[is_active])
+    for i in sample[has_reward & (sample >= 0) & (place > last[sample])][:1]:
         warnings.warn(
             f"sample {i} has a reward behind its last active token: rewards at masked tokens are ignored, so it "
             "vanishes. Put the reward of a sample at its last token whose mask is not 0.",
@@ -392,8 +384,7 @@ def _warn_of_lost_rewards(rewards: Tensor, values: Tensor, tokens: LocalTokens) 
         )
         return
     has_value = to_array(values).reshape(-1) != 0
-    valued = np.bincount(tokens.sample_index, has_value & (tokens.mask != 0), len(tokens.samples))
-    lengths = np.bincount(tokens.sample_index, tokens.mask != 0, len(tokens.samples))
+    valued, lengths = count(has_value & is_active), count(is_active)
     if (lengths >= 4).any() and (valued <= 1).all() and valued.any() and (active[lengths >= 4] >= 4).all():
         warnings.warn(
             "rewards at nearly every token, and a value at one token of each sample: a critic values every token, and "
@@ -410,7 +401,7 @@ def gae(
     cp_group: Group | None = None,
     *,
     gamma: float = 1,
-    lam: float | Tensor = 0.95,
+    lam: Discount = 0.95,
     steps: str = "token",
 ) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimates of tokens by a critic, and returns: ``A_t = delta_t + gamma lam A_{t+1}``.
@@ -430,83 +421,78 @@ def gae(
         gamma, lam: discounts in [0, 1]; lam also as one for each sample, [num_samples], such as VAPO's
             ``1 - 1 / (alpha length)``.
         steps: what a step is: a ``token``, or the name of ids per token (``turn``): a turn's reward is the sum of its
-            tokens', its value that of its first active token, and all of its tokens have its advantage and return.
+            tokens', its value that of its first active token, and all of its tokens have its advantage and return. A
+            turn that is masked whole is no step.
 
     Returns advantages and returns, float32 (float64 if the values are) in the shape of the values, detached, 0 where
-    masked. Raises ValueError for turns that lie in several samples, and ValueError for
-    values that are not this rank's part of the layout, discounts outside [0, 1], and rewards that require grad beside
-    values that do not.
+    masked. Raises ValueError for turns that lie in several samples or that a sample comes back to, for values that are
+    not this rank's part of the layout, discounts outside [0, 1], and rewards that require grad beside values that do
+    not.
     Source: arXiv:1506.02438 eq. 16; over active tokens alone as in verl and TRL; lam per sample, VAPO,
     arXiv:2504.05118 eq. 9; turns as steps as in AReaL.
     """
     tokens = tokens_of(local)
     for name, of_tokens in (("rewards", rewards), ("values", values)):
         check_values(name, of_tokens, tokens)
+    if rewards.shape != values.shape:
+        raise ValueError(
+            f"rewards of shape {tuple(rewards.shape)} and values of shape {tuple(values.shape)}: both must have the "
+            "shape of this rank's losses. Reshape one of them."
+        )
     if rewards.requires_grad and not values.requires_grad:
         raise ValueError(
             "rewards with a graph, and values without one: a critic makes values, and nobody rewards, so the two are "
             "swapped. Check the order of the arguments; rewards come first."
         )
     _warn_of_lost_rewards(rewards.detach(), values.detach(), tokens)
-    for name, discount in (("gamma", gamma), ("lam", 0 if isinstance(lam, Tensor) else lam)):
-        check_within(name, discount, "[0, 1]", "gamma 1 and lam 0.95 are usual")
-    if isinstance(lam, Tensor) and lam.shape != (len(tokens.samples),):
-        raise ValueError(
-            f"lam of shape {tuple(lam.shape)} for {len(tokens.samples)} samples: it must be one number, or one for "
-            "each sample of the micro-batch. Pass a float, or a tensor [num_samples]."
-        )
     dtype = torch.promote_types(values.dtype, torch.float32)
     r, v = rewards.detach().double(), values.detach().double()
     mask = on_device(tokens.mask, v.device).view(v.shape)
     nothing = mask == 0
     r, v = (column.masked_fill(nothing, 0) for column in (r, v))
     once = mask.masked_fill(nothing, 1)  # sums are by the mask: over it, each token counts once
-    if steps == "token" or not len(tokens.samples):
+    if steps == "token":
         advantages = _of_steps(r, v, once, gamma, lam, local, cp_group)
         returned = advantages + v
     else:
-        at = local, cp_group
-        first = on_device(tokens.of(_firsts(tokens, steps)), v.device).view(v.shape)
-        of_turns = segment_sum([r / once, v * first / once], *at, per=steps)
-        parts = tokens.samples.parts[steps].sample
-        turns = Samples([np.ones(n) for n in np.bincount(parts, minlength=len(tokens.samples))]).local(0, 1)
-        of_each = _of_steps(of_turns[0], of_turns[1], torch.ones_like(of_turns[0]), gamma, lam, turns, None)
+        segments = _steps_by(steps, tokens)
+        first = on_device(tokens.of(segments.firsts), v.device).view(v.shape)
+        rewarded, valued = segment_sum([r / once, v * first / once], local, cp_group, per=steps)
+        of_each = _of_steps(rewarded, valued, torch.ones_like(valued), gamma, lam, segments.as_tokens(), None)
         advantages, returned = (
-            to_tokens(of_turn, local, per=steps).view(v.shape) for of_turn in (of_each, of_each + of_turns[1])
+            to_tokens(of_turns, local, per=steps).view(v.shape) for of_turns in (of_each, of_each + valued)
         )
     return advantages.masked_fill(nothing, 0).to(dtype), returned.masked_fill(nothing, 0).to(dtype)
 
 
 def _of_steps(
-    r: Tensor, v: Tensor, once: Tensor, gamma: float, lam: float | Tensor, local: Place, cp_group: Group | None
+    r: Tensor, v: Tensor, once: Tensor, gamma: float, lam: Discount, local: Place, cp_group: Group | None
 ) -> Tensor:
-    """``A_t = r_t - V_t`` plus the discounted sum, from t + 1 on, of ``gamma lam (r - V) + gamma V``."""
-    decay: Any = gamma * lam
-    at_tokens = decay
-    if isinstance(lam, Tensor):
-        at_tokens = on_device(tokens_of(local).spread(to_array(lam.detach().double())), v.device).view(v.shape) * gamma
+    """``A_t = r_t - V_t`` plus the discounted sum, over active t' > t, of ``gamma lam (r - V) + gamma V``."""
+    tokens = tokens_of(local)
+    check_within("gamma", gamma, "[0, 1]", "1 is usual")
+    decay = gamma * check_discount("lam", lam, tokens, "0.95 is usual, or one for each sample")
+    at_steps = discount_at_tokens(decay, tokens, v.device)
+    if isinstance(at_steps, Tensor) and at_steps.ndim:
+        at_steps = at_steps.view(v.shape)
     following = segment_scan(
-        (at_tokens * (r - v) + gamma * v) / once, local, cp_group, gamma=decay, reverse=True, exclusive=True
+        (at_steps * (r - v) + gamma * v) / once, local, cp_group, gamma=decay, reverse=True, exclusive=True
     )
     return r - v + following
 
 
-def _firsts(tokens: LocalTokens, steps: str) -> Floats:
-    """1 at the first active token of each turn of a sample, else 0, in the uncut buffer [total_tokens]."""
-    samples = tokens.samples
-    parts = samples.parts.get(steps)
-    if parts is None or parts.of_entry is None:
+def _steps_by(steps: str, tokens: LocalTokens) -> Segments:
+    """The segments that ``steps=`` names; ValueError for those that are no steps along a sample."""
+    segments = segments_by(steps, tokens.samples, f"steps={steps!r}")
+    if segments.of_entry is None and len(tokens.samples):
         raise ValueError(
-            f"steps={steps!r} of samples with ids per token of: "
-            f"{', '.join(name for name, of in samples.parts.items() if of.of_entry is not None) or 'none'}: such ids "
-            f"must say which tokens are one step. Pass Samples(..., ids={{{steps!r}: rows}}), or steps='token'."
+            f"steps={steps!r} of samples with {steps} ids per sample: such ids must say which tokens are one step. "
+            f"Pass Samples(..., ids={{{steps!r}: rows}}), or steps='token'."
         )
-    if len(np.unique(parts.ids)) < len(parts.ids):
+    if segments.num_units < len(segments):
         raise ValueError(
             f"{steps} ids that come in several samples: advantages run along a sample, so a {steps} must lie in one. "
             f"Make {steps} ids unique in the step."
         )
-    part, first = samples.part_in_buffer(steps), np.zeros(samples.total_tokens)
-    places = np.flatnonzero((samples.buffer != 0) & (part >= 0))
-    first[places[np.unique(part[places], return_index=True)[1]]] = 1
-    return first
+    segments.check_order()
+    return segments

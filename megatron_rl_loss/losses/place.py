@@ -4,15 +4,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_rl_loss.core.collectives import Group, ranks_of, size_of
 from megatron_rl_loss.core.counting import StepTotals
-from megatron_rl_loss.core.ids import Ints, argument_of, example_of
+from megatron_rl_loss.core.ids import Ints, argument_of
 from megatron_rl_loss.core.masks import Floats, on_device
 from megatron_rl_loss.core.samples import LocalTokens, Samples, check_values
+from megatron_rl_loss.core.segments import Segments, segments_by
 
 
 class InMicrobatch(Protocol):
@@ -53,10 +53,9 @@ class Sequences:
     Attributes:
         rows: the values, float64 [num_local_tokens] each.
         mask: float64 [num_local_tokens], on the device of the values.
-        counts: the number of this rank's tokens of each sample, or part of a unit per token, int64 [num_samples].
-        order: this rank's tokens sorted by part, on the host; None where ids are per sample, and tokens lie so.
-        units: the number of each sample's (part's) sequence, int64 [num_samples] on the host; None if each is one.
-        mask_sums: of each sample's (part's) whole sequence, float64 [num_samples].
+        segments: of the micro-batch; segments of one unit are one sequence.
+        counts: the number of this rank's tokens of each segment, int64 [num_segments].
+        order: this rank's tokens sorted by segment, on the host; None where they lie so.
         group: to exchange over; None where this rank has all tokens.
         dtype: of results.
     """
@@ -64,10 +63,9 @@ class Sequences:
     tokens: LocalTokens
     rows: list[Tensor]
     mask: Tensor
+    segments: Segments
     counts: Ints
     order: Ints | None
-    units: Ints | None
-    mask_sums: Floats
     group: Group | None
     dtype: torch.dtype
 
@@ -79,20 +77,56 @@ class Sequences:
             raise ValueError(f"{what} of no values: there must be a tensor at least. Pass one, or a list of several.")
         for row in rows:
             check_values(f"a value of {what}", row, tokens)
+        segments = segments_per(per, tokens)
         if isinstance(local, LocalTokens):
-            of_place, totals = tokens.samples.cp_group, None
+            of_place = tokens.samples.cp_group
         else:
-            of_place, totals = local.cp_group, local.totals
-        units, sums = _units_of(tokens.samples, per, totals), tokens.samples.mask_sums_by(per)
+            of_place = local.cp_group
+            _check_whole(segments, local.totals)
         return cls(
             tokens,
             [row.reshape(-1).double() for row in rows],
             on_device(tokens.mask, rows[0].device).double(),
-            *tokens.by_part(per),
-            units,
-            sums if units is None else np.bincount(units, sums)[units],
+            segments,
+            *segments.sort(tokens),
             _exchange_group(tokens, of_place, cp_group),
             torch.float64 if any(row.dtype == torch.float64 for row in rows) else torch.float32,
+        )
+
+    @property
+    def joined(self) -> Ints | None:
+        """The number of each segment's sequence, int64 [num_segments] on the host; None if each is one."""
+        return None if self.segments.num_units == len(self.segments) else self.segments.unit
+
+    @property
+    def mask_sums(self) -> Floats:
+        """Of each segment's whole sequence, float64 [num_segments]."""
+        return self.segments.unit_mask_sums[self.segments.unit]
+
+
+def segments_per(per: str, tokens: LocalTokens) -> Segments:
+    """The segments that ``per=`` of a statistic names."""
+    if per == "step":
+        raise ValueError(
+            "per='step': a micro-batch holds a part of the step alone. Pass per='sample', or take measure_tokens."
+        )
+    return segments_by(per, tokens.samples, f"per={per!r}")
+
+
+def _check_whole(segments: Segments, totals: StepTotals | None) -> None:
+    """Raise ValueError for a unit that, by the step's totals, has tokens outside the micro-batch."""
+    per, units = segments.key, None if totals is None else totals.units.get(segments.key)
+    if units is None or not units.have_ids or not segments.have_ids:
+        return
+    here = segments.unit_mask_sums[segments.unit]
+    whole = units.at("tokens", segments.ids, argument_of(per), segments.sample)
+    missing = whole * (1 - 1e-9) - here  # sums of fractional masks may differ in the last bit
+    if (missing > 0).any():
+        i = int(missing.argmax())
+        raise ValueError(
+            f"the {per} of sample {segments.sample[i]}, {here[i]:g} of whose {whole[i]:g} mask tokens are in this "
+            f"micro-batch: per={per!r} needs all of a {per} in one micro-batch. Keep a {per}'s samples together in a "
+            "micro-batch, or pass per='sample'."
         )
 
 
@@ -116,28 +150,3 @@ def _exchange_group(tokens: LocalTokens, of_place: Group | None, stated: Group |
             "cp_group=, the context-parallel group."
         )
     return cp_group
-
-
-def _units_of(samples: Samples, per: str, totals: StepTotals | None) -> Ints | None:
-    """`Sequences.units`; ValueError for a unit that, by the step's totals, has tokens outside the micro-batch."""
-    parts = samples.parts.get(per)
-    if per == "sample" or (per == "rollout" and parts is None):
-        return None
-    if parts is None:
-        raise ValueError(
-            f"per={per!r} of samples with ids of: {', '.join(samples.parts) or 'none'}: {per} ids must say which "
-            f"samples are one {per}. Pass Samples(..., {example_of(per)})."
-        )
-    ids, units = np.unique(parts.ids, return_inverse=True)
-    if totals is not None and per in totals.units and totals.units[per].have_ids:
-        here = np.bincount(units, samples.mask_sums_by(per), len(ids))
-        whole = totals.units[per].at("tokens", ids, argument_of(per))
-        missing = whole * (1 - 1e-9) - here  # sums of fractional masks may differ in the last bit
-        if (missing > 0).any():
-            i = int(missing.argmax())
-            raise ValueError(
-                f"the {per} of sample {parts.sample[(units == i).argmax()]}, {here[i]:g} of whose {whole[i]:g} mask "
-                f"tokens are in this micro-batch: per={per!r} needs all of a {per} in one micro-batch. Keep a {per}'s "
-                "samples together in a micro-batch, or pass per='sample'."
-            )
-    return units

@@ -14,9 +14,13 @@ import torch
 from torch import Tensor
 
 from megatron_rl_loss.core.collectives import Group, reduce_in_place
-from megatron_rl_loss.core.errors import check_bool, check_choice, check_within, first_order, require
-from megatron_rl_loss.core.masks import on_device
+from megatron_rl_loss.core.errors import check_bool, check_choice, check_within, first_order, is_number, require
+from megatron_rl_loss.core.masks import Array, on_device
+from megatron_rl_loss.core.samples import LocalTokens
 from megatron_rl_loss.losses.place import Place, Sequences, Values
+
+#: A number for all samples, or one for each sample of the micro-batch: a tensor, an array or a list.
+Discount = float | Tensor | Array | Sequence[float]
 
 
 def segment_scan(
@@ -24,7 +28,7 @@ def segment_scan(
     local: Place,
     cp_group: Group | None = None,
     *,
-    gamma: float | Tensor = 1.0,
+    gamma: Discount = 1.0,
     steps: Literal["active", "all"] = "active",
     reverse: bool = False,
     exclusive: bool = False,
@@ -59,13 +63,12 @@ def segment_scan(
 
     Raises as `segment_sum`, and ValueError for a discount outside [0, 1] or unknown steps.
     """
-    if not isinstance(gamma, Tensor):
-        check_within("gamma", gamma, "[0, 1]", "1 is a plain sum")
     check_choice("steps", steps, ("active", "all"))
     check_bool("reverse", reverse)
     check_bool("exclusive", exclusive)
     sequences = Sequences.of("segment_scan", values, local, cp_group, per)
-    if sequences.order is not None:
+    discount = check_discount("gamma", gamma, sequences.tokens, "1 is a plain sum")
+    if sequences.segments.of_entry is not None:
         raise ValueError(f"a scan per={per!r} with ids per token: a scan runs along samples. Pass ids per sample.")
     masked = sequences.mask == 0
     discounted = ~masked
@@ -73,8 +76,8 @@ def segment_scan(
         samples = sequences.tokens.samples
         entries = samples.in_buffer([np.ones(length) for length in samples.mask_lengths]).reshape(-1)
         discounted = on_device(sequences.tokens.of(entries), sequences.mask.device) != 0
-    discounts = torch.ones_like(sequences.mask)
-    discounts = torch.where(discounted, _of_tokens(gamma, sequences), discounts)
+    at_tokens = discount_at_tokens(discount, sequences.tokens, sequences.mask.device)
+    discounts = torch.where(discounted, at_tokens, torch.ones_like(sequences.mask))
     own = (torch.stack(sequences.rows) * sequences.mask).masked_fill(masked, 0)
     before: Tensor = _Before.apply(_Chunks.of(sequences), reverse, discounts, own)  # type: ignore[no-untyped-call]
     scanned = before if exclusive else discounts * before + own
@@ -82,26 +85,44 @@ def segment_scan(
     return scanned.masked_fill(masked, 0).to(sequences.dtype).view(shape)
 
 
-def _of_tokens(gamma: float | Tensor, sequences: Sequences) -> Tensor:
-    """The discount at each token, or one for all."""
-    device = sequences.mask.device
-    if not isinstance(gamma, Tensor):
-        return torch.full((), gamma, dtype=torch.float64, device=device)
-    number = len(sequences.tokens.samples)
-    if gamma.shape != (number,):
+def check_discount(name: str, discount: Discount, tokens: LocalTokens, usual: str) -> float | Tensor:
+    """The discount as a number or, for each sample, float64 [num_samples], on the device that it came on.
+
+    Raises ValueError for one outside [0, 1], of any kind, and for another number of them.
+    """
+    if is_number(discount):
+        check_within(name, discount, "[0, 1]", usual)
+        return discount
+    number = len(tokens.samples)
+    try:
+        of_samples = torch.as_tensor(discount, dtype=torch.float64).detach()
+    except (TypeError, ValueError, RuntimeError):
+        of_samples = None
+    if of_samples is None or of_samples.shape not in ((), (number,)):
+        given = f"is {discount!r}" if of_samples is None else f"of shape {tuple(of_samples.shape)}"
         raise ValueError(
-            f"gamma of shape {tuple(gamma.shape)} for {number} samples: it must be one number, or one for each sample "
-            "of the micro-batch. Pass a float, or a tensor [num_samples]."
+            f"{name} {given} for {number} samples: it must be a number in [0, 1], or one for each sample of the "
+            f"micro-batch. {usual}."
         )
-    of_samples = gamma.detach().to(device, torch.float64)
     if of_samples.numel():
         require(
             ((of_samples >= 0) & (of_samples <= 1)).all(),
-            lambda: f"gamma from {of_samples.amin():.3g} to {of_samples.amax():.3g}",
-            "discounts must lie in [0, 1]. Clamp them.",
+            lambda: f"{name} from {of_samples.amin():.3g} to {of_samples.amax():.3g}",
+            f"it must be in [0, 1]. {usual}.",
         )
-    counts = on_device(sequences.tokens.counts, device)
-    return of_samples.repeat_interleave(counts, output_size=len(sequences.tokens)) if number else sequences.mask
+    return of_samples
+
+
+def discount_at_tokens(discount: float | Tensor, tokens: LocalTokens, device: torch.device) -> float | Tensor:
+    """A checked discount at each of a rank's tokens, [num_local_tokens], or one number for all."""
+    if not isinstance(discount, Tensor):
+        return discount
+    of_samples = discount.to(device)
+    if not of_samples.ndim:
+        return of_samples
+    if not len(of_samples):  # padding of a filler
+        return of_samples.new_zeros(len(tokens))
+    return of_samples.repeat_interleave(on_device(tokens.counts, device), output_size=len(tokens))
 
 
 @dataclass(frozen=True)
@@ -115,7 +136,7 @@ class _Chunks:
 
     @classmethod
     def of(cls, sequences: Sequences) -> "_Chunks":
-        unit = range(len(sequences.tokens.samples)) if sequences.units is None else sequences.units.tolist()
+        unit = sequences.segments.unit.tolist()
         every = sorted((unit[i], start) for start, _, i in sequences.tokens.runs_of_ranks)
         place = {start: k for k, (_, start) in enumerate(every)}
         runs = sequences.tokens.runs
@@ -173,6 +194,15 @@ def _scan(products: Tensor, sums: Tensor, firsts: Tensor) -> tuple[Tensor, Tenso
         products = products.roll(stride).masked_fill(cut, 1) * products
         cut, stride = cut | cut.roll(stride), 2 * stride
     return products, sums
+
+
+def sums_within(values: Tensor, unit: Tensor) -> Tensor:
+    """Running sums that begin anew with each unit, whose values lie side by side.
+
+    A unit's sums have the same bits wherever it lies, and whatever lies before it.
+    """
+    firsts = unit.diff(prepend=unit.new_full((1,), -1)) != 0
+    return _scan(torch.ones_like(values), values[None], firsts)[1][0]
 
 
 def _flags(number: int, places: np.ndarray[Any, Any], device: torch.device) -> Tensor:

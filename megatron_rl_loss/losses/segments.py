@@ -12,6 +12,7 @@ over CP before it goes back to tokens. Without that sum the values are right and
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,8 +21,10 @@ from torch import Tensor
 
 from megatron_rl_loss.core.collectives import Group, reduce_in_place
 from megatron_rl_loss.core.errors import check_bool, check_within, first_order
-from megatron_rl_loss.core.masks import on_device
-from megatron_rl_loss.losses.place import Place, Sequences, Values, tokens_of
+from megatron_rl_loss.core.ids import Ints
+from megatron_rl_loss.core.masks import Floats, on_device
+from megatron_rl_loss.losses.place import Place, Sequences, Values, segments_per, tokens_of
+from megatron_rl_loss.losses.scans import sums_within
 
 
 def segment_sum(values: Values, local: Place, cp_group: Group | None = None, *, per: str = "sample") -> Tensor:
@@ -92,48 +95,78 @@ def segment_quantile(
     check_within("q", q, "(0, 1]", "0.5 is the median, 1 the largest")
     check_bool("interpolates", interpolates)
     sequences = Sequences.of("segment_quantile", values, local, cp_group, per)
-    samples, device = sequences.tokens.samples, sequences.mask.device
-    part = samples.part_in_buffer(per)
-    places = np.flatnonzero((samples.buffer != 0) & (part >= 0))
-    units = part[places] if sequences.units is None else sequences.units[part[places]]
+    segments, device = sequences.segments, sequences.mask.device
     masked = torch.stack(sequences.rows).detach().masked_fill(sequences.mask == 0, 0)
-    whole = masked.new_zeros(len(masked), samples.total_tokens)
+    whole = masked.new_zeros(len(masked), segments.samples.total_tokens)
     whole[:, on_device(sequences.tokens.positions, device)] = masked
     if sequences.group is not None and whole.numel():
         reduce_in_place(whole, sequences.group)
-    number = len(sequences.counts)
-    entries = samples.buffer[places].astype(np.float64)
-    totals = np.bincount(units, entries, number)
-    # Of values sorted within their units, the first at which the sum of mask entries so far reaches the share.
-    wanted = on_device(totals.cumsum() - totals + q * totals * (1 - 1e-12), device)
-    filled = np.bincount(units, minlength=number)
-    last = on_device((filled.cumsum() - 1).clip(min=0), device)
-    place = q * (filled - 1).clip(min=0)
-    below = np.floor(place)
-    at_below, share = (
-        on_device((filled.cumsum() - filled + below).astype(np.int64), device),
-        on_device(place - below, device),
-    )
-    unit_of, weight, at = (on_device(array, device) for array in (units, entries, places))
-    found = list[Tensor]()
-    for row in whole[:, at]:
+    places = segments.active_places
+    if not len(places):
+        of_segments = masked.new_zeros(len(masked), len(segments))
+    else:
+        unit = segments.unit[segments.in_buffer[places]]
+        entries = segments.samples.buffer[places].astype(np.float64)
+        units = _SortedUnits.of(unit, None if (entries == 1).all() else entries, segments.num_units, device)
+        of_units = torch.stack([units.quantile(row, q, interpolates) for row in whole[:, on_device(places, device)]])
+        of_segments = of_units[:, on_device(segments.unit, device)]
+    return (of_segments if isinstance(values, Sequence) else of_segments[0]).to(sequences.dtype)
+
+
+@dataclass(frozen=True)
+class _SortedUnits:
+    """Active tokens, to be sorted within their units: each unit's lie side by side, and are as they would be alone.
+
+    Attributes:
+        unit: of each token as it comes, int64 [num_tokens].
+        entries: their mask, float64; None where each counts 1.
+        filled: the number of tokens of each unit, int64 [num_units].
+        begins: the place of each unit's first token among the sorted ones, int64 [num_units].
+        of_sorted: the unit of each sorted token, int64 [num_tokens].
+    """
+
+    unit: Tensor
+    entries: Tensor | None
+    filled: Tensor
+    begins: Tensor
+    of_sorted: Tensor
+
+    @classmethod
+    def of(cls, unit: Ints, entries: Floats | None, number: int, device: torch.device) -> "_SortedUnits":
+        filled = np.bincount(unit, minlength=number)
+        begins, of_sorted = filled.cumsum() - filled, np.arange(number).repeat(filled)
+        weights = None if entries is None else on_device(entries, device)
+        numbers = (on_device(array, device) for array in (filled, begins, of_sorted))
+        return cls(on_device(unit, device), weights, *numbers)
+
+    def quantile(self, row: Tensor, q: float, interpolates: bool) -> Tensor:
+        """The quantile of each unit, [num_units]; 0 of one without a token."""
         order = row.argsort(stable=True)
-        order = order[unit_of[order].argsort(stable=True)]
-        if not len(order):
-            found.append(row.new_zeros(number))
-            continue
-        ascending = row[order]
+        order = order[self.unit[order].argsort(stable=True)]
+        ascending, last = row[order], (self.filled - 1).clamp(min=0)
         if interpolates:
-            lower = ascending[torch.minimum(at_below, last)]
-            quantile = lower.lerp(ascending[torch.minimum(at_below + 1, last)], share)
+            place = q * last.double()
+            below, share = place.long(), place.frac()
+            above = torch.minimum(below + 1, last)
+            found = self._at(ascending, below).lerp(self._at(ascending, above), share)
         else:
-            reached = torch.searchsorted(weight[order].cumsum(0), wanted)
-            quantile = ascending[torch.minimum(reached, last)]
-        found.append(quantile.masked_fill(on_device(totals == 0, device), 0))
-    of_units = torch.stack(found)
-    if sequences.units is not None:
-        of_units = of_units[:, on_device(sequences.units, device)]
-    return (of_units if isinstance(values, Sequence) else of_units[0]).to(sequences.dtype)
+            found = self._at(ascending, torch.minimum(self._below_share(order, q), last))
+        return found.masked_fill(self.filled == 0, 0)
+
+    def _below_share(self, order: Tensor, q: float) -> Tensor:
+        """Of each unit, how many of its sorted tokens come before the one at which a share q of its mask is reached."""
+        share = q * (1 - 1e-12)  # in floating point 0.07 * 100 is above 7
+        if self.entries is None:
+            return (share * self.filled.double()).ceil().long() - 1
+        # Added up within each unit: a sum over all, less what came before, would keep the rounding of others.
+        sums = sums_within(self.entries[order], self.of_sorted)
+        wanted = share * self._at(sums, (self.filled - 1).clamp(min=0))
+        below = (sums < wanted[self.of_sorted]).to(self.filled.dtype)
+        return torch.zeros_like(self.filled).index_add_(0, self.of_sorted, below)
+
+    def _at(self, ascending: Tensor, place: Tensor) -> Tensor:
+        """The value at a place of each unit; of a unit without a token, any."""
+        return ascending[(self.begins + place).clamp(max=len(ascending) - 1)]
 
 
 def to_tokens(of_samples: Tensor, local: Place, *, per: str = "sample") -> Tensor:
@@ -144,7 +177,7 @@ def to_tokens(of_samples: Tensor, local: Place, *, per: str = "sample") -> Tenso
     completes. Padding has the number of a sample beside it. Raises ValueError for another shape.
     """
     tokens, device = tokens_of(local), of_samples.device
-    counts, order = tokens.by_part(per)
+    counts, order = segments_per(per, tokens).sort(tokens)
     if of_samples.shape != counts.shape:
         raise ValueError(
             f"a statistic of shape {tuple(of_samples.shape)}: it must have one number for each of the micro-batch's "
@@ -192,8 +225,8 @@ def _over_sequences(of_samples: Tensor, sequences: Sequences, divisor: Tensor | 
     """Parts of samples [num_rows, num_samples] -> at each sample its sequence's sum, or mean; its own transpose."""
     if sequences.group is not None and of_samples.numel():
         reduce_in_place(of_samples, sequences.group)
-    if sequences.units is not None:
-        units = on_device(sequences.units, of_samples.device)
+    if sequences.joined is not None:
+        units = on_device(sequences.joined, of_samples.device)
         of_samples = torch.zeros_like(of_samples).index_add(-1, units, of_samples)[:, units]
     return of_samples if divisor is None else of_samples / divisor
 

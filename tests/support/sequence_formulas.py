@@ -239,11 +239,11 @@ def generalised(v: Values, m: Tensor, adaptive: bool = False) -> Tensor:
 
 
 def generalised_of_turns(v: Values, m: Tensor) -> Tensor:
-    """Of a sample whose turns are 0, 1, 0, 1, ... by fours, as `cp_steps` has them: two steps, 0 and 1."""
+    """Of a sample whose turns are 0, 1, 2, ... by fours; those that are masked whole are no steps."""
     r, values, active = v["token_advantages"], v["old_log_probs"], [t for t in range(len(m)) if m[t] != 0]
     turns: dict[int, list[int]] = {}
     for t in active:
-        turns.setdefault(t // 4 % 2, []).append(t)
+        turns.setdefault(t // 4, []).append(t)
     advantages, returns, later, value = torch.zeros_like(m), torch.zeros_like(m), 0.0, 0.0
     for tokens in reversed(turns.values()):
         own = float(values[tokens[0]])

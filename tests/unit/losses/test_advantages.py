@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import oracle
 import pytest
 import torch
@@ -309,6 +310,15 @@ def advantages_from(rewards: Any = (1.0, 2.0), ids: Any = (0, 0), rollout_ids: A
 
 
 LOCAL = Samples([[1, 1, 0]]).local(0, 1)
+THREE = Samples([[1], [1], [0]]).local(0, 1)
+BETWEEN = r"it must be in \[0, 1\]"
+
+
+def by_turns(turns: list[int], mask: list[int]) -> Any:
+    local = Samples([mask], ids={"turn": [turns]}).local(0, 1)
+    return gae(torch.zeros(len(mask)), torch.zeros(len(mask)), local, steps="turn")
+
+
 TWO, WITH_GRAPH, IN = torch.zeros(2), torch.zeros(2, requires_grad=True), "it must be a number in"
 OF_CRITIC = torch.zeros(3, requires_grad=True)
 
@@ -370,9 +380,26 @@ REFUSALS = {
     ),
     **refusals(advantages_from, (([1.0], [0.5]), "prompt_ids holds 0.5", ([1.0], ["0.5"])), error=TypeError),
     **refusals(
-        lambda **more: gae(torch.zeros(3), torch.zeros(3), LOCAL, **more),
+        lambda **more: gae(torch.zeros(3), torch.zeros(3), THREE, **more),
         ({"gamma": 1.1}, r"gamma is 1.1: it must be a number in \[0, 1\]", {"gamma": 1.0}),
         ({"lam": "0.95"}, "lam is '0.95'", {"lam": 0.95}),
+        *(
+            ({"lam": of_kind([0.9, 1.5, 0])}, f"lam from 0 to 1.5: {BETWEEN}", {"lam": of_kind([0.9, 1, 0])})
+            for of_kind in (list, np.array, torch.tensor)
+        ),
+        ({"lam": torch.tensor([1.5] * 3), "gamma": 0.5}, f"lam from 1.5 to 1.5: {BETWEEN}", {"lam": torch.tensor(1.0)}),
+        ({"lam": [0.9, 0.5]}, r"lam of shape \(2,\) for 3 samples", {"lam": [0.9, 0.5, 1]}),
+        ({"lam": torch.tensor([[0.9] * 3])}, r"lam of shape \(1, 3\)", {"lam": torch.tensor([0.9] * 3)}),
+        ({"lam": [math.nan, 0, 0]}, "lam from nan to nan", {"lam": [0, 0, 0]}),
+        ({"steps": "turn"}, r"steps='turn' and samples without ids\['turn'\] \(they have none\)", {"steps": "token"}),
+    ),
+    **refusals(
+        by_turns,
+        (([0, 1, 0, -1], [1, 1, 1, 0]), "sample 0 comes back to a turn", ([0, 1, 0, -1], [1, 0, 1, 0])),
+    ),
+    **refusals(
+        lambda *shape: gae(torch.zeros(1, 3), torch.zeros(shape), LOCAL),
+        ((3,), r"rewards of shape \(1, 3\) and values of shape \(3,\)", (1, 3)),
     ),
     **refusals(
         lambda rewards, values: gae(rewards, values, LOCAL),

@@ -166,8 +166,8 @@ def gae_here(lam: Any = 0.8, steps: str = "token") -> Loss:
 
 
 def turns_of(samples: Samples, i: int) -> list[str]:
-    """The turn of each mask entry of a sample: 0 or 1 by fours, none where it is masked."""
-    return [str(k // 4 % 2) if entry else "" for k, entry in enumerate(samples.loss_masks[i].tolist())]
+    """The turn of each mask entry of a sample: by fours, none where it is masked."""
+    return [str(k // 4) if entry else "" for k, entry in enumerate(samples.loss_masks[i].tolist())]
 
 
 #: The functions of the recipe.

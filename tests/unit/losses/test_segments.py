@@ -198,7 +198,11 @@ REFUSALS = {
         ((torch.ones(5),), r"of shape \(5,\): this rank's part of the layout is \(6,\)", (torch.ones(1, 6),)),
         (([WHOLE, torch.ones(4)],), r"a value of segment_sum of shape \(4,\)", ([WHOLE, WHOLE],)),
         (([],), "segment_sum of no values: there must be a tensor at least", ([WHOLE],)),
-        ({"per": "prompt"}, "per='prompt' of samples with ids of: session, turn: .+ prompt_ids", {"per": "session"}),
+        (
+            {"per": "prompt"},
+            r"per='prompt' and samples without prompt_ids \(they have session, turn\): .+ prompt_ids",
+            {"per": "session"},
+        ),
         (FOUR_RANKS, "a cp_group of 4 ranks: the micro-batch is cut for 2", TWO_RANKS),
         ({"local": CUT}, "no cp_group: a sample's tokens lie on 2 ranks", {"local": AT_CP_2}),
     ),

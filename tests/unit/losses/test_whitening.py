@@ -142,7 +142,11 @@ test_refusals = refusal_tests(
         ),
         **refusals(
             lambda **more: whitened(ROW, **more),
-            ({"per": "session"}, "per='session' of samples with ids of: prompt", {"per": "prompt"}),
+            (
+                {"per": "session"},
+                r"per='session' and samples without ids\['session'\] \(they have prompt\)",
+                {"per": "prompt"},
+            ),
             ({"epsilon": 0}, r"epsilon is 0: it must be a number in \(0, inf\)", {"epsilon": 1e-6}),
         ),
         **refusals(
