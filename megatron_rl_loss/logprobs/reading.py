@@ -208,8 +208,8 @@ class Reading:
         """The table [chunk, 3 + K] of this rank's columns: top, the largest logit; sum z exp z; sum exp z; labels' z.
 
         z = scale * (logits - top). The second is 0 unless entropy is asked for, the labels' are -inf where another
-        rank has the label. Where no id counts here, top is -inf and the sums 0. With a rest one more column has the
-        log of the sum of exp z over it, -inf where none of it is here.
+        rank has the label. Where no id counts here, top is -inf and the sums 0. With a rest two more columns have its
+        largest logit, -inf where none of it is here, and the log of the sum of exp z over it, z from that logit on.
         """
         self.compare_once(logits, part)
         table = self._launch(
@@ -227,19 +227,23 @@ class Reading:
             return table
         (column, here), in_rest = self._columns(part), self._in_rest(part)
         exact = torch.promote_types(logits.dtype, torch.float32)
-        columns = 3 + column.shape[1] + (in_rest is not None)
+        columns = 3 + column.shape[1] + 2 * (in_rest is not None)
         statistics = logits.new_zeros(len(column), columns, dtype=exact)
         (top, weighted, total), label = statistics[:, :3].unbind(1), statistics[:, 3 : 3 + column.shape[1]]
         top.fill_(-math.inf)
+        if in_rest is not None:
+            statistics[:, -2:] = -math.inf
         for rows, x, z, q in self._blocks(logits, part, top.dtype):
             top[rows] = x.amax(-1)
             # Where no id counts here, -inf - -inf would be NaN; another rank has ids that count.
             finite = top[rows].masked_fill(top[rows] == -math.inf, 0)
             of_label = (x.gather(1, column[rows]) - finite[:, None]) * self.scale
             label[rows] = of_label.masked_fill(~here[rows], -math.inf)
-            self._centre(x, finite, z)
             if in_rest is not None:
-                statistics[rows, -1] = self._log_sum_of_rest(q.copy_(z), column[rows], in_rest[rows])
+                top_of_rest = self._rest(x, column[rows], in_rest[rows], q).amax(-1)
+                sums = self._relative_to(top_of_rest, q).exp2_().sum(-1)
+                statistics[rows, -2:] = torch.stack([top_of_rest, sums.log()], -1)
+            self._centre(x, finite, z)
             total[rows] = torch.exp2(z, out=q).sum(-1)
             if self.entropy:
                 weighted[rows] = z.mul_(q).sum(-1) * LN_2
@@ -250,18 +254,18 @@ class Reading:
     def combine(self, statistics: Tensor, part: slice = slice(None)) -> tuple[Tensor, Tensor]:
         """Log-probs like the labels, with a rest another column; and the norm [3, tokens] or more.
 
-        The norm: top, sum exp z of the whole vocabulary, entropy, and log sum exp z of a rest, or a kernel's labels' z.
+        The norm: top, sum exp z of the whole vocabulary, entropy; then of a rest its largest logit and the log of its
+        sum from there on, or a kernel's labels' z.
         """
         tables, shape = self._tables_of_ranks(statistics), self.labels[part].shape
         combined = self._launch(lambda kernels: kernels.combine(tables, self.scale))
         if combined is not None:
             return combined[0].view(shape), combined[1]
-        label, others = tables[..., 3:], None
+        label, rest = tables[..., 3:], None
         if self._without is not None:
-            label, others = tables[..., 3:-1], tables[..., -1]
+            label, rest = tables[..., 3:-2], tables[..., -2:]
         if len(tables) == 1:
             (top, weighted, total), label = tables[0, :, :3].unbind(1), label[0]
-            others = None if others is None else others[0]
         else:
             tops, weighted, total = tables[..., :3].unbind(-1)
             top = tops.amax(0)
@@ -271,15 +275,18 @@ class Reading:
             factor = finite.exp()
             weighted, total = ((weighted + total * finite) * factor).sum(0), (total * factor).sum(0)
             label = (label + shift[..., None]).amax(0)  # -inf on the ranks without the label
-            others = None if others is None else (others + shift).logsumexp(0)
         log_total = total.log()
         norms = [top, total, log_total - weighted / total]
-        if others is not None:
+        if rest is not None:
+            top_of_rest = rest[..., 0].amax(0)
+            is_empty = top_of_rest == -math.inf
+            gaps = (rest[..., 0] - top_of_rest.masked_fill(is_empty, 0)) * self.scale
+            others = (rest[..., 1] + gaps).logsumexp(0)
             # A rest without an id has the smallest normal number as probability, a constant: losses of it are finite.
             nothing = math.log(torch.finfo(total.dtype).tiny)
-            log_rest = (others - log_total).masked_fill(others == -math.inf, nothing)
+            log_rest = ((top_of_rest - top) * self.scale + (others - log_total)).masked_fill(is_empty, nothing)
             log_probs = torch.cat([label - log_total[:, None], log_rest[:, None]], 1)
-            return log_probs, torch.stack([*norms, others])
+            return log_probs, torch.stack([*norms, top_of_rest, others])
         return (label - log_total[:, None]).contiguous().view(shape), torch.stack(norms)
 
     def _tables_of_ranks(self, statistics: Tensor) -> Tensor:
@@ -339,19 +346,20 @@ class Reading:
         g = top.new_zeros(column.shape) if g is None else g if g.dim() == 2 else g[:, None]
         factor, of_all, tilt = -self.scale / total, g.sum(1), None
         if in_rest is not None and g.shape[1] > column.shape[1]:
-            of_rest = g[:, -1].masked_fill(norm[3] == -math.inf, 0)
+            g_of_rest = g[:, -1].masked_fill(norm[3] == -math.inf, 0)
             g = g[:, :-1]
-            of_all, tilt = g.sum(1) + of_rest, (self.scale * of_rest)[:, None]
+            of_all, tilt = g.sum(1) + g_of_rest, (self.scale * g_of_rest)[:, None]
         level = (factor * (of_all if h is None else of_all + h * (entropy - total.log())))[:, None]
         slope = None if h is None else (factor * h * LN_2)[:, None]
         at_label = g * here * self.scale
         for rows, x, z, q in self._blocks(logits, part, norm.dtype, into):
             added = None if more is None else next(more)  # reads logits, which `into` may overwrite: so first
+            of_rest = None
+            if tilt is not None and in_rest is not None:  # the rest's own softmax, from its own largest logit on
+                of_rest = self._relative_to(norm[3, rows], self._rest(x, column[rows], in_rest[rows], torch.empty_like(q)))
+                of_rest = of_rest.sub_(norm[4, rows, None].masked_fill(norm[3, rows, None] == -math.inf, 0) / LN_2)
+                of_rest = of_rest.exp2_().mul_(tilt[rows])
             self._centre(x, top[rows], z)
-            relative = None
-            if tilt is not None:  # each probability relative to the rest's sum, which may be far below the whole's
-                log_rest = (norm[3, rows, None] / LN_2).masked_fill(norm[3, rows, None] == -math.inf, 0)
-                relative = torch.exp2(z - log_rest)
             if is_divergence_alone:
                 z.zero_()
             elif slope is None:
@@ -359,8 +367,8 @@ class Reading:
             else:
                 torch.exp2(z, out=q)
                 z.mul_(slope[rows]).add_(level[rows]).mul_(q)
-            if relative is not None and tilt is not None and in_rest is not None:
-                z.add_(relative.scatter_reduce_(1, column[rows], in_rest[rows].to(q), "amin").mul_(tilt[rows]))
+            if of_rest is not None:
+                z.add_(of_rest)
             z.scatter_add_(1, column[rows], at_label[rows])
             if added is not None:
                 z.add_(added)
@@ -513,24 +521,20 @@ class Reading:
         tokens = np.arange(part.start, part.stop) if self._host_rows is None else self._host_rows[part]
         return self.keep.mask(tokens, self._first, self._first + self._width, self.labels.device)
 
-    def _log_sum_of_rest(self, z: Tensor, column: Tensor, in_rest: Tensor) -> Tensor:
-        """log of the sum of exp2 z over the rest, -inf where none is here; z is overwritten.
+    def _rest(self, x: Tensor, column: Tensor, in_rest: Tensor, into: Tensor) -> Tensor:
+        """The logits, in `into`, with -inf at the marked ids, which are not in the rest."""
+        return into.copy_(x).scatter_reduce_(1, column, torch.where(in_rest, math.inf, -math.inf).to(into), "amin")
 
-        Summed against its own maximum: the difference of two sums near 1 has few digits, and a sum against the largest
-        logit vanishes in float32 87 below it.
+    def _relative_to(self, top: Tensor, x: Tensor) -> Tensor:
+        """scale * (x - top) / log 2, for exp2, in place: -inf for an id that does not count.
+
+        From its own maximum on, since sums against the largest logit of all vanish in float32 87 below it, and
+        differences of them have few digits long before.
         """
-        z.scatter_reduce_(1, column, torch.where(in_rest, math.inf, -math.inf).to(z), "amin")
-        top = z.amax(-1)
-        here = top > _NEVER + 64  # -1e4 stands for an id that is not kept
-        sums = z.sub_(top.where(here, 0)[:, None]).exp2_().sum(-1)
-        return ((top + sums.log2()) * LN_2).masked_fill(~here, -math.inf)
+        return x.sub_(top.masked_fill(top == -math.inf, 0)[:, None]).mul_(self.scale / LN_2)
 
     def _in_rest(self, part: slice) -> Tensor | None:
-        """False where a label's column is here and not in the rest, [n, K]; None without a rest.
-
-        Probabilities relative to the rest's sum are at most 1 in the rest, so the smaller of both is 0 at the marked
-        labels, and the probability at others: also where an arbitrary column is that of another label.
-        """
+        """False where a label's column is here and not in the rest, [n, K]; None without a rest."""
         return None if self._without is None else ~(self._columns(part)[1] & self._without[part])
 
     def _kept(self, x: Tensor, z: Tensor, part: slice, rows: slice, column: Tensor, here: Tensor) -> Tensor:
