@@ -21,7 +21,7 @@ from matter.policy import GPT
 from matter.report import spread
 from torch import Tensor, nn
 
-from megatron_rl_loss import Gate, importance_weights, ppo_clip_loss, score_centering, weights_column
+from megatron_rl_loss import AtIds, Gate, importance_weights, ppo_clip_loss, score_centering, weights_column
 
 STEPS, GRID, TOP, LATE = 100, 2.0, 4, 50
 TRUNCATED, ICEPOP = Gate(high=2.0, action="clamp"), Gate(low=0.5, high=5.0)
@@ -75,7 +75,8 @@ def train(policy: GPT, seed: int, arm: str) -> list[dict[str, float]]:
         losses = ppo_clip_loss(now, now.detach(), advantages, batch.mask, importance_weights=weights).per_token_loss
         if centres:
             top = of_sampler.topk(TOP)
-            at_top = of_policy.gather(-1, top.indices)
+            others = of_policy.scatter(-1, top.indices, -torch.inf).logsumexp(-1)
+            at_top = AtIds(of_policy.gather(-1, top.indices), others)
             losses = losses + score_centering(at_top, top.values, advantages, batch.mask, gate=gate)
         optimizer.zero_grad()
         (torch.stack(weights_column("token_mean", list(batch.mask))) * losses).sum().backward()

@@ -44,7 +44,7 @@ from online.task import VOCABULARY, Problem, decode, draw_problems, encode
 from online.warm_start import warm_start
 from rollouts import Rollout, read_rollouts, with_advantages, write_rollouts
 
-from megatron_rl_loss import Microbatch, Term, add_loss_aggregation_args, divergence_at_ids, ppo_clip_loss
+from megatron_rl_loss import AtIds, Microbatch, Term, add_loss_aggregation_args, divergence_at_ids, ppo_clip_loss
 from megatron_rl_loss.megatron.flags import AggregationSettings, validate_loss_aggregation_args
 
 # What the random numbers of `draw_uniforms` are for.
@@ -178,7 +178,7 @@ def policy_losses(args: argparse.Namespace) -> Losses:
     def losses(log_probs: Tensor, microbatch: Microbatch) -> tuple[Tensor | dict[str, Term], dict[str, Tensor]]:
         rows = microbatch.data
         if rows.teacher_ids is not None:
-            log_probs, at_ids = log_probs[..., 0], log_probs[..., 1:]
+            log_probs, at_ids = log_probs[..., 0], AtIds(log_probs[..., 1:-1], log_probs[..., -1])
         clip = {"clip_low": args.clip_low, "clip_high": args.clip_high}
         advantages = microbatch.local(rows.advantages).cuda()
         loss = ppo_clip_loss(log_probs, rows.old_log_probs, advantages, microbatch, **clip)

@@ -48,6 +48,7 @@ from megatron_rl_loss.losses.advantages import group_relative_advantages as grou
 from megatron_rl_loss.losses.advantages import maxrl_advantages as maxrl_advantages
 from megatron_rl_loss.losses.advantages import rloo_advantages as rloo_advantages
 from megatron_rl_loss.losses.advantages import whiten_advantages as whiten_advantages
+from megatron_rl_loss.losses.at_ids import AtIds as AtIds
 from megatron_rl_loss.losses.by_name import policy_loss as policy_loss
 from megatron_rl_loss.losses.centering import score_centering as score_centering
 from megatron_rl_loss.losses.divergence import divergence_at_ids as divergence_at_ids

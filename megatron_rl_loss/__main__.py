@@ -24,11 +24,13 @@ from megatron_rl_loss.core.samples import Samples
 from megatron_rl_loss.core.totals_by_hand import weights_column
 from megatron_rl_loss.engines.names import (
     FRAMEWORKS,
+    differs_by_version,
     format_frameworks,
     format_modes,
     format_versions,
     framework_as_data,
     modes_as_data,
+    versioned,
 )
 
 #: The command of an installed package, which does what ``python -m megatron_rl_loss`` does.
@@ -163,9 +165,10 @@ def _modes(options: Namespace) -> str:
         return format_modes() + ("\n\n" + format_frameworks()) * options.all
     if mode in FRAMEWORKS:
         return format_frameworks([mode])
-    # Printed before a refusal, which asks for a version or a divisor.
     if ":" in mode and re.split("[@:]", mode)[0] in FRAMEWORKS:
-        print_text(format_versions(mode) + "\n")
+        if differs_by_version(mode):  # the table is the answer: there is no one set of weights
+            return f"{format_versions(mode)}\nIts versions differ. For weights write one: {versioned(mode)}."
+        print_text(format_versions(mode) + "\n")  # before a refusal, which may ask for a divisor
     return format_weights(mode, *flags)
 
 

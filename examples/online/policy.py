@@ -17,7 +17,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
-from megatron_rl_loss import LossAggregation, Microbatch, OutputHead, Term, next_microbatch
+from megatron_rl_loss import LossAggregation, Microbatch, OutputHead, Term, Tokens, next_microbatch
 from megatron_rl_loss.megatron.flags import AggregationSettings
 from online.attention import row_layer_spec
 from online.rows import Rows
@@ -79,13 +79,15 @@ def build_policy(seed: int, hidden_size: int = HIDDEN_SIZE) -> Policy:
 def log_probs_of(model: Any, rows: Rows, local: Callable[[Tensor], Tensor]) -> Tensor:
     """Log-probs of this context-parallel rank's tokens, [rows, local positions]; `local` cuts a tensor for it.
 
-    With a teacher's ids [rows, local positions, 1 + K]: log-probs of the token and of these ids.
+    With a teacher's ids [rows, local positions, 2 + K]: log-probs of the token, of these ids, and of all others.
     """
     tokens, position_ids, labels = (local(x).cuda() for x in (rows.tokens, rows.position_ids, rows.labels))
     if rows.teacher_ids is None:
         return -model(tokens, position_ids, None, labels=labels)
     ids = torch.cat([labels[..., None], rows.teacher_ids], dim=-1)
-    return OutputHead()(model, tokens, position_ids, None, labels=ids)[0]
+    of_teacher = torch.cat([torch.zeros_like(ids[..., :1]), torch.ones_like(rows.teacher_ids)], dim=-1) > 0
+    rest = Tokens(rest_without=of_teacher)
+    return OutputHead()(model, tokens, position_ids, None, labels=ids, context=rest)[0]
 
 
 def cut(policy: Policy, rows: Rows) -> Callable[[Tensor], Tensor]:

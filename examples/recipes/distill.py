@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl_loss import OutputHead, Term, Tokens, divergence_at_ids, next_microbatch, ppo_clip_loss
+from megatron_rl_loss import AtIds, OutputHead, Term, Tokens, divergence_at_ids, next_microbatch, ppo_clip_loss
 
 COLUMNS = ("tokens", "positions", "labels", "old_log_probs", "advantages", "teacher_ids", "teacher_log_probs")
 
@@ -39,8 +39,8 @@ def forward_step(data_iterator: Any, model: Any) -> Any:
     def loss_func(output: tuple[Tensor, None]) -> Any:
         log_probs, _ = output
         policy = ppo_clip_loss(log_probs[..., 0], old, advantages, microbatch).per_token_loss
-        student, log_rest = log_probs[..., 1:-1], log_probs[..., -1]
-        kl = divergence_at_ids(student, teacher, microbatch, kind="reverse_kl", log_rest=log_rest)
+        student = AtIds(log_probs[..., 1:-1], log_probs[..., -1])
+        kl = divergence_at_ids(student, teacher, microbatch, kind="reverse_kl")
         return microbatch.loss({"pg": policy, "kl": Term(kl, coef=0.7, mask="taught")})
 
     return output, loss_func

@@ -152,7 +152,10 @@ class Term:
             ``terms``, ``--kl-loss-aggregation``), or else the policy loss's.
         coef: the factor; negative for a bonus.
         mask: one of the samples' ``term_masks`` in place of the loss mask: its own tokens, its own counts.
-        units, divisor: as in `make_pg_loss_reducer`; only with a `mode`.
+        units: which units count, as ``--loss-aggregation-units``; only with a `mode`. None for those that the policy
+            loss counts, or that another framework's name brings.
+        divisor: L of ``constant`` or d of ``token_sum``, only with such a `mode`; None where it is the policy loss's
+            mode, for its divisor.
     """
 
     values: Tensor

@@ -313,13 +313,23 @@ def find_name(alias: str) -> PeerName:
     """The row of ``framework:name`` or ``framework@version:name``; ValueError for none, or several meanings."""
     framework, version, _ = _parts_of(alias)
     rows = [peer for peer in rows_of(alias) if version in ("", *peer.versions)]
-    if len({peer.meaning for peer in rows}) > 1:
+    if differs_by_version(alias):
         differ = "; ".join(f"in {_range(peer)} it is {peer.refused or peer.mode}" for peer in _spans(rows))
         raise ValueError(
-            f"loss aggregation {alias!r}: versions of {framework} differ: {differ}. "
-            f"Write yours: {' or '.join(peer.alias for peer in _spans(rows))}."
+            f"loss aggregation {alias!r}: versions of {framework} differ: {differ}. Write yours: {versioned(alias)}."
         )
     return rows[-1]
+
+
+def differs_by_version(alias: str) -> bool:
+    """True for a name without a version that means other things in other versions."""
+    version = _parts_of(alias)[1]
+    return len({peer.meaning for peer in rows_of(alias) if version in ("", *peer.versions)}) > 1
+
+
+def versioned(alias: str) -> str:
+    """The name with each version that tells its meanings apart."""
+    return " or ".join(peer.alias for peer in _spans(rows_of(alias)))
 
 
 def rows_of(alias: str) -> list[PeerName]:

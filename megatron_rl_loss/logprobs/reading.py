@@ -356,7 +356,9 @@ class Reading:
             added = None if more is None else next(more)  # reads logits, which `into` may overwrite: so first
             of_rest = None
             if tilt is not None and in_rest is not None:  # the rest's own softmax, from its own largest logit on
-                of_rest = self._relative_to(norm[3, rows], self._rest(x, column[rows], in_rest[rows], torch.empty_like(q)))
+                of_rest = self._relative_to(
+                    norm[3, rows], self._rest(x, column[rows], in_rest[rows], torch.empty_like(q))
+                )
                 of_rest = of_rest.sub_(norm[4, rows, None].masked_fill(norm[3, rows, None] == -math.inf, 0) / LN_2)
                 of_rest = of_rest.exp2_().mul_(tilt[rows])
             self._centre(x, top[rows], z)

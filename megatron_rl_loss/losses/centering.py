@@ -5,9 +5,9 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from megatron_rl_loss.core.errors import check_choice, check_float
+from megatron_rl_loss.core.errors import check_choice
 from megatron_rl_loss.core.taps import reports_output
-from megatron_rl_loss.losses.divergence import check_sum
+from megatron_rl_loss.losses.at_ids import AtIds, check_at_ids, check_has_no_rest, check_has_rest, check_sum, rest_of
 from megatron_rl_loss.losses.gates import Gate
 from megatron_rl_loss.losses.ratio import Masked, check_shape, check_trained, masked_places
 
@@ -16,37 +16,44 @@ Support = Literal["vocabulary", "ids"]
 
 @reports_output
 def score_centering(
-    log_probs: Tensor,
-    rollout_log_probs: Tensor,
+    log_probs: Tensor | AtIds,
+    rollout_log_probs: Tensor | AtIds,
     advantages: Tensor,
     local: Masked,
     *,
     gate: Gate | None = None,
     support: Support = "vocabulary",
 ) -> Tensor:
-    """``A C``, one value per token, to be added to a policy loss: ``C = sum_H sg(m(v) - alpha p(v)) log p(v)``.
+    """``A C``, one value per token, to be added to a policy loss: ``C = sum_v sg(m(v)) log p(v)`` over H and the rest.
 
-    >>> trainer, sampler = torch.tensor([[0.5, 0.25]]).log(), torch.tensor([[0.6, 0.2]]).log()
-    >>> score_centering(trainer, sampler, torch.ones(1), torch.ones(1))  # rho is 0.2 / 0.25
-    tensor([-0.1386])
+    >>> trainer, sampler = torch.tensor([[0.5, 0.25, 0.25]]).log(), torch.tensor([[0.6, 0.2]]).log()
+    >>> at_ids = AtIds(trainer[..., :-1], trainer[..., -1])
+    >>> score_centering(at_ids, sampler, torch.ones(1), torch.ones(1))  # 0.6 log 0.5 + (0.2 + 0.2) log 0.25
+    tensor([-0.9704])
 
     Where sampler q and trainer p differ, the score ``grad log p`` has a mean under q that is not 0, and the policy
     drifts by it in every step. The gradient of this term is that mean, weighed as the policy loss is, with p at the
-    sampler's most likely ids H, and in its tail, q modelled as ``rho p``, ``rho = (1 - sum_H q) / (1 - sum_H p)`` (its
-    denominator at least 1e-6). Its value is no loss and need not be small. It is 0-mean where p = q.
+    sampler's most likely ids H, and in its tail, one more category, q modelled as ``rho p``,
+    ``rho = (1 - sum_H q) / (1 - sum_H p)`` (its denominator at least 1e-6, as in the paper). Its value is no loss and
+    need not be small. The gradient is 0 where p = q.
 
-    | gate | m(v) on H | alpha of the tail |
-    |---|---|---|
-    | None: the policy loss has no weight of p / q | q | rho |
-    | ``Gate(action="clamp", ...)``: truncated weights | clamp(p, low q, high q) | clamp(1, low rho, high rho) |
-    | ``Gate(action="mask", ...)``: IcePop | p where p / q is within, else 0 | 1 where 1 / rho is within, else 0 |
+    | gate | m(v), p and q of an id or of the tail |
+    |---|---|
+    | None: the policy loss has no weight of p / q | q |
+    | ``Gate(action="clamp", ...)``: truncated weights | clamp(p, low q, high q) |
+    | ``Gate(action="mask", ...)``: IcePop | p where p / q is within, else 0 |
+
+    The paper's ``- alpha p(v)`` at the ids of H has the gradient of ``m log p`` of the tail, since ``p grad log p``
+    sums to 0 over all ids; but where rho is large its terms cancel, and float32 loses their digits.
 
     Args:
-        log_probs: of the policy in training at K ids [..., K], in the whole vocabulary's distribution; differentiable.
-            With labels [..., 1 + K], the sampled token's first, `log_probs_from_logits`, `log_probs_from_hidden` and
-            `loss_from_hidden` give all of them in one pass, at any tensor parallelism.
-        rollout_log_probs: of the sampler at the same ids, detached here; -inf where it gave fewer. Each id once: where
-            an engine adds the sampled token to its top K, it may be there already.
+        log_probs: of the policy in training at K ids, with their rest; differentiable. With labels [..., 1 + K], the
+            sampled token's first, and ``rest_without`` true at the others where the sampler gave one,
+            `log_probs_from_logits`, `log_probs_from_hidden` and `loss_from_hidden` give all of them in one pass, at any
+            tensor parallelism. With ``support="ids"`` a tensor [..., K].
+        rollout_log_probs: of the sampler at the same ids [..., K], detached here; -inf where it gave fewer. Each id
+            once: where an engine adds the sampled token to its top K, it may be there already. Without a rest of its
+            own its tail is what its K probabilities leave.
         advantages: [...], as in `ppo_clip_loss`: of the policy loss that this is added to.
         local: the `Microbatch`, this rank's tokens of it, or the mask of the tokens, [...].
         gate: of tokens, by their ratio: that of the importance weights of the policy loss. None where it has none.
@@ -55,17 +62,23 @@ def score_centering(
             log-probs over the same ids (`keep`).
 
     Returns float32 [...] (float64 of float64), computed in float64, 0 where masked. Raises ValueError for shapes that
-    differ, K = 0, probabilities that sum to more than 1.05 (an id twice, or logits), another gate, and a sampler or
-    advantages that require grad; TypeError for log-probs that are no float tensors.
+    differ, K = 0, no rest, probabilities that sum to more than 1.05 (an id twice, or logits), or with a rest not to 1,
+    another gate, and a sampler or advantages that require grad; TypeError for log-probs that are no float tensors.
     Source: arXiv:2609.20807.
     """
-    for name, tensor in (("log_probs", log_probs), ("rollout_log_probs", rollout_log_probs)):
-        check_float(name, tensor, "Pass log-probs at the sampler's ids, not ids")
-    check_shape("rollout_log_probs", rollout_log_probs, log_probs)
-    if log_probs.dim() == 0 or log_probs.shape[-1] == 0:
-        raise ValueError(f"log-probs of shape {tuple(log_probs.shape)}: they must be [..., K], K >= 1. Pass some ids.")
-    check_shape("advantages", advantages, log_probs[..., 0], broadcasts=True)
     check_choice("support", support, get_args(Support))
+    for name, values in (("log_probs", log_probs), ("rollout_log_probs", rollout_log_probs)):
+        check_at_ids(name, values, "Pass log-probs at the sampler's ids, not ids")
+        if support == "ids":
+            check_has_no_rest(name, values, "support='ids'", "the log-probs at the ids alone")
+    if support == "vocabulary":
+        check_has_rest("log_probs", log_probs, "support='vocabulary'", "rollout_log_probs")
+    log_probs, log_rest = log_probs if isinstance(log_probs, AtIds) else (log_probs, None)
+    rollout_log_probs, rest_of_q = (
+        rollout_log_probs if isinstance(rollout_log_probs, AtIds) else (rollout_log_probs, None)
+    )
+    check_shape("rollout_log_probs", rollout_log_probs, log_probs)
+    check_shape("advantages", advantages, log_probs[..., 0], broadcasts=True)
     if gate is not None and (not isinstance(gate, Gate) or (gate.level, gate.metric) != ("token", "ratio")):
         raise ValueError(
             f"gate={gate!r}: the term follows weights of single tokens, by their ratio. Pass None, Gate(high=..., "
@@ -77,34 +90,30 @@ def score_centering(
     nothing = masked_places(local, log_probs[..., 0])
     absent = (rollout_log_probs.detach() == -torch.inf) | nothing[..., None]
     log_p, log_q = (values.double() for values in (log_probs, rollout_log_probs.detach()))
-    for name, values in (("log_probs", log_p), ("rollout_log_probs", log_q)):
-        check_sum(name, values.detach().masked_fill(absent, -torch.inf))
+    rests = [None if rest is None else rest.double().masked_fill(absent.all(-1), 0) for rest in (log_rest, rest_of_q)]
+    sides = [values.detach().masked_fill(absent, -torch.inf) for values in (log_p, log_q)]
+    for name, at_ids, rest in zip(("log_probs", "rollout_log_probs"), sides, rests, strict=True):
+        check_sum(name, at_ids, None if rest is None else rest.detach())
     if support == "ids":
         log_p, log_q = (_over(values, absent) for values in (log_p, log_q))
-    slopes = coefficients(log_p.detach().masked_fill(absent, -torch.inf).exp(), log_q, absent, gate, support)
-    centred = (slopes * log_p.masked_fill(absent, 0)).sum(-1)
+    p, q = (values.detach().masked_fill(absent, -torch.inf).exp() for values in (log_p, log_q))
+    centred = (weighed(p, q, gate) * log_p.masked_fill(absent, 0)).sum(-1)
+    if support == "vocabulary" and rests[0] is not None:
+        of_p, of_q = (rest_of(at_ids, rest).detach() for at_ids, rest in zip(sides, rests, strict=True))
+        rho = of_q.clamp(min=0) / of_p.clamp(min=1e-6)
+        centred = centred + weighed(of_p, rho * of_p, gate) * rests[0]
     exact = torch.promote_types(log_probs.dtype, torch.float32)
     return (advantages.detach().double() * centred).masked_fill(nothing, 0).to(exact)
 
 
-def coefficients(p: Tensor, log_q: Tensor, absent: Tensor, gate: Gate | None, support: Support) -> Tensor:
-    """``m(v) - alpha p(v)`` at each id, 0 where there is none."""
-    q = log_q.masked_fill(absent, -torch.inf).exp()
-    rho = torch.zeros_like(p[..., :1])
-    if support == "vocabulary":
-        rest_of_q, rest_of_p = (1 - at_ids.sum(-1, keepdim=True) for at_ids in (q, p))
-        rho = rest_of_q.clamp(min=0) / rest_of_p.clamp(min=1e-6)
+def weighed(p: Tensor, q: Tensor, gate: Gate | None) -> Tensor:
+    """``m(v)``: q times the weight that the policy loss gives an id of ratio p / q."""
     if gate is None:
-        m, alpha = q, rho
-    else:
-        low, high = 0.0 if gate.low is None else gate.low, gate.high
-        if gate.action == "clamp":
-            m = torch.minimum(torch.maximum(p, low * q), high * q)
-            alpha = torch.minimum(torch.maximum(torch.ones_like(rho), low * rho), high * rho)
-        else:
-            m = p.where((p >= low * q) & (p <= high * q), 0)
-            alpha = ((low * rho <= 1) & (high * rho >= 1)).to(p)
-    return (m - alpha * p).masked_fill(absent, 0)
+        return q
+    low, high = 0.0 if gate.low is None else gate.low, gate.high
+    if gate.action == "clamp":
+        return torch.minimum(torch.maximum(p, low * q), high * q)
+    return p.where((p >= low * q) & (p <= high * q), 0)
 
 
 def _over(log_probs: Tensor, absent: Tensor) -> Tensor:

@@ -144,7 +144,9 @@ def sapo(*, tau_positive: float = 1.0, tau_negative: float = 1.05) -> Formula:
         taus = torch.full_like(inputs.log_ratio, tau_negative).masked_fill(inputs.advantages > 0, tau_positive)
         # From e^10 on the gate is 1 to the last bit and its gradient 0; far beyond, the exp itself would overflow.
         # Autograd makes the gradient of expm1 of its result, so it would be 0 below -17.
-        gate = torch.sigmoid(taus * (inputs.log_ratio.clamp(max=10).exp() - 1)) * (4 / taus)
+        place = taus * (inputs.log_ratio.clamp(max=10).exp() - 1)
+        # Above 0 from the gap to 1: the gradient of a sigmoid is made of its result, which is rounded there.
+        gate = torch.where(place > 0, 1 - torch.sigmoid(-place), torch.sigmoid(place)) * (4 / taus)
         return inputs.policy_loss(-inputs.advantages * gate)
 
     return formula

@@ -67,7 +67,15 @@ def folded_step(data_iterator: Any, model: Any) -> Any:
     """The recipe in one pass: the losses are made of each chunk's log-probs."""
     from recipes.score_centering import COLUMNS, GATE, OF_SAMPLER
 
-    from megatron_rl_loss import Folded, OutputHead, importance_weights, next_microbatch, ppo_clip_loss, score_centering
+    from megatron_rl_loss import (
+        AtIds,
+        Folded,
+        OutputHead,
+        importance_weights,
+        next_microbatch,
+        ppo_clip_loss,
+        score_centering,
+    )
 
     microbatch = next_microbatch(data_iterator)
     pack = microbatch.data
@@ -78,17 +86,19 @@ def folded_step(data_iterator: Any, model: Any) -> Any:
         ones = torch.ones(len(log_probs))  # masked tokens are in no chunk
         weights = importance_weights(of["old"] - of["sampled"], GATE)
         policy = ppo_clip_loss(log_probs[:, 0], of["old"], of["advantages"], ones, importance_weights=weights)
-        centred = score_centering(log_probs[:, 1:], of["sampler"], of["advantages"], ones, gate=GATE)
+        trainer = AtIds(log_probs[:, 1:-1], log_probs[:, -1])
+        centred = score_centering(trainer, of["sampler"], of["advantages"], ones, gate=GATE)
         return policy.per_token_loss + centred, {}
 
     inputs = {"old": old, "advantages": advantages, "sampled": sampled, "sampler": sampler}
+    at_ids = torch.cat([torch.zeros_like(labels, dtype=torch.bool)[..., None], sampler > -torch.inf], dim=-1)
     output = OutputHead(chunk_tokens=3)(
         model,
         tokens,
         positions,
         None,
         labels=torch.cat([labels[..., None], ids], dim=-1),
-        context=Folded(microbatch, per_token, inputs),
+        context=Folded(microbatch, per_token, inputs, rest_without=at_ids),
         packed_seq_params=pack["packed"],
     )
     return output, lambda output: microbatch.loss(output[0])  # log-probs of several ids are no metric

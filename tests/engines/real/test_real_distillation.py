@@ -25,7 +25,14 @@ from ranks import run_ranks
 from table_step import start
 from torch import Tensor
 
-from megatron_rl_loss import OutputLayer, Teacher, divergence_at_ids, divergence_from_hidden, log_probs_from_logits
+from megatron_rl_loss import (
+    AtIds,
+    OutputLayer,
+    Teacher,
+    divergence_at_ids,
+    divergence_from_hidden,
+    log_probs_from_logits,
+)
 from megatron_rl_loss.losses.divergence import DivergenceKind, Tail
 
 TOKENS, VOCABULARY, K = 33, 64, 8
@@ -164,12 +171,14 @@ def ours(case: Case, logits: Tensor, teacher: Tensor, ids: Tensor, **settings: A
     if case.ids == VOCABULARY:  # the logits are hidden states of a layer that changes nothing
         layer = OutputLayer(torch.eye(VOCABULARY), temperature=t)
         return divergence_from_hidden(logits, layer, teacher=Teacher(teacher, **settings)).divergence
-    at_ids, _ = log_probs_from_logits(logits, ids, tp_group=dist.group.WORLD, temperature=t)
+    rest = {"rest_without": torch.ones_like(ids) > 0} if case.tail == "bucket" else {}
+    at_ids, _ = log_probs_from_logits(logits, ids, tp_group=dist.group.WORLD, temperature=t, **rest)
+    student = AtIds(at_ids[:, :-1], at_ids[:, -1]) if rest else at_ids
     late = t if case.tail == "renormalise" else 1.0  # the teacher's temperature, when only log-probs are there
     log_probs = (teacher * late / t).log_softmax(-1).gather(-1, ids)
     log_probs = log_probs.log_softmax(-1) if case.restricted else log_probs
     everything = torch.ones(TOKENS)
-    return divergence_at_ids(at_ids, log_probs, everything, tail=case.tail, teacher_temperature=late, **settings)
+    return divergence_at_ids(student, log_probs, everything, tail=case.tail, teacher_temperature=late, **settings)
 
 
 def errors(framework: Framework, tp: int, root: str) -> list[tuple[float, float]]:

@@ -7,9 +7,10 @@ from typing import Any, get_args
 import pytest
 import torch
 from divergence_oracle import divergence
+from rests import with_rest
 from torch import Tensor
 
-from megatron_rl_loss import Samples, Term, divergence_at_ids, log_probs_from_logits, plan_step
+from megatron_rl_loss import AtIds, Samples, Term, divergence_at_ids, log_probs_from_logits, plan_step
 from megatron_rl_loss.losses.divergence import DivergenceKind, Tail
 
 INF, NAN = math.inf, math.nan
@@ -46,8 +47,14 @@ def drawn(dtype: torch.dtype = torch.float32, spread: float = 2.0, near: float =
     return (teacher + near * noise).log_softmax(-1).to(dtype), teacher.log_softmax(-1).to(dtype)
 
 
+def with_its_rest(log_probs: Tensor, teacher_log_probs: Tensor, tail: str = "bucket", **_: Any) -> Tensor | AtIds:
+    """What the tail takes of a student's log-probs."""
+    return with_rest(log_probs, teacher_log_probs) if tail == "bucket" else log_probs
+
+
 def at_ids(log_probs: Tensor, teacher_log_probs: Tensor, **settings: Any) -> Tensor:
-    return divergence_at_ids(log_probs, teacher_log_probs, torch.ones(log_probs.shape[:-1]), **settings)
+    student = with_its_rest(log_probs, teacher_log_probs, **settings)
+    return divergence_at_ids(student, teacher_log_probs, torch.ones(log_probs.shape[:-1]), **settings)
 
 
 @EVERY
@@ -74,8 +81,10 @@ def test_gradients_are_the_formulas(kind: Any, tail: Any) -> None:
     teacher[::2, 4:], teacher[6], student[5] = -INF, -INF, NAN
     mask = torch.ones(TOKENS)
     mask[[5, 7]] = 0
-    leaf, upstream = student.clone().requires_grad_(), torch.linspace(-1, 1, TOKENS)
-    divergence_at_ids(leaf, teacher, mask, kind=kind, tail=tail).backward(upstream)
+    # In float64: what reaches float32 log-probs by two ways, their own and the rest's, is rounded twice.
+    leaf, upstream = student.double().requires_grad_(), torch.linspace(-1, 1, TOKENS).double()
+    now = with_its_rest(leaf, teacher, tail)
+    divergence_at_ids(now, teacher, mask, kind=kind, tail=tail).backward(upstream)
     right = torch.zeros(TOKENS, K, dtype=torch.float64)
     for token in (i for i in range(TOKENS) if i not in (5, 6, 7)):
         known = teacher[token] > -INF
@@ -85,7 +94,7 @@ def test_gradients_are_the_formulas(kind: Any, tail: Any) -> None:
         right[token, known] = slope * upstream[token]
     assert leaf.grad is not None
     assert (leaf.grad[right == 0] == 0).all()
-    torch.testing.assert_close(leaf.grad.double(), right, rtol=2 * ROUNDING, atol=1e-13)
+    torch.testing.assert_close(leaf.grad, right, rtol=1e-12, atol=1e-13)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -150,16 +159,17 @@ def with_a_rest_of(exponent: float, missing: int = 0) -> tuple[Tensor, Tensor, T
 @pytest.mark.parametrize("missing", [0, 2])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_rest_that_is_made_of_the_logits(kind: Any, exponent: float, missing: int) -> None:
-    """Value and gradient of the term of other ids, to a sum and a few roundings; of K log-probs alone it is noise."""
+    """Value and gradient of the term of other ids, to a sum and a few roundings; what K log-probs leave is noise."""
     student, teacher, labels, known = with_a_rest_of(exponent, missing)
     leaves = student.clone().requires_grad_(), student.double().requires_grad_()
     by_model = []
     for logits in (leaves[0], teacher):
         log_probs, _ = log_probs_from_logits(logits, labels, rest_without=known)
-        by_model.append((log_probs[..., :K], log_probs[..., K]))
-    (p, p_rest), (q, q_rest) = by_model
-    q = q.masked_fill(~known, -INF)
-    value = at_ids(p, q, kind=kind, log_rest=p_rest, teacher_log_rest=q_rest)
+        by_model.append(AtIds(log_probs[..., :K], log_probs[..., K]))
+    p, q = by_model
+    q = q._replace(log_probs=q.log_probs.masked_fill(~known, -INF))
+    everything = torch.ones(TOKENS)
+    value = divergence_at_ids(p, q, everything, kind=kind)
     bits = K - missing
     p_exact, q_exact = (probs.double().softmax(-1) for probs in (leaves[1], teacher))
     p_exact, q_exact = (
@@ -175,7 +185,7 @@ def test_a_rest_that_is_made_of_the_logits(kind: Any, exponent: float, missing: 
     if exponent < -6 and kind == "forward_kl" and not missing:  # negative control
         leaf = student.clone().requires_grad_()
         alone = log_probs_from_logits(leaf, labels)[0]
-        at_ids(alone, q, kind=kind).sum().backward()
+        divergence_at_ids(with_rest(alone), q, everything, kind=kind).sum().backward()
         assert ((leaf.grad[:, K:].double() - exact).norm() / exact.norm()) > 1e-3
 
 
@@ -185,9 +195,8 @@ def test_a_rest_where_the_teacher_gave_nothing() -> None:
     teacher[1] = -INF
     student[0], rest[1] = NAN, NAN
     leaf = rest.requires_grad_()
-    value = divergence_at_ids(
-        student, teacher, torch.tensor([0.0, 1]), kind="jsd", log_rest=leaf, teacher_log_rest=leaf.detach()
-    )
+    now, of_teacher = AtIds(student, leaf), AtIds(teacher, leaf.detach())
+    value = divergence_at_ids(now, of_teacher, torch.tensor([0.0, 1]), kind="jsd")
     value.sum().backward()
     assert value.tolist() == [0, 0]
     assert leaf.grad.tolist() == [0, 0]
@@ -197,11 +206,11 @@ def test_the_teachers_rest_is_a_constant() -> None:
     """Beside a student without a graph, where it would train nothing, its graph is refused."""
     student, teacher = (torch.tensor([[p, 0.25]]).log() for p in (0.5, 0.25))
     rest, teacher_rest = (torch.tensor([p]).log().requires_grad_() for p in (0.25, 0.5))
-    rests = {"log_rest": rest, "teacher_log_rest": teacher_rest}
-    at_ids(student.requires_grad_(), teacher, kind="forward_kl", **rests).sum().backward()
+    now, of_teacher, one = AtIds(student.requires_grad_(), rest), AtIds(teacher, teacher_rest), torch.ones(1)
+    divergence_at_ids(now, of_teacher, one, kind="forward_kl").sum().backward()
     assert (rest.grad is None, teacher_rest.grad is None) == (False, True)
     with pytest.raises(ValueError, match="log_probs without a graph, and teacher_log_rest with one"):
-        at_ids(student.detach(), teacher, kind="forward_kl", **rests)
+        divergence_at_ids(AtIds(student.detach(), rest), of_teacher, one, kind="forward_kl")
 
 
 @EVERY
@@ -240,7 +249,7 @@ def test_a_mixture_is_two_terms_each_with_its_mode_and_mask() -> None:
     leaf, policy = student.clone().requires_grad_(), torch.arange(7.0, requires_grad=True)
     with pytest.warns(UserWarning, match="every prompt group of the step has one rollout"):
         (microbatch,) = plan_step([samples], "prompt_mean", dp_group=None, term_masks=["seen"])
-    kl = divergence_at_ids(leaf, teacher, microbatch, kind="reverse_kl")
+    kl = divergence_at_ids(with_rest(leaf), teacher, microbatch, kind="reverse_kl")
     share = microbatch.loss({"pg": policy, "kl": Term(kl, "token_mean", coef=0.5, mask="seen")}, form="sum")
     exact = student.double().requires_grad_()
     of_kl = divergence(exact.exp(), teacher.double().exp(), "reverse_kl", "bucket")
@@ -265,11 +274,12 @@ WRONG: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
     ("only jsd takes beta", (FINE, FINE), {"beta": 0.5}),
     ("it must be a number in", (FINE, FINE), {"teacher_temperature": 0, "tail": "renormalise"}),
     ("do not tell the mass of other ids", (FINE, FINE), {"teacher_temperature": 2.0}),
-    ("log_rest with tail='drop'", (FINE, FINE), {"tail": "drop", "log_rest": REST}),
-    ("log_rest with tail='renormalise'", (FINE, FINE), {"tail": "renormalise", "teacher_log_rest": REST}),
-    ("log_rest of shape", (FINE, FINE), {"log_rest": FINE}),
-    ("^log_probs whose probabilities and rest sum to 1 only within 0.594", (FINE, FINE), {"log_rest": REST}),
-    ("^teacher_log_probs whose .* Pass rest_without=", (FINE, FINE), {"teacher_log_rest": REST + 2}),
+    ("^log_probs with a rest, and tail='drop'", (AtIds(FINE, REST), FINE), {"tail": "drop"}),
+    ("^teacher_log_probs with a rest, and tail='ren", (FINE, AtIds(FINE, REST)), {"tail": "renormalise"}),
+    ("the rest of log_probs of shape", (AtIds(FINE, FINE), FINE), {}),
+    ("^log_probs whose probabilities and rest sum to 1 only within 0.594", (AtIds(FINE, REST), FINE), {}),
+    ("^teacher_log_probs whose .* Pass rest_without=", (FINE, AtIds(FINE, REST + 2)), {}),
+    ("^log_probs without the rest, and tail='bucket': .+ rest_without=teacher_log_p", (AtIds, FINE), {}),
     ("^log_probs with probabilities .+ sum to 3:", (0 * FINE, FINE), {}),
     ("^teacher_log_probs with probabilities .+ Give each id once", (FINE, FINE + 1.5), {}),
 ]
@@ -277,8 +287,13 @@ WRONG: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("message", "log_probs", "settings"), WRONG)
 def test_wrong_uses_are_refused(message: str, log_probs: tuple[Any, ...], settings: dict[str, Any]) -> None:
+    now, teacher = log_probs
+    if now is AtIds:  # of which the rest is left out
+        now = FINE
+    elif isinstance(now, Tensor) and now.numel():
+        now = with_its_rest(now, teacher.log_probs if isinstance(teacher, AtIds) else now, **settings)
     with pytest.raises(ValueError, match=message):
-        divergence_at_ids(log_probs[0], log_probs[1], LOCAL, **{"kind": "forward_kl"} | settings)
+        divergence_at_ids(now, teacher, LOCAL, **{"kind": "forward_kl"} | settings)
 
 
 def test_log_probs_must_be_float_tensors() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from rests import with_rest
 from torch import Tensor
 
 import megatron_rl_loss
@@ -244,9 +245,9 @@ FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "value_loss": lambda x, at: value_loss(x, x.square(), at),
     "kl_estimate": lambda x, at: kl_estimate(-x.exp(), -x.exp() - 0.1, at),
     "divergence_at_ids": lambda x, at: divergence_at_ids(
-        with_ids(-x.exp()), with_ids(-x.square()), at, kind="forward_kl"
+        with_rest(with_ids(-x.exp())), with_ids(-x.square()), at, kind="forward_kl"
     ),
-    "score_centering": lambda x, at: score_centering(with_ids(-x.exp()), with_ids(-x.square()), x, at),
+    "score_centering": lambda x, at: score_centering(with_rest(with_ids(-x.exp())), with_ids(-x.square()), x, at),
 }  # fmt: skip
 
 

@@ -13,11 +13,13 @@ from device import DEVICE
 from hypothesis import given as for_all
 from hypothesis import settings
 from hypothesis import strategies as st
+from rests import with_rest
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_rl_loss import (
+    AtIds,
     Gate,
     Gathered,
     Samples,
@@ -216,6 +218,11 @@ def of_policy(name: str, data: Inputs, local: Any) -> Tensor:
     return policy_loss(name, now, old, advantages, local, importance_weights=data["importance_weights"]).per_token_loss
 
 
+def beside_a_constant(log_probs: Tensor) -> AtIds:
+    """One id per token, with a rest that has no graph: a gradient by two paths is rounded twice."""
+    return AtIds(log_probs[..., None], with_rest(log_probs.detach()[..., None]).log_rest)
+
+
 LOSSES: dict[str, LossOf] = {name: functools.partial(of_policy, name) for name in POLICY_LOSSES}
 LOSSES["kl"] = lambda data, local: kl_estimate(data["log_probs"], data["old_log_probs"], local)
 LOSSES["kl times the ratio"] = lambda data, local: kl_estimate(
@@ -225,7 +232,7 @@ LOSSES["value"] = lambda data, local: value_loss(
     data["log_probs"], data["old_log_probs"], local, old_values=data["advantages"], clip=0.2
 )
 LOSSES["divergence"] = lambda data, local: divergence_at_ids(
-    data["log_probs"][..., None], data["old_log_probs"][..., None], local, kind="jsd"
+    beside_a_constant(data["log_probs"]), data["old_log_probs"][..., None], local, kind="jsd"
 )
 OF_SEQUENCES = {name for name, loss in POLICY_LOSSES.items() if loss.of_sequence}
 PLACES = [*((name, LOCAL) for name in LOSSES), *((name, MASK) for name in LOSSES if name not in OF_SEQUENCES)]
@@ -379,7 +386,7 @@ SWAPPED: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "old": lambda first, later: kl_estimate(first, first.detach(), LOCAL, old_log_probs=later),
     "value": lambda first, later: value_loss(first, later, LOCAL),
     "old values": lambda first, later: value_loss(first, first.detach(), LOCAL, old_values=later, clip=0.2),
-    "divergence": lambda first, later: divergence_at_ids(first[:, None], later[:, None], LOCAL, kind="jsd"),
+    "divergence": lambda first, later: divergence_at_ids(with_rest(first[:, None]), later[:, None], LOCAL, kind="jsd"),
 }
 ONES = torch.ones(8)
 

@@ -1,6 +1,7 @@
 """Score centering: its gradient is the mean score under the sampler, over the whole vocabulary, in any layout."""
 
 import functools
+import math
 import os
 from typing import Any
 
@@ -10,10 +11,12 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks, start_process_group
 from refusals import refusal_tests, refusals
+from rests import with_rest
 from score_oracle import mean_score, modelled, weights_of
 from torch import Tensor
 
 from megatron_rl_loss import (
+    AtIds,
     Gate,
     OutputLayer,
     Samples,
@@ -50,7 +53,9 @@ def drawn(spread: float = 0.5) -> tuple[Tensor, Tensor, Tensor]:
 
 def centred(logits: Tensor, ids: Tensor, q_at_ids: Tensor, advantages: Tensor, **settings: Any) -> Tensor:
     mask = torch.ones(len(logits))
-    return score_centering(logits.log_softmax(-1).gather(1, ids), q_at_ids.log(), advantages, mask, **settings)
+    log_p = logits.log_softmax(-1)
+    at_ids = AtIds(log_p.gather(1, ids), log_p.scatter(1, ids, -torch.inf).logsumexp(-1))
+    return score_centering(at_ids, q_at_ids.log(), advantages, mask, **settings)
 
 
 def gradient(values: Tensor, leaf: Tensor) -> Tensor:
@@ -100,10 +105,11 @@ def test_bounds_that_leave_out_everything_and_weights_without_bounds_make_it_0()
     log_p = torch.tensor([[0.09, 0.01]]).log().double().requires_grad_()
     q = torch.tensor([[0.9, 0.0999]]).double()
     one = torch.ones(1)
-    assert gradient(score_centering(log_p, q.log(), one, one), log_p).abs().max() > 0.1
-    none_within = score_centering(log_p, q.log(), one, one, gate=Gate(low=0.9, high=5.0))
+    at_ids = with_rest(log_p)
+    assert gradient(score_centering(at_ids, q.log(), one, one), log_p).abs().max() > 0.1
+    none_within = score_centering(at_ids, q.log(), one, one, gate=Gate(low=0.9, high=5.0))
     assert gradient(none_within, log_p).tolist() == [[0, 0]]
-    unbounded = score_centering(log_p, q.log(), one, one, gate=Gate(low=0.0, high=1e6, action="clamp"))
+    unbounded = score_centering(at_ids, q.log(), one, one, gate=Gate(low=0.0, high=1e6, action="clamp"))
     assert gradient(unbounded, log_p).abs().max() < 1e-15
 
 
@@ -132,18 +138,45 @@ def test_fewer_ids_masked_tokens_and_dtypes() -> None:
     mask[[5, 7]] = 0
     leaf = log_p.requires_grad_()
     for settings in ({}, {"support": "ids"}, {"gate": Gate(high=2.0, action="clamp")}):
-        term = score_centering(leaf, log_q, torch.ones(TOKENS), mask, **settings)
+        restless = "support" in settings
+        now = leaf if restless else with_rest(leaf, log_q)
+        term = score_centering(now, log_q, torch.ones(TOKENS), mask, **settings)
         slopes = gradient(term, leaf)
         assert term.dtype == torch.float32
         assert term.isfinite().all()
         assert slopes.isfinite().all()
         assert not slopes[[5, 7]].any()
         assert not slopes[::2, 4:].any()
-        whole = score_centering(log_p[::2, :4].detach(), log_q[::2, :4], torch.ones(1), torch.ones(24), **settings)
+        fewer = log_p[::2, :4].detach()
+        fewer = fewer if restless else with_rest(fewer)
+        whole = score_centering(fewer, log_q[::2, :4], torch.ones(1), torch.ones(24), **settings)
         torch.testing.assert_close(term[::2].detach(), whole)
-    rounded = score_centering(leaf.detach().bfloat16(), log_q, torch.ones(TOKENS), mask)
+    rounded = score_centering(with_rest(leaf.detach().bfloat16(), log_q), log_q, torch.ones(TOKENS), mask)
     assert rounded.dtype == torch.float32
-    assert score_centering(leaf.detach().double(), log_q, torch.ones(TOKENS), mask).dtype == torch.float64
+    exact = score_centering(with_rest(leaf.detach().double(), log_q), log_q, torch.ones(TOKENS), mask)
+    assert exact.dtype == torch.float64
+
+
+@pytest.mark.parametrize("tail_of_q", [1e-2, 0.3])
+@pytest.mark.parametrize("tail_of_p", [1e-3, 3e-5])
+@of_gates
+def test_a_trainer_that_is_sure_of_the_ids(gate: dict[str, Any] | None, tail_of_p: float, tail_of_q: float) -> None:
+    """The ratio of the tails is made of the rest, not of what float32 log-probs leave.
+
+    Log-probs down to -10 are rounded by up to 5e-7, so p and a bound of it are off by as much, relatively.
+    """
+    ids = torch.arange(K).expand(TOKENS, K)
+    logits = drawn()[0].clone()
+    logits[:, K:] += math.log(tail_of_p) - logits[:, K:].logsumexp(1, keepdim=True)
+    logits[:, :K] += math.log1p(-tail_of_p) - logits[:, :K].logsumexp(1, keepdim=True)
+    q = (logits[:, :K].double() + drawn()[0][:, :K].double()).softmax(-1) * (1 - tail_of_q)
+    leaf, exact = logits.requires_grad_(), logits.detach().double().requires_grad_()
+    log_probs, _ = log_probs_from_logits(leaf, ids, rest_without=torch.ones(TOKENS, K) > 0)
+    at_ids, ones = AtIds(log_probs[:, :-1], log_probs[:, -1]), torch.ones(TOKENS)
+    mine = gradient(score_centering(at_ids, q.log(), ones, ones, gate=gate_of(gate)), leaf)
+    model = modelled(q, ids, exact.detach().softmax(-1))
+    right = gradient(mean_score(exact.log_softmax(-1), model, gate), exact)
+    assert (mine - right).abs().max() <= 2e-6 * right.abs().max()
 
 
 # --- in any layout
@@ -267,21 +300,23 @@ def share_of(
 ) -> Tensor:
     """The one line is the last of `per_token`."""
     labels = torch.cat([batch["labels"][:, None], batch["ids"]], 1)
+    marked = torch.arange(labels.shape[1]).expand_as(labels) > 0
 
     def per_token(log_probs: Tensor, _: Any, local: Any = None, **of: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         local = torch.ones(len(log_probs)) if local is None else local
         policy = ppo_clip_loss(log_probs[:, 0], of["old"], of["advantages"], local).per_token_loss
-        return policy + score_centering(log_probs[:, 1:], of["log_q"], of["advantages"], local, gate=gate), {}
+        at_ids = AtIds(log_probs[:, 1:-1], log_probs[:, -1])
+        return policy + score_centering(at_ids, of["log_q"], of["advantages"], local, gate=gate), {}
 
     inputs = {name: batch[name] for name in ("old", "advantages", "log_q")}
     if way == "one pass":
         layer = OutputLayer(shard, tensor_parallel=TensorParallel(group=tp))
-        return loss_from_hidden(hidden, layer, labels, microbatch.weights, per_token, inputs)[0]
+        return loss_from_hidden(hidden, layer, labels, microbatch.weights, per_token, inputs, rest_without=marked)[0]
     # The gradient of hidden states is summed over the vocabulary's ranks, as Megatron's linear layers do.
     leaf = hidden if tp is None else _SumOverTp.apply(hidden, tp)  # type: ignore[no-untyped-call]
     logits = leaf @ shard.T
     mask = microbatch.tokens.mask
-    log_probs, _ = log_probs_from_logits(logits, labels, tp_group=tp, token_mask=mask)
+    log_probs, _ = log_probs_from_logits(logits, labels, tp_group=tp, token_mask=mask, rest_without=marked)
     return microbatch.loss(per_token(log_probs, None, microbatch, **inputs)[0], form="sum")
 
 
@@ -318,7 +353,10 @@ def test_one_gradient_at_tp_1_2_4_and_cp_1_2_4(record_property: Any) -> None:
 def call(**changed: Any) -> Tensor:
     log_p = torch.tensor([[0.5, 0.25]]).log().requires_grad_()
     settings = {"log_probs": log_p, "rollout_log_probs": log_p.detach(), "advantages": torch.ones(1)}
-    return score_centering(**{**settings, "local": torch.ones(1), **changed})
+    settings |= {"local": torch.ones(1), **changed}
+    if settings.pop("rest", True) and settings.get("support", "") != "ids" and settings["log_probs"].numel():
+        settings["log_probs"] = with_rest(settings["log_probs"])
+    return score_centering(**settings)
 
 
 LOG_Q = torch.tensor([[0.6, 0.2]]).log()
@@ -330,6 +368,17 @@ test_refusals = refusal_tests(
         ({"rollout_log_probs": torch.tensor([[0.6, 0.6]]).log()}, "Give each id once", {"rollout_log_probs": LOG_Q}),
         ({"gate": Gate(high=2.0, level="sequence")}, "weights of single tokens", {"gate": Gate(high=2.0)}),
         ({"gate": "icepop"}, "gate='icepop'", {"gate": None}),
+        ({"rest": False}, r"log_probs without the rest, and support='vocabulary': .+ rest_without=rollout_log_p", {}),
+        (
+            {"support": "ids", "log_probs": with_rest(LOG_Q)},
+            "log_probs with a rest, and support='ids'",
+            {"support": "ids", "log_probs": LOG_Q.clone().requires_grad_()},
+        ),
+        (
+            {"rest": False, "log_probs": AtIds(LOG_Q, torch.tensor([-9.0]))},
+            "log_probs whose probabilities and rest sum to 1 only within 0.2",
+            {},
+        ),
         ({"support": "top_p"}, "support 'top_p'", {"support": "ids"}),
         ({"advantages": torch.ones(1).requires_grad_()}, "advantages that require grad", {}),
         ({"log_probs": torch.zeros(1, 0), "rollout_log_probs": torch.zeros(1, 0)}, "K >= 1", {}),

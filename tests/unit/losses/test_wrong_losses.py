@@ -91,6 +91,24 @@ def test_the_gradient_of_sapo_far_below_is_that_of_its_formula() -> None:
         assert slope.item() == pytest.approx(right, rel=1e-5)
 
 
+@pytest.mark.parametrize("tau", [0.3, 1.0, 7.0])
+def test_the_gradient_of_sapo_far_above_is_that_of_its_formula(tau: float) -> None:
+    """1 less the gate, not of the rounded gate: to the rounding of the exponent, which is up to 80."""
+    for ratio in (1.5, 4.0, 8.0, 13.0, 20.0, 60.0):
+        place = tau * (ratio - 1)
+        if place > 80:  # below float32's smallest normal number
+            continue
+        old = torch.tensor([-5.0])
+        now = (old + math.log(ratio)).requires_grad_()
+        inputs = now, old, torch.ones(1), torch.ones(1)
+        (slope,) = torch.autograd.grad(policy_loss("sapo", *inputs, tau_positive=tau).per_token_loss, now)
+        r = math.exp(float(now.detach().double() - old.double()))
+        u = tau * (r - 1)
+        right = -4 * r / ((1 + math.exp(-u)) * (1 + math.exp(u)))
+        # u is made of an exp and a product, which round twice, relatively; so does its exp.
+        assert slope.item() == pytest.approx(right, rel=(4 + 4 * (u + tau)) * 2**-24)
+
+
 def weights_of_long_sequences(gate: Gate) -> Tensor:
     """Eight sequences of 9,000 tokens, each ratio near 1: the products are near 0, the means are not."""
     generator = torch.Generator().manual_seed(0)
