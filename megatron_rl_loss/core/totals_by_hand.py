@@ -112,7 +112,8 @@ def make_pg_loss_reducer(
 
     Returns:
         A `WeightedSum`, to be called. It takes the local per-token losses (float, in the layout's order) and returns a
-        0-dim float32 tensor (float64 of float64 losses) that stays connected to the graph even without active tokens. float16 and bfloat16 are
+        0-dim float32 tensor (float64 of float64 losses) that stays connected to the graph even without active tokens.
+        float16 and bfloat16 are
         summed in float32; the gradient of float16 losses is float16, too small for most weights without a loss scale,
         which is warned of. NaN and Inf at masked positions are ignored, at active ones they come through. It raises
         ValueError for losses whose shape is not this rank's part of the layout.

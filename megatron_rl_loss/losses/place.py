@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron_rl_loss.core.collectives import Group, ranks_of, size_of
 from megatron_rl_loss.core.counting import StepTotals
-from megatron_rl_loss.core.ids import Ints, argument_of
+from megatron_rl_loss.core.ids import Ints, argument_of, example_of
 from megatron_rl_loss.core.masks import Floats, on_device
 from megatron_rl_loss.core.samples import LocalTokens, Samples, check_values
 from megatron_rl_loss.core.segments import Segments, segments_by
@@ -82,6 +82,7 @@ class Sequences:
             of_place = tokens.samples.cp_group
         else:
             of_place = local.cp_group
+            _check_known(segments, local.totals)
             _check_whole(segments, local.totals)
         return cls(
             tokens,
@@ -111,6 +112,18 @@ def segments_per(per: str, tokens: LocalTokens) -> Segments:
             "per='step': a micro-batch holds a part of the step alone. Pass per='sample', or take measure_tokens."
         )
     return segments_by(per, tokens.samples, f"per={per!r}")
+
+
+def _check_known(segments: Segments, totals: StepTotals | None) -> None:
+    """Raise ValueError on a filler's rank, too, for units that no sample of the step has: others raise, and would wait."""
+    per = segments.key
+    if totals is None or len(segments.samples) or per in {"sample", "rollout", *totals.units}:
+        return
+    if totals.units["sample"].number["all"]:
+        raise ValueError(
+            f"per={per!r}, and a step without {argument_of(per)} (it has {', '.join(totals.units)}): {per} ids must say "
+            f"which samples are one {per}. Pass Samples(..., {example_of(per)})."
+        )
 
 
 def _check_whole(segments: Segments, totals: StepTotals | None) -> None:

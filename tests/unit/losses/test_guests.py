@@ -3,13 +3,16 @@
 Statistics and advantages are compared with plain loops in float64; everything with itself, alone and behind others.
 """
 
+import functools
 import inspect
+import itertools
 import math
 import random
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from rests import with_rest
@@ -19,23 +22,38 @@ import megatron_rl_loss
 from megatron_rl_loss import (
     Gate,
     Gathered,
+    Metric,
     Samples,
+    StepTotals,
+    Term,
     ZigzagBSHD,
     ZigzagTHD,
     divergence_at_ids,
+    fold_into_advantages,
     gae,
+    gdpo_advantages,
+    group_relative_advantages,
     importance_weights,
+    keep_tokens,
     kl_estimate,
+    make_pg_loss_reducer,
+    maxrl_advantages,
+    measure_tokens,
+    pass_gap,
     plan_step,
     policy_loss,
     ppo_clip_loss,
+    rloo_advantages,
     score_centering,
     segment_mean,
     segment_quantile,
     segment_scan,
     segment_sum,
+    surviving_masks,
+    tap,
     to_tokens,
     value_loss,
+    weights_column,
     whiten_advantages,
 )
 from megatron_rl_loss.losses.by_name import POLICY_LOSSES
@@ -217,7 +235,11 @@ def of_segments(statistic: Callable[..., Tensor], per: str, **settings: Any) -> 
 
 
 def of_policy(name: str, **settings: Any) -> Callable[..., Tensor]:
-    return lambda x, at: policy_loss(name, -x.exp(), -x.exp() - 0.1 * x.sin(), x, at, **settings).per_token_loss
+    return lambda x, at: (
+        policy_loss(
+            name, -x.exp(), -x.detach().exp() - 0.1 * x.detach().sin(), x.detach(), at, **settings
+        ).per_token_loss
+    )
 
 
 #: Values of tokens, and their place -> one value for each token, of which none depends on another sample.
@@ -251,16 +273,22 @@ FUNCTIONS: dict[str, Callable[..., Tensor]] = {
 }  # fmt: skip
 
 
-def takes_a_place() -> set[str]:
-    """Public functions with an argument ``local``."""
+#: Arguments by which a public function takes samples, a part of them, or a step of them.
+OF_SAMPLES = {"local", "samples", "plan", "microbatch", "loss_masks", "prompt_ids"}
+#: A proof of a plan, in tests/plain, and dumps of log-probs, in tests/unit/audit.
+ELSEWHERE = {"prove_step", "compare_log_probs"}
+
+
+def public_functions_of(arguments: set[str]) -> set[str]:
     public = {name: getattr(megatron_rl_loss, name) for name in vars(megatron_rl_loss)["_HOME_OF"]}
     functions = {name: found for name, found in public.items() if inspect.isfunction(found)}
-    return {name for name, found in functions.items() if "local" in inspect.signature(found).parameters}
+    return {name for name, found in functions.items() if arguments & set(inspect.signature(found).parameters)}
 
 
-@pytest.mark.parametrize("name", sorted(takes_a_place()))
-def test_every_function_of_a_place_has_guests(name: str) -> None:
-    assert name in {row.split()[0] for row in FUNCTIONS}, f"{name}: add a row to FUNCTIONS"
+@pytest.mark.parametrize("name", sorted(public_functions_of(OF_SAMPLES) - ELSEWHERE))
+def test_every_function_of_samples_has_guests(name: str) -> None:
+    tables = FUNCTIONS if name in public_functions_of({"local"}) else OF_STEPS
+    assert name in {row.split()[0] for row in tables}, f"{name}: add a row to the table, here or in OF_STEPS"
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -300,6 +328,202 @@ def test_of_no_sample_there_is_nothing(name: str) -> None:
             assert found.numel() == len(local)
             if name.split()[0] not in ("value_loss", "kl_estimate", "divergence_at_ids", "importance_weights"):
                 assert not (found.flatten() * torch.from_numpy(local.mask.copy())).any()
+
+
+# --- every function of a step, however the step is cut into micro-batches, with fillers between them
+
+Step = list[tuple[Samples, Tensor]]  # samples of each micro-batch, and a value of each token
+
+
+def planned(step: Step, mode: str = "turn_mean") -> Any:
+    return plan_step([samples for samples, _ in step], mode, dp_group=None, divisor=7.0 if mode == "constant" else None)
+
+
+def of_metric(over: str, kind: Any) -> Callable[[Step], Any]:
+    def reduced(step: Step) -> Any:
+        plan = planned(step)
+        for microbatch, (_, values) in zip(plan, step, strict=True):
+            metric = Metric(values.float(), over, kind=kind)
+            microbatch.loss(values.float().requires_grad_(), {"x": metric}, form="sum")
+        return torch.stack([plan.finish()["x"]])
+
+    return reduced
+
+
+def reduced_by_hand(step: Step) -> Tensor:
+    totals = StepTotals.of(joined(step)[0], dp_group=None)
+    return sum(
+        (make_pg_loss_reducer("session_mean", samples, totals=totals)(x)[None] for samples, x in step), torch.zeros(1)
+    )
+
+
+def folded_by_hand(step: Step) -> Tensor:
+    """One advantage for each token, in every micro-batch by the step's totals."""
+    totals = StepTotals.of(joined(step)[0], dp_group=None)
+    rows = [
+        fold_into_advantages(list(x.split(samples.mask_lengths)), samples, mode="turn_mean", totals=totals)
+        for samples, x in step
+    ]
+    return torch.cat([torch.zeros(0), *(row for of_microbatch in rows for row in of_microbatch)])
+
+
+def kept(step: Step) -> Tensor:
+    """A loss of the tokens above 0 alone, by their own counts."""
+    plan = planned(step)
+    values = {id(microbatch): x for microbatch, (_, x) in zip(plan, step, strict=True)}
+    keep_tokens(plan, "above", lambda microbatch: values[id(microbatch)] > 0)
+    terms = [{"x": Term(x.float().requires_grad_(), "session_mean", mask="above")} for _, x in step]
+    return sum((mb.loss(term, form="sum")[None] for mb, term in zip(plan, terms, strict=True)), torch.zeros(1))
+
+
+def measured(step: Step) -> Tensor:
+    plan = planned(step)
+    values = {id(microbatch): x for microbatch, (_, x) in zip(plan, step, strict=True)}
+    seen = measure_tokens(plan, lambda microbatch: values[id(microbatch)])
+    return torch.tensor([seen.mean, seen.sum, *(seen.quantile(q) for q in (0.2, 0.9, 1.0))])
+
+
+def largest_gap(step: Step) -> Tensor:
+    gaps = [torch.zeros(1)]
+    for microbatch, (_, values) in zip(planned(step), step, strict=True):
+        microbatch.log_probs["before"] = (values + 1e-5 * values.sin()).float()
+        gaps.append(pass_gap(microbatch, "before", values)[None])
+    return torch.cat(gaps).amax(0, keepdim=True)
+
+
+def survivors(step: Step) -> Tensor:
+    """Of whole rollouts, which a cut between them leaves whole."""
+    rows = []
+    for samples, x in step:
+        ids = samples.ids.get("rollout", [])
+        gate = Gate(high=1.2, level="rollout", aggregate="mean")
+        rows += surviving_masks(samples.loss_masks, x.split(samples.mask_lengths), gate, rollout_ids=ids)
+    return torch.cat([torch.zeros(0), *rows])
+
+
+def of_prompts(function: Callable[..., Tensor], step: Step) -> Tensor:
+    """Of the step's rollouts: the largest value of each sample as its reward."""
+    rewards = [row.nan_to_num().abs().sum() for samples, x in step for row in x.split(samples.mask_lengths)]
+    ids = [i // 6 for i in range(len(rewards))]
+    return function([float(reward) for reward in rewards], ids)
+
+
+#: A step -> numbers that do not depend on its cut: one for each token, for each sample, or for the step.
+OF_STEPS: dict[str, Callable[[Step], Tensor]] = {
+    **{
+        f"plan_step {mode}": lambda step, mode=mode: torch.cat([mb.weights for mb in planned(step, mode)])
+        for mode in ("sample_mean", "session_mean", "turn_mean", "token_mean", "constant")
+    },
+    "weights_column": lambda step: torch.cat(
+        [*weights_column("turn_mean", joined(step)[0], dp_group=None), torch.zeros(0)]
+    ),
+    "make_pg_loss_reducer": reduced_by_hand,
+    "fold_into_advantages": folded_by_hand,
+    "keep_tokens": kept,
+    "measure_tokens": measured,
+    "pass_gap": largest_gap,
+    "surviving_masks": survivors,
+    "tap": lambda step: torch.cat([tap(x.float(), "x", samples=samples) for samples, x in step]),
+    **{
+        f"a metric over {over}, {kind}": of_metric(over, kind)
+        for over in ("samples", "tokens", "session", "turn", "none")
+        for kind in ("mean", "max", "variance")
+    },
+    **{
+        f"whiten_advantages per {per}": lambda step, per=per: torch.cat(
+            whiten_advantages(
+                [x for _, x in step], [samples.local(0, 1) for samples, _ in step], per=per, dp_cp_group=None
+            )
+        )
+        for per in ("step", "session", "turn")
+    },
+    **{
+        function.__name__: functools.partial(of_prompts, function)
+        for function in (group_relative_advantages, rloo_advantages, maxrl_advantages)
+    },
+    "gdpo_advantages": functools.partial(of_prompts, lambda rewards, ids: gdpo_advantages([rewards, rewards], ids)),
+    # Statistics of a unit, and what is made of them, where the cut leaves the unit whole.
+    **{
+        f"{name}, whole units": lambda step, of=of: torch.cat(
+            [of(x, mb).flatten() for mb, (_, x) in zip(planned(step), step, strict=True)]
+        )
+        for name, of in FUNCTIONS.items()
+        if name.split()[0] not in ("whiten_advantages", "divergence_at_ids", "score_centering")
+    },
+}
+
+
+def joined(step: Step) -> tuple[Samples, Tensor]:
+    """All samples of a step as one micro-batch."""
+    masks = [mask for samples, _ in step for mask in samples.loss_masks]
+    filled = [samples for samples, _ in step if len(samples)]
+    turns = [row.tolist() for samples in filled for row in turns_of(samples)]
+    ids = {"turn": turns, "session": [i for samples in filled for i in samples.ids["session"].tolist()]}
+    rollouts = [i for samples in filled for i in samples.ids["rollout"].tolist()]
+    return Samples(masks, ids=ids, rollout_ids=rollouts), torch.cat([x for _, x in step])
+
+
+def turns_of(samples: Samples) -> list[Any]:
+    parts = samples.parts["turn"]
+    return np.split(np.append(parts.ids, -1)[parts.of_entry], np.cumsum(samples.mask_lengths)[:-1])
+
+
+def cut_into(given: list[One], rows: list[list[float]], places: list[int]) -> Step:
+    """A step in micro-batches that begin at these places, some twice, so that there are fillers."""
+    step = []
+    for begin, end in itertools.pairwise([0, *places, len(given)]):
+        samples = local_of(given[begin:end]).samples if end > begin else Samples([])
+        step.append((samples, flat(rows[begin:end])))
+    return step
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("name", OF_STEPS)
+def test_a_step_is_the_same_however_it_is_cut(name: str) -> None:
+    rng = random.Random(name)
+    for n in range(6):
+        given = [drawn(random.Random(f"{n} {k}"), k) for k in range(24)]
+        # Weights of 1e-14 and 1e6 side by side leave the small ones no digits in a sum of the step.
+        given = [([m and 0.1 + m % 0.7 for m in mask], *ids) for mask, *ids in given]
+        rows = [[0.0 if math.isnan(x) else x for x in row] for row in values_of(rng, given)]
+        whole = OF_STEPS[name](cut_into(given, rows, []))
+        for _ in range(3):
+            apart = 6 if "whole units" in name or name in ("surviving_masks",) else 1
+            places = sorted(apart * rng.randint(0, 24 // apart) for _ in range(rng.randint(2, 6)))
+            found = OF_STEPS[name](cut_into(given, rows, places))
+            digits = 1e-12 if whole.dtype == torch.float64 else 2e-6
+            torch.testing.assert_close(found, whole, rtol=digits, atol=digits)
+
+
+def test_a_mean_of_means_depends_on_the_cut() -> None:
+    """Negative control of the test above."""
+    given = [drawn(random.Random(f"0 {k}"), k) for k in range(24)]
+    rows = [[0.0 if math.isnan(x) else x for x in row] for row in values_of(random.Random(0), given)]
+    whole, cut = (
+        torch.stack([x.mean() for _, x in cut_into(given, rows, places)]).mean() for places in ([], [3, 4, 20])
+    )
+    assert (whole - cut).abs() > 1e-3
+
+
+@pytest.mark.parametrize("name", [name for name in FUNCTIONS if name.startswith(("policy_loss", "segment_sum"))])
+def test_a_filler_trains_on_nothing(name: str) -> None:
+    """Its share has a graph, so backward runs on that rank as on the others, and a gradient of 0."""
+    local = Samples([], layout=ZigzagTHD([0, 4], filler_slots=1)).local(0, 1)
+    leaf = torch.ones(local.loss_shapes[0], requires_grad=True)
+    FUNCTIONS[name](leaf, local).sum().backward()
+    assert leaf.grad is not None
+    assert not leaf.grad.any()
+
+
+def test_units_that_no_sample_has_are_refused_on_a_fillers_rank_too() -> None:
+    """Other ranks raise, and a rank that did not would wait for them in the next collective."""
+    plan = plan_step([Samples([[1, 1]], ids={"turn": [[0, 1]]}), Samples([])], "sample_mean", dp_group=None)
+    for microbatch, size in zip(plan, (2, 0), strict=True):
+        segment_sum(torch.ones(size), microbatch, per="turn")
+        with pytest.raises(ValueError, match="per='trun'"):
+            segment_sum(torch.ones(size), microbatch, per="trun")
+    (filler,) = plan_step([Samples([])], "sample_mean", dp_group=None)
+    assert segment_sum(torch.ones(0), filler, per="turn").tolist() == []
 
 
 @pytest.mark.parametrize("q", [0.07, 0.2, 0.3, 0.5, 0.9, 1.0])
