@@ -2,9 +2,9 @@
 
 One pass of the head makes the log-probs of the sampled token, of the K ids, and of all other ids together. The
 sampler's ids and log-probs, [tokens, K], are columns of the pack, -inf where it gave fewer: `likeliest_ids` and
-`ids_and_log_probs` of `megatron_rl_loss.losses.sampler_columns` make them of what vLLM and SGLang write. The sum of both
-losses is the policy loss, which the mode of the launch divides. The gate is of tokens, as the weights are; IcePop is
-``Gate(low=0.5, high=5.0)``.
+`ids_and_log_probs` of `megatron_rl_loss.losses.sampler_columns` make them of what vLLM and SGLang write. The sum of
+both losses is the policy loss, which the mode of the launch divides. The gate is of tokens, as the weights are; IcePop
+is ``Gate(low=0.5, high=5.0)``.
 """
 
 from typing import Any

@@ -12,10 +12,9 @@ from megatron_rl_loss.losses.ratio import check_shape
 class AtIds(NamedTuple):
     """Log-probs at K ids of each token, and the log of the probability of all other ids.
 
-    >>> logits, labels = torch.zeros(2, 8), torch.tensor([[0, 1], [5, 2]])
-    >>> log_probs, _ = log_probs_from_logits(logits, labels, rest_without=torch.ones(2, 2) > 0)
-    >>> AtIds(log_probs[..., :-1], log_probs[..., -1]).log_rest  # log(6/8)
-    tensor([-0.2877, -0.2877])
+    >>> log_probs = torch.tensor([[0.5, 0.25, 0.25]]).log()  # as with rest_without: the last is that of all others
+    >>> AtIds(log_probs[..., :-1], log_probs[..., -1])
+    AtIds(log_probs=tensor([[-0.6931, -1.3863]]), log_rest=tensor([-1.3863]))
 
     The rest is made where the logits are: 1 less the sum of K probabilities in float32 is noise below 1e-5, and so are
     the ratio and the gradient that are made of it.

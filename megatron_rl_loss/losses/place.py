@@ -115,14 +115,14 @@ def segments_per(per: str, tokens: LocalTokens) -> Segments:
 
 
 def _check_known(segments: Segments, totals: StepTotals | None) -> None:
-    """Raise ValueError on a filler's rank, too, for units that no sample of the step has: others raise, and would wait."""
+    """Raise ValueError for units that no sample of the step has, on a filler's rank too, where others raise."""
     per = segments.key
     if totals is None or len(segments.samples) or per in {"sample", "rollout", *totals.units}:
         return
     if totals.units["sample"].number["all"]:
         raise ValueError(
-            f"per={per!r}, and a step without {argument_of(per)} (it has {', '.join(totals.units)}): {per} ids must say "
-            f"which samples are one {per}. Pass Samples(..., {example_of(per)})."
+            f"per={per!r}, and a step without {argument_of(per)} (it has {', '.join(totals.units)}): {per} ids must "
+            f"say which samples are one {per}. Pass Samples(..., {example_of(per)})."
         )
 
 

@@ -171,7 +171,7 @@ def ours(case: Case, logits: Tensor, teacher: Tensor, ids: Tensor, **settings: A
     if case.ids == VOCABULARY:  # the logits are hidden states of a layer that changes nothing
         layer = OutputLayer(torch.eye(VOCABULARY), temperature=t)
         return divergence_from_hidden(logits, layer, teacher=Teacher(teacher, **settings)).divergence
-    rest = {"rest_without": torch.ones_like(ids) > 0} if case.tail == "bucket" else {}
+    rest: dict[str, Any] = {"rest_without": torch.ones_like(ids) > 0} if case.tail == "bucket" else {}
     at_ids, _ = log_probs_from_logits(logits, ids, tp_group=dist.group.WORLD, temperature=t, **rest)
     student = AtIds(at_ids[:, :-1], at_ids[:, -1]) if rest else at_ids
     late = t if case.tail == "renormalise" else 1.0  # the teacher's temperature, when only log-probs are there

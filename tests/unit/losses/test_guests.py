@@ -74,7 +74,10 @@ def drawn(rng: random.Random, number: int) -> One:
 
 
 def local_of(given: Sequence[One]) -> Any:
-    ids = {"turn": [turns for _, turns, _, _ in given], "session": [session for *_, session, _ in given]}
+    ids: dict[str, Any] = {
+        "turn": [turns for _, turns, _, _ in given],
+        "session": [session for *_, session, _ in given],
+    }
     masks = [torch.tensor(mask, dtype=torch.float64) for mask, *_ in given]
     return Samples(masks, ids=ids, rollout_ids=[rollout for *_, rollout in given]).local(0, 1)
 
@@ -159,7 +162,10 @@ def test_the_data_has_the_guests() -> None:
 def test_statistics(given: list[One], per: str) -> None:
     rng = random.Random(1)
     rows, local = values_of(rng, given), local_of(given)
-    values, mask = flat(rows), lambda i, t: given[i][0][t]
+    values = flat(rows)
+
+    def mask(i: int, t: int) -> float:
+        return given[i][0][t]
 
     def stated_sum(entries: list[Place]) -> float:
         return math.fsum(mask(i, t) * rows[i][t] for i, t in entries)
@@ -178,8 +184,12 @@ def test_statistics(given: list[One], per: str) -> None:
     assert to_tokens(found, local, per=per).tolist() == pytest.approx(
         [at_tokens[i, t] for i, row in enumerate(rows) for t in range(len(row))], rel=1e-12, abs=1e-12
     )
+
+    def stated_quantile(q: float, entries: list[Place]) -> float:
+        return quantile_of([(rows[i][t], mask(i, t)) for i, t in entries], q)
+
     for q in (0.2, 0.5, 0.9, 1.0):
-        stated = over_units(given, per, lambda e, q=q: quantile_of([(rows[i][t], mask(i, t)) for i, t in e], q))  # type: ignore[misc]
+        stated = over_units(given, per, functools.partial(stated_quantile, q))
         assert segment_quantile(values, local, q=q, per=per).tolist() == stated
 
 
@@ -395,7 +405,7 @@ def survivors(step: Step) -> Tensor:
     """Of whole rollouts, which a cut between them leaves whole."""
     rows = []
     for samples, x in step:
-        ids = samples.ids.get("rollout", [])
+        ids: Any = samples.ids.get("rollout", [])
         gate = Gate(high=1.2, level="rollout", aggregate="mean")
         rows += surviving_masks(samples.loss_masks, x.split(samples.mask_lengths), gate, rollout_ids=ids)
     return torch.cat([torch.zeros(0), *rows])
@@ -408,10 +418,23 @@ def of_prompts(function: Callable[..., Tensor], step: Step) -> Tensor:
     return function([float(reward) for reward in rewards], ids)
 
 
+def weights_of(mode: str, step: Step) -> Tensor:
+    return torch.cat([microbatch.weights for microbatch in planned(step, mode)])
+
+
+def whitened(per: str, step: Step) -> Tensor:
+    local = [samples.local(0, 1) for samples, _ in step]
+    return torch.cat(whiten_advantages([x for _, x in step], local, per=per, dp_cp_group=None))
+
+
+def of_microbatches(function: Callable[..., Tensor], step: Step) -> Tensor:
+    return torch.cat([function(x, mb).flatten() for mb, (_, x) in zip(planned(step), step, strict=True)])
+
+
 #: A step -> numbers that do not depend on its cut: one for each token, for each sample, or for the step.
 OF_STEPS: dict[str, Callable[[Step], Tensor]] = {
     **{
-        f"plan_step {mode}": lambda step, mode=mode: torch.cat([mb.weights for mb in planned(step, mode)])
+        f"plan_step {mode}": functools.partial(weights_of, mode)
         for mode in ("sample_mean", "session_mean", "turn_mean", "token_mean", "constant")
     },
     "weights_column": lambda step: torch.cat(
@@ -429,14 +452,7 @@ OF_STEPS: dict[str, Callable[[Step], Tensor]] = {
         for over in ("samples", "tokens", "session", "turn", "none")
         for kind in ("mean", "max", "variance")
     },
-    **{
-        f"whiten_advantages per {per}": lambda step, per=per: torch.cat(
-            whiten_advantages(
-                [x for _, x in step], [samples.local(0, 1) for samples, _ in step], per=per, dp_cp_group=None
-            )
-        )
-        for per in ("step", "session", "turn")
-    },
+    **{f"whiten_advantages per {per}": functools.partial(whitened, per) for per in ("step", "session", "turn")},
     **{
         function.__name__: functools.partial(of_prompts, function)
         for function in (group_relative_advantages, rloo_advantages, maxrl_advantages)
@@ -444,9 +460,7 @@ OF_STEPS: dict[str, Callable[[Step], Tensor]] = {
     "gdpo_advantages": functools.partial(of_prompts, lambda rewards, ids: gdpo_advantages([rewards, rewards], ids)),
     # Statistics of a unit, and what is made of them, where the cut leaves the unit whole.
     **{
-        f"{name}, whole units": lambda step, of=of: torch.cat(
-            [of(x, mb).flatten() for mb, (_, x) in zip(planned(step), step, strict=True)]
-        )
+        f"{name}, whole units": functools.partial(of_microbatches, of)
         for name, of in FUNCTIONS.items()
         if name.split()[0] not in ("whiten_advantages", "divergence_at_ids", "score_centering")
     },
@@ -484,7 +498,7 @@ def test_a_step_is_the_same_however_it_is_cut(name: str) -> None:
     for n in range(6):
         given = [drawn(random.Random(f"{n} {k}"), k) for k in range(24)]
         # Weights of 1e-14 and 1e6 side by side leave the small ones no digits in a sum of the step.
-        given = [([m and 0.1 + m % 0.7 for m in mask], *ids) for mask, *ids in given]
+        given = [([m and 0.1 + m % 0.7 for m in mask], turns, s, r) for mask, turns, s, r in given]
         rows = [[0.0 if math.isnan(x) else x for x in row] for row in values_of(rng, given)]
         whole = OF_STEPS[name](cut_into(given, rows, []))
         for _ in range(3):

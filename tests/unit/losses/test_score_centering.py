@@ -147,8 +147,7 @@ def test_fewer_ids_masked_tokens_and_dtypes() -> None:
         assert slopes.isfinite().all()
         assert not slopes[[5, 7]].any()
         assert not slopes[::2, 4:].any()
-        fewer = log_p[::2, :4].detach()
-        fewer = fewer if restless else with_rest(fewer)
+        fewer = log_p[::2, :4].detach() if restless else with_rest(log_p[::2, :4].detach())
         whole = score_centering(fewer, log_q[::2, :4], torch.ones(1), torch.ones(24), **settings)
         torch.testing.assert_close(term[::2].detach(), whole)
     rounded = score_centering(with_rest(leaf.detach().bfloat16(), log_q), log_q, torch.ones(TOKENS), mask)
@@ -352,7 +351,7 @@ def test_one_gradient_at_tp_1_2_4_and_cp_1_2_4(record_property: Any) -> None:
 
 def call(**changed: Any) -> Tensor:
     log_p = torch.tensor([[0.5, 0.25]]).log().requires_grad_()
-    settings = {"log_probs": log_p, "rollout_log_probs": log_p.detach(), "advantages": torch.ones(1)}
+    settings: dict[str, Any] = {"log_probs": log_p, "rollout_log_probs": log_p.detach(), "advantages": torch.ones(1)}
     settings |= {"local": torch.ones(1), **changed}
     if settings.pop("rest", True) and settings.get("support", "") != "ids" and settings["log_probs"].numel():
         settings["log_probs"] = with_rest(settings["log_probs"])
