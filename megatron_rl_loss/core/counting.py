@@ -7,7 +7,7 @@ Every rank makes the same sums of the same rows, to the bit.
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from types import EllipsisType
 from typing import Any, NamedTuple
 
