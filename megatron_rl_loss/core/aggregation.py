@@ -155,7 +155,7 @@ def _name_of(function: Any) -> str:
 #: A step of two micro-batches for `fingerprint`: masks of the first, which the mode is called with, and of the second.
 _TRIAL = ([[1.0, 0.0, 1.0], [0.5, 1.0], [0.0, 0.0], [1.0] * 5], [[1.0, 1.0], [0.25], [1.0]])
 #: Ids of these samples: rollouts and prompts, which a rollout is within, and those of any other name.
-_TRIAL_IDS = {"rollout": ([0, 0, 1, 2], [2, 3, 4]), "prompt": ([0, 0, 0, 1], [1, 1, 2])}
+_TRIAL_IDS = {"rollout": ([0, 0, 1, 2], [2, 3, 4]), "prompt": ([0, 0, 0, 1], [1, 2, 3])}
 _TRIAL_UNITS = ([0, 1, 1, 2], [2, 3, 3])
 #: Keys that one mode asks for, one after the other.
 _MOST_KEYS = 16
