@@ -16,7 +16,7 @@ import torch
 
 from megatron_rl_loss import __version__
 from megatron_rl_loss.audit.launch import add_audit_options, add_script, run_audit
-from megatron_rl_loss.audit.log_prob_gap import compare_dumps
+from megatron_rl_loss.audit.log_prob_dumps import COLUMNS, compare_dumps
 from megatron_rl_loss.core.aggregation import resolve
 from megatron_rl_loss.core.counting import COUNTINGS, UnitCounting
 from megatron_rl_loss.core.errors import check_choice, did_you_mean, print_text
@@ -91,9 +91,11 @@ def make_parser() -> ArgumentParser:
     gap = commands.add_parser(
         "log-probs",
         help="compare two dumps of log-probs and explain their gap",
-        description="A dump is one of: slime's debug dump; a .pt file with a list of lists or 1-D tensors, or a dict "
-        "of these by sample id; a .jsonl file with a list per line. The exit status is 2 if samples or tokens could "
-        "not be compared.",
+        description="A dump is one of: a debug dump of slime, miles or vime; NeMo-RL's train_data_step*.jsonl, which "
+        "has both sides; SGLang's answers; a .pt file with a list of lists or 1-D tensors, or a dict of these by "
+        "sample id; a .jsonl file with a list or an object per line. Of objects the side decides the column: "
+        + "; ".join(f"{side}: {', '.join(names)}" for side, names in COLUMNS.items())
+        + ". The exit status is 2 if samples or tokens could not be compared.",
     )
     gap.add_argument(
         "train", metavar="TRAIN", type=Path, help="dump of the trainer; its loss masks are used if it has any"
@@ -129,7 +131,7 @@ def _run(options: Namespace) -> tuple[str, int]:
     """Text and exit status of a command other than ``audit``."""
     if options.command == "log-probs":
         compared = compare_dumps(options.train, options.rollout)
-        return f"train: {options.train}, rollout: {options.rollout}\n{compared}", 2 if compared.left_out else 0
+        return str(compared), 2 if compared.left_out else 0
     if options.command == "modes":
         return _modes(options), 0
     if options.name is None:

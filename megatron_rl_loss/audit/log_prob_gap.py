@@ -4,22 +4,18 @@ A pattern explains the gap if it brings all tokens that it covers within roundin
 which is no proof. A pattern that leaves more, but at most a quarter of the gap, is only suggested.
 """
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_rl_loss.losses.ratio import not_log_probs, range_in_words
-from megatron_rl_loss.losses.sampler_columns import sampled_log_probs
 
+_FAR = 1.0  # from 0: a log-prob that a sampler does not round to it
+_LEAST_MASS = -1.2  # the log of the least mass that a sampler is taken to keep, 0.3
 FEWEST = 8  # a pattern must bring so many tokens at least from beyond rounding to within it
 _SAME = "both sides need one row per sample and one entry per token. Cut both to the same tokens"
-_DUMP = "a dump is a .pt without code or a .jsonl, with a list of log-probs per sample. Write torch.save([tensor, ...])"
-#: The sampler's side: slime's and this library's name, NeMo-Gym's, SGLang's.
-_OF_ROLLOUT = ("rollout_log_probs", "generation_log_probs", "output_token_logprobs")
 Rows = Sequence[Tensor]
 Ids = Sequence[Any]
 
@@ -43,6 +39,7 @@ class LogProbGap:
         self.beyond = self.gap.abs() > self.rounding
         self.num_tokens = torch.tensor([int(on.sum()) for on in self.active.split(self.lengths)])
         self.patterns, self.suggestions = dict[str, str](), dict[str, str]()
+        self.compared = ""  # which columns of which files, of a comparison of files
         lost = int((trained & ~self.finite).sum())
         self.left_out = [f"left out: {lost} tokens with NaN or infinity"] if lost else []
 
@@ -63,7 +60,8 @@ class LogProbGap:
             fits = "no known pattern brings the gap" if self.beyond[self.active].any() else "all gaps are"
             lines = [f"{fits} within rounding", *(f"only suggested: {text}" for text in self.suggestions.values())]
         head, *numbers = self._numbers()
-        return "\n  ".join([head, *self.left_out, *numbers, *lines[:3]])
+        compared = f"{self.compared}\n" * bool(self.compared)
+        return compared + "\n  ".join([head, *self.left_out, *numbers, *lines[:3]])
 
     def _numbers(self) -> list[str]:
         rows = [gap.abs()[on] for gap, on in zip(self.gaps, self.active.split(self.lengths), strict=True)]
@@ -131,13 +129,12 @@ def compare_log_probs(
         if len(values) and not_log_probs(*values.aminmax(), values.dtype):
             gap.left_out.append(f"no log-probs: {side} has {range_in_words(*values.aminmax())}")
     if gap.beyond[on].any():
-        for name, text, source in _moves(gap, torch.tensor(totals)):
-            among = (source >= 0) & on[source] & (gap.finite if name.startswith("padded") else on)
-            gap.consider(name, text, gap.rollout - gap.train[source], among)
-        if len(top):
-            _fit_temperature(gap, top)
-        else:
-            _suggest_temperature(gap)
+        context = Context(torch.tensor(totals), torch.cat([rows.detach().cpu() for rows in top]) if len(top) else None)
+        for pattern in PATTERNS:
+            for text, left, among in pattern.tries(gap, context):
+                gap.consider(pattern.name, text, left, among)
+        if not gap.patterns and not gap.suggestions and not len(top):
+            _suggest_from_log_probs_alone(gap)
         return gap
     active = {"train": gap.train[on], "rollout": gap.rollout[on]}
     rounded = [name for name, side in active.items() if side.bfloat16().double().equal(side)]
@@ -152,44 +149,155 @@ def _flat(values: Rows) -> Tensor:
     return torch.cat([torch.zeros(0).double(), *(row.detach().double().cpu() for row in values)])
 
 
-def _moves(gap: LogProbGap, totals: Tensor) -> Iterator[tuple[str, str, Tensor]]:
-    """Names, texts, and the entry of train at each entry of rollout, [num_entries]; -1 for unknown."""
-    lengths, entry, on = torch.tensor(gap.lengths), torch.arange(len(gap.gap)), gap.active
-    starts, sample = lengths.cumsum(0) - lengths, torch.arange(len(lengths)).repeat_interleave(lengths)
-    position, length, total = entry - starts[sample], lengths[sample], totals[sample]
-    first = torch.full_like(lengths, 2**40).scatter_reduce(0, sample[on], position[on], "amin")[sample]
-    last = torch.full_like(lengths, -1).scatter_reduce(0, sample[on], position[on], "amax")[sample]
+class Context(NamedTuple):
+    """What some patterns need beside the gap: lengths with the prompt [num_samples], and our log-probs [entries, k]."""
+
+    totals: Tensor
+    top: Tensor | None
+
+
+#: A text, the gap that the pattern leaves at each entry, and the entries that it covers.
+Try = tuple[str, Tensor, Tensor]
+
+
+class Pattern(NamedTuple):
+    """A row of the table: its name, the public case that its test plants, and what it tries."""
+
+    name: str
+    case: str
+    tries: Callable[[LogProbGap, Context], Iterator[Try]]
+
+
+def _moved(gap: LogProbGap, source: Tensor, *, finite: bool = False) -> tuple[Tensor, Tensor]:
+    """The gap where train's entries are moved: the entry of train at each of rollout, -1 for unknown."""
+    on = gap.active
+    return gap.rollout - gap.train[source], (source >= 0) & on[source] & (gap.finite if finite else on)
+
+
+class _Places(NamedTuple):
+    """Of each entry its sample, its position there, and the sample's length."""
+
+    starts: Tensor
+    sample: Tensor
+    position: Tensor
+    length: Tensor
+    entry: Tensor
+
+    @classmethod
+    def of(cls, gap: LogProbGap) -> "_Places":
+        lengths, entry = torch.tensor(gap.lengths), torch.arange(len(gap.gap))
+        starts, sample = lengths.cumsum(0) - lengths, torch.arange(len(lengths)).repeat_interleave(lengths)
+        return cls(starts, sample, entry - starts[sample], lengths[sample], entry)
+
+
+def _shifts(gap: LogProbGap, _: Context) -> Iterator[tuple[str, str, Tensor, Tensor]]:
+    """Name, text, and what it leaves, of whole samples that are moved."""
+    at, on = _Places.of(gap), gap.active
+    ends = torch.full((len(gap.lengths),), 2**40), torch.full((len(gap.lengths),), -1)
+    first, last = (
+        end.scatter_reduce(0, at.sample[on], at.position[on], how)[at.sample]
+        for end, how in zip(ends, ("amin", "amax"), strict=True)
+    )
     shifts: dict[str, Any] = {
         "one_token_later": 1,
         "one_token_earlier": -1,
-        "padded_left": length - 1 - last,
+        "padded_left": at.length - 1 - last,
         "padded_right": -first,
     }
     for name, by in shifts.items():
-        inside = (position >= by) & (position - by < length)
-        yield name, f"rollout equals train {name.replace('_', ' ')}", (entry - by).where(inside, -1)
-    logit = (total - length + position - (total > length).long()).clamp(min=0)  # a response's is one place before
+        inside = (at.position >= by) & (at.position - by < at.length)
+        moved = _moved(gap, (at.entry - by).where(inside, -1), finite=name.startswith("padded"))
+        yield name, f"rollout equals train {name.replace('_', ' ')}", *moved
+
+
+def _shift_of(name: str) -> Callable[[LogProbGap, Context], Iterator[Try]]:
+    return lambda gap, context: (found[1:] for found in _shifts(gap, context) if found[0] == name)
+
+
+def _shifted_behind(gap: LogProbGap, _: Context) -> Iterator[Try]:
+    """A token more or fewer on one side: both agree up to a position of the sample, and are shifted behind it."""
+    at = _Places.of(gap)
+    wrong = gap.beyond & gap.active
+    first = torch.full((len(gap.lengths),), 2**40).scatter_reduce(0, at.sample[wrong], at.position[wrong], "amin")
+    behind = at.position - first[at.sample]
+    for by in (1, -1, 2, -2, 3, -3):
+        inside = (at.position >= by) & (at.position - by < at.length)
+        # A token that one side alone has is compared with nothing.
+        source = at.entry.where(behind < 0, (at.entry - by).where(inside & (behind >= max(by, 0)), -1))
+        words = f"{abs(by)} token{'s' * (abs(by) > 1)} {'later' if by > 0 else 'earlier'}"
+        number = int((first < 2**40).sum())
+        if not {*gap.patterns, *gap.suggestions} & {"one_token_later", "one_token_earlier"}:  # of whole samples
+            yield f"rollout equals train {words} behind a position, in {number} samples", *_moved(gap, source)
+
+
+def _cp_order(gap: LogProbGap, context: Context) -> Iterator[Try]:
+    at = _Places.of(gap)
+    total = context.totals[at.sample]
+    # A response's logit is one place before its token.
+    logit = (total - at.length + at.position - (total > at.length).long()).clamp(min=0)
     for cp_size in (2, 4, 8):
         chunk = logit // -(-total // (2 * cp_size))
         rank = torch.minimum(chunk, 2 * cp_size - 1 - chunk)
-        order = (sample * cp_size + rank).argsort(stable=True)
+        order = (at.sample * cp_size + rank).argsort(stable=True)
         for sides, source in (("rollout equals train", order), ("train equals rollout", order.argsort())):
-            yield "cp_order", f"{sides} in zigzag chunks of {cp_size} context-parallel ranks, ordered by rank", source
+            text = f"{sides} in zigzag chunks of {cp_size} context-parallel ranks, ordered by rank"
+            yield text, *_moved(gap, source)
+
+
+def _sample_order(gap: LogProbGap, _: Context) -> Iterator[Try]:
+    at, lengths = _Places.of(gap), torch.tensor(gap.lengths)
 
     def sorted_samples(side: Tensor) -> Tensor:
         """Numbers of the samples, ordered by length, then by the sum of their log-probs."""
-        by_sum = torch.zeros(len(lengths)).double().index_add(0, sample, side).argsort()
+        by_sum = torch.zeros(len(lengths)).double().index_add(0, at.sample, side).argsort()
         return by_sum[lengths[by_sum].argsort(stable=True)]
 
     if gap.beyond.sum() >= 4 * len(lengths):  # fewer would be found by chance
-        twin = sorted_samples(gap.train)[sorted_samples(gap.rollout).argsort()][sample]
-        source = (starts[twin] + position).where(length >= FEWEST, -1)
-        yield "sample_order", "rollout equals train with the samples in another order", source
+        twin = sorted_samples(gap.train)[sorted_samples(gap.rollout).argsort()][at.sample]
+        source = (at.starts[twin] + at.position).where(at.length >= FEWEST, -1)
+        yield "rollout equals train with the samples in another order", *_moved(gap, source)
 
 
-def _fit_temperature(gap: LogProbGap, top: Rows) -> None:
+def _placeholders(gap: LogProbGap, _: Context) -> Iterator[Try]:
+    """Exact zeros of one side at tokens that the other finds unlikely: nobody computed these."""
+    for name, side, other in (("rollout", gap.rollout, gap.train), ("train", gap.train, gap.rollout)):
+        empty = (side == 0) & (other < -_FAR) & gap.active
+        if empty.any():
+            found = f"{name} is exactly 0 at {int(empty.sum())} tokens where the other side is below -{_FAR:g}"
+            text = f"{found}: placeholders, such as of tool tokens or a lost answer; mask these tokens"
+            yield text, gap.gap.masked_fill(empty, 0), gap.active
+
+
+def _truncated(gap: LogProbGap, context: Context) -> Iterator[Try]:
+    """A sampler that keeps the k likeliest ids, or those of mass p, divides by their mass S: it is log S off."""
+    if context.top is None:
+        return
+    descending = context.top.double().sort(-1, descending=True).values
+    mass = descending.exp().cumsum(-1).clamp(max=1)  # of the first k ids
+    few = gap.active.nonzero().flatten()
+    few = few[:: len(few) // 256 + 1]
+    by_k = (gap.gap[few, None] + mass[few].log()).abs().mean(0)
+    k = int(by_k.argmin()) + 1
+    if k < mass.shape[1]:
+        left = gap.gap + mass[:, k - 1].log()
+        yield f"rollout is divided by the mass of its {k} likeliest ids (top-k): keep these in train", left, gap.active
+
+    def kept(p: float, at: Any) -> Tensor:
+        """The mass of the fewest ids that reach p."""
+        number = (mass[at] < p).sum(-1, keepdim=True).clamp(max=mass.shape[1] - 1)
+        return mass[at].gather(-1, number)[:, 0]
+
+    tried = [n / 200 for n in range(20, 200)] + [0.999]
+    p = min(tried, key=lambda p: float((gap.gap[few] + kept(p, few).log()).abs().mean()))
+    text = f"rollout is divided by the mass of its likeliest ids up to {p:g} (top-p): keep these in train"
+    yield text, gap.gap + kept(p, slice(None)).log(), gap.active
+
+
+def _temperature(gap: LogProbGap, context: Context) -> Iterator[Try]:
     """Fit beta = 1 / temperature by ``rollout = beta * train - logsumexp(beta * top)``, [num_entries]."""
-    z = torch.cat([rows.detach().cpu() for rows in top])
+    if context.top is None:
+        return
+    z = context.top
 
     def left(beta: float, at: Any) -> Tensor:
         return gap.rollout[at] - beta * gap.train[at] + (beta * z[at].double()).logsumexp(-1)
@@ -201,8 +309,36 @@ def _fit_temperature(gap: LogProbGap, top: Rows) -> None:
         tried = [beta + k * step for k in range(-20, 21)]
         errors = torch.stack([left(candidate, few) for candidate in tried]).abs().mean(-1)
         beta, step = tried[int(errors.argmin())], step / 16
-    text = f"rollout equals train at temperature {1 / beta:.4g}"
-    gap.consider("temperature", text, left(beta, slice(None)), gap.active)
+    yield f"rollout equals train at temperature {1 / beta:.4g}", left(beta, slice(None)), gap.active
+
+
+#: The table of patterns, tried in this order.
+PATTERNS = (
+    Pattern("placeholders", "SkyRL#2148", _placeholders),
+    Pattern("one_token_later", "labels not shifted by one", _shift_of("one_token_later")),
+    Pattern("one_token_earlier", "labels shifted twice", _shift_of("one_token_earlier")),
+    Pattern("padded_left", "left-padded rows beside right-padded ones", _shift_of("padded_left")),
+    Pattern("padded_right", "right-padded rows beside left-padded ones", _shift_of("padded_right")),
+    Pattern("shifted_behind", "an end-of-turn token that one side dropped", _shifted_behind),
+    Pattern("cp_order", "context-parallel ranks' parts joined by rank", _cp_order),
+    Pattern("sample_order", "rows of a sorted batch", _sample_order),
+    Pattern("truncated_sampler", "TRL#6789", _truncated),
+    Pattern("temperature", "a sampler's temperature that the trainer lacks", _temperature),
+)
+
+
+def _suggest_from_log_probs_alone(gap: LogProbGap) -> None:
+    """What the log-probs of the sampled tokens hint at, without those of other ids."""
+    beyond = gap.beyond & gap.active
+    if (gap.gap[beyond] > 0).all() and beyond.sum() >= FEWEST:
+        # Truncation never makes a token less likely; a temperature does. Alone it is kept, with log-prob 0.
+        single = (gap.rollout == 0) & beyond
+        most = gap.gap[gap.active].max()
+        if single.sum() >= FEWEST and most <= 1.5 * gap.gap[single].max() and most < -_LEAST_MASS:
+            text = f"rollout is never below train, by {most:.3g} at most: a top-p or top-k sampler, whose log-probs are"
+            gap.suggestions["truncated_sampler"] = f"{text} divided by the mass that it keeps; fit it with `top`"
+        return
+    _suggest_temperature(gap)
 
 
 def _suggest_temperature(gap: LogProbGap) -> None:
@@ -223,52 +359,3 @@ def _suggest_temperature(gap: LogProbGap) -> None:
     if enough and stretches and rest.norm() < 0.85 * move[likely].norm() and along < 0.2:
         near = f"a temperature near {1 / slope:.2g} times that of train, judged by the log-probs alone"
         gap.suggestions["temperature"] = f"rollout is at {near}; fit it with `top`"
-
-
-def compare_dumps(train: Path, rollout: Path) -> LogProbGap:
-    """Compare two files, joined by sample id, with the masks of `train`, else of `rollout`."""
-    left, right = _read(rollout), _read(train)
-    if not (ids := [sample_id for sample_id in right if sample_id in left]):
-        raise ValueError(
-            f"{rollout} has samples {[*left][:3]}, {train} {[*right][:3]}: they share none. Dump the same step twice."
-        )
-    rows, others = ([side[sample_id][0] for sample_id in ids] for side in (right, left))
-    masks = [
-        torch.tensor(right[sample_id][1] or left[sample_id][1] or [1] * len(row))
-        for sample_id, row in zip(ids, rows, strict=True)
-    ]
-    gap = compare_log_probs(rows, others, masks, total_lengths=[right[sample_id][2] for sample_id in ids], ids=ids)
-    if alone := sorted({*left} ^ {*right}):
-        counts = f"{len(left) - len(ids)} samples of {rollout} alone, {len(right) - len(ids)} of {train} alone"
-        gap.left_out.append(f"left out: {counts}, first {alone[0]}")
-    return gap
-
-
-def _read(path: Path) -> dict[str, tuple[Tensor, list[float], int]]:
-    """Log-probs, mask (empty if there is none) and length with the prompt of each sample, by id."""
-    by_id: dict[str, Any] = {}
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines() if path.suffix == ".jsonl" else []
-        content: Any = [*map(json.loads, lines)] or torch.load(path, map_location="cpu", weights_only=True)
-        samples = content.get("samples", content) if isinstance(content, Mapping) else content  # of slime
-        for number, entry in samples.items() if isinstance(samples, Mapping) else enumerate(samples):
-            sample = entry if isinstance(entry, Mapping) else {"index": number, "log_probs": entry}
-            of_rollout = next((key for key in _OF_ROLLOUT if key in sample), "log_probs")
-            trained = "data_parallel_rank" in sample or of_rollout == "log_probs"
-            column = sample["log_probs" if trained else of_rollout]
-            if isinstance(column, list) and any(isinstance(each, list | tuple | Mapping) for each in column):
-                column = sampled_log_probs(column)
-            row = torch.as_tensor(column, dtype=torch.float64)
-            mask = sample.get("loss_masks", sample.get("loss_mask"))
-            name = str(sample.get("sample_index", sample.get("index", number)))
-            name += f", entry {number}" if name in by_id else ""
-            by_id[name] = row, [] if mask is None else [*map(float, mask)], sample.get("total_lengths", row.numel())
-    except FileNotFoundError:
-        raise ValueError(f"{path}: there is no such file. Give the paths of two dumps, TRAIN and ROLLOUT.") from None
-    except Exception as error:  # of many kinds
-        code = str(error).partition("GLOBAL ")[2].split(" ")[0]
-        why = f"it holds code, {code}" if code else "no log-probs were found in it"
-        if str(error).startswith("a log-prob of "):
-            raise ValueError(f"{path}: {error}") from None
-        raise ValueError(f"{path}: {why} ({type(error).__name__}); {_DUMP}.") from None
-    return by_id

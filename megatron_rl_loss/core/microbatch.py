@@ -324,6 +324,12 @@ class Microbatch:
             taps.receipt = self.receipt
         return row.assemble({**tensors, "report": report})
 
+    def add_up(self, name: str, *numbers: float) -> list[float]:
+        """The sums of these numbers over the micro-batches of this rank that gave some by that name."""
+        before = self._record.counted.get(name, [0.0] * len(numbers))
+        self._record.counted[name] = [a + b for a, b in zip(before, numbers, strict=True)]
+        return self._record.counted[name]
+
     def keep(self, name: str, samples: Samples) -> None:
         """Go on with samples that have a further mask of that name, in the place of an earlier one."""
         self.samples = samples

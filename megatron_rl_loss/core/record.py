@@ -92,6 +92,7 @@ class StepRecord:
         watched: values whose sum is checked after the step, on a device or summed in an output head:
             description, values, sum, reducer.
         wrong_tokens: on a device, the number of tokens that differ in each comparison with local tokens.
+        counted: by name, numbers that micro-batches of this rank have added up.
     """
 
     modes: LossModes
@@ -102,6 +103,7 @@ class StepRecord:
     use: PlanUse = field(init=False)
     watched: list[tuple[str, Tensor, Tensor, WeightedSum]] = field(default_factory=list, init=False)
     wrong_tokens: list[Tensor] = field(default_factory=list, init=False)
+    counted: dict[str, list[float]] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         self.use = PlanUse(self.modes.policy, self.groups.cp_group)
@@ -120,6 +122,7 @@ class StepRecord:
         self.use.forms.clear()
         self.watched.clear()
         self.wrong_tokens.clear()
+        self.counted.clear()
 
     @property
     def groups(self) -> StepGroups:

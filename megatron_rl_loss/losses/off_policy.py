@@ -20,7 +20,7 @@ from megatron_rl_loss.core.collectives import Group
 from megatron_rl_loss.core.errors import check_float, check_one_each, check_within, require
 from megatron_rl_loss.core.ids import Ids, as_ids
 from megatron_rl_loss.core.masks import Mask, on_device
-from megatron_rl_loss.core.samples import check_values
+from megatron_rl_loss.core.samples import LocalTokens, check_values
 from megatron_rl_loss.losses.gates import Gate
 from megatron_rl_loss.losses.place import Place, tokens_of
 from megatron_rl_loss.losses.ratio import at_least_float32, check_shape
@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 _MANY = 16
 #: Of fewer weights most may be lost by chance.
 _FEW = 8
+#: A mean |log-ratio| above it is no rounding of two sides alike.
+_APART = 0.2
 #: A weight below it is as good as none.
 _NEAR_0 = 0.02
 
@@ -101,10 +103,11 @@ def importance_weights(
             of_sequences = segment_quantile(*given, q=1.0, per=per)
         else:
             of_sequences = (segment_sum if gate.aggregate == "sum" else segment_mean)(*given, per=per)
-        _warn_of_lost_weights(gate, of_sequences)
+        _warn_of_lost_weights(gate, of_sequences, log_ratio if active is None else log_ratio[active], local)
         judged = to_tokens(of_sequences, local).view(log_ratio.shape).double()
     else:
-        _warn_of_lost_weights(gate, judged if active is None else judged[active])
+        on = slice(None) if active is None else active
+        _warn_of_lost_weights(gate, judged[on], log_ratio[on], local)
     return _weights(gate, judged).to(at_least_float32(log_ratio).dtype)
 
 
@@ -140,22 +143,45 @@ def _warn_of_ratios(log_ratios: Tensor) -> None:
             )
 
 
-def _warn_of_lost_weights(gate: Gate, judged: Tensor) -> None:
-    """Log weights of which most are near 0 or at a bound; of a device they are not read."""
-    if not judged.is_cpu or judged.numel() < _FEW or torch.compiler.is_compiling():
+def _warn_of_lost_weights(gate: Gate, judged: Tensor, log_ratios: Tensor, local: Place | None) -> None:
+    """Log weights of which most are near 0 or at a bound; of a device they are not read.
+
+    They are counted over the micro-batches of the step, and told of once: a micro-batch may hold a sequence or two.
+
+    Args:
+        judged: what the gate judges, of tokens or sequences.
+        log_ratios: of the active tokens.
+    """
+    if not judged.is_cpu or torch.compiler.is_compiling() or not judged.numel():
         return
     low, high = gate.bounds
     lost = (judged <= max(low, math.log(_NEAR_0))) | (judged >= high) if gate.has_weight else gate.is_outside(judged)
-    if (share := float(lost.double().mean())) > 0.5:
-        most = "near 0 or at a bound" if gate.has_weight else "outside"
-        logger.warning(
-            f"{share:.0%} of the weights by {gate} are {most}: few tokens are left to learn from, or a bound decides. "
-            + (
-                "A product over a long sequence is so; take aggregate='mean'."
-                if gate.aggregate == "sum"
-                else "Compare the two sides' log-probs: python -m megatron_rl_loss log-probs."
-            )
-        )
+    here = [float(lost.sum()), float(judged.numel())]
+    sums, told = here, 0.0
+    if local is not None and not isinstance(local, LocalTokens):
+        sums, told = local.add_up(f"weights by {gate}", *here), local.add_up(f"told of {gate}", 0.0)[0]
+    if told or sums[1] < _FEW or sums[0] <= sums[1] / 2:
+        return
+    if local is not None and not isinstance(local, LocalTokens):
+        local.add_up(f"told of {gate}", 1.0)
+    most = "near 0 or at a bound" if gate.has_weight else "outside"
+    logger.warning(
+        f"{sums[0] / sums[1]:.0%} of the weights by {gate} are {most}: few tokens are left to learn from, or a bound "
+        f"decides. {_where_the_gap_lies(gate, log_ratios)}"
+    )
+
+
+def _where_the_gap_lies(gate: Gate, log_ratios: Tensor) -> str:
+    """The reason of lost weights: some tokens, all tokens, or a product over many that are alike."""
+    sizes = log_ratios.detach().double().nan_to_num().abs().sort(descending=True).values
+    number, mean = len(sizes), float(sizes.mean()) if len(sizes) else 0.0
+    few = int((sizes.cumsum(0) < 0.9 * sizes.sum()).sum()) + 1
+    compare = "Compare the two sides' log-probs: python -m megatron_rl_loss log-probs."
+    if few <= number / 5:
+        return f"The gap lies at {few} of {number} tokens, as of placeholders in one side's log-probs. {compare}"
+    if gate.aggregate != "sum" or mean > _APART:
+        return f"|log-ratio| is {mean:.3g} on average. {compare}"
+    return f"|log-ratio| is {mean:.3g} on average: a product over a long sequence is so. Take aggregate='mean'."
 
 
 @torch.inference_mode(False)

@@ -16,6 +16,7 @@ from torch.nn.functional import pad
 
 from megatron_rl_loss import compare_log_probs
 from megatron_rl_loss.__main__ import main
+from megatron_rl_loss.audit.log_prob_gap import PATTERNS
 
 Rows = list[Tensor]
 MIXED, ORDER = [3, 1, 0, 2, 6, 4, 5], [14, 11, 10, 12, 16, 13, 15]
@@ -89,6 +90,18 @@ def responses(step: Any) -> Any:
     return step.ours, theirs, [], [n + prompt for n, prompt in zip(step.lengths, prompts, strict=True)]
 
 
+def shifted_behind(step: Any) -> Any:
+    """One side has a token more, in the middle of each sample."""
+    more = torch.tensor([-7.0])
+    theirs = [torch.cat([row[: len(row) // 2], more, row[len(row) // 2 : -1]]) for row in step.ours]
+    return step.ours, theirs
+
+
+def with_placeholders(step: Any) -> Rows:
+    """SkyRL#2148: the sampler's log-probs of tokens that were put in by hand are 0."""
+    return [row.masked_fill((torch.arange(len(row)) % 3 == 0) & (row < -1), 0) for row in step.ours]
+
+
 #: Theirs beside our log-probs and masks, or all of these and total lengths; and what is named.
 PLANTED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "later": (lambda step: [row.roll(1) for row in step.ours], "one_token_later"),
@@ -100,6 +113,8 @@ PLANTED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "CP 8": (lambda step: [by_rank(row, 8) for row in step.ours], "cp_order"),
     "CP 2, responses": (responses, "cp_order"),
     "bfloat16": (lambda step: [row.bfloat16().float() for row in step.ours], "bf16_rounding"),
+    "behind a position": (lambda step: shifted_behind(step), "shifted_behind"),
+    "placeholders": (lambda step: with_placeholders(step), "placeholders"),
     "masked": (lambda step: [a * b for a, b in zip(step.ours, step.masks, strict=True)], "masked_tokens"),
 }
 
@@ -117,7 +132,7 @@ def test_a_planted_pattern_is_named_alone(name: str) -> None:
     gap = compared(ours, theirs, *more)
     assert list(gap.patterns) == [expected]
     assert "explained: " in str(gap)
-    if expected not in ("bf16_rounding", "masked_tokens"):
+    if expected not in ("bf16_rounding", "masked_tokens", "shifted_behind", "placeholders"):
         noisy, far = (compared(ours, noise(theirs, size), *more) for size in (0.02, 3.0))
         assert (list(noisy.patterns), list(noisy.suggestions)) == ([], [expected])
         assert "only suggested: " in str(noisy)
@@ -133,6 +148,41 @@ def test_a_temperature_is_fitted_to_the_most_likely_tokens(temperature: float, c
     texts = gap.patterns if columns == 48 else gap.patterns | gap.suggestions
     assert list(texts) == ["temperature"]
     assert float(texts["temperature"].split("temperature ")[1].split()[0]) == pytest.approx(temperature, rel=0.02)
+
+
+def truncated(step: Any, *, top_p: float | None = None, top_k: int | None = None) -> Rows:
+    """TRL#6789: a sampler keeps the likeliest ids, and its log-probs are those of what it kept."""
+    rows = []
+    for z, ids in zip(step.logits, step.labels, strict=True):
+        p, order = z.double().softmax(-1).sort(-1, descending=True)
+        before = p.cumsum(-1) - p
+        kept = before < top_p if top_p is not None else torch.arange(p.shape[1]).expand_as(p) < (top_k or 0)
+        kept = torch.zeros_like(kept).scatter(-1, order, kept)
+        # What it could not have drawn, it drew otherwise: the likeliest id in its place.
+        drawn_ids = torch.where(kept.gather(-1, ids[:, None])[:, 0], ids, order[:, 0])
+        ids.copy_(drawn_ids)
+        rows.append(z.double().masked_fill(~kept, -torch.inf).log_softmax(-1).gather(-1, ids[:, None])[:, 0])
+    step.ours = at_temperature(step, 1)
+    return rows
+
+
+@pytest.mark.parametrize("settings", [{"top_p": 0.9}, {"top_p": 0.8}, {"top_k": 5}, {"top_k": 2}])
+def test_a_sampler_that_truncates_is_named_and_no_temperature(settings: dict[str, Any]) -> None:
+    step = drawn(6, number=40)
+    theirs = truncated(step, **settings)
+    alone = compare_log_probs(step.ours, theirs, step.masks)
+    assert "temperature" not in alone.patterns | alone.suggestions
+    assert ("truncated_sampler" in alone.suggestions) == ("top_p" in settings)
+    gap = compare_log_probs(step.ours, theirs, step.masks, top=[z.log_softmax(-1) for z in step.logits])
+    assert list(gap.patterns) == ["truncated_sampler"]
+    (found,) = re.findall(r"up to ([\d.]+) \(top-p|its (\d+) likeliest", gap.patterns["truncated_sampler"])
+    assert float(found[0] or found[1]) == pytest.approx(next(iter(settings.values())), abs=0.0051)
+
+
+def test_each_pattern_is_planted() -> None:
+    planted = {name for _, name in PLANTED.values()} | {"temperature", "truncated_sampler"}
+    assert {pattern.name for pattern in PATTERNS} <= planted
+    assert all(pattern.case for pattern in PATTERNS)
 
 
 @pytest.mark.parametrize("temperature", [0.6, 0.8, 1.25, 1.5])
@@ -223,7 +273,7 @@ def test_slime_dumps_are_joined_by_sample_index(tmp_path: Path, monkeypatch: Any
     assert printed.err == ""
     lines = printed.out.splitlines()
     tokens = int(sum(mask.sum() for mask in step.masks))
-    assert lines[0] == f"train: {train}, rollout: {rollout}"
+    assert lines[0] == f"train: log_probs of {train}, rollout: rollout_log_probs of {rollout}"
     assert lines[1] == f"log-probs of {tokens} tokens in 7 samples; gap: rollout - train"
     means = {k: (b - a).abs()[on != 0].mean() for k, a, b, on in zip(ORDER, step.ours, later, step.masks, strict=True)}
     assert f"worst: sample {max(means, key=lambda k: means[k])}: " in printed.out
@@ -261,7 +311,27 @@ DUMPS: dict[str, tuple[str, Any, Any, int, str]] = {
     "no samples": ("a.jsonl", b"", STEP.ours, 2, "a.jsonl: no log-probs .*EOFError"),
     "text": ("a.pt", b"log-probs", STEP.ours, 2, "a.pt: no log-probs .*UnpicklingError"),
     "code": ("a.pt", [re.compile("a")], STEP.ours, 2, "a.pt: it holds code, re._compile .*; a dump"),
-    "no log-probs": ("a.pt", rolled_out(STEP.ours, ORDER), WITHOUT, 2, "b.pt: no log-probs .*KeyError"),
+    "no log-probs": ("a.pt", rolled_out(STEP.ours, ORDER), WITHOUT, 2,
+        "b.pt has the fields .*: the train side is read from log_probs or prev_logprobs .*are the files exchanged"),
+    "exchanged": ("a.pt", WITHOUT["samples"][:1], rolled_out(STEP.ours, ORDER), 2,
+        "b.pt has the fields .*the train side is read from .*rollout_log_probs, of the rollout side: are the files ex"),
+    "two names of a side": (
+        "a.pt", [{"rollout_log_probs": [0.0], "generation_logprobs": [0.0]}], [[0.0]], 2,
+        "a.pt has rollout_log_probs and generation_logprobs: the rollout side is read from .*, one of them"),
+    "null beside numbers": (
+        "a.jsonl", json.dumps([None, *LISTS[0][1:]]).encode(), STEP.ours[:1], 2, "left out: 1 tokens with NaN or inf"),
+    "SGLang's meta_info": (
+        "a.jsonl",
+        "\n".join(
+            json.dumps({"text": "", "meta_info": {"output_token_logprobs": [[x, 5, None] for x in row]}})
+            for row in LISTS).encode(),
+        STEP.ours, 0, "rollout: output_token_logprobs of .*\n.*\n.*"),
+    "miles and vime": (
+        "a.pt", rolled_out(STEP.ours, list(range(7))),
+        {"rollout_id": 3, "rank": 0, "rollout_data": {
+            "log_probs": STEP.ours, "rollout_log_probs": [row - 9 for row in STEP.ours], "tokens": STEP.ours,
+            "loss_masks": STEP.masks, "total_lengths": [n + 3 for n in STEP.lengths], "partition": [0]}},
+        0, "train: log_probs of .*all gaps are within rounding"),
     "missing": ("a.pt", None, STEP.ours, 2, "a.pt: there is no such file"),
 }  # fmt: skip
 
@@ -277,4 +347,36 @@ def test_dumps_that_do_not_go_together_give_a_line(name: str, tmp_path: Path, mo
         ended = refused.code
     printed = "".join(capsys.readouterr())
     assert ended == status, printed
-    assert re.search(text, printed), printed
+    assert re.search(text, printed, flags=re.DOTALL), printed
+
+
+def of_nemo_rl(path: Path, ours: Rows, theirs: Rows, masks: Rows) -> str:
+    """A `train_data_step*.jsonl`: both sides in each line, rows padded to the longest."""
+    lines = []
+    for number, (row, other, mask) in enumerate(zip(ours, theirs, masks, strict=True)):
+        padding = [0.0] * (70 - len(row))
+        columns = {"prev_logprobs": row, "generation_logprobs": other, "token_loss_mask": mask}
+        padded_columns = {name: [*column.tolist(), *padding] for name, column in columns.items()}
+        more = {"idx": number, "content": "...", "rewards": 1.0, "input_lengths": len(row), "sample_loss_mask": 1.0}
+        lines.append(json.dumps(padded_columns | more))
+    path.write_text("\n".join(lines))
+    return str(path)
+
+
+def test_one_file_with_both_sides_is_read_by_side(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    """The column of the trainer as TRAIN and the sampler's as ROLLOUT, not one of them twice."""
+    file = of_nemo_rl(tmp_path / "train_data_step3.jsonl", STEP.ours, [row.roll(1) for row in STEP.ours], STEP.masks)
+    monkeypatch.setattr(sys, "argv", ["megatron_rl_loss", "log-probs", file, file])
+    assert main() == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"train: prev_logprobs of {file}, rollout: generation_logprobs of {file}"
+    assert f"log-probs of {int(sum(mask.sum() for mask in STEP.masks))} tokens in 7 samples" in lines[1]
+    assert "explained: rollout equals train one token later" in lines[-1]
+
+
+def test_a_column_is_not_compared_with_itself(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    file = written(tmp_path / "a.pt", STEP.ours)
+    monkeypatch.setattr(sys, "argv", ["megatron_rl_loss", "log-probs", file, file])
+    with pytest.raises(SystemExit):
+        main()
+    assert "a column would be compared with itself" in " ".join(capsys.readouterr().err.split())

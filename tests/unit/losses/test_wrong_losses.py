@@ -3,6 +3,7 @@
 import itertools
 import logging
 import math
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -125,7 +126,40 @@ def test_products_over_long_sequences_are_warned_of(caplog: pytest.LogCaptureFix
     assert product.median() < 0.1
     (record,) = caplog.records
     assert "of the weights" in record.message
-    assert "take aggregate='mean'" in record.message
+    assert "a product over a long sequence is so. Take aggregate='mean'" in record.message
+
+
+@pytest.mark.parametrize("at", [[3], [1, 7]])
+def test_a_short_sequence_is_not_blamed_for_placeholders(at: list[int], caplog: pytest.LogCaptureFixture) -> None:
+    """SkyRL#2148: twelve tokens each, of which the sampler gave one or two as 0."""
+    log_ratio = torch.full((8, 12), 0.01)
+    log_ratio[:, at] = -9.0
+    of_products = Gate(level="sequence", aggregate="sum", high=2.0, low=0.5)
+    importance_weights(log_ratio.flatten(), of_products, Samples([[1] * 12] * 8).local(0, 1))
+    (record,) = caplog.records
+    few = re.search(r"The gap lies at (\d+) of 96 tokens", record.message)
+    assert few is not None
+    assert 0.9 * 8 * len(at) <= int(few[1]) <= 8 * len(at)
+    assert "long sequence" not in record.message
+    caplog.clear()
+    importance_weights(torch.full((96,), -1.9), of_products, Samples([[1] * 12] * 8).local(0, 1))
+    (record,) = caplog.records
+    assert "|log-ratio| is 1.9 on average. Compare the two sides" in record.message
+
+
+def test_lost_weights_are_counted_over_the_step(caplog: pytest.LogCaptureFixture) -> None:
+    """NeMo-RL#2269: micro-batches of a sequence or two; it is said once in a step, and again in the next."""
+    gate = Gate(level="sequence", low=0.5, high=2.0)
+    plan = plan_step([Samples([[1] * 12] * size) for size in (1, 2, 3, 1, 4)], "sample_mean", dp_group=None)
+    for step in (1, 2):
+        for microbatch, size in zip(plan, (1, 2, 3, 1, 4), strict=True):
+            importance_weights(torch.full((12 * size,), -1.9), gate, microbatch)
+        assert len(caplog.records) == step
+        plan.reset()
+    few = plan_step([Samples([[1] * 12] * size) for size in (3, 4)], "sample_mean", dp_group=None)
+    for microbatch, size in zip(few, (3, 4), strict=True):
+        importance_weights(torch.full((12 * size,), -1.9), gate, microbatch)
+    assert len(caplog.records) == 2
 
 
 def test_bounds_that_decide_every_weight_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
