@@ -24,18 +24,18 @@ def score_centering(
     gate: Gate | None = None,
     support: Support = "vocabulary",
 ) -> Tensor:
-    """``A C``, one value per token, to be added to a policy loss: ``C = sum_v sg(m(v)) log p(v)`` over H and the rest.
+    """``A C``, one value per token, to be added to a policy loss: ``C = sum_v sg(m(v) - beta p(v)) log p(v)``.
 
     >>> trainer, sampler = torch.tensor([[0.5, 0.25, 0.25]]).log(), torch.tensor([[0.6, 0.2]]).log()
     >>> at_ids = AtIds(trainer[..., :-1], trainer[..., -1])
-    >>> score_centering(at_ids, sampler, torch.ones(1), torch.ones(1))  # 0.6 log 0.5 + (0.2 + 0.2) log 0.25
-    tensor([-0.9704])
+    >>> score_centering(at_ids, sampler, torch.ones(1), torch.ones(1))  # rho is 0.2 / 0.25
+    tensor([-0.1386])
 
     Where sampler q and trainer p differ, the score ``grad log p`` has a mean under q that is not 0, and the policy
-    drifts by it in every step. The gradient of this term is that mean, weighed as the policy loss is, with p at the
-    sampler's most likely ids H, and in its tail, one more category, q modelled as ``rho p``,
+    drifts by it in every step. The gradient of this term is that mean, weighed as the policy loss is, over the
+    sampler's most likely ids H and their tail, one more category v, where q is modelled as ``rho p``,
     ``rho = (1 - sum_H q) / (1 - sum_H p)`` (its denominator at least 1e-6, as in the paper). Its value is no loss and
-    need not be small. The gradient is 0 where p = q.
+    need not be small. It is 0-mean where p = q.
 
     | gate | m(v), p and q of an id or of the tail |
     |---|---|
@@ -43,8 +43,9 @@ def score_centering(
     | ``Gate(action="clamp", ...)``: truncated weights | clamp(p, low q, high q) |
     | ``Gate(action="mask", ...)``: IcePop | p where p / q is within, else 0 |
 
-    The paper's ``- alpha p(v)`` at the ids of H has the gradient of ``m log p`` of the tail, since ``p grad log p``
-    sums to 0 over all ids; but where rho is large its terms cancel, and float32 loses their digits.
+    Any beta gives the same gradient, since ``p grad log p`` sums to 0 over all ids. The paper's is ``alpha = m / p`` of
+    the tail, which then has no term. Here it is at most 1: where rho is large the terms of H would cancel, and float32
+    would lose their digits.
 
     Args:
         log_probs: of the policy in training at K ids, with their rest; differentiable. With labels [..., 1 + K], the
@@ -97,11 +98,15 @@ def score_centering(
     if support == "ids":
         log_p, log_q = (_over(values, absent) for values in (log_p, log_q))
     p, q = (values.detach().masked_fill(absent, -torch.inf).exp() for values in (log_p, log_q))
-    centred = (weighed(p, q, gate) * log_p.masked_fill(absent, 0)).sum(-1)
+    slopes = weighed(p, q, gate)
+    centred: Tensor | float = 0.0
     if support == "vocabulary" and rests[0] is not None:
         of_p, of_q = (rest_of(at_ids, rest).detach() for at_ids, rest in zip(sides, rests, strict=True))
-        rho = of_q.clamp(min=0) / of_p.clamp(min=1e-6)
-        centred = centred + weighed(of_p, rho * of_p, gate) * rests[0]
+        alpha = weighed(torch.ones_like(of_p), of_q.clamp(min=0) / of_p.clamp(min=1e-6), gate)
+        beta = alpha.clamp(max=1)
+        slopes = slopes - beta[..., None] * p
+        centred = (alpha - beta) * of_p * rests[0]
+    centred = centred + (slopes * log_p.masked_fill(absent, 0)).sum(-1)
     exact = torch.promote_types(log_probs.dtype, torch.float32)
     return (advantages.detach().double() * centred).masked_fill(nothing, 0).to(exact)
 

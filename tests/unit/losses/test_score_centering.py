@@ -299,7 +299,7 @@ def share_of(
 ) -> Tensor:
     """The one line is the last of `per_token`."""
     labels = torch.cat([batch["labels"][:, None], batch["ids"]], 1)
-    marked = torch.arange(labels.shape[1]).expand_as(labels) > 0
+    marked = torch.cat([torch.zeros(len(labels), 1, dtype=torch.bool), batch["log_q"] > -torch.inf], 1)
 
     def per_token(log_probs: Tensor, _: Any, local: Any = None, **of: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         local = torch.ones(len(log_probs)) if local is None else local
