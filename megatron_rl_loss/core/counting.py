@@ -312,41 +312,36 @@ def count_step(
     Raises:
         BadBatchError: on all ranks of the groups, if any failed or they do not agree, with each failing rank's reason.
     """
-    _check_disjoint(groups)
     masks = list(dict.fromkeys(masks))
+    columns_of = cache(partial(_columns, masks=masks, sums=sums))
     counted = [*(f"mask {name}" for name in masks), *(f"sum by {declared.by}" for declared in sums)]
     settings = "; ".join([settings, *counted])
-    columns_of = cache(partial(_columns, masks=masks, sums=sums))
-    attempted = attempt(lambda: _tally(microbatches, groups, columns_of, hashed(settings)))
+
+    def tally() -> Tally:
+        _check_disjoint(groups)
+        return _tally(microbatches, groups, columns_of, hashed(settings))
+
+    attempted = attempt(tally)
     failure = failure_of(attempted)
-    mine = attempted if isinstance(attempted, Tally) else Tally(hashed(settings), failed=True)
+    mine = attempted if isinstance(attempted, Tally) else Tally(0, failed=True)
     plain: tuple[Any, ...] = tuple(mine)  # a class takes several times as long to read, from thousands of ranks
     tallies = [mine]
     # A rank with an error joins this and every later collective, in which the others would wait for it. What was
     # wrong is raised on all ranks together, below.
     for group in several(groups.dp_group):
         tallies = [Tally(*fields) for fields in gather_objects(plain, group)]
-    failed, has_data = any(tally.failed for tally in tallies), any(tally.has_data for tally in tallies)
-    id_types = join_types(tuple(tally.id_types.items()) for tally in tallies if tally.id_types is not None)
-    if not failed and (disagreement := next(_disagreements(tallies, mine, id_types, settings), None)) is not None:
-        # Where some ranks have no data, these alone give the reason.
-        failed, failure = True, disagreement if all(tally.has_data for tally in tallies) or not mine.has_data else None
-    added = attempt(lambda: _add_up([] if failed else tallies, id_types or {}, masks, columns_of, groups.dp_group))
-    if isinstance(added, Exception):
-        failed, failure = True, added
-    of_step = () if isinstance(added, Exception) else tuple(map(_numbers, (added, *added.by_mask.values())))
-    seen: dict[str, set[Any]] = {
-        "failed": {failed},
-        "settings": {tally.settings for tally in tallies},
-        # Nothing on a stage without data; 0 where there is data and no replica to compare it with.
-        "data": {_digest(tallies, sums) if groups.replicas else 0} if has_data else set(),
-        "numbers": {of_step} if has_data else set(),
-        "dynamic_cp": {any(tally.dynamic_cp for tally in tallies)},
-    }
+    joined = attempt(lambda: _join(tallies, mine, settings, masks, sums, columns_of, groups))
+    broken = [] if isinstance(joined, _Joined) else [f"{type(joined).__name__}: {joined}"]
+    nothing: dict[str, set[Any]] = {name: set() for name in _SEEN}
+    added, disagreement, seen = joined if isinstance(joined, _Joined) else _Joined(joined, None, nothing)
+    failure, has_data = disagreement or failure, any(tally.has_data for tally in tallies)
     # Last, so that what one data-parallel group has counted, or an error in it, reaches the ranks of all others.
     for group in groups.replicas:
-        of_ranks = gather_objects(seen, group)
-        seen = {name: set().union(*(of_rank[name] for of_rank in of_ranks)) for name in seen}
+        of_ranks = gather_objects((seen, broken), group)
+        seen = {name: set().union(*(of_rank[name] for of_rank, _ in of_ranks)) for name in seen}
+        broken = [text for _, of_rank in of_ranks for text in of_rank]
+    if broken:  # on values that are the same on all ranks of the data-parallel group, so no other rank is told
+        raise BadBatchError(f"the counts of the step could not be added up. {broken[0]}") from failure_of(joined)
     if len(seen["settings"]) > 1:
         seen["failed"], failure = {True}, failure or _other_settings(settings)
     raise_together(True in seen["failed"], failure, groups.all)
@@ -370,6 +365,52 @@ def count_step(
     if world_rank() == 0 and (text := _twins(tallies, by_rollouts=False)) is not None:
         warn_on_one_rank(text)
     return replace(totals, dynamic_cp=True in seen["dynamic_cp"])
+
+
+#: What replicas compare, by name.
+_SEEN = ("failed", "settings", "data", "numbers", "dynamic_cp")
+
+
+class _Joined(NamedTuple):
+    """What one data-parallel group has counted: the totals, why they do not hold, and what other groups must have."""
+
+    added: StepTotals | Exception
+    disagreement: Exception | None
+    seen: dict[str, set[Any]]
+
+
+def _join(
+    tallies: Sequence[Tally],
+    mine: Tally,
+    settings: str,
+    masks: Sequence[str],
+    sums: Sequence[Sum],
+    columns_of: "ColumnsOf",
+    groups: StepGroups,
+) -> _Joined:
+    """Add up the tallies of a data-parallel group, each rank by itself."""
+    failed, has_data = any(tally.failed for tally in tallies), any(tally.has_data for tally in tallies)
+    id_types = join_types(tuple(tally.id_types.items()) for tally in tallies if tally.id_types is not None)
+    disagreement = None if failed else next(_disagreements(tallies, mine, id_types, settings), None)
+    is_apart = disagreement is not None
+    if not all(tally.has_data for tally in tallies) and mine.has_data:
+        disagreement = None  # where some ranks have no data, these alone give the reason
+    failed |= is_apart
+    added: StepTotals | Exception
+    try:
+        added = _add_up([] if failed else tallies, id_types or {}, masks, columns_of, groups.dp_group)
+    except ValueError as error:  # of the samples, so all ranks of the group have it
+        failed, disagreement, added = True, error, error
+    of_step = () if isinstance(added, Exception) else tuple(map(_numbers, (added, *added.by_mask.values())))
+    seen: dict[str, set[Any]] = {
+        "failed": {failed},
+        "settings": {tally.settings for tally in tallies if not tally.failed},
+        # Nothing on a stage without data; 0 where there is data and no replica to compare it with.
+        "data": {_digest(tallies, sums) if groups.replicas else 0} if has_data else set(),
+        "numbers": {of_step} if has_data else set(),
+        "dynamic_cp": {any(tally.dynamic_cp for tally in tallies)},
+    }
+    return _Joined(added, disagreement, seen)
 
 
 def _tally(

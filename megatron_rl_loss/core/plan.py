@@ -20,7 +20,7 @@ from megatron_rl_loss.core.collectives import (
     warn_on_one_rank,
     world_rank,
 )
-from megatron_rl_loss.core.counting import StepTotals, count_step
+from megatron_rl_loss.core.counting import StepTotals, Sum, count_step
 from megatron_rl_loss.core.errors import BadBatchError, check_int
 from megatron_rl_loss.core.metrics import reduce_notes
 from megatron_rl_loss.core.microbatch import Microbatch
@@ -176,10 +176,14 @@ def make_plan(
             asked |= modes.rehearse(microbatch, term_masks)
         return samples, asked
 
-    outcome = attempt(checked)
+    def counted() -> tuple[list[Sum], str]:
+        return ([], "") if isinstance(modes, Exception) else (modes.sums, modes.describe())
+
+    outcome, settled = attempt(checked), attempt(counted)
     samples, asked = (outcome, set[str]()) if isinstance(outcome, Exception) else outcome
-    sums, settings = ([], "") if isinstance(modes, Exception) else (modes.sums, modes.describe())
+    sums, settings = ([], "") if isinstance(settled, Exception) else settled
     settings += f", per_token_loss {trainer.per_token_loss}, empty_step {empty_step!r}{further_settings}"
+    samples = settled if isinstance(settled, Exception) else samples
     totals = count_step(samples, trainer.groups, masks=term_masks, sums=sums, settings=settings)
     assert isinstance(modes, LossModes)  # else the error was raised, and so with the samples
     assert not isinstance(samples, Exception)
