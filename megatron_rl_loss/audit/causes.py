@@ -126,6 +126,7 @@ def rows(t: Counts) -> Iterator[Row]:
     for words, part in t.real_parts.items():
         own, number, samples = t.tokens(*part), t.parts(part), t.count("all", within=part)
         yield f"divided by the tokens of {words}, not of the step", 1 / own / number, TOKENS
+        yield f"divided by the tokens of {words} twice", 1 / own**2, SIZES
         yield f"token means of {words}, weighted by its samples", samples / own / t.count("all"), SIZES
         yield f"divided by the samples of {words}, and by no tokens", 1 / samples / number, UNITS
         yield f"token means of {words}, averaged over micro-batches alone", 1 / own / t.split.num_microbatches, SIZES

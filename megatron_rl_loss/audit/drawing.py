@@ -14,8 +14,15 @@ CUTS: dict[str, str] = {
 }
 
 
-def draw_step(call: LossCall, over: str, seed: str, *, is_large: bool) -> DrawnStep:
-    """A random step with an active token, cut over the sizes that `over` names (see `CUTS`)."""
+#: Entries of a mask of weights; exact in binary, so that sums are.
+_FRACTIONS = (0.25, 0.5, 1.0)
+
+
+def draw_step(call: LossCall, over: str, seed: str, *, is_large: bool, is_fractional: bool | None = None) -> DrawnStep:
+    """A random step with an active token, cut over the sizes that `over` names (see `CUTS`).
+
+    `is_fractional`: whether masks hold weights; None for a quarter of the steps.
+    """
     rng = random.Random(seed)
     most, longest = (3, 11) if is_large else (2, 3)
     ends = {"K": (3, 5), "D": (2, 4), "C": (2, 4)}
@@ -35,7 +42,10 @@ def draw_step(call: LossCall, over: str, seed: str, *, is_large: bool) -> DrawnS
             rollout, prompt = rows[-1].rollout, rows[-1].prompt
         share = rng.choice([0.0, 0.5, 1.0]) if i else 1.0  # of a fully masked step nothing is trained
         mask = tuple(int(rng.random() < share) for _ in range(rng.randint(1, longest)))
-        rows.append(DrawnRow(mask if any(mask) or call.masked_samples else (1, *mask[1:]), rollout, prompt))
+        mask = mask if any(mask) or call.masked_samples else (1, *mask[1:])
+        rows.append(DrawnRow(mask, rollout, prompt))
+    if call.fractional_masks and (is_fractional or (is_fractional is None and rng.random() < 0.25)):
+        rows = [row._replace(mask=tuple(entry and rng.choice(_FRACTIONS) for entry in row.mask)) for row in rows]
     rng.shuffle(rows)
     placed = tuple(row._replace(dp_rank=d, microbatch=k) for row, (d, k) in zip(rows, places, strict=True))
     return DrawnStep(placed, K, D, C if call.cp else 1, rng.randrange(2**31))

@@ -8,8 +8,8 @@ import numpy as np
 
 from megatron_rl_loss.audit.drawing import CUTS, PADDED, UNCUT, draw_step
 from megatron_rl_loss.audit.judge import deviation_of, expected_weights
-from megatron_rl_loss.audit.misplaced import take_off
-from megatron_rl_loss.audit.simulation import CallFailed, DrawnStep, FaultKind, LossCall
+from megatron_rl_loss.audit.misplaced import OF_ALL_STEPS, RANKED, take_off, trained_instead
+from megatron_rl_loss.audit.simulation import CallFailed, DrawnStep, FaultKind, LossCall, advantages_of_entries
 from megatron_rl_loss.audit.tokens import MeasuredStep
 from megatron_rl_loss.core.aggregation import Aggregation
 from megatron_rl_loss.core.masks import Array
@@ -46,10 +46,15 @@ class Finding:
     fact: str = ""  # name of the fact about weight in the wrong places
 
     @property
+    def is_fractional(self) -> bool:
+        """True where a mask of the step holds weights, not only zeros and ones."""
+        return not {entry for row in self.step.rows for entry in row.mask} <= {0, 1}
+
+    @property
     def length(self) -> float:
         """The effort of reading the step: masked rows explain little, and weights that are as expected nothing."""
         rows = [10 + len(row.mask) + 20 * (not any(row.mask)) for row in self.step.rows]
-        return sum(rows) + 1000 * np.allclose(self.weights, self.expected, rtol=TOLERANCE)
+        return sum(rows) + 500 * self.is_fractional + 1000 * np.allclose(self.weights, self.expected, rtol=TOLERANCE)
 
     def rows(self, units: list[str], should: str) -> list[str]:
         """The step as text, a line for each row of data: place, units, tokens and weights."""
@@ -57,7 +62,7 @@ class Finding:
         lines, begin = list[str](), 0
         for row in self.step.rows:
             words = [f"{_PLACES.get(name, name)} {getattr(row, name)}" for name in names]
-            line = ", ".join([*words, "".join(".x"[entry] for entry in row.mask)])
+            line = ", ".join([*words, _mask_in_words(row.mask)])
             end = begin + len(row.mask)
             if self.weights:
                 line += f"  weighs {_shown(self.weights[begin:end], row.mask)}"
@@ -67,7 +72,13 @@ class Finding:
         return lines
 
 
-def _shown(weights: Sequence[float], mask: Sequence[int]) -> str:
+def _mask_in_words(mask: Sequence[float]) -> str:
+    if set(mask) <= {0, 1}:
+        return "".join(".x"[int(entry)] for entry in mask)
+    return " ".join(f"{entry:g}" if entry else "." for entry in mask)
+
+
+def _shown(weights: Sequence[float], mask: Sequence[float]) -> str:
     """One number if all active tokens have the same weight and masked ones none, else a number for each token."""
     texts = [f"{weight:.4g}" for weight in weights]
     active = {text for text, entry in zip(texts, mask, strict=True) if entry}
@@ -81,29 +92,101 @@ def find_faults(
     measure: Measure, call: LossCall, mode: Aggregation | None, draws: int, seed: int, cut: str
 ) -> list[Finding]:
     """One finding for each kind of fault that steps of a cut show, on the smallest such step."""
-    shown, findings = dict[FaultKind, list[Finding]](), list[Finding]()
+    shown, findings, compared = dict[FaultKind, list[Finding]](), list[Finding](), list[Compared]()
     for number in range(draws if call.cp or CUTS[cut] != "C" else 0):
         step = draw_step(call, CUTS[cut], f"{seed}/{cut}/{number}", is_large=number % 3 == 1)
         try:
-            finding = _fault_of(measure, mode, cut, step)
+            finding = _fault_of(measure, mode, cut, step, compared)
         except CallFailed as failure:
             finding = Finding(cut, failure.args[0], failure.args[1], step)
         if finding is not None:
             shown.setdefault(finding.kind, []).append(finding)
-    for alike in shown.values():
-        low, high = np.nanmin([np.inf, *(f.low for f in alike)]), np.nanmax([-np.inf, *(f.high for f in alike)])
-        apart = f"{low:.4g}" if high - low <= TOLERANCE * abs(high) else f"{low:.3g} to {high:.3g}"
-        # A shift shows on all steps, or is none: the text of another fault is the surer one.
-        certain = [finding for finding in alike if finding.fact != "shift"]
-        first = min(certain or alike, key=lambda finding: (not finding.says, finding.length))
-        times = "what they should" if cut == UNCUT else "their uncut weight"
-        says = first.says or f"tokens weigh {apart} times {times}"
-        findings.append(replace(first, says=says, low=float(low), high=float(high)))
+    instead = None if mode is None else trained_instead(compared, TOLERANCE)
+    for kind, alike in shown.items():
+        first = min(alike, key=lambda finding: (_rank(finding, instead), not finding.says, finding.length))
+        says = first.says
+        if kind == "weights":
+            says = _text_of_weights(first, alike, instead, cut)
+            if first.is_fractional:  # the plainest steps are shown, so no other shows it
+                says = f"where masks hold weights, {says}"
+        if (kind == "weights" and mode is None) or kind == "values":
+            says = _by_advantages(measure, call, first.step) or says
+        low, high = _extremes(alike)
+        findings.append(replace(first, says=says, low=low, high=high))
     # Wrong weights are the fault; a mean over a micro-batch without a token, NaN, is one of its signs.
     return sorted(findings, key=lambda finding: finding.kind != "weights")
 
 
-def _fault_of(measure: Measure, mode: Aggregation | None, cut: str, step: DrawnStep) -> Finding | None:
+#: A step and the weights that it should have, by the mode or by the same step uncut.
+Compared = tuple[MeasuredStep, Array]
+
+
+def _extremes(alike: Sequence[Finding]) -> tuple[float, float]:
+    low, high = np.nanmin([np.inf, *(f.low for f in alike)]), np.nanmax([-np.inf, *(f.high for f in alike)])
+    return float(low), float(high)
+
+
+def _rank(finding: Finding, instead: tuple[str, str] | None) -> int:
+    """What a finding's fact explains, 0 for the most; one of all steps that does not hold in all explains nothing."""
+    if instead is not None:
+        return int(finding.fact != instead[0])
+    if finding.fact in OF_ALL_STEPS or finding.fact not in RANKED:
+        return len(RANKED)
+    return RANKED.index(finding.fact)
+
+
+def _text_of_weights(first: Finding, alike: Sequence[Finding], instead: tuple[str, str] | None, cut: str) -> str:
+    """What is wrong with the weights of some steps; no ratio where all that should have weight has the right one."""
+    if instead is not None:
+        return instead[1]
+    says = "" if first.fact in OF_ALL_STEPS else first.says
+    low, high = _extremes([finding for finding in alike if finding.is_fractional == first.is_fractional])
+    if says or not first.weights:
+        return says
+    weights, asked = np.array(first.weights), np.array(first.expected)
+    extra, lost = int(((weights != 0) & (asked == 0)).sum()), int(((weights == 0) & (asked != 0)).sum())
+    if first.fact in OF_ALL_STEPS or max(abs(low - 1), abs(high - 1)) <= TOLERANCE:
+        return f"weights lie on the wrong tokens: {extra} that should have none have some, {lost} have none that should"
+    apart = f"{low:.4g}" if high - low <= TOLERANCE * abs(high) else f"{low:.3g} to {high:.3g}"
+    return f"tokens weigh {apart} times {'what they should' if cut == UNCUT else 'their uncut weight'}"
+
+
+def _by_advantages(measure: Measure, call: LossCall, step: DrawnStep) -> str:
+    """What a function does with the advantages, by moving all of them; empty where it is neither of these."""
+
+    def gradient(factor: float, constant: float) -> Array:
+        moved = step._replace(advantages=(factor, constant))
+        weights = measure(moved).weights
+        return weights * advantages_of_entries(moved) if call.takes == "log_probs" else weights
+
+    try:
+        own, opposite, shifted, doubled = (gradient(*by) for by in ((1, 0), (-1, 0), (1, 0.7), (2, 0)))
+    except CallFailed:
+        return ""
+
+    def alike(one: Array, other: Array) -> bool:
+        return bool(np.abs(one - other).max(initial=0) <= 1e-3 * np.abs(own).max(initial=0) > 0)
+
+    if not alike(opposite, -own):  # it does not use them, or not as factors
+        return ""
+    if alike(shifted, own) and alike(doubled, own):
+        what, remedy = "whitens advantages", "whiten_advantages"
+        why = "neither a constant added to all of them nor a factor changes its gradient"
+    elif alike(shifted, own):
+        what, remedy, why = "centres advantages", "whiten_advantages", "a constant added to all of them changes nothing"
+    elif alike(doubled, own):
+        what, remedy, why = "scales advantages", "whiten_advantages", "a factor of all of them changes nothing"
+    else:
+        return ""
+    return (
+        f"it {what} itself: {why}, so each micro-batch and rank has a mean or a deviation of its own. Do so before the "
+        f"step is cut, over the whole step, with {remedy}"
+    )
+
+
+def _fault_of(
+    measure: Measure, mode: Aggregation | None, cut: str, step: DrawnStep, compared: list[Compared]
+) -> Finding | None:
     """The fault of a step: an uncut step is compared with the mode's weights, a cut one with its uncut weights."""
     measured = measure(step)
     weights = measured.weights
@@ -125,6 +208,9 @@ def _fault_of(measure: Measure, mode: Aggregation | None, cut: str, step: DrawnS
     plain[kept] = weights if cut == UNCUT else measure(DrawnStep(tuple(rows), seed=step.seed)).weights
     asked = plain if mode is None else expected_weights(measured, mode)
     wanted = asked if cut == UNCUT else plain
+    of_mask = bool(((wanted != 0) == (measured.tokens.mask != 0)).all())  # else its own zeros would be read as the mask
+    if of_mask:
+        compared.append((measured, wanted))
     if deviation_of(measured, wanted) <= TOLERANCE:
         return None
     if ((weights != 0) != (wanted != 0)).any() and mode is None:
@@ -132,9 +218,12 @@ def _fault_of(measure: Measure, mode: Aggregation | None, cut: str, step: DrawnS
             "trains on other tokens than uncut: it selects them, by value say, among those of a micro-batch or rank. "
             "Select before the step, or over the whole step with keep_tokens"
         )
-        return Finding(cut, "weights", text, step, tuple(weights.tolist()), tuple(asked.tolist()))
-    of_mask = ((wanted != 0) == (measured.tokens.mask != 0)).all()  # else its own zeros would be read as the mask
-    facts = take_off(measured, wanted, TOLERANCE).misplaced[-1:] if of_mask else []  # the last says most
+        return Finding(cut, "weights", text, step, tuple(weights.tolist()), tuple(asked.tolist()), fact="selected")
+    facts = take_off(measured, wanted, TOLERANCE).misplaced
+    facts = sorted(
+        [fact for fact in facts if (of_mask or fact.name == "stray") and fact.name in RANKED],
+        key=lambda fact: RANKED.index(fact.name),
+    )
     ratio = weights[wanted != 0] / wanted[wanted != 0]
     low, high = float(ratio.min(initial=np.inf)), float(ratio.max(initial=-np.inf))
     name, says = (facts[0].name, facts[0].text) if facts else ("", "")

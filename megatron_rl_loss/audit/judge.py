@@ -19,6 +19,12 @@ from megatron_rl_loss.core.collectives import StepGroups
 from megatron_rl_loss.core.counting import COUNTINGS, count_step
 from megatron_rl_loss.proof.outcomes import TOLERANCES
 
+#: What a loss may do with fractional mask values: the power of the mask that its weights have too much.
+FRACTIONS = {
+    -1: "fractional mask values are ignored",
+    1: "fractional mask values are squared: the mask is applied twice",
+}
+
 
 @np.errstate(divide="ignore", invalid="ignore", over="ignore")  # counts of parts may be 0
 def judge(measured: MeasuredStep, expected: Aggregation | str | None = None) -> Verdict:
@@ -94,11 +100,11 @@ def _explained(
     mask = measured.tokens.mask[kept.entries]
     causes = _causes([(measured, wanted, kept)], asked, tolerance)
     if causes is None and not np.isin(mask, (0, 1)).all():
-        for power, words in ((-1, "ignored"), (1, "squared")):
+        for power, words in FRACTIONS.items():
             rest = replace(kept, weights=kept.weights / mask**power)
             causes = _causes([(measured, wanted, rest)], asked, tolerance)
             if causes is not None:
-                kept.misplaced.append(Misplaced("fractions", f"fractional mask values are {words}", len(mask)))
+                kept.misplaced.append(Misplaced("fractions", words, len(mask)))
                 return kept, causes
     if causes is None and (rest := without_copies(kept, measured.tokens, wanted, 2 * tolerance)) is not kept:
         kept, causes = rest, _causes([(measured, wanted, rest)], asked, tolerance)
@@ -140,7 +146,23 @@ def explain(steps: Sequence[MeasuredStep], expected: Aggregation, *, tolerance: 
     """The causes that fit all of these steps at once, the simplest first."""
     wanted = [expected_weights(step, expected) for step in steps]
     kept = [take_off(step, of_step, tolerance) for step, of_step in zip(steps, wanted, strict=True)]
-    return _causes(list(zip(steps, wanted, kept, strict=True)), expected, tolerance) or ()
+    causes = _causes(list(zip(steps, wanted, kept, strict=True)), expected, tolerance)
+    if causes is not None:
+        return causes
+    for power, words in FRACTIONS.items():
+        masks = [step.tokens.mask[of_step.entries] for step, of_step in zip(steps, kept, strict=True)]
+        if all(np.isin(mask, (0, 1)).all() for mask in masks):
+            break
+        rest = [
+            replace(of_step, weights=of_step.weights / mask**power) for of_step, mask in zip(kept, masks, strict=True)
+        ]
+        causes = _causes(list(zip(steps, wanted, rest, strict=True)), expected, tolerance)
+        if causes is not None:
+            named = [cause for cause in causes if cause.named]
+            return tuple(replace(cause, row=f"{words}; {cause.row or 'as expected'}") for cause in named) or (
+                Cause(words, "", 1.0, 0.0),
+            )
+    return ()
 
 
 def expected_weights(measured: MeasuredStep, aggregation: Aggregation) -> Floats:

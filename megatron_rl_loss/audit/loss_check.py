@@ -20,6 +20,7 @@ from megatron_rl_loss.audit.drawing import CUTS, PADDED, TOGETHER, UNCUT, draw_s
 from megatron_rl_loss.audit.findings import TOLERANCE, Finding, Measure, find_faults
 from megatron_rl_loss.audit.judge import deviation_of, expected_weights, explain, nearest_mode
 from megatron_rl_loss.audit.loss_report import LossReport
+from megatron_rl_loss.audit.misplaced import OF_ALL_STEPS
 from megatron_rl_loss.audit.picture import Panel
 from megatron_rl_loss.audit.progress import Progress
 from megatron_rl_loss.audit.simulation import (
@@ -175,6 +176,8 @@ def _check_function(
             notes.append(f"in uncut steps its weights are those of {wanted}")
         if wanted is not None and "weights" in kinds <= {"weights", "NaN"}:
             causes = _causes(run, call, wanted, seed)
+            if not causes and not any(finding.fact in OF_ALL_STEPS for finding in findings):
+                notes.append("the cause cannot be told: no row of the table of causes gives these weights")
         if not np.isfinite(run(_HOLED, poisoned=True).weights).all():
             notes.append("a NaN at a masked token spoils the loss; select by the mask (torch.where) before multiplying")
     name, assumed, panel = _name_of(loss_fn), call.describe(), _panel(run, call, expected, seed)
@@ -241,12 +244,22 @@ def _mode_of_uncut_steps(run: Measure, call: LossCall, seed: int) -> Aggregation
 
 
 def _causes(run: Measure, call: LossCall, expected: Aggregation, seed: int) -> tuple[str, ...]:
-    """What explains the weights of some large steps, in words; the simplest first."""
-    steps = [run(draw_step(call, CUTS[TOGETHER], f"{seed}/causes/{i}", is_large=True)) for i in range(8)]
-    steps = [step for step in steps if np.isfinite(step.weights).all()]
+    """What explains the weights of some large steps, in words; the simplest first.
+
+    Steps of zeros and ones first; where their weights are right, steps whose masks hold weights.
+    """
     hints = HINTS if call.returns == "loss" else HINTS | OF_MEGATRON
-    causes = explain(steps, expected, tolerance=TOLERANCE)
-    return tuple(cause.describe(hints).replace(f"x {cause.factor:.6g} = ", "x ") for cause in causes)
+    for is_fractional in (False, True)[: 1 + call.fractional_masks]:
+        steps = [
+            run(draw_step(call, CUTS[TOGETHER], f"{seed}/causes/{i}", is_large=True, is_fractional=is_fractional))
+            for i in range(8)
+        ]
+        steps = [step for step in steps if np.isfinite(step.weights).all()]
+        if all(deviation_of(step, expected_weights(step, expected)) <= TOLERANCE for step in steps):
+            continue
+        causes = explain(steps, expected, tolerance=TOLERANCE)
+        return tuple(cause.describe(hints).replace(f"x {cause.factor:.6g} = ", "x ") for cause in causes)
+    return ()
 
 
 def _left_at_default(loss_fn: Any, call: LossCall) -> list[str]:

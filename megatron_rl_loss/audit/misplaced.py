@@ -1,6 +1,6 @@
 """Weight in the wrong places: NaN, padding, masked tokens, lost active tokens, shifted masks, a flipped sign."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -83,6 +83,52 @@ def take_off(measured: MeasuredStep, expected: Floats, tolerance: float) -> Kept
         misplaced[-2:] = [Misplaced("misaligned", f"{text}: {numbers}", differing)]
     entries = np.flatnonzero(support & wanted & ~bad)
     return _without_signs(Kept(entries, weights[entries], misplaced), tokens, expected)
+
+
+#: Facts by what they explain, the surest first.
+RANKED = (
+    *("inverted", "shift", "prompt_trained", "mask_ignored", "masked_samples_trained", "stray"),
+    *("sign", "copies", "misaligned", "masked_trained", "missing"),
+)
+#: Facts that say which tokens are trained instead; they hold in every step of a function, or in none.
+OF_ALL_STEPS = frozenset(RANKED[:5])
+
+
+def trained_instead(steps: Sequence[tuple[MeasuredStep, Floats]], tolerance: float) -> tuple[str, str] | None:
+    """Name and text of the first fact of `OF_ALL_STEPS` that says which tokens have weight in all of these steps.
+
+    None where no fact does, or where the right tokens have weight in all of them. A single small step may look like
+    several: a mask of one sort, inverted, like one that is shifted or missing.
+    """
+    of_steps = []
+    is_right = True
+    for measured, expected in steps:
+        sizes, wanted = np.abs(measured.weights), expected != 0
+        support = sizes > tolerance * _usual(sizes, np.abs(expected))
+        is_right &= bool((support == wanted).all())
+        of_steps.append(
+            {words: (name, bool((support == flags).all())) for name, words, flags in _trained(measured.tokens, wanted)}
+        )
+    if is_right or not of_steps:
+        return None
+    for words, (name, _) in of_steps[0].items():
+        if all(words in step and step[words][1] for step in of_steps):
+            return name, words
+    return None
+
+
+def _trained(tokens: StepTokens, wanted: Flags) -> Iterator[tuple[str, str, Flags]]:
+    """Name and text of each fact, and the tokens that it says have weight, [num_entries]."""
+    yield "inverted", "the mask is inverted: masked tokens are trained, active ones are not", ~wanted
+    for words, source, inside in _shifts(tokens):
+        yield "shift", f"weights are off by one against masks: each lies {words}", wanted[source] & inside
+    position = tokens.position.astype(np.float64)
+    number = int(tokens.sample.max(initial=-1)) + 1
+    first = extremes(tokens.sample[wanted], position[wanted], number)[0][tokens.sample]
+    yield "prompt_trained", "tokens before the response are trained", wanted | (np.isfinite(first) & (position < first))
+    whole = "as if no mask were applied (or `tap` came after the mask), all masked tokens are trained"
+    yield "mask_ignored", whole, np.ones_like(wanted)
+    yield "masked_samples_trained", "fully masked samples are trained", wanted | ~np.isfinite(first)
 
 
 def _without_signs(kept: Kept, tokens: StepTokens, expected: Floats) -> Kept:

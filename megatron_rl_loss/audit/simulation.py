@@ -13,6 +13,7 @@ from itertools import accumulate, chain, product
 from typing import Any, Literal, NamedTuple, cast, get_args, get_type_hints
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -70,6 +71,7 @@ class LossCall:
             kept (packed rows).
         even_microbatches: all micro-batches have the same number of rows.
         masked_samples: some rows are fully masked; if False, every row has an active token.
+        fractional_masks: some steps' masks hold weights between 0 and 1; if False, zeros and ones alone.
         split_rollouts: a rollout may have several rows (turns, branches).
         returns: one number; or what a ``loss_func`` of Megatron's schedule returns. With ``megatron`` the loss of
             (loss, num_tokens, report) is divided by num_tokens, and that of (loss, report) multiplied by the CP size;
@@ -86,6 +88,7 @@ class LossCall:
     cp_cut: str = "zigzag"
     even_microbatches: Literal[True, False] = False
     masked_samples: Literal[True, False] = True
+    fractional_masks: Literal[True, False] = True
     split_rollouts: Literal[True, False] = False
     returns: Literal["loss", "megatron", "megatron_per_token"] = "loss"
 
@@ -105,14 +108,32 @@ class LossCall:
             )
 
     def describe(self) -> str:
-        """The assumed call in one line."""
+        """The assumed call in one line: every field, in words."""
         done = {"sum": "summed", "mean": "averaged"}
-        rows = "a tensor per row" if self.rows == "lists" else f"{self.rows} rows"
-        cp = f", {self.cp_cut} CP ranks {done[self.cp]}" if self.cp else ", no CP"
-        parts = f"{rows}, micro-batches {done[self.microbatches]}, DP ranks {done[self.dp]}{cp}"
-        before = "log-probs, " if self.takes == "log_probs" else ""
-        through = {"loss": "", "megatron": "Megatron's schedule, ", "megatron_per_token": "Megatron, per-token loss, "}
-        return before + through[self.returns] + parts + ", rollouts over several rows" * self.split_rollouts
+        words = {
+            "takes": {"losses": "", "log_probs": "log-probs"}[self.takes],
+            "returns": {
+                "loss": "",
+                "megatron": "Megatron's schedule",
+                "megatron_per_token": "Megatron, per-token loss",
+            }[self.returns],
+            "rows": "a tensor per row" if self.rows == "lists" else f"{self.rows} rows",
+            "microbatches": f"micro-batches {done[self.microbatches]}",
+            "even_microbatches": "of as many rows" if self.even_microbatches else "of any number of rows",
+            "dp": f"DP ranks {done[self.dp]}",
+            "cp": f"{self.cp_cut} CP ranks {done[self.cp]}" if self.cp else "no CP",
+            "masked_samples": "some rows fully masked" if self.masked_samples else "no row fully masked",
+            "fractional_masks": "some masks of weights" if self.fractional_masks else "masks of 0 and 1",
+            "split_rollouts": "rollouts over several rows" if self.split_rollouts else "a rollout per row",
+            "names": ", ".join(f"{name} is {what}" for name, what in self.names.items()),
+        }
+        said = ", ".join(filter(None, words.values()))
+        return said.replace(", of ", " of ")
+
+    @property
+    def cuts(self) -> str:
+        """In which cuts of a step its weights are checked, in words."""
+        return f"however the step is cut{' into micro-batches of as many rows' * self.even_microbatches}"
 
 
 #: A common name for the number of micro-batches, which Hugging Face's trainers give.
@@ -125,7 +146,9 @@ CALLS: dict[str, LossCall] = {
     "megatron": LossCall(returns="megatron", microbatches="mean", cp="mean"),
     "megatron_per_token": LossCall(returns="megatron_per_token", dp="sum", cp="sum"),
     # With a `compute_loss_func` and `average_tokens_across_devices` the Trainer multiplies by DDP's number of ranks.
-    "transformers": LossCall(names={"num_items_in_batch": "step_tokens"} | _STEPS, dp="sum", even_microbatches=True),
+    "transformers": LossCall(
+        names={"num_items_in_batch": "step_tokens"} | _STEPS, dp="sum", even_microbatches=True, fractional_masks=False
+    ),
     # GRPOTrainer's loss function divides by accumulation steps itself. Its `num_items_in_batch` is that of a generation
     # batch, the step's where `steps_per_generation` is the accumulation.
     "trl": LossCall(
@@ -133,11 +156,12 @@ CALLS: dict[str, LossCall] = {
         | _STEPS
         | {"current_gradient_accumulation_steps": "num_microbatches"},
         even_microbatches=True,
+        fractional_masks=False,
     ),
     # `agg_loss` as verl's engines call it: global counts, times dp_size against averaged gradients.
     "verl": LossCall(names={"batch_num_tokens": "step_tokens", "global_batch_size": "step_samples"}),
     # `compute_loss`: lists of sequences, one global `loss_scale`; FSDP's division is undone.
-    "prime_rl": LossCall(rows="lists", names={"loss_scale": "step_tokens"}, dp="sum"),
+    "prime_rl": LossCall(rows="lists", names={"loss_scale": "step_tokens"}, dp="sum", fractional_masks=False),
 }
 
 
@@ -163,9 +187,9 @@ def asked_for(loss_fn: Any, call: LossCall) -> dict[str, str]:
 
 
 class DrawnRow(NamedTuple):
-    """A row of data: its loss mask of zeros and ones, its units, its DP rank and its micro-batch."""
+    """A row of data: its loss mask of zeros and ones, or weights, its units, its DP rank and its micro-batch."""
 
-    mask: tuple[int, ...]
+    mask: tuple[float, ...]
     rollout: int = 0
     prompt: int = 0
     dp_rank: int = 0
@@ -180,6 +204,7 @@ class DrawnStep(NamedTuple):
     dp_size: int = 1
     cp_size: int = 1  # context-parallel ranks that every micro-batch is cut for
     seed: int = 0  # of the losses and advantages, whatever the cut
+    advantages: tuple[float, float] = (1.0, 0.0)  # factor and constant by which all of them are moved
 
 
 #: A drawn row -> its id, a row of ids, or its label.
@@ -213,6 +238,20 @@ def samples_of(rows: Sequence[DrawnRow], call: LossCall, cp_size: int, described
     return Samples(masks, layout=layout, rollout_ids=rollouts, prompt_ids=prompts, ids=ids, labels=labels)
 
 
+def _advantages(step: DrawnStep, generator: torch.Generator) -> Tensor:
+    """One per row, drawn, then moved as the step says."""
+    advantages = torch.randn(len(step.rows), generator=generator)
+    advantages += 0.5 * torch.where(advantages < 0, -1, 1)  # none is near 0
+    factor, constant = step.advantages
+    return factor * advantages + constant
+
+
+def advantages_of_entries(step: DrawnStep) -> npt.NDArray[np.float64]:
+    """The advantage of each mask entry's row, end to end."""
+    advantages = _advantages(step, torch.Generator().manual_seed(step.seed))
+    return advantages.double().numpy().repeat([len(row.mask) for row in step.rows])
+
+
 def measure(
     loss_fn: Any, call: LossCall, step: DrawnStep, poisoned: bool = False, described: Described = _AS_DRAWN
 ) -> MeasuredStep:
@@ -224,8 +263,7 @@ def measure(
     asks, K, D, C = asked_for(loss_fn, call), step.num_microbatches, step.dp_size, step.cp_size
     masks, *ids = list(zip(*step.rows, strict=True))[:3]
     generator, lengths = torch.Generator().manual_seed(step.seed), list(map(len, masks))
-    advantages = torch.randn(len(masks), generator=generator)
-    advantages += 0.5 * torch.where(advantages < 0, -1, 1)  # none is near 0
+    advantages = _advantages(step, generator)
     # A row's losses do not depend on the lengths of others: a padded row has those of the unpadded one.
     drawn = torch.randn(len(masks), _LONGEST, generator=generator).repeat(1, max(lengths) // _LONGEST + 1)
     losses = torch.cat([row[:length] for row, length in zip(drawn, lengths, strict=True)])

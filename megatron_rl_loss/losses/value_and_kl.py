@@ -58,6 +58,18 @@ def value_loss(
     return square / 2
 
 
+#: Names of other projects' estimators: whose, and what they are here. By open-instruct's number 2 it means k3.
+_ELSEWHERE = {
+    "0": ("open-instruct", "'k1'"),
+    "1": ("open-instruct", "'k2'"),
+    "2": ("open-instruct", "'k3'"),
+    "3": ("open-instruct", "'k1' with old_log_probs="),
+    "kl": ("verl", "'k1'"),
+    "mse": ("verl", "'k2'"),
+    "low_var_kl": ("verl and slime", "'k3'"),
+}
+
+
 @reports_output
 def kl_estimate(
     log_probs: Tensor,
@@ -95,6 +107,9 @@ def kl_estimate(
     """
     check_shape("ref_log_probs", ref_log_probs, log_probs)
     check_float("ref_log_probs", ref_log_probs, "Pass log-probs, not token ids")
+    if isinstance(estimator, str | int) and (known := _ELSEWHERE.get(str(estimator))) is not None:
+        where, here = known
+        raise ValueError(f"KL estimator {estimator!r}: that of {where} is {here} here. Pass that.")
     check_choice("KL estimator", estimator, get_args(KlEstimator))
     others = [ref_log_probs.detach()]
     if old_log_probs is not None:
