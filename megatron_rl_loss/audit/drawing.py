@@ -18,10 +18,18 @@ CUTS: dict[str, str] = {
 _FRACTIONS = (0.25, 0.5, 1.0)
 
 
-def draw_step(call: LossCall, over: str, seed: str, *, is_large: bool, is_fractional: bool | None = None) -> DrawnStep:
+def _weighed(mask: tuple[float, ...], rng: random.Random) -> tuple[float, ...]:
+    """A mask of weights in the place of ones, of which one stays: trainers may divide by no less than 1."""
+    weights = [entry and rng.choice(_FRACTIONS) for entry in mask]
+    if any(mask):
+        weights[rng.choice([t for t, entry in enumerate(mask) if entry])] = 1.0
+    return tuple(weights)
+
+
+def draw_step(call: LossCall, over: str, seed: str, *, is_large: bool, is_fractional: bool = False) -> DrawnStep:
     """A random step with an active token, cut over the sizes that `over` names (see `CUTS`).
 
-    `is_fractional`: whether masks hold weights; None for a quarter of the steps.
+    `is_fractional`: masks hold weights, where the call has such masks.
     """
     rng = random.Random(seed)
     most, longest = (3, 11) if is_large else (2, 3)
@@ -44,8 +52,8 @@ def draw_step(call: LossCall, over: str, seed: str, *, is_large: bool, is_fracti
         mask = tuple(int(rng.random() < share) for _ in range(rng.randint(1, longest)))
         mask = mask if any(mask) or call.masked_samples else (1, *mask[1:])
         rows.append(DrawnRow(mask, rollout, prompt))
-    if call.fractional_masks and (is_fractional or (is_fractional is None and rng.random() < 0.25)):
-        rows = [row._replace(mask=tuple(entry and rng.choice(_FRACTIONS) for entry in row.mask)) for row in rows]
+    if call.fractional_masks and is_fractional:
+        rows = [row._replace(mask=_weighed(row.mask, rng)) for row in rows]
     rng.shuffle(rows)
     placed = tuple(row._replace(dp_rank=d, microbatch=k) for row, (d, k) in zip(rows, places, strict=True))
     return DrawnStep(placed, K, D, C if call.cp else 1, rng.randrange(2**31))

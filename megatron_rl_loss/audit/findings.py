@@ -1,5 +1,6 @@
 """The faults of a loss function: `find_faults` measures random steps, and keeps the smallest one that shows a fault."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -17,6 +18,8 @@ from megatron_rl_loss.core.masks import Array
 #: The largest relative difference of sound weights: float32 over some hundred tokens, plus the small constants that
 #: trainers add to denominators.
 TOLERANCE = 1e-5
+#: Large steps on which an experiment is tried: in small ones a micro-batch may have one row alone.
+_TRIED = 4
 _PLACES = {"dp_rank": "DP rank", "microbatch": "micro-batch"}
 #: Kind, text and change of the losses' seed of faults that show when an uncut step is measured again.
 _REPEATED: tuple[tuple[FaultKind, str, int], ...] = (
@@ -93,8 +96,10 @@ def find_faults(
 ) -> list[Finding]:
     """One finding for each kind of fault that steps of a cut show, on the smallest such step."""
     shown, findings, compared = dict[FaultKind, list[Finding]](), list[Finding](), list[Compared]()
-    for number in range(draws if call.cp or CUTS[cut] != "C" else 0):
-        step = draw_step(call, CUTS[cut], f"{seed}/{cut}/{number}", is_large=number % 3 == 1)
+    of_weights = -(-draws // 3) if call.fractional_masks else 0  # a quarter of all
+    for number in range(draws + of_weights if call.cp or CUTS[cut] != "C" else 0):
+        large, fractional = number % 3 == 1, number >= draws
+        step = draw_step(call, CUTS[cut], f"{seed}/{cut}/{number}", is_large=large, is_fractional=fractional)
         try:
             finding = _fault_of(measure, mode, cut, step, compared)
         except CallFailed as failure:
@@ -110,7 +115,9 @@ def find_faults(
             if first.is_fractional:  # the plainest steps are shown, so no other shows it
                 says = f"where masks hold weights, {says}"
         if (kind == "weights" and mode is None) or kind == "values":
-            says = _by_advantages(measure, call, first.step) or says
+            trained = replace(call, masked_samples=False)
+            steps = [draw_step(trained, CUTS[cut], f"{seed}/moved/{i}", is_large=True) for i in range(_TRIED)]
+            says = next(filter(None, (_by_advantages(measure, call, step) for step in steps)), says)
         low, high = _extremes(alike)
         findings.append(replace(first, says=says, low=low, high=high))
     # Wrong weights are the fault; a mean over a micro-batch without a token, NaN, is one of its signs.
@@ -164,8 +171,12 @@ def _by_advantages(measure: Measure, call: LossCall, step: DrawnStep) -> str:
     except CallFailed:
         return ""
 
+    # Of one row alone a deviation from the mean is rounding, divided by another.
+    active = Counter(row[3:5] for row in step.rows if any(row.mask))
+    beside = np.repeat([active[row[3:5]] > 1 for row in step.rows], [len(row.mask) for row in step.rows])
+
     def alike(one: Array, other: Array) -> bool:
-        return bool(np.abs(one - other).max(initial=0) <= 1e-3 * np.abs(own).max(initial=0) > 0)
+        return bool(np.abs(one - other)[beside].max(initial=0) <= 1e-3 * np.abs(own[beside]).max(initial=0) > 0)
 
     if not alike(opposite, -own):  # it does not use them, or not as factors
         return ""

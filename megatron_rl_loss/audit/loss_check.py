@@ -21,6 +21,7 @@ from megatron_rl_loss.audit.findings import TOLERANCE, Finding, Measure, find_fa
 from megatron_rl_loss.audit.judge import deviation_of, expected_weights, explain, nearest_mode
 from megatron_rl_loss.audit.loss_report import LossReport
 from megatron_rl_loss.audit.misplaced import OF_ALL_STEPS
+from megatron_rl_loss.audit.own_losses import OwnLosses, judge_backward
 from megatron_rl_loss.audit.picture import Panel
 from megatron_rl_loss.audit.progress import Progress
 from megatron_rl_loss.audit.simulation import (
@@ -60,6 +61,7 @@ def check_loss(
     seed: int = 0,
     ids: Mapping[str, OfRow] | None = None,
     labels: Mapping[str, OfRow] | None = None,
+    own_losses: OwnLosses | None = None,
 ) -> LossReport:
     """Check that a loss function gives every token the weight of a mode, in every cut of the step by its trainer.
 
@@ -81,6 +83,8 @@ def check_loss(
         draws: number of random steps for each way of cutting.
         ids, labels: that a mode of your own reads, by name: a function of a `DrawnRow` (its `mask`, `rollout` and
             `prompt`), such as ``ids={"task": lambda row: row.prompt // 2}``. Rows have ``session`` and ``turn`` ids.
+        own_losses: where losses are made by code of your own, a fused kernel for instance: their backward is judged
+            too, which no weight shows (see `OwnLosses`).
 
     Raises:
         TypeError, ValueError: a mode that lacks an id or a label; a function that cannot be called this way, or that
@@ -117,8 +121,14 @@ def check_loss(
         _check_mode_runs(expected, described)
     if loss_fn is None:
         assert expected is not None
-        return _check_mode(expected, draws, seed, described)
-    return _check_function(loss_fn, expected, call, draws, seed, described)
+        report = _check_mode(expected, draws, seed, described)
+    else:
+        report = _check_function(loss_fn, expected, call, draws, seed, described)
+    if own_losses is not None and (wrong := judge_backward(own_losses, seed=seed)):
+        report = replace(
+            report, findings=(Finding("in the losses themselves", "backward", wrong, _PLAIN), *report.findings)
+        )
+    return report
 
 
 def _check_mode_runs(expected: Aggregation, described: Described) -> None:
@@ -176,12 +186,12 @@ def _check_function(
             notes.append(f"in uncut steps its weights are those of {wanted}")
         if wanted is not None and "weights" in kinds <= {"weights", "NaN"}:
             causes = _causes(run, call, wanted, seed)
-            if not causes and not any(finding.fact in OF_ALL_STEPS for finding in findings):
+            if not causes and not any(finding.fact for finding in findings):
                 notes.append("the cause cannot be told: no row of the table of causes gives these weights")
         if not np.isfinite(run(_HOLED, poisoned=True).weights).all():
             notes.append("a NaN at a masked token spoils the loss; select by the mask (torch.where) before multiplying")
     name, assumed, panel = _name_of(loss_fn), call.describe(), _panel(run, call, expected, seed)
-    return LossReport(name, expected, assumed, draws, seed, tuple(findings), causes, tuple(notes), panel)
+    return LossReport(name, expected, assumed, draws, seed, tuple(findings), causes, tuple(notes), panel, call.cuts)
 
 
 def _panel(run: Measure, call: LossCall, expected: Aggregation | None, seed: int) -> Panel | None:
@@ -231,6 +241,8 @@ def _findings(
     findings = look(UNCUT)
     if failures := [finding for finding in findings if finding.kind != "weights"]:
         return failures
+    if any(finding.fact in OF_ALL_STEPS for finding in findings):  # behind rows they train on others by that fact
+        return findings + [finding for cut, over in CUTS.items() if len(over) == 1 for finding in look(cut)]
     of_cuts = [finding for cut, over in CUTS.items() if len(over) == 1 for finding in look(cut)]
     return findings + (of_cuts or look(TOGETHER)) + look(PADDED)
 

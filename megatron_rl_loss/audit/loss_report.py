@@ -1,5 +1,6 @@
 """`LossReport`: what `check_loss` found, as text and as plain data."""
 
+import textwrap
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ class LossReport:
     notes: tuple[str, ...] = ()
     #: the weights of a larger random step, cut in all of these ways at once; None where none were measured
     panel: Panel | None = field(default=None, repr=False, compare=False)
+    cuts: str = "however the step is cut"  # which cuts the call makes, in words
 
     @property
     def sound(self) -> bool:
@@ -38,24 +40,28 @@ class LossReport:
     def __str__(self) -> str:
         mode = "" if self.expected is None or self.expected.mode.name == self.name else str(self.expected)
         if self.sound:
-            lines = [f"SOUND: {self.name} is {mode or 'invariant'}, however the step is cut"]
+            lines = [f"SOUND: {self.name} is {mode or 'invariant'}, {self.cuts}"]
         elif self.invariant:
             lines = [f"NOT SOUND: {self.name} is invariant, but not {mode}"]
         else:
             fails = all(finding.kind != "weights" for finding in self.findings)
             how = "fails, or is no aggregation of losses" if fails else "is not invariant"
             lines = [f"NOT SOUND: {self.name} {how}" + f"; expected {mode}" * bool(mode)]
+        said = f"assumed: {self.call}; {self.draws} draws of each cut, seed {self.seed}"
+        assumed = textwrap.wrap(said, 118, initial_indent="  ", subsequent_indent="    ")
         lines += [f"  {finding.cut}: {finding.says}" for finding in self.findings]
         lines += [f"  fits: {cause}" for cause in self.causes[:1]]
         for first in self.findings[:1]:
-            said = f"{self.name} {mode} {self.call} {self.causes}"
+            named = f"{self.name} {mode} {self.causes} {'rollout' * ('rollouts over several' in self.call)}"
             should = ", should weigh" if self.expected and mode else ", uncut"
-            rows = first.rows([unit for unit in ("rollout", "prompt") if unit in said], should)
+            rows = first.rows([unit for unit in ("rollout", "prompt") if unit in named], should)
             cp = f", each row cut over {first.step.cp_size} CP ranks" * (first.step.cp_size > 1)
-            lines += [f"  the smallest step {first.cut} that shows it (x trained, . masked{cp}):"]
-            room = max(1, 10 - len(self.findings) - len(self.notes))  # of 15 lines
-            lines += [f"    {row}" for row in rows[:room]] + [f"    and {len(rows) - room} more"] * (len(rows) > room)
-        lines.append(f"  assumed: {self.call}; {self.draws} draws of each cut, seed {self.seed}")
+            room = max(1, 11 - len(self.findings) - len(self.notes) - len(assumed))  # of 15 lines
+            if first.kind != "backward":
+                lines += [f"  the smallest step {first.cut} that shows it (x trained, . masked{cp}):"]
+                more = [f"    and {len(rows) - room} more"] * (len(rows) > room)
+                lines += [*(f"    {row}" for row in rows[:room]), *more]
+        lines += assumed
         if not self.findings:
             cp = " and 4 CP" * ("no CP" not in self.call)
             lines += [f"  covers rows of at most 11 tokens, 5 micro-batches, 4 DP{cp} ranks; not checked: the calls"]

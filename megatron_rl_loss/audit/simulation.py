@@ -34,15 +34,15 @@ PARAMETERS = (
 )
 _OF_LOG_PROBS = PARAMETERS[-3:]
 #: Kinds of faults: weights that are wrong, or depend on losses or chance; calls that raise, or return no usable loss.
-FaultKind = Literal["weights", "values", "chance", "raises", "no loss", "no graph", "NaN"]
+FaultKind = Literal["weights", "values", "chance", "raises", "no loss", "no graph", "NaN", "backward"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossCall:
     """A trainer's call of its loss function, and the divisions that follow. The defaults are plain PyTorch: DDP, no CP.
 
-    >>> LossCall(microbatches="mean", names={"total": "step_tokens"}).describe()
-    'padded rows, micro-batches averaged, DP ranks averaged, no CP'
+    >>> LossCall(microbatches="mean", names={"total": "step_tokens"}).describe()  # doctest: +ELLIPSIS
+    'padded rows, micro-batches averaged, ...no CP, some rows fully masked, ..., total is step_tokens'
 
     Further parameters of the function get these values by name. Tokens are sums of masks; a step is all micro-batches
     of all DP ranks.
@@ -119,7 +119,7 @@ class LossCall:
             }[self.returns],
             "rows": "a tensor per row" if self.rows == "lists" else f"{self.rows} rows",
             "microbatches": f"micro-batches {done[self.microbatches]}",
-            "even_microbatches": "of as many rows" if self.even_microbatches else "of any number of rows",
+            "even_microbatches": "all of as many rows" if self.even_microbatches else "of any numbers of rows",
             "dp": f"DP ranks {done[self.dp]}",
             "cp": f"{self.cp_cut} CP ranks {done[self.cp]}" if self.cp else "no CP",
             "masked_samples": "some rows fully masked" if self.masked_samples else "no row fully masked",
@@ -127,8 +127,7 @@ class LossCall:
             "split_rollouts": "rollouts over several rows" if self.split_rollouts else "a rollout per row",
             "names": ", ".join(f"{name} is {what}" for name, what in self.names.items()),
         }
-        said = ", ".join(filter(None, words.values()))
-        return said.replace(", of ", " of ")
+        return ", ".join(filter(None, words.values()))
 
     @property
     def cuts(self) -> str:

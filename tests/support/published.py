@@ -382,3 +382,58 @@ BUGS = [
     Bug(0, "the false alarm's fix: tokens summed over D C", times(exact, lambda t: 1 / t.C)),
 ]
 # fmt: on
+
+
+# ---- functions that select, mask or divide wrongly, of further public reports: what `check_loss` must say of each
+
+
+@dataclass(frozen=True)
+class Reported:
+    """A faulty loss function, re-created, and a part of the sentence that names its cause."""
+
+    where: str
+    loss_fn: Callable[..., Tensor]
+    cause: str
+    asked: str | None = "token_mean"
+    call: LossCall | str = ADDED
+
+
+def whitened_here(log_probs: Tensor, mask: Tensor, old_log_probs: Tensor, advantages: Tensor) -> Tensor:
+    """The advantages of a micro-batch less their own mean, divided by their own deviation."""
+    on = mask != 0
+    own = advantages[on]
+    white = (advantages - own.mean()) / (own.std(unbiased=False) + 1e-8)
+    return total(-(log_probs - old_log_probs).exp() * white, mask)
+
+
+def prompts_trained(losses: Tensor, mask: Tensor, step_tokens: Tensor) -> Tensor:
+    """A mask of the response alone, and everything before it is trained too."""
+    before = (mask.cumsum(-1) == 0) & (mask.sum(-1, keepdim=True) > 0)
+    return share(losses, torch.where(before, 1, mask), step_tokens)
+
+
+def off_by_one(losses: list[Tensor], masks: list[Tensor], step_tokens: Tensor) -> Tensor:
+    shifted = [torch.cat([torch.zeros(1), mask[:-1]]) for mask in masks]
+    return total_of_lists(losses, shifted) / step_tokens
+
+
+REPORTS = [
+    Reported("RAGEN #71, the mask inverted", lambda x, m, step_tokens: share(x, 1 - m, step_tokens),
+        "the mask is inverted", call=LossCall(dp="sum", rows="packed", fractional_masks=False)),
+    Reported("RAGEN #71, padded rows", lambda x, m, step_tokens: share(x, 1 - m, step_tokens),
+        "the mask is inverted", call=LossCall(dp="sum", fractional_masks=False)),
+    Reported("gpt-neox #1285, a mask that is off by one", off_by_one, "off by one against masks: each lies one token",
+        call=LossCall(dp="sum", rows="lists")),
+    Reported("SkyRL #498, a fractional mask applied twice",
+        lambda x, m, step_tokens: share(x * m, m, step_tokens), "the mask is applied twice"),
+    Reported("a fractional mask taken as flags", lambda x, m, step_tokens: share(x, (m != 0) * 1.0, step_tokens),
+        "fractional mask values are ignored"),
+    Reported("easydistill #16, divided by the micro-batch's tokens twice",
+        lambda x, m: masked_mean(x, m) / m.sum().clamp(min=1), "divided by the tokens of the micro-batch twice",
+        call=LossCall(dp="sum", fractional_masks=False)),
+    Reported("slime #2235 and miles #3229, whitened within a micro-batch", whitened_here, "whitens advantages",
+        asked=None, call=LossCall(takes="log_probs", dp="sum")),
+    Reported("the same beside a mode", whitened_here, "whitens advantages", "token_sum",
+        LossCall(takes="log_probs", dp="sum")),
+    Reported("prompts trained", prompts_trained, "tokens before the response"),
+]  # fmt: skip

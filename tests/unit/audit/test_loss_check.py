@@ -52,6 +52,25 @@ ASKED: dict[str, Callable[..., Any]] = {
 }
 
 
+#: By row of `published.BUGS`: a part of what must be said of the function's weights; None where it cannot be told.
+CAUSES: dict[int, str | None] = {
+    1: "x CP: the loss is multiplied by CP once too often",
+    3: "the CP rank's piece of the micro-batch, not of the step",
+    9: "tokens of the micro-batch, not of the step", 10: "tokens of the micro-batch, not of the step", 11: None,
+    12: "sample means, over the samples of the step", 14: "token means of the micro-batch, weighted by its samples",
+    15: "x K: micro-batches are summed", 16: "x 1/CP: gradients of CP ranks are summed and then averaged",
+    17: "x 1/DP²: a denominator is multiplied by DP", 18: "x N: never divided by the number of units",
+    21: "x K: micro-batches are summed", 23: "tokens of the micro-batch, not of the step",
+    24: "x 1/T: divided by the number of tokens twice", 26: "tokens of the micro-batch, not of the step",
+    28: "tokens of the micro-batch, not of the step", 31: "tokens of the micro-batch, not of the step",
+    32: "tokens of the DP rank, not of the step", 36: "x 1/K: nothing undoes",
+    38: "tokens of the DP rank, not of the step",
+    39: "not divided by any count of tokens", 42: "the tokens, and one for each fully masked sample",
+    45: "x N/rows: rows were counted, not rollouts", 46: "tokens of the micro-batch, not of the step",
+    53: "tokens of the micro-batch, not of the step, x DP·K: the parts' means are summed",
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("bug", PUBLISHED.values(), ids=PUBLISHED)
 def test_a_published_function_is_found(bug: published.Bug) -> None:
     report = check_loss(bug.loss_fn, bug.asked, call=bug.call, draws=8, divisor=bug.divisor)
@@ -59,6 +78,8 @@ def test_a_published_function_is_found(bug: published.Bug) -> None:
     assert report.invariant == (set(bug.cuts) == {UNCUT})
     assert {finding.cut for finding in report.findings} == set(bug.cuts), str(report)
     assert len(str(report).splitlines()) <= 15
+    cause = CAUSES[bug.row]
+    assert cause in report.causes[0] if cause else "the cause cannot be told" in str(report)
     rows = (CALLS[bug.call] if isinstance(bug.call, str) else bug.call).rows
     for finding in report.findings:
         assert finding.kind == "weights"
@@ -70,6 +91,70 @@ def test_a_published_function_is_found(bug: published.Bug) -> None:
         parts = {MICROBATCHES: t.K, DP: t.D, published.CP: t.C}
         assert parts == {cut: 1 + (cut == finding.cut) for cut in parts}
         assert len(t.m) <= 14, finding.step
+
+
+@pytest.mark.parametrize("seed", [0, 5])
+@pytest.mark.parametrize("report", published.REPORTS, ids=lambda report: report.where)
+def test_a_function_of_a_public_report_gets_its_cause(report: published.Reported, seed: int) -> None:
+    found = check_loss(report.loss_fn, report.asked, call=report.call, draws=8, seed=seed)
+    assert not found.sound
+    said = [*(finding.says for finding in found.findings if finding.kind != "NaN"), *found.causes[:1]]
+    assert any(report.cause in text for text in said), str(found)
+    # No other cause beside it: what is selected, or missing, or a ratio of 1.
+    assert "selects" not in str(found)
+    assert "have no weight" not in str(found)
+    assert " weigh 1 times" not in str(found)
+
+
+def test_every_published_function_is_judged() -> None:
+    assert len(PUBLISHED) + len(published.REPORTS) >= 27
+    assert {bug.row for bug in PUBLISHED.values()} == set(CAUSES)
+
+
+def selected_by_advantage(log_probs: Tensor, mask: Tensor, old_log_probs: Tensor, advantages: Tensor) -> Tensor:
+    """The tokens of a micro-batch whose advantage is above the micro-batch's mean."""
+    on = advantages > advantages[mask != 0].mean()
+    return total(-(log_probs - old_log_probs).exp() * advantages * on, mask)
+
+
+def test_selecting_is_told_from_whitening() -> None:
+    call = LossCall(takes="log_probs", dp="sum")
+    assert "it selects them" in str(check_loss(selected_by_advantage, call=call, draws=8))
+    assert "whitens advantages" in str(check_loss(published.whitened_here, call=call, draws=8))
+    centred = lambda x, m, old_log_probs, advantages: total(  # noqa: E731
+        -(x - old_log_probs).exp() * (advantages - advantages[m != 0].mean()), m
+    )
+    assert "it centres advantages itself" in str(check_loss(centred, call=call, draws=8))
+
+
+def test_what_is_assumed_is_said_from_every_field() -> None:
+    """Each field, moved to each of its other values, changes the line."""
+    base = LossCall(cp="sum", rows="packed")
+    moved: dict[str, list[Any]] = {
+        "takes": ["log_probs"], "rows": ["padded", "lists"], "names": [{"n": "step_tokens"}], "microbatches": ["mean"],
+        "dp": ["sum"], "cp": ["mean", None], "cp_cut": ["contiguous"], "even_microbatches": [True],
+        "masked_samples": [False], "fractional_masks": [False], "split_rollouts": [True],
+        "returns": ["megatron", "megatron_per_token"],
+    }  # fmt: skip
+    assert set(moved) == {field.name for field in dataclasses.fields(LossCall)}
+    texts = [replace(base, **{name: value}).describe() for name, values in moved.items() for value in values]
+    assert len({base.describe(), *texts}) == 1 + len(texts)
+    even = str(check_loss(share, "token_mean", call=replace(ADDED, even_microbatches=True), draws=2))
+    assert "SOUND: share is token_mean, however the step is cut into micro-batches of as many rows" in even
+
+
+def test_a_quarter_of_the_draws_has_masks_of_weights() -> None:
+    seen = list[bool]()
+
+    def watched(losses: Tensor, mask: Tensor, step_tokens: Tensor) -> Tensor:
+        seen.append(bool(((mask != 0) & (mask != 1)).any()))
+        return share(losses, mask, step_tokens)
+
+    assert check_loss(watched, "token_mean", call=ADDED, draws=8).sound
+    assert any(seen)
+    seen.clear()
+    assert check_loss(watched, "token_mean", call=replace(ADDED, fractional_masks=False), draws=8).sound
+    assert not any(seen)
 
 
 DIVISORS = {"constant": 8.0, "token_sum": 8.0}

@@ -172,6 +172,8 @@ REFUSALS = {
         ((RARE,), "ref_log_probs with values up to 0.03, none below 0", (RARE.log(),)),
         ({"old_log_probs": RARE}, "old_log_probs with values up to 0.03", {"old_log_probs": RARE.log()}),
         ({"estimator": "k4"}, "'k4': there is no such KL estimator. Choose one of", NONE),
+        ({"estimator": 2}, "KL estimator 2: that of open-instruct is 'k3' here", {"estimator": "k3"}),
+        ({"estimator": "low_var_kl"}, "that of verl and slime is 'k3' here", {"estimator": "k3"}),
         ((COLUMN,), r"ref_log_probs of shape \(5, 1\)", (FIVE,)),
         ({"old_log_probs": COLUMN}, r"old_log_probs of shape \(5, 1\)", {"old_log_probs": FIVE}),
         ({"old_log_probs": FIVE, "estimator": "k2"}, "k2 with old_log_probs: .+Take k3", {"estimator": "k2"}),
