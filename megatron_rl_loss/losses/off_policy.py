@@ -20,7 +20,7 @@ from megatron_rl_loss.core.collectives import Group
 from megatron_rl_loss.core.errors import check_float, check_one_each, check_within, require
 from megatron_rl_loss.core.ids import Ids, as_ids
 from megatron_rl_loss.core.masks import Mask, on_device
-from megatron_rl_loss.core.samples import LocalTokens, check_values
+from megatron_rl_loss.core.samples import check_values
 from megatron_rl_loss.losses.gates import Gate
 from megatron_rl_loss.losses.place import Place, tokens_of
 from megatron_rl_loss.losses.ratio import at_least_float32, check_shape
@@ -157,13 +157,13 @@ def _warn_of_lost_weights(gate: Gate, judged: Tensor, log_ratios: Tensor, local:
     low, high = gate.bounds
     lost = (judged <= max(low, math.log(_NEAR_0))) | (judged >= high) if gate.has_weight else gate.is_outside(judged)
     here = [float(lost.sum()), float(judged.numel())]
-    sums, told = here, 0.0
-    if local is not None and not isinstance(local, LocalTokens):
-        sums, told = local.add_up(f"weights by {gate}", *here), local.add_up(f"told of {gate}", 0.0)[0]
+    sums, told, add_up = here, 0.0, getattr(local, "add_up", None)  # of the micro-batch of a plan
+    if add_up is not None:
+        sums, (told,) = add_up(f"weights by {gate}", *here), add_up(f"told of {gate}", 0.0)
     if told or sums[1] < _FEW or sums[0] <= sums[1] / 2:
         return
-    if local is not None and not isinstance(local, LocalTokens):
-        local.add_up(f"told of {gate}", 1.0)
+    if add_up is not None:
+        add_up(f"told of {gate}", 1.0)
     most = "near 0 or at a bound" if gate.has_weight else "outside"
     logger.warning(
         f"{sums[0] / sums[1]:.0%} of the weights by {gate} are {most}: few tokens are left to learn from, or a bound "

@@ -91,7 +91,7 @@ def test_vocabulary_and_tokens_over_several_ranks(ranks: int) -> None:
         for part in parts:
             check(part | whole, expected_of(name, torch.float32, WANTED[wanted]), torch.float32)
         if way == "logits":  # once, whatever the chunks
-            numbers = 3 + CASES[name].get("ids", 1) + CASES[name].get("rest", False)
+            numbers = 3 + CASES[name].get("ids", 1) + 2 * CASES[name].get("rest", False)  # its top and its sum
             assert all(rank[at][1] == [4 * numbers * TOKENS] for rank in by_rank)
 
 
