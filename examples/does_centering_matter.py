@@ -75,9 +75,11 @@ def train(policy: GPT, seed: int, arm: str) -> list[dict[str, float]]:
         losses = ppo_clip_loss(now, now.detach(), advantages, batch.mask, importance_weights=weights).per_token_loss
         if centres:
             top = of_sampler.topk(TOP)
-            others = of_policy.scatter(-1, top.indices, -torch.inf).logsumexp(-1)
-            at_top = AtIds(of_policy.gather(-1, top.indices), others)
-            losses = losses + score_centering(at_top, top.values, advantages, batch.mask, gate=gate)
+            at_top, of_top = (
+                AtIds(of.gather(-1, top.indices), of.scatter(-1, top.indices, -torch.inf).logsumexp(-1))
+                for of in (of_policy, of_sampler)
+            )
+            losses = losses + score_centering(at_top, of_top, advantages, batch.mask, gate=gate)
         optimizer.zero_grad()
         (torch.stack(weights_column("token_mean", list(batch.mask))) * losses).sum().backward()
         optimizer.step()
