@@ -103,11 +103,10 @@ def importance_weights(
             of_sequences = segment_quantile(*given, q=1.0, per=per)
         else:
             of_sequences = (segment_sum if gate.aggregate == "sum" else segment_mean)(*given, per=per)
-        _warn_of_lost_weights(gate, of_sequences, log_ratio if active is None else log_ratio[active], local)
+        _warn_of_lost_weights(gate, of_sequences, log_ratio, active, local)
         judged = to_tokens(of_sequences, local).view(log_ratio.shape).double()
     else:
-        on = slice(None) if active is None else active
-        _warn_of_lost_weights(gate, judged[on], log_ratio[on], local)
+        _warn_of_lost_weights(gate, judged, log_ratio, active, local)
     return _weights(gate, judged).to(at_least_float32(log_ratio).dtype)
 
 
@@ -143,17 +142,21 @@ def _warn_of_ratios(log_ratios: Tensor) -> None:
             )
 
 
-def _warn_of_lost_weights(gate: Gate, judged: Tensor, log_ratios: Tensor, local: Place | None) -> None:
+def _warn_of_lost_weights(
+    gate: Gate, judged: Tensor, log_ratio: Tensor, active: Tensor | None, local: Place | None
+) -> None:
     """Log weights of which most are near 0 or at a bound; of a device they are not read.
 
     They are counted over the micro-batches of the step, and told of once: a micro-batch may hold a sequence or two.
 
     Args:
         judged: what the gate judges, of tokens or sequences.
-        log_ratios: of the active tokens.
+        log_ratio: of the tokens, of which `active` count; None for all.
     """
     if not judged.is_cpu or torch.compiler.is_compiling() or not judged.numel():
         return
+    on = slice(None) if active is None else active
+    judged = judged[on] if gate.level == "token" else judged
     low, high = gate.bounds
     lost = (judged <= max(low, math.log(_NEAR_0))) | (judged >= high) if gate.has_weight else gate.is_outside(judged)
     here = [float(lost.sum()), float(judged.numel())]
@@ -167,7 +170,7 @@ def _warn_of_lost_weights(gate: Gate, judged: Tensor, log_ratios: Tensor, local:
     most = "near 0 or at a bound" if gate.has_weight else "outside"
     logger.warning(
         f"{sums[0] / sums[1]:.0%} of the weights by {gate} are {most}: few tokens are left to learn from, or a bound "
-        f"decides. {_where_the_gap_lies(gate, log_ratios)}"
+        f"decides. {_where_the_gap_lies(gate, log_ratio[on])}"
     )
 
 
