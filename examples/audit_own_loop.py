@@ -26,7 +26,6 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -34,7 +33,7 @@ from megatron.core.transformer import TransformerConfig
 from packed_attention import layer_spec
 from torch import Tensor
 
-from megatron_rl_loss import Audit, Samples, StepTotals, ZigzagTHD, make_pg_loss_reducer, tap  # (1)
+from megatron_rl_loss import Audit, Samples, StepTotals, ZigzagTHD, make_pg_loss_reducer, packed_seq_params, tap  # (1)
 from megatron_rl_loss.audit.judge import judge
 
 SLOT, VOCABULARY = 32, 64
@@ -116,11 +115,7 @@ def main() -> None:
             held.of(values)[None].cuda()
             for values in (batch["tokens"], batch["tokens"].roll(-1), torch.arange(SLOT).repeat(2))
         )
-        cu_seqlens = torch.tensor([0, SLOT, 2 * SLOT], dtype=torch.int32).cuda()
-        names = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
-        packed = PackedSeqParams(
-            qkv_format="thd", **dict.fromkeys(names, cu_seqlens), max_seqlen_q=SLOT, max_seqlen_kv=SLOT
-        )
+        packed = packed_seq_params(torch.tensor([0, SLOT, 2 * SLOT], dtype=torch.int32), model)
         output = model(tokens, positions, None, labels=labels, packed_seq_params=packed)
 
         def loss_func(negative_log_probs: Tensor) -> Any:

@@ -20,10 +20,11 @@ megatron_on_cpu.install()  # before megatron is imported
 import packed_attention
 import torch
 from megatron.core.datasets import utils as dataset_utils
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.training import argument_utils
 from torch import Tensor
+
+from megatron_rl_loss import packed_seq_params
 
 #: What a CPU has not: Transformer Engine, fused kernels, NCCL.
 WITHOUT_GPU = """--transformer-impl local --no-persist-layer-norm --no-rope-fusion --no-masked-softmax-fusion
@@ -38,7 +39,7 @@ class Attention(packed_attention.PackedAttention):
         if kwargs.get("packed_seq_params") is not None:
             return super().forward(query, key, value, *args, **kwargs)
         bounds = torch.tensor([0, len(query) * self.cp_group.size()], dtype=torch.int32)
-        packed = PackedSeqParams("thd", bounds, bounds, bounds, bounds)
+        packed = packed_seq_params(bounds)
         rows = zip(query.unbind(1), key.unbind(1), value.unbind(1), strict=True)
         return torch.stack([super(Attention, self).forward(*row, None, packed_seq_params=packed) for row in rows], 1)
 

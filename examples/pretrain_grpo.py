@@ -38,6 +38,7 @@ from megatron_rl_loss import (
     add_loss_aggregation_args,
     kl_estimate,
     next_microbatch,
+    packed_seq_params,
     policy_loss,
 )
 from megatron_rl_loss.losses.by_name import POLICY_LOSSES, check_goes_with
@@ -149,7 +150,7 @@ def call_model(microbatch: Microbatch, model: Any, head: OutputHead | None = Non
         local(pack.position_ids),
         attention_mask=None,
         labels=local(pack.labels),
-        packed_seq_params=on_device(pack),
+        packed_seq_params=packed_seq_params(pack.cu_seqlens, model),
     )
 
 
@@ -235,15 +236,6 @@ def is_last_stage(model: Any) -> bool:
 def clip_range(args: Any) -> dict[str, Any]:
     """The clip range of the flags; None stands for the loss's own."""
     return {"clip_low": args.clip_low, "clip_high": args.clip_high}
-
-
-def on_device(pack: Pack) -> Any:
-    """The pack's sequence boundaries, on the device that attention needs."""
-    params = pack.packed_seq_params
-    cu_seqlens = params.cu_seqlens_q.cuda(non_blocking=True)
-    params.cu_seqlens_q = params.cu_seqlens_kv = cu_seqlens
-    params.cu_seqlens_q_padded = params.cu_seqlens_kv_padded = cu_seqlens
-    return params
 
 
 def main() -> None:

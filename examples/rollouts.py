@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from megatron_rl_loss import Samples, ZigzagTHD, group_relative_advantages
@@ -180,7 +179,7 @@ class Pack:
     """One micro-batch: rollouts in the padded slots of one sequence of fixed length, not yet cut for a CP rank.
 
     Tensors are [seq_length], of the likeliest ids [seq_length, K]; position t holds input token t, and all values of
-    the token that it predicts, t + 1.
+    the token that it predicts, t + 1. `cu_seqlens` are the bounds of the slots, int32.
     """
 
     tokens: Tensor
@@ -191,7 +190,7 @@ class Pack:
     rollout_log_probs: Tensor | None
     top_ids: Tensor | None
     top_log_probs: Tensor | None
-    packed_seq_params: PackedSeqParams
+    cu_seqlens: Tensor
     samples: Samples
 
 
@@ -228,7 +227,6 @@ def make_pack(rollouts: list[Rollout], *, seq_length: int, slot_multiple: int) -
     for start, end in itertools.pairwise(cu_seqlens):
         position_ids[start:end] = torch.arange(end - start)
     cu = torch.tensor(cu_seqlens, dtype=torch.int32)
-    longest = int(cu.diff().max())
     return Pack(
         tokens=tokens,
         labels=labels,
@@ -238,15 +236,7 @@ def make_pack(rollouts: list[Rollout], *, seq_length: int, slot_multiple: int) -
         rollout_log_probs=rollout_log_probs if rollouts and rollouts[0].rollout_log_probs is not None else None,
         top_ids=top_ids if rollouts and rollouts[0].top_log_probs is not None else None,
         top_log_probs=top_log_probs if rollouts and rollouts[0].top_log_probs is not None else None,
-        packed_seq_params=PackedSeqParams(
-            qkv_format="thd",
-            cu_seqlens_q=cu,
-            cu_seqlens_kv=cu,
-            cu_seqlens_q_padded=cu,
-            cu_seqlens_kv_padded=cu,
-            max_seqlen_q=longest,
-            max_seqlen_kv=longest,
-        ),
+        cu_seqlens=cu,
         samples=Samples(
             masks,
             layout=ZigzagTHD(cu, total_lengths=[rollout.num_inputs for rollout in rollouts], filler_slots=filler_slots),

@@ -67,6 +67,7 @@ from megatron_rl_loss.losses.value_and_kl import value_loss as value_loss
 from megatron_rl_loss.megatron.flags import add_loss_aggregation_args as add_loss_aggregation_args
 from megatron_rl_loss.megatron.iterator import next_microbatch as next_microbatch
 from megatron_rl_loss.megatron.launch import LossAggregation as LossAggregation
+from megatron_rl_loss.megatron.packing import packed_seq_params as packed_seq_params
 from megatron_rl_loss.planning import plan_step as plan_step
 from megatron_rl_loss.planning import prove_step as prove_step
 

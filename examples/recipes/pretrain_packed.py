@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from megatron.core import mpu
 from megatron.core.enums import ModelType
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.training import get_args, pretrain
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args
@@ -18,6 +17,7 @@ from megatron_rl_loss import (
     ZigzagTHD,
     add_loss_aggregation_args,
     next_microbatch,
+    packed_seq_params,
     ppo_clip_loss,
 )
 
@@ -56,8 +56,7 @@ def forward_step(data_iterator: Any, model: Any) -> Any:
     batch = microbatch.data  # what `packs` gave; `local` cuts this context-parallel rank's part
     names = ("tokens", "labels", "positions", "old_log_probs", "advantages")
     tokens, labels, positions, old, advantages = (microbatch.local(batch[name])[None].cuda() for name in names)
-    bounds, longest = batch["bounds"].cuda(), int(batch["bounds"].diff().max())
-    packed = PackedSeqParams("thd", bounds, bounds, bounds, bounds, longest, longest)
+    packed = packed_seq_params(batch["bounds"], model)
     output = model(tokens, positions, None, labels=labels, packed_seq_params=packed)
 
     def loss_func(loss: torch.Tensor) -> Any:

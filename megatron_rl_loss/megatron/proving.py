@@ -1,17 +1,20 @@
 """The proof of a step under Megatron's schedule: a model's groups, and what a launch makes unmeasurable."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
 from megatron_rl_loss.core.aggregation import Aggregation
-from megatron_rl_loss.core.collectives import Group
+from megatron_rl_loss.core.collectives import Group, gather_objects, several
 from megatron_rl_loss.core.record import PlanUse
 from megatron_rl_loss.megatron.flags import REMAT_SIZES, has_cuda_graphs
 from megatron_rl_loss.megatron.model_settings import groups_of
-from megatron_rl_loss.proof.first_step import FirstStep
+from megatron_rl_loss.megatron.packing import watch_packs
+from megatron_rl_loss.proof.findings import WRONG, Finding, Verdict
+from megatron_rl_loss.proof.first_step import FirstStep, Measure
 from megatron_rl_loss.proof.megatron_step import MegatronStep
 
 
@@ -31,6 +34,9 @@ def facts_of(
 class MegatronFirstStep(FirstStep):
     """`FirstStep` of a Megatron model, whose ``step`` is around the call of the schedule.
 
+    It also refuses packs in which the state of a layer runs from one sample into the next (`packing`): the weights of
+    tokens are right there, and what the model makes of them is not.
+
     Args:
         asked, loss, further: as of `FirstStep`.
         pg_collection: as of `facts_of`.
@@ -48,13 +54,48 @@ class MegatronFirstStep(FirstStep):
     ) -> None:
         def measure(model: Any, plan: PlanUse | None, then: Callable[[Exception | None], None]) -> MegatronStep:
             groups, unknown = facts_of(model, pg_collection)
-            return MegatronStep(model, groups, unknown=unknown, plan=plan, is_own_loop=is_own_loop, then=then)
+
+            def conclude(failure: Exception | None) -> None:
+                self._refuse_packs(groups_that_agree(model, plan), plan)
+                then(failure)
+
+            return MegatronStep(model, groups, unknown=unknown, plan=plan, is_own_loop=is_own_loop, then=conclude)
 
         def groups_that_agree(model: Any, plan: PlanUse | None) -> list[Group]:
             groups, _ = facts_of(model, pg_collection)
             return [groups.dp_cp, groups.tp, groups.pp]
 
         super().__init__(asked, loss, measure=measure, groups_of=groups_that_agree, **further)
+        #: What packs of the step that runs lack on this rank; None once a step showed that they lack nothing.
+        self._faults: Sequence[str] | None = ()
+
+    @contextmanager
+    def step(
+        self, model: Any, *, trains: bool = True, plan: PlanUse | None = None, measure: Measure | None = None
+    ) -> Iterator[None]:
+        if trains and not self.is_agreed:
+            self.agree(self._groups_of(model, plan))
+        if not trains or self.level == "off" or self._faults is None:
+            with super().step(model, trains=trains, plan=plan, measure=measure):
+                yield
+            return
+        with watch_packs(model) as self._faults:
+            with super().step(model, trains=trains, plan=plan, measure=measure):
+                yield
+            self._refuse_packs(self._groups_of(model, plan), plan)  # of a step that is not measured
+
+    def _refuse_packs(self, groups: Sequence[Group], plan: PlanUse | None) -> None:
+        """Raise or print what packs lack, on any rank: a pipeline stage has layers of its own. All ranks call it."""
+        if self._faults is None:
+            return
+        faults = [*self._faults]
+        for group in several(*groups):
+            faults = [*dict.fromkeys(fault for of_rank in gather_objects(faults, group) for fault in of_rank)]
+        asked = self.asked or (None if plan is None else plan.policy)
+        verdict = Verdict([Finding(WRONG, fault) for fault in faults], self.aim(asked))
+        self._faults = () if verdict.outcome.stops(self.level) else None  # after a refusal the next step is looked at
+        if faults:
+            self._tell(verdict.line(self.level), stops=verdict.outcome.stops(self.level))
 
 
 def _cannot_know(config: Any, groups: ProcessGroupCollection) -> list[str]:

@@ -107,8 +107,7 @@ def test_a_pack_is_aligned_with_the_labels() -> None:
     assert pack.advantages.tolist() == [2, 2, 2, 2, -1, 0, 0, 0, 0, 0, 0, 0]
     assert pack.old_log_probs is not None
     assert pack.old_log_probs.tolist() == [0, -1, -2, -3, -4, 0, 0, 0, 0, 0, 0, 0]
-    assert pack.packed_seq_params.cu_seqlens_q_padded.tolist() == [0, 4, 8, 12]
-    assert pack.packed_seq_params.max_seqlen_q == 4
+    assert pack.cu_seqlens.tolist() == [0, 4, 8, 12]
 
 
 @pytest.mark.parametrize("num_rollouts", [0, 1, 3, 4])
@@ -116,7 +115,7 @@ def test_filler_is_no_sample(num_rollouts: int) -> None:
     pack = make_pack([rollout(1, 4, [1, 1, 1, 1])] * num_rollouts, seq_length=16, slot_multiple=4)
     assert len(pack.samples) == num_rollouts
     assert len(pack.samples.local(0, 1)) == 16
-    assert pack.packed_seq_params.cu_seqlens_q_padded.tolist() == sorted({*range(0, 4 * num_rollouts + 1, 4), 16})
+    assert pack.cu_seqlens.tolist() == sorted({*range(0, 4 * num_rollouts + 1, 4), 16})
 
 
 def test_rollouts_are_dealt_evenly_and_all_once() -> None:

@@ -204,14 +204,13 @@ def pretrained(flags: list[str]) -> list[dict[str, float]]:
     """On a rank: `pretrain` of Megatron-Core dev, whose `train_step` runs the scheduler; what it logged."""
     import megatron_on_cpu
     from megatron.core import parallel_state
-    from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.transformer import transformer_config
     from megatron.training import training
     from packed_attention import layer_spec
     from pretrain_grpo import skip_building_dataset_helpers
     from pretrain_of_version import parse_args, pretrain_gpt
 
-    from megatron_rl_loss import LossAggregation, add_loss_aggregation_args, next_microbatch
+    from megatron_rl_loss import LossAggregation, add_loss_aggregation_args, next_microbatch, packed_seq_params
 
     barrier = dist.barrier
     transformer_config.is_te_min_version = lambda *_, **__: True  # a scheduler asks for Transformer Engine 2.9
@@ -239,10 +238,9 @@ def pretrained(flags: list[str]) -> list[dict[str, float]]:
         batch = microbatch.data
         names = ("tokens", "position_ids", "labels")
         tokens, positions, labels = (microbatch.local(batch[name])[None].cuda() for name in names)
-        bounds, longest, cp_group = batch["cu_seqlens_padded"], int(batch["max_seqlen"]), cp_group_of(batch)
-        packed = PackedSeqParams("thd", bounds, bounds, bounds, bounds, longest, longest)
-        if cp_group is not None:
-            packed.cp_group, packed.local_cp_size = cp_group, cp_group.size()
+        cp_group = cp_group_of(batch)
+        of_group = {} if cp_group is None else {"cp_group": cp_group, "local_cp_size": cp_group.size()}
+        packed = packed_seq_params(batch["cu_seqlens_padded"], model, **of_group)
         return model(tokens, positions, None, labels=labels, packed_seq_params=packed), microbatch.loss
 
     logged: list[dict[str, float]] = []

@@ -52,13 +52,12 @@ def built(kind: str, tp: int, wrapped: bool = True, **settings: Any) -> Any:
 
 
 def inputs() -> tuple[tuple[Tensor, Tensor, None], dict[str, Any]]:
-    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron_rl_loss import packed_seq_params
 
     generator = torch.Generator().manual_seed(5)
     tokens, labels = torch.randint(gpt_oracle.VOCAB, (2, 1, TOKENS), generator=generator)
     bounds = torch.tensor([0, 6, TOKENS], dtype=torch.int32)
-    names = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
-    packed = PackedSeqParams(qkv_format="thd", max_seqlen_q=10, max_seqlen_kv=10, **dict.fromkeys(names, bounds))
+    packed = packed_seq_params(bounds)
     positions = torch.cat([torch.arange(6), torch.arange(10)])[None]
     return (tokens, positions, None), {"labels": labels, "packed_seq_params": packed}
 

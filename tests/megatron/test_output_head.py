@@ -35,13 +35,10 @@ def on_models() -> dict[str, Any]:
 
 def call(chunk: Any, context: Any = None, labels: Tensor | None = IDS, **settings: Any) -> Any:
     """The model's own output without settings of a head."""
-    from megatron.core.packed_seq_params import PackedSeqParams
-
-    from megatron_rl_loss import OutputHead
+    from megatron_rl_loss import OutputHead, packed_seq_params
 
     bounds = torch.tensor([0, 8], dtype=torch.int32)
-    names = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
-    packed = PackedSeqParams(qkv_format="thd", max_seqlen_q=8, max_seqlen_kv=8, **dict.fromkeys(names, bounds))
+    packed = packed_seq_params(bounds)
     inputs: Any = {"packed_seq_params": packed, "labels": labels}
     if settings:
         return OutputHead(**settings)(chunk, IDS, IDS, None, context=context, **inputs)

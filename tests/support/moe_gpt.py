@@ -108,7 +108,7 @@ def run_step(model: Any, batches: list[Batch], loss_of: Any, wrap: Any = None) -
             attention_mask=None,
             labels=batch.labels,
             loss_mask=batch.mask,
-            packed_seq_params=batch.packed_seq_params(),
+            packed_seq_params=batch.packed_seq_params(model),
         )
         return output, functools.partial(loss_of, drawn)
 

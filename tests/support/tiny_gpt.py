@@ -3,7 +3,6 @@
 Imported by forked ranks after `warm_megatron`; everything of Megatron is the real one (see `megatron_on_cpu`).
 """
 
-import dataclasses
 import functools
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -138,24 +137,10 @@ class Batch:
             setattr(self, name, getattr(self, name).cuda())
         return self
 
-    def packed_seq_params(self) -> Any:
-        from megatron.core.packed_seq_params import PackedSeqParams
+    def packed_seq_params(self, model: Any = None) -> Any:
+        from megatron_rl_loss import packed_seq_params
 
-        longest = int(self.bounds.diff().max())
-        # By which Mamba's layers number the tokens of each sequence; without it their state runs on to the next one.
-        names = {field.name for field in dataclasses.fields(PackedSeqParams)}
-        total = {"total_tokens": int(self.bounds[-1])} if "total_tokens" in names else {}
-        return PackedSeqParams(
-            qkv_format="thd",
-            cu_seqlens_q=self.bounds,
-            cu_seqlens_kv=self.bounds,
-            cu_seqlens_q_padded=self.bounds,
-            cu_seqlens_kv_padded=self.bounds,
-            max_seqlen_q=longest,
-            max_seqlen_kv=longest,
-            **({} if self.cp_group is None else {"cp_group": self.cp_group}),
-            **total,
-        )
+        return packed_seq_params(self.bounds, model, **({} if self.cp_group is None else {"cp_group": self.cp_group}))
 
 
 def columns_of(
@@ -445,7 +430,7 @@ def settings_of(case: Case, **options: Any) -> AggregationSettings:
 def output_of(model: Any, batch: Batch, head: Any = None, context: Any = None) -> Any:
     """The model's output, or that of an `OutputHead` in its output layer's place."""
     call = model if head is None else functools.partial(head, model, context=context)
-    params = batch.packed_seq_params()
+    params = batch.packed_seq_params(model)
     return call(batch.tokens, batch.positions, None, labels=batch.labels, packed_seq_params=params)
 
 
