@@ -32,6 +32,7 @@ from triton.runtime.jit import JITFunction
 
 from megatron_rl_loss.logprobs import flags
 from megatron_rl_loss.logprobs import triton_kernels as kernels
+from megatron_rl_loss.logprobs.kept_ids import Kept
 
 BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 THREADS_OF_WARP = 32
@@ -40,14 +41,16 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
     "entropy": {"entropy": True},
-    "entropy, kept ids": {"entropy": True, "keep": True},
+    "entropy, mask of ids": {"entropy": True, "keep": True},
+    "entropy, kept ids": {"entropy": True, "kept": True},
     "entropy, padding, token mask": {"entropy": True, "held": 30000, "mask": True},
     "8 ids": {"ids": 8},
-    "128 ids, kept ids": {"ids": 128, "keep": True},
+    "128 ids, mask of ids": {"ids": 128, "keep": True},
+    "128 ids, kept ids": {"ids": 128, "kept": True},
     "entropy, first row checked": {"entropy": True, "check_first_row": True},
     "entropy, 32767 columns": {"entropy": True, "columns": 32767},
 }
-QUICK = ("entropy", "128 ids, kept ids")
+QUICK = ("entropy", "128 ids, mask of ids", "entropy, kept ids")
 
 
 class Programs(list[tuple[str, Any]]):
@@ -81,12 +84,14 @@ def call(dtype: torch.dtype, kind: dict[str, Any]) -> None:
     """Forward and backward of a kind."""
     columns, ids, entropy = kind.get("columns", 32768), kind.get("ids", 1), kind.get("entropy", False)
     logits, labels = torch.zeros(2, columns, dtype=dtype), torch.zeros(2, ids, dtype=torch.int64)
+    per_token = torch.tensor([[0, 64], [64, 128]])
     shared = {
         "first": 0,
         "held": kind.get("held", columns),
         "scale": 1.0,
         "mask": torch.ones(2, dtype=torch.bool) if kind.get("mask") else None,
         "keep": torch.ones(2, columns, dtype=torch.bool) if kind.get("keep") else None,
+        "kept": Kept(torch.arange(128), per_token) if kind.get("kept") else None,
     }
     norm, g, h = torch.ones(3 + ids, 2), torch.ones(2, ids), torch.ones(2) if entropy else None
     further = {"size": columns, "entropy": entropy, "flags": flags.tensor()}
@@ -145,9 +150,6 @@ def main() -> None:
     kernels.combine(torch.zeros(8, 64, 4), 1.0)
     rows.append({"kernel": "combine", "dtype": "fp32", "call": "8 ranks"} | described(programs[0][1], None))
     programs.clear()
-    ids, bounds = torch.zeros(8, dtype=torch.int64), torch.zeros(2, 4, dtype=torch.int64)
-    kernels.mark_kept(ids, bounds, first=0, width=32768, size=32768, flags=flags.tensor())
-    rows.append({"kernel": "mark_kept", "dtype": "int64", "call": "kept ids"} | described(programs[0][1], None))
     print(f"sm_{args.capability}, triton {triton.__version__}, torch {torch.__version__}")
     print(tabulate(rows, headers="keys", floatfmt=".1f"))
     if failures:

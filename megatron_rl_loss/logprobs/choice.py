@@ -18,15 +18,16 @@ _MOST_IDS = 128  # backward compares each with each
 #: Why no kernel runs in this process any more.
 _failures: list[str] = []
 
-#: Where kernels were compared with plain torch in this process (`Reading.compare_once`).
-compared: set[tuple[torch.device, torch.dtype]] = set()
+#: Whether programs are compared with plain torch at their first launch (`first_launch`). Tests may leave it out.
+COMPARES = True
 
 
 class Choice(NamedTuple):
-    """The module of the kernels, None for plain torch, and the reason."""
+    """The module of the kernels, None for plain torch, the reason, and whether programs are compared first."""
 
     kernels: ModuleType | None
     why: str
+    compares: bool = True
 
 
 def choose(logits: Tensor, ids: int, *, kernel: str | None, rest: bool = False, teacher: bool = False) -> Choice:
@@ -34,8 +35,10 @@ def choose(logits: Tensor, ids: int, *, kernel: str | None, rest: bool = False, 
 
     Args:
         logits: or a tensor of their device and dtype.
-        kernel: "torch" asks for plain torch.
+        kernel: "torch" asks for plain torch, "triton" for kernels that are not compared with it first.
         rest, teacher: whether a rest of ids, or a divergence from a teacher, is asked for.
+
+    Raises ValueError for "triton" where the kernels do not read.
     """
     reasons = {
         "kernel='torch' asks for it": kernel == "torch",
@@ -52,9 +55,14 @@ def choose(logits: Tensor, ids: int, *, kernel: str | None, rest: bool = False, 
     kernels = None if why else _kernels()
     if kernels is None:
         why = why or failure()
-    choice = Choice(kernels, why or "kernels are the default on a GPU")
-    if not torch.compiler.is_compiling():
-        _say(f"log-probs are made by {'plain torch' if kernels is None else 'Triton kernels'}: {choice.why}")
+    if kernel == "triton" and kernels is None:
+        raise ValueError(
+            f"kernel='triton', and {why}: the kernels do not read these logits. Leave the kernel out: plain torch does."
+        )
+    choice = Choice(kernels, why or "kernels are the default on a GPU", COMPARES and kernel != "triton")
+    made_by = f"log-probs are made by {'plain torch' if kernels is None else 'Triton kernels'}: {choice.why}"
+    is_unexpected = kernels is None and kernel is None and logits.device.type in DEVICES and not failure()  # was told
+    _say(made_by, is_unexpected)
     return choice
 
 
@@ -85,6 +93,22 @@ def _kernels() -> ModuleType | None:
     return None
 
 
+def fall_back(what: str, excess: float) -> None:
+    """Warn of a program that differs from plain torch, which does its step from now on."""
+    logger.warning(
+        "%s differs from plain torch by %.1e of what it may: plain torch does this step from now on, and other kernels "
+        "go on. Results are those of plain torch. Report the GPU and the version of Triton, or pass kernel='torch'.",
+        what,
+        excess,
+    )
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _say(text: str, is_unexpected: bool) -> None:
+    """Say it once in a process: a warning where a user expects kernels."""
+    _said(text, is_unexpected)
+
+
 @cache
-def _say(text: str) -> None:
-    logger.info(text)
+def _said(text: str, is_unexpected: bool) -> None:
+    logger.log(logging.WARNING if is_unexpected else logging.INFO, text)

@@ -61,7 +61,7 @@ def log_probs_from_hidden(
     hidden states, weight and labels that do not fit each other.
     """
     read, leaves = _read(hidden, output_layer, labels, keep, entropy, token_mask, rest_without, kernel)
-    if kernel is not None and kernel != "torch":
+    if kernel not in (None, "torch", "triton"):
         return run_from_hidden(kernel, read, leaves, output_layer)
     return make_log_probs(read, leaves, output_layer.tensor_parallel, output_layer.main_gradient)[0]
 
@@ -119,7 +119,7 @@ def loss_from_hidden(
     token_mask: TokenMask | None = None,
     rest_without: Tensor | None = None,
     teacher: Teacher | None = None,
-    kernel: Literal["torch"] | None = None,
+    kernel: Literal["torch", "triton"] | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """``sum_t weights[t] * loss_t`` in one pass: forward makes the gradients, backward scales them.
 
@@ -149,7 +149,7 @@ def loss_from_hidden(
     """
     check_callable("per_token_loss", per_token_loss, "it must give losses and metrics of a chunk", "Pass a function")
     if kernel is not None:
-        check_choice("kernel", kernel, ["torch"])
+        check_choice("kernel", kernel, ["torch", "triton"])
     inputs = inputs or {}
     if teacher is not None and "divergence" in inputs:
         raise ValueError(
@@ -270,7 +270,7 @@ def _read(
     ranks = size_of(parallel.group) if parallel.sequence_parallel else 1
     shape = (hidden.shape[0] * ranks, *hidden.shape[1:-1])
     ids = 0 if labels is None else labels.shape[-1] if labels.dim() > len(shape) else 1
-    wanted = kernel if kernel is None else "torch"
+    wanted = kernel if kernel is None or kernel == "triton" else "torch"
     choice = choose(leaves[0], ids, kernel=wanted, rest=rest_without is not None, teacher=teacher is not None)
     read = Reading(
         labels,

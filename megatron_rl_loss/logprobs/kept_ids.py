@@ -1,7 +1,7 @@
 """Ids of the vocabulary that count for each token: those that sampling kept."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -9,8 +9,18 @@ import torch
 from torch import Tensor
 
 from megatron_rl_loss.core.errors import require
-from megatron_rl_loss.core.masks import Array, on_device
+from megatron_rl_loss.core.masks import Array, on_device, to_device
 from megatron_rl_loss.logprobs.flags import KEPT_RULE
+
+#: Stands for an id that the token has named before.
+NO_ID = -(2**31)
+
+
+class Kept(NamedTuple):
+    """What kernels read: of token t the ids from bounds[0, t] to bounds[1, t] of `ids`, each once, or `NO_ID`."""
+
+    ids: Tensor
+    bounds: Tensor
 
 
 @dataclass(frozen=True)
@@ -31,7 +41,8 @@ class KeptIds:
     offsets: Tensor | Array
 
     def __post_init__(self) -> None:
-        offsets = self.offsets.numpy(force=True) if isinstance(self.offsets, Tensor) else np.asarray(self.offsets)
+        # A copy: backward reads them too.
+        offsets = np.array(self.offsets.numpy(force=True) if isinstance(self.offsets, Tensor) else self.offsets)
         object.__setattr__(self, "offsets", offsets)
         ids, are_ids = self.ids, False
         if isinstance(ids, Tensor):
@@ -62,6 +73,27 @@ class KeptIds:
             KEPT_RULE,
         )
 
+    def for_kernels(self, tokens: npt.NDArray[np.intp] | slice, size: int, device: torch.device) -> Kept:
+        """The ids of these tokens on a device, where an id that a token names twice counts once."""
+        ids = to_device(self.ids, device)
+        ids = ids if ids.dtype in (torch.int32, torch.int64) else ids.to(torch.int32)
+        if not self._are_ascending():
+            counts = on_device(np.diff(np.asarray(self.offsets, np.int64)), device)
+            row = torch.repeat_interleave(torch.arange(len(counts), device=device), counts, output_size=len(ids))
+            key, order = (row * (size + 2) + 1 + ids.clamp(-1, size)).sort()
+            ids = ids[order]  # a copy, to which no other has written
+            ids[1:].masked_fill_(key[1:] == key[:-1], NO_ID)
+        return Kept(ids.contiguous(), on_device(self.bounds(tokens), device))
+
+    def _are_ascending(self) -> bool:
+        """True where the host knows that each token's ids ascend, so that none is named twice."""
+        if not self.ids.is_cpu or torch.compiler.is_compiling():
+            return not len(self.ids)
+        ids: Any = self.ids.numpy(force=True)
+        is_higher, firsts = ids[1:] > ids[:-1], np.asarray(self.offsets[1:-1])
+        is_higher[firsts[(firsts > 0) & (firsts < len(ids))] - 1] = True
+        return bool(is_higher.all())
+
     def bounds(self, tokens: npt.NDArray[np.intp] | slice) -> npt.NDArray[np.int64]:
         """The first entry of `ids` of each of these tokens, and the entry after the last: int64 [2, tokens]."""
         offsets = np.asarray(self.offsets, np.int64)
@@ -73,14 +105,24 @@ class KeptIds:
         counts = ends - begins
         rows = np.repeat(np.arange(len(tokens)), counts)
         places = np.arange(len(rows)) + (begins - (counts.cumsum() - counts))[rows]
-        ids = self.ids[on_device(places, self.ids.device)]
-        column = ids.to(device, non_blocking=ids.is_cpu).long() - first
+        column = to_device(self.ids[on_device(places, self.ids.device)], device).long() - first
         width = last - first
         column = column.where((column >= 0) & (column < width), width)  # ids of other ranks have a column of their own
         # Rows begin at multiples of 16 bytes, which a kernel reads at a time.
         kept = torch.zeros(len(tokens), -(-(width + 1) // 16) * 16, dtype=torch.bool, device=device)
         kept[on_device(rows, device), column] = True
         return kept[:, :width]
+
+
+def kept_mask(kept: Kept, first: int, width: int) -> Tensor:
+    """bool [tokens, width]: True for the ids that count from `first` on, made on their device; for a few tokens."""
+    place = torch.arange(len(kept.ids), device=kept.ids.device)
+    column = kept.ids.long() - first
+    is_here = (column >= 0) & (column < width)
+    of_token = (place >= kept.bounds[0, :, None]) & (place < kept.bounds[1, :, None]) & is_here
+    columns = column.clamp(0, max(width - 1, 0)).expand(len(of_token), -1)
+    counts = torch.zeros(len(of_token), width, dtype=torch.int32, device=kept.ids.device)
+    return counts.scatter_add_(1, columns, of_token.int()) > 0
 
 
 #: Ids that count: bool [tokens..., vocabulary / TP] or [vocabulary / TP], or `KeptIds`. A label always does.

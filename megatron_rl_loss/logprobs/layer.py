@@ -237,7 +237,11 @@ class _MakeLogProbs(torch.autograd.Function):
         whole = statistics_of_chunks[0] if len(statistics_of_chunks) == 1 else torch.cat(statistics_of_chunks)
         log_probs, norm = read.combine(whole)
         compared = torch.cat(compared_of_chunks, 1) if compared_of_chunks else None
-        ctx.save_for_backward(norm, compared, *leaves)
+        further = read.read_in_backward + ([] if comparison is None else comparison.read_in_backward)
+        is_needed = any(ctx.needs_input_grad)  # a tensor of inference mode cannot be saved, nor changed outside it
+        saved = [tensor for tensor in further if is_needed and not tensor.is_inference()]
+        ctx.save_for_backward(norm, compared, *leaves, *saved)
+        ctx.num_leaves = len(leaves)
         ctx.read, ctx.chunks_of, ctx.comparison = read, chunks_of, comparison
         # An entropy that no loss uses has gradient None, not zeros: backward leaves its terms out.
         ctx.set_materialize_grads(False)
@@ -247,7 +251,8 @@ class _MakeLogProbs(torch.autograd.Function):
     @staticmethod
     @first_order("log-probs")
     def backward(ctx: Any, *gradients: Tensor | None) -> Gradients:
-        norm, compared, *leaves = ctx.saved_tensors
+        norm, compared, *leaves = ctx.saved_tensors  # raises if one was changed in place
+        leaves = leaves[: ctx.num_leaves]
         read: Reading = ctx.read
         read.begin_pass()
         gradients = tuple(read.select(gradient) for gradient in gradients)

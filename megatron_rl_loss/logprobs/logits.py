@@ -59,10 +59,11 @@ def log_probs_from_logits(
         rest_without: bool, in the shape of labels [..., K]. With it log-probs are [..., K + 1]: the last is the log of
             the probability of all ids but the marked ones, exact however small, for `divergence_at_ids`. Where no
             other id counts it is that of the smallest normal number, without a gradient.
-        gradient_in_place: the gradient overwrites the logits. Autograd then refuses a second backward, and any later
-            use of the logits that needs them.
+        gradient_in_place: the gradient overwrites the logits, which must be a result of their own: no leaf, and not
+            expanded. Autograd then refuses a second backward, and any later use of the logits that needs them.
         kernel: by default `choice.choose` takes this package's Triton kernels for logits on an NVIDIA GPU, and plain
-            torch for what these lack; "torch" forces plain torch. Your own function, one of `kernels`, or its name
+            torch for what these lack; "torch" forces plain torch. "triton" takes the kernels without comparing them
+            with plain torch at their first launch. Your own function, one of `kernels`, or its name
             makes the log-probs of plain logits, of one id per token, in this function's place.
 
     Raises:
@@ -76,7 +77,10 @@ def log_probs_from_logits(
     check_rows("logits", logits)
     rows = logits.reshape(-1, logits.shape[-1])
     ids = labels.shape[-1] if labels.dim() == logits.dim() else 1
-    choice = choose(rows, ids, kernel=kernel if kernel is None else "torch", rest=rest_without is not None)
+    if gradient_in_place and logits.requires_grad and torch.is_grad_enabled():
+        _check_own(logits)
+    asked = kernel if kernel is None or kernel == "triton" else "torch"
+    choice = choose(rows, ids, kernel=asked, rest=rest_without is not None)
     is_checked = choice.kernels is None and not torch.compiler.is_compiling()  # kernels check it themselves
     if is_checked and size_of(tp_group) == 1 and rows.shape[1] > 1 and len(rows):
         first = rows[0].detach().float()
@@ -103,7 +107,7 @@ def log_probs_from_logits(
     )
     if chunk_tokens is not None:
         check_int("chunk_tokens", chunk_tokens, at_least=1, remedy="Leave it out for a default")
-    if kernel is None or kernel == "torch":
+    if kernel in (None, "torch", "triton"):
         return make_log_probs(read, (rows, None, None), in_place=gradient_in_place)[0]
     settled = (temperature, keep, vocab_size, entropy, chunk_tokens, gradient_in_place, read.labels.dim())
     if settled != (1, None, None, False, None, False, 1):
@@ -112,8 +116,18 @@ def log_probs_from_logits(
             "other kernels make log-probs of plain logits alone. Leave the kernel out: plain torch supports them all."
         )
     if isinstance(kernel, str):
-        check_choice("kernel", kernel, ["torch", *KERNELS])
+        check_choice("kernel", kernel, ["torch", "triton", *KERNELS])
         kernel = KERNELS[kernel]
     check_callable("kernel", kernel, "it must make log-probs of logits", "Pass one of logprobs.kernels")
     rows = rows if read.rows is None else rows[read.rows]
     return LogProbs(read.spread(kernel(rows, read.labels, read.tp_group).float()), None)
+
+
+def _check_own(logits: Tensor) -> None:
+    """Raise ValueError for logits that a gradient cannot overwrite: a leaf, or entries that share memory."""
+    shares = any(size > 1 and stride == 0 for size, stride in zip(logits.shape, logits.stride(), strict=True))
+    if logits.is_leaf or shares:
+        raise ValueError(
+            f"gradient_in_place with logits that are {'expanded' if shares else 'a leaf'}: the gradient would "
+            "overwrite values that others read. Pass the output layer's own result, or leave gradient_in_place out."
+        )

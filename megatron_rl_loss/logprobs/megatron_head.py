@@ -133,7 +133,7 @@ class OutputHead:
         batch, config = labels.shape[:2], output_layer.config
         mask = context.microbatch.tokens.mask if isinstance(context, Folded) and context.mask is None else context.mask
         keep, teacher = context.keep, context.teacher
-        is_foreign = self.kernel is not None and self.kernel != "torch"
+        is_foreign = self.kernel not in (None, "torch", "triton")
         if is_foreign and (teacher is not None or isinstance(context, Folded)):
             raise ValueError(
                 f"OutputHead(kernel={self.kernel!r}) with a teacher or Folded: a kernel computes log-probs and entropy "

@@ -23,8 +23,7 @@ import copy
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from types import ModuleType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -34,14 +33,12 @@ from torch import Tensor
 from megatron_rl_loss.core.collectives import Group, all_gather_single, rank_in, size_of
 from megatron_rl_loss.core.errors import check_within, is_int, require
 from megatron_rl_loss.core.masks import Array, on_device, to_array
-from megatron_rl_loss.logprobs import flags
-from megatron_rl_loss.logprobs.choice import Choice, compared, give_up
-from megatron_rl_loss.logprobs.kept_ids import Keep, KeptIds, check_keep
+from megatron_rl_loss.logprobs import first_launch, flags
+from megatron_rl_loss.logprobs.choice import Choice, fall_back, give_up
+from megatron_rl_loss.logprobs.kept_ids import Keep, Kept, KeptIds, check_keep, kept_mask
 
 #: Bool or numbers, one per token. On the host best: plain torch and the output layer wait for one on a device.
 TokenMask = Tensor | Array | Sequence[Any]
-
-Launched = TypeVar("Launched")
 
 #: Some tokens of the batch.
 Places = Tensor | slice
@@ -52,9 +49,6 @@ LN_2 = math.log(2)
 
 #: Below it exp and exp2 are 0 in float32 and float64 alike, and products with it are finite: a stand-in for -inf.
 _NEVER = -1e4
-
-#: Tokens on which kernels are compared with plain torch, and what float32 may differ by, relative to 1 + |value|.
-_COMPARED, _DIFFERENCE = 8, 1e-4
 
 #: Entries of scratch: on the host as many as caches hold for a thread, on a device enough to fill it.
 _HOST_BLOCK, _HOST_MOST, _DEVICE_BLOCK = 2**19, 2**23, 2**25
@@ -131,7 +125,7 @@ class Reading:
             size = vocab_size
         self.tp_group = tp_group if size_of(tp_group) > 1 else None
         self.labels, self.rows = labels.reshape(self.shape.numel(), *labels.shape[len(shape) :]), None
-        self._kernels, self._mask, self._host_rows = choice.kernels, None, None
+        self._kernels, self._compares, self._mask, self._host_rows = choice.kernels, choice.compares, None, None
         self.begin_pass()
         if self._kernels is not None and from_logits:
             self._mask = _mask_on(token_mask, self.shape, device)
@@ -157,10 +151,8 @@ class Reading:
         if self._kernels is not None and isinstance(self.keep, Tensor) and self.keep.stride(1) != 1:
             self.keep = self.keep.contiguous()
         if self._kernels is not None and isinstance(self.keep, KeptIds):
-            bounds = self.keep.bounds(slice(None) if self._host_rows is None else self._host_rows)
-            ids = self.keep.ids
-            ids = ids.to(device, non_blocking=ids.is_cpu).contiguous()
-            self._ids_kept = ids, on_device(bounds, device)
+            tokens = slice(None) if self._host_rows is None else self._host_rows
+            self._kept_ids = self.keep.for_kernels(tokens, size, device)
         self.scale = 1 / temperature
         self._is_first_row_checked = from_logits and self.tp_group is None and columns > 1
         self._width = columns
@@ -180,6 +172,14 @@ class Reading:
         """Raise ValueError for what kernels found wrong before, as far as the host knows by now."""
         if self._kernels is not None:
             flags.raise_flagged()
+
+    @property
+    def read_in_backward(self) -> list[Tensor]:
+        """Tensors that backward reads again: the caller's own, or copies of them."""
+        kept = [self.keep]
+        if isinstance(self.keep, KeptIds):
+            kept = [self.keep.ids] if self._kernels is None else [*self._kept_ids]
+        return [value for value in (self.labels, self._mask, self._without, *kept) if isinstance(value, Tensor)]
 
     # --- tokens
 
@@ -211,17 +211,14 @@ class Reading:
         rank has the label. Where no id counts here, top is -inf and the sums 0. With a rest two more columns have its
         largest logit, -inf where none of it is here, and the log of the sum of exp z over it, z from that logit on.
         """
-        self.compare_once(logits, part)
         table = self._launch(
-            lambda kernels: kernels.statistics(
-                logits,
-                self._table_of_labels(part),
-                **self._of_kernel(part),
-                size=self._size,
-                entropy=self.entropy,
-                check_first_row=self._is_first_row_checked and part.start == 0,
-                flags=flags.tensor(),
-            )
+            "statistics",
+            logits=logits,
+            **self._of_kernel(part),
+            size=self._size,
+            entropy=self.entropy,
+            check_first_row=self._is_first_row_checked and part.start == 0,
+            flags=flags.tensor(),
         )
         if table is not None:
             return table
@@ -258,9 +255,12 @@ class Reading:
         sum from there on, or a kernel's labels' z.
         """
         tables, shape = self._tables_of_ranks(statistics), self.labels[part].shape
-        combined = self._launch(lambda kernels: kernels.combine(tables, self.scale))
-        if combined is not None:
-            return combined[0].view(shape), combined[1]
+        combined = self._launch("combine", tables=tables, scale=self.scale)
+        log_probs, norm = self._combined(tables) if combined is None else combined
+        return (log_probs.view(shape) if self._without is None else log_probs), norm
+
+    def _combined(self, tables: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probs [chunk, K] of the tables of ranks, and the norm."""
         label, rest = tables[..., 3:], None
         if self._without is not None:
             label, rest = tables[..., 3:-2], tables[..., -2:]
@@ -287,7 +287,9 @@ class Reading:
             log_rest = ((top_of_rest - top) * self.scale + (others - log_total)).masked_fill(is_empty, nothing)
             log_probs = torch.cat([label - log_total[:, None], log_rest[:, None]], 1)
             return log_probs, torch.stack([*norms, top_of_rest, others])
-        return (label - log_total[:, None]).contiguous().view(shape), torch.stack(norms)
+        if self._kernels is not None:  # a kernel may go on with the norm
+            norms += label.unbind(1)
+        return (label - log_total[:, None]).contiguous(), torch.stack(norms)
 
     def _tables_of_ranks(self, statistics: Tensor) -> Tensor:
         """The tables of all ranks of the vocabulary, [ranks, chunk, columns], by one all-gather."""
@@ -333,12 +335,8 @@ class Reading:
         ``scale r ([j in rest] exp z_j / sum exp z of the rest - q)`` is written too.
         """
         of_labels = None if g is None else g if g.dim() == 2 else g[:, None]
-        done = self._launch(
-            lambda kernels: kernels.differentiate(
-                logits, into, self._table_of_labels(part), norm, of_labels, h, **self._of_kernel(part)
-            )
-        )
-        if done:
+        of_kernel = self._of_kernel(part)
+        if self._launch("differentiate", logits=logits, into=into, norm=norm, g=of_labels, h=h, **of_kernel):
             return
         (top, total, entropy), (column, here), in_rest = norm[:3], self._columns(part), self._in_rest(part)
         into[:, self._held :] = 0  # padding of the vocabulary takes no part
@@ -439,12 +437,13 @@ class Reading:
 
     # --- kernels
 
-    def _launch(self, launch: Callable[[ModuleType], Launched]) -> Launched | None:
-        """What a kernel gives; None where plain torch reads, and from a failure of Triton on."""
+    def _launch(self, step: str, **arguments: Any) -> Any:
+        """What a step's kernel gives; None where plain torch reads: also of a wrong program, or if Triton fails."""
         if self._kernels is None:
             return None
         try:
-            return launch(self._kernels)
+            launch = getattr(self._kernels, step)
+            return launch(**arguments) if self._is_sound(step, launch, arguments) else None
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # a compiler that is missing, a cache that is full, another version of Triton
@@ -454,43 +453,89 @@ class Reading:
     def _give_up(self, error: Exception) -> None:
         give_up(error)
         self._kernels = None
+        self._check_ids_in_range()
+
+    def _check_ids_in_range(self) -> None:
+        """Raise ValueError for labels and kept ids that a kernel would have flagged."""
         self._check_labels_in_range()
         if isinstance(self.keep, KeptIds):
             self.keep.check_in_range(self._size)
 
-    def compare_once(self, logits: Tensor, part: slice) -> None:
-        """Compare kernels with plain torch on a few tokens, the first of each dtype; where they differ, give up.
+    def _is_sound(self, step: str, launch: Callable[..., Any], arguments: dict[str, Any]) -> bool:
+        """False for a program that differs from plain torch; compared on a few rows before its first launch."""
+        of = arguments.get("logits", arguments.get("tables"))
+        assert of is not None
+        is_captured = of.is_cuda and torch.cuda.is_current_stream_capturing()
+        rows = of.shape[-2] if step == "combine" else len(of)
+        if not self._compares or is_captured or not rows:
+            return True
+        further = {"ids": _power_of_2(self.labels), "padded": self._held < self._width}
+        further["ranks"] = len(of) if step == "combine" else 1
+        program = first_launch.program_of(step, {**arguments, **further})
+        if program not in first_launch.compared:
+            excess = float(getattr(self, f"_excess_of_{step}")(launch, arguments))
+            first_launch.compared[program] = excess <= 1
+            if not excess <= 1:
+                fall_back(first_launch.in_words(program), excess)
+        if not first_launch.compared[program] and step == "statistics":  # which looks at labels and ids
+            self._check_ids_in_range()
+        return first_launch.compared[program]
 
-        A compiler may be wrong on a device that no test ran on. The host waits for the result, once in a process.
-        """
-        where = logits.device, logits.dtype
-        is_captured = logits.is_cuda and torch.cuda.is_current_stream_capturing()
-        if self._kernels is None or where in compared or not len(logits) or is_captured:
-            return
-        compared.add(where)
-        few = slice(part.start, part.start + min(len(logits), _COMPARED))
-        rows = logits[: few.stop - few.start]
-        by_kernels, in_torch = self._differentiated(rows, few, self._kernels), self._differentiated(rows, few, None)
-        bounds = _DIFFERENCE, _DIFFERENCE, _DIFFERENCE + 2 * torch.finfo(logits.dtype).eps
-        parts = [torch.zeros((), device=logits.device)]
-        for value, right, bound in zip(by_kernels, in_torch, bounds, strict=True):
-            is_same = (value == right) | (value.isnan() & right.isnan())
-            parts.append(((value - right).abs() / (1 + right.abs()) / bound).masked_fill(is_same, 0).amax())
-        if not (largest := float(torch.stack(parts).amax())) <= 1:
-            self._give_up(RuntimeError(f"its kernels differ from plain torch by {largest:.1e} of what they may"))
+    def _excess_of_combine(self, launch: Callable[..., Any], arguments: dict[str, Any]) -> Tensor:
+        few = arguments["tables"][:, : first_launch.COUNTED].contiguous()
+        (log_probs, norm), (right_log_probs, right_norm) = launch(tables=few, scale=self.scale), self._combined(few)
+        pairs = (log_probs.t(), right_log_probs.t()), (norm, right_norm)
+        return torch.stack([first_launch.excess(*pair, floor=1) for pair in pairs]).amax()
 
-    def _differentiated(self, rows: Tensor, part: slice, kernels: ModuleType | None) -> list[Tensor]:
-        """Log-probs, entropy and gradient of rows, by this rank's columns alone: float32 [rows, any].
+    def _excess_of_statistics(self, launch: Callable[..., Any], arguments: dict[str, Any]) -> Tensor:
+        alone, few, _ = self._few(arguments)
+        few["flags"] = torch.zeros_like(arguments["flags"], device=few["logits"].device)
+        table, right = launch(**few), alone.statistics(few["logits"], slice(0, len(few["logits"])))
+        # A wrong label makes a sum NaN, which plain torch refuses before.
+        is_wrong = ((few["labels"] < 0) | (few["labels"] >= self._size)).any(1)
+        if few["mask"] is not None:
+            is_wrong &= few["mask"] != 0
+        columns = (values.masked_fill(is_wrong[:, None], 0).t() for values in (table, right))
+        return first_launch.excess(*columns, floor=1)
 
-        Of tokens that the mask leaves out too, whose labels may be anything: of an id of the vocabulary then.
-        """
+    def _excess_of_differentiate(self, launch: Callable[..., Any], arguments: dict[str, Any]) -> Tensor:
+        alone, few, at = self._few(arguments)
+        logits, rows = few["logits"], slice(0, len(few["logits"]))
+        into = arguments["into"]
+        is_in_place = into.data_ptr() == arguments["logits"].data_ptr()
+        few["norm"] = first_launch.rows_of(arguments["norm"].t(), at).t()
+        few["g"], few["h"] = (
+            None if arguments[name] is None else first_launch.rows_of(arguments[name], at, fill=fill)
+            for name, fill in (("g", 1.0), ("h", 0.5))
+        )
+        right = torch.empty(logits.shape, dtype=into.dtype, device=into.device)
+        alone.differentiate(logits, rows, few["norm"], few["g"], few["h"], into=right)
+        few["into"] = logits if is_in_place else first_launch.rows_of(into, at)
+        launch(**few)
+        gradient, (column, here) = few["into"].clone(), alone._columns(rows)
+        # Entries at labels are far larger than others: apart from them.
+        places, nothing = column.masked_fill(~here, 0), torch.zeros_like(column, dtype=into.dtype)
+        at_labels = [values.gather(1, places).where(here, nothing) for values in (gradient, right)]
+        eps = torch.finfo(into.dtype).eps
+        excesses = [first_launch.excess(*at_labels, eps, floor=self.scale)]
+        for values in (gradient, right):
+            values.scatter_(1, places, values.gather(1, places).where(~here, nothing))
+        return torch.stack([*excesses, first_launch.excess(gradient, right, eps)]).amax()
+
+    def _few(self, arguments: dict[str, Any]) -> tuple["Reading", dict[str, Any], Tensor]:
+        """These tokens in plain torch, the arguments of a kernel with a few rows, and the places of the rows."""
+        logits, mask, keep, kept = (arguments[name] for name in ("logits", "mask", "keep", "kept"))
+        at = first_launch.few_of(mask, logits)
+        few = {**arguments, **{name: first_launch.rows_of(arguments[name], at) for name in ("logits", "labels")}}
+        few["mask"] = None if mask is None else first_launch.rows_of(mask, at)
+        few["keep"] = keep if keep is None or len(keep) == 1 else first_launch.rows_of(keep, at)
         alone = copy.copy(self)
-        alone._kernels, alone._mask, alone.tp_group, alone._spreads = kernels, None, None, False
-        alone.labels = self.labels.long().clamp(0, self._size - 1)
-        log_probs, norm = alone.combine(alone.statistics(rows, part), part)
-        gradient, ones = torch.empty_like(rows), torch.ones_like(log_probs)
-        alone.differentiate(rows, part, norm, ones, norm.new_ones(len(rows)) if self.entropy else None, gradient)
-        return [log_probs.view(len(rows), -1), norm[2, :, None], gradient.float()]
+        alone._kernels, alone.tp_group, alone._spreads, alone.rows, alone._host_rows = None, None, False, None, None
+        alone.labels, alone._mask, alone.keep = few["labels"].long(), few["mask"], few["keep"]
+        if kept is not None:
+            few["kept"] = Kept(kept.ids, first_launch.rows_of(kept.bounds.t(), at).t())
+            alone.keep = kept_mask(few["kept"], self._first, self._width)
+        return alone, few, at
 
     def _counts(self, part: slice) -> Tensor:
         """True for the tokens that the mask on the device does not leave out."""
@@ -500,7 +545,14 @@ class Reading:
     def _of_kernel(self, part: slice) -> dict[str, Any]:
         mask = None if self._mask is None else self._mask[part]
         of_rank = {"first": self._first, "held": self._held, "scale": self.scale}
-        return of_rank | {"mask": mask, "keep": self._keep_mask(part)}
+        given: dict[str, Any] = {"labels": self._table_of_labels(part), "mask": mask, "keep": None, "kept": None}
+        if self._kernels is None:  # none is launched
+            return of_rank | given
+        if isinstance(self.keep, KeptIds):
+            given["kept"] = Kept(self._kept_ids.ids, self._kept_ids.bounds[:, part])
+        else:
+            given["keep"] = self._keep_mask(part)
+        return of_rank | given
 
     def _keep_mask(self, part: slice) -> Tensor | None:
         """The ids of this rank that count, bool [tokens of the part or 1, columns]; None for all."""
@@ -508,18 +560,6 @@ class Reading:
             return self.keep
         if isinstance(self.keep, Tensor):
             return self.keep[part if self.rows is None else self.rows[part]]
-        kept = self._launch(
-            lambda kernels: kernels.mark_kept(
-                self._ids_kept[0],
-                self._ids_kept[1][:, part],
-                first=self._first,
-                width=self._width,
-                size=self._size,
-                flags=flags.tensor(),
-            )
-        )
-        if kept is not None:
-            return kept
         tokens = np.arange(part.start, part.stop) if self._host_rows is None else self._host_rows[part]
         return self.keep.mask(tokens, self._first, self._first + self._width, self.labels.device)
 
@@ -547,6 +587,11 @@ class Reading:
         kept = kept[:, : self._held]
         label = x.gather(1, column[rows]).to(z.dtype).masked_fill_(~here[rows], -math.inf)
         return z.copy_(x).masked_fill_(~kept, -math.inf).scatter_reduce_(1, column[rows], label, "amax")
+
+
+def _power_of_2(labels: Tensor) -> int:
+    """The number of labels of a token, rounded up as kernels take it."""
+    return 1 if labels.dim() == 1 else 1 << (labels.shape[1] - 1).bit_length()
 
 
 def _check_labels(labels: Tensor, shape: torch.Size) -> None:

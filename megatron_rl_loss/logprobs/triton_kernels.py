@@ -19,9 +19,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_rl_loss.logprobs import kept_ids
+from megatron_rl_loss.logprobs.kept_ids import Kept
+
 LN_2 = tl.constexpr(0.6931471805599453)
-#: Below any logit, and its difference to one is -inf or finite, never NaN.
-LOWEST = tl.constexpr(-3.0e38)
+#: The least float32: a lane begins with it, since -inf less -inf would be NaN. That nothing counts is a sum of 0.
+LEAST = tl.constexpr(-3.4028234663852886e38)
 #: 2 to it is 0, and products with it are finite.
 NEVER = tl.constexpr(-1.0e4)
 
@@ -33,8 +36,11 @@ COUNTS = ("rows", "norm_stride", "g_stride", "h_stride")
 
 #: Rows that a program combines.
 COMBINED_ROWS = 64
-#: Ids that a program marks at once, and columns that it clears before.
-MARKED = {"BLOCK": 1024, "num_warps": 4}
+#: Kept ids that a program reads at once, and columns that it clears at once.
+KEPT = {"BLOCK": 128, "num_warps": 4}
+CLEARED = 4096
+#: Stands among kept ids for an id that the token has named before.
+NO_ID = tl.constexpr(kept_ids.NO_ID)
 
 
 @triton.jit
@@ -60,6 +66,58 @@ def _logits(x, keep, columns, width, held, KEEP: tl.constexpr, PADDED: tl.conste
 
 
 @triton.jit
+def _look_for_probabilities(x, flags, width, LANES: tl.constexpr, PER_LANE: tl.constexpr):
+    """Are the logits of the first row above 0, with a sum of 1?"""
+    of_row = tl.zeros([LANES], tl.float32)
+    least = tl.full([LANES], float("inf"), tl.float32)
+    offsets = tl.arange(0, LANES)[:, None] * PER_LANE + tl.arange(0, PER_LANE)[None, :]
+    for begin in range(0, width, LANES * PER_LANE):
+        columns = begin + offsets
+        values = tl.load(x + columns, mask=columns < width, other=0).to(tl.float32)
+        of_row += tl.sum(values, 1)
+        least = tl.minimum(least, tl.min(tl.where(columns < width, values, float("inf")), 1))
+    is_probability = (tl.min(least, 0) > 0) & (tl.abs(tl.sum(of_row, 0) - 1) < 1e-2)
+    tl.store(flags + 3, 1, mask=is_probability)
+
+
+@triton.jit
+def _counts(mask, flags, row):
+    """The token's number in the mask; one below 0, or NaN, is flagged."""
+    counts = tl.load(mask + row).to(tl.float64)
+    tl.store(flags + 4, 1, mask=(counts >= 0) == 0)
+    return counts
+
+
+@triton.jit
+def _leave_out(table, of_k, K, first):
+    """Log-probs and entropy of a token are 0: one rank of the vocabulary has sum 1, and the others none."""
+    is_one = first == 0
+    tl.store(table, tl.where(is_one, 0.0, float("-inf")))
+    tl.store(table + 1, 0.0)
+    tl.store(table + 2, tl.where(is_one, 1.0, 0.0))
+    tl.store(table + 3 + of_k, tl.where(is_one, 0.0, float("-inf")), mask=of_k < K)
+
+
+@triton.jit
+def _checked_labels(labels, flags, row, of_k, K, first, held, size):
+    """Where labels are on this rank, their columns, and whether one is wrong, which is flagged."""
+    id_of_label, here, column = _label_columns(labels, row, of_k, K, first, held)
+    wrong = (of_k < K) & ((id_of_label < 0) | (id_of_label >= size))
+    is_wrong = tl.max(wrong.to(tl.int32), 0) != 0
+    tl.store(flags, 1, mask=is_wrong)
+    tl.store(flags + 1, tl.max(tl.where(wrong, id_of_label, -(2**62)), 0), mask=is_wrong)
+    tl.store(flags + 2, size, mask=is_wrong)
+    return here, column, is_wrong
+
+
+@triton.jit
+def _is_first(column, of_k):
+    """False for a label that another one before it names too."""
+    is_named_before = (column[:, None] == column[None, :]) & (of_k[None, :] < of_k[:, None])
+    return tl.max(is_named_before.to(tl.int32), 1) == 0
+
+
+@triton.jit
 def _statistics(
     x, labels, mask, keep, table, flags,
     width, held, first, size, x_stride, keep_stride, scale, K,
@@ -72,38 +130,19 @@ def _statistics(
     x += row * x_stride
     table += row * (3 + K)
     offsets = tl.arange(0, LANES)[:, None] * PER_LANE + tl.arange(0, PER_LANE)[None, :]
-    if FIRST_ROW:  # are these probabilities?
+    if FIRST_ROW:
         if row == 0:
-            of_row = tl.zeros([LANES], tl.float32)
-            least = tl.full([LANES], float("inf"), tl.float32)
-            for begin in range(0, width, LANES * PER_LANE):
-                columns = begin + offsets
-                values = tl.load(x + columns, mask=columns < width, other=0).to(tl.float32)
-                of_row += tl.sum(values, 1)
-                least = tl.minimum(least, tl.min(tl.where(columns < width, values, float("inf")), 1))
-            is_probability = (tl.min(least, 0) > 0) & (tl.abs(tl.sum(of_row, 0) - 1) < 1e-2)
-            tl.store(flags + 3, 1, mask=is_probability)
+            _look_for_probabilities(x, flags, width, LANES, PER_LANE)
     if MASK:
-        counts = tl.load(mask + row).to(tl.float64)
-        tl.store(flags + 4, 1, mask=(counts >= 0) == 0)  # NaN, too
-        if counts == 0:  # log-probs and entropy are 0: one rank of the vocabulary has sum 1, and the others none
-            is_one = first == 0
-            tl.store(table, tl.where(is_one, 0.0, float("-inf")))
-            tl.store(table + 1, 0.0)
-            tl.store(table + 2, tl.where(is_one, 1.0, 0.0))
-            tl.store(table + 3 + of_k, tl.where(is_one, 0.0, float("-inf")), mask=of_k < K)
+        if _counts(mask, flags, row) == 0:
+            _leave_out(table, of_k, K, first)
             return
     if KEEP:
         keep += row * keep_stride
-    id_of_label, here, column = _label_columns(labels, row, of_k, K, first, held)
-    wrong = (of_k < K) & ((id_of_label < 0) | (id_of_label >= size))
-    is_wrong = tl.max(wrong.to(tl.int32), 0) != 0
-    tl.store(flags, 1, mask=is_wrong)
-    tl.store(flags + 1, tl.max(tl.where(wrong, id_of_label, -(2**62)), 0), mask=is_wrong)
-    tl.store(flags + 2, size, mask=is_wrong)
+    here, column, is_wrong = _checked_labels(labels, flags, row, of_k, K, first, held, size)
     label = tl.load(x + column, mask=here, other=0).to(tl.float32)
     factor = scale / LN_2
-    top = tl.full([LANES], LOWEST, tl.float32)
+    top = tl.full([LANES], LEAST, tl.float32)
     total = tl.zeros([LANES], tl.float32)
     weighted = tl.zeros([LANES], tl.float32)
     for begin in range(0, held, LANES * PER_LANE):
@@ -120,9 +159,8 @@ def _statistics(
     highest = tl.max(top, 0)
     if KEEP:  # a label counts, even where it is not kept: once, if a token names it twice
         kept = tl.load(keep + column, mask=here, other=0) != 0
-        is_named_before = (column[:, None] == column[None, :]) & (of_k[None, :] < of_k[:, None])
-        alone = here & (kept == 0) & (tl.max(is_named_before.to(tl.int32), 1) == 0)
-        highest = tl.maximum(highest, tl.max(tl.where(alone, label, LOWEST), 0))
+        alone = here & (kept == 0) & _is_first(column, of_k)
+        highest = tl.maximum(highest, tl.max(tl.where(alone, label, LEAST), 0))
     shift = tl.maximum((top - highest) * factor, NEVER)
     brought = tl.exp2(shift)
     sum_q = tl.sum(total * brought, 0)
@@ -134,33 +172,80 @@ def _statistics(
         sum_q += tl.sum(tl.exp2(z), 0)
         if ENTROPY:
             weight += tl.sum(tl.maximum(z, NEVER) * tl.exp2(z), 0) * LN_2
-    tl.store(table, tl.where(highest <= LOWEST, float("-inf"), highest))
+    tl.store(table, tl.where(sum_q == 0, float("-inf"), highest))
     tl.store(table + 1, weight)
     tl.store(table + 2, tl.where(is_wrong, float("nan"), sum_q))  # so no step trains on a wrong label
     tl.store(table + 3 + of_k, tl.where(here, (label - highest) * scale, float("-inf")), mask=of_k < K)
 
 
-@triton.jit(do_not_specialize=(*COUNTS, "rows_of_all"))
-def _mark_kept(ids, bounds, kept, flags, rows_of_all, width, stride, first, size, BLOCK: tl.constexpr):
-    """A row of zeros with ones at its kept ids: entries bounds[0, row] to bounds[1, row] of `ids`."""
+@triton.jit
+def _kept_logits(x, ids, place, end, first, held):
+    """The ids at these places, whether each is on this rank, and their logits; -inf elsewhere."""
+    id_kept = tl.load(ids + place, mask=place < end, other=NO_ID).to(tl.int64)
+    column = id_kept - first
+    here = (place < end) & (column >= 0) & (column < held)
+    return id_kept, here, tl.load(x + column, mask=here, other=float("-inf")).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=("bounds_stride",))
+def _statistics_of_kept(
+    x, labels, mask, ids, bounds, table, flags,
+    width, held, first, size, x_stride, bounds_stride, scale, K,
+    MASK: tl.constexpr, ENTROPY: tl.constexpr, FIRST_ROW: tl.constexpr,
+    LABELS: tl.constexpr, LANES: tl.constexpr, PER_LANE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """As `_statistics` of tokens with ids from bounds[0, row] to bounds[1, row] of `ids`, which alone are read."""
     row = tl.program_id(0).to(tl.int64)
-    kept += row * stride
+    of_k = tl.arange(0, LABELS)
+    x += row * x_stride
+    table += row * (3 + K)
+    if FIRST_ROW:
+        if row == 0:
+            _look_for_probabilities(x, flags, width, LANES, PER_LANE)
+    if MASK:
+        if _counts(mask, flags, row) == 0:
+            _leave_out(table, of_k, K, first)
+            return
+    here, column, is_wrong = _checked_labels(labels, flags, row, of_k, K, first, held, size)
+    label = tl.load(x + column, mask=here, other=float("-inf")).to(tl.float32)
+    begin = tl.load(bounds + row)
+    end = tl.load(bounds + bounds_stride + row)
     block = tl.arange(0, BLOCK)
-    for begin in range(0, width, BLOCK):
-        tl.store(kept + begin + block, tl.zeros([BLOCK], tl.uint8), mask=begin + block < width)
-    tl.debug_barrier()  # other lanes mark what one has cleared
-    end = tl.load(bounds + rows_of_all + row)
-    place = tl.load(bounds + row) + block
-    while tl.min(place, 0) < end:
-        id_kept = tl.load(ids + place, mask=place < end, other=0).to(tl.int64)
-        column = id_kept - first
-        tl.store(kept + column, 1, mask=(place < end) & (column >= 0) & (column < width))
-        wrong = (place < end) & ((id_kept < 0) | (id_kept >= size))
-        is_wrong = tl.max(wrong.to(tl.int32), 0) != 0
-        tl.store(flags + 5, 1, mask=is_wrong)
-        tl.store(flags + 6, tl.max(tl.where(wrong, id_kept, -(2**62)), 0), mask=is_wrong)
-        tl.store(flags + 2, size, mask=is_wrong)
-        place += BLOCK
+    top = tl.full([BLOCK], float("-inf"), tl.float32)
+    named = tl.zeros([LABELS], tl.int32)
+    for at in range(begin, end, BLOCK):  # twice: the second time a row's kept logits come from the cache
+        id_kept, is_here, values = _kept_logits(x, ids, at + block, end, first, held)
+        top = tl.maximum(top, values)
+        for k in range(0, K):
+            is_label = is_here & (id_kept == tl.load(labels + row * K + k).to(tl.int64))
+            named = tl.where(of_k == k, tl.maximum(named, tl.max(is_label.to(tl.int32), 0)), named)
+        wrong = (at + block < end) & (id_kept != NO_ID) & ((id_kept < 0) | (id_kept >= size))
+        is_id_wrong = tl.max(wrong.to(tl.int32), 0) != 0
+        tl.store(flags + 5, 1, mask=is_id_wrong)
+        tl.store(flags + 6, tl.max(tl.where(wrong, id_kept, -(2**62)), 0), mask=is_id_wrong)
+        tl.store(flags + 2, size, mask=is_id_wrong)
+    alone = here & (named == 0) & _is_first(column, of_k)  # a label counts, even where it is not kept
+    highest = tl.maximum(tl.max(top, 0), tl.max(tl.where(alone, label, float("-inf")), 0))
+    finite = tl.where(highest == float("-inf"), 0.0, highest)
+    factor = scale / LN_2
+    total = tl.zeros([BLOCK], tl.float32)
+    weighted = tl.zeros([BLOCK], tl.float32)
+    for at in range(begin, end, BLOCK):
+        _id, _here, values = _kept_logits(x, ids, at + block, end, first, held)
+        z = (values - finite) * factor
+        q = tl.exp2(z)
+        total += q
+        if ENTROPY:
+            weighted += tl.maximum(z, NEVER) * q
+    z = tl.where(alone, (label - finite) * factor, float("-inf"))
+    q = tl.exp2(z)
+    weight = 0.0
+    if ENTROPY:
+        weight += (tl.sum(weighted, 0) + tl.sum(tl.maximum(z, NEVER) * q, 0)) * LN_2
+    tl.store(table, highest)
+    tl.store(table + 1, weight)
+    tl.store(table + 2, tl.where(is_wrong, float("nan"), tl.sum(total, 0) + tl.sum(q, 0)))
+    tl.store(table + 3 + of_k, tl.where(here, (label - finite) * scale, float("-inf")), mask=of_k < K)
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -224,6 +309,51 @@ def _gradient(
     tl.store(into + columns, gradient.to(into.dtype.element_ty), mask=columns < width)
 
 
+@triton.jit(do_not_specialize=(*COUNTS, "bounds_stride"))
+def _gradient_of_kept(
+    x, into, mask, ids, bounds, entries, norm, of_log_probs, of_entropy,
+    width, held, first, bounds_stride, norm_stride, x_stride, into_stride, g_stride, g_step, h_stride, scale, K,
+    MASK: tl.constexpr, G: tl.constexpr, H: tl.constexpr, LABELS: tl.constexpr,
+    CLEARED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A row of zeros with the gradient at its kept ids; `into` may be the logits, so `entries` hold it meanwhile."""
+    row = tl.program_id(0).to(tl.int64)
+    into += row * into_stride
+    columns = tl.arange(0, CLEARED)
+    block = tl.arange(0, BLOCK)
+    begin = tl.load(bounds + row)
+    end = tl.load(bounds + bounds_stride + row)
+    if MASK:
+        if tl.load(mask + row).to(tl.float64) == 0:
+            end = begin
+    x += row * x_stride
+    level, slope, _ = _level_and_slope(
+        norm, of_log_probs, of_entropy, row, norm_stride, g_stride, g_step, h_stride, scale, K, G, H, LABELS
+    )
+    top = tl.load(norm + row)
+    for at in range(begin, end, BLOCK):
+        _id, is_here, values = _kept_logits(x, ids, at + block, end, first, held)
+        z = (values - top) * (scale / LN_2)
+        gradient = tl.exp2(z)
+        if H:
+            gradient *= slope * tl.maximum(z, NEVER) + level
+        else:
+            gradient *= level
+        tl.store(entries + at + block, gradient, mask=is_here)
+    tl.debug_barrier()  # other lanes clear what one has read
+    for at in range(0, width, CLEARED):
+        tl.store(
+            into + at + columns, tl.zeros([CLEARED], tl.float32).to(into.dtype.element_ty), mask=at + columns < width
+        )
+    tl.debug_barrier()
+    for at in range(begin, end, BLOCK):
+        place = at + block
+        column = tl.load(ids + place, mask=place < end, other=NO_ID).to(tl.int64) - first
+        is_here = (place < end) & (column >= 0) & (column < held)
+        gradient = tl.load(entries + place, mask=is_here, other=0)
+        tl.store(into + column, gradient.to(into.dtype.element_ty), mask=is_here)
+
+
 @triton.jit(do_not_specialize=COUNTS)
 def _gradient_at_labels(
     into, labels, mask, norm, of_log_probs, of_entropy,
@@ -278,34 +408,30 @@ def _stride_of(keep: Tensor | None) -> int:
 
 def statistics(
     logits: Tensor, labels: Tensor, *, first: int, held: int, size: int, scale: float, entropy: bool,
-    mask: Tensor | None, keep: Tensor | None, check_first_row: bool, flags: Tensor,
+    mask: Tensor | None, keep: Tensor | None, kept: Kept | None, check_first_row: bool, flags: Tensor,
 ) -> Tensor:  # fmt: skip
-    """`Reading.statistics` of logits [n, columns] and labels [n, K]; the label is -inf on the ranks without it."""
+    """`Reading.statistics` of logits [n, columns] and labels [n, K]; the label is -inf on the ranks without it.
+
+    `keep` is a mask of ids that count, or `kept` their list.
+    """
     rows, k = labels.shape
     table = torch.empty(rows, 3 + k, dtype=torch.float32, device=logits.device)
-    if rows:
+    wanted = {"MASK": mask is not None, "ENTROPY": entropy, "FIRST_ROW": check_first_row}
+    wanted |= {"LABELS": triton.next_power_of_2(k), "LANES": FORWARD["LANES"], "PER_LANE": 16 // logits.element_size()}
+    of_rank = logits.shape[1], held, first, size, logits.stride(0)
+    if rows and kept is not None:
+        with _on(logits.device):
+            _statistics_of_kept[(rows,)](
+                logits, labels, mask, kept.ids, kept.bounds, table, flags,
+                *of_rank, kept.bounds.stride(0), scale, k, **wanted, **KEPT,
+            )  # fmt: skip
+    elif rows:
         with _on(logits.device):
             _statistics[(rows,)](
-                logits, labels, mask, keep, table, flags,
-                logits.shape[1], held, first, size, logits.stride(0), _stride_of(keep), scale, k,
-                MASK=mask is not None, KEEP=keep is not None, PADDED=held < logits.shape[1], ENTROPY=entropy,
-                FIRST_ROW=check_first_row, LABELS=triton.next_power_of_2(k), PER_LANE=16 // logits.element_size(),
-                **FORWARD,
+                logits, labels, mask, keep, table, flags, *of_rank, _stride_of(keep), scale, k,
+                **wanted, KEEP=keep is not None, PADDED=held < logits.shape[1], num_warps=FORWARD["num_warps"],
             )  # fmt: skip
     return table
-
-
-def mark_kept(ids: Tensor, bounds: Tensor, *, first: int, width: int, size: int, flags: Tensor) -> Tensor:
-    """`KeptIds.mask` of the tokens whose ids begin and end at bounds [2, n]: bool [n, width]."""
-    rows = bounds.shape[1]
-    # Rows begin at multiples of 16 bytes, which `_statistics` reads at a time.
-    kept = torch.empty(rows, triton.cdiv(width, 16) * 16, dtype=torch.uint8, device=ids.device)
-    if rows:
-        with _on(ids.device):
-            _mark_kept[(rows,)](
-                ids, bounds, kept, flags, bounds.stride(0), width, kept.stride(0), first, size, **MARKED
-            )
-    return kept[:, :width].view(torch.bool)
 
 
 def combine(tables: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -323,7 +449,7 @@ def combine(tables: Tensor, scale: float) -> tuple[Tensor, Tensor]:
 
 def differentiate(
     logits: Tensor, into: Tensor, labels: Tensor, norm: Tensor, g: Tensor | None, h: Tensor | None, *,
-    first: int, held: int, scale: float, mask: Tensor | None, keep: Tensor | None,
+    first: int, held: int, scale: float, mask: Tensor | None, keep: Tensor | None, kept: Kept | None,
 ) -> bool:  # fmt: skip
     """`Reading.differentiate` of logits [n, columns], labels [n, K], norm [3 + K, n], g [n, K] and h [n]; True."""
     (rows, k), width = labels.shape, logits.shape[1]
@@ -333,12 +459,20 @@ def differentiate(
     of_row = *g_strides, 0 if h is None else h.stride(0), scale, k
     wanted = {"MASK": mask is not None, "G": g is not None, "H": h is not None, "LABELS": triton.next_power_of_2(k)}
     with _on(logits.device):
-        _gradient[(rows, triton.cdiv(width, BACKWARD["BLOCK"]))](
-            logits, into, mask, keep, norm, g, h,
-            width, held, norm.stride(0), logits.stride(0), into.stride(0), _stride_of(keep), *of_row,
-            **wanted, KEEP=keep is not None, PADDED=held < width, **BACKWARD,
-        )  # fmt: skip
-        if g is not None or keep is not None:
+        if kept is not None:
+            entries = torch.empty(len(kept.ids), dtype=torch.float32, device=logits.device)
+            _gradient_of_kept[(rows,)](
+                logits, into, mask, kept.ids, kept.bounds, entries, norm, g, h, width, held, first,
+                kept.bounds.stride(0), norm.stride(0), logits.stride(0), into.stride(0), *of_row,
+                **wanted, CLEARED=CLEARED, **KEPT,
+            )  # fmt: skip
+        else:
+            _gradient[(rows, triton.cdiv(width, BACKWARD["BLOCK"]))](
+                logits, into, mask, keep, norm, g, h,
+                width, held, norm.stride(0), logits.stride(0), into.stride(0), _stride_of(keep), *of_row,
+                **wanted, KEEP=keep is not None, PADDED=held < width, **BACKWARD,
+            )  # fmt: skip
+        if g is not None or keep is not None or kept is not None:
             _gradient_at_labels[(rows,)](
                 into, labels, mask, norm, g, h, held, first, norm.stride(0), into.stride(0), *of_row,
                 **wanted, num_warps=1 if k <= 32 else 4,

@@ -32,11 +32,10 @@ def use_kernels(*, compare: bool = False) -> Counter[str]:
 
     from megatron_rl_loss.logprobs import choice, triton_kernels
 
-    if not compare:
-        choice.compared |= {(torch.device("cpu"), dtype) for dtype in compare_kernels.DTYPES}
+    choice.COMPARES = compare
     compare_kernels.use_interpreter()
     counts = Counter[str]()
-    for name in ("statistics", "combine", "differentiate", "mark_kept"):
+    for name in ("statistics", "combine", "differentiate"):
         launch = getattr(triton_kernels, name)
 
         def counted(*args: Any, name: str = name, launch: Any = launch, **more: Any) -> Any:

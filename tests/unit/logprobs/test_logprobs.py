@@ -23,6 +23,7 @@ from head_oracle import (
     inputs_of,
     relative,
 )
+from interpreted import needs_triton, use_kernels
 from logprob_ways import WAYS, WAYS_OF, check, kept_ids, leaves_of, results_of, values_of
 from ranks import bytes_gathered, run_ranks, start_process_group
 from refusals import refusal_tests, refusals
@@ -31,6 +32,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_rl_loss import (
     OutputLayer,
+    Teacher,
+    divergence_from_hidden,
     log_probs_from_hidden,
     log_probs_from_logits,
     loss_from_hidden,
@@ -507,3 +510,74 @@ def test_a_rest_without_an_id_is_a_constant() -> None:
         (slopes,) = torch.autograd.grad(log_probs[:, -1].sum(), leaf)
         assert log_probs[:, -1].tolist() == pytest.approx([-87.336] * 2, rel=1e-4)
         assert not slopes.any()
+
+
+#: Arguments that backward reads again, by name: a way to call, with these arguments, and how one is refilled.
+REFILLED: dict[str, dict[str, Any]] = {
+    "labels": {"labels": torch.tensor([1, 2, 3, 0])},
+    "labels of K ids": {"labels": torch.tensor([[1, 2], [2, 3], [3, 1], [0, 1]])},
+    "keep": {"keep": torch.arange(24).view(4, 6) % 3 > 0},
+    "ids": {"keep": KeptIds(torch.tensor([0, 1, 2, 5, 3, 4]), torch.tensor([0, 2, 3, 5, 6]))},
+    "token_mask": {"token_mask": torch.tensor([1, 0, 1, 1])},
+    "rest_without": {"labels": torch.tensor([[1, 2], [2, 3], [3, 1], [0, 1]]), "rest_without": torch.ones(4, 2) > 0},
+    "teacher": {"teacher": torch.randn(4, 6, generator=torch.Generator().manual_seed(1))},
+    "logits": {},
+}
+
+
+def gradient_after_a_change(name: str, change: bool, kernel: Any) -> Tensor | str:
+    given = {key: value.clone() if isinstance(value, Tensor) else value for key, value in REFILLED[name].items()}
+    labels = given.pop("labels", torch.tensor([1, 2, 3, 0]))
+    ids = given["keep"].ids.clone() if name == "ids" else None
+    if ids is not None:
+        given["keep"] = KeptIds(ids, given["keep"].offsets)
+    logits = torch.randn(4, 6, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    read = logits * 1
+    if name == "teacher":
+        taught = Teacher(given["teacher"], kind="reverse_kl")
+        values = divergence_from_hidden(read, OutputLayer(torch.eye(6)), labels, teacher=taught).divergence
+    else:
+        values = log_probs_from_logits(read, labels, kernel=kernel, **given).log_probs
+    if change:
+        of = labels if name.startswith("labels") else ids if ids is not None else given.get(name, read)
+        with torch.no_grad():
+            of.copy_(of.flip(0).flip(-1) if of.dim() > 1 else of.flip(0))
+    try:
+        return torch.autograd.grad(values.sum(), logits)[0]
+    except RuntimeError as error:
+        return str(error)
+
+
+def check_changes(kernel: Any) -> None:
+    for name in REFILLED if kernel is None else set(REFILLED) - {"rest_without", "teacher"}:
+        right, changed = (gradient_after_a_change(name, change, kernel) for change in (False, True))
+        assert isinstance(right, Tensor)
+        if isinstance(changed, Tensor):  # it was copied
+            assert name in ("token_mask", "ids"), name
+            assert torch.equal(changed, right), name
+        else:
+            assert "modified by an inplace operation" in changed, name
+
+
+def test_what_is_changed_before_backward_is_refused() -> None:
+    """A buffer of a batch that is refilled too early would give the gradient of other labels."""
+    check_changes(None)
+
+
+def check_changes_of_kernels() -> None:
+    use_kernels()
+    check_changes("triton")
+
+
+@needs_triton
+def test_what_is_changed_before_the_kernels_backward_is_refused() -> None:
+    run_ranks(1, check_changes_of_kernels)
+
+
+def test_a_gradient_cannot_overwrite_what_others_read() -> None:
+    leaf, labels = torch.randn(3, 4).requires_grad_(), torch.tensor([0, 1, 2])
+    for logits, what in ((leaf, "a leaf"), ((leaf * 1)[:1].expand(3, 4), "expanded")):
+        with pytest.raises(ValueError, match=f"gradient_in_place with logits that are {what}: the gradient would"):
+            log_probs_from_logits(logits, labels, gradient_in_place=True)
+    with torch.no_grad():
+        log_probs_from_logits(leaf, labels, gradient_in_place=True)

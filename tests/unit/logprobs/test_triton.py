@@ -18,9 +18,12 @@ from interpreted import needs_triton, use_kernels
 from logprob_ways import check, kept_ids, results_of
 from ranks import run_ranks, start_process_group
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from megatron_rl_loss import log_probs_from_logits
 from megatron_rl_loss.logprobs import choice
+from megatron_rl_loss.logprobs.kept_ids import KeptIds
 
 #: Cases that the kernels read.
 NAMES = [name for name, case in CASES.items() if not case.keys() & {"teacher", "rest"}]
@@ -50,7 +53,6 @@ def read_cases(way: str) -> list[Any]:
                 results_of(way, name, dtype, wanted, **more), expected_of(name, dtype, wanted), dtype, bound_of(dtype)
             )
             assert counts["statistics"] == counts["differentiate"] > 0, (name, counts)
-            assert counts["mark_kept"] == ("keep" in more) * 2 * counts["statistics"], (name, counts)
             assert counts["combine"] == (counts["statistics"] if way == "one pass" else 1), (name, counts)
     return [choice.failure()]
 
@@ -89,6 +91,103 @@ def read_rounded() -> None:
 @needs_triton
 def test_only_logits_and_their_gradient_are_rounded_to_their_dtype() -> None:
     run_ranks(1, read_rounded)
+
+
+def read_least() -> None:
+    """Rows of the least number of a dtype, as stands for -inf, of -inf, and of both: as plain torch reads them."""
+    use_kernels()
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        least = torch.finfo(dtype).min
+        rows = torch.randn(7, 50).to(dtype)
+        rows[1], rows[2, 5:], rows[3, :20], rows[4] = least, least, -torch.inf, -torch.inf
+        rows[5], rows[5, 7:9] = -torch.inf, least
+        rows[6], rows[6, 20:] = least, -torch.inf
+        labels = torch.tensor([[0, 1], [3, 49], [5, 6], [30, 1], [0, 1], [7, 7], [0, 19]])
+        defined = [0, 1, 2, 3, 5, 6]
+        for keep in (None, torch.arange(50) % 3 > 0, kept(torch.arange(50).expand(7, 50) % 3 > 0)):
+            results = []
+            for kernel in ("triton", "torch"):
+                leaf = rows.clone().requires_grad_()
+                values = log_probs_from_logits(leaf * 1, labels, entropy=True, keep=keep, kernel=kernel)
+                (gradient,) = torch.autograd.grad([*values], leaf, [torch.ones_like(value) for value in values])
+                results.append([*(value.detach() for value in values), gradient])
+            for value, right in zip(*([column[defined] for column in result] for result in results), strict=True):
+                # Cut off to bfloat16 by the interpreter, where torch rounds.
+                eps = torch.finfo(value.dtype).eps if value.dtype != torch.float32 else 1e-6
+                torch.testing.assert_close(value, right, rtol=2 * eps, atol=1e-6, equal_nan=True)
+            assert results[0][0][defined].isfinite().sum() >= 9, (dtype, keep)
+            assert all(value[4].isnan().any() for result in results for value in result)
+
+
+@needs_triton
+def test_rows_of_the_least_number_and_of_none() -> None:
+    run_ranks(1, read_least)
+
+
+def kept(mask: Tensor) -> KeptIds:
+    return KeptIds(mask.nonzero()[:, 1], torch.cat([torch.zeros(1).long(), mask.sum(1).cumsum(0)]))
+
+
+def read_unordered() -> None:
+    """Kept ids in any order, named once or several times, of 1 to 700 of 1,000 ids, over two calls of padding."""
+    use_kernels()
+    for number, most in enumerate((1, 3, 130, 700)):
+        draw = torch.Generator().manual_seed(number)
+        logits = torch.randn(5, 1000, generator=draw)
+        rows = [torch.randint(900, (int(n),), generator=draw) for n in torch.randint(0, most + 1, (5,), generator=draw)]
+        offsets = torch.tensor([0, *map(len, rows)]).cumsum(0)
+        labels = torch.randint(900, (5, 3), generator=draw)
+        labels[0] = labels[0, :1]  # one id three times
+        mask = torch.tensor([1, 1, 0, 1, 1])
+        results = []
+        for kernel, dtype in (("triton", torch.float32), ("torch", torch.float64)):
+            leaf, options = logits.to(dtype).requires_grad_(), {"vocab_size": 900, "token_mask": mask, "entropy": True}
+            keep = KeptIds(torch.cat(rows).to((torch.int64, torch.int32, torch.int16)[number % 3]), offsets)
+            for in_place in (False, True) if kernel == "triton" else (False,):
+                values = log_probs_from_logits(
+                    leaf * 1, labels, keep=keep, kernel=kernel, gradient_in_place=in_place, **options
+                )
+                slopes = [torch.ones_like(values[0]), torch.full_like(values[1], 0.7)]
+                results.append([*values, *torch.autograd.grad([*values], leaf, slopes)])
+        for computed in results[:2]:
+            for value, right in zip(computed, results[2], strict=True):
+                torch.testing.assert_close(value.double(), right, rtol=2e-6, atol=2e-6)
+
+
+@needs_triton
+def test_kept_ids_in_any_order_count_once() -> None:
+    run_ranks(1, read_unordered)
+
+
+def read_without_a_mask() -> int:
+    """The entries of the largest tensor that is made beside the gradient."""
+    use_kernels()
+    made = Made()
+    logits = torch.randn(16, 4096).requires_grad_() * 1
+    keep, labels = kept(torch.rand(16, 4096) < 0.01), torch.arange(16)
+    with made:
+        values = log_probs_from_logits(logits, labels, entropy=True, keep=keep, gradient_in_place=True)
+        torch.autograd.grad([*values], logits, [torch.ones_like(value) for value in values])
+    return made.largest
+
+
+class Made(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {tensor.data_ptr() for tensor in tree_leaves(args) if isinstance(tensor, Tensor)}
+        new = [t.numel() for t in tree_leaves(result) if isinstance(t, Tensor) and t.data_ptr() not in given]
+        self.largest = max([self.largest, *new])
+        return result
+
+
+@needs_triton
+def test_kept_ids_make_no_tensor_of_the_logits_size() -> None:
+    (largest,) = run_ranks(1, read_without_a_mask)
+    assert 0 < largest <= 2 * 16 * 4096 * 0.01 + 1000
 
 
 LEAST = torch.finfo(torch.float32).min
