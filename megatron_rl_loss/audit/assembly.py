@@ -14,8 +14,8 @@ from megatron_rl_loss.audit.log_prob_gap import LogProbGap, compare_log_probs
 from megatron_rl_loss.audit.tokens import Floats, Ints, MeasuredStep, PlacedSamples, Split, slots_of
 from megatron_rl_loss.core.aggregation import Aggregation
 from megatron_rl_loss.core.collectives import attempt
-from megatron_rl_loss.core.masks import on_device
 from megatron_rl_loss.core.samples import LocalTokens, Samples, read_masks
+from megatron_rl_loss.core.transfers import on_device
 
 #: The largest difference of gradients that should be equal, relative to the largest gradient.
 _APART = 1e-3

@@ -22,6 +22,7 @@ from megatron_rl_loss.core.ids import hashed
 from megatron_rl_loss.core.masks import Array, Floats, to_array
 from megatron_rl_loss.core.modes import Mode, ModeFunction, ModeInputs, find_mode
 from megatron_rl_loss.core.samples import LocalTokens, Samples
+from megatron_rl_loss.core.transfers import pinned
 
 _GIVE_A_DIVISOR = (
     "Give a number of tokens, e.g. the generation budget: --loss-aggregation-divisor 40960, in code divisor=40960"
@@ -250,11 +251,33 @@ def times_mask(local: LocalTokens, beside: Floats, of: str, dtype: FloatType = n
     is_within = exact.size and np.minimum.reduce(exact) >= _TINY and np.maximum.reduce(exact) <= _LARGEST
     if not (is_within and local.samples.holds_flags):
         exact = _checked(local, exact, beside.ndim, of)
-    weights = local.mask.astype(dtype, copy=False) * _at_tokens(local, exact.astype(dtype), beside.ndim)
-    if not torch.is_inference_mode_enabled():
-        return torch.from_numpy(weights)
     with torch.inference_mode(False):  # they serve in training too
-        return torch.from_numpy(weights)
+        return _products(local, exact.astype(dtype), beside.ndim)
+
+
+#: Tokens whose weights are made at a time, so that what is written and read between fits into a cache.
+_IN_CACHE = 2**15
+
+
+def _products(local: LocalTokens, numbers: Array, ndim: int) -> Tensor:
+    """The masks times the numbers beside them, written once, into memory that is copied to a device as it is."""
+    mask = local.mask.astype(numbers.dtype, copy=False)
+    if torch.compiler.is_compiling():
+        return torch.from_numpy(mask * _at_tokens(local, numbers, ndim))
+    weights = pinned(len(local), torch.float64 if numbers.dtype == np.float64 else torch.float32)
+    products = weights.numpy()
+    if ndim == 2 or len(numbers) == 1:
+        np.multiply(mask, numbers, out=products)
+        return weights
+    ends = local.counts.cumsum()
+    begin = first = 0
+    while begin < len(mask):
+        last = max(int(ends.searchsorted(begin + _IN_CACHE, "right")), first + 1)
+        end = int(ends[last - 1])
+        of_tokens = numbers[first:last].repeat(local.counts[first:last])
+        np.multiply(mask[begin:end], of_tokens, out=products[begin:end])
+        begin, first = end, last
+    return weights
 
 
 def _at_tokens(local: LocalTokens, numbers: Array, ndim: int) -> Array:

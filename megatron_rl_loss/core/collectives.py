@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl_loss.core.errors import BadBatchError
+from megatron_rl_loss.core.transfers import to_device
 
 logger = logging.getLogger(__name__)
 _PACKAGE = str(Path(__file__).parents[1])
@@ -162,7 +163,7 @@ def device_of(group: Group) -> torch.device:
 def all_reduce(values: Tensor, group: Group, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
     """Reduce values over the group, in place, wherever each rank has them."""
     # NCCL takes tensors on its device alone; values that lie there already are reduced in place, without a copy.
-    moved = values.to(device_of(group))
+    moved = to_device(values, device_of(group))
     reduce_in_place(moved, group, op)
     values.copy_(moved)
 
@@ -200,7 +201,7 @@ def gather_objects(value: Result, group: Group) -> list[Result]:
 
 def _gather_bytes(data: bytes, most: int, group: Group) -> list[bytes]:
     """The bytes of all ranks, filled up with zeros to `most`; groups of several backends exchange them on the host."""
-    sent = torch.frombuffer(bytearray(data.ljust(most, b"\0")), dtype=torch.uint8).to(device_of(group))
+    sent = to_device(torch.frombuffer(bytearray(data.ljust(most, b"\0")), dtype=torch.uint8), device_of(group))
     received = sent.new_empty(size_of(group) * most)
     all_gather_single(received, sent, group=group)
     joined = received.cpu().numpy().tobytes()

@@ -1,7 +1,4 @@
-"""Loss masks: validation of what users pass, and their way into one buffer on the host.
-
-Also transfers of arrays between a device and the host.
-"""
+"""Loss masks: validation of what users pass, and their way into one buffer on the host."""
 
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
@@ -93,35 +90,6 @@ def to_array(values: Any) -> Array:
             "Pass a tensor with data."
         )
     return (values.float() if values.dtype == torch.bfloat16 else values).numpy(force=True)
-
-
-def pinned(shape: int | Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Memory on the host to be written and then copied to a device: page-locked where this process uses a GPU.
-
-    A copy from other memory waits, on the host, for what the device has to do before it.
-    """
-    return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=torch.cuda.is_initialized())
-
-
-def to_device(values: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """A tensor on a device, as that dtype if one is given; from the host without waiting for the device."""
-    dtype = dtype or values.dtype
-    if not values.is_cpu or device.type in ("cpu", "meta"):
-        return values.to(device, dtype)
-    staged = values
-    if not values.is_pinned() or values.dtype != dtype:
-        staged = pinned(values.shape, dtype).copy_(values)
-    return staged.to(device, non_blocking=True)
-
-
-def on_device(array: Array, device: torch.device) -> Tensor:
-    """An array on a device, as `to_device`; on the host a copy only where the array is not to be changed."""
-    if device.type == "cpu" or torch.compiler.is_compiling():
-        own = array if array.flags.writeable else array.copy()  # torch warns of an array that is not to be changed
-        return torch.from_numpy(own).to(device)
-    staged = pinned(array.shape, torch.from_numpy(np.empty(0, array.dtype)).dtype)
-    np.copyto(staged.numpy(), array)
-    return staged.to(device, non_blocking=True)
 
 
 def join_on_host(masks: Sequence[Tensor]) -> Array:

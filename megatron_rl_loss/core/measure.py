@@ -14,11 +14,12 @@ from torch import Tensor
 from megatron_rl_loss.core.collectives import all_reduce, attempt, failure_of, raise_together, several, warn_on_one_rank
 from megatron_rl_loss.core.counting import count_step
 from megatron_rl_loss.core.errors import check_callable, check_within
-from megatron_rl_loss.core.masks import Array, Floats, on_device, to_array
+from megatron_rl_loss.core.masks import Array, Floats, to_array
 from megatron_rl_loss.core.microbatch import Microbatch
 from megatron_rl_loss.core.plan import Plan, check_plan
 from megatron_rl_loss.core.record import StepRecord
 from megatron_rl_loss.core.samples import LocalTokens, Samples, check_values
+from megatron_rl_loss.core.transfers import on_device
 
 #: A micro-batch -> a value for each token that this rank holds; or bools, true for those to keep.
 TokenFunction = Callable[[Microbatch], Tensor]

@@ -14,12 +14,12 @@ from megatron_rl_loss.core.carriers import DEFAULT, LossForm, Receipt, find_carr
 from megatron_rl_loss.core.collectives import Group, rank_in, size_of
 from megatron_rl_loss.core.counting import StepTotals, UnitCounting
 from megatron_rl_loss.core.errors import check_mapping, is_number
-from megatron_rl_loss.core.masks import on_device
 from megatron_rl_loss.core.metrics import Metric, Note, aggregation_over
 from megatron_rl_loss.core.record import PlanUse, StepRecord
 from megatron_rl_loss.core.reducers import Summand, Term, WeightedSum, sum_terms
 from megatron_rl_loss.core.samples import LocalTokens, Samples, check_values
 from megatron_rl_loss.core.taps import observed_taps
+from megatron_rl_loss.core.transfers import on_device, to_device
 
 #: Policy losses, or the terms of the loss by name; metrics by name.
 Losses: TypeAlias = "Tensor | Term | Summed | Mapping[str, Tensor | Term]"
@@ -144,7 +144,7 @@ class Microbatch:
                 f"check_tokens of a {type(tokens).__name__}: it must be the tensor that the model received. Pass the "
                 "model's input ids."
             )
-        whole = torch.as_tensor(self.samples.tokens, device=tokens.device).reshape(-1)
+        whole = to_device(torch.as_tensor(self.samples.tokens), tokens.device).reshape(-1)
         cut = self.local(whole)
         if cut.numel() != tokens.numel():
             raise ValueError(

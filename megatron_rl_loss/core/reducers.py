@@ -21,6 +21,7 @@ from megatron_rl_loss.core.counting import UnitCounting
 from megatron_rl_loss.core.modes import Mode, ModeFunction
 from megatron_rl_loss.core.samples import LocalTokens, check_values
 from megatron_rl_loss.core.taps import SummedShare, Tap, observed_taps, tap
+from megatron_rl_loss.core.transfers import to_device
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +81,8 @@ class WeightedSum:
     def _sum(self, values: Tensor) -> Tensor:
         weights = self.weights_on(values.device)
         if values.dtype == torch.float64:
-            self._double = (self._weigh(np.float64) if self._double is None else self._double).to(values.device)
+            double = self._weigh(np.float64) if self._double is None else self._double
+            self._double = to_device(double, values.device)
             weights = self._double
         values = values.to(weights.dtype)
         if values.is_cpu and not torch.compiler.is_compiling():  # a device would be waited for
@@ -97,8 +99,7 @@ class WeightedSum:
         """The weights, moved to the device once."""
         if self.weights.device != device:
             with torch.inference_mode(False):  # they serve in training too
-                # Nobody changes them on the host while they are copied; from a device the host has to wait.
-                self.weights = self.weights.to(device, non_blocking=self.weights.is_cpu)
+                self.weights = to_device(self.weights, device)
         return self.weights
 
     def report_not_finite(self, what: str, values: Tensor) -> None:

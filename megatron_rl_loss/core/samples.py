@@ -43,6 +43,7 @@ from megatron_rl_loss.core.masks import (
     to_array,
 )
 from megatron_rl_loss.core.notebook import SHOWN_ROWS, first_numbers, html_table
+from megatron_rl_loss.core.transfers import to_device
 
 
 def plain_label(label: Any) -> Any:
@@ -596,7 +597,9 @@ def _place_rows(rows: Sequence[Any], places: Sequence[tuple[int, int]], total_to
     like = next((row for row in rows if isinstance(row, Tensor)), None)
     if like is None:
         return place(np.concatenate([np.zeros(0), *rows]), places, total_tokens)
-    rows = [row if isinstance(row, Tensor) else torch.as_tensor(row).to(like) for row in rows]
+    rows = [
+        row if isinstance(row, Tensor) else to_device(torch.as_tensor(row), like.device, like.dtype) for row in rows
+    ]
     parts, at = list[Tensor](), 0
     for (begin, end), row in zip(places, rows, strict=True):
         parts += [row.new_zeros(begin - at), row]

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron_rl_loss.core.collectives import size_of
 from megatron_rl_loss.core.errors import check_callable, check_choice, check_float, first_order
+from megatron_rl_loss.core.transfers import to_device
 from megatron_rl_loss.logprobs.choice import choose
 from megatron_rl_loss.logprobs.kept_ids import Keep
 from megatron_rl_loss.logprobs.kernels import run_from_hidden
@@ -166,7 +167,7 @@ def loss_from_hidden(
     comparison = None if teacher is None else _compare(read, teacher, hidden, output_layer)
     needs_gradient = [torch.is_grad_enabled() and leaf is not None and leaf.requires_grad for leaf in leaves]
     exact = torch.promote_types(weights.dtype, torch.float32)
-    weights = weights.detach().reshape(-1).to(hidden.device, exact, non_blocking=weights.is_cpu)
+    weights = to_device(weights.detach().reshape(-1), hidden.device, exact)
     # Gradients are made of gain * share, which brings the largest weight to 1: small ones would vanish in float16.
     gain = 1 / torch.cat([weights.abs(), weights.new_full((1,), torch.finfo(torch.float32).tiny)]).amax()
     totals, values_of_chunks = list[Tensor](), list[dict[str, Tensor]]()

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from megatron_rl_loss.core.errors import require
-from megatron_rl_loss.core.masks import Array, on_device, to_device
+from megatron_rl_loss.core.masks import Array
+from megatron_rl_loss.core.transfers import on_device, to_device
 from megatron_rl_loss.logprobs.flags import KEPT_RULE
 
 #: Stands for an id that the token has named before.

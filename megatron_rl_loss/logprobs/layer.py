@@ -139,7 +139,7 @@ class Chunks:
     """The output layer on chunks of the gathered hidden states, and the sums of the gradients that are wanted.
 
     Leaves are hidden states, weight and bias; without a weight, the hidden states are the logits. `skips`: some tokens
-    may be in no chunk, and their gradient is 0.
+    may be in no chunk, and their gradient is 0. `is_one`: there is one chunk, so that nothing is summed.
     """
 
     def __init__(
@@ -150,17 +150,18 @@ class Chunks:
         main_gradient: WeightGradient | None = None,
         in_place: bool = False,
         skips: bool = True,
+        is_one: bool = False,
     ) -> None:
         self._hidden, self._weight, self._bias = leaves
         self._parallel, self._tokens, self._in_place = parallel, parallel.gather(self._hidden), in_place
         # Sums over chunks: in bfloat16 a sum of many equal terms stops growing at 256 of them.
         exact = torch.promote_types(self._tokens.dtype, torch.float32)
-        self._of_hidden = self._of_weight = self._of_bias = None
+        self._of_hidden = self._of_bias = None
+        self._of_weight = main_gradient if wanted[1] else None
+        self._dtype_of_weight = (self._weight.dtype if is_one else exact) if wanted[1] else None
         if wanted[0]:
             new = torch.zeros_like if skips else torch.empty_like
             self._of_hidden = self._tokens if in_place else new(self._tokens)
-        if wanted[1]:
-            self._of_weight = main_gradient or WeightGradient(torch.zeros_like(self._weight, dtype=exact))
         if wanted[2]:
             self._of_bias = torch.zeros_like(self._weight[:, 0], dtype=exact)
 
@@ -186,6 +187,8 @@ class Chunks:
                 self._of_bias += gradient.sum(0, dtype=self._of_bias.dtype)
             if self._of_weight is not None:
                 self._of_weight.add_product(gradient, self._tokens[places])
+            elif self._dtype_of_weight is not None:  # written, not added to zeros
+                self._of_weight = WeightGradient(product(gradient, self._tokens[places], self._dtype_of_weight))
             if self._of_hidden is not None and self._weight is not None and isinstance(places, slice):
                 torch.mm(gradient, self._weight, out=self._of_hidden[places])
             elif self._of_hidden is not None and self._weight is not None:
@@ -200,6 +203,8 @@ class Chunks:
             skipped = torch.ones(len(of_hidden), dtype=torch.bool, device=of_hidden.device)
             of_hidden.masked_fill_(skipped.index_fill_(0, read.rows, False)[:, None], 0)
         of_hidden = None if of_hidden is None else self._parallel.sum(of_hidden, self._hidden)
+        if self._of_weight is None and self._dtype_of_weight is not None:  # no chunk had a gradient
+            self._of_weight = WeightGradient(torch.zeros_like(self._weight, dtype=self._dtype_of_weight))
         return of_hidden, None if self._of_weight is None else self._of_weight.for_autograd(), self._of_bias
 
 
@@ -256,7 +261,8 @@ class _MakeLogProbs(torch.autograd.Function):
         read: Reading = ctx.read
         read.begin_pass()
         gradients = tuple(read.select(gradient) for gradient in gradients)
-        chunks: Chunks = ctx.chunks_of(leaves, ctx.needs_input_grad[3:], skips=read.rows is not None)
+        wanted = ctx.needs_input_grad[3:]
+        chunks: Chunks = ctx.chunks_of(leaves, wanted, skips=read.rows is not None, is_one=read.is_one_chunk)
         for part, places in read.chunks():
             logits, chunk_norm = chunks.logits(places), norm[:, part]
             target = chunks.target(logits, places)
@@ -280,16 +286,36 @@ def default_chunk_tokens(device: torch.device) -> int:
     return HOST_CHUNK if device.type == "cpu" else DEVICE_CHUNK
 
 
+def product(of_logits: Tensor, hidden: Tensor, dtype: torch.dtype) -> Tensor:
+    """``of_logits.T @ hidden`` in that dtype: the weight's gradient of one chunk, each entry written once."""
+    left = of_logits.t()
+    if dtype == hidden.dtype:
+        return left @ hidden
+    total = hidden.new_empty(left.shape[0], hidden.shape[1], dtype=dtype)
+    if total.is_cuda and dtype == torch.float32 and _wider("mm", (left, hidden), total):
+        return total
+    for begin in range(0, len(total), _PRODUCT_ROWS):
+        rows = slice(begin, begin + _PRODUCT_ROWS)
+        total[rows] = left[rows] @ hidden
+    return total
+
+
 def add_wider(total: Tensor, left: Tensor, right: Tensor) -> bool:
     """``total += left @ right`` in the sum's precision: no product is rounded to the factors' dtype, or stored.
 
     False, and nothing done, where torch or the device has no such product. `addmm` takes an output type since torch
     2.8, and a sum of that type since PyTorch's pull request 167931.
     """
-    if _narrow or not hasattr(torch.ops.aten.addmm, "dtype_out"):
+    return _wider("addmm", (total, left, right), total)
+
+
+def _wider(name: str, factors: tuple[Tensor, ...], total: Tensor) -> bool:
+    """A product of factors into a tensor of a wider dtype; False, and nothing done, where there is none."""
+    operation = getattr(torch.ops.aten, name)
+    if _narrow or not hasattr(operation, "dtype_out"):
         return False
     try:
-        torch.ops.aten.addmm.dtype_out(total, left, right, total.dtype, out=total)
+        operation.dtype_out(*factors, total.dtype, out=total)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:

@@ -32,7 +32,8 @@ from torch import Tensor
 
 from megatron_rl_loss.core.collectives import Group, all_gather_single, rank_in, size_of
 from megatron_rl_loss.core.errors import check_within, is_int, require
-from megatron_rl_loss.core.masks import Array, on_device, to_array
+from megatron_rl_loss.core.masks import Array, to_array
+from megatron_rl_loss.core.transfers import on_device, to_device
 from megatron_rl_loss.logprobs import first_launch, flags
 from megatron_rl_loss.logprobs.choice import Choice, fall_back, give_up
 from megatron_rl_loss.logprobs.kept_ids import Keep, Kept, KeptIds, check_keep, kept_mask
@@ -139,7 +140,7 @@ class Reading:
         self._without = None
         if rest_without is not None:
             _check_rest(rest_without, labels, self.shape)
-            self._without = self.select(rest_without.to(labels.device, torch.bool))
+            self._without = self.select(to_device(rest_without, labels.device, torch.bool))
         self._size = size
         if self._kernels is None:
             # After the mask: labels of tokens that are passed over may be anything, such as -100.
@@ -188,6 +189,10 @@ class Reading:
         for begin in range(0, max(len(self.labels), 1), self._chunk_tokens):
             part = slice(begin, min(begin + self._chunk_tokens, len(self.labels)))
             yield part, part if self.rows is None else self.rows[part]
+
+    @property
+    def is_one_chunk(self) -> bool:
+        return len(self.labels) <= self._chunk_tokens
 
     def spread(self, values: Tensor) -> Tensor:
         """Values of the tokens that are read, [n] or [n, K], among all tokens of the batch, with 0 at the others."""

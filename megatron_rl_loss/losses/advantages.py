@@ -19,9 +19,10 @@ from megatron_rl_loss.core.errors import (
     is_unordered,
 )
 from megatron_rl_loss.core.ids import Ids, Ints, as_ids, type_of_ids
-from megatron_rl_loss.core.masks import Array, Floats, on_device, to_array
+from megatron_rl_loss.core.masks import Array, Floats, to_array
 from megatron_rl_loss.core.samples import LocalTokens, check_values
 from megatron_rl_loss.core.segments import Segments, segments_by
+from megatron_rl_loss.core.transfers import on_device
 from megatron_rl_loss.losses.place import Place, tokens_of
 from megatron_rl_loss.losses.scans import Discount, check_discount, discount_at_tokens, segment_scan
 from megatron_rl_loss.losses.segments import segment_sum, to_tokens
@@ -334,7 +335,7 @@ class _Groups:
         return normalized
 
     def mine(self, values: Floats) -> Tensor:
-        return torch.from_numpy(values[self._mine]).float().to(self._device)
+        return on_device(values[self._mine].astype(np.float32), self._device)
 
 
 def _share_of_rollout(rewards: Floats, prompts: Ints, ids: Ints) -> Floats:

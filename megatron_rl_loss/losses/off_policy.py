@@ -19,8 +19,9 @@ from torch import Tensor
 from megatron_rl_loss.core.collectives import Group
 from megatron_rl_loss.core.errors import check_float, check_one_each, check_within, require
 from megatron_rl_loss.core.ids import Ids, as_ids
-from megatron_rl_loss.core.masks import Mask, on_device
+from megatron_rl_loss.core.masks import Mask
 from megatron_rl_loss.core.samples import check_values
+from megatron_rl_loss.core.transfers import on_device, to_device
 from megatron_rl_loss.losses.gates import Gate
 from megatron_rl_loss.losses.place import Place, tokens_of
 from megatron_rl_loss.losses.ratio import at_least_float32, check_shape
@@ -251,7 +252,7 @@ def surviving_masks(
     masks, judged, active = list[Tensor](), list[Tensor](), list[Tensor]()
     for i, pair in enumerate(zip(loss_masks, log_ratios, strict=True)):
         mask, log_ratio = (row if isinstance(row, Tensor) else torch.as_tensor(row, device="cpu") for row in pair)
-        mask = mask.to(log_ratio.device, non_blocking=mask.is_cpu)
+        mask = to_device(mask, log_ratio.device)
         check_shape(f"the log-ratios of sample {i}", log_ratio, mask)
         if log_ratio.requires_grad:
             raise ValueError(
@@ -264,7 +265,7 @@ def surviving_masks(
             lambda i=i: f"log-ratios of sample {i} with NaN at an active token",  # type: ignore[misc]
             "no bound can judge them, so the token would be dropped. Mask the token, or mend its log-probs.",
         )
-        row = None if log_probs is None else torch.as_tensor(log_probs[i], device=log_ratio.device)
+        row = None if log_probs is None else to_device(torch.as_tensor(log_probs[i]), log_ratio.device)
         masks.append(mask)
         judged.append(gate.of_tokens(log_ratio, row))
         if log_ratio.is_cpu:

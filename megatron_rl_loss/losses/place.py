@@ -10,9 +10,10 @@ from torch import Tensor
 from megatron_rl_loss.core.collectives import Group, ranks_of, size_of
 from megatron_rl_loss.core.counting import StepTotals
 from megatron_rl_loss.core.ids import Ints, argument_of, example_of
-from megatron_rl_loss.core.masks import Floats, on_device
+from megatron_rl_loss.core.masks import Floats
 from megatron_rl_loss.core.samples import LocalTokens, Samples, check_values
 from megatron_rl_loss.core.segments import Segments, segments_by
+from megatron_rl_loss.core.transfers import on_device
 
 
 class InMicrobatch(Protocol):

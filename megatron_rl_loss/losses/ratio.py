@@ -11,8 +11,9 @@ from torch import Tensor
 
 from megatron_rl_loss.core.collectives import warn_on_one_rank
 from megatron_rl_loss.core.errors import check_float, check_within, require
-from megatron_rl_loss.core.masks import Array, on_device, to_array
+from megatron_rl_loss.core.masks import Array, to_array
 from megatron_rl_loss.core.samples import check_values
+from megatron_rl_loss.core.transfers import on_device, to_device
 from megatron_rl_loss.losses.place import Place, tokens_of
 
 #: The tokens of a loss, or their mask in the shape of its values.
@@ -224,7 +225,7 @@ def masked_places(local: Masked, trained: Tensor) -> Tensor:
                 "a mask has 1, or a weight above 0, where a token counts, and 0 elsewhere; one of integers has 0 and "
                 "1. Pass the loss mask, neither labels, token ids nor an attention mask that is added to scores.",
             )
-        return (mask == 0).to(trained.device, non_blocking=mask.is_cpu)
+        return to_device(mask == 0, trained.device)
     tokens = tokens_of(local)
     check_values("a loss's input", trained, tokens)
     return on_device(tokens.mask == 0, trained.device).view(trained.shape)

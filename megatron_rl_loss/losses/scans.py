@@ -15,8 +15,9 @@ from torch import Tensor
 
 from megatron_rl_loss.core.collectives import Group, reduce_in_place
 from megatron_rl_loss.core.errors import check_bool, check_choice, check_within, first_order, is_number, require
-from megatron_rl_loss.core.masks import Array, on_device
+from megatron_rl_loss.core.masks import Array
 from megatron_rl_loss.core.samples import LocalTokens
+from megatron_rl_loss.core.transfers import on_device, to_device
 from megatron_rl_loss.losses.place import Place, Sequences, Values
 
 #: A number for all samples, or one for each sample of the micro-batch: a tensor, an array or a list.
@@ -117,7 +118,7 @@ def discount_at_tokens(discount: float | Tensor, tokens: LocalTokens, device: to
     """A checked discount at each of a rank's tokens, [num_local_tokens], or one number for all."""
     if not isinstance(discount, Tensor):
         return discount
-    of_samples = discount.to(device)
+    of_samples = to_device(discount, device)
     if not of_samples.ndim:
         return of_samples
     if not len(of_samples):  # padding of a filler

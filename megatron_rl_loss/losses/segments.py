@@ -22,7 +22,8 @@ from torch import Tensor
 from megatron_rl_loss.core.collectives import Group, reduce_in_place
 from megatron_rl_loss.core.errors import check_bool, check_within, first_order
 from megatron_rl_loss.core.ids import Ints
-from megatron_rl_loss.core.masks import Floats, on_device
+from megatron_rl_loss.core.masks import Floats
+from megatron_rl_loss.core.transfers import on_device
 from megatron_rl_loss.losses.place import Place, Sequences, Values, segments_per, tokens_of
 from megatron_rl_loss.losses.scans import sums_within
 

@@ -7,6 +7,7 @@ Collectives of a plan and of its end are counted in tests/unit/core/test_countin
 
 import ast
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from graphs import graph_nodes
 from repository import ROOT
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_rl_loss import (
     Metric,
@@ -29,11 +31,13 @@ from megatron_rl_loss import (
     Term,
     ZigzagTHD,
     keep_tokens,
+    log_probs_from_logits,
     measure_tokens,
     pass_gap,
     plan_step,
     segment_scan,
 )
+from megatron_rl_loss.core import transfers
 from megatron_rl_loss.core.carriers import FORMS
 from megatron_rl_loss.core.collectives import StepGroups
 from megatron_rl_loss.core.plan import Plan
@@ -160,26 +164,87 @@ def test_nothing_is_read_back_from_a_device(mode: str, per_token_loss: bool) -> 
             read()
 
 
-def reading_copies(root: Path) -> list[str]:
-    """Copies that may be asynchronous, and are not plainly from the host: ``x.to(device, non_blocking=...)``."""
+#: Rooms whose work is done in every micro-batch, and the file that copies from the host to a device.
+ROOMS, HELPER = ("core", "losses", "logprobs"), "core/transfers.py"
+
+
+def copies_in(root: Path) -> list[str]:
+    """Calls that copy to a device elsewhere than in the helper: ``x.to(device)``, ``torch.tensor(..., device=...)``."""
     copies = []
-    for path in (path for path in sorted(root.rglob("*.py")) if "non_blocking" in path.read_text()):
+    for path in (path for room in ROOMS for path in sorted((root / room).rglob("*.py"))):
+        if path == root / HELPER:
+            continue
         for call in (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)):
-            for keyword in call.keywords:
-                if keyword.arg != "non_blocking":
-                    continue
-                source, flag = ast.unparse(call.func).rpartition(".")[0], ast.unparse(keyword.value)
-                is_host = flag.endswith(".is_cpu") and flag.removesuffix(".is_cpu") in source
-                if not is_host and not (flag == "True" and source.startswith("torch.from_numpy(")):
-                    copies.append(f"{path.relative_to(root)}:{call.lineno}: {ast.unparse(call)}")
+            name = ast.unparse(call.func).rpartition(".")[2]
+            given = [*map(ast.unparse, call.args), *(ast.unparse(keyword.value) for keyword in call.keywords)]
+            by_name = {str(keyword.arg): ast.unparse(keyword.value) for keyword in call.keywords}
+            is_to = name == "to" and any("device" in text and "dtype" not in text for text in given)
+            is_made = name in ("tensor", "as_tensor") and by_name.get("device", "'cpu'") != "'cpu'"
+            if is_to or is_made or name in ("cuda", "pin_memory") or "non_blocking" in by_name:
+                copies.append(f"{path.relative_to(root)}:{call.lineno}: {ast.unparse(call)}")
     return copies
 
 
-def test_no_copy_to_the_host_is_asynchronous(tmp_path: Path) -> None:
-    """The host would read it before it is there."""
-    assert reading_copies(ROOT / "megatron_rl_loss") == []
-    (tmp_path / "planted.py").write_text("y = x.to(device, non_blocking=True)\nz = x.to(d, non_blocking=x.is_cpu)\n")
-    assert reading_copies(tmp_path) == ["planted.py:1: x.to(device, non_blocking=True)"]
+def test_one_file_copies_from_the_host_to_a_device(tmp_path: Path) -> None:
+    """From page-locked memory: other copies wait on the host, and `set_sync_debug_mode` does not see it."""
+    assert copies_in(ROOT / "megatron_rl_loss") == []
+    (tmp_path / "core").mkdir()
+    planted = ["x.to(values.device)", "x.cuda()", "torch.tensor([1.0], device=device)", "x.copy_(y, non_blocking=True)"]
+    (tmp_path / "core" / "planted.py").write_text("\n".join([*planted, "x.to(torch.float32)", "torch.tensor([1])"]))
+    assert copies_in(tmp_path) == [f"core/planted.py:{n}: {line}" for n, line in enumerate(planted, 1)]
+
+
+class Copies(TorchDispatchMode):
+    """Copies from the host to a device, by where they come from; on the meta device for a GPU."""
+
+    def __init__(self, staged: list[int]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.staged, self.kinds = staged, Counter[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        source = args[1] if func.__name__.startswith("copy_") else args[0] if args else None
+        if isinstance(result, Tensor) and isinstance(source, Tensor) and result.is_meta and source.is_cpu:
+            waits = not (kwargs or {}).get("non_blocking")
+            is_staged = source.untyped_storage().data_ptr() in self.staged
+            self.kinds["waits" if waits else "staged" if is_staged else "pageable"] += 1
+        return result
+
+
+def test_copies_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of each weight vector for a micro-batch, whatever it has of samples, metrics and terms; all are staged."""
+    made, real = list[Tensor](), transfers.pinned
+
+    def pinned(*args: Any) -> Tensor:
+        made.append(real(*args))
+        return made[-1]
+
+    monkeypatch.setattr(transfers, "pinned", pinned)
+
+    def copies(function: Callable[[], Any]) -> Counter[str]:
+        staged = list[int]()
+        monkeypatch.setattr(
+            transfers, "pinned", lambda *args: (staged.append((t := pinned(*args)).untyped_storage().data_ptr()), t)[1]
+        )
+        with Copies(staged) as seen:
+            function()
+        return seen.kinds
+
+    losses, metrics = losses_of("meta")
+    for num_samples, mode, number in ((2, "sample_mean", 1), (1024, "sample_mean", 1), (64, "constant", 2)):
+        microbatch = microbatch_of(num_samples, mode)
+        # A constant's metrics are means over rollouts, whose weights are others.
+        assert copies(lambda m=microbatch: loss_of(m, losses, metrics)) == {"staged": number}
+        assert copies(lambda m=microbatch: loss_of(m, losses, metrics)) == {}
+    microbatch = microbatch_of(64, "sample_mean")
+    terms: Any = {"pg": losses, "kl": Term(losses * 2, "token_mean"), "nll": Term(losses * 3, mask="own")}
+    assert copies(lambda: loss_of(microbatch, terms, {})) == {"staged": 3}
+    logits, labels = torch.randn(64, 8, device="meta", requires_grad=True), torch.zeros(64, device="meta").long()
+    mask = [int(t % 3 > 0) for t in range(64)]
+    assert copies(lambda: log_probs_from_logits(logits, labels, token_mask=mask).log_probs.sum().backward()) == {
+        "staged": 1
+    }
+    assert copies(lambda: losses_of()[0].to("meta")) == {"waits": 1}  # negative control
 
 
 # --- where tensors are made

@@ -17,7 +17,19 @@ PACKAGE = "megatron_rl_loss"
 #: Each room, after all that it may import.
 ORDER = ["core", "proof", "megatron", "planning", "extend", "losses", "logprobs", "audit", "engines", "__main__"]
 #: Each file of the core, after all that it may import.
-CORE = ["errors", "collectives", "masks", "ids", "layouts", "notebook", "samples", "segments", "counting", "modes"]
+CORE = [
+    "errors",
+    "transfers",
+    "collectives",
+    "masks",
+    "ids",
+    "layouts",
+    "notebook",
+    "samples",
+    "segments",
+    "counting",
+    "modes",
+]
 CORE += ["aggregation", "taps", "reducers", "metrics", "carriers", "record", "microbatch", "plan", "measure"]
 CORE += ["totals_by_hand"]
 #: Rooms that import nothing of the core from this file on, and no other room than those named.

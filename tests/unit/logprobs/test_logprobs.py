@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+from collections import Counter
 from typing import Any
 
 import head_oracle
@@ -581,3 +582,40 @@ def test_a_gradient_cannot_overwrite_what_others_read() -> None:
             log_probs_from_logits(logits, labels, gradient_in_place=True)
     with torch.no_grad():
         log_probs_from_logits(leaf, labels, gradient_in_place=True)
+
+
+@pytest.mark.parametrize("chunk_tokens", [3, 12, 50], ids=["four chunks", "one chunk", "one chunk, more tokens"])
+def test_the_weights_gradient_of_the_first_chunk_is_written_not_added(chunk_tokens: int) -> None:
+    """Of one chunk in the weight's dtype; of several each later one is added in float32."""
+    draw = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 16, generator=draw).bfloat16() for n in (12, 40))
+    weight.requires_grad_()
+    layer = OutputLayer(weight, chunk_tokens=chunk_tokens)
+    total = log_probs_from_hidden(hidden, layer, torch.arange(12)).log_probs.sum()
+    made = OfWeight(40 * 16)
+    with made:
+        (gradient,) = torch.autograd.grad(total, weight)
+    assert not [name for name in made.names if "zero" in name or "fill" in name]
+    if chunk_tokens >= 12:
+        assert made.names == {"mm": 1}
+    exact = weight.detach().float().requires_grad_()
+    right = torch.autograd.grad((hidden.float() @ exact.t()).log_softmax(-1)[range(12), range(12)].sum(), exact)[0]
+    assert float((gradient.float() - right).abs().max() / right.abs().max()) < 2 * 2**-8 * 4
+
+
+class OfWeight(TorchDispatchMode):
+    """Operations that make or fill a tensor of the weight's size."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.size, self.names = size, Counter[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func.__name__.split(".")[0]
+        if isinstance(result, Tensor) and result.numel() == self.size and not name.startswith(FREE):
+            self.names[name] += 1
+        return result
+
+
+FREE = ("view", "t", "transpose", "detach", "empty", "new_empty", "_unsafe_view", "alias", "slice")
