@@ -22,6 +22,8 @@ _PACKAGE = str(Path(__file__).parents[1])
 
 #: Bytes of the first all-gather of objects, which holds small ones whole, and of the length that each begins with.
 _SMALL, _LENGTH = 256, 8
+#: What a broadcast costs, in bytes that could be received meanwhile; and lengths of ranks that are tried.
+_BROADCAST, _MOST_LENGTHS = 2**16, 16
 
 Group = dist.ProcessGroup
 Result = TypeVar("Result")
@@ -186,17 +188,43 @@ def reduce_scatter_single(received: Tensor, sent: Tensor, group: Group) -> None:
 
 
 def gather_objects(value: Result, group: Group) -> list[Result]:
-    """The values of all ranks of the group, on each of them: one all-gather where all are small, else a second one."""
+    """The values of all ranks of the group, on each of them: one all-gather where all are small, else a second one.
+
+    What a few ranks have beyond the others is broadcast: an all-gather would fill up all ranks to the longest.
+    """
     # torch's all_gather_object always takes two collectives: lengths, then data.
     pickled = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
     length = len(pickled).to_bytes(_LENGTH, "little")
     first = _gather_bytes((length + pickled)[:_SMALL], _SMALL, group)
     lengths = [int.from_bytes(part[:_LENGTH], "little") for part in first]
-    rest: list[bytes] = [b""] * len(first)
-    if (longest := max(lengths) + _LENGTH - _SMALL) > 0:  # the same on every rank
-        rest = _gather_bytes((length + pickled)[_SMALL:], longest, group)
+    further, mine = [max(number + _LENGTH - _SMALL, 0) for number in lengths], (length + pickled)[_SMALL:]
+    most = bytes_of_all(further)  # as the lengths, the same on every rank
+    rest = _gather_bytes(mine[:most], most, group) if most else [b""] * len(first)
+    for rank in [rank for rank, number in enumerate(further) if number > most]:
+        rest[rank] += _broadcast_bytes(mine[most:], further[rank] - most, rank, group)
     whole = (part[_LENGTH:] + more for part, more in zip(first, rest, strict=True))
     return [pickle.loads(data[:length]) for data, length in zip(whole, lengths, strict=True)]
+
+
+def bytes_of_all(lengths: Sequence[int]) -> int:
+    """How many bytes of each rank an all-gather takes, so that a rank receives least; longer ones are broadcast."""
+
+    def received(most: int) -> int:
+        beyond = [length - most for length in lengths if length > most]
+        return len(lengths) * most + sum(beyond) + _BROADCAST * len(beyond)
+
+    return min(sorted({*lengths}, reverse=True)[:_MOST_LENGTHS], key=received)
+
+
+def _broadcast_bytes(data: bytes, number: int, rank: int, group: Group) -> bytes:
+    """A number of bytes of that rank of the group, on all of its ranks."""
+    device = device_of(group)
+    if rank == rank_in(group):
+        sent = to_device(torch.frombuffer(bytearray(data), dtype=torch.uint8), device)
+    else:
+        sent = torch.empty(number, dtype=torch.uint8, device=device)
+    dist.broadcast(sent, ranks_of(group)[rank], group=unwrapped(group))
+    return sent.cpu().numpy().tobytes()
 
 
 def _gather_bytes(data: bytes, most: int, group: Group) -> list[bytes]:

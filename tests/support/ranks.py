@@ -123,6 +123,11 @@ def bytes_gathered() -> list[int]:
     return _bytes_sent("all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor", 1)
 
 
+def bytes_broadcast() -> list[int]:
+    """As `bytes_gathered`, of broadcasts."""
+    return _bytes_sent("broadcast", 0)
+
+
 def _bytes_sent(name: str, argument: int) -> list[int]:
     sent, collective = list[int](), getattr(dist, name)
 

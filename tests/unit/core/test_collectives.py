@@ -8,12 +8,13 @@ import oracle
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks, start_process_group
+from ranks import bytes_broadcast, bytes_gathered, run_ranks, start_process_group
 
 from megatron_rl_loss import Samples, plan_step
 from megatron_rl_loss.core.collectives import (
     all_gather_single,
     all_reduce,
+    bytes_of_all,
     device_of,
     gather_objects,
     rank_in,
@@ -143,3 +144,30 @@ def test_counts_travel_on_a_device_of_the_backend(config: str, device: str, monk
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setattr(torch.xpu, "current_device", lambda: 2)
     assert str(device_of(cast(Any, object()))) == device
+
+
+def gathered_unevenly() -> tuple[bool, list[int], list[int]]:
+    start_process_group()
+    group, (sent, broadcast) = dist.group.WORLD, (bytes_gathered(), bytes_broadcast())
+    rank = dist.get_rank()
+    rows = [bytes([number]) * (300_000 if number == 2 else 100 * number) for number in range(4)]
+    return gather_objects(rows[rank], group) == rows, sent, broadcast
+
+
+def test_a_rank_with_much_more_than_the_others_does_not_fill_them_up() -> None:
+    for is_right, sent, broadcast in run_ranks(4, gathered_unevenly):
+        assert is_right
+        assert max(sent) < 1000
+        assert sum(broadcast) < 301_000
+
+
+def test_bytes_of_all_ranks_and_of_few() -> None:
+    """Of 1,024 ranks with 64 samples each, and one with 4,096, none receives 64 times what there is."""
+    even, uneven = [64 * 48] * 1024, [64 * 48] * 1023 + [4096 * 48]
+    assert bytes_of_all(even) == 64 * 48
+    assert bytes_of_all([0, 0, 0]) == 0
+    most = bytes_of_all(uneven)
+    received = 1024 * most + sum(length - most for length in uneven if length > most)
+    assert received == sum(uneven)
+    assert 1024 * max(uneven) > 50 * received
+    assert bytes_of_all([100, 100, 900]) == 900  # a broadcast would cost more
