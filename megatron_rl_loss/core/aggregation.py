@@ -19,7 +19,7 @@ from megatron_rl_loss.core.collectives import StepGroups
 from megatron_rl_loss.core.counting import COUNTINGS, StepTotals, Sum, UnitCounting, count_step
 from megatron_rl_loss.core.errors import check_choice, check_mapping, did_you_mean, is_number
 from megatron_rl_loss.core.ids import hashed
-from megatron_rl_loss.core.masks import Array, Floats, to_array
+from megatron_rl_loss.core.masks import IN_CACHE, Array, Floats, to_array
 from megatron_rl_loss.core.modes import Mode, ModeFunction, ModeInputs, find_mode
 from megatron_rl_loss.core.samples import LocalTokens, Samples
 from megatron_rl_loss.core.transfers import pinned
@@ -251,12 +251,11 @@ def times_mask(local: LocalTokens, beside: Floats, of: str, dtype: FloatType = n
     is_within = exact.size and np.minimum.reduce(exact) >= _TINY and np.maximum.reduce(exact) <= _LARGEST
     if not (is_within and local.samples.holds_flags):
         exact = _checked(local, exact, beside.ndim, of)
+    numbers = exact.astype(dtype)
+    if not torch.is_inference_mode_enabled():
+        return _products(local, numbers, beside.ndim)
     with torch.inference_mode(False):  # they serve in training too
-        return _products(local, exact.astype(dtype), beside.ndim)
-
-
-#: Tokens whose weights are made at a time, so that what is written and read between fits into a cache.
-_IN_CACHE = 2**15
+        return _products(local, numbers, beside.ndim)
 
 
 def _products(local: LocalTokens, numbers: Array, ndim: int) -> Tensor:
@@ -266,13 +265,13 @@ def _products(local: LocalTokens, numbers: Array, ndim: int) -> Tensor:
         return torch.from_numpy(mask * _at_tokens(local, numbers, ndim))
     weights = pinned(len(local), torch.float64 if numbers.dtype == np.float64 else torch.float32)
     products = weights.numpy()
-    if ndim == 2 or len(numbers) == 1:
-        np.multiply(mask, numbers, out=products)
+    if ndim == 2 or len(numbers) == 1 or len(mask) <= IN_CACHE:
+        np.multiply(mask, _at_tokens(local, numbers, ndim), out=products)
         return weights
     ends = local.counts.cumsum()
     begin = first = 0
     while begin < len(mask):
-        last = max(int(ends.searchsorted(begin + _IN_CACHE, "right")), first + 1)
+        last = max(int(ends.searchsorted(begin + IN_CACHE, "right")), first + 1)
         end = int(ends[last - 1])
         of_tokens = numbers[first:last].repeat(local.counts[first:last])
         np.multiply(mask[begin:end], of_tokens, out=products[begin:end])

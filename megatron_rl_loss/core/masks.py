@@ -1,6 +1,6 @@
 """Loss masks: validation of what users pass, and their way into one buffer on the host."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -22,6 +22,8 @@ SMALLEST, LARGEST = 1e-30, 1e9
 _ROUNDED = 1 + 1e-6
 _COMPLEX = {torch.complex32, torch.complex64, torch.complex128}
 _FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+#: Entries that are worked on at a time, so that what is written and read between fits into a core's cache.
+IN_CACHE = 2**15
 #: Torch joins none of them with another dtype.
 _WIDE_UNSIGNED = {torch.uint16, torch.uint32, torch.uint64}
 
@@ -115,16 +117,16 @@ def join_on_host(masks: Sequence[Tensor]) -> Array:
 
 def check_entries(joined: Array, masks: Sequence[Tensor]) -> bool:
     """True where all masks are ints or bools, whose entries must be 0 or 1; ValueError for an unusable weight."""
-    if joined.dtype.kind in "biu" and _is_sound(joined, 1):  # the usual case
+    if joined.dtype.kind in "biu" and is_sound(joined, 1):  # the usual case
         return True
     has_floats = {dtype.is_floating_point for dtype in {mask.dtype for mask in masks if mask.shape[0]}}
     holds_flags = True not in has_floats
-    if len(has_floats) < 2 and _is_sound(joined, 1 if holds_flags else LARGEST):
+    if len(has_floats) < 2 and is_sound(joined, 1 if holds_flags else LARGEST):
         return holds_flags
     ends = np.cumsum([0, *map(len, masks)])
     for i, (begin, end) in enumerate(pairwise(ends.tolist())):
         largest = LARGEST if masks[i].dtype.is_floating_point else 1
-        if not _is_sound(mask := joined[begin:end], largest):
+        if not is_sound(mask := joined[begin:end], largest):
             values = mask.astype(np.float64)
             sound = (values == 0) | ((values >= SMALLEST) & (values <= largest * _ROUNDED))
             raise ValueError(
@@ -135,7 +137,7 @@ def check_entries(joined: Array, masks: Sequence[Tensor]) -> bool:
     return holds_flags
 
 
-def _is_sound(mask: Array, largest: float) -> bool:
+def is_sound(mask: Array, largest: float) -> bool:
     """True if every entry is a usable weight, which NaN is not."""
     if not mask.size:
         return True
@@ -144,6 +146,18 @@ def _is_sound(mask: Array, largest: float) -> bool:
     # float16 has no 1e9
     in_range = mask.min() >= 0 and float(mask.max()) <= largest * _ROUNDED
     return bool(in_range) and (largest == 1 or not ((mask < SMALLEST) & (mask != 0)).any())
+
+
+def groups_in_cache(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """[first, last) of whole samples, as many as fit into a cache; one at least."""
+    first = entries = 0
+    for number, length in enumerate(lengths):
+        if entries + length > IN_CACHE and number > first:
+            yield first, number
+            first, entries = number, 0
+        entries += length
+    if first < len(lengths):
+        yield first, len(lengths)
 
 
 def place(joined: Array, places: Sequence[tuple[int, int]], total_tokens: int) -> Array:

@@ -32,11 +32,14 @@ from megatron_rl_loss.core.layouts import (
     is_user_defined,
 )
 from megatron_rl_loss.core.masks import (
+    IN_CACHE,
     Array,
     Floats,
     Mask,
     check_entries,
     check_masks,
+    groups_in_cache,
+    is_sound,
     join_on_host,
     place,
     sum_each,
@@ -247,8 +250,34 @@ class Samples:
     def _held(self, masks: list[Tensor]) -> ReadMasks | UnreadMasks:
         """Masks on the host are read at once."""
         if all(mask.is_cpu for mask in masks):
+            if sum(self.mask_lengths) > IN_CACHE and (read := self._read_flags(masks)) is not None:
+                return read
             return self._read(join_on_host(masks), masks, is_own=len(masks) > 1)
         return UnreadMasks(masks)
+
+    def _read_flags(self, masks: list[Tensor]) -> ReadMasks | None:
+        """Many masks of ints or bools on the host, each entry read once; None where one is to be looked at closer."""
+        dtypes = {mask.dtype for mask in masks}
+        has_rows = any(parts.of_entry is not None for parts in self.parts.values())
+        if len(dtypes) > 1 or next(iter(dtypes)).is_floating_point or has_rows:
+            return None
+        is_filled = sum(self.mask_lengths) == self.total_tokens
+        buffer, sums = (np.empty if is_filled else np.zeros)(self.total_tokens, np.float32), np.empty(len(masks))
+        for first, last in groups_in_cache(self.mask_lengths):
+            group, lengths = slice(first, last), self.mask_lengths[first:last]
+            joined = join_on_host(masks[group])
+            if not is_sound(joined, 1):
+                return None  # the error names the sample
+            sums[group] = sum_each(joined, lengths)
+            begin = self.mask_starts[first]
+            if self.mask_starts[last - 1] + lengths[-1] - begin == len(joined):  # side by side
+                buffer[begin : begin + len(joined)] = joined
+                continue
+            at = 0
+            for start, length in zip(self.mask_starts[group], lengths, strict=True):
+                buffer[start : start + length] = joined[at : at + length]
+                at += length
+        return _unchanged(ReadMasks(buffer, sums, sums, holds_flags=True))
 
     def _read(self, joined: Array, masks: list[Tensor], is_own: bool) -> ReadMasks:
         """The masks, which lie end to end on the host; ValueError for entries that are no usable weights.
@@ -264,10 +293,7 @@ class Samples:
         weights = joined.astype(np.float64 if joined.dtype == np.float64 else np.float32, copy=not is_own)
         sums = sum_each(joined, self.mask_lengths)
         active_tokens = sums if holds_flags else sum_each(weights != 0, self.mask_lengths)
-        buffer = place(weights, self.places, self.total_tokens)
-        for counted in (buffer, sums, active_tokens):  # as ids: a change would not be counted
-            counted.setflags(write=False)
-        return ReadMasks(buffer, sums, active_tokens, holds_flags)
+        return _unchanged(ReadMasks(place(weights, self.places, self.total_tokens), sums, active_tokens, holds_flags))
 
     @property
     def masks(self) -> ReadMasks:
@@ -385,6 +411,13 @@ class Samples:
 def as_samples(samples: Samples | Iterable[Mask]) -> Samples:
     """Samples as they are; of masks alone, samples without ids."""
     return samples if isinstance(samples, Samples) else Samples(samples)
+
+
+def _unchanged(masks: ReadMasks) -> ReadMasks:
+    """As ids: a change would not be counted."""
+    for counted in (masks.buffer, masks.sums, masks.active_tokens):
+        counted.setflags(write=False)
+    return masks
 
 
 def _warn_of_token_ids(joined: Array, lengths: Sequence[int]) -> None:

@@ -63,7 +63,7 @@ class Segments:
     @cached_property
     def unit(self) -> Ints:
         """The number of each segment's unit, among those of this micro-batch."""
-        return np.unique(self.ids, return_inverse=True)[1]
+        return np.unique(self.ids, return_inverse=True)[1] if self.have_ids else self.ids
 
     @cached_property
     def num_units(self) -> int:

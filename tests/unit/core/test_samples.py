@@ -157,6 +157,29 @@ def test_masks_on_the_host_and_on_a_device_stay_in_order(monkeypatch: pytest.Mon
     assert [mask.tolist() for mask in samples.loss_masks] == [[1, 0], [0, 1, 0], [0, 1], [1]]
 
 
+@pytest.mark.parametrize("kind", [torch.int32, torch.bool, torch.int64, torch.uint8])
+@pytest.mark.parametrize("padding", [0, 3])
+def test_many_masks_are_read_as_few(kind: torch.dtype, padding: int) -> None:
+    """More than fit into a cache, a group at a time: the same sums and buffer, and weights to the bit."""
+    draw = torch.Generator().manual_seed(0)
+    lengths = [*torch.randint(1, 9000, (30,), generator=draw).tolist(), 40_000, 1, 0, 70_000]
+    masks = [(torch.rand(n, generator=draw) < 0.6).to(kind) for n in lengths]
+    layout = ZigzagTHD([0, *itertools.accumulate(n + padding for n in lengths)], lengths)
+    samples = Samples(masks, layout=layout if padding else None)
+    few = Samples([mask.double() for mask in masks], layout=layout if padding else None)
+    assert samples.holds_flags
+    assert np.array_equal(samples.buffer, few.buffer.astype(np.float32))
+    assert np.array_equal(samples.mask_sums, few.mask_sums)
+    totals, local = StepTotals.of(masks), samples.local(0, 1)
+    weights = make_pg_loss_reducer("sample_mean", samples, totals=totals).weights
+    beside = (1 / (np.maximum(samples.mask_sums, 1) * len(masks))).astype(np.float32)
+    assert np.array_equal(weights.numpy(), local.mask * beside[local.sample_index])
+    if kind != torch.bool:
+        masks[31][0] = 2
+        with pytest.raises(ValueError, match=r"the loss mask of sample 31 holds 2\.0"):
+            Samples(masks)
+
+
 def test_masks_that_nobody_has_read_are_of_another_type(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_rl_loss.core.masks.to_array", lambda values: np.ones(len(values), np.int64))
     samples = Samples([torch.ones(3, device="meta", dtype=torch.int64)])
