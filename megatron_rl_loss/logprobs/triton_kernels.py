@@ -37,7 +37,7 @@ COUNTS = ("rows", "norm_stride", "g_stride", "h_stride")
 #: Rows that a program combines.
 COMBINED_ROWS = 64
 #: Kept ids that a program reads at once, and columns that it clears at once.
-KEPT = {"BLOCK": 128, "num_warps": 4}
+KEPT = {"BLOCK": 128}
 CLEARED = 4096
 #: Stands among kept ids for an id that the token has named before.
 NO_ID = tl.constexpr(kept_ids.NO_ID)
@@ -423,7 +423,7 @@ def statistics(
         with _on(logits.device):
             _statistics_of_kept[(rows,)](
                 logits, labels, mask, kept.ids, kept.bounds, table, flags,
-                *of_rank, kept.bounds.stride(0), scale, k, **wanted, **KEPT,
+                *of_rank, kept.bounds.stride(0), scale, k, **wanted, **KEPT, num_warps=2,
             )  # fmt: skip
     elif rows:
         with _on(logits.device):
@@ -464,7 +464,7 @@ def differentiate(
             _gradient_of_kept[(rows,)](
                 logits, into, mask, kept.ids, kept.bounds, entries, norm, g, h, width, held, first,
                 kept.bounds.stride(0), norm.stride(0), logits.stride(0), into.stride(0), *of_row,
-                **wanted, CLEARED=CLEARED, **KEPT,
+                **wanted, CLEARED=CLEARED, **KEPT, num_warps=4,
             )  # fmt: skip
         else:
             _gradient[(rows, triton.cdiv(width, BACKWARD["BLOCK"]))](
