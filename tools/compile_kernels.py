@@ -1,6 +1,6 @@
 """Compile the Triton kernels of log-probs for an NVIDIA GPU that is not there, and show what the compiler made of them.
 
-    python tools/compile_kernels.py [--quick] [--capability 90]
+    python tools/compile_kernels.py [--quick] [--capability 90] [--out docs/bench]
 
 The package's own launches run with tensors on the host, up to the point where a GPU would start: each row of the table
 is a program that a real call of that kind would run. The columns:
@@ -13,6 +13,7 @@ The exit status is 1 if a program spills, or reads aligned logits by less than 1
 """
 
 import argparse
+import json
 import os
 import re
 import subprocess
@@ -135,6 +136,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="A few kinds of calls, in bf16.")
     parser.add_argument("--capability", type=int, default=90, help="Of the GPU: 90 for H100 and H200.")
+    parser.add_argument("--out", type=Path, help="Folder for the table, as JSON.")
     args = parser.parse_args()
     programs, rows, failures = Programs(args.capability), [], list[str]()
     for dtype in ("bf16",) if args.quick else DTYPES:
@@ -150,6 +152,10 @@ def main() -> None:
     kernels.combine(torch.zeros(8, 64, 4), 1.0)
     rows.append({"kernel": "combine", "dtype": "fp32", "call": "8 ranks"} | described(programs[0][1], None))
     programs.clear()
+    if args.out is not None:
+        machine = {"triton": triton.__version__, "torch": torch.__version__}
+        text = json.dumps({"machine": machine, "programs": rows}, indent=1)
+        (args.out / f"kernels-sm_{args.capability}.json").write_text(text + "\n")
     print(f"sm_{args.capability}, triton {triton.__version__}, torch {torch.__version__}")
     print(tabulate(rows, headers="keys", floatfmt=".1f"))
     if failures:

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-#: Entries that are cast to float64 at a time; and the entries of a gradient that waits for others of its shape.
-_CHUNK, _SMALL = 2**20, 2**14
+#: Entries that are cast to float64 at a time, on a device so many that it is not kept waiting for launches; and the
+#: entries of a gradient that waits for others of its shape.
+_CHUNK, _DEVICE_CHUNK, _SMALL = 2**20, 2**24, 2**14
 #: Numbers of patterns: at least 2, and so many that a model of few parameters has this many numbers in all.
 _FEWEST, _NUMBERS = 2, 64
 
@@ -97,7 +98,7 @@ class Signs:
 def _of_rows(rows: Tensor, leading: Tensor, last: Tensor) -> Tensor:
     """The sketch of rows, whose signs are `leading` [patterns, rows] times `last` [patterns, width]."""
     total = torch.zeros(len(last) + 1, dtype=torch.float64, device=rows.device)
-    step = max(1, _CHUNK // max(1, rows.shape[1]))
+    step = max(1, (_CHUNK if rows.is_cpu else _DEVICE_CHUNK) // max(1, rows.shape[1]))
     for begin in range(0, len(rows) if rows.numel() else 0, step):
         part = rows[begin : begin + step].double()
         total[:-1] += ((part @ last.T) * leading[:, begin : begin + step].T).sum(0)

@@ -121,6 +121,25 @@ def test_bytes_per_logit_and_what_is_predicted_of_them() -> None:
     assert f"Megatron's took {times['megatron']:.2f} ms and plain torch {times['ours']:.2f} ms" in text
 
 
+def test_instructions_per_logit_are_those_of_the_compiled_kernels() -> None:
+    """And no program spills. `python tools/compile_kernels.py --capability 90 --out docs/bench` makes the file."""
+    rows = json.loads((ROOT / "docs/bench/kernels-sm_90.json").read_text())["programs"]
+    assert not any(row["stack"] for row in rows)
+    kinds: dict[str, list[float]] = {"unaligned": [], "left out": [], "others": []}
+    for row in (row for row in rows if row["instructions"] is not None):
+        of_call = row["call"]
+        kind = (
+            "unaligned" if "32767" in of_call else "left out" if re.search("mask of ids|padding", of_call) else "others"
+        )
+        kinds[kind].append(row["instructions"])
+    most = {kind: f"{max(instructions):.1f}".removesuffix(".0") for kind, instructions in kinds.items()}
+    expected = (
+        f"at most {most['others']} instructions per logit, {most['left out']} with a mask of ids or padding, and "
+        f"{most['unaligned']} if 16 does not divide"
+    )
+    assert expected in " ".join(PAGE.split())
+
+
 def test_memory_of_distillation_is_that_of_the_file() -> None:
     tables = json.loads((ROOT / "docs/bench/distillation-cpu.json").read_text())
     rows = {(row["way"], name): row for name in ("top-k", "whole") for row in tables[name] if row["tokens"] == 8192}

@@ -8,6 +8,7 @@ import re
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import oracle
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from placements import PLACES, gathered, thd
 from ranks import run_ranks, start_process_group
 from refusals import outcome_of, refusal_tests, refusals
+from repository import ROOT
 from steps import divisor_of, drawn_step, error_of, samples_of, token_weights, weights_of
 
 from megatron_rl_loss import BadBatchError, Contiguous, Samples, StepTotals, Sum, ZigzagTHD
@@ -331,6 +333,17 @@ def test_a_counting_is_counted_where_all_samples_have_its_labels(monkeypatch: py
         assert len(set(listed)) == len(listed)
     totals = count_step([Samples([[0, 0], [0], [1]], labels={"counted": [True, False, False]})], StepGroups())
     assert totals.units["rollout"].number == {"all": 3, "active": 1, "counted": 2}
+
+
+def test_a_unit_travels_in_as_many_bytes_as_the_page_says() -> None:
+    page, sent = " ".join((ROOT / "docs" / "performance.md").read_text().split()), []
+    for labels in ({}, {"counted": [True]}):
+        of_key = [Samples([[1]], prompt_ids=[0], labels=labels)]
+        columns = partial(counting._columns, masks=[], sums=[])
+        (unit,) = [len(counting._tally(of_key, StepGroups(), columns, 0).tables["prompt"])]
+        sent.append(unit)
+    assert f"Each rank sends {sent[0]} bytes for each rollout" in page
+    assert f"({sent[1]} if the samples have the label `counted`)" in page
 
 
 def test_what_a_device_found_wrong_is_raised_where_ranks_raise_together(monkeypatch: pytest.MonkeyPatch) -> None:
