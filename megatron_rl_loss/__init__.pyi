@@ -70,6 +70,7 @@ from megatron_rl_loss.megatron.launch import LossAggregation as LossAggregation
 from megatron_rl_loss.megatron.packing import packed_seq_params as packed_seq_params
 from megatron_rl_loss.planning import plan_step as plan_step
 from megatron_rl_loss.planning import prove_step as prove_step
+from megatron_rl_loss.trees.layout import PrefixTree as PrefixTree
 
 __version__: str
 

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from megatron_rl_loss.core.errors import check_choice, check_int, check_one_each, is_int
+from megatron_rl_loss.core.masks import Array
 
 IntList = Sequence[int] | Tensor | npt.NDArray[Any]
 #: [begin, end) of each piece, or (begin, end, step): a token of every `step`, as `range` and `slice` take them.
@@ -77,6 +78,13 @@ class Layout(ABC):
 
         A third number is a step, as in `range`. Raises ValueError for a slot that cannot be cut for ``cp_size`` ranks.
         """
+
+    def check_masks(self, buffer: Array) -> None:
+        """Raise ValueError for masks, in the layout's buffer, that have entries where there is no loss; here nowhere."""
+
+    def model_tokens(self, cp_rank: int, cp_size: int) -> Array | None:
+        """The input ids of a rank's model, where the layout knows them; None for those of ``Samples(tokens=...)``."""
+        return None
 
     def loss_shapes(self, num_local_tokens: int, cp_size: int) -> list[tuple[int, ...]]:
         """Shapes that a rank's ``per_token_loss`` may have, all row-major."""
@@ -361,7 +369,7 @@ LAYOUTS: dict[str, Any] = {str(layout.cut): layout for layout in (ZigzagTHD, Con
 
 def is_user_defined(layout: Layout) -> bool:
     """True for a layout of another package, whose pieces are then validated."""
-    return not type(layout).__module__.startswith(f"{__package__}.")
+    return not type(layout).__module__.startswith(f"{__package__.partition('.')[0]}.")
 
 
 def check_pieces(layout: Layout, what: str, pieces: Sequence[tuple[int, ...]]) -> None:

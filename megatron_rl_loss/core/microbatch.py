@@ -132,10 +132,13 @@ class Microbatch:
     def check_tokens(self, tokens: Tensor) -> None:
         """Compare the model's local tokens with the plan's cut of ``Samples(tokens=...)``: the layouts must agree.
 
+        A `PrefixTree` knows the tokens of its slots, and takes no ``tokens=`` for this.
         A difference raises ValueError: at once on the host; of tokens on a device in `Plan.finish`, since nothing is
         read back before.
         """
-        if self.samples.tokens is None:
+        layout = self.samples.layout
+        known = None if layout is None else layout.model_tokens(self.cp_rank, self.cp_size)
+        if known is None and self.samples.tokens is None:
             raise ValueError(
                 "check_tokens of Samples without tokens: there is nothing to compare. Pass Samples(..., tokens=...)."
             )
@@ -144,8 +147,10 @@ class Microbatch:
                 f"check_tokens of a {type(tokens).__name__}: it must be the tensor that the model received. Pass the "
                 "model's input ids."
             )
-        whole = to_device(torch.as_tensor(self.samples.tokens), tokens.device).reshape(-1)
-        cut = self.local(whole)
+        if known is None:
+            cut = self.local(to_device(torch.as_tensor(self.samples.tokens), tokens.device).reshape(-1))
+        else:
+            cut = on_device(known, tokens.device)
         if cut.numel() != tokens.numel():
             raise ValueError(
                 f"{tokens.numel()} local tokens: this rank's part of the layout is {cut.numel()}. Cut the model's "

@@ -293,7 +293,10 @@ class Samples:
         weights = joined.astype(np.float64 if joined.dtype == np.float64 else np.float32, copy=not is_own)
         sums = sum_each(joined, self.mask_lengths)
         active_tokens = sums if holds_flags else sum_each(weights != 0, self.mask_lengths)
-        return _unchanged(ReadMasks(place(weights, self.places, self.total_tokens), sums, active_tokens, holds_flags))
+        buffer = place(weights, self.places, self.total_tokens)
+        if self.layout is not None:
+            self.layout.check_masks(buffer)
+        return _unchanged(ReadMasks(buffer, sums, active_tokens, holds_flags))
 
     @property
     def masks(self) -> ReadMasks:
@@ -399,13 +402,13 @@ class Samples:
                     f"cp_size is {cp_size} and no layout was given: the layout says how CP ranks cut the tokens. "
                     "Pass layout=: ZigzagTHD for Megatron's packing, Gathered if losses are not cut."
                 )
-            return LocalTokens(self, cp_size, [(0, self.total_tokens)])
+            return LocalTokens(self, cp_size, [(0, self.total_tokens)], cp_rank)
         if (cp_rank, cp_size) not in self._cut:
             if is_user_defined(self.layout):
                 check_cut(self.layout, self.places, cp_size)
             self._cut.clear()
             self._cut[cp_rank, cp_size] = list(self.layout.pieces(cp_rank, cp_size))
-        return LocalTokens(self, cp_size, self._cut[cp_rank, cp_size])
+        return LocalTokens(self, cp_size, self._cut[cp_rank, cp_size], cp_rank)
 
 
 def as_samples(samples: Samples | Iterable[Mask]) -> Samples:
@@ -470,12 +473,12 @@ class LocalTokens:
 
     Attributes:
         samples: of the micro-batch.
-        cp_size: ranks that the micro-batch is cut for.
+        cp_rank, cp_size: the rank, of those that the micro-batch is cut for.
         pieces: [begin, end), or (begin, end, step), in the layout's buffer; some may be empty.
     """
 
-    def __init__(self, samples: Samples, cp_size: int, pieces: Pieces) -> None:
-        self.samples, self.cp_size, self.pieces = samples, cp_size, pieces
+    def __init__(self, samples: Samples, cp_size: int, pieces: Pieces, cp_rank: int = 0) -> None:
+        self.samples, self.cp_rank, self.cp_size, self.pieces = samples, cp_rank, cp_size, pieces
         self._length = sum([len(range(*piece)) for piece in pieces])
 
     def __len__(self) -> int:

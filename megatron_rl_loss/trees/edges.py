@@ -1,0 +1,90 @@
+"""The edges of a tree that a rank reads, and the way of their values to the tokens of samples and back."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from megatron_rl_loss.core.masks import Array, on_device, to_array
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Edges:
+    """The edges that some sample's mask asks for, each once; `log_probs_from_hidden` takes them in the place of labels.
+
+    Attributes:
+        sources: the place of each edge's source among the slots that this rank computes, int64 [num_edges]; a branch
+            point is the source of several edges.
+        labels: the token that each edge leads to, int64 [num_edges], or K ids each, [num_edges, K].
+        of_token: the edge that each of this rank's tokens reads, int64 [num_local_tokens]; -1 for a masked one.
+        first: the first token that reads each edge, int64 [num_edges].
+    """
+
+    sources: Ints
+    labels: Ints | Tensor
+    of_token: Ints
+    first: Ints
+
+    def __len__(self) -> int:
+        return len(self.sources)
+
+    def to_tokens(self, of_edges: Tensor) -> Tensor:
+        """Values of edges, [num_edges, ...] -> the value of each local token, [num_local_tokens, ...]; 0 if masked.
+
+        Differentiable: the gradient of an edge is the sum over the samples that run through it.
+        """
+        if len(of_edges) != len(self):
+            raise ValueError(
+                f"{len(of_edges)} values for {len(self)} edges: each edge must have one. Compute log-probs of "
+                "edges.sources and edges.labels."
+            )
+        index = on_device(np.where(self.of_token < 0, len(self), self.of_token), of_edges.device)
+        return torch.cat([of_edges, of_edges.new_zeros(1, *of_edges.shape[1:])])[index]
+
+    def with_ids(self, ids: Tensor | Array) -> "Edges":
+        """The same edges with K ids for each token, [num_local_tokens, K], in the place of its label.
+
+        Tokens of one edge whose ids differ become edges of their own.
+        """
+        edges = self.split(ids)
+        return replace(edges, labels=edges.of_tokens(ids))
+
+    def of_tokens(self, column: Any) -> Any:
+        """The entry of each edge's first token, of a column of this rank's tokens, [num_local_tokens, ...]."""
+        return column[on_device(self.first, column.device)] if isinstance(column, Tensor) else column[self.first]
+
+    def split(self, *columns: Any) -> "Edges":
+        """Edges whose tokens agree in all of these columns, [num_local_tokens, ...].
+
+        A token that differs from the first of its edge gets an edge of its own. Columns are compared on the host.
+        """
+        reading = np.flatnonzero(self.of_token >= 0)
+        first = self.first[self.of_token[reading]]
+        differs = np.zeros(len(reading), bool)
+        for column in columns:
+            values = to_array(column)
+            if len(values) != len(self.of_token):
+                raise ValueError(
+                    f"a column of {len(values)} entries for {len(self.of_token)} tokens: each of this rank's tokens "
+                    "must have one, in the order of the samples. Pass microbatch.local(column)."
+                )
+            unequal = values[reading] != values[first]
+            differs |= unequal.reshape(len(reading), -1).any(1)
+        return self.split_at(reading[differs])
+
+    def split_at(self, tokens: Ints) -> "Edges":
+        """The same with an edge of its own for each of these tokens, none of which is the first of an edge."""
+        if not len(tokens):
+            return self
+        copied, of_token = self.of_token[tokens], self.of_token.copy()
+        of_token[tokens] = len(self) + np.arange(len(tokens))
+        labels = torch.cat([self.labels, self.labels[torch.from_numpy(copied).to(self.labels.device)]]) if isinstance(
+            self.labels, Tensor
+        ) else np.concatenate([self.labels, self.labels[copied]])  # fmt: skip
+        sources = np.concatenate([self.sources, self.sources[copied]])
+        return Edges(sources, labels, of_token, np.concatenate([self.first, tokens]))
