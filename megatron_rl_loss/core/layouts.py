@@ -79,8 +79,8 @@ class Layout(ABC):
         A third number is a step, as in `range`. Raises ValueError for a slot that cannot be cut for ``cp_size`` ranks.
         """
 
-    def check_masks(self, buffer: Array) -> None:
-        """Raise ValueError for masks, in the layout's buffer, that have entries where there is no loss; here nowhere."""
+    def check_masks(self, buffer: Array) -> None:  # noqa: B027  most layouts have a loss at each token
+        """Raise ValueError for masks, in the layout's buffer, that have entries where there is no loss."""
 
     def model_tokens(self, cp_rank: int, cp_size: int) -> Array | None:
         """The input ids of a rank's model, where the layout knows them; None for those of ``Samples(tokens=...)``."""

@@ -58,7 +58,7 @@ class JoinedRows(NamedTuple):
 
         The second number is the length of the prefix in common with the row before.
         """
-        # Big-endian bytes sort as the numbers do. The prefix of two rows is that of all rows between them, at the least.
+        # Big-endian bytes sort as the numbers do. What two rows have in common, all rows between them have too.
         keys = self.ids.astype(">u4" if not self.ids.size or self.ids.max() < 2**32 else ">u8")
         numbers = sorted(range(len(self.bounds) - 1), key=lambda i: keys[self.bounds[i] : self.bounds[i + 1]].tobytes())
         shared, before = [], self.ids[:0]

@@ -1,9 +1,9 @@
 """`PrefixTree`: samples that share prefixes, each prefix computed once, as a layout.
 
-The layout's buffer holds each sample's own tokens, one sample after the other: masks, ids, advantages and losses are per
-sample, and the weights are those of samples that share nothing. The model sees slots: a token that several samples have
-in common, with the same tokens before it, is one slot. An edge is a slot with a parent, whose logits predict its token.
-The log-prob of an edge is read by every sample that runs through it, and autograd adds up what they ask of it.
+The layout's buffer holds each sample's own tokens, one sample after the other: masks, ids, advantages and losses are
+per sample, and the weights are those of samples that share nothing. The model sees slots: a token that several samples
+have in common, with the same tokens before it, is one slot. An edge is a slot with a parent, whose logits predict its
+token. The log-prob of an edge is read by every sample that runs through it, and autograd adds up what they ask of it.
 """
 
 from collections.abc import Callable, Sequence
@@ -119,7 +119,7 @@ class PrefixTree(Layout):
         for number in np.flatnonzero(buffer[last])[:1].tolist():
             raise ValueError(
                 f"the loss mask of sample {number} has {float(buffer[last[number]]):g} at its last token: the mask "
-                "belongs to the labels, and the last token predicts none. Shift the mask by one, so that it ends with 0."
+                "belongs to the labels, and the last token predicts none. Shift the mask by one: it ends with 0."
             )
 
     def pieces(self, cp_rank: int, cp_size: int) -> Pieces:
@@ -152,22 +152,30 @@ class PrefixTree(Layout):
             return np.ones(self.num_slots, bool)
         if not self.cp_attention:
             raise ValueError(
-                f"a PrefixTree cut over {cp_size} context-parallel ranks: their attention must exchange keys and values "
-                "by the tree, which Megatron's and Transformer Engine's does not. Leave context parallelism out, or "
-                "state that yours does: PrefixTree(..., cp_attention=True)."
+                f"a PrefixTree cut over {cp_size} context-parallel ranks: their attention must exchange keys and "
+                "values by the tree, which Megatron's and Transformer Engine's does not. Leave context parallelism "
+                "out, or state that yours does: PrefixTree(..., cp_attention=True)."
             )
         chunks = (2 if self.zigzag else 1) * cp_size
         if self.num_slots % chunks:
             raise ValueError(
-                f"a PrefixTree of {self.num_slots} slots for {cp_size} context-parallel ranks: it must be a multiple of "
-                f"{chunks}. Pass PrefixTree(..., multiple={chunks})."
+                f"a PrefixTree of {self.num_slots} slots for {cp_size} context-parallel ranks: it must be a multiple "
+                f"of {chunks}. Pass PrefixTree(..., multiple={chunks})."
             )
         chunk = np.arange(self.num_slots) // (self.num_slots // chunks)
         return (chunk == cp_rank) | (chunk == chunks - 1 - cp_rank) if self.zigzag else chunk == cp_rank
 
     def local_slots(self, cp_rank: int = 0, cp_size: int = 1) -> Ints:
-        """The slots that the rank holds, in order: ``tree.tokens[tree.local_slots(...)]`` are its model's input ids."""
+        """The slots that the rank holds, in order, int64 [num_local_slots]."""
         return np.flatnonzero(self.held(cp_rank, cp_size))
+
+    def inputs(
+        self, device: torch.device | str | None = None, *, cp_rank: int = 0, cp_size: int = 1
+    ) -> tuple[Tensor, Tensor]:
+        """Input ids and position ids of the rank's model, int64 [1, num_local_slots]: the tokens and their depths."""
+        local = self.local_slots(cp_rank, cp_size)
+        tokens, depths = (torch.tensor(values[local][None], device=device) for values in (self.tokens, self.depths))
+        return tokens, depths
 
     def edges(self, tokens: LocalTokens) -> Edges:
         """The edges that a rank reads: those that some mask of its samples asks for, the loss mask or a term's.
