@@ -6,7 +6,8 @@ have in common, with the same tokens before it, is one slot. An edge is a slot w
 token. The log-prob of an edge is read by every sample that runs through it, and autograd adds up what they ask of it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from functools import cached_property
 from hashlib import blake2b
 from typing import Any
@@ -14,19 +15,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_rl_loss.core.errors import check_bool, check_int
 from megatron_rl_loss.core.layouts import Layout, Pieces, check_cp
 from megatron_rl_loss.core.masks import Array
 from megatron_rl_loss.core.notebook import SHOWN_ROWS, first_numbers, html_table
 from megatron_rl_loss.core.samples import LocalTokens
+from megatron_rl_loss.trees import attention
 from megatron_rl_loss.trees.building import Ints, JoinedRows, Row, build_slots
 from megatron_rl_loss.trees.edges import Edges
+from megatron_rl_loss.trees.models import check_serves_trees, rotary_by_depth
 from megatron_rl_loss.trees.packs import pack_rows
-
-#: (batch, head, query slot, key slot) -> bool, as FlexAttention takes it.
-MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class PrefixTree(Layout):
@@ -208,23 +208,61 @@ class PrefixTree(Layout):
         read = np.flatnonzero(is_read)
         return Edges(place[self.parents[read]], self.tokens[read], of_token, first)
 
+    # --- attention
+
     def visible(self, device: torch.device | str | None = None) -> Tensor:
         """True where the row's slot sees the column's, bool [num_slots, num_slots], as torch's attention takes it.
 
         Megatron's `attention_mask` is True where attention is forbidden: ``~tree.visible()[None, None]``.
         """
-        slots = torch.arange(self.num_slots, device=device)
-        ends = torch.tensor(self.ends, device=device)
-        return (slots <= slots[:, None]) & (slots[:, None] < ends)
+        return attention.visible(self.ends, device)
 
-    def mask_mod(self, device: torch.device | str | None = None) -> MaskMod:
+    def mask_mod(self, device: torch.device | str | None = None) -> attention.MaskMod:
         """`visible` as FlexAttention's ``mask_mod``."""
-        ends = torch.tensor(self.ends, device=device)
+        return attention.mask_mod(self.ends, device)
 
-        def is_visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            return (key <= query) & (query < ends[key])
+    def block_mask(self, device: torch.device | str | None = None, block_size: int = 128) -> Any:
+        """The `BlockMask` of FlexAttention, made from the ends: no tensor of [num_slots, num_slots] is made.
 
-        return is_visible
+        ``flex_attention(q, k, v, block_mask=tree.block_mask(q.device))``. It needs torch 2.6.
+        """
+        return attention.block_mask(self.ends, device, block_size)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None) -> Tensor:
+        """Attention in plain torch, with backward on any device: each run of slots attends to its path alone.
+
+        Args:
+            q, k, v: [batch, heads, num_slots, size]; k and v may have fewer heads, each for a group of those of q.
+            scale: of the products, by default ``1 / sqrt(size)``.
+
+        Returns:
+            [batch, heads, num_slots, size of v].
+
+        Raises ValueError for another number of slots.
+        """
+        for name, tensor in (("q", q), ("k", k), ("v", v)):
+            if tensor.dim() != 4 or tensor.shape[2] != self.num_slots:
+                raise ValueError(
+                    f"{name} of shape {tuple(tensor.shape)} for a tree of {self.num_slots} slots: it must be [batch, "
+                    "heads, num_slots, size], of all slots. Gather a sequence that is cut over ranks."
+                )
+        return attention.attend_by_runs(q, k, v, self.runs, scale)
+
+    # --- models
+
+    @staticmethod
+    def check_model(model: nn.Module | Sequence[nn.Module]) -> None:
+        """Raise ValueError for a model with layers that a tree does not fit: Mamba, gated delta nets, recurrences.
+
+        Warns of dropout, which a slot draws once for all samples. `plan_step` does this with the model it is given.
+        """
+        check_serves_trees([model] if isinstance(model, nn.Module) else model)
+
+    def rotary_by_depth(self, model: nn.Module | Sequence[nn.Module]) -> AbstractContextManager[None]:
+        """A ``with`` in which a Megatron model's rotary embeddings are those of the slots' depths."""
+        return rotary_by_depth([model] if isinstance(model, nn.Module) else model, torch.tensor(self.depths))
+
+    # --- its shape
 
     @property
     def paths(self) -> list[Ints]:
@@ -232,7 +270,7 @@ class PrefixTree(Layout):
         return [self.slots[begin:end] for begin, end in zip(self._bounds, self._bounds[1:], strict=False)]
 
     @cached_property
-    def runs(self) -> list[tuple[int, int, int]]:
+    def runs(self) -> list[attention.Run]:
         """[begin, end) of each run of slots without a branch, and the number of the run that it follows, -1 for none.
 
         Padding is in no run.
