@@ -9,6 +9,7 @@ weights are known beforehand; as Liger's fused linear cross-entropy and Apple's 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,8 +29,10 @@ from megatron_rl_loss.logprobs.layer import (
     in_autocast,
     make_log_probs,
 )
+from megatron_rl_loss.logprobs.of_edges import OfEdges
 from megatron_rl_loss.logprobs.reading import LogProbs, Reading, TokenMask, check_rows
 from megatron_rl_loss.logprobs.teacher import Comparison, Teacher, check_teacher
+from megatron_rl_loss.trees.edges import Edges
 
 #: (log_probs, entropy or None, **inputs) of a chunk's tokens -> their losses [tokens], and metrics by name.
 PerTokenLoss = Callable[..., tuple[Tensor, Mapping[str, Tensor]]]
@@ -38,7 +41,7 @@ PerTokenLoss = Callable[..., tuple[Tensor, Mapping[str, Tensor]]]
 def log_probs_from_hidden(
     hidden: Tensor,
     output_layer: OutputLayer,
-    labels: Tensor,
+    labels: Tensor | Edges,
     *,
     keep: Keep | None = None,
     entropy: bool = False,
@@ -51,7 +54,9 @@ def log_probs_from_hidden(
     Args:
         hidden: [tokens..., hidden], float; with sequence parallelism the first dimension is this rank's part of them.
         output_layer: its weight and bias, on this rank.
-        labels: integers [...] or [..., K], of all tokens, in the order of the gathered hidden states.
+        labels: integers [...] or [..., K], of all tokens, in the order of the gathered hidden states. Or the edges of a
+            `PrefixTree`, of whose slots the hidden states are: each edge is read once. Then `keep` and `rest_without`
+            are of this rank's tokens, in the order of the samples, and so are the results, [num_local_tokens].
         keep, entropy, rest_without: as in `log_probs_from_logits`.
         token_mask: as there; the output layer does not run on tokens with 0 either.
         kernel: "torch" forces plain torch where `choice.choose` would take Triton kernels for the chunks' logits.
@@ -61,6 +66,17 @@ def log_probs_from_hidden(
     Differentiable towards hidden, weight and bias. Raises ValueError and TypeError as `log_probs_from_logits`, and for
     hidden states, weight and labels that do not fit each other.
     """
+    if isinstance(labels, Edges):
+        of_edges = OfEdges.of(labels, hidden.device, keep, token_mask, rest_without)
+        values = log_probs_from_hidden(
+            *of_edges.hidden_of(hidden, output_layer),
+            of_edges.labels,
+            keep=of_edges.keep,
+            entropy=entropy,
+            rest_without=of_edges.rest_without,
+            kernel=kernel,
+        )
+        return LogProbs(*map(of_edges.to_tokens, values))
     read, leaves = _read(hidden, output_layer, labels, keep, entropy, token_mask, rest_without, kernel)
     if kernel not in (None, "torch", "triton"):
         return run_from_hidden(kernel, read, leaves, output_layer)
@@ -78,7 +94,7 @@ class Divergence(NamedTuple):
 def divergence_from_hidden(
     hidden: Tensor,
     output_layer: OutputLayer,
-    labels: Tensor | None = None,
+    labels: Tensor | Edges | None = None,
     *,
     teacher: Teacher,
     keep: Keep | None = None,
@@ -93,13 +109,26 @@ def divergence_from_hidden(
     student's alone is.
 
     Args:
-        labels: their log-probs are made too, of the same logits.
+        labels: their log-probs are made too, of the same logits. Or a tree's edges, as in `log_probs_from_hidden`; the
+            teacher is then of the slots, too.
         teacher: gets no gradient.
         others: as in `log_probs_from_hidden`.
 
     Raises ValueError and TypeError as `log_probs_from_hidden`, and ValueError for a teacher of other tokens or another
     shard.
     """
+    if isinstance(labels, Edges):
+        check_teacher(teacher)
+        of_edges = OfEdges.of(labels, hidden.device, keep, token_mask, rest_without)
+        values = divergence_from_hidden(
+            *of_edges.hidden_of(hidden, output_layer),
+            of_edges.labels,
+            teacher=of_edges.teacher_of(teacher, hidden, output_layer.tensor_parallel),
+            keep=of_edges.keep,
+            entropy=entropy,
+            rest_without=of_edges.rest_without,
+        )
+        return Divergence(*map(of_edges.to_tokens, values))
     read, leaves = _read(hidden, output_layer, labels, keep, entropy, token_mask, rest_without, teacher=teacher)
     comparison = _compare(read, teacher, hidden, output_layer)
     parallel, main_gradient = output_layer.tensor_parallel, output_layer.main_gradient
@@ -110,7 +139,7 @@ def divergence_from_hidden(
 def loss_from_hidden(
     hidden: Tensor,
     output_layer: OutputLayer,
-    labels: Tensor,
+    labels: Tensor | Edges,
     weights: Tensor,
     per_token_loss: PerTokenLoss,
     inputs: Mapping[str, Tensor] | None = None,
@@ -128,7 +157,8 @@ def loss_from_hidden(
     made.
 
     Args:
-        hidden, output_layer, labels: as in `log_probs_from_hidden`.
+        hidden, output_layer, labels: as in `log_probs_from_hidden`; an edge of a tree is read for each sample that asks
+            for it, whose loss may be its own.
         weights: one float per token, such as `microbatch.weights`. The sum ignores tokens of weight 0, and has their
             dtype, float32 at least.
         per_token_loss: ``(log_probs, entropy, **inputs) -> (losses, metrics)``, all [tokens of a chunk], differentiated
@@ -157,6 +187,26 @@ def loss_from_hidden(
             "an input named 'divergence', with a teacher: the teacher's divergence has that name. Rename the input."
         )
     check_rows("hidden states", hidden)
+    if isinstance(labels, Edges):
+        of_edges = OfEdges.of(labels, hidden.device, keep, token_mask, rest_without, is_each_apart=True)
+        _check_per_token({"weights": weights.reshape(-1)}, len(labels.of_token))
+        share, values = loss_from_hidden(
+            *of_edges.hidden_of(hidden, output_layer),
+            of_edges.labels,
+            of_edges.edges.of_tokens(weights.reshape(-1)),
+            per_token_loss,
+            {
+                name: of_edges.edges.of_tokens(_in_one_row(column, len(labels.of_token)))
+                for name, column in inputs.items()
+            },
+            keep=of_edges.keep,
+            entropy=entropy,
+            token_mask=np.ones(len(of_edges.edges), bool),
+            rest_without=of_edges.rest_without,
+            teacher=None if teacher is None else of_edges.teacher_of(teacher, hidden, output_layer.tensor_parallel),
+            kernel=kernel,
+        )
+        return share, {name: of_edges.to_tokens(value) for name, value in values.items()}
     shape = labels.shape[: hidden.dim() - 1]
     _check_order({"weights": weights, **inputs}, shape)
     _check_per_token({"weights": weights.reshape(-1)}, shape.numel())
@@ -212,6 +262,11 @@ def loss_from_hidden(
         share = _Folded.apply(share, leaf_gradients, output_layer.main_gradient, *leaves)  # type: ignore[no-untyped-call]
     names = values_of_chunks[0]
     return share, {name: read.spread(torch.cat([values[name] for values in values_of_chunks])) for name in names}
+
+
+def _in_one_row(column: Tensor, tokens: int) -> Tensor:
+    """[1, tokens, ...] -> [tokens, ...]; other columns as they are."""
+    return column[0] if column.dim() > 1 and column.shape[:2] == (1, tokens) else column
 
 
 def _evaluate(per_token_loss: PerTokenLoss, outputs: dict[str, Tensor], inputs: dict[str, Tensor]) -> dict[str, Tensor]:

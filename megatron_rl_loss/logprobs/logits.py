@@ -16,7 +16,9 @@ from megatron_rl_loss.logprobs.choice import choose
 from megatron_rl_loss.logprobs.kept_ids import Keep
 from megatron_rl_loss.logprobs.kernels import KERNELS
 from megatron_rl_loss.logprobs.layer import make_log_probs
+from megatron_rl_loss.logprobs.of_edges import OfEdges
 from megatron_rl_loss.logprobs.reading import LogProbs, Reading, TokenMask, check_rows
+from megatron_rl_loss.trees.edges import Edges
 
 #: (logits [n, vocabulary / TP], int64 labels [n], tp_group) -> log-probs, float32 [n], differentiable.
 LogProbKernel = Callable[[Tensor, Tensor, Group | None], Tensor]
@@ -24,7 +26,7 @@ LogProbKernel = Callable[[Tensor, Tensor, Group | None], Tensor]
 
 def log_probs_from_logits(
     logits: Tensor,
-    labels: Tensor,
+    labels: Tensor | Edges,
     *,
     tp_group: Group | None = None,
     temperature: float = 1.0,
@@ -46,7 +48,8 @@ def log_probs_from_logits(
     Args:
         logits: [tokens..., vocabulary / TP], float; on TP rank r the r-th part of the vocabulary.
         labels: integers [tokens...], ids in the whole vocabulary, or [tokens..., K] for K >= 1 ids per token;
-            these and all further arguments are the same on all TP ranks.
+            these and all further arguments are the same on all TP ranks. Or a tree's edges, as in
+            `log_probs_from_hidden`, which makes no copy of logits.
         tp_group: the ranks that hold the vocabulary together; None for one.
         temperature: > 0; the sampling temperature, by which logits are divided.
         keep: ids outside have probability 0. A label always counts, even if the set lacks it. Entropy is that of the
@@ -75,6 +78,22 @@ def log_probs_from_logits(
     """
     check_float("logits", logits, "Pass the output layer's result")
     check_rows("logits", logits)
+    if isinstance(labels, Edges):
+        of_edges = OfEdges.of(labels, logits.device, keep, token_mask, rest_without)
+        values = log_probs_from_logits(
+            of_edges.rows_of(logits),
+            of_edges.labels,
+            tp_group=tp_group,
+            temperature=temperature,
+            keep=of_edges.keep,
+            vocab_size=vocab_size,
+            entropy=entropy,
+            chunk_tokens=chunk_tokens,
+            rest_without=of_edges.rest_without,
+            gradient_in_place=gradient_in_place,
+            kernel=kernel,
+        )
+        return LogProbs(*map(of_edges.to_tokens, values))
     rows = logits.reshape(-1, logits.shape[-1])
     ids = labels.shape[-1] if labels.dim() == logits.dim() else 1
     if gradient_in_place and logits.requires_grad and torch.is_grad_enabled():

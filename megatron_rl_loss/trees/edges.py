@@ -23,12 +23,14 @@ class Edges:
         labels: the token that each edge leads to, int64 [num_edges], or K ids each, [num_edges, K].
         of_token: the edge that each of this rank's tokens reads, int64 [num_local_tokens]; -1 for a masked one.
         first: the first token that reads each edge, int64 [num_edges].
+        num_slots: the number of slots that this rank computes.
     """
 
     sources: Ints
     labels: Ints | Tensor
     of_token: Ints
     first: Ints
+    num_slots: int
 
     def __len__(self) -> int:
         return len(self.sources)
@@ -87,4 +89,16 @@ class Edges:
             self.labels, Tensor
         ) else np.concatenate([self.labels, self.labels[copied]])  # fmt: skip
         sources = np.concatenate([self.sources, self.sources[copied]])
-        return Edges(sources, labels, of_token, np.concatenate([self.first, tokens]))
+        first = np.concatenate([self.first, tokens])
+        return replace(self, sources=sources, labels=labels, of_token=of_token, first=first)
+
+    def apart(self) -> "Edges":
+        """The same with an edge of its own for each token that reads one, in the order of the tokens."""
+        reading = np.flatnonzero(self.of_token >= 0)
+        others = reading[self.first[self.of_token[reading]] != reading]
+        edges = self.split_at(others)
+        order = edges.first.argsort()
+        of_token = edges.of_token.copy()
+        of_token[edges.first[order]] = np.arange(len(order))
+        labels = edges.labels[torch.from_numpy(order)] if isinstance(edges.labels, Tensor) else edges.labels[order]
+        return replace(edges, sources=edges.sources[order], labels=labels, of_token=of_token, first=edges.first[order])

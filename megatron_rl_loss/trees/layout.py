@@ -206,7 +206,7 @@ class PrefixTree(Layout):
         first = np.empty(int(is_read.sum()), np.int64)
         first[number[children][::-1]] = asking[::-1]  # the last write is that of the first token
         read = np.flatnonzero(is_read)
-        return Edges(place[self.parents[read]], self.tokens[read], of_token, first)
+        return Edges(place[self.parents[read]], self.tokens[read], of_token, first, int(place[-1]) + 1)
 
     # --- attention
 

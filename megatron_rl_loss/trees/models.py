@@ -45,8 +45,8 @@ def check_serves_trees(models: Iterable[nn.Module]) -> None:
                 dropouts |= {f"{key} {value}" for key, value in named.items() if isinstance(value, float) and value > 0}
         if dropouts:
             warn_on_one_rank(
-                f"a PrefixTree in a model with dropout ({', '.join(sorted(dropouts))}): a slot draws once for all of its "
-                "samples, where whole samples would draw for each. Set dropout to 0 for gradients that equal theirs."
+                f"a PrefixTree in a model with dropout ({', '.join(sorted(dropouts))}): a slot draws once for all of "
+                "its samples, where whole samples would draw for each. Set dropout to 0 to have their gradients."
             )
 
 
@@ -63,8 +63,8 @@ def rotary_by_depth(models: Iterable[nn.Module], depths: Tensor) -> Iterator[Non
         of_places: Tensor = output[0] if isinstance(output, tuple) else output
         if len(of_places) <= last or len(of_places) != len(rows):
             raise ValueError(
-                f"rotary embeddings of {len(of_places)} places for {len(rows)} slots: a rank's model must see all slots "
-                "of the tree. Leave context parallelism out, and pass the depths of all slots."
+                f"rotary embeddings of {len(of_places)} places for {len(rows)} slots: a rank's model must see all "
+                "slots of the tree. Leave context parallelism out, and pass the depths of all slots."
             )
         of_depths = of_places[rows.to(of_places.device)]
         return (of_depths, *output[1:]) if isinstance(output, tuple) else of_depths

@@ -15,7 +15,7 @@ from megatron_rl_loss import extend
 
 PACKAGE = "megatron_rl_loss"
 #: Each room, after all that it may import.
-ORDER = ["core", "proof", "megatron", "planning", "extend", "losses", "logprobs", "audit", "engines", "__main__"]
+ORDER = ["core", "trees", "proof", "megatron", "planning", "extend", "losses", "logprobs", "audit", "engines", "__main__"]
 #: Each file of the core, after all that it may import.
 CORE = [
     "errors",
@@ -33,7 +33,8 @@ CORE = [
 CORE += ["aggregation", "taps", "reducers", "metrics", "carriers", "record", "microbatch", "plan", "measure"]
 CORE += ["totals_by_hand"]
 #: Rooms that import nothing of the core from this file on, and no other room than those named.
-NARROW = {"losses": ("reducers", {"core", "losses"}), "logprobs": ("reducers", {"core", "losses", "logprobs"})}
+NARROW = {"losses": ("reducers", {"core", "losses"}), "logprobs": ("reducers", {"core", "trees", "losses", "logprobs"})}
+NARROW["trees"] = ("counting", {"core", "trees"})
 #: The one file of those rooms that knows Megatron's model and a micro-batch of the step.
 OF_A_MODEL = f"{PACKAGE}.logprobs.megatron_head"
 #: Files of the core that ask the front door for what a shelf has: rows of their tables, and the drawing of a plan.

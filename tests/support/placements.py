@@ -10,7 +10,7 @@ import pytest
 import torch
 from oracle import Token
 
-from megatron_rl_loss import Contiguous, Gathered, Layout, ZigzagBSHD, ZigzagResponse, ZigzagTHD
+from megatron_rl_loss import Contiguous, Gathered, Layout, PrefixTree, ZigzagBSHD, ZigzagResponse, ZigzagTHD
 
 CP_SIZES = (1, 2, 4)
 
@@ -98,6 +98,24 @@ def gathered(lengths: list[int], cp_size: int) -> Placement:
     return Placement(Gathered(cumulative(padded(lengths, 3)), total_lengths=lengths), [everything] * cp_size)
 
 
+def prefix_tree(lengths: list[int], cp_size: int) -> Placement:
+    """Rows that have their first tokens in common, each of one token more than its mask, which no loss predicts."""
+    rows = [[t if t < 3 else 10 * i + t for t in range(length + 1)] for i, length in enumerate(lengths)]
+    places: dict[tuple[int, ...], int] = {}
+    for row in sorted(rows):
+        for t in range(len(row)):
+            places.setdefault(tuple(row[: t + 1]), len(places))
+    size = -(-max(len(places), 1) // (2 * cp_size))
+    held: list[list[Token]] = [[] for _ in range(cp_size)]
+    for i, row in enumerate(rows):
+        for t in range(len(row)):
+            chunk = places[tuple(row[: t + 1])] // size
+            rank = min(chunk, 2 * cp_size - 1 - chunk)
+            held[rank].append((i, t) if t < lengths[i] else None)
+    layout = PrefixTree(rows, multiple=2 * cp_size, cp_attention=True)
+    return Placement(layout, held, mask_lengths=[length + 1 for length in lengths])
+
+
 @functools.cache
 def laid_out(place: Place, lengths: tuple[int, ...], cp_size: int) -> Placement:
     return place(list(lengths), cp_size)
@@ -112,6 +130,7 @@ PLACES: list[Place] = [
     contiguous,
     contiguous_per_slot,
     gathered,
+    prefix_tree,
 ]
 LAID_OUT = [(plain, 1), *itertools.product(PLACES, CP_SIZES)]
 every_layout = pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from refusals import refusal_tests, refusals
 from repository import ROOT
 
 import megatron_rl_loss
-from megatron_rl_loss import Contiguous, Gathered, Layout, Samples, ZigzagBSHD, ZigzagResponse, ZigzagTHD
+from megatron_rl_loss import Contiguous, Gathered, Layout, PrefixTree, Samples, ZigzagBSHD, ZigzagResponse, ZigzagTHD
 from megatron_rl_loss.core import layouts
 from megatron_rl_loss.core.layouts import Slots
 from megatron_rl_loss.core.samples import LocalTokens
@@ -63,6 +63,7 @@ def test_mask_starts(layout: Layout, lengths: list[int], expected: list[int]) ->
 
 #: The package's layouts; `Layout`, `Slots` and `Zigzag` are bases of others.
 DEFINED = [layout for layout in vars(layouts).values() if isinstance(layout, ABCMeta) and issubclass(layout, Layout)]
+DEFINED.append(PrefixTree)  # in a room of its own
 BASES = {base for layout in DEFINED for base in layout.__mro__[1:]}
 LAYOUTS = {layout.__name__: layout for layout in DEFINED if layout not in BASES}
 

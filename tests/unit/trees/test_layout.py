@@ -6,6 +6,7 @@ in one process stands for a CP whose ranks exchange keys and values; each rank c
 """
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -150,7 +151,7 @@ def another_branch(slots: Slots) -> None:
         for source in np.unique(edges.sources):
             at = np.flatnonzero(edges.sources == source)
             labels[at] = np.roll(labels[at], 1)
-        return Edges(edges.sources, labels, edges.of_token, edges.first)
+        return replace(edges, labels=labels)
 
     slots.edges = change
 
@@ -168,7 +169,7 @@ def counted_twice(slots: Slots) -> None:
         def to_tokens(self, of_edges: Tensor) -> Tensor:
             return to_tokens(self, 2 * of_edges - of_edges.detach())
 
-    slots.edges = lambda edges: Twice(edges.sources, edges.labels, edges.of_token, edges.first)
+    slots.edges = lambda edges: Twice(**vars(edges))
 
 
 @pytest.mark.parametrize("change", [read_by_one_alone, another_branch, one_deeper, counted_twice])
