@@ -17,7 +17,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 #: A page, and the modules whose docstrings are its sections. A name stands in the closest section above its module.
 PAGES = {room: [room] for room in ("losses", "logprobs", "megatron", "proof")}
-PAGES |= {"core": ["core", "planning"], "audit": ["audit", "audit.megatron"], "engines": ["engines"]}
+PAGES |= {"core": ["core", "trees", "planning"], "audit": ["audit", "audit.megatron"], "engines": ["engines"]}
 PAGES["engines"] += sorted(f"engines.{file.stem}" for file in ROOT.glob("megatron_rl_loss/engines/[a-z]*.py"))
 #: The names that are importable from `megatron_rl_loss`, by the module that defines them.
 PUBLIC: dict[str, list[str]] = {}
@@ -37,6 +37,7 @@ OTHERS = {
     "losses.token": ["cispo_loss", "sapo_loss", "cfpo_loss", "dppo_loss"],
     "losses.sequence": ["gspo_loss", "gmpo_loss", "vespo_loss"],
     "logprobs.kept_ids": ["KeptIds"],
+    "trees.edges": ["Edges"],
     "core.plan": ["Plan"],
     "core.measure": ["Measurement"],
     "megatron.flags": ["AggregationSettings"],

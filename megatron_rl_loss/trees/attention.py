@@ -4,6 +4,7 @@ Slot k is visible to slot q if and only if ``k <= q < ends[k]``.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -81,24 +82,21 @@ def attend_by_runs(q: Tensor, k: Tensor, v: Tensor, runs: Sequence[Run], scale: 
     Returns:
         [batch, heads, num_slots, size of v].
     """
-    parts, settings = list[Tensor](), {"scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
+    attend = partial(scaled_dot_product_attention, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    parts = list[Tensor]()
     for number, (begin, end, _) in enumerate(runs):
         pieces = _path(runs, number)
         keys, values = (_joined(x, pieces) for x in (k, v))
         before = keys.shape[2] - (end - begin)
         if not before:
             queries = q[:, :, begin:end]
-            parts.append(scaled_dot_product_attention(queries, keys, values, is_causal=True, **settings))
+            parts.append(attend(queries, keys, values, is_causal=True))
             continue
         for first in range(begin, end, QUERIES):
             queries = q[:, :, first : min(first + QUERIES, end)]
             seen = before + first - begin + queries.shape[2]
             mask = torch.ones(queries.shape[2], seen, dtype=torch.bool, device=q.device).tril(seen - queries.shape[2])
-            parts.append(
-                scaled_dot_product_attention(
-                    queries, keys[:, :, :seen], values[:, :, :seen], attn_mask=mask, **settings
-                )
-            )
+            parts.append(attend(queries, keys[:, :, :seen], values[:, :, :seen], attn_mask=mask))
     padding = v[:, :, runs[-1][1] if runs else 0 :]
     parts.append(padding.repeat_interleave(q.shape[1] // v.shape[1], 1))
     return torch.cat(parts, 2)

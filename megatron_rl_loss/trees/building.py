@@ -114,8 +114,8 @@ def build_slots(rows: JoinedRows, multiple: int) -> SlotTable:
         path = mine
     ends[path] = num_slots
     padded = max(num_slots + -num_slots % multiple, multiple)  # without a row, what a model can run on
-    kept = (values[:padded].copy() for values in (tokens, depths, parents, ends))
-    table = SlotTable(*kept, of_tokens)
+    tokens, depths, parents, ends = (values[:padded].copy() for values in (tokens, depths, parents, ends))
+    table = SlotTable(tokens, depths, parents, ends, of_tokens)
     for values in table:
         values.setflags(write=False)
     return table

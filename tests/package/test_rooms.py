@@ -15,7 +15,8 @@ from megatron_rl_loss import extend
 
 PACKAGE = "megatron_rl_loss"
 #: Each room, after all that it may import.
-ORDER = ["core", "trees", "proof", "megatron", "planning", "extend", "losses", "logprobs", "audit", "engines", "__main__"]
+ORDER = ["core", "trees", "proof", "megatron", "planning", "extend", "losses", "logprobs", "audit", "engines"]
+ORDER += ["__main__"]
 #: Each file of the core, after all that it may import.
 CORE = [
     "errors",

@@ -6,6 +6,7 @@ in one process stands for a CP whose ranks exchange keys and values; each rank c
 """
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -61,8 +62,8 @@ class Case:
         return total
 
     def samples(self, numbers: list[int], layout: PrefixTree | None) -> Samples:
-        part, pick = self.drawn.part(numbers), lambda column: [column[i] for i in numbers]
-        ids = {"session": pick(self.sessions), "turn": pick(self.turns)}
+        part = self.drawn.part(numbers)
+        ids: Any = {name: [getattr(self, f"{name}s")[i] for i in numbers] for name in ("session", "turn")}
         return Samples(part.masks, layout=layout, prompt_ids=part.prompts, ids=ids)
 
     def by_trees(
@@ -80,7 +81,8 @@ class Case:
                 change(slots)
             hidden = self.model.hidden(slots.tokens, slots.depths, slots.visible)
             for rank in range(cp):
-                local, at = samples.local(rank, cp), {"cp_rank": rank, "cp_size": cp}
+                local = samples.local(rank, cp)
+                at: dict[str, Any] = {"units": units, "cp_rank": rank, "cp_size": cp}
                 edges = slots.edges(tree.edges(local))
                 mine = self.model.head(hidden[torch.from_numpy(tree.local_slots(rank, cp))])
                 log_q = mine[torch.from_numpy(edges.sources)].log_softmax(-1)
@@ -88,8 +90,8 @@ class Case:
                 log_probs, entropy = map(edges.to_tokens, (of_edges, -(log_q.exp() * log_q).sum(-1)))
                 columns = {name: local.of(column.to(log_probs)) for name, column in part.columns().items()}
                 old, of_loss = columns["old"], (log_probs, columns["old"], columns["advantages"])
-                reducer = make_pg_loss_reducer(mode, samples, totals=totals, divisor=divisor, units=units, **at)  # type: ignore[arg-type]
-                of_kl = make_pg_loss_reducer(kl_mode, samples, totals=totals, units=units, **at)  # type: ignore[arg-type]
+                reducer = make_pg_loss_reducer(mode, samples, totals=totals, divisor=divisor, **at)
+                of_kl = make_pg_loss_reducer(kl_mode, samples, totals=totals, **at)
                 share = share + reducer(LOSSES[loss](*of_loss) + ENTROPY * entropy)
                 share = share + KL * of_kl(tree_oracle.k3(log_probs, old + 0.1))
         return share
@@ -100,7 +102,8 @@ class Slots:
 
     def __init__(self, tree: PrefixTree) -> None:
         self.tokens, self.depths = torch.tensor(tree.tokens), torch.tensor(tree.depths)
-        self.visible, self.edges, self.tree = tree.visible(), lambda edges: edges, tree
+        self.visible, self.tree = tree.visible(), tree
+        self.edges: Callable[[Edges], Edges] = lambda edges: edges
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
