@@ -33,6 +33,7 @@ from megatron_rl_loss.logprobs.kept_ids import Keep
 from megatron_rl_loss.logprobs.layer import OutputLayer, TensorParallel, WeightGradient
 from megatron_rl_loss.logprobs.teacher import Teacher, check_teacher
 from megatron_rl_loss.megatron.versions import has_plain_forward, remat_size
+from megatron_rl_loss.trees.edges import Edges
 
 
 @dataclass(frozen=True)
@@ -81,11 +82,12 @@ class Folded:
 class OutputHead:
     """The output layer of a Megatron model that holds the logits of one chunk of tokens at a time.
 
-    ``head(model, ..., labels=labels)`` calls the model. With labels [b, s] it returns (log_probs, entropy), float32
-    [b, s], for the labels that this context-parallel rank holds; with labels [b, s, K] the log-probs are [b, s, K].
-    Without ``entropy=True`` the entropy is None. With ``context=Folded(...)`` it returns (share, values) of
-    `loss_from_hidden`, without losses. Other pipeline stages return their hidden states. Nothing is read back from a
-    device, and the model is as before after the call, also after an error inside.
+    ``head(model, ..., labels=labels)`` calls the model. With labels [b, s] it returns (log_probs, entropy), float32 [b,
+    s], for the labels that this context-parallel rank holds; with labels [b, s, K] the log-probs are [b, s, K]. With a
+    tree's edges for labels (``tree.edges(microbatch.tokens)``) both are of samples' tokens, [num_local_tokens]; what a
+    context has beside them is in that order. Without ``entropy=True`` the entropy is None. With ``context=Folded(...)``
+    it returns (share, values) of `loss_from_hidden`, without losses. Other pipeline stages return their hidden states.
+    Nothing is read back from a device, and the model is as before after the call, also after an error inside.
 
     Attributes:
         chunk_tokens, temperature, vocab_size: as in `OutputLayer`.
@@ -107,7 +109,12 @@ class OutputHead:
             check_int("chunk_tokens", self.chunk_tokens, at_least=1, remedy="Leave it out for a default")
 
     def __call__(
-        self, model: Any, *args: Any, labels: Tensor | None, context: Tokens | Folded | None = None, **kwargs: Any
+        self,
+        model: Any,
+        *args: Any,
+        labels: Tensor | Edges | None,
+        context: Tokens | Folded | None = None,
+        **kwargs: Any,
     ) -> Any:
         """Call ``model(*args, labels=labels, **kwargs)`` with this head in the place of its output layer.
 
@@ -127,11 +134,12 @@ class OutputHead:
         return values
 
     def values(
-        self, hidden_states: Tensor, output_layer: Any, weight: Tensor, labels: Tensor, context: Tokens | Folded
+        self, hidden_states: Tensor, output_layer: Any, weight: Tensor, labels: Tensor | Edges, context: Tokens | Folded
     ) -> tuple[Tensor | None, ...] | tuple[Summed, dict[str, Tensor]]:
         """What the head returns, of hidden states [s, b, h], or [s / TP, b, h] under sequence parallelism."""
-        batch, config = labels.shape[:2], output_layer.config
-        mask = context.microbatch.tokens.mask if isinstance(context, Folded) and context.mask is None else context.mask
+        config, mask, is_tree = output_layer.config, context.mask, isinstance(labels, Edges)
+        if isinstance(context, Folded) and mask is None and not is_tree:
+            mask = context.microbatch.tokens.mask
         keep, teacher = context.keep, context.teacher
         is_foreign = self.kernel not in (None, "torch", "triton")
         if is_foreign and (teacher is not None or isinstance(context, Folded)):
@@ -161,12 +169,15 @@ class OutputHead:
             main_gradient=FusedMainGradient(weight) if fused else None,
         )
         # Megatron's hidden states are [s, b, h], its labels [b, s]; the functions below take one order of tokens.
-        labels = labels.transpose(0, 1)
+        # What goes with a tree's edges is of this rank's tokens, in the order of the samples.
+        turned: Callable[[Any], Any] = lambda values: values if is_tree else values.transpose(0, 1)  # noqa: E731
+        batch: Any = (-1,) if isinstance(labels, Edges) else labels.shape[:2]
+        labels = turned(labels)
         reading: dict[str, Any] = {
-            "keep": keep.transpose(0, 1) if isinstance(keep, Tensor) and keep.dim() == 3 else keep,
+            "keep": turned(keep) if isinstance(keep, Tensor) and keep.dim() == 3 else keep,
             "entropy": self.entropy,
             "token_mask": None if mask is None else mask.reshape(batch).T,
-            "rest_without": None if context.rest_without is None else context.rest_without.transpose(0, 1),
+            "rest_without": None if context.rest_without is None else turned(context.rest_without),
         }
         if not isinstance(context, Folded):
             values: tuple[Tensor | None, ...]
@@ -174,17 +185,17 @@ class OutputHead:
                 values = log_probs_from_hidden(hidden_states, layer, labels, kernel=self.kernel, **reading)
             else:
                 values = divergence_from_hidden(hidden_states, layer, labels, teacher=teacher, **reading)
-            return tuple(None if value is None else value.transpose(0, 1) for value in values)
+            return tuple(None if value is None else turned(value) for value in values)
         weights = context.microbatch.weights_on(hidden_states.device).view(batch).t()
-        inputs = {
-            name: column.reshape(*batch, *column.shape[2:]).transpose(0, 1) for name, column in context.inputs.items()
-        }
+        inputs = dict(context.inputs)
+        if not is_tree:
+            inputs = {name: turned(column.reshape(*batch, *column.shape[2:])) for name, column in inputs.items()}
         loss_of = context.per_token_loss
         kernel: Any = self.kernel
         share, by_name = loss_from_hidden(
             hidden_states, layer, labels, weights, loss_of, inputs, teacher=teacher, kernel=kernel, **reading
         )
-        by_name = {name: value.transpose(0, 1) for name, value in by_name.items()}
+        by_name = {name: turned(value) for name, value in by_name.items()}
         return context.microbatch.summed(share, by_name.pop("losses")), by_name
 
 
@@ -194,16 +205,17 @@ class _Call:
     Multi-token prediction calls both first, as often as it has depths, and gets the model's own.
     """
 
-    def __init__(self, head: OutputHead, model: Any, labels: Tensor | None, context: Tokens | Folded) -> None:
+    def __init__(self, head: OutputHead, model: Any, labels: Tensor | Edges | None, context: Tokens | Folded) -> None:
         if labels is None:
             raise ValueError(
                 "an OutputHead called without labels: the head computes log-probs of labels. Pass labels=..., or call "
                 "the model itself for logits."
             )
         depths = model.config.mtp_num_layers or 0
-        if depths and labels.dim() != 2:
+        if depths and (isinstance(labels, Edges) or labels.dim() != 2):
+            shown = "of a tree's edges" if isinstance(labels, Edges) else list(labels.shape)
             raise ValueError(
-                f"an OutputHead with labels {list(labels.shape)} on a model of multi-token prediction: its losses take "
+                f"an OutputHead with labels {shown} on a model of multi-token prediction: its losses take "
                 "one label of each token. Pass labels [b, s]."
             )
         self._head, self._labels, self._context = head, labels, context

@@ -21,7 +21,7 @@ from megatron_rl_loss.core.errors import check_bool, check_int
 from megatron_rl_loss.core.layouts import Layout, Pieces, check_cp
 from megatron_rl_loss.core.masks import Array
 from megatron_rl_loss.core.notebook import SHOWN_ROWS, first_numbers, html_table
-from megatron_rl_loss.core.samples import LocalTokens
+from megatron_rl_loss.core.samples import LocalTokens, Samples
 from megatron_rl_loss.trees import attention
 from megatron_rl_loss.trees.building import Ints, JoinedRows, Row, build_slots
 from megatron_rl_loss.trees.edges import Edges
@@ -305,6 +305,8 @@ class PrefixTree(Layout):
         return html_table(repr(self), head, rows, len(self.runs))
 
 
-def tree_of(samples: Any) -> PrefixTree | None:
-    """The tree of some samples; None where they share no prefix."""
-    return samples.layout if isinstance(samples.layout, PrefixTree) else None
+def check_trees(samples: Sequence[Samples] | None, model: Any) -> None:
+    """`PrefixTree.check_model` of a Megatron model, a chunk or several, where some of the samples are trees."""
+    layouts = [getattr(each, "layout", None) for each in samples or ()]
+    if model is not None and any(isinstance(layout, PrefixTree) for layout in layouts):
+        PrefixTree.check_model(model)

@@ -24,6 +24,7 @@ def check_serves_trees(models: Iterable[nn.Module]) -> None:
     drawn once for a slot, where copies in whole samples would differ: the gradient is right in expectation alone.
     """
     for model in models:
+        _check_described(model)
         dropouts = set[str]()
         for name, module in model.named_modules():
             kind = type(module).__name__
@@ -47,6 +48,22 @@ def check_serves_trees(models: Iterable[nn.Module]) -> None:
             warn_on_one_rank(
                 f"a PrefixTree in a model with dropout ({', '.join(sorted(dropouts))}): a slot draws once for all of "
                 "its samples, where whole samples would draw for each. Set dropout to 0 to have their gradients."
+            )
+
+
+def _check_described(model: nn.Module) -> None:
+    """Raise ValueError for what Megatron's models say of all their pipeline stages."""
+    for module in model.modules():
+        pattern, config = getattr(module, "hybrid_layer_pattern", None) or "", getattr(module, "config", None)
+        said = {
+            f"the layers {pattern!r} (M: Mamba, G: gated delta nets)": any(kind in pattern for kind in "MG"),
+            "multi-token prediction": getattr(config, "mtp_num_layers", None),
+            "a sliding window (window_size)": getattr(config, "window_size", None),
+        }
+        for what in [what for what, is_said in said.items() if is_said]:
+            raise ValueError(
+                f"a PrefixTree in a model with {what}: it goes by neighbours in the buffer, where a branch follows "
+                "another one. Train this model on whole samples, or leave that out."
             )
 
 

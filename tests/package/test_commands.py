@@ -39,6 +39,8 @@ ROWS = [
     Row(r"python -m megatron_rl_loss example NAME", by="package/test_example_command.py", named='"pretrain_grpo"'),
     Row(r"torchrun --nproc-per-node 2 (plain_ddp|own_loop)\.py",
         by="examples/test_recipes.py", named="run_ranks(2, printed_by"),
+    Row(r"torchrun --nproc-per-node \d (tree_ddp|tree_gpt)\.py",
+        by="examples/test_tree_recipes.py", named="printed_by(folder, script)"),
     Row(r"torchrun .* on_cpu\.py .*", by="examples/test_pretrain_recipes.py", named="on_cpu.py pretrain_packed.py"),
     Row(r"torchrun .* pretrain_packed\.py .*", by="examples/test_pretrain_recipes.py", named="script.main()"),
     Row(r"examples/launch_grpo\.slurm", needs="Slurm"),

@@ -47,10 +47,14 @@ def test_the_index_has_every_section() -> None:
 
 
 def test_every_recipe_has_a_link_and_stands_alone(tmp_path: Path) -> None:
-    named = ("tasks.md", "using.md", "losses.md", "logprobs.md", "engines.md", "check.md")
+    named = ("tasks.md", "using.md", "losses.md", "logprobs.md", "engines.md", "check.md", "trees.md")
     pages = "".join((ROOT / "docs" / name).read_text() for name in named)
     for name in RECIPES:
         assert f"](../examples/recipes/{name})" in pages
         assert f"recipes/{name}" in example_names()
-        needed = {"own_loop.py": ["megatron_on_cpu.py"], "verl_rows_proof.py": ["verl_rows.py"]}.get(name, [])
+        needed = {
+            "own_loop.py": ["megatron_on_cpu.py"],
+            "tree_gpt.py": ["megatron_on_cpu.py", "packed_attention.py"],
+            "verl_rows_proof.py": ["verl_rows.py"],
+        }.get(name, [])
         assert copy_example(f"recipes/{name}", tmp_path) == [tmp_path / file for file in (name, *needed)]

@@ -1,6 +1,7 @@
 """Visibility in each of its forms beside the boolean mask, attention by runs, and models that a tree does not fit."""
 
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -102,6 +103,13 @@ def model_with(*layers: nn.Module) -> Any:
     return nn.Sequential(nn.Linear(2, 2), *layers)
 
 
+def described(**settings: Any) -> None:
+    model = nn.Linear(2, 2)
+    vars(model).update(settings)
+    PrefixTree.check_model([model])
+
+
+BY_NEIGHBOURS = "it goes by neighbours in the buffer"
 NOT_TOLD = "its state would go from one branch to the next"
 test_refusals = refusal_tests(
     {
@@ -115,6 +123,24 @@ test_refusals = refusal_tests(
                     (nn.GRU(2, 2), nn.MultiheadAttention(2, 1)),
                     (nn.Conv1d(2, 2, 4), nn.Conv1d(2, 2, 1)),
                 ]
+            ),
+        ),
+        **refusals(
+            described,
+            (
+                {"hybrid_layer_pattern": "M-*-"},
+                f"the layers 'M-\\*-' .*{BY_NEIGHBOURS}",
+                {"hybrid_layer_pattern": "*-*E"},
+            ),
+            (
+                {"config": SimpleNamespace(mtp_num_layers=1)},
+                f"multi-token prediction: {BY_NEIGHBOURS}",
+                {"config": SimpleNamespace(mtp_num_layers=None)},
+            ),
+            (
+                {"config": SimpleNamespace(window_size=(4, 0))},
+                f"sliding window .*{BY_NEIGHBOURS}",
+                {"config": SimpleNamespace(window_size=None)},
             ),
         ),
         **refusals(
