@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl_loss.core.collectives import size_of
-from megatron_rl_loss.core.masks import on_device
+from megatron_rl_loss.core.transfers import on_device
 from megatron_rl_loss.logprobs.kept_ids import Keep, KeptIds
 from megatron_rl_loss.logprobs.layer import OutputLayer, TensorParallel
 from megatron_rl_loss.logprobs.reading import TokenMask

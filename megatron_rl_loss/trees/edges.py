@@ -8,7 +8,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from megatron_rl_loss.core.masks import Array, on_device, to_array
+from megatron_rl_loss.core.masks import Array, to_array
+from megatron_rl_loss.core.transfers import on_device
 
 Ints = npt.NDArray[np.int64]
 
