@@ -16,7 +16,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl_loss.core.aggregation import Aggregation, resolve
-from megatron_rl_loss.core.collectives import Group, all_reduce, device_of, gather_objects, raise_together
+from megatron_rl_loss.core.collectives import (
+    Group,
+    all_reduce,
+    attempt,
+    device_of,
+    failure_of,
+    gather_objects,
+    raise_together,
+)
 from megatron_rl_loss.core.counting import StepTotals, UnitCounting
 from megatron_rl_loss.core.errors import check_choice, did_you_mean
 from megatron_rl_loss.core.ids import hashed
@@ -128,14 +136,44 @@ def reduce_notes(
         BadBatchError: on all ranks (the error itself where there is one), for a failure of any; for a micro-batch that
             has active tokens and lacks a metric; ValueError for a name of two kinds, and for shares in two forms.
     """
-    mine = {(name, note.kind, note.mask, note.by) for notes in of_microbatches for name, note in notes.items()}
-    known = _agree_on(sorted(mine, key=repr), sorted(forms), groups)
+
+    def described() -> tuple[_Reported, list[str], float]:
+        mine = {(name, note.kind, note.mask, note.by) for notes in of_microbatches for name, note in notes.items()}
+        reported, in_forms = sorted(mine, key=repr), sorted(forms)
+        return reported, in_forms, float(hashed(repr((reported, in_forms)), 48))
+
+    mine = attempt(described)
+    failure = failure or failure_of(mine)
+    known = _agree_on(*(([], [], -1.0) if isinstance(mine, Exception) else mine), groups)
+    summed = attempt(lambda: _summed(of_microbatches, known, groups, has_tokens, failure))
+    failure = failure or failure_of(summed)
+    if isinstance(summed, Exception):
+        summed = _summed([], known, groups, has_tokens, failure)  # nothing, of the same sizes
+    sums, maxima = summed
+    for values, op in ((sums, dist.ReduceOp.SUM), (maxima, dist.ReduceOp.MAX)):
+        for group in groups if len(values) else []:
+            all_reduce(values, group, op)
+    raise_together(float(sums[0]) > 0, failure, groups)
+    sizes = [3 if kind in _MOMENTS else 1 for _, kind, *_ in known if kind not in _EXTREMES]
+    of_each = dict(zip([name for name, kind, *_ in known if kind not in _EXTREMES], sums[1:].split(sizes), strict=True))
+    of_each |= dict(zip([name for name, kind, *_ in known if kind in _EXTREMES], maxima[:, None], strict=True))
+    return {name: _value(kind, of_each[name]).float() for name, kind, *_ in known}
+
+
+def _summed(
+    of_microbatches: Sequence[Mapping[str, Note]],
+    known: "_Reported",
+    groups: Sequence[Group],
+    has_tokens: Callable[[int, str | None], bool],
+    failure: Exception | None,
+) -> tuple[Tensor, Tensor]:
+    """This rank's sums, behind a flag for a failure, and its maxima; of the known metrics in their order."""
     device = next((note.part.device for notes in of_microbatches for note in notes.values()), None)
     device = device or (device_of(groups[0]) if groups else torch.device("cpu"))
     for name, _, mask, _ in known if failure is None else []:
         for number, notes in enumerate(of_microbatches):
             if name not in notes and has_tokens(number, mask):
-                failure = ValueError(
+                raise ValueError(
                     f"micro-batch {number} reports {list(notes)}, while another, maybe of another rank, reports "
                     f"{name!r}: the tokens of micro-batch {number} would count as 0 in {name!r}. Report {name!r} in "
                     "every micro-batch that has active tokens of it."
@@ -153,14 +191,7 @@ def reduce_notes(
     # An error travels with the sums, so that a step without one needs no collective for it.
     failed = torch.full((1,), float(failure is not None), dtype=torch.float64, device=device)
     # Torch cannot join no tensors at all: without extremes there is still an empty one, which is not exchanged.
-    sums, maxima = torch.cat([failed, *of_sum.values()]), torch.cat([failed[:0], *of_max.values()])
-    for values, op in ((sums, dist.ReduceOp.SUM), (maxima, dist.ReduceOp.MAX)):
-        for group in groups if len(values) else []:
-            all_reduce(values, group, op)
-    raise_together(float(sums[0]) > 0, failure, groups)
-    of_each = dict(zip(of_sum, sums[1:].split([len(part) for part in of_sum.values()]), strict=True))
-    of_each |= dict(zip(of_max, maxima[:, None], strict=True))
-    return {name: _value(kind, of_each[name]).float() for name, kind, *_ in known}
+    return torch.cat([failed, *of_sum.values()]), torch.cat([failed[:0], *of_max.values()])
 
 
 def _value(kind: MetricKind, part: Tensor) -> Tensor:
@@ -178,12 +209,11 @@ def _value(kind: MetricKind, part: Tensor) -> Tensor:
 _Reported = list[tuple[str, MetricKind, str | None, str]]
 
 
-def _agree_on(mine: _Reported, forms: list[str], groups: Sequence[Group]) -> _Reported:
+def _agree_on(mine: _Reported, forms: list[str], digest: float, groups: Sequence[Group]) -> _Reported:
     """Name, kind, mask and aggregation of each metric that some rank reports, in one order on all ranks."""
     if groups:
         # The largest digest and, of the negated one, the smallest: one reduction tells whether all ranks report alike,
         # and only if not do they exchange names. A float64 holds 48 bits exactly.
-        digest = float(hashed(repr((mine, forms)), 48))
         agreed = torch.tensor([digest, -digest], dtype=torch.float64, device="cpu")
         for group in groups:
             all_reduce(agreed, group, dist.ReduceOp.MAX)

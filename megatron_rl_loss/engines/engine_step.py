@@ -22,12 +22,10 @@ class EngineStep(MegatronFirstStep):
     doubt = ""
 
     @contextmanager
-    def step(
-        self, model: Any, *, trains: bool = True, plan: PlanUse | None = None, measure: Any = None
-    ) -> Iterator[None]:
+    def step(self, model: Any, *, trains: bool = True, plan: PlanUse | None = None, **further: Any) -> Iterator[None]:
         if trains and self.doubt:
             self.give_up(self.doubt)
-        with super().step(model, trains=trains, plan=plan, measure=measure):
+        with super().step(model, trains=trains, plan=plan, **further):
             yield
 
     def amend(self, beside: str) -> None:

@@ -9,7 +9,7 @@ from megatron_rl_loss.megatron.proving import MegatronFirstStep, facts_of
 from megatron_rl_loss.proof.exchange import Exchange
 from megatron_rl_loss.proof.megatron_step import LEFT, before_forward, fresh_failure
 from megatron_rl_loss.proof.outcomes import ProofLevel
-from megatron_rl_loss.proof.reduced_ranks import uncounted
+from megatron_rl_loss.proof.reduced_ranks import counted_by, uncounted
 
 _REMEDY = "Return what microbatch.loss(...) returned, all of it and unchanged; put a coefficient into a Term."
 _STATED = (
@@ -35,9 +35,8 @@ class MegatronProof:
         first = self._firsts[claim]
         if not first.is_agreed:  # before any other collective: ranks of other levels would wait for each other
             first.agree(over, level)
-        if not first.is_over:
-            stated = _STATED if optimizer is not None or loss_scale != 1 else ""
-            first.refuse(stated or uncounted(model, plan.record.groups), plan.record.use)
+        counted = set[int]() if first.is_over else counted_by(plan.record.groups)
+        stated = _STATED if optimizer is not None or loss_scale != 1 else ""
         is_looked_at = first.is_over and first.level != "off" and self._num_steps < 2  # else it is measured
         self._num_steps += 1
         chunks, left = model if isinstance(model, list) else [model], list[Exception | None]()
@@ -45,7 +44,8 @@ class MegatronProof:
             if is_looked_at:
                 stack.enter_context(first.leaving())
                 stack.enter_context(before_forward(lambda: left.append(fresh_failure(chunks))))
-            stack.enter_context(first.step(model, plan=plan.record.use))
+            check = lambda: stated or uncounted(model, counted)  # noqa: E731
+            stack.enter_context(first.step(model, plan=plan.record.use, check=check))
             yield
         if is_looked_at and Exchange().agree(["left"] * any(left), ["left"], over):
             first.tell_left(next((str(failure) for failure in left if failure), LEFT))

@@ -14,7 +14,7 @@ from megatron_rl_loss.megatron.flags import REMAT_SIZES, has_cuda_graphs
 from megatron_rl_loss.megatron.model_settings import groups_of
 from megatron_rl_loss.megatron.packing import watch_packs
 from megatron_rl_loss.proof.findings import WRONG, Finding, Verdict
-from megatron_rl_loss.proof.first_step import FirstStep, Measure
+from megatron_rl_loss.proof.first_step import FirstStep
 from megatron_rl_loss.proof.megatron_step import MegatronStep
 
 
@@ -70,17 +70,15 @@ class MegatronFirstStep(FirstStep):
         self._faults: Sequence[str] | None = ()
 
     @contextmanager
-    def step(
-        self, model: Any, *, trains: bool = True, plan: PlanUse | None = None, measure: Measure | None = None
-    ) -> Iterator[None]:
+    def step(self, model: Any, *, trains: bool = True, plan: PlanUse | None = None, **further: Any) -> Iterator[None]:
         if trains and not self.is_agreed:
             self.agree(self._groups_of(model, plan))
         if not trains or self.level == "off" or self._faults is None:
-            with super().step(model, trains=trains, plan=plan, measure=measure):
+            with super().step(model, trains=trains, plan=plan, **further):
                 yield
             return
         with watch_packs(model) as self._faults:
-            with super().step(model, trains=trains, plan=plan, measure=measure):
+            with super().step(model, trains=trains, plan=plan, **further):
                 yield
             self._refuse_packs(self._groups_of(model, plan), plan)  # of a step that is not measured
 

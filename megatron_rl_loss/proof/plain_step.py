@@ -21,7 +21,7 @@ from megatron_rl_loss.proof.first_step import FirstStep
 from megatron_rl_loss.proof.measurement import Measurement, Ranks
 from megatron_rl_loss.proof.outcomes import ProofLevel
 from megatron_rl_loss.proof.own_tokens import own_losses
-from megatron_rl_loss.proof.reduced_ranks import uncounted
+from megatron_rl_loss.proof.reduced_ranks import counted_by, uncounted
 from megatron_rl_loss.proof.torch_gradients import Before, TorchGradients, unseen
 
 _REMEDY = (
@@ -178,14 +178,13 @@ class PlainProof:
         first = self._firsts[claim]
         if not first.is_agreed:
             first.agree(groups.all, level)
-        if not first.is_over:
-            first.refuse(uncounted(model, groups), use)
+        counted = set[int]() if first.is_over else counted_by(groups)
         is_looked_at = was_measured and first.is_over and first.level != "off"
         with ExitStack() as stack:
             if is_looked_at:
                 stack.enter_context(first.leaving())
                 stack.enter_context(before.compared())
-            stack.enter_context(first.step(model, plan=use, measure=measure))
+            stack.enter_context(first.step(model, plan=use, measure=measure, check=lambda: uncounted(model, counted)))
             yield
         if is_looked_at:
             is_left = attempt(before.is_left) is True

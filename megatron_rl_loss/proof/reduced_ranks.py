@@ -41,12 +41,11 @@ def counted_by(groups: StepGroups) -> set[int]:
     return ranks
 
 
-def uncounted(model: Any, groups: StepGroups) -> str:
-    """The fault of a wrapper that reduces over ranks of which the plan knows nothing; empty for none.
+def uncounted(model: Any, counted: set[int]) -> str:
+    """The fault of a wrapper that reduces over other ranks than those that a plan knows; empty for none.
 
     One that reduces over fewer may be part of a sum of the user's own, which the measurement follows.
     """
-    counted = counted_by(groups)
     for wrapper, ranks in reduced_over(model):
         if not ranks <= counted:
             return (

@@ -307,6 +307,6 @@ class PrefixTree(Layout):
 
 def check_trees(samples: Sequence[Samples] | None, model: Any) -> None:
     """`PrefixTree.check_model` of a Megatron model, a chunk or several, where some of the samples are trees."""
-    layouts = [getattr(each, "layout", None) for each in samples or ()]
+    layouts = [getattr(each, "layout", None) for each in samples] if isinstance(samples, Sequence) else []
     if model is not None and any(isinstance(layout, PrefixTree) for layout in layouts):
         PrefixTree.check_model(model)

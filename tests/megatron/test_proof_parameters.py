@@ -13,6 +13,7 @@ from unittest.mock import patch
 import gpt_oracle
 import moe_gpt
 import pytest
+import torch
 from proved_steps import ELSEWHERE, PROVED, Step, attempted
 from ranks import run_ranks
 from tiny_gpt import Batch, Case, Layout, Ready, output_of, prepared, run_batches, settings_of, start_layout
@@ -148,6 +149,35 @@ def lose_a_mark(ready: Ready) -> None:
             parameter.sequence_parallel = False
 
 
+def lose_the_mark_of_a_cut(ready: Ready, is_zero: bool = False) -> None:
+    """A matrix of which each tensor-parallel rank has a part, as its values show, or as zeros do not."""
+    for name, parameter in named(ready):
+        if "layers.0.self_attention.linear_proj" in name:
+            parameter.tensor_model_parallel = False
+            if is_zero:
+                parameter.data.zero_()
+
+
+def add_a_head(ready: Ready) -> None:
+    """A value head that is added once DDP is built."""
+    ready.chunks[0].module.value_head = torch.nn.Linear(3, 1, bias=False)
+
+
+def train_conditionally(ready: Ready) -> None:
+    """The last stage trains one parameter, in its first micro-batch alone."""
+    for name, parameter in named(ready):
+        parameter.requires_grad_(not place()["pp"] or "output_layer" in name)
+    layer = getattr(ready.chunks[0].module, "output_layer", None)
+    if place()["pp"] and layer is not None:
+        forward, calls = layer.forward, iter(range(100))
+
+        def conditional(hidden: Tensor, weight: Any = None, **options: Any) -> Any:
+            own = layer.weight if weight is None else weight
+            return forward(hidden, weight=own if next(calls) == 0 else own.detach(), **options)
+
+        layer.forward = conditional
+
+
 def drop_a_microbatch(ready: Ready) -> None:
     """The last gradient of a matrix, on one rank."""
     for name, parameter in named(ready):
@@ -190,6 +220,9 @@ RIGHTS = {
     "a frozen stage": Row(
         PP, rf"{PROVED}.*; by the gradients of all 8 parameters; losses as given", plant=freeze_stage_0
     ),
+    "a parameter of one micro-batch on the last stage": Row(
+        PP, rf"{PROVED} .*of all \d+ parameters", plant=train_conditionally
+    ),
     "per token": Row(SP_DP, ALL, TIED._replace(scaling="per token")),
     "averaged in collective": Row(DP, ALL, OVERLAPPED._replace(scaling="averaged in collective")),
     "bf16": Row(SP_DP, ALL, OVERLAPPED._replace(bf16=True)),
@@ -225,6 +258,22 @@ WRONG = {
     ),
     "a mark is lost": Row(
         SP, UNLIKE.format(1, 15, "layers.0.input_layernorm.weight"), plant=lose_a_mark
+    ),
+    "a cut without a mark": Row(
+        TP, r"IN PART .*14 of 15 parameters \(1 not covered, as .*linear_proj.weight: its values differ between tensor-",
+        plant=lose_the_mark_of_a_cut,
+    ),
+    "a cut of zeros without a mark": Row(
+        TP, r"IN PART .*not covered, as .*linear_proj.weight: its gradients differ between tensor-parallel ranks and its",
+        plant=functools.partial(lose_the_mark_of_a_cut, is_zero=True),
+    ),
+    "a head that was added after DDP": Row(
+        DP, r"IN PART .*15 of 16 parameters \(1 not covered, as value_head.weight: Megatron's DDP does not hold it",
+        plant=add_a_head,
+    ),
+    "the embedding's hook x .1, PP 2": Row(
+        PP, UNLIKE.format(1, 15, r"embedding.* of pipeline stage 0 \(0.1 times the others\)"),
+        plant=functools.partial(hook, factor=0.1, only="embedding"),
     ),
     "all but two x .25": Row(
         DP, r"raises (?s)tokens weigh 0.25 times.*2 of 15 parameters.*\(4 times the others\)",
@@ -370,3 +419,29 @@ def test_experts_are_measured() -> None:
     assert re.search(
         r"PROVED IN PART on .*; \d+ of \d+ parameters.*experts\S* \(0.5 times the others\)", wrong.printed
     ), wrong
+
+
+@pytest.mark.parametrize(
+    ("replica", "ratio", "is_summed", "undecided"),
+    [
+        ({}, 1.0, False, ""),
+        ({}, 2.0, False, "no mark of Megatron says whether their sum is due"),
+        ({"is_marked": True}, 1.0, True, ""),
+        ({"is_marked": True}, 0.5, True, ""),
+        ({"is_in_parts": True}, 1.0, True, ""),
+        ({"is_in_parts": True, "is_one_number": True}, 1.0, True, ""),
+        ({"is_in_parts": True, "is_one_number": True, "spread": 1.0}, 1.0, True, "it may be cut or whole"),
+        ({"has_other_values": True, "is_in_parts": True}, 1.0, False, "no mark of Megatron says that it is cut"),
+    ],
+)
+def test_a_mark_decides_where_numbers_cannot(
+    replica: dict[str, Any], ratio: float, is_summed: bool, undecided: str
+) -> None:
+    """Equal parts, as of packs of identical samples, are summed where Megatron's mark says so, and are else copies."""
+    from megatron_rl_loss.proof.bucket_groups import _Replica
+
+    usual = {"has_other_values": False, "is_in_parts": False, "is_marked": False, "is_one_number": False, "spread": 0.0}
+    seen = _Replica(**usual | replica)
+    assert seen.is_summed == is_summed
+    assert bool(seen.undecided(ratio, 2)) == bool(undecided)
+    assert undecided in seen.undecided(ratio, 2)
