@@ -51,7 +51,7 @@ def in_words(program: Program) -> str:
     """The step, the dtype, and the arguments that are not left out."""
     step, *arguments = program
     by_name: dict[str, Any] = dict(arguments)
-    of = by_name.get("logits", by_name.get("tables"))
+    of: Any = by_name.get("logits", by_name.get("tables"))
     said = [name for name in ("mask", "keep", "kept", "entropy", "h", "check_first_row") if by_name.get(name)]
     return f"the kernel of {step} ({', '.join([str(of[1]).removeprefix('torch.'), *said])})"
 

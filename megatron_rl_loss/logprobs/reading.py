@@ -500,8 +500,8 @@ class Reading:
         is_wrong = ((few["labels"] < 0) | (few["labels"] >= self._size)).any(1)
         if few["mask"] is not None:
             is_wrong &= few["mask"] != 0
-        columns = (values.masked_fill(is_wrong[:, None], 0).t() for values in (table, right))
-        return first_launch.excess(*columns, floor=1)
+        given, expected = (values.masked_fill(is_wrong[:, None], 0).t() for values in (table, right))
+        return first_launch.excess(given, expected, floor=1)
 
     def _excess_of_differentiate(self, launch: Callable[..., Any], arguments: dict[str, Any]) -> Tensor:
         alone, few, at = self._few(arguments)
@@ -520,9 +520,9 @@ class Reading:
         gradient, (column, here) = few["into"].clone(), alone._columns(rows)
         # Entries at labels are far larger than others: apart from them.
         places, nothing = column.masked_fill(~here, 0), torch.zeros_like(column, dtype=into.dtype)
-        at_labels = [values.gather(1, places).where(here, nothing) for values in (gradient, right)]
+        at_labels, expected = (values.gather(1, places).where(here, nothing) for values in (gradient, right))
         eps = torch.finfo(into.dtype).eps
-        excesses = [first_launch.excess(*at_labels, eps, floor=self.scale)]
+        excesses = [first_launch.excess(at_labels, expected, eps, floor=self.scale)]
         for values in (gradient, right):
             values.scatter_(1, places, values.gather(1, places).where(~here, nothing))
         return torch.stack([*excesses, first_launch.excess(gradient, right, eps)]).amax()

@@ -416,7 +416,7 @@ def statistics(
     """
     rows, k = labels.shape
     table = torch.empty(rows, 3 + k, dtype=torch.float32, device=logits.device)
-    wanted = {"MASK": mask is not None, "ENTROPY": entropy, "FIRST_ROW": check_first_row}
+    wanted: dict[str, Any] = {"MASK": mask is not None, "ENTROPY": entropy, "FIRST_ROW": check_first_row}
     wanted |= {"LABELS": triton.next_power_of_2(k), "LANES": FORWARD["LANES"], "PER_LANE": 16 // logits.element_size()}
     of_rank = logits.shape[1], held, first, size, logits.stride(0)
     if rows and kept is not None:

@@ -10,6 +10,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -234,8 +235,8 @@ def test_copies_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     for num_samples, mode, number in ((2, "sample_mean", 1), (1024, "sample_mean", 1), (64, "constant", 2)):
         microbatch = microbatch_of(num_samples, mode)
         # A constant's metrics are means over rollouts, whose weights are others.
-        assert copies(lambda m=microbatch: loss_of(m, losses, metrics)) == {"staged": number}
-        assert copies(lambda m=microbatch: loss_of(m, losses, metrics)) == {}
+        assert copies(partial(loss_of, microbatch, losses, metrics)) == {"staged": number}
+        assert copies(partial(loss_of, microbatch, losses, metrics)) == {}
     microbatch = microbatch_of(64, "sample_mean")
     terms: Any = {"pg": losses, "kl": Term(losses * 2, "token_mean"), "nll": Term(losses * 3, mask="own")}
     assert copies(lambda: loss_of(microbatch, terms, {})) == {"staged": 3}

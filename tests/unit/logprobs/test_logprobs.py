@@ -527,7 +527,8 @@ REFILLED: dict[str, dict[str, Any]] = {
 
 
 def gradient_after_a_change(name: str, change: bool, kernel: Any) -> Tensor | str:
-    given = {key: value.clone() if isinstance(value, Tensor) else value for key, value in REFILLED[name].items()}
+    of_call = REFILLED[name].items()
+    given: dict[str, Any] = {key: value.clone() if isinstance(value, Tensor) else value for key, value in of_call}
     labels = given.pop("labels", torch.tensor([1, 2, 3, 0]))
     ids = given["keep"].ids.clone() if name == "ids" else None
     if ids is not None:

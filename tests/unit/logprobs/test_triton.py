@@ -141,7 +141,8 @@ def read_unordered() -> None:
         mask = torch.tensor([1, 1, 0, 1, 1])
         results = []
         for kernel, dtype in (("triton", torch.float32), ("torch", torch.float64)):
-            leaf, options = logits.to(dtype).requires_grad_(), {"vocab_size": 900, "token_mask": mask, "entropy": True}
+            leaf = logits.to(dtype).requires_grad_()
+            options: dict[str, Any] = {"vocab_size": 900, "token_mask": mask, "entropy": True}
             keep = KeptIds(torch.cat(rows).to((torch.int64, torch.int32, torch.int16)[number % 3]), offsets)
             for in_place in (False, True) if kernel == "triton" else (False,):
                 values = log_probs_from_logits(
