@@ -90,7 +90,7 @@ ROWS = [
     Row(r"python tools/count_museum\.py", needs="half an hour"),
     # measurements
     Row(r"python tools/compare_kernels\.py", by="unit/logprobs/test_triton.py", named="compare_kernels.compare("),
-    Row(r"python tools/compile_kernels\.py --capability 90",
+    Row(r"python tools/compile_kernels\.py( --capability 90)?",
         by="unit/logprobs/test_choice.py", named='"compile_kernels.py"'),
     Row(r"tools/gpu_proof\.sh", by="package/test_gpu_proof.py", named="gpu_proof.py"),
     Row(r"(python )?tools/bench/\w+\.py.*|python -m timeit .*", needs="a quiet machine and minutes"),
