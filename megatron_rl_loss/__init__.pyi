@@ -5,6 +5,7 @@ from megatron_rl_loss.audit.assertion import assert_exact as assert_exact
 from megatron_rl_loss.audit.log_prob_gap import compare_log_probs as compare_log_probs
 from megatron_rl_loss.audit.loss_check import check_loss as check_loss
 from megatron_rl_loss.audit.megatron.audit import Audit as Audit
+from megatron_rl_loss.audit.megatron.packing import check_packing as check_packing
 from megatron_rl_loss.audit.picture import plot_weights as plot_weights
 from megatron_rl_loss.core.counting import StepTotals as StepTotals
 from megatron_rl_loss.core.counting import Sum as Sum

@@ -62,7 +62,7 @@ class ForwardPass:
             return call_model(next(data_iterator), model), lambda output, non_loss_data: output
 
         iterators = [None if chunk is None else MicrobatchIterator(chunk) for chunk in self._chunks]
-        with torch.no_grad(), _evaluating(model_chunks):
+        with torch.no_grad(), evaluating(model_chunks):
             outputs = self._schedule(
                 forward_step_func=forward_step,
                 data_iterator=iterators if len(iterators) > 1 else iterators[0],
@@ -75,7 +75,7 @@ class ForwardPass:
 
 
 @contextmanager
-def _evaluating(chunks: list[Any]) -> Iterator[None]:
+def evaluating(chunks: list[Any]) -> Iterator[None]:
     """Evaluation mode, so no dropout, inside the ``with``."""
     training = [(module, module.training) for chunk in chunks for module in chunk.modules()]
     for chunk in chunks:

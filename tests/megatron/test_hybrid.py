@@ -12,7 +12,7 @@ import torch
 from missing import skip_without
 from ranks import run_ranks
 from tiny_gpt import HEADS, Case, Layout
-from tiny_hybrid import name_in_gpt
+from tiny_hybrid import MAMBA, name_in_gpt
 from torch import Tensor
 from world import World, beyond_bounds, errors_of, trained_in
 
@@ -106,9 +106,6 @@ def test_experts_of_a_hybrid_are_those_of_a_gpt(ep: int, ranks: int) -> None:
     outcomes = run_ranks(ranks, step_of_experts, ep)
     assert max(error for error, _ in outcomes) < 2e-6
     assert outcomes[0][1].count("proved on") == 2
-
-
-MAMBA: dict[str, Any] = {"mamba_state_dim": 8, "mamba_head_dim": 4, "mamba_num_groups": 2, "mamba_num_heads": 4}
 
 
 def step_of_mamba(tp: int, cp: int) -> tuple[dict[str, Any], list[Any], str]:

@@ -11,8 +11,7 @@ from missing import skip_without
 from ranks import run_ranks
 from table_step import start
 from tiny_gpt import Layout
-
-MAMBA: dict[str, Any] = {"mamba_state_dim": 8, "mamba_head_dim": 4, "mamba_num_groups": 2, "mamba_num_heads": 4}
+from tiny_hybrid import MAMBA
 
 
 def model_of(pattern: str, pp: int) -> Any:

@@ -6,6 +6,9 @@ of two blocks: `name_in_gpt` gives its parameters' names there, so that `gpt_ora
 
 from typing import Any
 
+#: Sizes of Mamba layers that two ranks can cut.
+MAMBA: dict[str, Any] = {"mamba_state_dim": 8, "mamba_head_dim": 4, "mamba_num_groups": 2, "mamba_num_heads": 4}
+
 
 def hybrid_spec(config: Any) -> Any:
     """The stack of layers, with packed attention and a norm that sequence parallelism may have."""
@@ -57,10 +60,9 @@ def tiny_hybrid(config: Any, pattern: str, vp_stage: int | None = None, **option
         hybrid_layer_pattern=pattern,
         pre_process=mpu.is_pipeline_first_stage(**stage),
         post_process=mpu.is_pipeline_last_stage(**stage),
-        position_embedding_type="rope",
         pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
         vp_stage=vp_stage,
-        **options,
+        **{"position_embedding_type": "rope", **options},
     )
 
 

@@ -1,0 +1,337 @@
+"""Does what a model says of a sample depend on the pack that it lies in? A check by changing what must not matter.
+
+The same micro-batch runs through Megatron's schedule several times, in evaluation mode and without gradients, always in
+a buffer of one size and one cut: as it is; with the tokens of every second sample changed; with other padding; with
+positions that begin anew; and of some samples with the sample alone at the front of the buffer. Values of a token that
+change by more than rounding tell what was seen, and the first layer whose output changes tells what saw it.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_model_config, unwrap_model
+from torch import Tensor
+
+from megatron_rl_loss.core.collectives import gather_objects, several
+from megatron_rl_loss.core.layouts import Slots
+from megatron_rl_loss.core.samples import Samples
+from megatron_rl_loss.megatron.forward_pass import evaluating
+from megatron_rl_loss.megatron.packing import layers_with_state, packed_seq_params
+from megatron_rl_loss.megatron.proving import facts_of
+
+#: A value is a sum of some hundred rounded products: by chance their roundings add up to less than this many.
+_ROUNDINGS = 64
+ATTENTION, STATE = "attention over bounds", "a state that runs on"
+PADDING, POSITIONS, ALONE = "padding that is seen", "positions that do not start anew", "another value alone"
+
+
+class PackFinding(NamedTuple):
+    """What a sample's values depend on beside the sample.
+
+    Attributes:
+        position: the first token of the sample whose value changes.
+        difference: the largest change of a value.
+        layer: the first layer whose output changes; empty where no layer was compared.
+    """
+
+    dp_rank: int
+    sample: int
+    kind: str
+    position: int
+    difference: float
+    layer: str = ""
+
+    def __str__(self) -> str:
+        at = f" from {self.layer} on" if self.layer else ""
+        return (
+            f"DP rank {self.dp_rank}, sample {self.sample}: {self.kind}{at}; values change from token {self.position} "
+            f"on, by up to {self.difference:.3g}"
+        )
+
+
+@dataclass
+class PackReport:
+    """The findings of all ranks, and the largest change of a value that is taken for rounding."""
+
+    findings: list[PackFinding] = field(default_factory=list)
+    rounding: float = 0.0
+
+    def __str__(self) -> str:
+        says = [str(finding) for finding in self.findings] or ["No sample depends on its pack"]
+        return "\n".join([*says, f"Rounding: {self.rounding:.1e}"])
+
+
+class _Trial(NamedTuple):
+    """One run: local tokens to be changed, or the slot that is alone; `anew` begins positions anew."""
+
+    name: str
+    changed: Tensor | None = None
+    anew: bool = False
+    alone: int | None = None
+
+
+def check_packing(
+    forward_step: Callable[[Any, Any], tuple[Any, Any]],
+    batch: Any,
+    model: Any,
+    samples: Samples,
+    *,
+    most_alone: int = 4,
+    pg_collection: ProcessGroupCollection | None = None,
+    **options: Any,
+) -> PackReport:
+    """Compare the values of a micro-batch's tokens with those in other packs, on all ranks together.
+
+        report = check_packing(forward_step, batch, model, samples_of(batch), seq_length=4096, micro_batch_size=1)
+
+    Args:
+        forward_step: as the schedule takes it; the model's output, or its first part, has a value for each token of
+            this rank: losses, log-probs or logits. Its loss function is not called.
+        batch: of this data-parallel rank; the iterator of `forward_step` gives it again and again.
+        model: the model chunk, or list of chunks. Each takes ``input_ids`` and ``position_ids``.
+        samples: describes the batch. Without ``total_lengths`` in its layout, padding of a slot is part of the sample.
+        most_alone: so many samples are also run alone, if a layout of slots and no attention mask describes the pack.
+        pg_collection: the process groups; default: the model's, else Megatron's parallel state.
+        options: of the schedule: ``seq_length`` and ``micro_batch_size``.
+
+    Raises:
+        ValueError: an output without a value for each token of this rank, or a batch whose tokens are not those of the
+            layout.
+    """
+    chunks = model if isinstance(model, list) else [model]
+    groups, _ = facts_of(model, pg_collection)
+    pack = _Pack(samples, *samples.place_in(groups.cp), groups.tp.rank(), groups.tp.size())
+    trials = pack.trials(most_alone)
+    while len(chunks) > 1 and len(trials) % groups.pp.size():  # whole rounds of virtual stages
+        trials.append(_Trial("again"))
+    runs = [_Run(pack, trials, unwrap_model(chunk)) for chunk in chunks]
+
+    def step(iterator: Any, chunk: Any) -> tuple[Any, Any]:
+        output, _ = forward_step(iterator, chunk)
+        return output, lambda output, non_loss_data: output
+
+    with ExitStack() as stack, torch.no_grad(), evaluating(chunks):
+        for run in runs:
+            stack.callback(run.remove)
+        outputs = get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=[_again(batch) for _ in chunks] if len(chunks) > 1 else _again(batch),
+            model=model,
+            num_microbatches=len(trials),
+            forward_only=True,
+            collect_non_loss_data=True,
+            **options,
+        )
+    eps = torch.finfo(get_model_config(chunks[0]).params_dtype).eps
+    layers = dict[tuple[str, int], tuple[int, str, bool]]()
+    for run in runs:
+        layers |= {key: found for key, found in run.first_layers(eps).items() if key not in layers}
+    dp_rank = groups.dp.rank()
+    values = [pack.values(output) for output in outputs or ()]
+    found, rounding = pack.compared(trials, values, eps) if values else ({}, 0.0)
+    mine: Any = ({(dp_rank, *key): value for key, value in found.items()}, rounding,
+                 {(dp_rank, *key): value for key, value in layers.items()})  # fmt: skip
+    for group in several(groups.dp_cp, groups.tp, groups.pp):
+        mine = _joined(gather_objects(mine, group))
+    return _report(*mine)
+
+
+def _again(batch: Any) -> Iterator[Any]:
+    while True:
+        yield batch
+
+
+def _joined(of_ranks: list[Any]) -> Any:
+    """Of each change the first token, the largest difference and the first layer, over ranks."""
+    found: dict[Any, tuple[int, float]] = {}
+    layers: dict[Any, tuple[int, str, bool]] = {}
+    rounding = 0.0
+    for values, largest, first in of_ranks:
+        rounding = max(rounding, largest)
+        for key, (position, difference) in values.items():
+            before = found.get(key, (position, difference))
+            found[key] = min(before[0], position), max(before[1], difference)
+        for key, layer in first.items():
+            layers[key] = min(layers.get(key, layer), layer)
+    return found, rounding, layers
+
+
+def _report(found: dict[Any, Any], rounding: float, layers: dict[Any, Any]) -> PackReport:
+    findings = []
+    for (dp_rank, trial, sample), (position, difference) in sorted(found.items()):
+        if trial == "padding" and (dp_rank, "others", sample) in found:
+            continue  # that of others, seen in the same way
+        kind = {"padding": PADDING, "positions": POSITIONS, "alone": ALONE}.get(trial, ATTENTION)
+        _, layer, has_state = layers.get((dp_rank, trial, sample), (0, "", False))
+        if trial == "others" and has_state:
+            kind = STATE
+        findings.append(PackFinding(dp_rank, sample, kind, position, difference, layer))
+    explained = {(finding.dp_rank, finding.sample) for finding in findings if finding.kind != ALONE}
+    return PackReport([f for f in findings if f.kind != ALONE or (f.dp_rank, f.sample) not in explained], rounding)
+
+
+class _Pack:
+    """Which sample, token and slot each local place of this rank is."""
+
+    def __init__(self, samples: Samples, cp_rank: int, cp_size: int, tp_rank: int, tp_size: int) -> None:
+        self.samples, self.layout = samples, samples.layout
+        self.tp_rank, self.tp_size = tp_rank, tp_size
+        owner = torch.full((samples.total_tokens,), -1)
+        token = torch.zeros_like(owner)
+        lengths = self.layout.total_lengths if self.layout is not None else None
+        for number, (begin, end) in enumerate(samples.places):
+            owner[begin:end], token[begin:end] = number, torch.arange(end - begin)
+            if lengths is not None:
+                owner[begin + lengths[number] : end] = -1  # padding, of which a mask has an entry
+        local = samples.local(cp_rank, cp_size)
+        self.owner, self.token = local.of(owner), local.of(token)
+        self.slot: Tensor | None = None
+        if isinstance(self.layout, Slots):
+            bounds = torch.tensor(sorted(set(self.layout.bounds)))
+            at = torch.arange(int(bounds[-1]))
+            self.bounds, self.slot = bounds, local.of(torch.bucketize(at, bounds[1:], right=True))
+            self.slot_of_sample = [int(torch.bucketize(begin, bounds[1:], right=True)) for begin, _ in samples.places]
+            begins = local.of(at - bounds[torch.bucketize(at, bounds[1:], right=True)])
+            self.anew = torch.where(self.owner < 0, begins, self.token)
+        else:
+            self.anew = self.token
+
+    def trials(self, most_alone: int) -> list[_Trial]:
+        every_second = [(self.owner >= 0) & (self.owner % 2 == odd) for odd in (0, 1)]
+        trials = [
+            _Trial("given"),
+            _Trial("again"),
+            _Trial("others", every_second[0]),
+            _Trial("others", every_second[1]),
+        ]
+        trials += [_Trial("padding", self.owner < 0), _Trial("positions", anew=True)]
+        if self.slot is not None and len(self.samples) > 1:
+            trials += [_Trial("alone", alone=number) for number in range(min(len(self.samples), most_alone))]
+        return trials
+
+    def order(self, number: int) -> Tensor:
+        """The local places of a sample's slot, then all others: the buffer in which it is alone at the front."""
+        assert self.slot is not None
+        is_own = self.slot == self.slot_of_sample[number]
+        return torch.cat([is_own.nonzero()[:, 0], (~is_own).nonzero()[:, 0]])
+
+    def values(self, output: Any) -> Tensor:
+        """[local tokens, ...] of a step's output, by token."""
+        first = output[0] if isinstance(output, tuple | list) else output
+        if not isinstance(first, Tensor) or first.dim() < 1 or first.shape[:2].numel() != len(self.owner):
+            shape = tuple(first.shape) if isinstance(first, Tensor) else type(first).__name__
+            raise ValueError(
+                f"a forward step whose output is {shape} for {len(self.owner)} local tokens: the check compares a "
+                "value of each token. Return the model's losses, log-probs or logits."
+            )
+        return first.detach().float().cpu().reshape(len(self.owner), -1)
+
+    def compared(
+        self, trials: list[_Trial], values: list[Tensor], eps: float
+    ) -> tuple[dict[tuple[str, int], tuple[int, float]], float]:
+        """By change and sample the first token and the largest difference, and the largest that is rounding."""
+        given, found, rounding = values[0], dict[tuple[str, int], tuple[int, float]](), 0.0
+        bound = _ROUNDINGS * eps * max(1.0, float(given.abs().max())) + 2 * float((values[1] - given).abs().max())
+        for trial, ours in zip(trials[1:], values[1:], strict=True):
+            if trial.name == "alone":
+                assert trial.alone is not None
+                back = torch.empty_like(ours)
+                back[self.order(trial.alone)] = ours
+                ours, looked_at = back, self.owner == trial.alone
+            else:
+                looked_at = (self.owner >= 0) & ~(torch.zeros(()).bool() if trial.changed is None else trial.changed)
+            difference = (ours - given).abs().amax(-1).nan_to_num(nan=torch.inf) * looked_at
+            rounding = max(rounding, float(difference[difference <= bound].max()) if len(difference) else 0.0)
+            for number in self.owner[difference > bound].unique().tolist():
+                is_seen = (self.owner == number) & (difference > bound)
+                seen = int(self.token[is_seen].min()), float(difference[is_seen].max())
+                found[trial.name, number] = seen
+        return found, rounding
+
+
+class _Run:
+    """A model chunk in the trials: hooks that change its inputs, and keep a number of each token and layer."""
+
+    def __init__(self, pack: _Pack, trials: list[_Trial], chunk: Any) -> None:
+        self._pack, self._trials, self._chunk, self._turn = pack, trials, chunk, -1
+        self._sketches: dict[int, list[Tensor]] = {}
+        self._signature = inspect.signature(chunk.forward)
+        self._layers = list(getattr(getattr(chunk, "decoder", None), "layers", ()))
+        self._handles = [chunk.register_forward_pre_hook(self._change, with_kwargs=True)]
+        for number, layer in enumerate(self._layers):
+            self._handles.append(layer.register_forward_hook(lambda _, __, out, n=number: self._keep(n, out)))
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _change(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        self._turn += 1
+        trial, pack = self._trials[self._turn], self._pack
+        bound = self._signature.bind(*args, **kwargs)
+        inputs = bound.arguments
+
+        def edit(name: str, change: Callable[[Tensor], Tensor]) -> None:
+            if isinstance(values := inputs.get(name), Tensor):
+                if values.numel() != len(pack.owner):
+                    raise ValueError(
+                        f"{name} of {values.numel()} tokens, and a layout that gives this rank {len(pack.owner)}: the "
+                        "samples must describe the batch. Pass those of this micro-batch."
+                    )
+                inputs[name] = change(values.reshape(-1)).view_as(values)
+
+        if trial.changed is not None:
+            changed = trial.changed
+            edit("input_ids", lambda ids: torch.where(changed.to(ids.device), ids.max() - ids, ids))
+        if trial.anew or trial.alone is not None:
+            edit("position_ids", lambda at: pack.anew.to(at))
+        if trial.alone is not None:
+            order = pack.order(trial.alone)
+            for name in ("input_ids", "position_ids", "labels"):
+                edit(name, lambda values: values[order.to(values.device)])
+            if isinstance(packed := inputs.get("packed_seq_params"), PackedSeqParams):
+                slot = pack.slot_of_sample[trial.alone]
+                size, total = int(pack.bounds[slot + 1] - pack.bounds[slot]), int(pack.bounds[-1])
+                bounds = torch.tensor(sorted({0, size, total}), dtype=torch.int32)
+                further = {"cp_group": of_batch} if (of_batch := getattr(packed, "cp_group", None)) else {}
+                inputs["packed_seq_params"] = packed_seq_params(bounds, self._chunk, **further)
+        return bound.args, bound.kwargs
+
+    def _keep(self, layer: int, output: Any) -> None:
+        """A random sum of each token's outputs, which another output has only by chance."""
+        hidden = output[0] if isinstance(output, tuple) else output
+        generator = torch.Generator().manual_seed(layer)
+        weights = torch.randn(hidden.shape[-1], generator=generator).to(hidden.device)
+        self._sketches.setdefault(layer, []).append((hidden.detach().float() @ weights).t().cpu())
+
+    def first_layers(self, eps: float) -> dict[tuple[str, int], tuple[int, str, bool]]:
+        """By change and sample the first layer whose output changes: number, name, and whether it has a state."""
+        first = dict[tuple[str, int], tuple[int, str, bool]]()
+        with_state = set(layers_with_state(self._chunk).values())
+        pack = self._pack
+        for number, layer in enumerate(self._layers):
+            sketches = self._sketches.get(number, [])
+            given = sketches[0]
+            owner = pack.owner.view(given.shape[0], -1)
+            changed = [None if t.changed is None else t.changed.view_as(owner) for t in self._trials]
+            part = slice(None)
+            if owner.shape[1] != given.shape[1]:  # sequence parallelism
+                part = slice(pack.tp_rank * given.shape[1], (pack.tp_rank + 1) * given.shape[1])
+            own = owner[:, part]
+            bound = _ROUNDINGS * eps * max(1.0, float(given.abs().max()))
+            for trial, mask, sketch in zip(self._trials[1:], changed[1:], sketches[1:], strict=True):
+                if mask is None:
+                    continue
+                differs = ((sketch - given).abs() > bound) & (own >= 0) & ~mask[:, part]
+                for sample in own[differs].unique().tolist():
+                    has_state = not with_state.isdisjoint(layer.modules())
+                    name = f"layer {layer.layer_number} ({type(layer).__name__})"
+                    first.setdefault((trial.name, sample), (layer.layer_number, name, has_state))
+        return first
