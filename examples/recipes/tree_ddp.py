@@ -99,7 +99,9 @@ def main() -> None:
             loss = train_step(model, optimizer, batches, "prompt_mean")
             seconds = time.perf_counter() - begin
         slots = sum(PrefixTree(each["rows"]).num_slots for each in batches)
-        gradients.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]))
+        gradients.append(
+            torch.cat([parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None])
+        )
         if not dist.get_rank():
             print(f"{name}: loss {float(loss):.5f}, {slots} slots, {seconds:.2f} s")
     error = float((gradients[0] - gradients[1]).abs().max() / gradients[1].abs().max())

@@ -38,7 +38,15 @@ def _prompt_tokens(batch: Batch) -> list[str]:
 def _rows(batch: Batch, column: str) -> Sequence[Tensor]:
     """The rows of a padded or packed column."""
     values = batch[column]
-    return list(values) if values.dim() == 2 else values.split(batch["cu_seqlens"].diff().tolist())
+    return list(values) if values.dim() == 2 else values.split(_lengths(batch))
+
+
+def _lengths(batch: Batch) -> list[int]:
+    """Of each row of a packed batch; a tree's has the rows that run through it, one after the other."""
+    if "trie_node" not in batch:
+        return list(batch["cu_seqlens"].diff().tolist())
+    trie = batch["trie_node"]
+    return [sum(node.num_tokens for node in trie.nodes if i in node.sequence_ids) for i in trie.all_sequence_ids]
 
 
 def _give_groups(stock: Callable[[], Any], step: dict[str, Any]) -> Any:
@@ -58,7 +66,9 @@ def _facts(step: StepArguments, batch: Batch) -> dict[str, Any]:
     """AReaL multiplies losses by the loss scale itself, of which its Megatron knows nothing."""
     scale = float(step["self"].optimizer.get_loss_scale())
     coef = scale * (batch.get("rl_loss_weight", 1.0) if "teacher_logp" in batch else 1.0)
-    return {"coef": None if coef == 1 else coef, "temperature": step["self"].config.temperature}
+    # Gradients of rows that share a slot add up there, so that their sizes do not: those of a tree are not followed.
+    temperature = None if "trie_node" in batch else step["self"].config.temperature
+    return {"coef": None if coef == 1 else coef, "temperature": temperature}
 
 
 def _beside(step: StepArguments, batch: Batch) -> Mapping[str, Beside] | None:
@@ -67,8 +77,8 @@ def _beside(step: StepArguments, batch: Batch) -> Mapping[str, Beside] | None:
 
 def _unproved(step: StepArguments) -> str:
     engine = step["self"]
-    is_known = isinstance(getattr(engine, "model", None), list) and not engine.enable_tree_training
-    return "" if is_known else "only AReaL's Megatron engine, without tree training, is measured."
+    is_known = isinstance(getattr(engine, "model", None), list)
+    return "" if is_known else "only AReaL's Megatron engine is measured."
 
 
 @contextmanager

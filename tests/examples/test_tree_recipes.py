@@ -30,7 +30,7 @@ def launched(folder: Path, script: str, change: str) -> str:
     if change == "branches see each other":
         PrefixTree.attend = blind  # type: ignore[method-assign,assignment]
     elif change == "positions go on":
-        PrefixTree.rotary_by_depth = lambda tree, model: contextlib.nullcontext()  # type: ignore[method-assign]
+        PrefixTree.rotary_by_depth = lambda tree, model: contextlib.nullcontext()  # type: ignore[method-assign,assignment]
     return printed_by(folder, script)
 
 

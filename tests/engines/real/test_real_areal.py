@@ -70,8 +70,10 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
             "get_loss_scale": lambda case=case: torch.tensor(case.get("scale", 1.0)),
             "step": lambda: (True, 0.0, None),
         }
+        cut: dict[str, int] = {"max_tokens_per_mb": 128} if case.get("tree") else {"n_mbs": case.get("n_mbs", 3)}
         config = Settings(
-            mb_spec=MicroBatchSpec(n_mbs=case.get("n_mbs", 3)), temperature=1.0, ppo_n_minibatches=1, eps_clip=CLIP_LOW,
+            mb_spec=MicroBatchSpec(**cut),
+            pad_to_maximum=True, is_critic=False, temperature=1.0, ppo_n_minibatches=1, eps_clip=CLIP_LOW,
             eps_clip_higher=CLIP_HIGH, mask_no_eos_with_zero=False, prox_logp_method="recompute",
             logprobs_chunk_size=1024,
             **{"importance_sampling_level": "token", **case.get("config", {})},
@@ -81,7 +83,8 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
             device=torch.device("cpu"), parallel_strategy=Settings(**sizes), config=config,
             optimizer=Settings(zero_grad=lambda: None, param_groups=[{"lr": 0.0}], **optimizer),
             train=lambda: None, get_version=lambda: 0, actor=object.__new__(actors.PPOActor),
-            **dict.fromkeys(("enable_tree_training", "enable_fp8", "is_vision_model", "use_padded_seq"), False),
+            enable_tree_training=case.get("tree", False), data_parallel_group=state.get_data_parallel_group(),
+            **dict.fromkeys(("enable_fp8", "is_vision_model", "use_padded_seq"), False),
             **dict.fromkeys(("_deterministic", "use_model_packed_seq"), False),
             mcore_config=Settings(lm_head_loss_chunk_size=0),
             dtype=torch.float32, _awex_adapter=None, _dte_runtime_config=Settings(enabled=False),
@@ -101,6 +104,13 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
 def test_every_mode_is_exact(record_property: Any) -> None:
     of_tokens = [{"mode": mode, "settings": settings} for mode, settings in MODES.items()]
     assert_exact(record_property, train, AREAL, [*of_tokens, {"mode": "sample_mean", "settings": {}, "config": GSPO}])
+
+
+def test_tree_training_is_exact() -> None:
+    """Rows in AReaL's own tries, whose log-probs it gathers for each row: weights and the proof are as without."""
+    cases = [{"mode": mode, "settings": settings, "tree": True} for mode, settings in MODES.items()]
+    for results in run_ranks(2, train, checkout(AREAL), 1, cases):
+        assert max(result["errors"]["gradient"] for result in results) < TOLERANCE
 
 
 def test_the_proof_changes_nothing() -> None:
@@ -161,6 +171,11 @@ _ORDER = (
 )
 _EXCHANGED = ("logprobs,\n                entropy,\n", "entropy,\n                logprobs,\n")
 PLANTS = [
+    Plant(
+        "scaling doubled in tree training",
+        {_ENGINE: ("return loss * loss_scale", "return 2 * loss * loss_scale")},
+        case={"tree": True},
+    ),
     Plant("scaling doubled", {_ENGINE: ("return loss * loss_scale", "return 2 * loss * loss_scale")}),
     Plant("loss function called twice", {_ENGINE: (_SCALED, f"        loss = loss + {_AGAIN}\n{_SCALED}")}),
     Plant("method renamed", {_ENGINE: ("def ppo_update(", "def update(")}, r"AReaL with no Actor.ppo_update\(\)"),

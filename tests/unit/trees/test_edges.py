@@ -68,7 +68,7 @@ class Step:
             assert torch.allclose(values, shown, atol=BOUND, rtol=BOUND)
             weights = torch.linspace(-1, 2, shown.numel(), dtype=shown.dtype).view(shown.shape)
             sums.append(((values * weights).sum(), (shown * weights).sum()))
-        of_got, of_right = (tree_oracle.gradients(sum(part), self.model) for part in zip(*sums, strict=True))  # type: ignore[arg-type]
+        of_got, of_right = (tree_oracle.gradients(sum(part), self.model) for part in zip(*sums, strict=True))
         assert tree_oracle.error(of_got, of_right) < BOUND
 
     def columns(self, of_prefix: Any) -> list[Any]:
