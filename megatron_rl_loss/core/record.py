@@ -101,12 +101,16 @@ class StepRecord:
     trainer: Trainer = field(default_factory=Trainer)
     notes: list[dict[str, Note]] = field(init=False)
     use: PlanUse = field(init=False)
+    cp_size: int = field(init=False)
+    dp_size: int = field(init=False)
     watched: list[tuple[str, Tensor, Tensor, WeightedSum]] = field(default_factory=list, init=False)
     wrong_tokens: list[Tensor] = field(default_factory=list, init=False)
     counted: dict[str, list[float]] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         self.use = PlanUse(self.modes.policy, self.groups.cp_group)
+        # Read here, since torch.compile follows no process group: a micro-batch's loss may be compiled.
+        self.cp_size, self.dp_size = size_of(self.groups.cp_group), size_of(self.groups.dp_group)
         self._constants: dict[tuple[str, torch.device], Tensor] = {}
         self.reset()
 
@@ -127,14 +131,6 @@ class StepRecord:
     @property
     def groups(self) -> StepGroups:
         return self.trainer.groups
-
-    @property
-    def cp_size(self) -> int:
-        return size_of(self.groups.cp_group)
-
-    @property
-    def dp_size(self) -> int:
-        return size_of(self.groups.dp_group)
 
     @property
     def dynamic_cp(self) -> bool:
