@@ -207,6 +207,15 @@ def around(kind: str) -> tuple[dict[str, str], dict[str, float]]:
         model.config.mtp_num_layers = 1
         fails("fewer calls", without_depths)
 
+    other, seen = built(kind, 1, wrapped=False), list[Tensor]()  # of the same weights
+    handle = model.decoder.register_forward_hook(lambda *_: seen.append(head(other, *arguments, **named)[0]))
+    errors["two models at once"] = float((log_probs() - before).abs().max())
+    handle.remove()
+    errors["the inner of two"] = float((seen[0] - before).abs().max())
+    model.eval()
+    errors["evaluation"] = float((log_probs() - before).abs().max())
+    model.train()
+
     def loss() -> Tensor:
         return (log_probs() * torch.linspace(-1, 2, TOKENS)).sum()
 
