@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl_loss.core.collectives import size_of
-from megatron_rl_loss.core.transfers import on_device
+from megatron_rl_loss.core.transfers import on_device, to_device
 from megatron_rl_loss.logprobs.kept_ids import Keep, KeptIds
 from megatron_rl_loss.logprobs.layer import OutputLayer, TensorParallel
 from megatron_rl_loss.logprobs.reading import TokenMask
@@ -64,7 +64,7 @@ class OfEdges:
         elif isinstance(keep, Tensor) and is_mask_of_tokens:
             keep = edges.of_tokens(keep.reshape(-1, keep.shape[-1]))
         labels = edges.labels
-        labels = labels.to(device) if isinstance(labels, Tensor) else on_device(labels, device)
+        labels = to_device(labels, device) if isinstance(labels, Tensor) else on_device(labels, device)
         return cls(edges, labels, keep, rest_without)
 
     def rows_of(self, values: Tensor) -> Tensor:
