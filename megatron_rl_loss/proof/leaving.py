@@ -22,15 +22,18 @@ class Leaving:
     """
 
     def __init__(self, groups: Sequence[Group]) -> None:
-        ranks, self._number, self._has_left = {world_rank()}, 0, True
+        self._number, self._has_left = 0, True
+        self._store = dist.distributed_c10d._get_default_store() if several(*groups) else None
+        # Several models may be proved by the same ranks, each with a door of its own: its number is the largest of its
+        # ranks, which may have opened others without each other.
+        mine = f"megatron_rl_loss/doors of rank {world_rank()}"
+        numbers = {world_rank(): 0 if self._store is None else self._store.add(mine, 1)}
         for group in several(*groups):
-            ranks = set().union(*gather_objects(ranks, group))
-        self._ranks = len(ranks)
-        self._store = dist.distributed_c10d._get_default_store() if self._ranks > 1 else None
-        # Several models may be proved by the same ranks, each with a door of its own.
-        name = f"megatron_rl_loss/proof of ranks {min(ranks)} to {max(ranks)}"
-        own = 0 if self._store is None else self._store.add(f"{name}/{world_rank()}", 1)
-        self._name = f"{name}/{own}"
+            numbers = {rank: number for of_rank in gather_objects(numbers, group) for rank, number in of_rank.items()}
+        number, self._ranks = max(numbers.values()), len(numbers)
+        if self._store is not None:
+            self._store.add(mine, number - numbers[world_rank()])
+        self._name = f"megatron_rl_loss/proof of ranks {min(numbers)} to {max(numbers)}/{number}"
 
     def begin(self) -> None:
         """Enter a step."""

@@ -166,7 +166,9 @@ class PlainProof:
 
         def measure(model: Any, plan: PlanUse | None, then: Callable[[Exception | None], None]) -> TorchStep:
             def end(failure: Exception | None) -> None:
-                self.sent, self._before = measured.sent, Before(measured.gradients)
+                known = attempt(lambda: (measured.sent, Before(measured.gradients)))
+                if not isinstance(known, Exception):
+                    self.sent, self._before = known
                 then(failure)
 
             measured = TorchStep(model, groups, plan=plan, before=before, optimizer=optimizer, then=end)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from megatron_rl_loss.core.collectives import StepGroups
 from megatron_rl_loss.core.samples import LocalTokens
 from megatron_rl_loss.core.taps import Declared, Tap
 from megatron_rl_loss.proof.factor import MOST_NAMES, Alike, Factor, no_factor
@@ -109,6 +110,8 @@ class StepState:
         tokens: of the model's ids compared with the samples', and different.
         uses_plan: some rank's plan weighed losses.
         is_dynamic: some micro-batches have a context-parallel group of their own.
+        over: the ranks that the step's tokens are spread over, once ranks have joined.
+        is_comparable: `can_be_compared`, on all ranks alike.
     """
 
     findings: list[Finding] = field(default_factory=list)
@@ -120,6 +123,13 @@ class StepState:
     tokens: tuple[int, int] = (0, 0)
     uses_plan: bool = False
     is_dynamic: bool = False
+    over: StepGroups = field(default_factory=StepGroups)
+    is_comparable: bool = False
+
+    def can_be_compared(self) -> bool:
+        """True if terms can be compared: gradients are finite and have a factor, and nothing is known against it."""
+        is_limited = any(finding.severity is NOT_PROVED for finding in self.findings)
+        return self.gradient == "finite" and bool(self.terms) and bool(self.factors) and not is_limited
 
     def joined(self, other: "StepState") -> "StepState":
         """What both know."""

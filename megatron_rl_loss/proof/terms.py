@@ -82,8 +82,9 @@ def compare_terms(
         promises: as of `FirstStep`.
     """
     comparison = Comparison()
-    if own is None or state.gradient != "finite" or not state.terms or not state.factors or _is_limited(state):
+    if own is None or not state.is_comparable:
         return comparison
+    exchange = measured.exchange
     for name in required:
         if name not in state.terms or f"{name}#2" in state.terms:
             where = "several times in a micro-batch" if name in state.terms else "in no micro-batch"
@@ -94,24 +95,24 @@ def compare_terms(
     whys = {}
     for name in names:
         why_not = partial(_why_not, name, state, own, is_first=name == first)
-        whys[name] = measured.exchange.local(why_not, "a rank failed")
-    over = measured.ranks.of_loss(is_dynamic=state.is_dynamic).of_loss
-    refused = measured.exchange.agree([name for name, why in whys.items() if why], names, over)
+        whys[name] = exchange.local(why_not, "a rank failed")
+    refused = exchange.agree([name for name, why in whys.items() if why], names, state.over.of_loss)
     for name in names:
-        loss, declared, why = _in_words(name, policy), _declared(state, name), whys[name]
-        if why == "no gradient" and declared.coef:
-            comparison.find(WRONG, f"The {loss} term has a coefficient, {declared.coef:g}, and no gradient reaches it.")
-        elif name in refused:
-            severity = GIVEN if why == _NO_WEIGHT else IN_PART
-            comparison.find(severity, f"not covered: {loss} ({why or 'its mode is not known on every rank'})")
+        if name in refused:
+            say = partial(_say_refused, name, whys[name], state, comparison, policy)
+            exchange.local(say, None)
         else:
-            _compare(name, f"on {loss}", measured, state, own, comparison, promises, is_first=name == first)
+            _compare(name, policy, measured, state, own, comparison, promises, is_first=name == first)
     return comparison
 
 
-def _is_limited(state: StepState) -> bool:
-    """True if something is known against the measurement, through which weights are compared."""
-    return any(finding.severity is NOT_PROVED for finding in state.findings)
+def _say_refused(name: str, why: str, state: StepState, comparison: Comparison, policy: str) -> None:
+    loss, declared = _in_words(name, policy), _declared(state, name)
+    if why == "no gradient" and declared.coef:
+        comparison.find(WRONG, f"The {loss} term has a coefficient, {declared.coef:g}, and no gradient reaches it.")
+        return
+    severity = GIVEN if why == _NO_WEIGHT else IN_PART
+    comparison.find(severity, f"not covered: {loss} ({why or 'its mode is not known on every rank'})")
 
 
 def _declared(state: StepState, name: str) -> Declared:
@@ -137,7 +138,7 @@ def _why_not(name: str, state: StepState, own: OwnTokens, *, is_first: bool) -> 
 
 def _compare(
     name: str,
-    on_loss: str,
+    policy: str,
     measured: Measurement,
     state: StepState,
     own: OwnTokens,
@@ -147,13 +148,18 @@ def _compare(
     is_first: bool,
 ) -> None:
     """Compare a term's weights, and what was promised of the step with what came."""
-    asked, declared = own.aggregation(name), _declared(state, name)
-    assert asked is not None
-    factor = state.factor.value / measured.loss_scale
+
+    def asked_of() -> tuple[Aggregation, float, float]:
+        asked = own.aggregation(name)
+        assert asked is not None
+        return asked, state.factor.value / measured.loss_scale, _declared(state, name).coef or 1.0
 
     def compare_and_judge() -> None:
-        compared = own.compare(name, asked, factor, declared.coef or 1.0, measured.exchange)
-        _judge(f"{asked} {on_loss}", compared, asked, state, own, name, comparison, promises, is_first)
+        compared = own.compare(name, asked_of, state.over, measured.exchange)
+        asked, _, _ = asked_of()
+        _judge(
+            f"{asked} on {_in_words(name, policy)}", compared, asked, state, own, name, comparison, promises, is_first
+        )
 
     failure = attempt(compare_and_judge)
     if isinstance(failure, Exception):

@@ -82,7 +82,7 @@ class TorchGradients:
     """
 
     def __init__(self, model: Any, groups: StepGroups, before: "Before", optimizer: Any = None) -> None:
-        self._groups, self._before = groups, before
+        self._groups, self._before, self._all = groups, before, groups.all
         self._sharded = _sharded_modules(model)
         self.parameters, self._trained = list[Parameter](), list[_Trained]()
         known = set[int]()
@@ -117,6 +117,9 @@ class TorchGradients:
 
     def open(self, take: Callable[[], None], fail: Failure) -> None:
         self._find_leaves()
+        # Known before the step, so that an error here is no danger between two collectives.
+        self._parts = _parts_by_groups([trained.tensor for trained in self._trained])
+        self._parts_of_leaves = _parts_by_groups(self.leaves)
         for number, leaf in enumerate(self.leaves):
             self._undo.append(watch(leaf, partial(self._see, number), partial(self._take, number, take), fail))
 
@@ -186,8 +189,8 @@ class TorchGradients:
         return max([1, *self._backward.num_terms])
 
     def alike(self, exchange: Exchange, num_terms: int, where: str) -> Alike:
-        own = self._add_parts(exchange, self._backward.table.cpu(), [trained.leaf for trained in self._trained])
-        final = self._add_parts(exchange, self.final, [trained.tensor for trained in self._trained])
+        own = self._add_parts(exchange, self._backward.table.cpu(), of_leaves=True)
+        final = self._add_parts(exchange, self.final)
         assert self._held is not None
         self._whole_final = final
         has_held, is_meant = self._look_at_held(exchange, own)
@@ -236,10 +239,6 @@ class TorchGradients:
         uncertain = exchange.largest([-certain for certain in is_certain], self._all)
         return next((number for number, most in enumerate(uncertain) if most < 0), None)
 
-    @property
-    def _all(self) -> list[Group]:
-        return self._groups.all
-
     def _look_at_held(self, exchange: Exchange, own: Tensor) -> tuple[bool, bool]:
         """On all ranks: some parameter that was trained on had a gradient before; it is meant to be added to."""
 
@@ -261,7 +260,7 @@ class TorchGradients:
             of_first = whole.clone() if number == 0 else of_first
         assert self._held is not None
         # What a parameter held before is no gradient of this step: one that no loss of it reaches may keep it.
-        held = self._add_parts(exchange, self._held, [trained.tensor for trained in self._trained])
+        held = self._add_parts(exchange, self._held)
         less = torch.cat([(final - held)[:, :-1], final[:, -1:] + held[:, -1:]], 1)
         less[(less[:, :-1].abs().amax(1) <= 2.0**-40 * held[:, -1].sqrt())] = 0.0
         is_kept = (whole[:, -1] == 0) & (held[:, -1] > 0)
@@ -282,13 +281,10 @@ class TorchGradients:
             sums.append(_Sum(_ALONE, own, final))
         return sums
 
-    def _add_parts(self, exchange: Exchange, table: Tensor, tensors: list[Any]) -> Tensor:
+    def _add_parts(self, exchange: Exchange, table: Tensor, *, of_leaves: bool = False) -> Tensor:
         """A table of parts of sketches, each summed over the ranks that hold the parts of its tensor."""
-        total, by_groups = table.clone(), dict[tuple[int, ...], tuple[list[int], list[Group]]]()
-        for number, tensor in enumerate(tensors):
-            groups = _groups_of_parts(tensor)
-            by_groups.setdefault(tuple(map(id, groups)), ([], groups))[0].append(number)
-        for numbers, groups in by_groups.values():
+        total = table.clone()
+        for numbers, groups in self._parts_of_leaves if of_leaves else self._parts:
             part = total[numbers]
             for group in groups:
                 exchange.reduce(part, group)
@@ -313,7 +309,7 @@ class TorchGradients:
         if not exchange.largest([float(bool(odd))], self._all)[0]:
             return
         values = exchange.local(self._values, torch.zeros(len(flags), 1, dtype=torch.float64))
-        values = self._add_parts(exchange, values, [trained.tensor for trained in self._trained])[:, 0]
+        values = self._add_parts(exchange, values)[:, 0]
         mine = [*flags, *values.tolist(), *(-values).tolist()]
         count, together = len(flags), exchange.largest(mine, self._all)
         alone: list[float] = exchange.local(lambda: self._multiples(own), [math.nan] * count)
@@ -341,6 +337,15 @@ def _is_sharded(values: Any) -> bool:
 
 def _places(values: Any) -> Any:
     return (values.device_mesh, values.placements) if _is_sharded(values) else None
+
+
+def _parts_by_groups(tensors: list[Any]) -> list[tuple[list[int], list[Group]]]:
+    """The numbers of tensors that are cut over the same groups, with these groups."""
+    by_groups = dict[tuple[int, ...], tuple[list[int], list[Group]]]()
+    for number, tensor in enumerate(tensors):
+        groups = _groups_of_parts(tensor)
+        by_groups.setdefault(tuple(map(id, groups)), ([], groups))[0].append(number)
+    return [*by_groups.values()]
 
 
 def _groups_of_parts(values: Any) -> list[Group]:
