@@ -1,7 +1,8 @@
 """The picture of a step: a bar for the weight of each token, as an image or as a page of HTML.
 
-A `Panel` is what is drawn of one step. `write_picture` writes panels one above the other: a page with a text for each
-bar where the path ends in ``.html``, which needs nothing, or else an image by matplotlib.
+A `Panel` is what is drawn of one step, and a `TreePanel` of a plan's micro-batch whose samples share prefixes.
+`write_picture` writes panels one above the other: a page with a text for each bar where the path ends in ``.html``,
+which needs nothing, or else an image by matplotlib.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,10 +16,12 @@ import numpy as np
 
 from megatron_rl_loss.audit.judge import expected_weights, judge, nearest_mode
 from megatron_rl_loss.audit.tokens import MICROBATCH, Floats, Ints, MeasuredStep
+from megatron_rl_loss.audit.tree_picture import TreePanel, draw_tree, legend_of, svg_of, tree_panels
 from megatron_rl_loss.audit.verdict import Verdict
 from megatron_rl_loss.core.aggregation import Aggregation, resolve, weigh
 from megatron_rl_loss.core.collectives import rank_in
 from megatron_rl_loss.core.plan import Plan
+from megatron_rl_loss.trees.layout import PrefixTree
 
 _COLOURS = np.array(["#3b6fb6", "#e08a1e", "#4a9d6f", "#b5475b", "#7a5aa6", "#8a6d3b", "#4aa3b5", "#777777"])
 _ASKED, _MASKED, _QUIET = "#111111", "#d62728", "#8c8c8c"
@@ -87,11 +90,16 @@ class Panel:
 
     @classmethod
     def of_plan(cls, plan: Plan, *, title: str = "") -> "Panel":
-        """The weights that the mode of a plan gives the tokens of this rank; nothing is measured or exchanged."""
+        """The weights that the mode of a plan gives the tokens of this rank; nothing is measured or exchanged.
+
+        Micro-batches with a `PrefixTree` are left out: `tree_panels` draws them.
+        """
         policy, dp_rank, num_samples = plan.record.modes.policy, rank_in(plan.record.groups.dp_group), 0
         columns: dict[str, list[Any]] = {name: [np.zeros(0, np.int64)] for name in _PLACE}
         weights = [np.zeros(0)]
         for number, microbatch in enumerate(plan.microbatches):
+            if isinstance(microbatch.samples.layout, PrefixTree):
+                continue
             local = microbatch.tokens_of(None)
             starts = np.array([*microbatch.samples.mask_starts, 0], np.int64)  # fillers have no sample
             place = {
@@ -193,6 +201,18 @@ class Panel:
         return texts
 
 
+#: Bars of a step's tokens, or the tree of a micro-batch.
+AnyPanel = Panel | TreePanel
+
+
+def _bars(panels: Sequence[AnyPanel]) -> list[Panel]:
+    return [panel for panel in panels if isinstance(panel, Panel)]
+
+
+def _trees(panels: Sequence[AnyPanel]) -> list[TreePanel]:
+    return [panel for panel in panels if isinstance(panel, TreePanel)]
+
+
 def _changes(*columns: Any) -> Any:
     """Flags of entries that differ from the one before."""
     flags = np.zeros(len(columns[0]), np.bool_)
@@ -209,6 +229,8 @@ def plot_weights(
 
     A bar's height is the weight of a token, in units of the mean expected weight. On a page, the text of a bar names
     the sample, the weight, the expected weight, the ranks and the micro-batch. A page loads nothing from elsewhere.
+    A plan's micro-batch with a `PrefixTree` is drawn as its tree: slots are as wide as their tokens, and their colour
+    is the weight of the losses that predict them, summed over samples.
 
     Args:
         step: a plan, of which the weights of this rank's tokens are drawn; or `Audit.measured`, with a line for the
@@ -226,15 +248,17 @@ def plot_weights(
     if isinstance(step, Plan):
         if expected is not None:
             raise ValueError(f"expected {expected} for a plan: a plan has a mode of its own. Drop expected=.")
-        panel = Panel.of_plan(step, title=title)
+        trees = tree_panels(step, title=title)
+        bars = [] if trees and len(trees) == len(step.microbatches) else [Panel.of_plan(step, title=title)]
+        write_picture([*bars, *trees], path)
     elif not isinstance(step, MeasuredStep):
         raise TypeError(
             f"step is a {type(step).__name__}: it must be a plan or a measured step. Pass what plan_step returns, "
             "or Audit.measured."
         )
     else:
-        panel = Panel.of_step(step, resolve(expected) if isinstance(expected, str) else expected, title=title)
-    write_picture([panel], path)
+        asked = resolve(expected) if isinstance(expected, str) else expected
+        write_picture([Panel.of_step(step, asked, title=title)], path)
 
 
 def _is_page(path: str | Path) -> bool:
@@ -263,7 +287,7 @@ def check_path(path: str | Path) -> None:
         )
 
 
-def write_picture(panels: Sequence[Panel], path: str | Path) -> None:
+def write_picture(panels: Sequence[AnyPanel], path: str | Path) -> None:
     """Write panels one above the other, into a page or an image; raises as `plot_weights`."""
     check_path(path)
     if _is_page(path):
@@ -272,8 +296,9 @@ def write_picture(panels: Sequence[Panel], path: str | Path) -> None:
         figure_of(panels).savefig(path)
 
 
-def _legend(panels: Sequence[Panel]) -> list[tuple[str, str, bool]]:
+def _legend(drawn: Sequence[AnyPanel]) -> list[tuple[str, str, bool]]:
     """Colour and words of each kind of mark; True for the line of expected weights."""
+    panels = _bars(drawn)
     measured = any(panel.expected is not None for panel in panels)
     ranks = sorted({int(rank) for panel in panels for rank in np.unique(panel.places["cp_rank"])})
     rows = [(_ASKED, "expected", True)] if measured else []
@@ -284,7 +309,7 @@ def _legend(panels: Sequence[Panel]) -> list[tuple[str, str, bool]]:
         )
     if any(panel.masked.any() for panel in panels):
         rows.append((_MASKED, "a masked token that is trained", False))
-    return rows
+    return rows + [(colour, words, False) for colour, words in legend_of(_trees(drawn))]
 
 
 _BELOW = "the step's tokens, in order; a stroke below them is a sample"
@@ -305,21 +330,26 @@ def _limits(panels: Sequence[Panel]) -> tuple[float, float]:
 # --- an image
 
 
-def figure_of(panels: Sequence[Panel]) -> Any:
+def figure_of(panels: Sequence[AnyPanel]) -> Any:
     """The figure of matplotlib; not registered with pyplot, whose backend stays as it is."""
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
     figure = Figure(figsize=(11, 2.6 * len(panels) + 0.5), dpi=120, layout="constrained")
-    rows = figure.subplots(len(panels), 1, squeeze=False, sharex=False, sharey=True)[:, 0]
+    rows = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
+    bars = _bars(panels)
     for axes, panel in zip(rows, panels, strict=True):
         axes.set_title(f"{_plain(panel.title)}\n", loc="left", fontsize=10.5, fontweight="bold")
         says = {"transform": axes.transAxes, "fontsize": 9.5, "color": "#333333", "va": "bottom"}
         axes.text(0, 1.02, _plain(panel.says), **says)
+        if isinstance(panel, TreePanel):
+            draw_tree(axes, panel)
+            continue
         _draw_panel(axes, panel)
-    rows[0].set_ylim(*_limits(panels))
-    rows[-1].set_xlabel(_below(panels), fontsize=9, labelpad=20)
+        axes.set_ylim(*_limits(bars))
+        if panel is bars[-1]:
+            axes.set_xlabel(_below(bars), fontsize=9, labelpad=20)
     handles = [
         Line2D([], [], color=colour, linewidth=1.4, label=words) if is_line else Patch(color=colour, label=words)
         for colour, words, is_line in _legend(panels)
@@ -373,7 +403,7 @@ svg text { font: 11px sans-serif; fill: #555; }
 <p id="text">Point at a bar to read its sample, weight, ranks and micro-batch.</p>
 <p>$legend</p>
 $sections
-<p>$below. Heights are weight / mean expected weight.</p>
+<p>$below</p>
 <script>
 document.addEventListener("mouseover", (event) => {
   const bar = event.target.closest(".bar");
@@ -386,18 +416,22 @@ document.addEventListener("mouseover", (event) => {
 _HIGH, _LEFT, _ABOVE, _UNDER = 200, 46, 8, 34  # pixels of the bars, and of the room beside, above and below them
 
 
-def page_of(panels: Sequence[Panel]) -> str:
+def page_of(panels: Sequence[AnyPanel]) -> str:
     """The page: a drawing for each panel, whose bars have their texts. It loads nothing."""
-    low, high = _limits(panels)
+    bars = _bars(panels)
+    low, high = _limits(bars)
     marks = [
         f'<span class="mark" style="background:{colour}"></span>{escape(words)}' for colour, words, _ in _legend(panels)
     ]
     sections = [
         f"<h2>{escape(panel.title)}</h2>\n<p>{escape(panel.says)}</p>\n"
-        f'<div class="scroll">{_svg(panel, low, high)}</div>'
+        f'<div class="scroll">{svg_of(panel) if isinstance(panel, TreePanel) else _svg(panel, low, high)}</div>'
         for panel in panels
     ]
-    return _PAGE.substitute(legend="".join(marks), sections="\n".join(sections), below=f"T{_below(panels)[1:]}")
+    below = f"T{_below(bars)[1:]}. Heights are weight / mean expected weight." if bars else ""
+    if _trees(panels):
+        below += " Of a tree: depths from left to right, in tokens; a lane is a leaf."
+    return _PAGE.substitute(legend="".join(marks), sections="\n".join(sections), below=below.strip())
 
 
 def _svg(panel: Panel, low: float, high: float) -> str:

@@ -377,12 +377,3 @@ def test_tokens_of_the_model_are_compared_with_slots() -> None:
     ):
         with pytest.raises(ValueError, match=text):
             microbatch.check_tokens(torch.tensor(wrong))
-
-
-def test_a_plan_of_a_tree_is_drawn_by_its_samples(tmp_path: Any) -> None:
-    tree = PrefixTree([[1, 2, 3, 4], [1, 2, 5]])
-    samples = Samples([[0, 1, 1, 0], [0, 1, 0]], layout=tree, prompt_ids=["a", "b"])
-    plan = plan_step([samples], "prompt_mean", dp_group=None)
-    plan.plot(str(tmp_path / "tree.html"))
-    assert (tmp_path / "tree.html").read_text().count("<rect") >= 2
-    assert "2 rollouts, 2 prompts" in plan._repr_html_()
