@@ -3,7 +3,7 @@
 import random
 from itertools import product
 
-from megatron_rl_loss.audit.simulation import DrawnRow, DrawnStep, LossCall
+from megatron_rl_loss.audit.simulation import DrawnRow, DrawnStep, LossCall, for_labels
 
 UNCUT, TOGETHER = "in one micro-batch on one rank", "over all of these together"
 PADDED = "with masked tokens behind rows"
@@ -56,4 +56,4 @@ def draw_step(call: LossCall, over: str, seed: str, *, is_large: bool, is_fracti
         rows = [row._replace(mask=_weighed(row.mask, rng)) for row in rows]
     rng.shuffle(rows)
     placed = tuple(row._replace(dp_rank=d, microbatch=k) for row, (d, k) in zip(rows, places, strict=True))
-    return DrawnStep(placed, K, D, C if call.cp else 1, rng.randrange(2**31))
+    return for_labels(DrawnStep(placed, K, D, C if call.cp else 1, rng.randrange(2**31)), call)

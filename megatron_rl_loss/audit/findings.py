@@ -10,7 +10,14 @@ import numpy as np
 from megatron_rl_loss.audit.drawing import CUTS, PADDED, UNCUT, draw_step
 from megatron_rl_loss.audit.judge import deviation_of, expected_weights
 from megatron_rl_loss.audit.misplaced import OF_ALL_STEPS, RANKED, take_off, trained_instead
-from megatron_rl_loss.audit.simulation import CallFailed, DrawnStep, FaultKind, LossCall, advantages_of_entries
+from megatron_rl_loss.audit.simulation import (
+    CallFailed,
+    DrawnStep,
+    FaultKind,
+    LossCall,
+    advantages_of_entries,
+    for_labels,
+)
 from megatron_rl_loss.audit.tokens import MeasuredStep
 from megatron_rl_loss.core.aggregation import Aggregation
 from megatron_rl_loss.core.masks import Array
@@ -101,7 +108,7 @@ def find_faults(
         large, fractional = number % 3 == 1, number >= draws
         step = draw_step(call, CUTS[cut], f"{seed}/{cut}/{number}", is_large=large, is_fractional=fractional)
         try:
-            finding = _fault_of(measure, mode, cut, step, compared)
+            finding = _fault_of(measure, call, mode, cut, step, compared)
         except CallFailed as failure:
             finding = Finding(cut, failure.args[0], failure.args[1], step)
         if finding is not None:
@@ -196,7 +203,7 @@ def _by_advantages(measure: Measure, call: LossCall, step: DrawnStep) -> str:
 
 
 def _fault_of(
-    measure: Measure, mode: Aggregation | None, cut: str, step: DrawnStep, compared: list[Compared]
+    measure: Measure, call: LossCall, mode: Aggregation | None, cut: str, step: DrawnStep, compared: list[Compared]
 ) -> Finding | None:
     """The fault of a step: an uncut step is compared with the mode's weights, a cut one with its uncut weights."""
     measured = measure(step)
@@ -213,6 +220,7 @@ def _fault_of(
     rows = [row._replace(dp_rank=0, microbatch=0) for row in step.rows]
     if cut == PADDED:  # beside the same rows without the masked tokens at their ends
         rows = [row._replace(mask=row.mask[: 1 + max(np.flatnonzero(row.mask), default=0)]) for row in rows]
+        rows = [*for_labels(step._replace(rows=tuple(rows)), call).rows]
     pairs = zip(step.rows, rows, strict=True)
     kept = np.concatenate([np.arange(len(row.mask)) < len(cut_row.mask) for row, cut_row in pairs])
     plain = np.zeros(len(weights))

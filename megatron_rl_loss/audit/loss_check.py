@@ -26,6 +26,7 @@ from megatron_rl_loss.audit.picture import Panel
 from megatron_rl_loss.audit.progress import Progress
 from megatron_rl_loss.audit.simulation import (
     CALLS,
+    DRAWN_LAYOUTS,
     PARAMETERS,
     CallFailed,
     Described,
@@ -34,6 +35,7 @@ from megatron_rl_loss.audit.simulation import (
     LossCall,
     OfRow,
     asked_for,
+    for_labels,
     measure,
     samples_of,
 )
@@ -41,7 +43,6 @@ from megatron_rl_loss.core.aggregation import Aggregation, rehearse, resolve, we
 from megatron_rl_loss.core.collectives import StepGroups
 from megatron_rl_loss.core.counting import StepTotals, UnitCounting, count_step
 from megatron_rl_loss.core.errors import check_callable, check_choice, check_int, check_mapping
-from megatron_rl_loss.core.layouts import LAYOUTS
 from megatron_rl_loss.core.modes import Mode, ModeFunction
 from megatron_rl_loss.core.samples import LocalTokens
 
@@ -155,7 +156,7 @@ def _check_mode(expected: Aggregation, draws: int, seed: int, described: Describ
     loss.sums, loss.__name__ = list(expected.mode.sums.values()), expected.mode.name  # type: ignore[attr-defined]
     calls = [  # every second one with rollouts over several rows
         LossCall(rows="packed", dp="sum", cp="sum", cp_cut=layout, split_rollouts=number % 2 == 1)
-        for number, layout in enumerate(LAYOUTS)
+        for number, layout in enumerate(DRAWN_LAYOUTS)
     ]
     findings: dict[str, Finding] = {}
     with Progress(f"check_loss of {expected.mode.name}", len(calls) * _NUM_LOOKS) as progress:
@@ -188,7 +189,7 @@ def _check_function(
             causes = _causes(run, call, wanted, seed)
             if not causes and not any(finding.fact for finding in findings):
                 notes.append("the cause cannot be told: no row of the table of causes gives these weights")
-        if not np.isfinite(run(_HOLED, poisoned=True).weights).all():
+        if not np.isfinite(run(for_labels(_HOLED, call), poisoned=True).weights).all():
             notes.append("a NaN at a masked token spoils the loss; select by the mask (torch.where) before multiplying")
     name, assumed, panel = _name_of(loss_fn), call.describe(), _panel(run, call, expected, seed)
     return LossReport(name, expected, assumed, draws, seed, tuple(findings), causes, tuple(notes), panel, call.cuts)
@@ -213,7 +214,7 @@ def _measure_of(loss_fn: Any, call: LossCall, described: Described) -> Measure:
     """What measures the function's weights in a step; ValueError for a function that fails on a plain one."""
     run = partial(measure, loss_fn, call, described=described)
     try:
-        run(_PLAIN)
+        run(for_labels(_PLAIN, call))
     except CallFailed as failure:
         raise _refusal(_name_of(loss_fn), call, failure.args[1]) from failure.__cause__
     return run

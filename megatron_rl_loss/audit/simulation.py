@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, chain, product
-from typing import Any, Literal, NamedTuple, cast, get_args, get_type_hints
+from typing import Any, Literal, NamedTuple, get_args, get_type_hints
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +24,10 @@ from megatron_rl_loss.core.counting import count_step
 from megatron_rl_loss.core.errors import check_callable, check_choice, check_mapping
 from megatron_rl_loss.core.layouts import LAYOUTS, Slots, ZigzagBSHD, ZigzagTHD
 from megatron_rl_loss.core.samples import Samples
+from megatron_rl_loss.trees.layout import PrefixTree
 
+#: The layouts that steps are drawn in, by the name of the cut in `LossCall.cp_cut`.
+DRAWN_LAYOUTS: dict[str, Any] = LAYOUTS | {str(PrefixTree.cut): PrefixTree}
 #: Parameters that a loss function may have beside its first two; `LossCall` describes them.
 PARAMETERS = (
     *("step_tokens", "rank_tokens", "microbatch_tokens", "sample_tokens", "rollout_tokens", "prompt_tokens"),
@@ -66,9 +69,10 @@ class LossCall:
         microbatches: ``mean`` if the trainer divides by the number of micro-batches.
         dp: ``mean`` as DDP and FSDP do, ``sum`` if the trainer undoes that.
         cp: the same over context-parallel ranks; None without CP.
-        cp_cut: the part of every row that a CP rank holds, one of `LAYOUTS`. ``gathered`` is the whole row, and
-            gradients of all copies count; ``responses`` is a zigzag over prompt and response, of which the response is
-            kept (packed rows).
+        cp_cut: the part of every row that a CP rank holds: ``zigzag``, ``contiguous``; ``gathered`` is the whole row,
+            and gradients of all copies count; ``responses`` is a zigzag over prompt and response, of which the response
+            is kept (packed rows); ``tree`` is a zigzag over the slots of a `PrefixTree`, whose rows share prefixes, and
+            end with a masked token (packed rows).
         even_microbatches: all micro-batches have the same number of rows.
         masked_samples: some rows are fully masked; if False, every row has an active token.
         fractional_masks: some steps' masks hold weights between 0 and 1; if False, zeros and ones alone.
@@ -97,14 +101,17 @@ class LossCall:
         for parameter, value in self.names.items():
             check_choice(f"value of LossCall.names[{parameter!r}]", value, PARAMETERS)
         for name, hint in get_type_hints(LossCall).items():
-            value, choices = repr(getattr(self, name)), list(map(repr, LAYOUTS if name == "cp_cut" else get_args(hint)))
+            value, choices = (
+                repr(getattr(self, name)),
+                list(map(repr, DRAWN_LAYOUTS if name == "cp_cut" else get_args(hint))),
+            )
             if name != "names" and value not in choices:
                 raise ValueError(f"LossCall.{name} is {value}: it must be one of {', '.join(choices)}. Choose one.")
-        has_rows = issubclass(LAYOUTS[self.cp_cut], Slots)
+        has_rows = issubclass(DRAWN_LAYOUTS[self.cp_cut], Slots)
         if (self.cp_cut != "zigzag" and self.cp is None) or (not has_rows and self.rows != "packed"):
             raise ValueError(
                 f"LossCall.cp_cut is {self.cp_cut!r} with cp {self.cp!r}, rows {self.rows!r}: a cut needs CP, and "
-                'responses need packed rows. Set cp="sum" or cp="mean", and for responses rows="packed".'
+                'responses and tree need packed rows. Set cp="sum" or cp="mean", and for these two rows="packed".'
             )
 
     def describe(self) -> str:
@@ -226,15 +233,34 @@ def samples_of(rows: Sequence[DrawnRow], call: LossCall, cp_size: int, described
     lengths, multiple = list(map(len, masks)), 2 * cp_size if cp_size > 1 else 1
     sizes = [-(-length // multiple) * multiple for length in lengths]
     bounds = [0, *accumulate([max(sizes)] * len(sizes) if call.rows == "padded" else sizes)]
-    layout_class = LAYOUTS[call.cp_cut]
+    layout_class = DRAWN_LAYOUTS[call.cp_cut]
     if call.rows == "padded" and layout_class is ZigzagTHD:
         layout_class = ZigzagBSHD  # the same cut, of rows
-    layout = layout_class.drawn(bounds, lengths)
+    if layout_class is PrefixTree:
+        layout = PrefixTree(_branching(lengths), multiple=multiple, cp_attention=True)
+    else:
+        layout = layout_class.drawn(bounds, lengths)
     labels = {"weight": [0.5 + sum(mask) % 3 for mask in masks], "turns": [np.arange(size) // 3 for size in lengths]}
-    turns = [100 * rollout + np.arange(size) // 3 for rollout, size in zip(rollouts, lengths, strict=True)]
+    # A turn goes on over masked tokens behind the last active one: these are no turn that counts.
+    last = [max(np.flatnonzero(mask), default=0) for mask in masks]
+    of_rows = zip(rollouts, last, lengths, strict=True)
+    turns = [100 * rollout + np.minimum(np.arange(size), end) // 3 for rollout, end, size in of_rows]
     ids = {"session": prompts, "turn": turns} | {name: [*map(of, rows)] for name, of in described.ids.items()}
     labels |= {name: [*map(of, rows)] for name, of in described.labels.items()}
     return Samples(masks, layout=layout, rollout_ids=rollouts, prompt_ids=prompts, ids=ids, labels=labels)
+
+
+def _branching(lengths: Sequence[int]) -> list[list[int]]:
+    """Token ids of rows of these lengths: half of each is common to all; of every third one, all is."""
+    halves = [length if number % 3 == 0 else length // 2 for number, length in enumerate(lengths)]
+    return [[0] * half + [1 + i] * (size - half) for i, (half, size) in enumerate(zip(halves, lengths, strict=True))]
+
+
+def for_labels(step: DrawnStep, call: LossCall) -> DrawnStep:
+    """The step with a masked token behind each row, where the call's layout has no loss at a row's last token."""
+    if call.cp_cut != PrefixTree.cut:
+        return step
+    return step._replace(rows=tuple(row._replace(mask=(*row.mask, 0)) for row in step.rows))
 
 
 def _advantages(step: DrawnStep, generator: torch.Generator) -> Tensor:
@@ -287,18 +313,18 @@ def measure(
         here = [i for i in rank if step.rows[i].microbatch == k]
         samples = samples_of([step.rows[i] for i in here], call, C, described)
         whole = samples.in_buffer([rows_of_losses[i] for i in here]).reshape(-1)
-        layout = cast(Any, samples.layout)
+        bounds = [*samples.mask_starts, samples.total_tokens]
         of_microbatch = of_step | {
             "rank_tokens": tokens[rank].sum(), "rank_samples": len(rank), "microbatch_tokens": tokens[here].sum(),
             "sample_tokens": tokens[here], "rollout_tokens": of_rollouts[here], "prompt_tokens": of_prompts[here],
             "rollout_ids": rollouts[here].tolist(), "prompt_ids": prompts[here].tolist(),
-            "sample_advantages": advantages[here], "cu_seqlens": torch.tensor(layout.bounds),
+            "sample_advantages": advantages[here], "cu_seqlens": torch.tensor(bounds),
         }  # fmt: skip
         for c in range(C):
             local = samples.local(c, C)
             x = local.of(whole).clone().requires_grad_()
             at = torch.tensor(local.sample_index)
-            view = partial(_view, call.rows, [size // (C // local.copies) for size in np.diff(layout.bounds)])
+            view = partial(_view, call.rows, [size // (C // local.copies) for size in np.diff(bounds)])
             place: dict[str, Any] = {"dp_rank": d, "cp_rank": c, "microbatch": k}
             have = of_microbatch | place | {
                 "local": local, "sample_index": view(at), "old_log_probs": view(x.detach().clone()),

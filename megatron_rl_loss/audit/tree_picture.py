@@ -98,7 +98,7 @@ def tree_panels(plan: Plan, *, title: str = "") -> list[TreePanel]:
         says = f"DP {dp_rank}, micro-batch {number}: {tree!r}; colour: weight of a slot, up to {most:.6g}"
         if len(blocks.run) > _MOST_BLOCKS:
             says += f"; drawn: the first {_MOST_BLOCKS:,} of {len(blocks.run):,} blocks"
-            blocks = Blocks(*(column[:_MOST_BLOCKS] for column in blocks))
+            blocks = Blocks._make(column[:_MOST_BLOCKS] for column in blocks)
         panels.append(TreePanel(heading, says, place, blocks, most, num_lanes))
     return panels
 
@@ -129,10 +129,11 @@ def _blocks_of(tree: PrefixTree, weights: Floats) -> tuple[Blocks, int]:
     columns = run_of, through, weights[:used]
     first = np.flatnonzero(np.any([np.r_[True, of[1:] != of[:-1]][:used] for of in columns], 0)) if used else run_of
     last = np.r_[first[1:], used][: len(first)] - 1
-    run, depths = run_of[first], tree.depths
+    runs_of, depths = run_of[first], tree.depths
     blocks = Blocks(
-        run, depths[first], depths[last] + 1, low[run], low[run] + lanes[run], through[first], weights[first]
-    )
+        run=runs_of, begin=depths[first], end=depths[last] + 1, low=low[runs_of],
+        high=low[runs_of] + lanes[runs_of], samples=through[first], weights=weights[first],
+    )  # fmt: skip
     return blocks, int(is_leaf.sum())
 
 

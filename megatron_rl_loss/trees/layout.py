@@ -62,6 +62,8 @@ class PrefixTree(Layout):
             cut: CP ranks that the slots do not divide into, or without `cp_attention`.
     """
 
+    cut = "tree"
+
     def __init__(
         self, rows: Sequence[Row], *, multiple: int = 1, zigzag: bool = True, cp_attention: bool = False
     ) -> None:

@@ -423,6 +423,7 @@ def test_everything_that_can_be_asked_for_is_given() -> None:
 
 #: Of some cuts, by hand; every cut is drawn in `test_built_in_modes_are_invariant`.
 HELD = {"zigzag": [0, 1, 1, 0], "contiguous": [0, 0, 1, 1], "gathered": [-1] * 4, "responses": [1, 1, 1, 1]}
+TREE = LossCall(rows="packed", dp="sum", cp="sum", cp_cut="tree")
 
 
 @pytest.mark.parametrize("cut", HELD)
@@ -431,6 +432,39 @@ def test_a_context_parallel_rank_holds_what_the_cut_says(cut: Any) -> None:
     call = LossCall(rows="packed", cp="sum", cp_cut=cut)
     step = measure(total, call, DrawnStep((DrawnRow((1,) * 4),), cp_size=2))
     assert step.tokens.cp_rank.tolist() == HELD[cut]
+
+
+def test_a_context_parallel_rank_holds_slots_of_a_tree() -> None:
+    """Rows a a a a and a a b b are slots a a a a b b, padded to 8: chunks of 2 lie on ranks 0, 1, 1 and 0."""
+    step = measure(total, TREE, DrawnStep((DrawnRow((1, 1, 1, 0)), DrawnRow((1, 1, 1, 0), 1)), cp_size=2))
+    assert step.tokens.cp_rank.tolist() == [0, 0, 1, 1, 0, 0, 1, 1]
+    assert step.weights.tolist() == [1, 1, 1, 0, 1, 1, 1, 0]
+
+
+def once_a_slot(losses: Tensor, mask: Tensor, local: Any, step_tokens: Tensor) -> Tensor:
+    """A slot that several samples share is read by one of them alone."""
+    first = torch.zeros_like(losses)
+    first[np.unique(local.samples.layout.slots[local.positions], return_index=True)[1]] = 1
+    return (losses * mask * first).sum() / step_tokens
+
+
+def over_the_step(losses: Tensor, mask: Tensor, step_tokens: Tensor) -> Tensor:
+    return (losses * mask).sum() / step_tokens
+
+
+@pytest.mark.parametrize("returns", ["loss", "megatron_per_token"])
+def test_functions_are_checked_over_a_tree(returns: Any) -> None:
+    call, loss_fn = replace(TREE, returns=returns), over_the_step if returns == "loss" else stock
+    report = check_loss(loss_fn, "token_mean", call=call, draws=6)
+    assert report.sound, str(report)
+    assert "tree CP ranks summed" in " ".join(str(report).split())
+
+
+def test_faults_over_a_tree_are_found() -> None:
+    report = check_loss(once_a_slot, "token_mean", call=TREE, draws=6)
+    assert report.findings[0].cut == UNCUT
+    report = check_loss(masked_mean, "token_mean", call=replace(TREE, dp="mean", cp="mean", microbatches="mean"))
+    assert {finding.cut for finding in report.findings} == {MICROBATCHES, DP, "over context-parallel ranks"}
 
 
 def test_the_help_lists_every_parameter_and_the_page_every_trainer() -> None:
@@ -583,6 +617,7 @@ REFUSALS = {
     **refusals(
         LossCall,
         ({"cp_cut": "responses", "cp": "sum"}, "cp_cut is 'responses' with cp 'sum', rows 'padded'", PLAIN),
+        ({"cp_cut": "tree", "cp": "sum"}, "cp_cut is 'tree' with cp 'sum', rows 'padded'", PLAIN),
         ({"dp": "average"}, "LossCall.dp is 'average': it must be one of 'mean', 'sum'", {"dp": "mean"}),
         ({"cp": True}, "LossCall.cp is True", {"cp": "sum"}),
         ({"cp_cut": "gathered"}, "cp_cut is 'gathered' with cp None", {"cp_cut": "gathered", "cp": "mean"}),

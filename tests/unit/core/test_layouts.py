@@ -17,6 +17,7 @@ from repository import ROOT
 
 import megatron_rl_loss
 from megatron_rl_loss import Contiguous, Gathered, Layout, PrefixTree, Samples, ZigzagBSHD, ZigzagResponse, ZigzagTHD
+from megatron_rl_loss.audit.simulation import DRAWN_LAYOUTS
 from megatron_rl_loss.core import layouts
 from megatron_rl_loss.core.layouts import Slots
 from megatron_rl_loss.core.samples import LocalTokens
@@ -83,8 +84,8 @@ def test_a_layout_is_placed_public_and_on_its_page(name: str) -> None:
 
 def test_every_layout_with_a_cut_is_drawn_by_it() -> None:
     """`check_loss` finds layouts in the table alone; the rows of a batch are drawn as packed ones are."""
-    drawn = {**layouts.LAYOUTS, "rows": ZigzagBSHD}
-    assert {cut for cut, layout in layouts.LAYOUTS.items() if layout.cut != cut} == set()
+    drawn = {**DRAWN_LAYOUTS, "rows": ZigzagBSHD}
+    assert {cut for cut, layout in DRAWN_LAYOUTS.items() if layout.cut != cut} == set()
     assert set(drawn.values()) == {layout for layout in LAYOUTS.values() if layout.cut or layout is ZigzagBSHD}
 
 
