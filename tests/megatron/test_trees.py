@@ -1,4 +1,4 @@
-"""Samples that share prefixes in a real GPTModel: an audit of their step.
+"""Samples that share prefixes in a real GPTModel: an audit of their step, and a loss in one pass on edges.
 
 What a tree gives is compared with whole samples: Megatron's own loss of each sample on its own, causal attention and
 positions 0, 1, 2, ..., weighted by the float64 oracle. Two ranks: DP 2, and TP 2 with sequence parallelism.
@@ -22,8 +22,8 @@ from megatron_rl_loss import PrefixTree, Samples
 
 DP, TP = Layout(1, False, 1, 1, 1, 2), Layout(2, True, 1, 1, 1, 1)
 SEED, CUTS, MODE = 285, 2, "prompt_mean"
-#: Ways to a loss: by log-probs, and a mean over the micro-batch's own tokens, which no mode asks for.
-WAYS = ("log-probs", "own mean")
+#: Ways to a loss: by log-probs, in one pass, and a mean over the micro-batch's own tokens, which no mode asks for.
+WAYS = ("log-probs", "folded", "own mean")
 SINGLE = 2e-6  # of float32, as the recipe's
 
 
@@ -92,7 +92,7 @@ def by_whole_samples(model: Any, layout: Layout, mine: list[int]) -> Tensor:
 
 def by_trees(model: Any, layout: Layout, hand: list[list[int]], way: str, seen: str = "") -> tuple[Any, Tensor]:
     """What an audit measured of the step by trees, and its gradient; `seen`: what a control does to the tree."""
-    from megatron_rl_loss import Audit, OutputHead, plan_step, tap
+    from megatron_rl_loss import Audit, Folded, OutputHead, plan_step, tap
 
     parts = [drawn().part(numbers) for numbers in hand]
     trees = [PrefixTree(part.rows, multiple=layout.tp) for part in parts]
@@ -109,16 +109,23 @@ def by_trees(model: Any, layout: Layout, hand: list[list[int]], way: str, seen: 
             positions = positions + (positions > 0)
         old, advantages = columns["old"], columns["advantages"]
 
+        def per_token(log_probs: Tensor, _: Any, old: Tensor, advantages: Tensor) -> Any:
+            return tree_oracle.ppo(log_probs, old, advantages), {}
+
+        inputs = {"old": old, "advantages": advantages}
+        folded = Folded(microbatch, per_token, inputs) if way == "folded" else None
         rotated = tree.rotary_by_depth(chunk)
         with rotated:
             forbidden = ~tree.visible()[None, None]
             if seen == "branches":
                 forbidden = ~torch.ones_like(forbidden).tril()
             values = OutputHead(chunk_tokens=3)(
-                chunk, tokens, positions, forbidden, labels=tree.edges(microbatch.tokens)
+                chunk, tokens, positions, forbidden, labels=tree.edges(microbatch.tokens), context=folded
             )
 
         def loss_func(output: Any) -> Any:
+            if way == "folded":
+                return microbatch.loss(*output)
             losses = tree_oracle.ppo(output[0], old, advantages)
             if way == "log-probs":
                 return microbatch.loss(losses)
@@ -142,7 +149,7 @@ def on_a_rank(layout: Layout) -> dict[str, Outcome]:
     hand = hands(layout.dp)[place.get_data_parallel_rank()]
     model = model_of(layout)
     right = by_whole_samples(model, layout, [i for numbers in hand for i in numbers])
-    for way, seen in [*((way, "") for way in WAYS), ("log-probs", "branches")]:
+    for way, seen in [*((way, "") for way in WAYS), ("folded", "branches")]:
         audit, got = by_trees(model, layout, hand, way, seen)
         error = float((got - right).abs().max() / right.abs().max())
         verdict = "" if audit.measured is None else str(judge(audit.measured, resolve(MODE)))
@@ -179,11 +186,11 @@ def test_an_audit_sees_another_mean_over_a_tree(layout: Layout) -> None:
 
 
 @both
-@pytest.mark.parametrize("way", ["log-probs"])
+@pytest.mark.parametrize("way", ["log-probs", "folded"])
 def test_the_gradient_is_that_of_whole_samples(layout: Layout, way: str) -> None:
     assert max(of_rank[way].error for of_rank in outcomes_of(layout)) < SINGLE
 
 
 @both
 def test_the_comparison_sees_branches_that_see_each_other(layout: Layout) -> None:
-    assert min(of_rank["log-probs branches"].error for of_rank in outcomes_of(layout)) > 1e-3
+    assert min(of_rank["folded branches"].error for of_rank in outcomes_of(layout)) > 1e-3
