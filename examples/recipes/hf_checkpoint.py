@@ -1,7 +1,7 @@
 """A Hugging Face checkpoint: Megatron-Bridge loads and saves it, a loop of your own trains it.
 
     bridge, model = load("Qwen/Qwen3-0.6B", tensor_model_parallel_size=2, context_parallel_size=2)
-    schedule = prove_first_step(get_forward_backward_func(), "prompt_mean")
+    schedule = get_forward_backward_func()
     values = own_loop.forward_backward(schedule, model, batches, own_loop.policy_loss, "prompt_mean")
     bridge.save_hf_pretrained(model, "trained")
 

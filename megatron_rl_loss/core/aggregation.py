@@ -71,9 +71,10 @@ class Aggregation:
         return f"{self.mode.name}{divisor}" + f", counting {self.units} units" * (self.units != "all")
 
     def describe(self) -> str:
-        """All settings in a line, for the log."""
+        """All settings that are not the usual ones in a line, for the log."""
         divisor = "" if self.divisor is None else f", divisor {self.divisor:.15g}"
-        return f"loss aggregation: {self.mode.name}{divisor}, counting {self.units} units"
+        units = "" if self.units == "all" else f", counting {self.units} units"
+        return f"loss aggregation: {self.mode.name}{divisor}{units}"
 
     @cached_property
     def compared(self) -> str:

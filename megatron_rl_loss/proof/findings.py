@@ -49,6 +49,8 @@ class Finding(NamedTuple):
     text: str
 
 
+#: The end of each line that proves something: the page of what no proof can see.
+LIMITS = "(limits: docs/proof.md)"
 #: Findings of one severity beyond these say nothing new; nor does the rest of a long one.
 _MOST_OF_ONE, _MOST_WORDS = 6, 600
 
@@ -100,6 +102,7 @@ class Verdict(NamedTuple):
             terms, sizes = self.proved
             says = "proved" if outcome is GIVEN else "PROVED IN PART"
             line = "; ".join([f"{terms}, aggregation {says} on {sizes}", *texts_of(self.findings, GIVEN), *texts])
+            line += f" {LIMITS}"
         elif outcome is NOT_YET:
             line = f"{self.aim}, not proved yet: {' '.join(texts)}"
         elif outcome is NOT_PROVED:

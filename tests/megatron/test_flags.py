@@ -244,7 +244,7 @@ def test_a_path_loads(name: str) -> None:
     reducer = make_pg_loss_reducer(settings.modes.policy.mode, masks, totals=StepTotals.of(masks), divisor=8)
     assert float(reducer(torch.tensor([2.0, float("nan"), 4.0]))) == 4
     shown = "of_a_user" if name == ":registered" else f"{MODULE}.plain_sum"
-    assert settings.modes.policy.describe() == f"loss aggregation: {shown}, divisor 8, counting all units"
+    assert settings.modes.policy.describe() == f"loss aggregation: {shown}, divisor 8"
 
 
 def test_a_registered_name_is_a_mode() -> None:
@@ -324,7 +324,7 @@ def test_checkpoints_with_the_same_mode_or_without_flags_pass(caplog: pytest.Log
     assert caplog.messages == []
     aggregation._compare_with_checkpoint(Namespace(loss_aggregation="sample_mean"))
     (told,) = caplog.messages
-    assert "token_mean, counting all units; the checkpoint was trained with loss aggregation: sample_mean" in told
+    assert "token_mean; the checkpoint was trained with loss aggregation: sample_mean" in told
 
 
 def test_misspelt_flags_on_the_command_line_are_named() -> None:

@@ -209,7 +209,7 @@ def test_the_look_ahead_and_the_first_line() -> None:
         sum(map(count, SAMPLES)) for count in (lambda s: len(s.mask), lambda s: int((s.mask != 0).sum()))
     )
     assert line == (
-        f"loss aggregation: constant, divisor 40960, counting all units | {len(rollouts)} rollouts, {len(prompts)} "
+        f"loss aggregation: constant, divisor 40960 | {len(rollouts)} rollouts, {len(prompts)} "
         f"prompts ({len(rollouts) / len(prompts):.1f} each), {active} of {entries} tokens active, "
         f"{len(rollouts) - active_rollouts} rollouts fully masked, left out of metric means | "
         f"1 micro-batches x DP 1, CP 1\n"

@@ -38,7 +38,7 @@ pytestmark = pytest.mark.slow
 #: The line of a step of `LossAggregation`, of which everything was compared.
 PROVED_ALL = (
     "megatron_rl_loss: token_mean on the policy loss, aggregation proved on 37 tokens of 13 samples, "
-    "3 prompts of 3 to 7; by the gradient of the one parameter(; losses as given)?$"
+    "3 prompts of 3 to 7; by the gradient of the one parameter(; losses as given)? \\(limits: docs/proof.md\\)$"
 )
 ABORTED = "All ranks aborted before the optimizer step"
 

@@ -14,7 +14,7 @@ import gpt_oracle
 import moe_gpt
 import pytest
 import torch
-from proved_steps import ELSEWHERE, PROVED, Step, attempted
+from proved_steps import ELSEWHERE, LIMITS, PROVED, Step, attempted
 from ranks import run_ranks
 from tiny_gpt import Batch, Case, Layout, Ready, output_of, prepared, run_batches, settings_of, start_layout
 from torch import Tensor
@@ -206,7 +206,7 @@ class Row(NamedTuple):
     reduces_bf16: bool = False
 
 
-ALL = rf"{PROVED} \d+ tokens.*; by the gradients of all \d+ parameters; losses as given$"
+ALL = rf"{PROVED} \d+ tokens.*; by the gradients of all \d+ parameters; losses as given {LIMITS}$"
 UNLIKE = r"(?s)PROVED IN PART on .*; {} of {} parameters are not trained by these weights.*{}.*Training goes on"
 finalised, BF16 = functools.partial, RIGHT._replace(bf16=True)
 #: Layouts and options in which every parameter is trained as it should be.

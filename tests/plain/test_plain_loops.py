@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from proved_steps import ELSEWHERE, IN_PART, PROVED, Step, attempted
+from proved_steps import ELSEWHERE, IN_PART, LIMITS, PROVED, Step, attempted
 from ranks import run_ranks, start_process_group
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -451,7 +451,7 @@ class Row(NamedTuple):
 
 
 ON_2, ALONE = functools.partial(Row, 2), functools.partial(Row, 1)
-LINE = rf"token_mean on the policy loss, {PROVED} \d+ tokens.*; by the gradients of all 4 parameters; losses as given$"
+LINE = rf"token_mean on .*, {PROVED} \d+ tokens.*; by the gradients of all 4 parameters; losses as given {LIMITS}$"
 BOTH = f"(?=.*prompt_mean on the policy loss, {PROVED})(?=.*token_mean on the policy loss, {PROVED})"
 RIGHT = {
     "a scaler": ON_2(functools.partial(scaled_by, "plain"), [LINE]),

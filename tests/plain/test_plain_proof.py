@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from proved_steps import ELSEWHERE, PROVED, attempted
+from proved_steps import ELSEWHERE, LIMITS, PROVED, attempted
 from ranks import run_ranks, start_process_group
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -263,7 +263,7 @@ def _local(values: Any) -> Tensor:
     return values.to_local() if hasattr(values, "to_local") else values.to_dense()
 
 
-ALL, MEAN = rf"prompt_mean on the policy loss, {PROVED} .*; by the gradients of all 8 parameters$", "^$"
+ALL, MEAN = rf"prompt_mean on the policy loss, {PROVED} .*; by the gradients of all 8 parameters {LIMITS}$", "^$"
 BF16 = rf"{PROVED} .* parameters \(weights to within 1.6 %, gradients to [\d.]+ %\)"
 TWICE = r"tokens weigh 2 times what they should"
 #: All of them train rightly: not one may be aborted.

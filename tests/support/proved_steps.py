@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 PROVED = "aggregation proved on"
+#: The end of each line that proves something.
+LIMITS = r"\(limits: docs/proof.md\)"
 IN_PART = "aggregation PROVED IN PART on"
 #: What all ranks but the first raise where a step is aborted: a job prints the reason once.
 ELSEWHERE = "The error of the first rank of this model says why"
