@@ -55,9 +55,7 @@ def test_a_resumed_job_with_another_mode_is_told(tmp_path: Path) -> None:
     ((steps, told),) = run_ranks(1, train_and_listen, ["--load", saved, *RESUME, "--train-iters", "2", *other])
     assert [step["iteration"] for step in steps] == [2]  # it goes on
     (line,) = told
-    assert line.startswith(
-        "loss aggregation: constant, divisor 400; the checkpoint was trained with"
-    )
+    assert line.startswith("loss aggregation: constant, divisor 400; the checkpoint was trained with")
     assert "trained with loss aggregation: sample_mean: the loss changes" in line
     ((_, told),) = run_ranks(1, train_and_listen, ["--load", saved, "--finetune", "--train-iters", "1", *other])
     assert told == []  # a new training from these weights

@@ -67,7 +67,7 @@ def wrong_names(text: str) -> Iterator[str]:
 
 #: Pages that say how a task is done: names that these lack are nobody's to type.
 GUIDES = ["../README.md", "tasks.md", "using.md", "data.md", "losses.md", "logprobs.md", "audit.md", "check.md"]
-GUIDES += ["engines.md"]
+GUIDES += ["engines.md", "proof.md"]
 
 
 def names_in_code(text: str) -> set[str]:

@@ -46,7 +46,10 @@ def test_ranks_join_findings_by_union_in_order_and_bounded() -> None:
     ("severity", "line"),
     [
         (GIVEN, "mode on loss, aggregation proved on 4 tokens; text (limits: docs/proof.md)"),
-        (IN_PART, "mode on loss, aggregation PROVED IN PART on 4 tokens; text (limits: docs/proof.md)\nTraining goes on; "),
+        (
+            IN_PART,
+            "mode on loss, aggregation PROVED IN PART on 4 tokens; text (limits: docs/proof.md)\nTraining goes on; ",
+        ),
         (NOT_YET, "aim, not proved yet: text"),
         (NOT_PROVED, "aim, NOT PROVED: text\nTraining goes on; "),
         (WRONG, "aim was expected, but the first training step does something else.\ntext\nAll ranks aborted before"),
