@@ -1,8 +1,8 @@
 """Attention over packed (THD) sequences under context parallelism, in plain torch, without Transformer Engine.
 
 Megatron's own `DotProductAttention` rejects packing and context parallelism; its `WrappedTorchNorm` rejects sequence
-parallelism. `layer_spec` makes a GPT block that supports all three, with more memory and a loop over sequences: every
-context-parallel rank gathers keys and values of the whole pack.
+parallelism. `layer_spec` makes a GPT block, and `hybrid_stack_spec` a HybridModel's stack, that supports all three, with more memory
+and a loop over sequences: every context-parallel rank gathers keys and values of the whole pack.
 """
 
 import itertools
@@ -15,7 +15,9 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
 
 from megatron_rl_loss import ZigzagTHD
@@ -94,8 +96,39 @@ def layer_spec(model_config: Any, vp_stage: int | None = None) -> TransformerBlo
     """A GPT block of Megatron's local layers with `PackedAttention`: for ``GPTModelConfig.transformer_layer_spec``."""
     if model_config.transformer.normalization != "RMSNorm":
         raise ValueError("layer_spec without RMSNorm: it has no other norm. Launch with --normalization RMSNorm.")
+    num_layers = get_num_layers_to_build(model_config.transformer, vp_stage)
+    return TransformerBlockSubmodules(layer_specs=[_packed_layer()] * num_layers, layer_norm=_RMSNorm)
+
+
+def hybrid_stack_spec(num_experts: int | None = None) -> ModuleSpec:
+    """The same layers as a stack of attention (``*``), MLPs (``-``) and experts (``E``): for ``HybridModelConfig``."""
+    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+    from megatron.core.models.hybrid import hybrid_block  # from megatron-core 0.18 on
+    from megatron.core.ssm.mlp_layer import MLPLayer
+
+    # The stack takes Transformer Engine's norm for its last layer by name, whatever its submodules are.
+    vars(hybrid_block)["TENorm"] = _RMSNorm
+    attention = TransformerLayerSubmodules(
+        input_layernorm=_RMSNorm,
+        self_attention=_packed_layer().submodules.self_attention,
+        self_attn_bda=get_bias_dropout_add,
+    )
+
+    def feed_forward(num_experts: int | None) -> TransformerLayerSubmodules:
+        mlp = get_gpt_layer_local_spec(num_experts=num_experts).submodules.mlp
+        return TransformerLayerSubmodules(pre_mlp_layernorm=_RMSNorm, mlp=mlp, mlp_bda=get_bias_dropout_add)
+
+    submodules = hybrid_block.HybridStackSubmodules(
+        attention_layer=ModuleSpec(module=TransformerLayer, submodules=attention),
+        mlp_layer=ModuleSpec(module=MLPLayer, submodules=feed_forward(None)),
+    )
+    if num_experts:
+        submodules.moe_layer = ModuleSpec(module=TransformerLayer, submodules=feed_forward(num_experts))
+    return ModuleSpec(module=hybrid_block.HybridStack, submodules=submodules)
+
+
+def _packed_layer() -> ModuleSpec:
     layer = get_gpt_layer_local_spec(normalization="RMSNorm")
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = _RMSNorm
     layer.submodules.self_attention.submodules.core_attention = PackedAttention
-    num_layers = get_num_layers_to_build(model_config.transformer, vp_stage)
-    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=_RMSNorm)
+    return layer

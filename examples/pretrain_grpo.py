@@ -1,4 +1,4 @@
-"""Train a GPT on rollouts with GRPO: a real `megatron.training.pretrain` launch. A flag sets the aggregation.
+"""Train a GPT or HybridModel on rollouts with GRPO: a real `pretrain` launch. A flag sets the aggregation.
 
     torchrun --nproc-per-node 4 examples/pretrain_grpo.py <Megatron's flags> --rollouts rollouts.jsonl \\
         --tensor-model-parallel-size 2 --context-parallel-size 2 \\
@@ -251,7 +251,10 @@ def main() -> None:
     print_rank_0(aggregation.settings.modes.describe())
     layer_spec: Any = None
     if args.transformer_impl == "local":
-        from packed_attention import layer_spec
+        import packed_attention
+
+        is_hybrid = getattr(args, "hybrid_layer_pattern", None)
+        layer_spec = packed_attention.hybrid_stack_spec(args.num_experts) if is_hybrid else packed_attention.layer_spec
     if not torch.cuda.is_available():
         megatron_on_cpu.prepare_training()
     skip_building_dataset_helpers()

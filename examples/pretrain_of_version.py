@@ -1,8 +1,8 @@
-"""Parse Megatron's flags and start `pretrain` on a GPT, under any megatron-core from 0.17: its head changed twice.
+"""Parse Megatron's flags and start `pretrain`, under any megatron-core from 0.17: its head changed twice.
 
 | version | flags | the model |
 |---|---|---|
-| 0.19 on | `parse_and_validate_args` | a config, `gpt_config_from_args` |
+| 0.19 on | `parse_and_validate_args` | a config, `gpt_config_from_args` or `hybrid_config_from_args` |
 | 0.18 | `parse_and_validate_args` | a function that builds it |
 | 0.17 | `parse_args` and `validate_args`; `pretrain` parses the command line again | a function that builds it |
 """
@@ -55,14 +55,21 @@ def build_model(
 def pretrain_gpt(
     args: Namespace, add_args: AddArgs, args_defaults: dict[str, Any], layer_spec: Any, provider: Any, forward_step: Any
 ) -> None:
-    """`pretrain` with these flags; `layer_spec` is None for Megatron's own choice, which versions before 0.19 lack."""
+    """`pretrain` with these flags; `layer_spec` is None for Megatron's own choice, which versions before 0.19 lack.
+
+    With --hybrid-layer-pattern the model is a HybridModel, and `layer_spec` the spec of its stack.
+    """
+    is_hybrid = bool(getattr(args, "hybrid_layer_pattern", None))
     if TAKES_CONFIG:
-        model_config = argument_utils.gpt_config_from_args(args)
+        make = argument_utils.hybrid_config_from_args if is_hybrid else argument_utils.gpt_config_from_args
+        model_config = make(args)
         if layer_spec is not None:
-            model_config.transformer_layer_spec = layer_spec
+            setattr(model_config, "hybrid_stack_spec" if is_hybrid else "transformer_layer_spec", layer_spec)
         config = argument_utils.pretrain_cfg_container_from_args(args, model_config)
         pretrain(config, provider, ModelType.encoder_or_decoder, forward_step)
         return
+    if is_hybrid:
+        raise ValueError("--hybrid-layer-pattern needs megatron-core 0.19 here. Drop it for a GPT.")
     if layer_spec is None:
         raise ValueError(f"--transformer-impl {args.transformer_impl} needs megatron-core 0.19. Give local.")
     build = functools.partial(build_model, layer_spec)

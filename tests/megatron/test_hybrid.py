@@ -4,6 +4,7 @@ import contextlib
 import io
 import itertools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import gpt_oracle
@@ -175,3 +176,60 @@ def test_a_step_of_mamba_layers_is_the_same_in_every_layout(tp: int, cp: int, ra
     errors = {name: float((ours[name] - expected[name]).abs().max() / expected[name].abs().max()) for name in expected}
     assert max(errors.values()) < 1e-5, errors
     assert "proved on" in by_rank[0][2]
+
+
+# ---- Megatron's own builder
+
+
+#: Sizes of the Mamba layers, as flags.
+OF_MAMBA = [flag for name, size in MAMBA.items() for flag in (f"--{name.replace('_', '-')}", str(size))]
+
+
+def launched(flags: list[str]) -> Any:
+    """On a rank: the numbers that the example's launch logged, what it printed, and the classes of model it trained."""
+    import packed_attention
+    from example_run import train
+    from megatron.training.models import hybrid
+    from tiny_hybrid import hybrid_spec
+
+    seen, of_builder, stack = set[str](), hybrid.HybridModelBuilder.build_model, packed_attention.hybrid_stack_spec
+
+    def build_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+        model = of_builder(self, *args, **kwargs)
+        seen.update({type(model).__name__, *(type(layer).__name__ for layer in model.decoder.layers)})
+        return model
+
+    def with_mamba(num_experts: int | None = None) -> Any:
+        packed_attention.hybrid_stack_spec = stack
+        return hybrid_spec(SimpleNamespace(num_moe_experts=num_experts, mamba_state_dim=1))
+
+    hybrid.HybridModelBuilder.build_model = build_model
+    packed_attention.hybrid_stack_spec = with_mamba
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        logged = train(flags)
+    return logged, out.getvalue(), seen
+
+
+def test_pretrain_trains_a_hybrid_of_megatrons_own_builder() -> None:
+    """By its flag; initial weights are drawn as a GPT's of two blocks, so that all that is logged is the same."""
+    skip_without("pretrain_cfg_container")
+    pp = ["--pipeline-model-parallel-size", "2"]
+    first, last = run_ranks(2, launched, ["--hybrid-layer-pattern", "*-|*-", *pp])
+    assert first[2] == last[2] == {"HybridModel", "TransformerLayer", "MLPLayer"}
+    assert "proved on" in first[1]
+    expected, _, of_builder = run_ranks(2, launched, pp)[-1]
+    assert not of_builder  # a GPTModel, of another builder
+    assert [step["iteration"] for step in last[0]] == [1, 2]
+    for step, of_gpt in zip(last[0], expected, strict=True):
+        assert step == pytest.approx(of_gpt, rel=1e-4, abs=1e-7)
+
+
+def test_pretrain_trains_mamba_layers_of_megatrons_own_builder() -> None:
+    skip_without("pretrain_cfg_container")
+    pattern = ["--hybrid-layer-pattern", "M-*-", *OF_MAMBA]
+    tp = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
+    for logged, printed, classes in (run_ranks(1, launched, pattern)[0], run_ranks(2, launched, [*pattern, *tp])[0]):
+        assert classes == {"HybridModel", "TransformerLayer", "MLPLayer", "MambaLayer"}
+        assert "proved on" in printed
+        assert len(logged) == 2
+        assert all(step["grad_norm"] > 0 for step in logged)

@@ -11,37 +11,14 @@ MAMBA: dict[str, Any] = {"mamba_state_dim": 8, "mamba_head_dim": 4, "mamba_num_g
 
 
 def hybrid_spec(config: Any) -> Any:
-    """The stack of layers, with packed attention and a norm that sequence parallelism may have."""
-    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.models.hybrid import hybrid_block
-    from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
-    from megatron.core.ssm.mlp_layer import MLPLayer
-    from megatron.core.transformer.spec_utils import ModuleSpec
-    from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
-    from packed_attention import _RMSNorm, layer_spec
+    """The stack of the examples, with Mamba layers and multi-token prediction."""
+    from packed_attention import _RMSNorm, hybrid_stack_spec
 
-    # The stack takes Transformer Engine's norm for its last layer by name, whatever its submodules are.
-    vars(hybrid_block)["TENorm"] = _RMSNorm
-    block = layer_spec(_Transformer(config)).layer_specs[0].submodules
-    attention = TransformerLayerSubmodules(
-        input_layernorm=_RMSNorm, self_attention=block.self_attention, self_attn_bda=get_bias_dropout_add
-    )
-
-    def feed_forward(num_experts: int | None) -> Any:
-        mlp = get_gpt_layer_local_spec(num_experts=num_experts).submodules.mlp
-        return TransformerLayerSubmodules(pre_mlp_layernorm=_RMSNorm, mlp=mlp, mlp_bda=get_bias_dropout_add)
-
-    submodules = HybridStackSubmodules(
-        attention_layer=ModuleSpec(module=TransformerLayer, submodules=attention),
-        mlp_layer=ModuleSpec(module=MLPLayer, submodules=feed_forward(None)),
-        mtp_block_spec=_mtp_spec(_RMSNorm),
-    )
+    stack = hybrid_stack_spec(config.num_moe_experts)
+    stack.submodules.mtp_block_spec = _mtp_spec(_RMSNorm)
     if config.mamba_state_dim:
-        submodules.mamba_layer = _mamba_spec(_RMSNorm)
-    if config.num_moe_experts:
-        submodules.moe_layer = ModuleSpec(module=TransformerLayer, submodules=feed_forward(config.num_moe_experts))
-    return ModuleSpec(module=HybridStack, submodules=submodules)
+        stack.submodules.mamba_layer = _mamba_spec(_RMSNorm)
+    return stack
 
 
 def tiny_hybrid(config: Any, pattern: str, vp_stage: int | None = None, **options: Any) -> Any:
@@ -72,13 +49,6 @@ def name_in_gpt(name: str) -> str:
     if parts[:2] == ["decoder", "layers"]:
         parts[2] = str(int(parts[2]) // 2)
     return ".".join(parts)
-
-
-class _Transformer:
-    """What `layer_spec` reads a configuration from."""
-
-    def __init__(self, config: Any) -> None:
-        self.transformer = config
 
 
 def _mamba_spec(norm: Any) -> Any:
