@@ -16,6 +16,7 @@ import oracle
 import pytest
 import torch
 from audited_gpt import DESCRIBED, MUTATIONS, TAPS, TERMS, Ask, Outcome, correct_masks, expected_weights, run_steps
+from missing import has
 from ranks import run_ranks
 from tiny_gpt import Case, Layout
 
@@ -49,6 +50,7 @@ ASKS: list[Ask] = [
     *MODES,
     *(Ask(case, loss) for loss in STOCK for case in (STEP, PER_TOKEN)),
     Ask(OVERLAP, "3-tuple"),
+    *(Ask(STEP, loss, attention="hybrid") for loss in ("ours", "3-tuple") if has("HybridModel")),
 ]
 ALONE = [Ask(OVERLAP, "3-tuple"), Ask(STEP, STOCK[0]), MODES[1]]
 QUICK, CP_DP, VIRTUAL = Layout(2, True, 1, 1, 2, 1), Layout(1, False, 1, 1, 2, 2), Layout(1, False, 2, 2, 1, 2)
