@@ -32,6 +32,7 @@ from megatron_rl_loss.logprobs.hidden import (
 from megatron_rl_loss.logprobs.kept_ids import Keep
 from megatron_rl_loss.logprobs.layer import OutputLayer, TensorParallel, WeightGradient
 from megatron_rl_loss.logprobs.teacher import Teacher, check_teacher
+from megatron_rl_loss.megatron.flags import has_cuda_graphs
 from megatron_rl_loss.megatron.versions import has_plain_forward, remat_size
 from megatron_rl_loss.trees.edges import Edges
 
@@ -95,7 +96,7 @@ class OutputHead:
 
     Raises:
         ValueError: in a call, an output layer that does more than Megatron's ColumnParallelLinear, also by a hook; a
-            model that calls its output layer otherwise; a kernel with unsupported inputs.
+            model that calls its output layer otherwise, or replays CUDA graphs; a kernel with unsupported inputs.
     """
 
     chunk_tokens: int | None = None
@@ -283,6 +284,12 @@ def check_model(model: Any) -> None:
             "an OutputHead with --overlap-moe-expert-parallel-comm: its schedule runs the layers of a model after the "
             "call in which the head stands. Drop the flag, or call the model itself (in the example: --log-probs "
             "stock)."
+        )
+    if has_cuda_graphs(model.config):
+        raise ValueError(
+            "an OutputHead on a model with CUDA graphs of its layers (--cuda-graph-impl): a graph replays what was "
+            "captured instead of calling what stands in a layer's place, and the two were never run together. Give "
+            "--cuda-graph-impl none, or call the model itself (in the example: --log-probs stock)."
         )
     if model.post_process:
         own = model.output_layer.weight  # None where it is the embedding's

@@ -255,6 +255,7 @@ def refuses(chunk: Any, model: Any) -> dict[str, str]:
         ("defer_embedding_wgrad_compute", layer.config, "defer_embedding_wgrad_compute", True),
         ("CPU offloading", layer.config, "cpu_offloading", True),
         ("overlap-moe-expert-parallel-comm", model.config, "overlap_moe_expert_parallel_comm", True),
+        ("CUDA graphs of its layers", model.config, "cuda_graph_impl", "local"),
     ):
         with changed(owner, attribute, value):
             tried(name)
@@ -316,6 +317,7 @@ REFUSED = {
     "a list as teacher": "teacher is a list: it must be a Teacher",
     **{name: name for name in ("GTP", "defer_embedding_wgrad_compute", "CPU offloading", "skip_bias_add", "Adapted")},
     "overlap-moe-expert-parallel-comm": "overlap-moe-expert-parallel-comm: its schedule runs",
+    "CUDA graphs of its layers": "CUDA graphs of its layers (--cuda-graph-impl)",
     "OutputHead on a Linear": "OutputHead on a Linear",
 }
 
