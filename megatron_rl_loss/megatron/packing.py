@@ -17,8 +17,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 from torch.nn import Module
 
-#: Megatron's mixers with a state, by the name of a class or base class: their files need kernels to be imported.
-_MAMBA, _DELTA = "MambaMixer", ("GatedDeltaNet", "_GDNBase", "GatedDeltaProductMixer")
+from megatron_rl_loss.trees.models import MAMBA, is_mixer_with_state
+
 _FIELDS = {field.name for field in dataclasses.fields(PackedSeqParams)}
 
 
@@ -29,7 +29,7 @@ def layers_with_state(model: Any) -> dict[str, Module]:
         name: module
         for chunk in chunks
         for name, module in chunk.named_modules()
-        if not {_MAMBA, *_DELTA}.isdisjoint(base.__name__ for base in type(module).__mro__)
+        if is_mixer_with_state(module)
     }
 
 
@@ -122,7 +122,7 @@ def fault_of(packed: PackedSeqParams, mixers: dict[str, Module]) -> str:
 
 
 def _is_mamba(mixer: Module) -> bool:
-    return _MAMBA in [base.__name__ for base in type(mixer).__mro__]
+    return MAMBA in [base.__name__ for base in type(mixer).__mro__]
 
 
 def _begins_at(seq_idx: Tensor, bounds: Tensor) -> bool:

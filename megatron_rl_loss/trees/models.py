@@ -9,11 +9,19 @@ from torch import Tensor, nn
 
 from megatron_rl_loss.core.collectives import warn_on_one_rank
 
+#: Megatron's mixers whose state runs along the sequence, by the name of a class or base class: their files need kernels
+#: to be imported. In a pack such a state must begin anew (`megatron.packing`); on a tree it cannot branch.
+MAMBA, DELTA = "MambaMixer", ("GatedDeltaNet", "_GDNBase", "GatedDeltaProductMixer")
 #: Classes of layers with a state that goes from slot to slot, as transformers, Megatron and others name them.
 _WITH_STATE = re.compile(r"Mamba|GatedDelta|DeltaNet|Rwkv|RWKV|Retention|LinearAttention|Mixer2")
 #: Parameters by which state-space layers are known under any name.
 _OF_A_STATE = {"A_log", "dt_bias"}
 _DROPOUTS = ("attention_dropout", "hidden_dropout", "attention_probs_dropout_prob", "hidden_dropout_prob", "attn_pdrop")
+
+
+def is_mixer_with_state(module: nn.Module) -> bool:
+    """True for one of Megatron's, or a class made of it."""
+    return not {MAMBA, *DELTA}.isdisjoint(base.__name__ for base in type(module).__mro__)
 
 
 def check_serves_trees(models: Iterable[nn.Module]) -> None:
@@ -30,7 +38,8 @@ def check_serves_trees(models: Iterable[nn.Module]) -> None:
             kind = type(module).__name__
             own = {key for key, _ in module.named_parameters(recurse=False)}
             is_convolution = isinstance(module, nn.Conv1d) and module.kernel_size[0] > 1
-            is_stateful = is_convolution or isinstance(module, nn.RNNBase) or own & _OF_A_STATE
+            is_of_megatron, is_recurrence = is_mixer_with_state(module), isinstance(module, nn.RNNBase)
+            is_stateful = is_of_megatron or is_convolution or is_recurrence or own & _OF_A_STATE
             if is_stateful or _WITH_STATE.search(kind):
                 raise ValueError(
                     f"a PrefixTree in a model with {kind} ({name}): its state would go from one branch to the next, "

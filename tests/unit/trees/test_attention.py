@@ -93,6 +93,10 @@ class MambaMixer(nn.Module):
     pass
 
 
+class Named(MambaMixer):
+    """A mixer made of Megatron's, under a name of its own."""
+
+
 class OfAnyName(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -119,6 +123,7 @@ test_refusals = refusal_tests(
                 ((layer,), rf"{type(layer).__name__} \(1\): {NOT_TOLD}", (right,))
                 for layer, right in [
                     (MambaMixer(), nn.Linear(2, 2)),
+                    (Named(), nn.Linear(2, 2)),
                     (OfAnyName(), nn.LayerNorm(2)),
                     (nn.GRU(2, 2), nn.MultiheadAttention(2, 1)),
                     (nn.Conv1d(2, 2, 4), nn.Conv1d(2, 2, 1)),
