@@ -30,6 +30,7 @@ ROWS = [
     # our own entry points
     Row(r"python -m megatron_rl_loss (modes( prompt_mean| --all)?|example( (pretrain_\w+|on_cpu|own_loop|plain_ddp))?)",
         by="here"),
+    Row(r"torchrun --nproc-per-node 2 loop\.py", by="package/test_readme_loops.py", named='"loop.py"'),
     Row(r"python examples/quickstart\.py", by="examples/test_quickstart.py", named='"quickstart.py"'),
     Row(r"(torchrun .* |python )-m megatron_rl_loss audit.*",
         by="megatron/test_audit_launch.py", named='"megatron_rl_loss", "audit"'),

@@ -261,11 +261,13 @@ def test_the_code_of_using_runs() -> None:
 def test_the_modes_of_readme_are_the_tables_and_give_the_worked_numbers() -> None:
     table = README[README.index("## Modes") :]
     of_oracle = [*oracle.MODES, *oracle.BY_IDS]
-    of_readme = re.findall(r"^\| `(\w+)`", table, flags=re.MULTILINE)
-    for rows, place in ((of_oracle, "ROWS, tests/support/oracle.py"), (of_readme, "README's table of modes")):
+    of_ids = (ROOT / "docs/data.md").read_text().partition("### Sessions and turns")[2]
+    of_pages = re.findall(r"^\| `(\w+_\w+|constant)`", table + of_ids, flags=re.MULTILINE)
+    of_both = "README's table of modes, or docs/data.md's of sessions and turns,"
+    for rows, place in ((of_oracle, "ROWS, tests/support/oracle.py"), (of_pages, of_both)):
         missing = ", ".join(mode for mode in available_modes() if mode not in rows) or "none"
         assert list(available_modes()) == rows, f"{place} must have the modes of core/modes.py in order; add {missing}"
-    values = re.search(r"the first \w+ give ([\d., and]+?)\n\(", table)
+    values = re.search(r"they give ([\d., and]+?)\n\(", table)
     assert values is not None, "README's sentence of worked values, below its table, reads otherwise"
     shown = dict(zip(oracle.MODES, map(float, re.findall(r"\d+\.\d+", values[1])), strict=False))
     computed = {mode: float(oracle.step_loss(mode, oracle.WORKED, 8.0)) for mode in oracle.MODES}

@@ -1,4 +1,4 @@
-"""docs/tasks.md and README: their code prints what it shows or is of the files that it names; the index is whole."""
+"""docs/tasks.md: its code prints what it shows or is of the files that it names; the index is whole."""
 
 import re
 from pathlib import Path
@@ -26,10 +26,9 @@ def test_each_section_runs_after_the_first_lines_and_prints_what_it_shows(capsys
         assert capsys.readouterr().out.splitlines() == shown
 
 
-@pytest.mark.parametrize("page", ["tasks.md", "../README.md"])
-def test_other_code_is_of_the_files_that_it_names(page: str) -> None:
+def test_other_code_is_of_the_files_that_it_names() -> None:
     """Line by line, in their order; tests/examples/test_recipes.py and megatron/test_late_counts.py run these files."""
-    blocks = [code for code in code_of(page) if FROM_FILE.match(code)]
+    blocks = [code for code in code_of("tasks.md") if FROM_FILE.match(code)]
     assert blocks
     for code in blocks:
         heading = FROM_FILE.match(code)

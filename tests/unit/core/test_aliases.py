@@ -127,7 +127,7 @@ def test_what_a_name_means_in_each_version() -> None:
     lines = format_versions("verl:gspo").splitlines()
     assert [line.split()[1].strip(",") for line in lines if line.startswith("verl ")] == FRAMEWORKS["verl"].names
     assert lines[-2].startswith("verl 0.9.1, run: refused, it is whatever loss_agg_mode is")
-    assert format_versions("verl@0.9.0:gspo").startswith("verl 0.9.0, run: sample_mean")
+    assert format_versions("verl@0.9.0:gspo").startswith("verl 0.9.0, run: sample_mean, counting all units")
 
 
 # ---- ours: each micro-batch by itself, with the totals of all; weights are linear, layouts are in test_weights.py
