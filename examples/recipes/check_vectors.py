@@ -21,6 +21,8 @@ def step_loss(losses: Rows, step: dict[str, Any]) -> float:
     return total / max(sum(map(sum, step["masks"])), 1e-30)
 
 
+if len(sys.argv) != 3:
+    sys.exit("usage: python check_vectors.py vectors.json MODE")
 for number, step in enumerate(json.loads(Path(sys.argv[1]).read_text())["steps"]):
     expected, losses = step["modes"][sys.argv[2]]["all"], step["losses"]
     errors = [abs(step_loss(losses, step) - expected["value"])]

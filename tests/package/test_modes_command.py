@@ -76,6 +76,25 @@ def test_a_framework_and_all_of_them_are_printed(
     assert "\nslime, " not in printed_by(["verl"], monkeypatch, capsys)
 
 
+@pytest.mark.parametrize("spelt", ["OpenRLHF", "NeMo-RL", "VERL"])
+def test_a_framework_is_found_as_it_spells_itself(
+    spelt: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ours = spelt.lower().replace("-", "_")
+    assert printed_by([spelt], monkeypatch, capsys) == printed_by([ours], monkeypatch, capsys) != ""
+
+
+def test_the_hint_for_a_framework_without_a_setting_works(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ValueError, match="It is a framework") as refused:
+        format_weights("openrlhf")
+    (hinted,) = re.findall(r"python -m megatron_rl_loss (.*) lists them", str(refused.value))
+    command, *words = hinted.split()
+    assert command == "modes"
+    assert "openrlhf:token-mean" in printed_by(words, monkeypatch, capsys)
+
+
 def test_the_same_as_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     data = json.loads(printed_by(["--json", "-"], monkeypatch, capsys))
     assert {row["name"] for row in data["modes"]} >= set(oracle.MODES)

@@ -243,6 +243,16 @@ def test_the_diff_of_readme_ends_in_the_recipe() -> None:
             at += next(n for n, candidate in enumerate(script[at:], start=1) if candidate.startswith(code))
 
 
+def test_the_filter_of_a_log_keeps_our_lines_alone() -> None:
+    """Also in a clone of this name, whose path every warning has."""
+    (pattern,) = re.findall(r"grep -E '([^']+)'", USING)
+    (shown,) = code_of("../README.md", "text")
+    kept = [*shown.splitlines(), " [2026-11-28 10:00:00] iteration        5/       5 | consumed samples: 40 |"]
+    assert all(re.search(pattern, line) for line in kept)
+    for dropped in ("/home/a/megatron_rl_loss/core/plan.py:7: UserWarning: x", "  warn('loss aggregation')"):
+        assert not re.search(pattern, dropped)
+
+
 def test_the_code_of_using_runs() -> None:
     few_lines = code_under("using.md", "Without Megatron")
     own_modes = code_under("using.md", "Your own mode") + code_under("using.md", "Sums of your own")

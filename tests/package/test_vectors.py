@@ -50,3 +50,9 @@ def test_the_recipe_tells_right_from_wrong() -> None:
     status, says = run("sample_mean")
     assert status == 1
     assert says.startswith("step 0: off by ")
+
+
+def test_the_recipe_says_how_it_is_called() -> None:
+    done = subprocess.run([sys.executable, str(RECIPE)], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr == "usage: python check_vectors.py vectors.json MODE\n"
