@@ -1,8 +1,8 @@
 """Attention over packed (THD) sequences under context parallelism, in plain torch, without Transformer Engine.
 
 Megatron's own `DotProductAttention` rejects packing and context parallelism; its `WrappedTorchNorm` rejects sequence
-parallelism. `layer_spec` makes a GPT block, and `hybrid_stack_spec` a HybridModel's stack, that supports all three, with more memory
-and a loop over sequences: every context-parallel rank gathers keys and values of the whole pack.
+parallelism. `layer_spec` makes a GPT block, and `hybrid_stack_spec` a HybridModel's stack, that supports all three,
+with more memory and a loop over sequences: every context-parallel rank gathers keys and values of the whole pack.
 """
 
 import itertools

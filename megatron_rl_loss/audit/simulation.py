@@ -324,7 +324,7 @@ def measure(
             local = samples.local(c, C)
             x = local.of(whole).clone().requires_grad_()
             at = torch.tensor(local.sample_index)
-            view = partial(_view, call.rows, [size // (C // local.copies) for size in np.diff(bounds)])
+            view = partial(_view, call.rows, [int(size) // (C // local.copies) for size in np.diff(bounds)])
             place: dict[str, Any] = {"dp_rank": d, "cp_rank": c, "microbatch": k}
             have = of_microbatch | place | {
                 "local": local, "sample_index": view(at), "old_log_probs": view(x.detach().clone()),

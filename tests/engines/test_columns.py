@@ -188,7 +188,7 @@ def test_areal_says_which_engines_are_measured_and_how_many_rows_a_prompt_has() 
     trees, measured, of_fsdp = (SimpleNamespace(model=[], enable_tree_training=has_trees) for has_trees in (1, 0, 0))
     of_fsdp.model = None
     unproved = [ENGINES["areal"].unproved({"self": engine}) for engine in (measured, trees, of_fsdp)]
-    assert unproved == ["", *["only AReaL's Megatron engine, without tree training, is measured."] * 2]
+    assert unproved == ["", "", "only AReaL's Megatron engine is measured."]
     by_batch, by_group = (SimpleNamespace(mean_level=level, group_size=4) for level in ("batch", "group"))
     for norms, size in (((by_group, None), 4), ((by_batch, by_group), 4), ((by_batch, None), None)):
         config = SimpleNamespace(**dict(zip(("adv_norm", "reward_norm"), norms, strict=True)))
