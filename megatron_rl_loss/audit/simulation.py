@@ -242,7 +242,7 @@ def samples_of(rows: Sequence[DrawnRow], call: LossCall, cp_size: int, described
         layout = layout_class.drawn(bounds, lengths)
     labels = {"weight": [0.5 + sum(mask) % 3 for mask in masks], "turns": [np.arange(size) // 3 for size in lengths]}
     # A turn goes on over masked tokens behind the last active one: these are no turn that counts.
-    last = [max(np.flatnonzero(mask), default=0) for mask in masks]
+    last = [int(np.append(0, np.flatnonzero(mask))[-1]) for mask in masks]
     of_rows = zip(rollouts, last, lengths, strict=True)
     turns = [100 * rollout + np.minimum(np.arange(size), end) // 3 for rollout, end, size in of_rows]
     ids = {"session": prompts, "turn": turns} | {name: [*map(of, rows)] for name, of in described.ids.items()}
