@@ -6,8 +6,6 @@ in one process stands for a CP whose ranks exchange keys and values; each rank c
 """
 
 import random
-from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +15,7 @@ import torch
 import tree_oracle
 from refusals import refusal_tests, refusals
 from torch import Tensor
+from tree_controls import CONTROLS, Slots
 from tree_oracle import Forest, forest, net
 
 from megatron_rl_loss import PrefixTree, Samples, StepTotals, make_pg_loss_reducer, plan_step
@@ -97,15 +96,6 @@ class Case:
         return share
 
 
-class Slots:
-    """What a model and a loss function read of a tree, which a control changes."""
-
-    def __init__(self, tree: PrefixTree) -> None:
-        self.tokens, self.depths = torch.tensor(tree.tokens), torch.tensor(tree.depths)
-        self.visible, self.tree = tree.visible(), tree
-        self.edges: Callable[[Edges], Edges] = lambda edges: edges
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_every_mode_is_that_of_whole_samples(dtype: torch.dtype, record_property: Any) -> None:
     """Modes and countings by turns, with CP 1, 2 and 4, both cuts, one to three micro-batches."""
@@ -131,51 +121,7 @@ def test_every_mode_is_that_of_whole_samples(dtype: torch.dtype, record_property
 # --- negative controls: what must not go unseen
 
 
-def branches(slots: Slots) -> list[int]:
-    """Slots with several slots behind them, at which an error concerns some samples alone."""
-    children = np.bincount(slots.tree.parents[slots.tree.parents >= 0], minlength=slots.tree.num_slots)
-    return [int(slot) for slot in np.flatnonzero(children > 1)]
-
-
-def read_by_one_alone(slots: Slots) -> None:
-    """Samples but the first do not see the slot that they share."""
-    for slot in branches(slots):
-        (first, *others) = np.flatnonzero(slots.tree.parents == slot)
-        for other in others:
-            slots.visible[other : slots.tree.ends[other], slot] = False
-        assert first < others[0]
-
-
-def another_branch(slots: Slots) -> None:
-    """At a branch, the first edge has the label of the second."""
-
-    def change(edges: Edges) -> Edges:
-        labels = np.array(edges.labels)
-        for source in np.unique(edges.sources):
-            at = np.flatnonzero(edges.sources == source)
-            labels[at] = np.roll(labels[at], 1)
-        return replace(edges, labels=labels)
-
-    slots.edges = change
-
-
-def one_deeper(slots: Slots) -> None:
-    for slot in branches(slots):
-        slots.depths[slot + 1 : slots.tree.ends[slot]] += 1
-
-
-def counted_twice(slots: Slots) -> None:
-    """Each edge's gradient is that of two."""
-    to_tokens = Edges.to_tokens
-
-    class Twice(Edges):
-        def to_tokens(self, of_edges: Tensor) -> Tensor:
-            return to_tokens(self, 2 * of_edges - of_edges.detach())
-
-    slots.edges = lambda edges: Twice(**vars(edges))
-
-
-@pytest.mark.parametrize("change", [read_by_one_alone, another_branch, one_deeper, counted_twice])
+@pytest.mark.parametrize("change", CONTROLS)
 def test_negative_control(change: Any) -> None:
     seen = 0
     for seed in range(12):

@@ -110,7 +110,7 @@ class Step:
     def right(self, name: str) -> list[Tensor]:
         """The gradient of the rollouts' means of tokens: a rollout of two samples is one unit."""
         total = torch.zeros((), dtype=torch.float64)
-        sizes = {rollout: 0.0 for rollout in self.rollouts}
+        sizes = dict.fromkeys(self.rollouts, 0.0)
         for rollout, mask in zip(self.rollouts, self.drawn.masks, strict=True):
             sizes[rollout] += float(mask.sum())
         for i, losses in enumerate(self.losses(name)):
