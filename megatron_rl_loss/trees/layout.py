@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 from functools import cached_property
 from hashlib import blake2b
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -256,7 +257,7 @@ class PrefixTree(Layout):
     def check_model(model: nn.Module | Sequence[nn.Module]) -> None:
         """Raise ValueError for a model with layers that a tree does not fit: Mamba, gated delta nets, recurrences.
 
-        Warns of dropout, which a slot draws once for all samples. `plan_step` does this with the model it is given.
+        Warns of dropout, which a slot draws once for all samples. `plan_step` does this once with its model.
         """
         check_serves_trees([model] if isinstance(model, nn.Module) else model)
 
@@ -307,8 +308,19 @@ class PrefixTree(Layout):
         return html_table(repr(self), head, rows, len(self.runs))
 
 
+#: Models whose layers fit a tree, and whether they trained when they were looked at: dropout is of such models.
+_FITTING: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+
+
 def check_trees(samples: Sequence[Samples] | None, model: Any) -> None:
-    """`PrefixTree.check_model` of a Megatron model, a chunk or several, where some of the samples are trees."""
+    """`PrefixTree.check_model` of a Megatron model, a chunk or several, where some of the samples are trees.
+
+    A model is walked once, and once more when it trains after an evaluation; one that is refused, in every step.
+    """
     layouts = [getattr(each, "layout", None) for each in samples] if isinstance(samples, Sequence) else []
-    if model is not None and any(isinstance(layout, PrefixTree) for layout in layouts):
-        PrefixTree.check_model(model)
+    if model is None or not any(isinstance(layout, PrefixTree) for layout in layouts):
+        return
+    for chunk in [model] if isinstance(model, nn.Module) else model:
+        if chunk not in _FITTING or (chunk.training and not _FITTING[chunk]):
+            PrefixTree.check_model(chunk)
+            _FITTING[chunk] = chunk.training

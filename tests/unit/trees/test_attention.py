@@ -14,8 +14,9 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 from tree_oracle import forest
 
-from megatron_rl_loss import PrefixTree
+from megatron_rl_loss import PrefixTree, Samples
 from megatron_rl_loss.trees import attention
+from megatron_rl_loss.trees.layout import check_trees
 
 
 def branching(seed: int, size: int) -> PrefixTree:
@@ -162,6 +163,41 @@ def test_dropout_is_warned_of() -> None:
         PrefixTree.check_model(model)
     PrefixTree.check_model(model.eval())
     PrefixTree.check_model(model_with(nn.Dropout(0.0)))
+
+
+class Counted(nn.Sequential):
+    """A model that counts how often its modules are walked."""
+
+    walks = 0
+
+    def named_modules(self, *arguments: Any, **settings: Any) -> Any:
+        self.walks += 1
+        return super().named_modules(*arguments, **settings)
+
+
+def test_a_planned_model_is_walked_once_and_not_in_every_step() -> None:
+    trees, whole = [Samples([[0, 0]], layout=PrefixTree([[1, 2]]))], [Samples([[1, 0]])]
+    model = Counted(nn.Linear(2, 2), nn.Dropout(0.1)).eval()
+    check_trees(whole, model)
+    assert model.walks == 0  # without a tree
+    check_trees(trees, [model])
+    once = model.walks
+    assert once > 0
+    for _ in range(3):
+        check_trees(trees, model)
+    assert model.walks == once
+    with pytest.warns(UserWarning, match="a slot draws once"):  # dropout matters from now on
+        check_trees(trees, model.train())
+    assert model.walks == 2 * once
+    check_trees(trees, model)
+    check_trees(trees, model.eval())
+    assert model.walks == 2 * once
+    with pytest.warns(UserWarning, match="a slot draws once"):  # another model of the same kind
+        check_trees(trees, Counted(nn.Linear(2, 2), nn.Dropout(0.1)))
+    refused = Counted(MambaMixer())
+    for _ in range(2):
+        with pytest.raises(ValueError, match=NOT_TOLD):
+            check_trees(trees, refused)
 
 
 def test_rotary_embeddings_are_looked_up_by_depth() -> None:
