@@ -3,9 +3,11 @@
 import contextlib
 import io
 import itertools
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import gpt_oracle
 import pytest
@@ -70,15 +72,36 @@ def test_a_step_of_a_hybrid_equals_the_oracle_of_a_gpt(
     record_property("hybrid_fp32_gradients_error", worst)
 
 
-def step_of_experts(ep: int) -> tuple[float, str]:
-    """On a rank: how far a step of "*E*E" is from that of the GPT with the same weights, and what its proof printed."""
+@contextlib.contextmanager
+def decided() -> Iterator[set[str]]:
+    """A set that gets the names of this rank's parameters whose factor the proof decides inside."""
+    from megatron_rl_loss.proof.megatron_step import MegatronStep
+
+    names = set[str]()
+
+    def noted(self: Any) -> None:
+        known = {row.name for row in self._source.parameters}
+        measure(self)
+        alike = self.alike
+        names.update(known - {*alike.uncovered, *alike.zero, *alike.unlike})
+
+    measure = MegatronStep.measure
+    with patch.object(MegatronStep, "measure", noted):
+        yield names
+
+
+def step_of_experts(model: str, ep: int, tp: int) -> tuple[float, str, set[str], set[str]]:
+    """On a rank: how far a step of experts or MTP is from that of the GPT with the same weights, and what its proof printed.
+
+    Then the names of the hybrid's parameters, and of those that its proof decides.
+    """
     import moe_gpt
 
     from megatron_rl_loss import LossAggregation
     from megatron_rl_loss.megatron.flags import AggregationSettings
 
     # The hybrid first: it has more layers, and Megatron's log of auxiliary losses keeps the number of the first model.
-    models = [moe_gpt.build("moe", False, ep=ep, is_hybrid=is_hybrid) for is_hybrid in (True, False)]
+    models = [moe_gpt.build(model, False, tp=tp, ep=ep, is_hybrid=is_hybrid) for is_hybrid in (True, False)]
     hybrid, gpt = (dict(model.module.named_parameters()) for model in models)
     assert {name_in_gpt(name) for name in hybrid} == set(gpt)
     with torch.no_grad():
@@ -89,28 +112,41 @@ def step_of_experts(ep: int) -> tuple[float, str]:
         return microbatch.loss(losses * (1.5 + microbatch.data.advantages))
 
     batches, settings = moe_gpt.step_data(3, with_policy=True), AggregationSettings.resolve("sample_mean")
-    gradients = []
+    gradients, by_model = [], list[set[str]]()
     with contextlib.redirect_stdout(io.StringIO()) as out:
-        for model in models:
-            model.zero_grad_buffer()
+        for chunk in models:
+            chunk.zero_grad_buffer()
             wrap = LossAggregation(settings, lambda batch: batch.samples).wrap_schedule
-            gradients.append(moe_gpt.run_step(model, batches, loss_of, wrap))
+            with decided() as names:
+                gradients.append(moe_gpt.run_step(chunk, batches, loss_of, wrap))
+            by_model.append(names)
     ours, expected = gradients
     largest = max(float(gradient.abs().max()) for gradient in expected.values())
     error = max(float((gradient - expected[name_in_gpt(name)]).abs().max()) for name, gradient in ours.items())
-    return error / largest, out.getvalue()
+    return error / largest, out.getvalue(), set(hybrid), by_model[0]
 
 
-@pytest.mark.parametrize(("ep", "ranks"), [(1, 1), (1, 2), (2, 2), (2, 4)])
-def test_experts_of_a_hybrid_are_those_of_a_gpt(ep: int, ranks: int) -> None:
+OF_EXPERTS = [("moe", 1, 1, 1), ("moe", 1, 1, 2), ("moe", 2, 1, 2), ("moe", 2, 1, 4), ("shared", 1, 2, 2)]
+#: With the losses of multi-token prediction, whole steps.
+OF_EXPERTS += [("moe and mtp", 1, 1, 2), ("mtp", 1, 2, 2), ("mtp", 1, 1, 1)]
+
+
+@pytest.mark.parametrize(("model", "ep", "tp", "ranks"), OF_EXPERTS)
+def test_experts_and_depths_of_a_hybrid_are_those_of_a_gpt(model: str, ep: int, tp: int, ranks: int) -> None:
     skip_without("HybridModel")
-    outcomes = run_ranks(ranks, step_of_experts, ep)
-    assert max(error for error, _ in outcomes) < 2e-6
+    if "mtp" in model:
+        skip_without("MTP")
+    outcomes = run_ranks(ranks, step_of_experts, model, ep, tp)
+    assert max(error for error, *_ in outcomes) < 2e-6
     assert outcomes[0][1].count("proved on") == 2
+    for _, _, names, of_proof in outcomes:
+        assert any("shared_experts" in name for name in names) == (model == "shared")
+        assert any(name.startswith("mtp.") for name in names) == ("mtp" in model)
+        assert {name.removeprefix("module.") for name in of_proof} == names
 
 
-def step_of_mamba(tp: int, cp: int) -> tuple[dict[str, Any], list[Any], str]:
-    """On a rank: its part of the gradients of "M*M-" with their marks, and what the proof printed."""
+def step_of_mamba(tp: int, cp: int) -> tuple[dict[str, Any], list[Any], str, set[str]]:
+    """On a rank: its part of the gradients of "M*M-" with their marks, what the proof printed, and what it decided."""
     import moe_gpt
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -141,7 +177,7 @@ def step_of_mamba(tp: int, cp: int) -> tuple[dict[str, Any], list[Any], str]:
         return microbatch.loss(losses * (1.5 + microbatch.data.advantages))
 
     wrap = LossAggregation(AggregationSettings.resolve("sample_mean"), lambda batch: batch.samples).wrap_schedule
-    with contextlib.redirect_stdout(io.StringIO()) as out:
+    with contextlib.redirect_stdout(io.StringIO()) as out, decided() as names:
         gradients = moe_gpt.run_step(model, moe_gpt.step_data(3, with_policy=True), loss_of, wrap)
     marks = [
         (
@@ -152,7 +188,7 @@ def step_of_mamba(tp: int, cp: int) -> tuple[dict[str, Any], list[Any], str]:
         )
         for name, parameter in model.module.named_parameters()
     ]
-    return {name: gradient.numpy() for name, gradient in gradients.items()}, marks, out.getvalue()
+    return {name: gradient.numpy() for name, gradient in gradients.items()}, marks, out.getvalue(), names
 
 
 def whole_gradients(by_rank: list[Any], tp: int) -> dict[str, Tensor]:
@@ -176,6 +212,10 @@ def test_a_step_of_mamba_layers_is_the_same_in_every_layout(tp: int, cp: int, ra
     errors = {name: float((ours[name] - expected[name]).abs().max() / expected[name].abs().max()) for name in expected}
     assert max(errors.values()) < 1e-5, errors
     assert "proved on" in by_rank[0][2]
+    for *_, of_proof in by_rank:  # also those that Megatron marks as cut by TP, and those of which each rank has a copy
+        assert {name.removeprefix("module.") for name in of_proof} == set(expected)
+    of_mixers = {re.split("[._]", name.rpartition("mixer.")[2], maxsplit=1)[0] for name in expected if "mixer" in name}
+    assert {"A", "D", "dt", "conv1d"} <= of_mixers
 
 
 # ---- Megatron's own builder

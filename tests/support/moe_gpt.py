@@ -22,7 +22,8 @@ MOE = {
     "moe_z_loss_coeff": 0.1,
 }
 MTP = {"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.5}
-MODELS: dict[str, dict[str, Any]] = {"moe": MOE, "mtp": MTP, "moe and mtp": MOE | MTP}
+SHARED = MOE | {"moe_shared_expert_intermediate_size": 16}
+MODELS: dict[str, dict[str, Any]] = {"moe": MOE, "shared": SHARED, "mtp": MTP, "moe and mtp": MOE | MTP}
 
 
 def build(
@@ -55,8 +56,9 @@ def build(
     if is_hybrid:
         torch.manual_seed(3)
         model_parallel_cuda_manual_seed(3, force_reset_rng=True)
-        depths = ["*E"] * (config.mtp_num_layers or 0)
-        hybrid = tiny_hybrid(config, "/".join(["*E*E" if config.num_moe_experts else "*-*-", *depths]))
+        block = "*E" if config.num_moe_experts else "*-"
+        depths = [block] * (config.mtp_num_layers or 0)
+        hybrid = tiny_hybrid(config, "/".join([2 * block, *depths]))
         return DistributedDataParallel(config, DistributedDataParallelConfig(), hybrid)
     block = layer_spec(SimpleNamespace(transformer=config))
     if "num_moe_experts" in settings:

@@ -48,6 +48,8 @@ def name_in_gpt(name: str) -> str:
     parts = name.replace("decoder.final_norm", "decoder.final_layernorm").split(".")
     if parts[:2] == ["decoder", "layers"]:
         parts[2] = str(int(parts[2]) // 2)
+    if parts[0] == "mtp" and "mtp_model_layer" in parts:  # one block a depth
+        del parts[4:6]
     return ".".join(parts)
 
 
