@@ -25,12 +25,7 @@ _FIELDS = {field.name for field in dataclasses.fields(PackedSeqParams)}
 def layers_with_state(model: Any) -> dict[str, Module]:
     """The mixers of a model, or list of chunks, whose state runs along the sequence, by their names; of this rank."""
     chunks = model if isinstance(model, list) else [model]
-    return {
-        name: module
-        for chunk in chunks
-        for name, module in chunk.named_modules()
-        if is_mixer_with_state(module)
-    }
+    return {name: module for chunk in chunks for name, module in chunk.named_modules() if is_mixer_with_state(module)}
 
 
 def packed_seq_params(cu_seqlens_padded: Tensor, model: Any = None, **further: Any) -> PackedSeqParams:

@@ -91,7 +91,7 @@ def decided() -> Iterator[set[str]]:
 
 
 def step_of_experts(model: str, ep: int, tp: int) -> tuple[float, str, set[str], set[str]]:
-    """On a rank: how far a step of experts or MTP is from that of the GPT with the same weights, and what its proof printed.
+    """On a rank: how far a step of experts or MTP is from the GPT's with the same weights, and what its proof printed.
 
     Then the names of the hybrid's parameters, and of those that its proof decides.
     """
