@@ -203,7 +203,7 @@ def rows_of(rank: int, case: str) -> Any:
     rows = [[1, 2, 3], [1, 2, 4]]
     if rank == 1:
         rows[1] = {"other tokens": [1, 2, 5], "another branch": [1, 5, 4], "negative": [1, 2, -4], "": rows[1],
-                   "longer": [1, 2, 4, 4], "floats": [1, 2, 4.5]}[case]  # type: ignore[list-item]  # fmt: skip
+                   "longer": [1, 2, 4, 4], "floats": [1, 2, 4.5]}[case]  # fmt: skip
     return rows
 
 

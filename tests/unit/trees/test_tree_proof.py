@@ -50,7 +50,7 @@ def step(change: Any = None, factors_of: Any = None) -> tuple[str, float]:
         losses = tree_oracle.ppo(log_probs, drawn.old[i], drawn.advantages[i])
         total = total + (losses * drawn.masks[i]).sum() / max(float(drawn.masks[i].sum()), 1e-30) / len(drawn.rows)
     got = [parameter.grad for parameter in model.parameters()]
-    return said or out.getvalue(), tree_oracle.error(got, tree_oracle.gradients(total, model))  # type: ignore[arg-type]
+    return said or out.getvalue(), tree_oracle.error(got, tree_oracle.gradients(total, model))
 
 
 def test_a_right_step_is_proved() -> None:
