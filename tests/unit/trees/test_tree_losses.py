@@ -200,7 +200,7 @@ def test_the_comparison_sees_columns_of_the_first_sample_alone(name: str) -> Non
 
 def rows_of(rank: int, case: str) -> Any:
     """Rows of the same lengths and masks: other tokens on the second rank, or a row that no tree takes."""
-    rows = [[1, 2, 3], [1, 2, 4]]
+    rows: list[Any] = [[1, 2, 3], [1, 2, 4]]
     if rank == 1:
         rows[1] = {"other tokens": [1, 2, 5], "another branch": [1, 5, 4], "negative": [1, 2, -4], "": rows[1],
                    "longer": [1, 2, 4, 4], "floats": [1, 2, 4.5]}[case]  # fmt: skip
