@@ -75,6 +75,11 @@ def several(*groups: Group | None) -> list[Group]:
     return [group for group in groups if group is not None and size_of(group) > 1]
 
 
+def is_first_rank(groups: Sequence[Group]) -> bool:
+    """True on the one rank that speaks for a job, or for those ranks of it that these groups join."""
+    return all(rank_in(group) == 0 for group in groups)
+
+
 @dataclass(frozen=True)
 class StepGroups:
     """The process groups that a step is spread over.

@@ -20,13 +20,13 @@ from megatron_rl_loss.core.collectives import (
     attempt,
     failure_of,
     gather_objects,
+    is_first_rank,
     raise_together,
     ranks_of,
     several,
     size_of,
     stated_dp_group,
     warn_on_one_rank,
-    world_rank,
 )
 from megatron_rl_loss.core.errors import BadBatchError
 from megatron_rl_loss.core.ids import Ints, hashed, join_types
@@ -362,7 +362,7 @@ def count_step(
         if has_data and isinstance(added, StepTotals)
         else _without_units(numbers, masks, size_of(groups.dp_group))
     )
-    if world_rank() == 0 and (text := _twins(tallies, by_rollouts=False)) is not None:
+    if is_first_rank(groups.all) and (text := _twins(tallies, by_rollouts=False)) is not None:
         warn_on_one_rank(text)
     return replace(totals, dynamic_cp=True in seen["dynamic_cp"])
 

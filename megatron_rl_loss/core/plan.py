@@ -16,9 +16,9 @@ from megatron_rl_loss.core.collectives import (
     StepGroups,
     attempt,
     failure_of,
+    is_first_rank,
     size_of,
     warn_on_one_rank,
-    world_rank,
 )
 from megatron_rl_loss.core.counting import StepTotals, Sum, count_step
 from megatron_rl_loss.core.errors import BadBatchError, check_int
@@ -82,9 +82,7 @@ def check_samples(
 
 
 def check_ids(totals: StepTotals, asked: Set[str], filled: Sequence[Samples]) -> None:
-    """Warn, on the first rank, where ids that a mode uses collide, and where every prompt group has one rollout."""
-    if world_rank() != 0:
-        return
+    """Warn where ids that a mode uses collide, and where every prompt group has one rollout."""
     rollouts, samples = (totals.units[key].number["all"] for key in ("rollout", "sample"))
     for key in sorted(asked & {"rollout", "session"}) if len(filled) > 1 else ():
         of_microbatches = [set(microbatch.ids.get(key, np.arange(0)).tolist()) for microbatch in filled]
@@ -128,7 +126,9 @@ def check_ids(totals: StepTotals, asked: Set[str], filled: Sequence[Samples]) ->
         )
 
 
-def check_active_tokens(totals: StepTotals, *, per_token_loss: bool, empty_step: EmptyStep) -> None:
+def check_active_tokens(
+    totals: StepTotals, *, per_token_loss: bool, empty_step: EmptyStep, speaks: bool = True
+) -> None:
     """Warn of a step without an active token, or raise; raise for more tokens than Megatron can count."""
     tokens = totals.step_active_tokens
     if tokens == 0:
@@ -137,7 +137,7 @@ def check_active_tokens(totals: StepTotals, *, per_token_loss: bool, empty_step:
                 "a step without one active token: empty_step='error', or --loss-aggregation-empty-step, aborts it. "
                 "Check the loss masks."
             )
-        if world_rank() == 0:
+        if speaks:
             logger.warning("a step without one active token: its policy gradient is zero. Check the loss masks.")
     if per_token_loss and tokens >= 2**31:
         raise BadBatchError(
@@ -187,8 +187,9 @@ def make_plan(
     totals = count_step(samples, trainer.groups, masks=term_masks, sums=sums, settings=settings)
     assert isinstance(modes, LossModes)  # else the error was raised, and so with the samples
     assert not isinstance(samples, Exception)
-    check_active_tokens(totals, per_token_loss=trainer.per_token_loss, empty_step=empty_step)
-    if filled := [microbatch for microbatch in samples or () if len(microbatch)]:
+    speaks = is_first_rank(trainer.groups.all)
+    check_active_tokens(totals, per_token_loss=trainer.per_token_loss, empty_step=empty_step, speaks=speaks)
+    if speaks and (filled := [microbatch for microbatch in samples or () if len(microbatch)]):
         check_ids(totals, asked, filled)
     count = len(samples or ()) if num_microbatches is None else num_microbatches
     return Plan(samples, StepRecord(modes, totals, count, trainer))

@@ -443,6 +443,33 @@ def another_plan() -> list[Step]:
     return [attempted(run)]
 
 
+def collectives_of_later_steps() -> list[int]:
+    """On a rank: how many collectives of ours run in each step's ``with``, by counting their two ways into torch."""
+    from unittest.mock import patch
+
+    from megatron_rl_loss import prove_step
+    from megatron_rl_loss.core import collectives
+
+    start_process_group()
+    model, step, counts = wrapped(), data(dist.get_rank()), []
+    for _ in range(4):
+        model.zero_grad()
+        plan, calls = planned(step), [0]
+
+        def counted(of: Callable[..., Any], calls: list[int] = calls) -> Callable[..., Any]:
+            def call(*args: Any, **options: Any) -> Any:
+                calls[0] += 1
+                return of(*args, **options)
+
+            return call
+
+        ways: dict[str, Any] = {name: counted(getattr(collectives, name)) for name in ("reduce_in_place", "all_gather_single")}
+        with patch.multiple(collectives, **ways), prove_step(model, plan):
+            backward(model, step, plan)
+        counts.append(calls[0])
+    return counts
+
+
 class Row(NamedTuple):
     world: int
     run: Callable[[], list[Step]]
@@ -556,3 +583,10 @@ def mismatches(name: str) -> Iterator[tuple[int, Step]]:
 @pytest.mark.parametrize("name", ROWS)
 def test_a_loop_of_ones_own(name: str) -> None:
     assert not list(mismatches(name))
+
+
+def test_later_steps_of_a_with_cost_no_collective() -> None:
+    first, second, *later = run_ranks(2, collectives_of_later_steps, timeout_s=60)[0]
+    assert first > 10
+    assert second == 1  # the look at gradients that nobody zeroed
+    assert later == [0, 0]
