@@ -50,7 +50,7 @@ COMPANIONS = {
     "does_it_matter.py": ("matter/*.py", "megatron_on_cpu.py"),
     "does_centering_matter.py": ("does_it_matter.py", "matter/*.py", "megatron_on_cpu.py"),
     "online_grpo.py": ("online/*.py", "rollouts.py", *_ON_CPU),
-    "recipes/own_loop.py": ("megatron_on_cpu.py",),
+    "recipes/own_loop.py": _ON_CPU,
     "recipes/tree_gpt.py": ("megatron_on_cpu.py", "packed_attention.py"),
     "recipes/verl_rows_proof.py": ("recipes/verl_rows.py",),
 }

@@ -18,6 +18,7 @@ import oracle
 import pytest
 import torch
 import torch.distributed as dist
+from missing import skip_without
 from ranks import run_ranks, start_process_group
 from repository import EXAMPLES, ROOT
 from scripts import printed_by
@@ -237,6 +238,9 @@ def gradients_of_own_loop() -> dict[tuple[str, str], tuple[Tensor, dict[str, flo
         old, reference, of_tokens = (microbatch.local(batch[name]) for name in names)
         return loss_with_kl(microbatch, log_probs, old, reference, of_tokens, beta=BETA)
 
+    def of_table(batch: Any, microbatch: Any, model: Any) -> Any:
+        return model(microbatch.local(batch["tokens"]))
+
     state = start(cp=2)
     of_tokens = {"old_log_probs": old_log_probs(), "ref_log_probs": ref_log_probs(), "advantages": advantages()}
     forms = {"pair": (own_loop.policy_loss, False), "per token": (loss, True)}
@@ -251,7 +255,8 @@ def gradients_of_own_loop() -> dict[tuple[str, str], tuple[Tensor, dict[str, flo
             batches.append(batch | {"tokens": numbers} | {name: of[numbers] for name, of in of_tokens.items()})
         function, per_token = forms[form]
         model = table_model(table(), per_token=per_token)
-        values = own_loop.forward_backward(get_forward_backward_func(), model, batches, function, mode)
+        schedule = get_forward_backward_func()
+        values = own_loop.forward_backward(schedule, model, batches, function, mode, of_table)
         by_case[mode, form] = (
             model.module.losses.main_grad.clone(),
             {name: float(value) for name, value in values.items()},
@@ -280,10 +285,13 @@ def test_a_loop_of_ones_own_and_a_kl_term_have_the_oracles_gradient() -> None:
 
 
 @pytest.mark.slow
-def test_a_loop_of_ones_own_runs_as_it_is_launched(tmp_path: Path) -> None:
-    """The copied file, with its companion; an update lowers the loss, and the first step is proved."""
+@pytest.mark.parametrize("pattern", [[], ["*-*-"]], ids=["a GPTModel", "a HybridModel"])
+def test_a_loop_of_ones_own_runs_as_it_is_launched(pattern: list[str], tmp_path: Path) -> None:
+    """The copied file, with its companions; an update lowers the loss, and the first step is proved."""
+    if pattern:
+        skip_without("HybridModel")
     copy_example("own_loop", tmp_path)
-    done = "".join(run_ranks(2, printed_by, tmp_path, "own_loop.py"))
+    done = "".join(run_ranks(2, printed_by, tmp_path, "own_loop.py", *pattern))
     assert re.search(
         r"prompt_mean on the policy loss, aggregation proved on \d+ tokens of 6 samples, 3 prompts of 2\b", done
     )

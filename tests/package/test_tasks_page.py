@@ -52,7 +52,7 @@ def test_every_recipe_has_a_link_and_stands_alone(tmp_path: Path) -> None:
         assert f"](../examples/recipes/{name})" in pages
         assert f"recipes/{name}" in example_names()
         needed = {
-            "own_loop.py": ["megatron_on_cpu.py"],
+            "own_loop.py": ["megatron_on_cpu.py", "packed_attention.py"],
             "tree_gpt.py": ["megatron_on_cpu.py", "packed_attention.py"],
             "verl_rows_proof.py": ["verl_rows.py"],
         }.get(name, [])
