@@ -443,6 +443,33 @@ def another_plan() -> list[Step]:
     return [attempted(run)]
 
 
+def compiled(what: str) -> list[Step]:
+    """Compiled autograd, or a micro-batch's loss in a compiled function, on two ranks whose gradients are summed."""
+    from torch._dynamo import compiled_autograd
+
+    from megatron_rl_loss import prove_step
+
+    model, step = net(), data(dist.get_rank())
+    plan = planned(step)
+
+    def loss_of(microbatch: Any, inputs: Tensor) -> Any:
+        return microbatch.loss(losses_of(model, inputs), form="sum")
+
+    make: Any = torch.compile(loss_of, backend="eager") if what == "loss" else loss_of
+
+    def run() -> float:
+        with prove_step(model, plan):
+            for inputs, microbatch in zip(step.inputs, plan, strict=True):
+                loss, context = make(microbatch, inputs), contextlib.nullcontext()
+                with compiled_autograd._enable(torch.compile(backend="eager")) if what == "autograd" else context:
+                    loss.backward()
+            for parameter in model.parameters():
+                dist.all_reduce(parameter.grad)
+        return 0.0
+
+    return [attempted(run)]
+
+
 def collectives_of_later_steps() -> list[int]:
     """On a rank: how many collectives of ours run in each step's ``with``, by counting their two ways into torch."""
     from unittest.mock import patch
@@ -463,7 +490,8 @@ def collectives_of_later_steps() -> list[int]:
 
             return call
 
-        ways: dict[str, Any] = {name: counted(getattr(collectives, name)) for name in ("reduce_in_place", "all_gather_single")}
+        names = ("reduce_in_place", "all_gather_single")
+        ways: dict[str, Any] = {name: counted(getattr(collectives, name)) for name in names}
         with patch.multiple(collectives, **ways), prove_step(model, plan):
             backward(model, step, plan)
         counts.append(calls[0])
@@ -506,6 +534,11 @@ RIGHT = {
         3, ranks_1_and_2, [f"token_mean .*{PROVED}", "raises tokens weigh 2 times what they should"], speaker=1
     ),
     "replicas": ON_2(functools.partial(replicas, True), [LINE]),
+    # Where torch breaks the graph at the loss, its gradients are seen.
+    "a compiled loss": ON_2(
+        functools.partial(compiled, "loss"), [f"{PROVED}|NOT PROVED: A micro-batch's loss was made in a compiled graph"]
+    ),
+    "compiled autograd": ON_2(functools.partial(compiled, "autograd"), [LINE]),
 }
 #: Which are stopped, or named in their line.
 WRONG = {
