@@ -35,6 +35,12 @@ LEFT = (
     "gradients of the step before are still in .grad: this step's gradients were added to them. Call "
     "optimizer.zero_grad() before every step, and make one plan for all micro-batches between two optimizer steps."
 )
+ADDED = (
+    "token weights of two plans add up: gradients of the `with` before are still in .grad, and no optimizer has moved "
+    "parameters since. Two losses of one optimizer step may be meant so. Micro-batches of one step are not: a plan for "
+    "each divides by its own tokens alone. Make one plan for all micro-batches between two optimizer steps, and call "
+    "optimizer.zero_grad() before each."
+)
 _SCALES = (
     "Losses of the step went through several gradient scalers, or some through none: one optimizer divides by one "
     "scale. Scale each loss by the scaler of its optimizer; a second model has a `with` of its own."
@@ -76,6 +82,16 @@ class TorchStep(Measurement):
 
     def _further(self) -> None:
         self.exchange.local(self._scale_back, None)
+        self.exchange.local(self._doubt_zeros, None)
+
+    def _doubt_zeros(self) -> None:
+        """Gradients that are 0 since another model has them are not those of a step without any."""
+        if self.gradients is None or self.alike.gradient != "zero":
+            return
+        terms = own_losses(self.taps, self.plan).values()
+        is_reached = any(tapped.is_reached for of_term in terms for tapped in of_term.values())
+        if why := self.gradients.untrained(is_reached=is_reached):
+            self.alike.gradient, self.alike.problem = "unseen", why
 
     def _scale_back(self) -> None:
         """Divide gradients at losses by the scale that their scaler's optimizer divides by after the step."""
@@ -189,6 +205,9 @@ class PlainProof:
             stack.enter_context(first.step(model, plan=use, measure=measure, check=lambda: uncounted(model, counted)))
             yield
         if is_looked_at:
-            is_left = attempt(before.is_left) is True
-            if Exchange().agree(["left"] * is_left, ["left"], groups.all):
+            found = attempt(before.found)
+            of_ranks = Exchange().agree([found] if isinstance(found, str) else [], ["left", "added"], groups.all)
+            if "left" in of_ranks:
                 first.tell_left(LEFT)
+            elif of_ranks:
+                first.tell_added(ADDED)

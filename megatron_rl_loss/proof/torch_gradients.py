@@ -46,6 +46,11 @@ def unseen(model: Any) -> str:
 
         if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
             return no_factor("FullyShardedDataParallel joins parameters into flat ones. Use fully_shard")
+    if any(hasattr(parameter, "main_grad") for parameter in model.parameters()):
+        return no_factor(
+            "gradients are added up in main_grad, and not in .grad. Pass the module that Megatron's "
+            "DistributedDataParallel made, as the schedule gets it"
+        )
     return ""
 
 
@@ -105,6 +110,7 @@ class TorchGradients:
         self._held: Tensor | None = None
         self.final = torch.zeros(0)
         self._undo: list[Callable[[], None]] = []
+        self._is_seen = self._is_taken = False  # a backward pass came to a parameter; it added to `.grad`
 
     @property
     def leaves(self) -> list[Any]:
@@ -148,12 +154,14 @@ class TorchGradients:
 
     def _take(self, number: int, take: Callable[[], None]) -> None:
         take()
+        self._is_taken = True
         self._backward.take(number)
 
     def _see(self, number: int, gradient: Tensor) -> None:
         """A tensor hook: returns nothing, so that the gradient goes on as it is."""
         if self._held is None:  # the step's first gradient
             self._held = self.held()
+        self._is_seen = True
         known = self.parameters[number]
         if gradient.layout != torch.strided:
             known.why = "its gradient is sparse"
@@ -165,6 +173,18 @@ class TorchGradients:
             self._backward.see_sketch(number, sketch_part(self.signs, gradient))
         else:
             known.why = "its gradient is sharded in another way than the parameter"
+
+    def untrained(self, *, is_reached: bool) -> str:
+        """Why no gradient was added to `.grad`, where that is not because gradients are 0; empty if it is.
+
+        Args:
+            is_reached: a backward pass came to the losses.
+        """
+        if self._is_seen and not self._is_taken:
+            return no_factor("torch.autograd.grad gives gradients that nobody sees used. Call backward() on the loss")
+        if is_reached and not self._is_seen:
+            return no_factor("no loss reaches a parameter of the model that was given. Pass the one that is trained")
+        return ""
 
     def held(self) -> Tensor:
         """float64 [parameters, patterns + 1]: of what `.grad` holds now, on this rank."""
@@ -411,13 +431,17 @@ class Before:
     def tensors(self) -> list[Tensor]:
         return [] if self._gradients is None else self._gradients.tensors
 
-    def is_left(self) -> bool:
-        """True if what `.grad` held, of parameters that train, was that of the step before, or a multiple of it."""
-        if self._gradients is None or self._now is None or not len(self._now) or not self._is_moved:
-            return False
+    def found(self) -> str:
+        """Whether `.grad` held, of parameters that train, what the step before left there, or a multiple of it.
+
+        ``left`` if an optimizer has moved parameters since, ``added`` if none has; empty if it did not.
+        """
+        if self._gradients is None or self._now is None or not len(self._now):
+            return ""
         numbers = sorted(self._trained)
         now, parameters = self._now[numbers], [self._gradients.parameters[number] for number in numbers]
         if not bool(now[:, -1].sum() > 0):
-            return False
+            return ""
         fit = Fit(parameters, self._gradients.final[numbers], now)
-        return fit.is_certain and fit.share > 0.9
+        is_held = fit.is_certain and fit.share > 0.9
+        return ("left" if self._is_moved else "added") * is_held

@@ -498,6 +498,70 @@ def collectives_of_later_steps() -> list[int]:
     return counts
 
 
+def plan_for_each_microbatch() -> list[Step]:
+    """Two micro-batches of an optimizer step, each in a plan and a ``with`` of its own; two such steps."""
+    model, step = wrapped(), data(dist.get_rank())
+    optimizer, outcomes = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for _ in range(2):
+        for number in range(2):
+            outcomes.append(one_step(model, Data(step.samples[number:][:1], step.inputs[number:][:1])))
+        optimizer.step()
+        optimizer.zero_grad()
+    return outcomes
+
+
+def another_model() -> list[Step]:
+    """The ``with`` is given a model that the losses do not come from."""
+    from megatron_rl_loss import prove_step
+
+    model, step = wrapped(), data(dist.get_rank())
+    plan = planned(step)
+
+    def run() -> float:
+        with prove_step(net(), plan):
+            backward(model, step, plan)
+        return 0.0
+
+    return [attempted(run)]
+
+
+def gradients_by_autograd_grad() -> list[Step]:
+    from megatron_rl_loss import prove_step
+
+    model, step = net(), data(0)
+    plan, parameters = planned(step, dp_group=None), [*model.parameters()]
+
+    def run() -> float:
+        with prove_step(model, plan):
+            for inputs, microbatch in zip(step.inputs, plan, strict=True):
+                share = microbatch.loss(losses_of(model, inputs), form="sum")
+                for parameter, gradient in zip(parameters, torch.autograd.grad(share, parameters), strict=True):
+                    parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+        return 0.0
+
+    return [attempted(run)]
+
+
+def in_a_list() -> list[Step]:
+    """The model alone in a list, as Megatron's are."""
+    from megatron_rl_loss import prove_step
+
+    model, step = wrapped(), data(dist.get_rank())
+    plan = planned(step)
+
+    def run() -> float:
+        with prove_step([model], plan):
+            backward(model, step, plan)
+        return 0.0
+
+    return [attempted(run)]
+
+
+def optimizer_by_name() -> list[Step]:
+    model, step = wrapped(), data(dist.get_rank())
+    return [one_step(model, step, optimizer="adam" if dist.get_rank() == 0 else None)]
+
+
 class Row(NamedTuple):
     world: int
     run: Callable[[], list[Step]]
@@ -539,6 +603,7 @@ RIGHT = {
         functools.partial(compiled, "loss"), [f"{PROVED}|NOT PROVED: A micro-batch's loss was made in a compiled graph"]
     ),
     "compiled autograd": ON_2(functools.partial(compiled, "autograd"), [LINE]),
+    "in a list": ON_2(in_a_list, [LINE]),
 }
 #: Which are stopped, or named in their line.
 WRONG = {
@@ -578,6 +643,17 @@ WRONG = {
     ),
     "no parameters": ALONE(without_parameters, ["NOT PROVED: .*no parameter is trainable"]),
     "gradients zeroed inside": ON_2(zeroed_inside, ["NOT PROVED: .*all final gradients are 0, .*End the `with`"]),
+    "a plan for each micro-batch": ON_2(
+        plan_for_each_microbatch,
+        [PROVED, "token weights of two plans add up: gradients of the `with` before", "^$", "^$"],
+    ),
+    "another model": ON_2(another_model, ["NOT PROVED: .*no loss reaches a parameter of the model that was given"]),
+    "torch.autograd.grad": ALONE(
+        gradients_by_autograd_grad, ["NOT PROVED: .*torch.autograd.grad gives gradients that nobody sees used"]
+    ),
+    "an optimizer by its name": ON_2(
+        optimizer_by_name, ["raises optimizer is a str: it must be one of torch, or None"]
+    ),
     "no plan": ALONE(reducers_by_hand, ["raises TypeError: plan is a NoneType: .*made by hand have no plan"]),
     "another plan": ALONE(another_plan, ["NOT PROVED: The step trained on micro-batches of another plan than the one"]),
 }
