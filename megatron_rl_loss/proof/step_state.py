@@ -238,7 +238,9 @@ class StepState:
             counts = f"{self.tokens[1]} of {self.tokens[0]} tokens differ"
             found.append(Finding(WRONG, f"The layout or the batch given is not the model's: {counts}."))
         if self.factors and sum(stage.num_unlike for stage in self.stages.values()):
-            found.append(Finding(IN_PART, unlike_in_words(self)))
+            of_all = _total([*self.stages.values()])
+            is_none = of_all.num_unlike >= of_all.total  # each rank has a factor, and no two the same one
+            found.append(Finding(NOT_PROVED if is_none else IN_PART, unlike_in_words(self)))
         return found
 
 
@@ -282,6 +284,8 @@ def parameters_in_words(state: StepState) -> Finding:
 def unlike_in_words(state: StepState) -> str:
     """The parameters that have not the factor of the others."""
     of_all = _total([*state.stages.values()])
+    if of_all.num_unlike >= of_all.total and (apart := of_all.unlike.get("all of them")):
+        return no_factor(f"the final gradients are {apart}")
     names = [f"{name} ({what})" for name, what in of_all.unlike.items()]
     more = f", and {of_all.num_unlike - len(names)} more" * (of_all.num_unlike > len(names))
     if "all of them" in of_all.unlike:

@@ -542,6 +542,35 @@ def microbatches_of_two_plans() -> list[Step]:
     return [step._replace(error=0.0)]
 
 
+def halved_on_some_ranks() -> list[Step]:
+    from megatron.core.distributed import finalize_model_grads
+
+    loop = Loop("prompt_mean")
+
+    def finalize(chunks: Any, *args: Any, **options: Any) -> None:
+        finalize_model_grads(chunks, *args, **options)
+        for parameter in loop.model.parameters():
+            parameter.main_grad /= 1 + loop.dp_rank
+
+    loop.model.config.finalize_model_grads_func = finalize
+    return [loop.step(loop.plan("prompt_mean"), expected=None)]
+
+
+def without_its_ddp() -> list[Step]:
+    """The measured model is the one inside Megatron's DDP."""
+    from megatron_rl_loss import prove_step
+
+    loop = Loop("prompt_mean")
+    plan = loop.plan("prompt_mean")
+
+    def run() -> float:
+        with prove_step(loop.model.module, plan):
+            run_step(loop.model, [*zip(loop.batches, plan, strict=True)], lambda batch, losses: batch.loss(losses))
+        return error_in(loop.model, "prompt_mean")
+
+    return [attempted(run)]
+
+
 def doubled() -> list[Step]:
     def loss_of(microbatch: Any, losses: Tensor) -> Any:
         loss, *others = microbatch.loss(losses)
@@ -884,6 +913,10 @@ LOOPS: dict[str, tuple[Callable[[], list[Step]], list[str]]] = {
             ("constant", "error", "rows"), ("prompt_mean", "error", "weights"),
         ]
     },
+    "gradients halved on some ranks": (
+        halved_on_some_ranks, [r"NOT PROVED: .*the final gradients are 0.125 or 0.25 times the sum, on different ranks"]
+    ),
+    "the model without its DDP": (without_its_ddp, ["NOT PROVED: .*gradients are added up in main_grad, and not in"]),
     "a scale that is stated, and Megatron's own": (stated_twice, ["raises .*of a Megatron model: its DDP holds its"]),
     "freed after the step": (freed_after_the_step, [f"{PROVED} 37"]),
 }  # fmt: skip
