@@ -70,11 +70,13 @@ def watch_packs(model: Any) -> Iterator[list[str]]:
     chunks, faults, mixers = model if isinstance(model, list) else [model], list[str](), layers_with_state(model)
 
     def look(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if faults:  # the first one says it for all layers and micro-batches
+            return
         for packed in (value for value in (*args, *kwargs.values()) if isinstance(value, PackedSeqParams)):
             # A mixer gets the parameters from its own layer; the model, in versions whose layers drop them.
             of_call = {name: mixer for name, mixer in mixers.items() if module in (mixer, *chunks)}
             fault = fault_of(packed, of_call)
-            if fault and fault not in faults:
+            if fault:
                 faults.append(fault)
 
     modules = [*mixers.values(), *chunks] if mixers else []
