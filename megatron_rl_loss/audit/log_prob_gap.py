@@ -58,7 +58,8 @@ class LogProbGap:
         lines = [f"explained: {text}" for text in self.patterns.values()]
         if not lines:
             fits = "no known pattern brings the gap" if self.beyond[self.active].any() else "all gaps are"
-            lines = [f"{fits} within rounding", *(f"only suggested: {text}" for text in self.suggestions.values())]
+            says = f"{fits} within rounding" if self.active.any() else "no token is left to compare"
+            lines = [says, *(f"only suggested: {text}" for text in self.suggestions.values())]
         head, *numbers = self._numbers()
         compared = f"{self.compared}\n" * bool(self.compared)
         return compared + "\n  ".join([head, *self.left_out, *numbers, *lines[:3]])
@@ -261,9 +262,10 @@ def _sample_order(gap: LogProbGap, _: Context) -> Iterator[Try]:
 def _placeholders(gap: LogProbGap, _: Context) -> Iterator[Try]:
     """Exact zeros of one side at tokens that the other finds unlikely: nobody computed these."""
     for name, side, other in (("rollout", gap.rollout, gap.train), ("train", gap.train, gap.rollout)):
-        empty = (side == 0) & (other < -_FAR) & gap.active
-        if empty.any():
-            found = f"{name} is exactly 0 at {int(empty.sum())} tokens where the other side is below -{_FAR:g}"
+        empty = (side == 0) & gap.active
+        far = empty & (other < -_FAR)
+        if far.any():  # then a 0 beside a likely token is one, too
+            found = f"{name} is exactly 0 at {int(far.sum())} tokens where the other side is below -{_FAR:g}"
             text = f"{found}: placeholders, such as of tool tokens or a lost answer; mask these tokens"
             yield text, gap.gap.masked_fill(empty, 0), gap.active
 

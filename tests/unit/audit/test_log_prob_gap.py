@@ -98,8 +98,8 @@ def shifted_behind(step: Any) -> Any:
 
 
 def with_placeholders(step: Any) -> Rows:
-    """SkyRL#2148: the sampler's log-probs of tokens that were put in by hand are 0."""
-    return [row.masked_fill((torch.arange(len(row)) % 3 == 0) & (row < -1), 0) for row in step.ours]
+    """SkyRL#2148: the sampler's log-probs of tokens that were put in by hand are 0, of likely ones too."""
+    return [row.masked_fill(torch.arange(len(row)) % 3 == 0, 0) for row in step.ours]
 
 
 #: Theirs beside our log-probs and masks, or all of these and total lengths; and what is named.
