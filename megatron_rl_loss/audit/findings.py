@@ -159,6 +159,9 @@ def _text_of_weights(first: Finding, alike: Sequence[Finding], instead: tuple[st
         return says
     weights, asked = np.array(first.weights), np.array(first.expected)
     extra, lost = int(((weights != 0) & (asked == 0)).sum()), int(((weights == 0) & (asked != 0)).sum())
+    if cut != UNCUT and np.allclose(weights, asked, rtol=TOLERANCE, atol=0):
+        where = "the padding decides" if cut == PADDED else "the cut decides"
+        return f"{where} which tokens have a weight: in this step they have the right one, and uncut another"
     if first.fact in OF_ALL_STEPS or max(abs(low - 1), abs(high - 1)) <= TOLERANCE:
         return f"weights lie on the wrong tokens: {extra} that should have none have some, {lost} have none that should"
     apart = f"{low:.4g}" if high - low <= TOLERANCE * abs(high) else f"{low:.3g} to {high:.3g}"

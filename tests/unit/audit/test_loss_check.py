@@ -729,3 +729,12 @@ def test_a_mode_over_a_sum_that_it_declares_is_checked() -> None:
         name="declared", function=lambda step: 1 / step.sum("all"), sums={"all": Sum(of=lambda rows: rows.mask_sums)}
     )
     assert check_loss(mode=declared, draws=3).sound
+
+
+def test_a_dropped_last_column_is_spoken_of_where_padding_hides_it() -> None:
+    def without_the_last(losses: Tensor, mask: Tensor, step_tokens: Tensor) -> Tensor:
+        return (losses * mask)[:, :-1].sum() / step_tokens
+
+    said = str(check_loss(without_the_last, mode="token_mean"))
+    assert "the padding decides which tokens have a weight: in this step they have the right one" in said
+    assert "0 that should have none" not in said
