@@ -30,7 +30,7 @@ from megatron_rl_loss.engines.names import (
     format_versions,
     framework_as_data,
     modes_as_data,
-    versioned,
+    weighable,
 )
 
 #: The command of an installed package, which does what ``python -m megatron_rl_loss`` does.
@@ -172,7 +172,9 @@ def _modes(options: Namespace) -> str:
         return format_frameworks([mode])
     if ":" in mode and re.split("[@:]", mode)[0] in FRAMEWORKS:
         if differs_by_version(mode):  # the table is the answer: there is no one set of weights
-            return f"{format_versions(mode)}\nIts versions differ. For weights write one: {versioned(mode)}."
+            choices = weighable(mode)
+            hint = f"For weights write one: {choices}." if choices else "None of them has weights of its own."
+            return f"{format_versions(mode)}\nIts versions differ. {hint}"
         print_text(format_versions(mode) + "\n")  # before a refusal, which may ask for a divisor
     return format_weights(mode, *flags)
 

@@ -332,6 +332,12 @@ def versioned(alias: str) -> str:
     return " or ".join(peer.alias for peer in _spans(rows_of(alias)))
 
 
+def weighable(alias: str) -> str:
+    """`versioned`, of the versions that have weights, with the flag of a divisor that the user must give."""
+    exact = [peer for peer in _spans(rows_of(alias)) if not peer.refused]
+    return " or ".join(f"{peer.alias}{' --divisor D' * isinstance(peer.divisor, str)}" for peer in exact)
+
+
 def rows_of(alias: str) -> list[PeerName]:
     """All rows of a name, oldest first; ValueError for a framework's name or version that the table lacks."""
     framework, version, setting = _parts_of(alias)

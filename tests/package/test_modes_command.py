@@ -9,7 +9,7 @@ import oracle
 import pytest
 
 from megatron_rl_loss.__main__ import LOSSES, MASKS, format_weights, main
-from megatron_rl_loss.engines.names import NAMES, format_versions
+from megatron_rl_loss.engines.names import NAMES, NUMBER, differs_by_version, format_versions
 
 
 def test_its_step_is_the_one_that_is_worked_out_by_hand() -> None:
@@ -53,7 +53,7 @@ def test_a_name_is_said_by_version_and_one_that_differs_asks_for_it(
     printed = capsys.readouterr().out
     assert printed.startswith(format_versions("verl:gspo"))
     assert "response  prompt" not in printed
-    assert printed.strip().endswith("For weights write one: verl@1dda039b:gspo or verl@0.9.1:gspo.")
+    assert printed.strip().endswith("For weights write one: verl@1dda039b:gspo.")
     monkeypatch.setattr(sys, "argv", ["megatron_rl_loss", "modes", "verl@0.9.0:gspo"])
     assert main() == 0
     assert capsys.readouterr().out.strip().endswith(format_weights("sample_mean").partition(": ")[2])
@@ -93,6 +93,22 @@ def test_the_hint_for_a_framework_without_a_setting_works(
     command, *words = hinted.split()
     assert command == "modes"
     assert "openrlhf:token-mean" in printed_by(words, monkeypatch, capsys)
+
+
+def test_the_hint_for_a_name_whose_versions_differ_works(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of every such name, with a number in the place of N and D."""
+    names = {f"{peer.framework}:{peer.name.replace(NUMBER, '8')}" for peer in NAMES}
+    hinted = 0
+    for name in sorted(name for name in names if differs_by_version(name)):
+        printed = printed_by([name], monkeypatch, capsys).strip()
+        choices = printed.rpartition("For weights write one: ")[2] if "write one: " in printed else ""
+        for choice in filter(None, choices.removesuffix(".").split(" or ")):
+            words = choice.replace(" D", " 8").split()
+            assert "response  prompt" in printed_by(words, monkeypatch, capsys), choice
+            hinted += 1
+    assert hinted
 
 
 def test_the_same_as_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
