@@ -27,14 +27,25 @@ def test_each_section_runs_after_the_first_lines_and_prints_what_it_shows(capsys
 
 
 def test_other_code_is_of_the_files_that_it_names() -> None:
-    """Line by line, in their order; tests/examples/test_recipes.py and megatron/test_late_counts.py run these files."""
+    """Line by line, in their order, with ... where lines are left out.
+
+    tests/examples/test_recipes.py and megatron/test_late_counts.py run these files.
+    """
     blocks = [code for code in code_of("tasks.md") if FROM_FILE.match(code)]
     assert blocks
     for code in blocks:
         heading = FROM_FILE.match(code)
         assert heading is not None
-        lines = iter(RECIPES[heading[1]].splitlines())
-        assert all(line in lines for line in code[heading.end() :].splitlines()), heading[1]
+        lines = [line for line in RECIPES[heading[1]].splitlines() if line.strip()]
+        at, is_gap = 0, True  # the head of the file is left out, too
+        for line in filter(str.strip, code[heading.end() :].splitlines()):
+            if line.strip() == "...":
+                is_gap = True
+                continue
+            assert line in lines[at:], (heading[1], line)
+            found = lines.index(line, at)
+            assert at == 0 or is_gap == (found > at), f"{heading[1]}: before {line!r} lines are left out without a mark"
+            at, is_gap = found + 1, False
 
 
 def test_the_index_has_every_section() -> None:
