@@ -21,7 +21,7 @@ from megatron_rl_loss.proof.first_step import FirstStep
 from megatron_rl_loss.proof.measurement import Measurement, Ranks
 from megatron_rl_loss.proof.outcomes import ProofLevel
 from megatron_rl_loss.proof.own_tokens import own_losses
-from megatron_rl_loss.proof.reduced_ranks import counted_by, uncounted
+from megatron_rl_loss.proof.reduced_ranks import counted_by, left_out, uncounted
 from megatron_rl_loss.proof.torch_gradients import Before, TorchGradients, unseen
 
 _REMEDY = (
@@ -57,6 +57,7 @@ class TorchStep(Measurement):
 
     Attributes:
         loss_scale: what the user multiplies losses by, and divides gradients by after the ``with``.
+        left_out: what is wrong with the model's wrapper if gradients are no sum over all ranks; empty for nothing.
     """
 
     def __init__(
@@ -80,8 +81,12 @@ class TorchStep(Measurement):
     def _observe(self, stack: ExitStack) -> None:
         stack.enter_context(_watched_scalers(self.taps))
 
+    left_out = ""
+
     def _further(self) -> None:
         self.exchange.local(self._scale_back, None)
+        if self.alike.gradient == "finite" and self.alike.factor is None and self.left_out:
+            self.evidence(self.left_out)
         self.exchange.local(self._doubt_zeros, None)
 
     def _doubt_zeros(self) -> None:
@@ -189,6 +194,7 @@ class PlainProof:
 
             measured = TorchStep(model, groups, plan=plan, before=before, optimizer=optimizer, then=end)
             measured.loss_scale, self._was_measured = loss_scale, True
+            measured.left_out = left_out(model, counted)
             return measured
 
         if claim not in self._firsts:

@@ -42,15 +42,29 @@ def counted_by(groups: StepGroups) -> set[int]:
 
 
 def uncounted(model: Any, counted: set[int]) -> str:
-    """The fault of a wrapper that reduces over other ranks than those that a plan knows; empty for none.
-
-    One that reduces over fewer may be part of a sum of the user's own, which the measurement follows.
-    """
+    """The fault of a wrapper that reduces over ranks of which the plan knows nothing; empty for none."""
     for wrapper, ranks in reduced_over(model):
         if not ranks <= counted:
-            return (
-                f"{wrapper} reduces gradients over {len(ranks)} ranks, and the plan counts the tokens of "
-                f"{len(counted)}: tokens of the others are in no denominator. Give plan_step the group that the model "
-                "is wrapped with, dp_group=..., and groups whose ranks hold the same samples as replica_groups=[...]."
-            )
+            return f"{_both(wrapper, ranks, counted)}: tokens of the others are in no denominator. {_REMEDY}"
     return ""
+
+
+def left_out(model: Any, counted: set[int]) -> str:
+    """What is wrong with a wrapper that reduces over some of the plan's ranks, if nobody adds up the rest.
+
+    A sum of the user's own may, or the others hold the same samples: it is evidence only where numbers say so too.
+    """
+    for wrapper, ranks in reduced_over(model):
+        if ranks < counted:
+            return f"{_both(wrapper, ranks, counted)}: what the others hold weighs nothing here. {_REMEDY}"
+    return ""
+
+
+_REMEDY = (
+    "Give plan_step the group that the model is wrapped with, dp_group=..., and groups whose ranks hold the same "
+    "samples as replica_groups=[...]."
+)
+
+
+def _both(wrapper: str, ranks: set[int], counted: set[int]) -> str:
+    return f"{wrapper} reduces gradients over {len(ranks)} ranks, and the plan counts the tokens of {len(counted)}"

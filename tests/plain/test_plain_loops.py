@@ -562,6 +562,20 @@ def optimizer_by_name() -> list[Step]:
     return [one_step(model, step, optimizer="adam" if dist.get_rank() == 0 else None)]
 
 
+def half_of_the_ranks(kind: str) -> list[Step]:
+    """The model is wrapped over ranks 0 and 1, or 2 and 3; the plan counts all four."""
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    step, model = data(dist.get_rank()), net()
+    if kind == "ddp":
+        model = DistributedDataParallel(model, process_group=groups[dist.get_rank() // 2])
+    else:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))["inner"])
+    return [one_step(model, step)]
+
+
 class Row(NamedTuple):
     world: int
     run: Callable[[], list[Step]]
@@ -641,6 +655,14 @@ WRONG = {
         functools.partial(part_of_the_model, True),
         [rf"{IN_PART} .*2 of 4 parameters \(2 not covered, as .*the optimizer has it, and the model that was given"],
     ),
+    **{
+        f"{wrapper} over half of the ranks": Row(
+            4,
+            functools.partial(half_of_the_ranks, kind),
+            [f"raises {wrapper} reduces gradients over 2 ranks, and the plan counts the tokens of 4: what the others"],
+        )
+        for kind, wrapper in (("ddp", "DistributedDataParallel"), ("fsdp", "fully_shard"))
+    },
     "no parameters": ALONE(without_parameters, ["NOT PROVED: .*no parameter is trainable"]),
     "gradients zeroed inside": ON_2(zeroed_inside, ["NOT PROVED: .*all final gradients are 0, .*End the `with`"]),
     "a plan for each micro-batch": ON_2(
