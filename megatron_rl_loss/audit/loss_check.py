@@ -21,7 +21,6 @@ from megatron_rl_loss.audit.findings import TOLERANCE, Finding, Measure, find_fa
 from megatron_rl_loss.audit.judge import deviation_of, expected_weights, explain, nearest_mode
 from megatron_rl_loss.audit.loss_report import LossReport
 from megatron_rl_loss.audit.misplaced import OF_ALL_STEPS
-from megatron_rl_loss.audit.own_losses import OwnLosses, judge_backward
 from megatron_rl_loss.audit.picture import Panel
 from megatron_rl_loss.audit.progress import Progress
 from megatron_rl_loss.audit.simulation import (
@@ -45,6 +44,7 @@ from megatron_rl_loss.core.counting import StepTotals, UnitCounting, count_step
 from megatron_rl_loss.core.errors import check_callable, check_choice, check_int, check_mapping
 from megatron_rl_loss.core.modes import Mode, ModeFunction
 from megatron_rl_loss.core.samples import LocalTokens
+from megatron_rl_loss.proof.own_losses import OwnLosses, judge_backward
 
 #: A step on which every sound function works, and one with a masked token between trained ones.
 _PLAIN = DrawnStep((DrawnRow((1, 1, 1)), DrawnRow((1, 1), 1, 1)))

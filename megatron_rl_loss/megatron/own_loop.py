@@ -7,6 +7,7 @@ from typing import Any
 from megatron_rl_loss.core.plan import Plan
 from megatron_rl_loss.megatron.proving import MegatronFirstStep, facts_of
 from megatron_rl_loss.proof.exchange import Exchange
+from megatron_rl_loss.proof.first_step import Stated
 from megatron_rl_loss.proof.megatron_step import LEFT, before_forward, fresh_failure
 from megatron_rl_loss.proof.outcomes import ProofLevel
 from megatron_rl_loss.proof.reduced_ranks import counted_by, uncounted
@@ -25,9 +26,7 @@ class MegatronProof:
         self._firsts, self._num_steps = dict[str, MegatronFirstStep](), 0
 
     @contextmanager
-    def step(
-        self, model: Any, plan: Plan, level: Callable[[], ProofLevel], optimizer: Any, loss_scale: float
-    ) -> Iterator[None]:
+    def step(self, model: Any, plan: Plan, level: Callable[[], ProofLevel], stated: Stated) -> Iterator[None]:
         groups, _ = facts_of(model)
         over, claim = [groups.dp_cp, groups.tp, groups.pp], plan.record.modes.describe()
         if claim not in self._firsts:
@@ -36,7 +35,7 @@ class MegatronProof:
         if not first.is_agreed:  # before any other collective: ranks of other levels would wait for each other
             first.agree(over, level)
         counted = set[int]() if first.is_over else counted_by(plan.record.groups)
-        stated = _STATED if optimizer is not None or loss_scale != 1 else ""
+        twice = _STATED if stated.optimizer is not None or stated.loss_scale != 1 else ""
         is_looked_at = first.is_over and first.level != "off" and self._num_steps < 2  # else it is measured
         self._num_steps += 1
         chunks, left = model if isinstance(model, list) else [model], list[Exception | None]()
@@ -44,7 +43,7 @@ class MegatronProof:
             if is_looked_at:
                 stack.enter_context(first.leaving())
                 stack.enter_context(before_forward(lambda: left.append(fresh_failure(chunks))))
-            check = lambda: stated or uncounted(model, counted)  # noqa: E731
+            check = lambda: twice or uncounted(model, counted) or stated.fault()  # noqa: E731
             stack.enter_context(first.step(model, plan=plan.record.use, check=check))
             yield
         if is_looked_at and Exchange().agree(["left"] * any(left), ["left"], over):

@@ -17,7 +17,7 @@ from megatron_rl_loss.core.plan import Plan
 from megatron_rl_loss.core.record import PlanUse
 from megatron_rl_loss.core.taps import LossScale, Taps, backward_pass
 from megatron_rl_loss.proof.exchange import Exchange
-from megatron_rl_loss.proof.first_step import FirstStep
+from megatron_rl_loss.proof.first_step import FirstStep, Stated
 from megatron_rl_loss.proof.measurement import Measurement, Ranks
 from megatron_rl_loss.proof.outcomes import ProofLevel
 from megatron_rl_loss.proof.own_tokens import own_losses
@@ -178,9 +178,7 @@ class PlainProof:
         self._was_measured, self._before = False, Before()
 
     @contextmanager
-    def step(
-        self, model: Any, plan: Plan, level: Callable[[], ProofLevel], optimizer: Any, loss_scale: float
-    ) -> Iterator[None]:
+    def step(self, model: Any, plan: Plan, level: Callable[[], ProofLevel], stated: Stated) -> Iterator[None]:
         groups, use, claim = plan.record.groups, plan.record.use, plan.record.modes.describe()
         was_measured, before = self._was_measured, self._before
         self._was_measured, self._before = False, Before(is_known=False)
@@ -192,8 +190,8 @@ class PlainProof:
                     self.sent, self._before = known
                 then(failure)
 
-            measured = TorchStep(model, groups, plan=plan, before=before, optimizer=optimizer, then=end)
-            measured.loss_scale, self._was_measured = loss_scale, True
+            measured = TorchStep(model, groups, plan=plan, before=before, optimizer=stated.optimizer, then=end)
+            measured.loss_scale, self._was_measured = stated.loss_scale, True
             measured.left_out = left_out(model, counted)
             return measured
 
@@ -208,7 +206,8 @@ class PlainProof:
             if is_looked_at:
                 stack.enter_context(first.leaving())
                 stack.enter_context(before.compared())
-            stack.enter_context(first.step(model, plan=use, measure=measure, check=lambda: uncounted(model, counted)))
+            check = lambda: uncounted(model, counted) or stated.fault()  # noqa: E731
+            stack.enter_context(first.step(model, plan=use, measure=measure, check=check))
             yield
         if is_looked_at:
             found = attempt(before.found)

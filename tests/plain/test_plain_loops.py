@@ -562,6 +562,35 @@ def optimizer_by_name() -> list[Step]:
     return [one_step(model, step, optimizer="adam" if dist.get_rank() == 0 else None)]
 
 
+class Sign(torch.autograd.Function):
+    """Losses whose backward ignores the size of what comes from above."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor) -> Tensor:
+        return values * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0].sign()
+
+
+def kernel_of_ones_own(is_wrong: bool) -> list[Step]:
+    """Each rank states its own losses; that of rank 1 has a wrong backward."""
+    from megatron_rl_loss.proof.own_losses import OwnLosses
+
+    model, step = wrapped(), data(dist.get_rank())
+    bare = net(torch.float64)
+    inputs = step.inputs[0].double()
+
+    def losses() -> Tensor:
+        values = bare(inputs)[:, 0]
+        apply: Any = Sign.apply
+        own: Tensor = apply(values) if is_wrong and dist.get_rank() else values * 1.0
+        return own
+
+    return [one_step(model, step, own_losses=OwnLosses(losses, list(bare.parameters())))]
+
+
 def half_of_the_ranks(kind: str) -> list[Step]:
     """The model is wrapped over ranks 0 and 1, or 2 and 3; the plan counts all four."""
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
@@ -612,6 +641,7 @@ RIGHT = {
         3, ranks_1_and_2, [f"token_mean .*{PROVED}", "raises tokens weigh 2 times what they should"], speaker=1
     ),
     "replicas": ON_2(functools.partial(replicas, True), [LINE]),
+    "a kernel of one's own": ON_2(functools.partial(kernel_of_ones_own, False), [LINE]),
     # Where torch breaks the graph at the loss, its gradients are seen.
     "a compiled loss": ON_2(
         functools.partial(compiled, "loss"), [f"{PROVED}|NOT PROVED: A micro-batch's loss was made in a compiled graph"]
@@ -663,6 +693,10 @@ WRONG = {
         )
         for kind, wrapper in (("ddp", "DistributedDataParallel"), ("fsdp", "fully_shard"))
     },
+    "a kernel with a wrong backward on one rank": ON_2(
+        functools.partial(kernel_of_ones_own, True),
+        ["raises The backward of the own losses is wrong, before any weight: the gradients of two weightings"],
+    ),
     "no parameters": ALONE(without_parameters, ["NOT PROVED: .*no parameter is trainable"]),
     "gradients zeroed inside": ON_2(zeroed_inside, ["NOT PROVED: .*all final gradients are 0, .*End the `with`"]),
     "a plan for each micro-batch": ON_2(

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megatron_rl_loss import Samples, plan_step
 from megatron_rl_loss.proof import plain_step
+from megatron_rl_loss.proof.first_step import Stated
 
 TOKENS = 8
 
@@ -33,7 +34,7 @@ def measure(rank: int, layers: int, width: int, microbatches: int, rounds: int) 
             samples = [Samples([torch.ones(TOKENS)], prompt_ids=[f"{rank} {k}"]) for k in range(microbatches)]
             plan = plan_step(samples, "token_mean", dp_group=dist.group.WORLD)
             proof = plain_step.PlainProof()
-            proved = proof.step(model, plan, lambda: "error", None, 1.0)
+            proved = proof.step(model, plan, lambda: "error", Stated())
             model.zero_grad()
             began = time.process_time()
             with proved if kind == "measured" else contextlib.nullcontext():

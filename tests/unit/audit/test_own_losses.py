@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from megatron_rl_loss import check_loss
-from megatron_rl_loss.audit.own_losses import OwnLosses, judge_backward
 from megatron_rl_loss.audit.simulation import LossCall
+from megatron_rl_loss.proof.own_losses import OwnLosses, judge_backward
 
 TOKENS, WIDTH, VOCABULARY = 12, 8, 16
 
