@@ -170,14 +170,17 @@ def _summed(
     """This rank's sums, behind a flag for a failure, and its maxima; of the known metrics in their order."""
     device = next((note.part.device for notes in of_microbatches for note in notes.values()), None)
     device = device or (device_of(groups[0]) if groups else torch.device("cpu"))
+    missing: ValueError | None = None
     for name, _, mask, _ in known if failure is None else []:
         for number, notes in enumerate(of_microbatches):
             if name not in notes and has_tokens(number, mask):
-                raise ValueError(
+                missing = ValueError(
                     f"micro-batch {number} reports {list(notes)}, while another, maybe of another rank, reports "
                     f"{name!r}: the tokens of micro-batch {number} would count as 0 in {name!r}. Report {name!r} in "
                     "every micro-batch that has active tokens of it."
                 )
+    if missing is not None:
+        raise missing
     of_sum, of_max = dict[str, Tensor](), dict[str, Tensor]()
     for name, kind, *_ in known:
         size, least = (3 if kind in _MOMENTS else 1), (-torch.inf if kind in _EXTREMES else 0.0)
