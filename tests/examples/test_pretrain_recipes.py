@@ -17,7 +17,7 @@ from megatron_rl_loss.__main__ import copy_example
 pytestmark = pytest.mark.slow
 
 #: The page's launch line, but for the mode and what a CPU has not.
-LAUNCH = next(line for line in commands_of((ROOT / "docs/proof.md").read_text()) if "--num-layers" in line)
+LAUNCH = next(line for line in commands_of((ROOT / "docs/using.md").read_text()) if "--num-layers" in line)
 FLAGS = LAUNCH.split()[LAUNCH.split().index("--num-layers") :]
 ROWS = {"pretrain_packed": "1", "pretrain_bshd": "2"}  # of a micro-batch
 

@@ -285,8 +285,8 @@ FUNCTIONS: dict[str, Callable[..., Tensor]] = {
 
 #: Arguments by which a public function takes samples, a part of them, or a step of them.
 OF_SAMPLES = {"local", "samples", "plan", "microbatch", "loss_masks", "prompt_ids"}
-#: A proof of a plan, in tests/plain, and dumps of log-probs, in tests/unit/audit.
-ELSEWHERE = {"prove_step", "compare_log_probs"}
+#: A proof of a plan, in tests/plain; dumps of log-probs, in tests/unit/audit; packs of a model, in tests/megatron.
+ELSEWHERE = {"prove_step", "compare_log_probs", "check_packing"}
 
 
 def public_functions_of(arguments: set[str]) -> set[str]:
