@@ -95,7 +95,7 @@ def product_of_9000_ratios() -> None:
         importance_weights(log_ratio, Gate(level="sequence", aggregate="sum", high=2.0), samples.local(0, 1))
     finally:
         logging.getLogger("megatron_rl_loss").removeHandler(handler)
-    assert any("take aggregate='mean'" in text for text in records)
+    assert any("Take aggregate='mean'" in text for text in records)
 
 
 def selected(losses: Any, mask: Any, step_tokens: Any) -> Any:
