@@ -112,7 +112,7 @@ REFUSALS: dict[str, Any] = {
         partial(log_probs_from_logits, LOGITS, LABELS, kernel=plain),
         ({"temperature": 0.5}, "a kernel with a temperature", {}),
         ({"entropy": True, "keep": LOGITS == 0}, "a kernel with a temperature, kept ids", {}),
-        ({"kernel": "triton"}, "kernel 'triton': there is no such kernel", {}),
+        ({"kernel": "cuda"}, "kernel 'cuda': there is no such kernel", {}),
     ),
     **refusals(
         of_liger,
@@ -120,7 +120,7 @@ REFUSALS: dict[str, Any] = {
         ({"labels": LABELS[:, None]}, "with labels of K ids, tensors", {"labels": LABELS[:, None], "kernel": None}),
         ({"bias": WEIGHT[:, 0], "vocab_size": 4}, "with a bias, vocab_size", {"bias": WEIGHT[:, 0], "kernel": None}),
         ({"keep": WEIGHT[:, 0] == 0}, "with kept ids", {"keep": WEIGHT[:, 0] == 0, "kernel": None}),
-        ({"kernel": "triton"}, "kernel 'triton': there is no such kernel", {"kernel": None}),
+        ({"kernel": "cuda"}, "kernel 'cuda': there is no such kernel", {"kernel": None}),
     ),
     "Liger on two ranks": (
         partial(kernels.liger, LOGITS, LABELS, TWO_RANKS),
