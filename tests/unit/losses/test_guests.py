@@ -289,8 +289,18 @@ OF_SAMPLES = {"local", "samples", "plan", "microbatch", "loss_masks", "prompt_id
 ELSEWHERE = {"prove_step", "compare_log_probs", "check_packing"}
 
 
+def public_name(name: str) -> Any:
+    """A public name; None for one of Megatron's rooms where Megatron is not installed, as with another Python."""
+    try:
+        return getattr(megatron_rl_loss, name)
+    except ModuleNotFoundError as error:
+        if error.name != "megatron":
+            raise
+        return None
+
+
 def public_functions_of(arguments: set[str]) -> set[str]:
-    public = {name: getattr(megatron_rl_loss, name) for name in vars(megatron_rl_loss)["_HOME_OF"]}
+    public = {name: public_name(name) for name in vars(megatron_rl_loss)["_HOME_OF"]}
     functions = {name: found for name, found in public.items() if inspect.isfunction(found)}
     return {name for name, found in functions.items() if arguments & set(inspect.signature(found).parameters)}
 
