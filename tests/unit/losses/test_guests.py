@@ -10,6 +10,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from fractions import Fraction
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -293,8 +294,8 @@ def public_name(name: str) -> Any:
     """A public name; None for one of Megatron's rooms where Megatron is not installed, as with another Python."""
     try:
         return getattr(megatron_rl_loss, name)
-    except ModuleNotFoundError as error:
-        if error.name != "megatron":
+    except ImportError:
+        if find_spec("megatron") is not None:
             raise
         return None
 
