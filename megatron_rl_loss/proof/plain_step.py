@@ -173,7 +173,7 @@ class PlainProof:
 
     def __init__(self) -> None:
         self.sent = 0
-        self._firsts, self._num_steps = dict[str, FirstStep](), 0
+        self._firsts = dict[str, FirstStep]()
         # Of the step before, if it was measured, as it is on all ranks or none; a rank may have failed to.
         self._was_measured, self._before = False, Before()
 
