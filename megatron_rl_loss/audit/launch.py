@@ -37,6 +37,7 @@ def add_audit_options(parser: ArgumentParser) -> None:
     add("--units", choices=list(COUNTINGS), help="Unit counting of the expected mode.")
     add("--json", metavar="OUT", type=Path, help="Write the verdicts to this JSON file, by term.")
     add("--plot", metavar="OUT", type=Path, help="Draw the weight of each token into this file: step.html, step.png.")
+    add("--packing", action="store_true", help="Check, too, that no sample depends on its pack: ~10 forward passes.")
     add("--step", type=step_number, default=1, help="Training step to measure, counted from 1. Default: 1.")
 
 
@@ -148,14 +149,29 @@ def _measure(options: Namespace, conclude: Conclude, schedule: Callable[..., Any
     def begin() -> Any:
         from megatron_rl_loss.audit.megatron.audit import Audit
 
+        if options.packing:
+            keep_batches()
         return stack.enter_context(Audit(kwargs["model"], then=end))
 
+    def keep_batches() -> None:
+        from megatron_rl_loss.audit.megatron.packing import KeptBatches
+
+        kept.append(KeptBatches(kwargs["data_iterator"]))
+        kwargs["data_iterator"] = kept[0].data_iterator
+
+    def check_packs() -> Any:
+        samples = audit.samples_of_microbatch(0)
+        return kept[0].check(kwargs["forward_step_func"], kwargs["model"], samples, **shapes)
+
     def end(failure: Exception | None) -> None:
-        outcome: Any = failure or attempt(lambda: report(options, audit))
+        packing = attempt(check_packs) if kept and failure is None else None
+        outcome: Any = failure or attempt(lambda: report(options, audit, packing))
         conclude(*(_failed(outcome, options.json) if isinstance(outcome, Exception) else outcome))
 
+    kept: list[Any] = []
+    shapes = {name: kwargs[name] for name in ("seq_length", "micro_batch_size", "decoder_seq_length") if name in kwargs}
     with ExitStack() as stack:
-        audit = attempt(begin)
+        audit: Any = attempt(begin)
         result = schedule(*args, **kwargs)
     if isinstance(audit, Exception):
         end(audit)
@@ -194,8 +210,11 @@ def mode_of_flags(words: Sequence[str]) -> Aggregation | None:
     return validate_loss_aggregation_args(flags).modes.policy if any_flag_given(flags) else None
 
 
-def report(options: Namespace, audit: Any) -> tuple[str, int]:
-    """The verdicts on all terms and the exit status; ``--json`` gets them too. Empty on all ranks but the first."""
+def report(options: Namespace, audit: Any, packing: Any = None) -> tuple[str, int]:
+    """The verdicts on all terms and the exit status; ``--json`` gets them too. Empty on all ranks but the first.
+
+    `packing` is the report of ``--packing``, or the error that prevented it.
+    """
     if not audit.steps:
         return "", 0
     by_flags = mode_of_flags(sys.argv[1:])
@@ -216,9 +235,16 @@ def report(options: Namespace, audit: Any) -> tuple[str, int]:
     texts = [] if audit.log_prob_gap is None else [str(audit.log_prob_gap)]
     texts += [f"Term {name}:\n{verdict}" if len(verdicts) > 1 else str(verdict) for name, verdict in verdicts.items()]
     statuses = {0 if verdict.sound else 2 if verdict.unknown else 1 for verdict in verdicts.values()}
+    if packing is not None:
+        texts.append(f"Packing was not checked. {packing}" if isinstance(packing, Exception) else f"Packing: {packing}")
+        statuses.add(2 if isinstance(packing, Exception) else int(bool(packing.findings)))
     status = 1 if 1 in statuses else max(statuses)
     if options.json is not None:
-        data = {name: verdict.to_dict() | {"facts": audit.steps[name].facts} for name, verdict in verdicts.items()}
+        data: dict[str, Any] = {
+            name: verdict.to_dict() | {"facts": audit.steps[name].facts} for name, verdict in verdicts.items()
+        }
+        if packing is not None:
+            data["packing"] = [str(packing)] if isinstance(packing, Exception) else [*map(str, packing.findings)]
         try:
             options.json.write_text(json.dumps(data, indent=1) + "\n")
         except OSError as error:

@@ -23,6 +23,10 @@ class MicrobatchIterator(Iterator[Microbatch]):
         self.position = 0
         self.last: Microbatch | None = None
 
+    def first(self) -> list[Microbatch]:
+        """The micro-batch that is read next; empty at the end."""
+        return [*self._left][:1]
+
     def __next__(self) -> Microbatch:
         if not self._left:
             raise StopIteration

@@ -1,5 +1,6 @@
 """`check_packing` finds what a sample sees of its pack, in planted cases of each sort, and nothing where nothing is."""
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,7 @@ from tiny_gpt import Batch, Layout, tiny_config
 from tiny_hybrid import MAMBA
 from torch import Tensor
 
-from megatron_rl_loss import check_packing, packed_seq_params
+from megatron_rl_loss import Samples, check_packing, packed_seq_params
 
 
 def batch_of(cp_rank: int, cp_size: int) -> Batch:
@@ -120,3 +121,35 @@ def test_positions_and_padding_are_named() -> None:
     assert findings == [(1, "positions that do not start anew", 0), (2, "positions that do not start anew", 0)], text
     ((findings, text, _),) = run_ranks(1, reported, "padding", "*-", one)
     assert [(sample, kind) for sample, kind, _ in findings] == [(k, "padding that is seen") for k in range(3)], text
+
+
+def refused(plant: str, layout: Layout) -> str:
+    """On a rank: the error for samples of another batch, or for an output without a value per token."""
+    mpu = start(layout.tp, layout.pp, layout.cp)
+    model, batch = built("*-|*-", layout), batch_of(mpu.get_context_parallel_rank(), layout.cp)
+    packed = packed_seq_params(batch.bounds, model)
+
+    def forward_step(iterator: Any, model: Any) -> Any:
+        drawn = next(iterator)
+        output = model(drawn.tokens, drawn.positions, None, labels=drawn.labels, packed_seq_params=packed)
+        return output.sum() if plant == "output" and mpu.is_pipeline_last_stage() else output, None
+
+    samples = Samples([[1.0] * 8]) if plant == "samples" else batch.samples
+    with pytest.raises(ValueError, match="Step aborted on all ranks") as error:
+        check_packing(forward_step, batch, model, samples, seq_length=batch.tokens.shape[1], micro_batch_size=1)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("plant", "says"),
+    [
+        ("samples", "ranks 0, 1: ValueError: input_ids of 16 tokens"),
+        ("output", r"\. rank 1: ValueError: a forward step whose output is \(\)"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused_on_all_ranks(plant: str, says: str) -> None:
+    """One stage reads the tokens, another one returns the values: neither raises while the other waits."""
+    skip_without("HybridModel")
+    first, last = run_ranks(2, refused, plant, Layout(1, False, 2, 1, 1, 1))
+    assert first == last
+    assert re.search(says, first), first

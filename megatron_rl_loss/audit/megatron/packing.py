@@ -9,7 +9,9 @@ change by more than rounding tell what was seen, and the first layer whose outpu
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from copy import copy
 from dataclasses import dataclass, field
+from itertools import count, islice
 from typing import Any, NamedTuple
 
 import torch
@@ -19,10 +21,13 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config, unwrap_model
 from torch import Tensor
 
-from megatron_rl_loss.core.collectives import gather_objects, several
+from megatron_rl_loss.audit.assembly import portable
+from megatron_rl_loss.core.collectives import check_together, gather_objects, several
 from megatron_rl_loss.core.layouts import Slots
+from megatron_rl_loss.core.microbatch import Microbatch
 from megatron_rl_loss.core.samples import Samples
 from megatron_rl_loss.megatron.forward_pass import evaluating
+from megatron_rl_loss.megatron.iterator import DataIterator, MicrobatchIterator
 from megatron_rl_loss.megatron.packing import layers_with_state, packed_seq_params
 from megatron_rl_loss.megatron.proving import facts_of
 
@@ -102,11 +107,95 @@ def check_packing(
         options: of the schedule: ``seq_length`` and ``micro_batch_size``.
 
     Raises:
-        ValueError: an output without a value for each token of this rank, or a batch whose tokens are not those of the
-            layout.
+        ValueError: on all ranks, an output without a value for each token of a rank, or a batch whose tokens are not
+            those of the layout.
     """
-    chunks = model if isinstance(model, list) else [model]
     groups, _ = facts_of(model, pg_collection)
+    chunks = model if isinstance(model, list) else [model]
+    return _checked(forward_step, [_Again(batch) for _ in chunks], chunks, samples, groups, most_alone, options)
+
+
+class _Again(NamedTuple):
+    """A batch that an iterator gives again and again."""
+
+    batch: Any
+
+    def iterator(self, turns: int) -> Iterator[Any]:
+        """At least that many times; `LossAggregation` takes no iterator but its own."""
+        batches = (copy(self.batch) for _ in count())  # a forward step may take a dictionary apart
+        return MicrobatchIterator(islice(batches, turns)) if isinstance(self.batch, Microbatch) else batches
+
+
+class KeptBatches:
+    """The first batch that a step's iterators give, kept for a check of packing after the step.
+
+        kept = KeptBatches(data_iterator)
+        losses = forward_backward_func(data_iterator=kept.data_iterator, ...)
+        report = kept.check(forward_step, model, samples, seq_length=4096, micro_batch_size=1)
+
+    Attributes:
+        data_iterator: what the schedule gets in place of the step's own.
+    """
+
+    def __init__(self, data_iterator: DataIterator) -> None:
+        iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
+        self._first: list[list[Any] | None] = [None if iterator is None else [] for iterator in iterators]
+        kept = [self._keep(*of_chunk) for of_chunk in zip(iterators, self._first, strict=True)]
+        self.data_iterator: DataIterator = kept if isinstance(data_iterator, list) else kept[0]
+
+    @staticmethod
+    def _keep(iterator: Iterator[Any] | None, first: list[Any] | None) -> Iterator[Any] | None:
+        if iterator is None or first is None:
+            return None
+        if isinstance(iterator, MicrobatchIterator):
+            first += [copy(microbatch) for microbatch in iterator.first()]
+            return iterator
+
+        def read() -> Iterator[Any]:
+            while True:  # Megatron's own iterator has no __iter__, which a `for` needs
+                try:
+                    batch = next(iterator)
+                except StopIteration:
+                    return
+                if not first:
+                    first.append(copy(batch))
+                yield batch
+
+        return read()
+
+    def check(self, forward_step: Any, model: Any, samples: object, **options: Any) -> PackReport:
+        """`check_packing` of the batch that was kept; its `Samples` may be known to the last pipeline stage alone.
+
+        Raises ValueError on all ranks if they are not known to it, or name a context-parallel group of their own.
+        """
+        groups, _ = facts_of(model, None)
+        chunks = model if isinstance(model, list) else [model]
+        of_stages = gather_objects(portable(samples) if isinstance(samples, Samples) else None, groups.pp)
+        described = next((of_stage for of_stage in of_stages if of_stage is not None), None)
+
+        def known() -> Samples:
+            if described is None:
+                raise ValueError("the samples of the first micro-batch are not known. Call tap(..., samples=samples).")
+            if described.cp_group is not None:
+                raise ValueError("a context-parallel group of the micro-batch's own: check_packing knows the model's.")
+            return described
+
+        everywhere = several(groups.dp_cp, groups.tp, groups.pp)
+        described = check_together(known, everywhere)
+        # A stage that read nothing reads nothing again.
+        batches = [None if first is None else _Again(next(iter(first), None)) for first in self._first]
+        return _checked(forward_step, batches, chunks, described, groups, 4, options)
+
+
+def _checked(
+    forward_step: Any,
+    batches: list[_Again | None],
+    chunks: list[Any],
+    samples: Samples,
+    groups: ProcessGroupCollection,
+    most_alone: int,
+    options: dict[str, Any],
+) -> PackReport:
     pack = _Pack(samples, *samples.place_in(groups.cp), groups.tp.rank(), groups.tp.size())
     trials = pack.trials(most_alone)
     while len(chunks) > 1 and len(trials) % groups.pp.size():  # whole rounds of virtual stages
@@ -120,32 +209,38 @@ def check_packing(
     with ExitStack() as stack, torch.no_grad(), evaluating(chunks):
         for run in runs:
             stack.callback(run.remove)
+        iterators = [None if batch is None else batch.iterator(len(trials)) for batch in batches]
         outputs = get_forward_backward_func()(
             forward_step_func=step,
-            data_iterator=[_again(batch) for _ in chunks] if len(chunks) > 1 else _again(batch),
-            model=model,
+            data_iterator=iterators if len(chunks) > 1 else iterators[0],
+            model=chunks if len(chunks) > 1 else chunks[0],
             num_microbatches=len(trials),
             forward_only=True,
             collect_non_loss_data=True,
             **options,
         )
     eps = torch.finfo(get_model_config(chunks[0]).params_dtype).eps
-    layers = dict[tuple[str, int], tuple[int, str, bool]]()
-    for run in runs:
-        layers |= {key: found for key, found in run.first_layers(eps).items() if key not in layers}
-    dp_rank = groups.dp.rank()
-    values = [pack.values(output) for output in outputs or ()]
-    found, rounding = pack.compared(trials, values, eps) if values else ({}, 0.0)
-    mine: Any = ({(dp_rank, *key): value for key, value in found.items()}, rounding,
-                 {(dp_rank, *key): value for key, value in layers.items()})  # fmt: skip
-    for group in several(groups.dp_cp, groups.tp, groups.pp):
-        mine = _joined(gather_objects(mine, group))
-    return _report(*mine)
 
+    def compared() -> Any:
+        """Of this rank: by change and sample what its values show, their rounding, and the first layers."""
+        layers = dict[tuple[str, int], tuple[int, str, bool]]()
+        for run in runs:
+            run.raise_fault()
+            layers |= {key: first for key, first in run.first_layers(eps).items() if key not in layers}
+        values = [pack.values(output) for output in outputs or ()]
+        changes, rounding = pack.compared(trials, values, eps) if values else ({}, 0.0)
+        dp_rank = groups.dp.rank()
+        return (
+            {(dp_rank, *key): change for key, change in changes.items()},
+            rounding,
+            {(dp_rank, *key): layer for key, layer in layers.items()},
+        )
 
-def _again(batch: Any) -> Iterator[Any]:
-    while True:
-        yield batch
+    everywhere = several(groups.dp_cp, groups.tp, groups.pp)
+    of_ranks = check_together(compared, everywhere)
+    for group in everywhere:
+        of_ranks = _joined(gather_objects(of_ranks, group))
+    return _report(*of_ranks)
 
 
 def _joined(of_ranks: list[Any]) -> Any:
@@ -262,6 +357,7 @@ class _Run:
     def __init__(self, pack: _Pack, trials: list[_Trial], chunk: Any) -> None:
         self._pack, self._trials, self._chunk, self._turn = pack, trials, chunk, -1
         self._sketches: dict[int, list[Tensor]] = {}
+        self._fault = ""
         self._signature = inspect.signature(chunk.forward)
         self._layers = list(getattr(getattr(chunk, "decoder", None), "layers", ()))
         self._handles = [chunk.register_forward_pre_hook(self._change, with_kwargs=True)]
@@ -272,6 +368,10 @@ class _Run:
         for handle in self._handles:
             handle.remove()
 
+    def raise_fault(self) -> None:
+        if self._fault:
+            raise ValueError(self._fault)
+
     def _change(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         self._turn += 1
         trial, pack = self._trials[self._turn], self._pack
@@ -280,11 +380,12 @@ class _Run:
 
         def edit(name: str, change: Callable[[Tensor], Tensor]) -> None:
             if isinstance(values := inputs.get(name), Tensor):
-                if values.numel() != len(pack.owner):
-                    raise ValueError(
+                if values.numel() != len(pack.owner):  # other ranks wait in the schedule: told behind it
+                    self._fault = self._fault or (
                         f"{name} of {values.numel()} tokens, and a layout that gives this rank {len(pack.owner)}: the "
                         "samples must describe the batch. Pass those of this micro-batch."
                     )
+                    return
                 inputs[name] = change(values.reshape(-1)).view_as(values)
 
         if trial.changed is not None:
