@@ -145,27 +145,43 @@ def test_experts_and_depths_of_a_hybrid_are_those_of_a_gpt(model: str, ep: int, 
         assert {name.removeprefix("module.") for name in of_proof} == names
 
 
-def step_of_mamba(tp: int, cp: int) -> tuple[dict[str, Any], list[Any], str, set[str]]:
-    """On a rank: its part of the gradients of "M*M-" with their marks, what the proof printed, and what it decided."""
+def blocks_of(model: Any) -> dict[str, list[int]]:
+    """Of parameters that hold several cut matrices, one below the other: this rank's rows of each."""
+    blocks = {}
+    for name, module in model.named_modules():
+        if type(module).__name__ == "GatedDeltaNet":  # which leaves no mark
+            query, value, heads = (
+                module.qk_dim_local_tp,
+                module.v_dim_local_tp,
+                module.num_value_heads // module.tp_size,
+            )
+            blocks[f"{name}.in_proj.weight"] = [query, query, value, value, heads, heads]
+            blocks[f"{name}.conv1d.weight"] = [query, query, value]
+    marked = {name: getattr(parameter, "partition_sizes", None) for name, parameter in model.named_parameters()}
+    return {name: sizes for name, sizes in marked.items() if sizes} | blocks
+
+
+def step_of_mixers(pattern: str, tp: int, cp: int) -> tuple[dict[str, Any], list[Any], str, set[str]]:
+    """On a rank: its part of a pattern's gradients with their marks, what the proof printed, and what it decided."""
     import moe_gpt
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from table_step import start
     from tiny_gpt import cut_dim, tiny_config
-    from tiny_hybrid import tiny_hybrid
+    from tiny_hybrid import sizes_of, tiny_hybrid
 
     from megatron_rl_loss import LossAggregation
     from megatron_rl_loss.megatron.flags import AggregationSettings
 
     mpu = start(tp, 1, cp)
     model_parallel_cuda_manual_seed(3, force_reset_rng=True)
-    config = tiny_config(Layout(tp, tp > 1, 1, 1, cp, 1), per_token=False, num_layers=4, **MAMBA)
-    model = tiny_hybrid(config, "M*M-")
-    rank = mpu.get_tensor_model_parallel_rank()
+    config = tiny_config(Layout(tp, tp > 1, 1, 1, cp, 1), per_token=False, num_layers=4, **sizes_of(pattern))
+    model = tiny_hybrid(config, pattern)
+    rank, blocks_by_name = mpu.get_tensor_model_parallel_rank(), blocks_of(model)
     with torch.no_grad():
-        for number, (_, parameter) in enumerate(model.named_parameters()):
+        for number, (name, parameter) in enumerate(model.named_parameters()):
             dim, size = cut_dim(parameter), list(parameter.shape)
-            blocks = getattr(parameter, "partition_sizes", None) or [size[dim or 0]]
+            blocks = blocks_by_name.get(name, [size[dim or 0]])
             whole = [size if dim is None else [*size[:dim], block * tp, *size[dim + 1 :]] for block in blocks]
             generator = torch.Generator().manual_seed(number)
             parts = [torch.randn(shape, generator=generator) * 0.3 for shape in whole]
@@ -183,7 +199,7 @@ def step_of_mamba(tp: int, cp: int) -> tuple[dict[str, Any], list[Any], str, set
         (
             name,
             cut_dim(parameter),
-            getattr(parameter, "partition_sizes", None),
+            blocks_by_name.get(name),
             getattr(parameter, "sequence_parallel", None),
         )
         for name, parameter in model.module.named_parameters()
@@ -203,19 +219,27 @@ def whole_gradients(by_rank: list[Any], tp: int) -> dict[str, Tensor]:
     return whole
 
 
-@pytest.mark.parametrize(("tp", "cp", "ranks"), [(1, 1, 2), (2, 1, 2), (2, 1, 4)])
-def test_a_step_of_mamba_layers_is_the_same_in_every_layout(tp: int, cp: int, ranks: int) -> None:
+OF_MIXERS = [
+    (pattern, *layout)
+    for pattern in ("M*M-", "G*G-")
+    for layout in [(1, 1, 2), (2, 1, 2), (2, 1, 4), (1, 2, 2), (2, 2, 4)]
+]
+
+
+@pytest.mark.parametrize(("pattern", "tp", "cp", "ranks"), OF_MIXERS)
+def test_a_step_of_layers_with_a_state_is_the_same_in_every_layout(pattern: str, tp: int, cp: int, ranks: int) -> None:
     skip_without("HybridModel")
-    expected = whole_gradients(run_ranks(1, step_of_mamba, 1, 1), 1)
-    by_rank = run_ranks(ranks, step_of_mamba, tp, cp)
+    expected = whole_gradients(run_ranks(1, step_of_mixers, pattern, 1, 1), 1)
+    by_rank = run_ranks(ranks, step_of_mixers, pattern, tp, cp)
     ours = whole_gradients(by_rank, tp)
     errors = {name: float((ours[name] - expected[name]).abs().max() / expected[name].abs().max()) for name in expected}
     assert max(errors.values()) < 1e-5, errors
     assert "proved on" in by_rank[0][2]
     for *_, of_proof in by_rank:  # also those that Megatron marks as cut by TP, and those of which each rank has a copy
         assert {name.removeprefix("module.") for name in of_proof} == set(expected)
-    of_mixers = {re.split("[._]", name.rpartition("mixer.")[2], maxsplit=1)[0] for name in expected if "mixer" in name}
-    assert {"A", "D", "dt", "conv1d"} <= of_mixers
+    mixer = "mixer." if pattern[0] == "M" else "layers.0.self_attention."
+    of_mixers = {re.split("[._]", name.rpartition(mixer)[2], maxsplit=1)[0] for name in expected if mixer in name}
+    assert {"A", "dt", "conv1d"} <= of_mixers
 
 
 # ---- Megatron's own builder

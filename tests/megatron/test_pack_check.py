@@ -11,7 +11,6 @@ from missing import skip_without
 from ranks import run_ranks
 from table_step import start
 from tiny_gpt import Batch, Layout, tiny_config
-from tiny_hybrid import MAMBA
 from torch import Tensor
 
 from megatron_rl_loss import Samples, check_packing, packed_seq_params
@@ -30,12 +29,12 @@ def batch_of(cp_rank: int, cp_size: int) -> Batch:
 def built(pattern: str, layout: Layout, **options: Any) -> Any:
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-    from tiny_hybrid import tiny_hybrid
+    from tiny_hybrid import sizes_of, tiny_hybrid
 
     torch.manual_seed(3)
     model_parallel_cuda_manual_seed(3, force_reset_rng=True)
     layers = sum(symbol not in "|/" for symbol in pattern)
-    config = tiny_config(layout, per_token=False, num_layers=layers, init_method_std=0.3, **MAMBA)
+    config = tiny_config(layout, per_token=False, num_layers=layers, init_method_std=0.3, **sizes_of(pattern))
     return DistributedDataParallel(config, DistributedDataParallelConfig(), tiny_hybrid(config, pattern, **options))
 
 
@@ -50,6 +49,11 @@ def reported(plant: str, pattern: str, layout: Layout) -> tuple[list[tuple[int, 
         bounds = torch.tensor([0, int(bounds[-1])], dtype=torch.int32)
     if plant == "padding":  # each token sees the last one, of the slot that holds padding alone
         model.module.decoder.layers[0].register_forward_hook(lambda _, __, out: seen_last(out))
+    if plant == "bounds of a mixer":  # which this layer reads, and no total_tokens
+        whole = packed_seq_params(torch.tensor([0, int(bounds[-1])], dtype=torch.int32))
+        model.module.decoder.layers[0].register_forward_pre_hook(
+            lambda _, args, kwargs: (args, kwargs | {"packed_seq_params": whole}), with_kwargs=True
+        )
     positions = batch.positions
     if plant == "positions":
         positions = torch.arange(positions.shape[1])[None]
@@ -79,6 +83,9 @@ CLEAN = [
     ("M-|*-", Layout(1, False, 2, 1, 1, 1)),
     ("*-*-", Layout(2, True, 1, 1, 2, 1)),
     ("*-*-", Layout(1, False, 1, 1, 1, 2)),
+    ("M-*-", Layout(1, False, 1, 1, 2, 1)),
+    ("G-*-", Layout(1, False, 1, 1, 1, 1)),
+    ("G-*-", Layout(1, False, 1, 1, 2, 1)),
 ]
 
 
@@ -95,6 +102,8 @@ PLANTED = [
     ("state", "M-*-", Layout(1, False, 1, 1, 1, 1), "a state that runs on", r"layer 1 (MambaLayer)"),
     ("state", "*-M-", Layout(2, True, 1, 1, 1, 1), "a state that runs on", r"layer 3 (MambaLayer)"),
     ("state", "M-|*-", Layout(1, False, 2, 1, 1, 1), "a state that runs on", r"layer 1 (MambaLayer)"),
+    ("state", "M-*-", Layout(1, False, 1, 1, 2, 1), "a state that runs on", r"layer 1 (MambaLayer)"),
+    ("bounds of a mixer", "G-*-", Layout(1, False, 1, 1, 1, 1), "a state that runs on", r"layer 1 (TransformerLayer)"),
     ("attention", "-*-", Layout(1, False, 1, 1, 1, 1), "attention over bounds", r"layer 2 (TransformerLayer)"),
     ("attention", "*-*-", Layout(2, True, 1, 1, 1, 1), "attention over bounds", r"layer 1 (TransformerLayer)"),
     ("attention", "-|*", Layout(1, False, 2, 1, 1, 1), "attention over bounds", r"layer 2 (TransformerLayer)"),

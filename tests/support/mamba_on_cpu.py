@@ -1,9 +1,12 @@
 """Megatron's Mamba-2 layer without a GPU: plain torch in the place of what it takes from the package mamba_ssm.
 
 Of `MambaMixer` everything stays that makes parameters, marks them, cuts them over ranks and reduces their gradients.
-Replaced are the fused kernel of convolution and scan, by the recurrence that it computes, and the norm behind it.
+Replaced are the fused kernel of convolution and scan, by the recurrence that it computes, the norm behind it, and
+Transformer Engine's indices of a context-parallel rank's tokens, by the cut that they describe.
 """
 
+from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -13,14 +16,25 @@ from torch import Tensor
 
 def install() -> None:
     """Give `MambaMixer` what it asks mamba_ssm for. A second call does nothing."""
-    from megatron.core.ssm import mamba_mixer
+    from megatron.core.ssm import mamba_context_parallel, mamba_mixer
 
+    vars(mamba_context_parallel).update(
+        tex=SimpleNamespace(thd_get_partitioned_indices=indices_of_rank), is_te_min_version=lambda *_: True
+    )
     vars(mamba_mixer).update(
         HAVE_MAMBA_SSM=True,
         mamba_split_conv1d_scan_combined=split_conv1d_scan,
         ExtendedRMSNorm=GroupedRMSNorm,
         _check_mamba_sequence_packing_support=lambda for_inference_not_training=True: (True, None),
     )
+
+
+def indices_of_rank(cu_seqlens: Tensor, total_tokens: int, cp_size: int, cp_rank: int) -> Tensor:
+    """Of each sequence in 2 * CP chunks, the tokens of chunk `cp_rank` and of the one that is as far from the end."""
+    assert total_tokens == cu_seqlens[-1]
+    of_sequences = [torch.arange(*bounds).chunk(2 * cp_size) for bounds in pairwise(cu_seqlens.tolist())]
+    held = [part for chunks in of_sequences for part in (chunks[cp_rank], chunks[2 * cp_size - 1 - cp_rank])]
+    return torch.cat(held).int()
 
 
 def split_conv1d_scan(

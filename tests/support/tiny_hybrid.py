@@ -6,18 +6,35 @@ of two blocks: `name_in_gpt` gives its parameters' names there, so that `gpt_ora
 
 from typing import Any
 
+import torch
+
 #: Sizes of Mamba layers that two ranks can cut.
 MAMBA: dict[str, Any] = {"mamba_state_dim": 8, "mamba_head_dim": 4, "mamba_num_groups": 2, "mamba_num_heads": 4}
+#: Sizes of layers of the gated delta net that two tensor-parallel ranks and two context-parallel ones can cut.
+DELTA_NET: dict[str, Any] = {
+    "linear_key_head_dim": 4,
+    "linear_value_head_dim": 6,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+}
+
+
+def sizes_of(pattern: str) -> dict[str, Any]:
+    """What a configuration says of a pattern's layers that have a state."""
+    silu = {"activation_func": torch.nn.functional.silu}  # the only one that these layers take
+    return {**MAMBA, **DELTA_NET, **(silu if "G" in pattern else {})}
 
 
 def hybrid_spec(config: Any) -> Any:
-    """The stack of the examples, with Mamba layers and multi-token prediction."""
+    """The stack of the examples, with Mamba layers, gated delta nets and multi-token prediction."""
     from packed_attention import _RMSNorm, hybrid_stack_spec
 
     stack = hybrid_stack_spec(config.num_moe_experts)
     stack.submodules.mtp_block_spec = _mtp_spec(_RMSNorm)
     if config.mamba_state_dim:
         stack.submodules.mamba_layer = _mamba_spec(_RMSNorm)
+    if getattr(config, "linear_num_key_heads", None) == DELTA_NET["linear_num_key_heads"]:
+        stack.submodules.gdn_layer = _delta_net_spec(_RMSNorm)
     return stack
 
 
@@ -66,6 +83,21 @@ def _mamba_spec(norm: Any) -> Any:
     mixer = ModuleSpec(module=MambaMixer, submodules=products)
     layer = MambaLayerSubmodules(norm=norm, mixer=mixer, mamba_bda=get_bias_dropout_add)
     return ModuleSpec(module=MambaLayer, submodules=layer)
+
+
+def _delta_net_spec(norm: Any) -> Any:
+    import gdn_on_cpu
+    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+    from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+    gdn_on_cpu.install()
+    products = GatedDeltaNetSubmodules(in_proj=ColumnParallelLinear, out_norm=norm, out_proj=RowParallelLinear)
+    mixer = ModuleSpec(module=GatedDeltaNet, submodules=products)
+    layer = TransformerLayerSubmodules(input_layernorm=norm, self_attention=mixer, self_attn_bda=get_bias_dropout_add)
+    return ModuleSpec(module=TransformerLayer, submodules=layer)
 
 
 def _mtp_spec(norm: Any) -> Any:
