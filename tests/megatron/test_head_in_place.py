@@ -109,9 +109,44 @@ def compared(kind: str, tp: int, settings: dict[str, Any]) -> dict[str, float]:
         ids = torch.stack([labels, labels.roll(1), labels.roll(2)], dim=-1)
         several, _ = head(model, *arguments, **named | {"labels": ids})
         errors["several"] = float((several - log_p.gather(-1, ids)).abs().max())
+        errors |= kept_taught_and_folded(model, head, log_p, tp)
     plain = -model(*arguments, **named) if depths else whole_logits(model, arguments, named)
     assert plain.shape == ((1, TOKENS) if depths else (1, TOKENS, gpt_oracle.VOCAB))  # the model is as before
     return errors
+
+
+def kept_taught_and_folded(model: Any, head: Any, log_p: Tensor, tp: int) -> dict[str, float]:
+    """Errors among kept ids, of a teacher's divergence, and of a loss that the head itself sums, in one call each."""
+    from megatron.core import parallel_state as mpu
+
+    from megatron_rl_loss import Folded, Samples, Teacher, Tokens, plan_step
+
+    arguments, named = inputs()
+    labels, rank = named["labels"][..., None], mpu.get_tensor_model_parallel_rank()
+    generator = torch.Generator().manual_seed(7)
+    is_kept = torch.rand(1, TOKENS, gpt_oracle.VOCAB, generator=generator) < 0.6
+    is_kept.scatter_(-1, labels, torch.tensor(True).expand(labels.shape))
+    column = torch.randn(1, TOKENS, 4, generator=generator)
+    weight = torch.randn(gpt_oracle.VOCAB, 4, generator=generator)
+
+    kept, *_ = head(model, *arguments, **named, context=Tokens(keep=is_kept.chunk(tp, -1)[rank]))
+    of_kept = log_p.masked_fill(~is_kept, -torch.inf).log_softmax(-1).gather(-1, labels)[..., 0]
+
+    teacher = Teacher(hidden=column, weight=weight.chunk(tp)[rank].contiguous(), kind="reverse_kl")
+    *_, divergence = head(model, *arguments, **named, context=Tokens(teacher=teacher))
+    log_q = (column @ weight.t()).double().log_softmax(-1)
+    expected = (log_p.exp() * (log_p - log_q)).sum(-1)
+
+    plan = plan_step([Samples([torch.ones(TOKENS)])], "token_mean", dp_group=None)
+    folded = Folded(plan[0], lambda log_probs, _, divergence: (divergence - log_probs, {}), teacher=teacher)
+    summed, _ = head(model, *arguments, **named, context=folded)
+    loss = plan[0].loss(summed, form="sum").detach()
+    mean = (expected - log_p.gather(-1, labels)[..., 0]).mean()
+    return {
+        "kept": float((kept - of_kept).abs().max()),
+        "divergence": float((divergence - expected).abs().max() / expected.abs().max()),
+        "folded": float((loss - mean).abs() / mean.abs()),
+    }
 
 
 FEATURES: dict[str, dict[str, Any]] = {
