@@ -62,8 +62,8 @@ def plot(runs: Sequence[Run], arms: Sequence[str], path: Path) -> None:
     from matplotlib import pyplot
 
     panels = [("reward", "limit", 1.02), ("works", "limit", 1.02), ("wrong", "free", 25)]
-    titles = ["reward", "share that works it out", "tokens of a wrong response,\nwhere the policy may stop"]
-    figure, axes = pyplot.subplots(1, 3, figsize=(12, 4.2), layout="constrained")
+    titles = ["reward", "share that works it out", "tokens of a wrong response\n(the policy may stop)"]
+    figure, axes = pyplot.subplots(1, 3, figsize=(7.6, 3.6), layout="constrained")  # a page's column, at its own size
     for axis, title, (name, task, top) in zip(axes, titles, panels, strict=True):
         for arm, (color, dashes) in zip(arms, STYLES, strict=True):
             logs = [
@@ -76,8 +76,8 @@ def plot(runs: Sequence[Run], arms: Sequence[str], path: Path) -> None:
             axis.plot(steps, [sum(x) / len(x) for x in seeds], color=color, linestyle=dashes, linewidth=2.5, label=arm)
             axis.fill_between(steps, list(map(min, seeds)), list(map(max, seeds)), color=color, alpha=0.15, linewidth=0)
         axis.set(xlabel="step of GRPO", ylim=(0, top))
-        axis.set_title(title, fontsize=11)
+        axis.set_title(title, fontsize=10)
         axis.grid(alpha=0.3)
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
-    figure.savefig(path, dpi=110)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
+    figure.savefig(path, dpi=180)
     pyplot.close(figure)

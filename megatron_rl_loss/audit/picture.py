@@ -27,6 +27,7 @@ _COLOURS = np.array(["#3b6fb6", "#e08a1e", "#4a9d6f", "#b5475b", "#7a5aa6", "#8a
 _ASKED, _MASKED, _QUIET = "#111111", "#d62728", "#8c8c8c"
 _CROWDED = 8  # micro-batches have short names where there are more
 _GAP_SAMPLE, _GAP_MICROBATCH = 1.0, 4.0  # tokens left empty
+_LETTER = 7  # pixels of a letter of a micro-batch's name
 _MOST_BARS = 3000  # of a panel: more are narrower than a pixel, and make a page slow
 #: Columns of a token's place: its number in the sample's mask, the sample, and the ranks and micro-batch that hold it.
 _PLACE = ("position", "sample", *MICROBATCH, "cp_rank")
@@ -177,12 +178,19 @@ class Panel:
         last = np.append(first, len(self.begin))[1:] - 1
         return list(zip(first.tolist(), self.begin[first].tolist(), self.end[last].tolist(), strict=True))
 
-    def name_microbatches(self) -> list[tuple[str, float, float]]:
-        """The name and edges of each micro-batch."""
+    def name_microbatches(self, pixels_per_token: float) -> list[tuple[str, float, float]]:
+        """The name and edges of each micro-batch; the name is empty where it would touch the one before it."""
         spans = self.spans(*MICROBATCH)
         pattern = "{}.{}" if len(spans) > _CROWDED else "DP {}, micro-batch {}"
         columns = [self.places[name] for name in MICROBATCH]
-        return [(pattern.format(*(column[bar] for column in columns)), begin, end) for bar, begin, end in spans]
+        named, free_from = [], -np.inf
+        for bar, begin, end in spans:
+            name = pattern.format(*(column[bar] for column in columns))
+            half = 0.5 * _LETTER * (len(name) + 1) / pixels_per_token
+            touches = (begin + end) / 2 - half < free_from
+            free_from = free_from if touches else (begin + end) / 2 + half
+            named.append(("" if touches else name, begin, end))
+        return named
 
     def texts(self) -> list[str]:
         """Of each bar: sample, tokens, weight, expected weight, ranks and micro-batch."""
@@ -370,7 +378,8 @@ def _draw_panel(axes: Any, panel: Panel) -> None:
     edges = np.array([edges for _, *edges in panel.spans("sample", *MICROBATCH)]).reshape(-1, 2).T
     axes.plot(edges, np.full(edges.shape, -0.03), transform=below, color=_QUIET, linewidth=2,
               clip_on=False, solid_capstyle="butt")  # fmt: skip
-    for name, left, right in panel.name_microbatches():
+    pixels = axes.figure.get_figwidth() * axes.figure.dpi - 2 * _LEFT
+    for name, left, right in panel.name_microbatches(pixels / panel.end.max(initial=1.0)):
         axes.text((left + right) / 2, -0.06, name, transform=below, ha="center", va="top", fontsize=8, color="#555555")
         if left > 0:
             axes.axvline(left - _GAP_MICROBATCH / 2, color=_QUIET, linewidth=0.8, linestyle=":")
@@ -389,14 +398,21 @@ _PAGE = Template("""<!DOCTYPE html>
 <meta charset="utf-8">
 <title>Weights of a step</title>
 <style>
-body { font: 14px/1.4 sans-serif; margin: 1.5em; color: #222; background: #fff; }
+:root { color-scheme: light dark; --ink: #222; --paper: #fff; --quiet: #555; --grid: #ddd; --box: #f3f3f3; }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #eee; --paper: #1e2129; --quiet: #aaa; --grid: #444; --box: #2b2f3a; }
+}
+body { font: 14px/1.4 sans-serif; margin: 1.5em; color: var(--ink); background: var(--paper); }
 h2 { font-size: 16px; margin: 1em 0 0; }
 p { margin: 0.2em 0; }
 .scroll { overflow-x: auto; }
 .mark { display: inline-block; width: 1em; height: 0.7em; margin: 0 0.4em 0 1.2em; }
-#text { position: sticky; top: 0; background: #f3f3f3; padding: 0.4em 0.6em; font-family: monospace; z-index: 1; }
-svg text { font: 11px sans-serif; fill: #555; }
-.bar:hover .all { fill: #00000014; }
+.mark.line { width: 1.6em; height: 0; border-top: 2px solid var(--ink); vertical-align: middle; }
+#text { position: sticky; top: 0; background: var(--box); padding: 0.4em 0.6em; font-family: monospace; z-index: 1; }
+svg text { font: 11px sans-serif; fill: var(--quiet); }
+.grid { stroke: var(--grid); }
+.asked { stroke: var(--ink); stroke-width: 1.5; }
+.bar:hover .all { fill: #8883; }
 </style>
 </head>
 <body>
@@ -420,9 +436,10 @@ def page_of(panels: Sequence[AnyPanel]) -> str:
     """The page: a drawing for each panel, whose bars have their texts. It loads nothing."""
     bars = _bars(panels)
     low, high = _limits(bars)
-    marks = [
-        f'<span class="mark" style="background:{colour}"></span>{escape(words)}' for colour, words, _ in _legend(panels)
-    ]
+    marks = []
+    for colour, words, is_line in _legend(panels):
+        drawn_as = 'class="mark line"' if is_line else f'class="mark" style="background:{colour}"'
+        marks.append(f"<span {drawn_as}></span>{escape(words)}")
     sections = [
         f"<h2>{escape(panel.title)}</h2>\n<p>{escape(panel.says)}</p>\n"
         f'<div class="scroll">{svg_of(panel) if isinstance(panel, TreePanel) else _svg(panel, low, high)}</div>'
@@ -436,7 +453,8 @@ def page_of(panels: Sequence[AnyPanel]) -> str:
 
 def _svg(panel: Panel, low: float, high: float) -> str:
     tokens = float(panel.end.max(initial=1.0))
-    step = max(1100 / tokens, min(3.0, 20000 / tokens))  # pixels of a token
+    readable = 6 / float(np.median(panel.tokens)) if len(panel.tokens) else 3.0  # half of the bars are wider
+    step = max(1040 / tokens, min(3.0, 20000 / tokens, readable))  # pixels of a token: the page's width, if it will do
 
     def x(token: float) -> float:
         return round(_LEFT + token * step, 2)
@@ -448,12 +466,12 @@ def _svg(panel: Panel, low: float, high: float) -> str:
     parts = [f'<svg width="{right:g}" height="{bottom + _UNDER}" role="img">']
     every = max(1, round((high - low) / 5))
     for tick in range(-(-int(low) // every) * every, int(high) + 1, every):
-        parts.append(f'<line x1="{_LEFT}" x2="{right:g}" y1="{y(tick)}" y2="{y(tick)}" stroke="#ddd"/>')
+        parts.append(f'<line x1="{_LEFT}" x2="{right:g}" y1="{y(tick)}" y2="{y(tick)}" class="grid"/>')
         parts.append(f'<text x="{_LEFT - 6}" y="{y(tick) + 4}" text-anchor="end">{tick}</text>')
     numbers = [column.tolist() for column in (panel.begin, panel.end, panel.heights, panel.asked)]
     for begin, end, height, asked, colour, text in zip(*numbers, panel.colours, panel.texts(), strict=True):
         left, wide = x(begin), max(round((end - begin) * step, 2), 0.5)
-        line = f'<path d="M{left} {y(asked)}h{wide}" stroke="{_ASKED}" stroke-width="1.5"/>'
+        line = f'<path d="M{left} {y(asked)}h{wide}" class="asked"/>'
         parts.append(
             f'<g class="bar"><title>{escape(text)}</title>'
             f'<rect class="all" x="{left}" y="{_ABOVE}" width="{wide}" height="{_HIGH}" fill="transparent"/>'
@@ -462,8 +480,10 @@ def _svg(panel: Panel, low: float, high: float) -> str:
         )
     for _, begin, end in panel.spans("sample", *MICROBATCH):
         parts.append(f'<path d="M{x(begin)} {bottom + 6}H{x(end)}" stroke="{_QUIET}" stroke-width="2"/>')
-    for name, begin, end in panel.name_microbatches():
-        parts.append(f'<text x="{x((begin + end) / 2)}" y="{bottom + 24}" text-anchor="middle">{escape(name)}</text>')
+    for name, begin, end in panel.name_microbatches(step):
+        at = x((begin + end) / 2)
+        if name:
+            parts.append(f'<text x="{at}" y="{bottom + 24}" text-anchor="middle">{escape(name)}</text>')
         if begin > 0:
             at = x(begin - _GAP_MICROBATCH / 2)
             parts.append(f'<path d="M{at} {_ABOVE}V{bottom}" stroke="{_QUIET}" stroke-dasharray="2 3"/>')

@@ -163,7 +163,7 @@ def draw_tree(axes: Any, panel: TreePanel) -> None:
 def svg_of(panel: TreePanel) -> str:
     """The blocks as a drawing for a page, each with its text."""
     blocks, deepest = panel.blocks, max(int(panel.blocks.end.max(initial=0)), 1)
-    step = max(1100 / deepest, min(3.0, 20000 / deepest))  # pixels of a token
+    step = max(1040 / deepest, min(3.0, 20000 / deepest))  # pixels of a token
     lane = max(3.0, min(24.0, 360 / max(panel.num_lanes, 1)))
     bottom = _ABOVE + lane * max(panel.num_lanes, 1)
     parts = [f'<svg width="{_LEFT + deepest * step + 10:g}" height="{bottom + _UNDER:g}" role="img">']

@@ -3,6 +3,7 @@
 import re
 import sys
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,28 @@ def test_a_page_has_the_bars_of_the_image_and_a_text_for_each() -> None:
                 assert float(match[7]) == pytest.approx(counted.m[held] / counted.T, rel=1e-5)
             seen = seen[number:]
     assert at == len(page.texts)
+
+
+def test_what_is_expected_is_a_line_in_the_legend_as_in_the_drawing() -> None:
+    page = page_of(PANELS)
+    assert '<span class="mark line"></span>expected' in page
+    assert page.count('class="asked"') == sum(int((panel.asked != 0).sum()) for panel in PANELS)
+    assert "prefers-color-scheme: dark" in page
+
+
+@pytest.mark.parametrize("num_microbatches", [16, 200])
+def test_a_page_of_many_microbatches_has_the_width_of_a_window_and_names_that_do_not_touch(
+    num_microbatches: int,
+) -> None:
+    rows = [[1.0] * (3 + number % 5) for number in range(num_microbatches)]
+    plan = plan_step([Samples([row, row]) for row in rows], "sample_mean", dp_group=None)
+    page = page_of([Panel.of_plan(plan)])
+    (width,) = re.findall(r'<svg width="(\S+)"', page)
+    assert (float(width) < 1200) == (num_microbatches == 16)  # the other one scrolls
+    named = re.findall(r'<text x="(\S+)" y="\S+" text-anchor="middle">(0\.\d+)</text>', page)
+    edges = [(float(at) - 3.5 * len(name), float(at) + 3.5 * len(name)) for at, name in named]
+    assert all(end <= begin for (_, end), (begin, _) in pairwise(edges))
+    assert len(named) == 16 if num_microbatches == 16 else 16 < len(named) <= 200
 
 
 def test_names_are_escaped() -> None:
