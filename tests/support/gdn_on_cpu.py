@@ -42,20 +42,20 @@ def causal_conv1d(
 
 
 def gated_delta_rule(
-    query: Tensor, key: Tensor, value: Tensor, *, g: Tensor, beta: Tensor, cu_seqlens: Tensor | None, **unused: Any
+    q: Tensor, k: Tensor, v: Tensor, *, g: Tensor, beta: Tensor, cu_seqlens: Tensor | None, **unused: Any
 ) -> tuple[Tensor, None]:
     """[b, l, heads, size] -> [b, l, heads, value size]: o(t) = S(t)' q(t) / sqrt(size), where S begins at 0 and
 
     S(t) = S~ + k(t) (beta(t) (v(t) - S~' k(t)))', with S~ = exp(g(t)) S(t - 1), in every sequence.
     """
-    outputs, scale = [], query.shape[-1] ** -0.5
-    for begin, end in _sequences(query, cu_seqlens):
-        state = query.new_zeros(query.shape[0], *key.shape[2:], value.shape[-1])
+    outputs, scale = [], q.shape[-1] ** -0.5
+    for begin, end in _sequences(q, cu_seqlens):
+        state = q.new_zeros(q.shape[0], *k.shape[2:], v.shape[-1])
         for t in range(begin, end):
             state = g[:, t, :, None, None].exp() * state
-            correction = beta[:, t, :, None] * (value[:, t] - torch.einsum("bhkv,bhk->bhv", state, key[:, t]))
-            state = state + key[:, t, ..., None] * correction[..., None, :]
-            outputs.append(torch.einsum("bhkv,bhk->bhv", state, query[:, t]) * scale)
+            correction = beta[:, t, :, None] * (v[:, t] - torch.einsum("bhkv,bhk->bhv", state, k[:, t]))
+            state = state + k[:, t, ..., None] * correction[..., None, :]
+            outputs.append(torch.einsum("bhkv,bhk->bhv", state, q[:, t]) * scale)
     return torch.stack(outputs, dim=1), None
 
 
