@@ -1,5 +1,7 @@
 """Faults planted in a copy of an engine's real code, and the table of what became of them."""
 
+import os
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,6 +11,7 @@ from checkouts import Framework, checkout
 from ranks import RankError, run_ranks
 from repository import ROOT
 
+UPSTREAM = ROOT / "docs" / "upstream"
 #: What the first step says of a loss with a term that the engine's config does not name.
 MORE_TERMS = "NOT PROVED: The loss has more than the terms that the config names"
 
@@ -44,18 +47,34 @@ def planted(framework: Framework, folder: Path, edits: dict[str, tuple[str, str]
     return str(folder)
 
 
-def patched(framework: Framework, folder: Path, name: str) -> str:
-    """A copy of the checkout with that patch of docs/upstream."""
-    patch, root = ROOT / "docs/upstream" / name, planted(framework, folder, {})
-    for line in patch.read_text().splitlines():
-        if line.startswith("+++ b/"):
-            file = folder / line.removeprefix("+++ b/")
-            text = file.read_text()
-            file.unlink()  # a link to the checkout's own
-            file.write_text(text)
-    applied = subprocess.run(["git", "apply", str(patch)], cwd=folder, capture_output=True, text=True)
-    assert not applied.returncode, applied.stderr
+def patched(framework: Framework, folder: Path, name: str, only: str = "*") -> str:
+    """A copy of the checkout with that patch of docs/upstream, or with its changes to the files `only`."""
+    root = planted(framework, folder, {})
+    for top in {path.partition("/")[0] for path in _paths_of(name)}:  # `planted` links what is not the engine's package
+        beside = folder / top
+        if beside.is_symlink() and beside.is_dir():
+            of_checkout = beside.resolve()
+            beside.unlink()
+            shutil.copytree(of_checkout, beside, copy_function=os.symlink)
+    write_patch(folder, name, only)
     return root
+
+
+def write_patch(folder: Path, name: str, only: str = "*", leave_out: str = "") -> None:
+    """Apply that patch of docs/upstream to the files in `folder` that are `only` and not `leave_out`."""
+    for path in filter(Path.is_symlink, (folder / path for path in _paths_of(name))):
+        text = path.read_text()
+        path.unlink()  # a link to the checkout's own
+        path.write_text(text)
+    chosen = [f"--exclude={leave_out}"] * bool(leave_out) + [f"--include={only}"]
+    command = ["git", "apply", *chosen, str(UPSTREAM / name)]
+    applied = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    assert not applied.returncode, applied.stderr
+
+
+def _paths_of(name: str) -> list[str]:
+    lines = (UPSTREAM / name).read_text().splitlines()
+    return [line.removeprefix("+++ b/") for line in lines if line.startswith("+++ b/")]
 
 
 def assert_stopped(record_property: Any, framework: Framework, plant: str, match: str, *launch: Any) -> None:

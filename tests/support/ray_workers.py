@@ -19,6 +19,8 @@ from typing import Any
 from checkouts import stand_in
 from fork_server import PYTHONPATH
 
+#: Seconds that guard against hangs; `run_ranks` and pytest end a test somewhat later.
+LIMIT = 540
 _ENGINE = "TEST_RAY_ENGINE"
 _OF_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _LINE = re.compile(r"^.*?(megatron_rl_loss(?: in [^:]+)?: .*)$", re.MULTILINE)
@@ -93,20 +95,19 @@ def forget_torchrun() -> None:
 
 @contextmanager
 def local_ray(
-    module: str, root: str, *, gpus: int, variables: dict[str, str] | None = None, seconds: int = 400,
-    by_engine: bool = False,
+    module: str, root: str, *, gpus: int, variables: dict[str, str] | None = None, by_engine: bool = False,
 ) -> Iterator[Callable[[], list[str]]]:  # fmt: skip
     """Ray for a driver, prepared as in `prepare`; gives what returns the library's lines of all workers so far.
 
     `variables` are those of the user's runtime environment. With `by_engine`, Ray starts when the engine's own code
-    calls `ray.init`, with the runtime environment of that call. After so many seconds a driver that hangs ends, and Ray
-    with it.
+    calls `ray.init`, with the runtime environment of that call. After `LIMIT` seconds a driver that hangs ends, and Ray
+    with it, and says so in the last output that the failed test shows.
     """
     ray: Any = importlib.import_module("ray")
 
     forget_torchrun()
     os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # Ray counts its entries
-    os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+    os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_raylet_start_wait_time_s": "200"}
     environment = {"PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1", **of_workers(module, root)}
     prepare(module, root)
     init = ray.init
@@ -131,10 +132,14 @@ def local_ray(
         return [*dict.fromkeys(line for log in logs for line in lines_in(log))]
 
     def end() -> None:
-        node().kill_all_processes(check_alive=False, allow_graceful=False)
+        said = f"Watchdog: {module} had not ended after {LIMIT} s. A worker hangs, or the machine is busy."
+        os.write(2, f"{said}\n".encode())
+        if node() is not None:
+            os.write(2, "\n".join(["The library's lines until then:", *lines(), ""]).encode())
+            node().kill_all_processes(check_alive=False, allow_graceful=False)
         os._exit(1)  # Ray's calls do not return where a worker hangs
 
-    watch = threading.Timer(seconds, end)
+    watch = threading.Timer(LIMIT, end)
     watch.start()
     try:
         yield lines

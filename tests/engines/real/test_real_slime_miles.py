@@ -26,10 +26,10 @@ import torch
 from checkouts import MILES, SLIME, VIME, checkout, load, record_errors
 from logit_table import KeepsGradients, Step, errors_of, logit_model, make_step, reject
 from logit_table import rollout_data as data_of
-from plants import assert_stopped, patched, planted, record_plant
+from plants import assert_stopped, planted, record_plant
 from ranks import RankError, run_ranks
 from repository import EXAMPLES
-from slime_launches import CP, DP, TOLERANCE, MakeStep, arguments, case, compute_in_float32, with_steps
+from slime_launches import TOLERANCE, MakeStep, arguments, case, compute_in_float32, with_steps
 
 from megatron_rl_loss import Samples, ZigzagResponse, plan_step
 from megatron_rl_loss.engines import replacing, slime
@@ -545,24 +545,3 @@ def test_rows_of_sessions_by_the_recipe(peer: str, record_property: Any) -> None
     for *results, other, own in errors(peer, 2, 2, *cases):
         assert max(map(max, results)) < TOLERANCE < 1e-2 < min(max(other), max(own)), results
         record_errors(record_property, PEERS[peer], "rows of sessions, by weights", ours=max(map(max, results)))
-
-
-def train_by_keywords(root: str) -> list[list[float]]:
-    """On a rank of slime: a reducer that asks for the arguments and the batch, and takes the masks from there."""
-
-    def by_keywords(totals: Any, responses: Any, _: Any, per_token: bool, *, args: Any, batch: Any) -> Any:
-        assert args.loss_type == "policy_loss"
-        return slime.sample_mean(totals, responses, batch["loss_masks"], per_token)
-
-    vars(importlib.import_module("logit_table"))["by_keywords"] = by_keywords
-    launch = case("slime", "sample_mean", "sample_mean", [partial(make_step, 7, DP)])
-    launch["flags"]["custom_pg_loss_reducer_function_path"] = "logit_table.by_keywords"
-    results: list[list[float]] = train("slime", root, CP, [launch])
-    return results
-
-
-def test_slime_passes_what_a_reducer_names(tmp_path: Path, record_property: Any) -> None:
-    root = patched(SLIME, tmp_path, "slime-reducer-keywords.patch")
-    for (errors,) in run_ranks(DP * CP, train_by_keywords, root):
-        assert max(errors) < TOLERANCE
-        record_errors(record_property, SLIME, "slime-reducer-keywords.patch", ours=max(errors))

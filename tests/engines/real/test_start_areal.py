@@ -31,9 +31,9 @@ from pages import code_of
 from ranks import run_ranks
 from table_step import relative_error
 
-_NEEDED: tuple[str, ...] = ("aiofiles", "aiohttp", "colorlog", "flask", "hydra", "lark", "orjson", "tenacity")
-for _package in (*_NEEDED, "torchdata", "uvloop"):
-    pytest.importorskip(_package)
+_NEEDED: tuple[str, ...] = ("aiofiles", "aiohttp", "colorlog", "flask", "httpx", "hydra", "lark", "orjson")
+for _package in (*_NEEDED, "tenacity", "torchdata", "uvloop"):
+    pytest.importorskip(_package, reason=f"AReaL's workers import {_package}, which is not installed")
 pytestmark = pytest.mark.slow
 
 DP = 2

@@ -156,7 +156,7 @@ def drive(root: str, worker_cls: str) -> tuple[list[list[torch.Tensor]], list[tu
         variables = {"PYTHONPATH": os.pathsep.join([folder, PYTHONPATH]), "ROLL_LOG_DIR": folder}
         os.environ["ROLL_LOG_DIR"] = folder
         sys.path.insert(0, folder)
-        with local_ray(__name__, root, gpus=DP, variables=variables, seconds=280) as lines:
+        with local_ray(__name__, root, gpus=DP, variables=variables) as lines:
             omegaconf, dacite = importlib.import_module("omegaconf"), importlib.import_module("dacite")
             resources, clusters, protocol, functionals, configs = (
                 importlib.import_module(f"roll.{name}")

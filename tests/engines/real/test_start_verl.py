@@ -237,7 +237,7 @@ def drive(root: str, overrides: list[str], critic_apart: bool) -> tuple[list[dic
         runners.append(ray.remote(Runner).remote(critic_apart))
         return runners[0]
 
-    with local_ray(__name__, root, gpus=CP * (1 + critic_apart), seconds=280, by_engine=True) as lines:
+    with local_ray(__name__, root, gpus=CP * (1 + critic_apart), by_engine=True) as lines:
         main(overrides, SimpleNamespace(remote=remote))
         return ray.get(runners[0].result.remote()), lines()
 
