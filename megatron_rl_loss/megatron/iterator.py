@@ -35,6 +35,16 @@ class MicrobatchIterator(Iterator[Microbatch]):
         return microbatch
 
 
+def batches_of(data_iterator: Iterator[Any]) -> Iterator[Any]:
+    """What an iterator gives: Megatron's `RerunDataIterator` has no ``__iter__``, which a ``for`` needs."""
+    while True:
+        try:
+            batch = next(data_iterator)
+        except StopIteration:
+            return
+        yield batch
+
+
 def next_microbatch(data_iterator: Iterator[Any]) -> Microbatch:
     """The next micro-batch of a step.
 

@@ -27,7 +27,7 @@ from megatron_rl_loss.core.layouts import Slots
 from megatron_rl_loss.core.microbatch import Microbatch
 from megatron_rl_loss.core.samples import Samples
 from megatron_rl_loss.megatron.forward_pass import evaluating
-from megatron_rl_loss.megatron.iterator import DataIterator, MicrobatchIterator
+from megatron_rl_loss.megatron.iterator import DataIterator, MicrobatchIterator, batches_of
 from megatron_rl_loss.megatron.packing import layers_with_state, packed_seq_params
 from megatron_rl_loss.megatron.proving import facts_of
 
@@ -152,11 +152,7 @@ class KeptBatches:
             return iterator
 
         def read() -> Iterator[Any]:
-            while True:  # Megatron's own iterator has no __iter__, which a `for` needs
-                try:
-                    batch = next(iterator)
-                except StopIteration:
-                    return
+            for batch in batches_of(iterator):
                 if not first:
                     first.append(copy(batch))
                 yield batch
