@@ -30,6 +30,13 @@ from megatron_rl_loss.trees.models import check_serves_trees, rotary_by_depth
 from megatron_rl_loss.trees.packs import pack_rows
 
 
+def _chunks(model: nn.Module | Sequence[nn.Module]) -> Sequence[nn.Module]:
+    chunks = [model] if isinstance(model, nn.Module) else model
+    if not isinstance(chunks, Sequence) or not all(isinstance(chunk, nn.Module) for chunk in chunks):
+        raise TypeError(f"a model of type {type(model).__name__}: it must be a module or a list of them. Pass yours.")
+    return chunks
+
+
 class PrefixTree(Layout):
     """Samples whose common prefixes are computed once: the model runs on slots, masks and losses stay per sample.
 
@@ -259,11 +266,11 @@ class PrefixTree(Layout):
 
         Warns of dropout, which a slot draws once for all samples. `plan_step` does this once with its model.
         """
-        check_serves_trees([model] if isinstance(model, nn.Module) else model)
+        check_serves_trees(_chunks(model))
 
     def rotary_by_depth(self, model: nn.Module | Sequence[nn.Module]) -> AbstractContextManager[None]:
         """A ``with`` in which a Megatron model's rotary embeddings are those of the slots' depths."""
-        return rotary_by_depth([model] if isinstance(model, nn.Module) else model, torch.tensor(self.depths))
+        return rotary_by_depth(_chunks(model), torch.tensor(self.depths))
 
     # --- its shape
 

@@ -175,6 +175,12 @@ class Counted(nn.Sequential):
         return super().named_modules(*arguments, **settings)
 
 
+@pytest.mark.parametrize("model", ["x", ["x"], None])
+def test_what_is_no_model_is_refused(model: Any) -> None:
+    with pytest.raises(TypeError, match="must be a module or a list of them"):
+        PrefixTree.check_model(model)
+
+
 def test_a_planned_model_is_walked_once_and_not_in_every_step() -> None:
     trees, whole = [Samples([[0, 0]], layout=PrefixTree([[1, 2]]))], [Samples([[1, 0]])]
     model = Counted(nn.Linear(2, 2), nn.Dropout(0.1)).eval()
