@@ -15,12 +15,36 @@ from megatron_rl_loss.core.samples import Samples
 from megatron_rl_loss.engines.places import places, swapped, value_at
 from megatron_rl_loss.extend import Aggregation, Tap, taps_of, unobserved
 
-Value = Callable[[Tensor, Tensor], Any]  # of a trial's log-probs and advantages
+
+class Trial(NamedTuple):
+    """The values of one trial, tensors in the frame of the function's log-probs, and its advantages.
+
+    Attributes:
+        log_probs: those by which the loss is differentiated.
+        old, reference: log-probs of the old policy and of the reference policy, without a gradient.
+        advantages: in their own frame.
+    """
+
+    log_probs: Tensor
+    old: Tensor
+    reference: Tensor
+    advantages: Tensor
+
+
+Value = Callable[[Trial], Any]
+Penalty = Callable[[Tensor, Tensor], Tensor]  # of d = log-prob - reference's, and of the ratio to the old policy
+PENALTIES: dict[str, Penalty] = {
+    "k1": lambda d, ratio: d,
+    "abs": lambda d, ratio: d.abs(),
+    "k2": lambda d, ratio: d**2 / 2,
+    "k3": lambda d, ratio: (-d).exp() + d - 1,
+}
 _VALUES: dict[str, Value] = {
-    "old": lambda leaf, advantages: leaf.detach(),  # so that the ratio is 1
-    "ones": lambda leaf, advantages: torch.ones_like(leaf),
-    "zeros": lambda leaf, advantages: torch.zeros_like(leaf),
-    "none": lambda leaf, advantages: None,
+    "old": lambda trial: trial.old,
+    "reference": lambda trial: trial.reference,
+    "ones": lambda trial: torch.ones_like(trial.log_probs),
+    "zeros": lambda trial: torch.zeros_like(trial.log_probs),
+    "none": lambda trial: None,
 }
 
 
@@ -30,14 +54,13 @@ class LossPaths(NamedTuple):
     Attributes:
         log_probs: path of the log-probs by which the loss is differentiated, or of the function that computes them.
         advantages: path of the advantages.
-        trial: other paths, with their values in a trial: ``old`` for the log-probs themselves, so that the ratio is 1,
-            ``ones``, ``zeros``, ``none``, or a function of a trial's log-probs and advantages. In the place of a
-            function there is then one that returns the value.
+        trial: other paths, with their values in a trial: ``old`` for log-probs of the old policy and of what generated,
+            ``reference`` for those of the reference policy, ``ones``, ``zeros``, ``none``, or a function of a `Trial`.
+            In the place of a function there is then one that returns the value.
         silent: containers, such as metrics, that a trial must not change.
         size: a trial's advantages are +-size; small where the engine clamps what stands for the advantages.
-        advantage: the value at `advantages`, if it is another function of a trial's log-probs and advantages.
-        old: paths of old log-probs that a trial raises, if the engine clamps ratios near 1: ratios are then e^-3.
-        reference: for terms beside the policy loss, paths of the reference's log-probs, with values as in `trial`.
+        distance: a trial's distances to the reference, at most 3/4, are multiplied by it; small where they are clamped.
+        clamps: the engine clamps ratios near 1: a trial's ratios are then e^-3.
         entropy: path of the entropies, or of the function that computes them.
         output: path of the model's output, by which nothing but log-probs and entropies may have a slope.
     """
@@ -47,9 +70,8 @@ class LossPaths(NamedTuple):
     trial: Mapping[str, str | Value] = {}
     silent: Sequence[str] = ()
     size: float = 1.0
-    advantage: Value = lambda leaf, advantages: advantages
-    old: Sequence[str] = ()
-    reference: Mapping[str, str | Value] = {}
+    distance: float = 1.0
+    clamps: bool = False
     entropy: str = ""
     output: str = ""
 
@@ -63,14 +85,16 @@ class Beside(NamedTuple):
         samples: those that it is aggregated over, if they are not the policy loss's.
         mask: of entropies, in an engine that masks them where it computes them: at a masked token one of 0 weighs
             nothing. That of a token to train on may be 0 too.
-        estimator: of a KL penalty, by d = log-prob - reference's: k1 = d, abs = |d|, k2 = d^2 / 2, k3 = e^-d + d - 1.
+        estimator: of a KL penalty: the name of one of `PENALTIES`, or a function as these.
+        doubt: why its weight cannot be measured; empty if it can.
     """
 
     coef: float
     aggregation: Aggregation
     samples: Samples | None = None
     mask: Tensor | None = None
-    estimator: str = "k3"
+    estimator: str | Penalty = "k3"
+    doubt: str = ""
 
 
 class WeighedMicrobatch(NamedTuple):
@@ -124,23 +148,17 @@ class Trials(NamedTuple):
         """Those that the loss function gets."""
         return value_at(*places(self.row.advantages, self.arguments)[0])
 
-    def loss(self, leaf: Tensor, advantages: Tensor, others: Mapping[str, str | Value]) -> Tensor:
-        """The loss of the log-probs `leaf` with those advantages, and `others`, values as in `LossPaths.trial`."""
-        functions = {path: made_by(make) for path, make in {**self.row.trial, **others}.items()}
-        functions |= {self.row.log_probs: lambda leaf, _: leaf, self.row.advantages: self.row.advantage}
-        values = {path: function(leaf, advantages) for path, function in functions.items()}
+    def loss(self, trial: Trial, entropy: Tensor | None = None) -> Tensor:
+        """The loss with the values of the trial, and those entropies in the place of the model's."""
+        functions = {path: _VALUES[make] if isinstance(make, str) else make for path, make in self.row.trial.items()}
+        functions |= {
+            self.row.log_probs: lambda trial: trial.log_probs,
+            self.row.advantages: lambda trial: trial.advantages,
+        }
+        values = {path: function(trial) for path, function in functions.items()}
+        values |= {self.row.entropy: entropy} if self.row.entropy and entropy is not None else {}
         with unobserved(), swapped(self.arguments, values, self.row.silent):
             return first_of(self.stock())
-
-
-def made_by(make: str | Value) -> Value:
-    """The function of a trial's log-probs and advantages."""
-    return _VALUES[make] if isinstance(make, str) else make
-
-
-def given(value: Any) -> Value:
-    """The function that returns this value in every trial."""
-    return lambda leaf, advantages: value
 
 
 def first_of(result: Any) -> Tensor:

@@ -146,11 +146,10 @@ _LOSS = LossPaths(
     {
         "data.grpo_batch.old_per_token_logps": "old", "data.grpo_batch.rollout_per_token_logps?": "old",
         "data.per_token_entropy?": "none",  # the loss without the filters that drop tokens by ratio or entropy
-        "data.grpo_batch.ref_per_token_logps?": "none", "self._flush_log_completions?": "none",
+        "data.grpo_batch.ref_per_token_logps?": "reference", "self._flush_log_completions?": "none",
     },
     silent=["self._metrics?"],
-    old=["data.grpo_batch.old_per_token_logps", "data.grpo_batch.rollout_per_token_logps?"],  # cispo and delta clamp
-    reference={"data.grpo_batch.ref_per_token_logps?": "old"},
+    clamps=True,  # cispo and delta
 )  # fmt: skip
 
 

@@ -26,7 +26,7 @@ from megatron_rl_loss.core.modes import Mode
 from megatron_rl_loss.core.samples import Samples
 from megatron_rl_loss.core.totals_by_hand import weights_column
 from megatron_rl_loss.engines.columns import check_even, prompts_of
-from megatron_rl_loss.engines.loss_trials import LossPaths, WeighedMicrobatch
+from megatron_rl_loss.engines.loss_trials import PENALTIES, Beside, LossPaths, WeighedMicrobatch
 from megatron_rl_loss.engines.places import wrapped
 from megatron_rl_loss.engines.policy_tap import tap_policy
 from megatron_rl_loss.engines.prompt_tokens import is_by_prompt, misplaced_ids
@@ -38,20 +38,16 @@ __all__ = ["AggregatedPGLossFn", "aggregate"]
 _ROWS, _PROMPTS = "loss_row_numbers", "loss_prompt_ids"  # columns
 
 
-def _old(leaf: Tensor, advantages: Tensor) -> Tensor:
-    return pad(leaf.detach(), (1, 0))
-
-
-_AT_RATIO_1: dict[str, Any] = {
-    "data.prev_logprobs": _old, "data.generation_logprobs": _old, "data.reference_policy_logprobs?": _old,
-    "data.curr_logprobs_unfiltered?": lambda leaf, _: leaf,
-}  # fmt: skip
-_POLICY = LossPaths("next_token_logprobs", "data.advantages", _AT_RATIO_1)
-#: With log-probs 0.1 below and above the reference policy's, slopes of k1, k2 and k3 differ by 0.2; no clamp is as low.
-_KL = LossPaths(
-    "next_token_logprobs", "data.reference_policy_logprobs",
-    {name: value for name, value in _AT_RATIO_1.items() if "reference" not in name},
-    size=0.1, advantage=lambda leaf, signs: _old(leaf, signs) + signs,
+#: A distance to the reference of at most 3/32, below most clamps.
+_LOSS = LossPaths(
+    "next_token_logprobs", "data.advantages",
+    {
+        "data.prev_logprobs": lambda trial: pad(trial.old, (1, 0)),
+        "data.generation_logprobs": lambda trial: pad(trial.old, (1, 0)),
+        "data.reference_policy_logprobs?": lambda trial: pad(trial.reference, (1, 0)),
+        "data.curr_logprobs_unfiltered?": lambda trial: trial.log_probs,
+    },
+    distance=2.0**-3,
 )  # fmt: skip
 
 
@@ -189,36 +185,45 @@ class AggregatedPGLossFn:
         with torch.no_grad():
             _, metrics = self._loss_fn(next_token_logprobs.detach(), data, **counts)
         column = data[_column("policy")]
-        factors = (column[:, None] if column.dim() == 1 else column).expand_as(data["advantages"])
-        of_policy = {**data, "advantages": data["advantages"] * factors}
+        plain_advantages = data["advantages"]
+        factors = (column[:, None] if column.dim() == 1 else column).expand_as(plain_advantages)
+        of_policy = {**data, "advantages": plain_advantages * factors}
         masks = (data["token_mask"][:, 1:] * data["sample_mask"][:, None]).float()
         prompts = data.get(_PROMPTS)
         layout = Gathered(range(0, masks.numel() + 1, masks.shape[1]))
         is_unknown = getattr(self, "use_fused_linear_logprobs", False)  # the gradients by logits
         is_unknown |= "curr_logprobs_unfiltered" in data and "kl" in self._modes
 
-        def measured(factors: Tensor, plain: Tensor | None, **facts: Any) -> WeighedMicrobatch:
+        def call(loss: Any, data: Any, factors: Tensor | None, beside: dict[str, Beside]) -> Any:
+            """A call of NeMo-RL's loss that is measured: its policy loss by factors, or the terms beside it."""
             samples = Samples(list(masks), layout=layout, prompt_ids=prompts, labels={"row": data[_ROWS]})
-            return WeighedMicrobatch(samples, factors, plain, temperature=None if is_unknown else 1.0, **facts)
+            plain = None if factors is None else plain_advantages
+            temperature = None if is_unknown else 1.0
+            microbatch = WeighedMicrobatch(samples, factors, plain, temperature=temperature, beside=beside)
+            tapped = wrapped(loss, lambda stock, arguments: tap_policy(_LOSS, stock, arguments, lambda: microbatch))
+            return tapped(next_token_logprobs, data, **counts)
 
-        def tap(row: LossPaths, loss: Any, *facts: Any, **more: Any) -> Any:
-            return wrapped(
-                loss, lambda stock, arguments: tap_policy(row, stock, arguments, lambda: measured(*facts, **more))
-            )
-
-        total, _ = tap(_POLICY, self._policy, factors, data["advantages"], beside={})(
-            next_token_logprobs, of_policy, **counts
-        )
+        total, _ = call(self._policy, of_policy, factors, {})
         if "kl" in self._modes:
             column = data[_column("kl")]
             ones = torch.ones_like(data["sample_mask"])
             weighed = {"sample_mask": column} if column.dim() == 1 else {"token_mask": column, "sample_mask": ones}
-            of_kl = {**data, **weighed, "advantages": torch.zeros_like(data["advantages"])}
-            facts = {"name": "kl", "coef": self.reference_policy_kl_penalty, "aggregation": self._modes["kl"]}
-            kl = tap(_KL, self._loss_fn, torch.ones_like(factors), None, **facts)
-            share, of_part = kl(next_token_logprobs, of_kl, **counts)
+            of_kl = {**data, **weighed, "advantages": torch.zeros_like(plain_advantages)}
+            share, of_part = call(self._loss_fn, of_kl, None, {"kl": self._kl()})
             total, metrics["kl_penalty"] = total + share, of_part["kl_penalty"]
         return total, metrics | {"loss": total.item()}
+
+    def _kl(self) -> Beside:
+        """The KL penalty, whose gradient has that of the policy over which it is an expectation."""
+        penalty, is_on_policy = PENALTIES[self.reference_policy_kl_type], self.use_on_policy_kl_approximation
+
+        def of_nemo_rl(d: Tensor, ratio: Tensor) -> Tensor:
+            return penalty(d, ratio) * (d - d.detach()).exp() * (ratio if is_on_policy else 1.0)
+
+        lowest, doubt = (self.kl_input_clamp_value or 1.0, self.kl_output_clamp_value or 1.0), ""
+        if lowest[0] < 0.1 or lowest[1] < 0.01:
+            doubt = f"NeMo-RL clamps the KL penalty, its input at {lowest[0]:g} and its output at {lowest[1]:g}."
+        return Beside(self.reference_policy_kl_penalty, self._modes["kl"], estimator=of_nemo_rl, doubt=doubt)
 
 
 def _column(term: str) -> str:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl_loss.engines.log_prob_gradients import follow
-from megatron_rl_loss.engines.loss_trials import LossPaths, Trials, WeighedMicrobatch, first_of, given, tap_sum
+from megatron_rl_loss.engines.loss_trials import LossPaths, Trial, Trials, WeighedMicrobatch, first_of, tap_sum
 from megatron_rl_loss.engines.places import places, swapped, value_at
 from megatron_rl_loss.engines.terms_beside import tap_beside
 from megatron_rl_loss.extend import Tap, is_observed, taps_of
@@ -81,10 +81,10 @@ def _tap_by_advantages(trials: Trials, measured: WeighedMicrobatch, log_probs: T
 
     def weights_of(size: float, lower: float) -> Tensor:
         """The weights by trials of advantages of that size, with old log-probs raised by `lower`."""
-        raised = {path: given(leaf.detach() + lower) for path in row.old}
-        above = trials.loss(leaf, factors * size, raised)
-        below = trials.loss(leaf, factors * (0.0 if row.old else -size), raised)
-        width = size * math.exp(-lower) * (1 if row.old else 2)
+        at, reference = leaf.detach() + lower, leaf.detach()  # at which a KL penalty has no slope
+        sizes = size, 0.0 if row.clamps else -size
+        above, below = (trials.loss(Trial(leaf, at, reference, factors * signed)) for signed in sizes)
+        width = size * math.exp(-lower) * (1 if row.clamps else 2)
         difference = below - above
         slopes = torch.autograd.grad(difference, leaf, allow_unused=True)[0] if difference.requires_grad else None
         return torch.zeros_like(leaf) if slopes is None else slopes / width
@@ -92,7 +92,7 @@ def _tap_by_advantages(trials: Trials, measured: WeighedMicrobatch, log_probs: T
     is_clamped = False
     if not log_probs.requires_grad:  # exchanged with old log-probs: no gradient goes to these
         weights = torch.zeros_like(leaf)
-    elif row.old:
+    elif row.clamps:
         weights = weights_of(row.size, 3.0)
         is_clamped = not _agree(weights, weights_of(row.size, 4.0))
         negative = [weights_of(-row.size, lower) for lower in (3.0, -0.01)]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_rl_loss.core.counting import StepTotals
 from megatron_rl_loss.engines.columns import MEDIA, Batch, prompts_of
-from megatron_rl_loss.engines.loss_trials import Beside, LossPaths
+from megatron_rl_loss.engines.loss_trials import Beside, LossPaths, Trial
 from megatron_rl_loss.engines.places import Call, swapped, wrapped
 from megatron_rl_loss.engines.replacing import Function, is_replaced
 from megatron_rl_loss.engines.token_mean_engine import StepArguments, TokenMeanEngine, megatron_group
@@ -72,9 +72,17 @@ def _beside(step: StepArguments, batch: Batch) -> Mapping[str, Beside]:
     return beside
 
 
-def _responses(log_probs: Tensor, advantages: Tensor) -> Tensor:
+def _responses(log_probs: Tensor, trial: Trial) -> Tensor:
     """Those of the tokens that have advantages."""
-    return log_probs.detach()[:, -advantages.shape[1] - 1 : -1]
+    return log_probs[:, -trial.advantages.shape[1] - 1 : -1]
+
+
+def _old(trial: Trial) -> Tensor:
+    return _responses(trial.old, trial)
+
+
+def _reference(trial: Trial) -> Tensor:
+    return _responses(trial.reference, trial)
 
 
 @contextmanager
@@ -135,10 +143,9 @@ ENGINE = TokenMeanEngine(
     whole=LossPaths(
         "output.log_probs", "batch.advantages",
         {
-            "batch.recomputed_logprobs?": _responses, "batch.rollout_logprobs?": _responses,
+            "batch.recomputed_logprobs?": _old, "batch.rollout_logprobs?": _old, "batch.ref_logprobs?": _reference,
             "torch.distributed:all_reduce": "none",  # of metrics
         },
-        reference={"batch.ref_logprobs?": _responses},
         entropy="output.entropy?",
     ),
     around=lambda step, batch: (batch["input_ids"].shape[1] - step["self"].response_len - 1, 1),

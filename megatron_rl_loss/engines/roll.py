@@ -108,8 +108,8 @@ ENGINE = TokenMeanEngine(
             "data.batch.old_log_probs": "old", "data.batch.infer_logprobs?": "old",
             "data.batch.train_infer_is_weight?": "ones", "self.get_old_log_probs_with_cache": "old",
             "self.strategy.op_compute_entropy": "zeros",  # ROLL's may change logits
+            "data.batch.ref_log_probs?": "reference",
         },
-        reference={"data.batch.ref_log_probs?": "old"},
         entropy="self.strategy.op_compute_entropy",
         output="output_tensor",
     ),

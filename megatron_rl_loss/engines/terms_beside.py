@@ -1,28 +1,64 @@
 """The tap of the terms beside an engine's policy loss, which are all that a trial with advantages of 0 has."""
 
-import math
-from functools import partial
-from typing import Any
+import random
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron_rl_loss.engines.loss_trials import Trials, Value, WeighedMicrobatch, given, made_by, tap_sum
+from megatron_rl_loss.engines.loss_trials import PENALTIES, Penalty, Trial, Trials, WeighedMicrobatch, tap_sum
 from megatron_rl_loss.engines.places import places, value_at
 from megatron_rl_loss.extend import observed_taps
 
-#: A trial of the terms beside the policy loss has this log-prob, and the reference's lower and higher by half of 1:
-#: numbers that every dtype has.
-_LOG_PROB, _ABOVE_REFERENCE = -1.0, (0.5, -0.5)
-#: Slopes of KL penalties by the log-prob at these.
-_SLOPES_OF_KL = {
-    "k1": (1.0, 1.0), "abs": (1.0, -1.0), "k2": _ABOVE_REFERENCE,
-    "k3": (1 - math.exp(-0.5), 1 - math.exp(0.5)),
-}  # fmt: skip
 _ADDED = (
     "The loss has more than the terms that the config names: with advantages of 0, it has gradients that these do not "
     "explain. Somebody added a term, or the KL penalty has another estimator."
 )
+
+
+class _Draw(NamedTuple):
+    """What a token of a trial has: numbers that every dtype has, at none of which a usual term has the slope 0.
+
+    Attributes:
+        log_prob: p log p has a slope at each but -1.
+        above_old: log-prob less the old policy's; below 0, so that no ratio reaches a limit for large ones.
+        above_reference: log-prob less the reference's; a trial has it with both signs.
+        entropy: the token's.
+    """
+
+    log_prob: float
+    above_old: float
+    above_reference: float
+    entropy: float
+
+
+def _drawn(seed: int, length: int) -> list[_Draw]:
+    rng = random.Random(seed)
+    log_probs = [eighth / 8 for eighth in range(-24, -1) if eighth != -8]
+    few = [eighth / 8 for eighth in range(2, 7)]
+    return [_Draw(rng.choice(log_probs), -rng.choice(few), rng.choice(few), rng.choice(few)) for _ in range(length)]
+
+
+#: Two draws of a table, from which tokens take what they have by their numbers; prime, so that columns of rows differ.
+_DRAWS = _drawn(1, 61), _drawn(2, 61)
+
+
+class _Slopes(NamedTuple):
+    """Slopes of a trial's loss by log-probs, by entropies, and by further inputs, those of the model's output."""
+
+    log_probs: Tensor
+    entropies: Tensor
+    further: list[Tensor]
+
+
+class _Point(NamedTuple):
+    """The slopes at a draw's values, with the reference at both sides."""
+
+    distances: Tensor
+    ratios: Tensor
+    above: _Slopes
+    below: _Slopes
 
 
 def tap_beside(
@@ -31,52 +67,84 @@ def tap_beside(
     """Tap the terms beside the policy loss, whose slopes are all that is left at advantages of 0.
 
     With d = log-prob - reference's, a KL penalty of the weight w has the slope w k'(d) by a log-prob, so that w is the
-    difference of two slopes / the difference of k'. An entropy bonus has its weight as its slope by an entropy. What is
-    left of slopes is another term's.
+    difference of the slopes at d and -d / the difference of k'. An entropy bonus has its weight as its slope by an
+    entropy. What is left of slopes, at either of two draws, is another term's.
     """
     assert measured.beside is not None
-    leaf = torch.full_like(log_probs, _LOG_PROB).requires_grad_()
-    bonus = torch.zeros_like(entropies[0] if entropies else leaf).requires_grad_()
-    inputs, row = [leaf, bonus], trials.row
-    for container, name in places(row.output, trials.arguments) if row.output else ():
-        inputs += [value_at(container, name)] * bool(value_at(container, name).requires_grad)
-    like = trials.advantages if measured.factors is None else measured.factors
-    advantages = torch.zeros_like(like, device=log_probs.device)
-
-    def slopes_at(above_reference: float) -> list[Tensor]:
-        def reference(make: str | Value, *of_trial: Tensor) -> Any:
-            return made_by(make)(*of_trial) - above_reference
-
-        others: dict[str, Any] = {path: partial(reference, make) for path, make in row.reference.items()}
-        others |= {row.entropy: given(bonus)} if row.entropy else {}
-        total = trials.loss(leaf, advantages, others)
-        slopes = torch.autograd.grad(total, inputs, allow_unused=True) if total.requires_grad else [None] * len(inputs)
-        nothing = [torch.zeros_like(of) for of in inputs[:2]] + [leaf.new_zeros(())] * (len(inputs) - 2)  # no logits
-        return [none if slope is None else slope for none, slope in zip(nothing, slopes, strict=True)]
-
-    (first, of_entropy, *further), (second, *_) = (slopes_at(distance) for distance in _ABOVE_REFERENCE)
-    size = _largest(first, second, of_entropy, *further)
-    weights = {}
+    points = [_at(draws, trials, measured, log_probs, entropies) for draws in _DRAWS]
+    slopes = [side for point in points for side in (point.above, point.below)]
+    size = _largest(*(slope for side in slopes for slope in (side.log_probs, side.entropies, *side.further)))
+    weights: dict[str, Tensor] = {}
+    left = [slope for side in slopes for slope in side.further]
     if (kl := measured.beside.get("kl")) is not None:
-        high, low = _SLOPES_OF_KL[kl.estimator]
-        weights["kl"] = (first - second) / (high - low) if high != low else (first + second) / 2
-        first, second = first - high * weights["kl"], second - low * weights["kl"]
+        of_kl = [_slopes_of(kl.estimator, point) for point in points]
+        weights["kl"] = _weights_of_kl(points[0], *of_kl[0])
+        named = [weights["kl"] * slope for pair in of_kl for slope in pair]
+    else:
+        named = [torch.zeros_like(side.log_probs) for side in slopes]
+    left += [side.log_probs - of_named for side, of_named in zip(slopes, named, strict=True)]
     if (of_bonus := measured.beside.get("entropy")) is not None:
-        weights["entropy"] = of_entropy
+        weights["entropy"] = slopes[0].entropies
         if of_bonus.mask is not None and entropies:
-            weights["entropy"] = of_entropy.masked_fill((entropies[0] == 0) & (of_bonus.mask == 0), 0)
-        of_entropy = torch.zeros_like(of_entropy)
+            weights["entropy"] = weights["entropy"].masked_fill((entropies[0] == 0) & (of_bonus.mask == 0), 0)
+    left += [side.entropies - (slopes[0].entropies if of_bonus is not None else 0.0) for side in slopes]
     for name, of_term in weights.items():
         term = measured.beside[name]
         tapped = tap_sum(
             loss, of_term, name, samples=term.samples or measured.samples, coef=term.coef, aggregation=term.aggregation
         )
         if tapped is not None:
-            tapped.at_log_probs = measured.is_followed
-    left = _largest(first, second, of_entropy, *further)
-    if left > 64 * torch.finfo(leaf.dtype).eps * size and (taps := observed_taps()):
+            tapped.at_log_probs, tapped.doubt = measured.is_followed, tapped.doubt or term.doubt
+    is_explained = _largest(*left) <= 64 * torch.finfo(log_probs.dtype).eps * size
+    if not is_explained and not any(term.doubt for term in measured.beside.values()) and (taps := observed_taps()):
         for known in [known for of_name in taps.losses.values() for known in of_name.values()]:
             known.added = _ADDED
+
+
+def _at(
+    draws: list[_Draw], trials: Trials, measured: WeighedMicrobatch, log_probs: Tensor, entropies: list[Tensor]
+) -> _Point:
+    """The slopes where each token has what its draw says."""
+
+    def column(value: Callable[[_Draw], float], like: Tensor) -> Tensor:
+        table = torch.tensor([value(draw) for draw in draws], dtype=like.dtype, device=like.device)
+        return table[torch.arange(like.numel(), device=like.device) % len(draws)].view(like.shape)
+
+    leaf = column(lambda draw: draw.log_prob, log_probs).requires_grad_()
+    bonus = column(lambda draw: draw.entropy, entropies[0] if entropies else log_probs).requires_grad_()
+    above_old = column(lambda draw: draw.above_old, log_probs)
+    distances = trials.row.distance * column(lambda draw: draw.above_reference, log_probs)
+    like = trials.advantages if measured.factors is None else measured.factors
+    advantages = torch.zeros_like(like, device=log_probs.device)
+    inputs = [leaf, bonus]
+    for container, name in places(trials.row.output, trials.arguments) if trials.row.output else ():
+        inputs += [value_at(container, name)] * bool(value_at(container, name).requires_grad)
+    nothing = [torch.zeros_like(of) for of in inputs[:2]] + [leaf.new_zeros(())] * (len(inputs) - 2)  # no logits
+
+    def slopes_at(distances: Tensor) -> _Slopes:
+        old, reference = leaf.detach() - above_old, leaf.detach() - distances
+        total = trials.loss(Trial(leaf, old, reference, advantages), bonus)
+        found = torch.autograd.grad(total, inputs, allow_unused=True) if total.requires_grad else [None] * len(inputs)
+        slopes = [none if slope is None else slope for none, slope in zip(nothing, found, strict=True)]
+        return _Slopes(slopes[0], slopes[1], slopes[2:])
+
+    return _Point(distances, above_old.exp(), slopes_at(distances), slopes_at(-distances))
+
+
+def _slopes_of(estimator: str | Penalty, point: _Point) -> tuple[Tensor, Tensor]:
+    """The slopes of that KL penalty by a log-prob, at the distances of a point and at their opposites."""
+    penalty = PENALTIES[estimator] if isinstance(estimator, str) else estimator
+    above, below = (sign * point.distances for sign in (1, -1))
+    both = torch.stack([above, below]).requires_grad_()
+    (slopes,) = torch.autograd.grad(penalty(both, point.ratios).sum(), both)
+    return slopes[0], slopes[1]
+
+
+def _weights_of_kl(point: _Point, high: Tensor, low: Tensor) -> Tensor:
+    """The weights that explain the difference of the slopes; where that of the penalty is 0, their mean."""
+    first, second = point.above.log_probs, point.below.log_probs
+    is_odd = high != low
+    return torch.where(is_odd, (first - second) / torch.where(is_odd, high - low, 1), (first + second) / (high + low))
 
 
 def _largest(*values: Tensor) -> float:

@@ -18,6 +18,8 @@ from megatron_rl_loss.proof.step_state import StepState
 
 #: Why a term is not compared of which the loss has nothing.
 _NO_WEIGHT = "coefficient 0"
+#: A smaller relative difference of weights may be rounding of a term that was added, whose slopes may be far larger.
+_ROUNDED = 2.0**-10
 
 
 @dataclass
@@ -186,7 +188,10 @@ def _judge(
         comparison.find(WRONG, *ids.faults, *(other_data(data, compared.totals) if is_first else []))
         comparison.find(NOT_PROVED, *ids.doubts)
         doubt = doubt or other_count(declared.count, compared)
-    comparison.find(NOT_PROVED, *sorted({said.added for said in state.terms[name].declared} - {""}))
+    added = sorted({said.added for said in state.terms[name].declared} - {""})
+    comparison.find(NOT_PROVED, *added)
+    if added and compared.deviation < _ROUNDED:
+        doubt = doubt or "The slopes of what was added round those by which it was measured."
     comparison.add(aim, compared, state, doubt or may_be_clipped(compared, state.factor), own.returned)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from added_terms import TERMS
 from torch import Tensor
 
 from megatron_rl_loss import LossPaths, Samples, WeighedMicrobatch, prove_policy_loss, tap
@@ -21,7 +22,7 @@ MASK = torch.tensor([[1.0, 1, 0, 1], [0, 1, 1, 0]])
 FACTORS = torch.tensor([[0.5, 0.5, 0.5, 0.5], [2.0, 2.0, 2.0, 2.0]])
 PLAIN = torch.tensor([[1.0, -2, 3, 0], [0.25, 0.5, -1, 4]])
 LOSS = LossPaths("log_probs", "batch.advantages", {"batch.old": "old", "batch.rollout?": "old"}, silent=["batch.seen"])
-LOW = LOSS._replace(old=("batch.old", "batch.rollout?"))
+LOW = LOSS._replace(clamps=True)
 
 
 def ppo(log_probs: Tensor, batch: Any) -> Tensor:
@@ -149,7 +150,7 @@ def test_clamps_are_no_evidence_and_losses_that_are_not_linear_are(
 
 # --- terms beside the policy loss
 
-WHOLE = LOSS._replace(reference={"batch.reference": "old"}, entropy="entropy_of", output="output")
+WHOLE = LOSS._replace(trial={**LOSS.trial, "batch.reference": "reference"}, entropy="entropy_of", output="output")
 PENALTIES: dict[str, Callable[[Tensor], Tensor]] = {
     "k1": lambda d: d,
     "abs": torch.abs,
@@ -166,7 +167,7 @@ def with_terms(
     """A policy loss with a KL penalty and an entropy bonus, over the mask, and what is added beside."""
     ratio = (log_probs - batch.old).exp()
     losses = -ratio * batch.advantages + 0.5 * penalty(log_probs - batch.reference)
-    rest = 0.0 if added is None else added(output, log_probs)
+    rest = 0.0 if added is None else added(output, log_probs, batch.old)
     return (losses * MASK - 0.25 * entropy_of(output) * of_entropies).sum() / 4 + rest
 
 
@@ -224,11 +225,16 @@ def test_another_estimator_has_another_weight_or_is_a_further_term(named: str, r
     assert (is_right and not taps["kl"].added) == (named == real)
 
 
+def mean_of_term(term: Callable[..., Tensor], output: Tensor, log_probs: Tensor, old: Tensor) -> Tensor:
+    return 1e-3 * (term(log_probs, old) * MASK).mean()
+
+
 FURTHER: dict[str, dict[str, Any]] = {
-    "of log-probs": {"added": lambda output, log_probs: 1e-3 * (log_probs * MASK).sum()},
-    "of a thousandth of the largest slope": {"added": lambda output, log_probs: 8e-5 * (log_probs * MASK).sum()},
-    "of log-probs, squared": {"added": lambda output, log_probs: 1e-3 * log_probs.square().mean()},
-    "of the output": {"added": lambda output, log_probs: 1e-3 * output.square().mean()},
+    "of log-probs": {"added": lambda output, log_probs, old: 1e-3 * (log_probs * MASK).sum()},
+    "of a thousandth of the largest slope": {"added": lambda output, log_probs, old: 8e-5 * (log_probs * MASK).sum()},
+    "of log-probs, squared": {"added": lambda output, log_probs, old: 1e-3 * log_probs.square().mean()},
+    "of the output": {"added": lambda output, log_probs, old: 1e-3 * output.square().mean()},
+    **{name: {"added": partial(mean_of_term, term)} for name, term in TERMS.items()},
     "KL without a coefficient": {"beside": {"entropy": NAMED["entropy"]}},
     "entropy without a coefficient": {"beside": {"kl": NAMED["kl"]}},
     "KL of the other direction": {"penalty": lambda d: d.exp() - d - 1},

@@ -338,6 +338,9 @@ class _Empty(type):
     def __getitem__(cls, _: Any) -> Any:
         return cls
 
+    def __iter__(cls) -> Any:
+        return iter(())  # without it, `in` and loops would ask for item after item
+
     def __or__(cls, _: Any) -> Any:
         return cls
 

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import added_terms
 import torch.distributed as dist
 
 from megatron_rl_loss.engines import columns, replacing, token_mean
@@ -60,6 +61,7 @@ def aggregated(owner: Any, case: dict[str, Any]) -> Iterator[None]:
     the case says, with the words that it "says" on the first rank; ``column`` makes our weights wrong by that factor.
     """
     printed = io.StringIO()
+    added_terms.choose(case.get("term", ""))
     with undone(), contextlib.redirect_stdout(printed):
         if not case.get("stock"):
             settings = {name: value for name, value in case["settings"].items() if name not in ("kl", "entropy")}

@@ -25,7 +25,7 @@ from bigram_step import (
 )
 from checkouts import AREAL, Settings, checkout, load
 from gloo_gather import all_gather
-from plants import MORE_TERMS, Plant, assert_stops, assert_unproved, planted
+from plants import Plant, assert_stops, assert_terms_unproved, planted
 from ranks import run_ranks
 from replacements import aggregated
 from table_step import run_schedule, start
@@ -217,5 +217,5 @@ def test_a_fault_stops_all_ranks(plant: Plant, record_property: Any, tmp_path: A
 
 def test_a_further_term_is_not_proved(record_property: Any, tmp_path: Any) -> None:
     before = "    # Joint Distillation KL Loss\n"
-    added = (before, "    loss = loss + 1e-3 * (logprobs * loss_mask).mean()\n" + before)
-    assert_unproved(record_property, AREAL, train, Plant("a loss added beside", {_ACTOR: added}, MORE_TERMS), tmp_path)
+    site = _ACTOR, before, "    loss = loss + {}\n" + before
+    assert_terms_unproved(record_property, AREAL, train, site, "logprobs old_logp loss_mask", tmp_path)

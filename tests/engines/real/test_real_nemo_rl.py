@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import added_terms
 import megatron_on_cpu
 import oracle
 import pytest
@@ -38,7 +39,7 @@ from bigram_step import (
     make_batch,
 )
 from checkouts import NEMO_RL, checkout, load, record_errors
-from plants import Plant, assert_stops, assert_unproved
+from plants import Plant, assert_stops, assert_terms_unproved
 from ranks import RankError, run_ranks
 from replacements import undone
 from table_step import start
@@ -91,6 +92,7 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
     results = []
     for case in cases:
         of_case = case.get("cfg", {})
+        added_terms.choose(case.get("term", ""))
         loss_fn = losses.ClippedPGLossFn(SimpleNamespace(**{**defaults, **SETTINGS, **of_case}))
         batch = BatchedDataDict(make_batch())
         times, os.environ["MEGATRON_RL_LOSS_PROOF"] = case.get("times", 1), case.get("proof", "error")
@@ -174,13 +176,21 @@ def test_clamps_of_the_kl_penalty_are_no_faults() -> None:
     """A trial has log-probs 0.1 from the reference policy's; what is clamped below that is not proved."""
     clamps = [{"kl_input_clamp_value": 0.5}, {"kl_output_clamp_value": 0.02}, {"kl_input_clamp_value": None}]
     cases: list[dict[str, Any]] = [{"mode": "prompt_mean", "settings": {}, "cfg": clamp} for clamp in clamps]
-    cases.append({"mode": "prompt_mean", "settings": {}, "cfg": {"kl_input_clamp_value": 0.05}, "outcome": "unknown"})
+    clamped = {"kl_input_clamp_value": 0.05}
+    cases.append({"mode": "prompt_mean", "settings": {}, "cfg": clamped, "outcome": "not proved"})
     run_ranks(4, train, checkout(NEMO_RL), 2, cases)
+
+
+def test_kl_penalties_of_each_type_are_proved() -> None:
+    """One of the on-policy approximation has importance weights, too."""
+    settings: list[dict[str, Any]] = [{"reference_policy_kl_type": kind} for kind in ("k1", "k2", "k3")]
+    settings += [of_type | {"use_on_policy_kl_approximation": True} for of_type in settings]
+    run_ranks(1, train, checkout(NEMO_RL), 1, [{"mode": "prompt_mean", "settings": {}, "cfg": cfg} for cfg in settings])
 
 
 def test_prompts_at_other_rows_are_not_proved() -> None:
     """The prompts that NeMo-RL's advantages were computed by: moved by a row, or two of them for one group."""
-    case: dict[str, Any] = {"mode": "prompt_mean", "settings": {"group_size": 4}, "outcome": "unknown"}
+    case: dict[str, Any] = {"mode": "prompt_mean", "settings": {"group_size": 4}, "outcome": "not proved"}
     for results in run_ranks(2, train, checkout(NEMO_RL), 1, [case | {"ids": 1}, case | {"split": 2}]):
         assert all(result["errors"]["gradient"] > 1e-2 for result in results), results
 
@@ -250,9 +260,15 @@ def test_a_fault_stops(record_property: Any, tmp_path: Path, plant: Plant) -> No
 
 
 def test_a_further_term_is_not_proved(record_property: Any, tmp_path: Path) -> None:
-    added = "loss = actor_loss + kl +", "loss = actor_loss + kl + 1e-3 * curr_logprobs.mean() +"
-    plant = Plant("a loss added beside", {LOSSES: added}, case={"settings": MODES["sample_mean"]})
-    assert_unproved(record_property, NEMO_RL, train, plant, tmp_path)
+    site = LOSSES, "loss = actor_loss + kl +", "loss = actor_loss + kl + {} +"
+    assert_terms_unproved(record_property, NEMO_RL, train, site, "curr_logprobs prev_logprobs mask", tmp_path)
+
+
+def test_a_term_added_to_the_kl_penalty_is_not_proved(record_property: Any, tmp_path: Path) -> None:
+    """NeMo-RL computes it only where there is a penalty."""
+    site = LOSSES, "# Reduce KL loss", "kl = kl + {}\n            # Reduce KL loss"
+    names = "curr_logprobs prev_logprobs mask"
+    assert_terms_unproved(record_property, NEMO_RL, train, site, names, tmp_path)
 
 
 def planned(root: str) -> list[float]:

@@ -16,7 +16,7 @@ import pytest
 import torch
 from bigram_step import BETA, CLIP_HIGH, CLIP_LOW, LENGTH, TOLERANCE, assert_exact, bigram_model, compare, errors_of, k3
 from checkouts import RLINF, Settings, checkout, load
-from plants import MORE_TERMS, Plant, assert_stops, assert_unproved
+from plants import Plant, assert_stops, assert_terms_unproved
 from ranks import RankError, run_ranks
 from replacements import aggregated
 from table_step import start
@@ -301,6 +301,5 @@ def test_a_fault_stops_all_ranks(plant: Plant, record_property: Any, tmp_path: A
 
 
 def test_a_further_term_is_not_proved(record_property: Any, tmp_path: Any) -> None:
-    added = (_KL_ADDED, f"{_KL_ADDED} + 1e-3 * self.loss_agg_func(curr_logprobs, mask)")
-    plant = Plant("a loss added beside", {_ACTOR: added}, MORE_TERMS)
-    assert_unproved(record_property, RLINF, train, plant, tmp_path)
+    site = _ACTOR, _KL_ADDED, f"{_KL_ADDED} + {{}}"
+    assert_terms_unproved(record_property, RLINF, train, site, "curr_logprobs old_logprobs mask", tmp_path)

@@ -33,7 +33,7 @@ from bigram_step import (
     make_batch,
 )
 from checkouts import ROLL, Settings, checkout, load, stand_in
-from plants import MORE_TERMS, Plant, assert_stops, assert_unproved, planted, record_plant
+from plants import MORE_TERMS, Plant, assert_stops, assert_terms_unproved, assert_unproved, planted, record_plant
 from ranks import RankError, run_ranks
 from replacements import aggregated
 from roll_rows import LEFT, rows_of_rank
@@ -176,7 +176,7 @@ def test_groups_that_roll_wraps(record_property: Any) -> None:
 def test_ids_at_other_rows_are_not_proved() -> None:
     """ROLL's own ids of groups, then moved by a row."""
     settings = {"mode": "prompt_mean", "settings": MODES["prompt_mean"]}
-    cases = [settings | {"ids": 0}, settings | {"ids": 1, "outcome": "unknown"}]
+    cases = [settings | {"ids": 0}, settings | {"ids": 1, "outcome": "not proved"}]
     for results in run_ranks(2, train, checkout(ROLL), 1, cases):
         right, moved = (result["errors"]["gradient"] for result in results)
         assert right < TOLERANCE < 1e-2 < moved
@@ -305,7 +305,6 @@ PLANTS = [
 ]
 RETURNED = "return total_loss, pg_metrics"
 ADDED = [
-    Plant("a loss added beside", {_WORKER: (RETURNED, "return total_loss + 1e-3 * log_probs.mean(), pg_metrics")}),
     Plant(
         "a loss of logits added beside",
         {_WORKER: (RETURNED, "return total_loss + 1e-6 * output_tensor.logsumexp(-1).square().mean(), pg_metrics")},
@@ -338,11 +337,16 @@ def test_a_further_term_is_not_proved(plant: Plant, record_property: Any, tmp_pa
     assert_unproved(record_property, ROLL, train, plant, tmp_path)
 
 
+def test_a_further_term_is_not_proved_whatever_it_is(record_property: Any, tmp_path: Any) -> None:
+    site = _WORKER, RETURNED, "return total_loss + {}, pg_metrics"
+    assert_terms_unproved(record_property, ROLL, train, site, "log_probs old_log_probs final_response_mask", tmp_path)
+
+
 def test_a_schedule_that_was_not_measured_is_no_proof(record_property: Any, tmp_path: Any) -> None:
     """ROLL fetched the schedule before the adapter, and kept it."""
     schedules = "__import__('megatron.core.pipeline_parallel.schedules', fromlist=[''])"
     fetched = f"{schedules}.forward_backward_no_pipelining.__wrapped__("
-    case = {"mode": "sample_mean", "settings": {"kl": "token_mean"}, "outcome": "unknown"}
+    case = {"mode": "sample_mean", "settings": {"kl": "token_mean"}, "outcome": "not proved"}
     root = planted(ROLL, tmp_path, {_STRATEGY: ("self.forward_backward_func(", fetched)})
     run_ranks(1, train, root, 1, [case])
     record_plant(record_property, ROLL, "a schedule from elsewhere", "says that it is not proved")

@@ -393,8 +393,8 @@ def test_other_groups_than_are_generated_are_not_proved() -> None:
     case: dict[str, Any] = {"mode": "prompt_mean", "rows": ROWS}
     cases = [
         case | {"settings": {"group_size": 4}},
-        case | {"settings": {"group_size": 3}, "outcome": "unknown"},
-        case | {"settings": {"group_size": 4}, "split": True, "outcome": "unknown"},
+        case | {"settings": {"group_size": 3}, "outcome": "not proved"},
+        case | {"settings": {"group_size": 4}, "split": True, "outcome": "not proved"},
     ]
     run_ranks(2, train, checkout(SKYRL), 1, cases)
 
@@ -574,7 +574,7 @@ def test_a_rank_without_a_token_trains(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_gradients_finalised_by_another_name_are_not_proved(record_property: Any, tmp_path: Path) -> None:
     worker = "skyrl/backends/skyrl_train/workers/megatron/megatron_worker.py"
     root = planted(SKYRL, tmp_path, dict.fromkeys((WRAPPER, worker), ("run_pending_grad_sync", "sync_grads")))
-    run_ranks(2, train, root, 1, [{"mode": "sample_mean", "settings": {}, "outcome": "unknown"}])
+    run_ranks(2, train, root, 1, [{"mode": "sample_mean", "settings": {}, "outcome": "not proved"}])
     record_plant(record_property, SKYRL, "gradients finalised by another name", "says that it is not proved")
 
 

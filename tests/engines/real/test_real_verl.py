@@ -14,15 +14,18 @@ import io
 import random
 import re
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
+import added_terms
 import oracle
 import pytest
 import torch
 import torch.distributed as dist
+from added_terms import CALL
 from checkouts import VERL, Settings, checkout, load, record_errors
 from plants import MORE_TERMS, assert_stopped, patched, planted, record_plant
 from ranks import run_ranks, start_process_group
@@ -411,6 +414,7 @@ def first_steps(
     told: int = 0,
     actor: dict[str, Any] | None = None,
     taken_before: bool = False,
+    added: Sequence[str] = (),
     **of_model: Any,
 ) -> list[FirstSteps]:
     """On a rank: two steps of an actor in each mode, and two of a critic.
@@ -418,7 +422,7 @@ def first_steps(
     With verl's gather of CP ranks, its losses and its Megatron engine. Of the CP ranks' table one entry is a token's
     log-prob, and its value; the entropy is a half of it. verl was told of mini-batches larger by `told` rows.
     `actor`: settings of its config, instead of those of which the error is meant. `taken_before`: verl's own losses,
-    which the worker held before it imported our module, as a colocated critic's does.
+    which the worker held before it imported our module, as a colocated critic's does. `added`: a term for each mode.
     `of_model`: options of `table_model`, of whose pipeline stages the last one is two ranks.
     """
     state = start(cp=CP, pp=of_model.get("stages", 1))
@@ -473,7 +477,8 @@ def first_steps(
 
     texts: list[str] = []
     results = []
-    for mode in modes:
+    for mode, term in zip(modes, added or [""] * len(modes), strict=True):
+        added_terms.choose(term)
         options = {"loss_agg_mode": mode, "loss_scale_factor": 64 if mode.endswith("norm") else None}
         of_actor: dict[str, Any] = {"entropy_coeff": ENTROPY_COEFF, "clip_ratio_c": CLIP_C, "policy_loss": {}}
         of_actor |= {"use_kl_loss": True, "kl_loss_coef": KL_COEF, "kl_loss_type": "kl"}
@@ -647,7 +652,7 @@ def by_the_recipe(
             for name, other in ("error", mode), ("distance", {"session_mean": "prompt_mean"}.get(mode, "session_mean")):
                 right = expected_of_rows(other, rows, step, table, first)
                 results[name].append(relative_error(model.module.losses.main_grad.cpu(), right))
-        assert proof.outcome == ("proved" if " proved on " in says else "unknown")
+        assert proof.outcome == ("proved" if " proved on " in says else "not proved")
         replacing.installed("proof of verl").undo()
     return results
 
@@ -759,22 +764,28 @@ def test_a_fault_stops_the_first_step(name: str, tmp_path: Path, record_property
 
 
 ADDED = {
-    "a loss added beside": (TERMS, "return policy_loss,", "return policy_loss + 1e-3 * log_prob.mean(),"),
-    "a loss added to the policy loss": (
-        ALGORITHMS, "clip_pg_losses1)\n\n    # Apply", "clip_pg_losses1) + 1e-3 * log_prob\n\n    # Apply"
+    "a term added to the loss": (
+        TERMS, "return policy_loss,", "return policy_loss + {},", ("log_prob", "old_log_prob", "response_mask")
+    ),
+    "a term added to the policy loss": (
+        ALGORITHMS, "clip_pg_losses1)\n\n    # Apply", "clip_pg_losses1) + {}\n\n    # Apply",
+        ("log_prob", "old_log_prob", "response_mask"),
     ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ADDED)
 def test_a_further_term_is_not_proved(name: str, tmp_path: Path, record_property: Any) -> None:
-    """Of the actor; nothing is known of what a critic's loss adds."""
-    path, old, new = ADDED[name]
-    root = planted(VERL, tmp_path, {path: (old, new)})
-    (actor, critic), *_ = run_ranks(DP * CP, first_steps, root, False, ["token-mean"])
-    assert MORE_TERMS in actor.printed, actor.printed
-    assert "aggregation proved on" in critic.printed
-    record_plant(record_property, VERL, name, "says that it is not proved")
+    """Of the actor, whatever the term; nothing is known of what a critic's loss adds."""
+    path, old, new, names = ADDED[name]
+    call = CALL.format(**dict(zip(("log_probs", "old", "mask"), names, strict=True)))
+    root, terms = planted(VERL, tmp_path, {path: (old, new.replace("{}", call))}), ["", *added_terms.TERMS]
+    steps = run_ranks(DP * CP, partial(first_steps, added=terms), root, False, ["token-mean"] * len(terms))[0]
+    for term, actor, critic in zip(terms, steps[::2], steps[1::2], strict=True):
+        assert (MORE_TERMS if term else "aggregation proved on") in actor.printed, (term, actor.printed)
+        assert "aggregation proved on" in critic.printed
+    for term in added_terms.TERMS:
+        record_plant(record_property, VERL, f"{name}: {term}", "says that it is not proved")
 
 
 @pytest.mark.parametrize("per_token", [False, True])
