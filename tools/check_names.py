@@ -13,6 +13,7 @@ import math
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -161,17 +162,53 @@ SEEN = {
 }
 
 
-def agrees(peer: PeerName, named: Named) -> bool:
-    """True where the code does what the row says: the mode in every cut, or what the row says that it does instead."""
+#: What a row says of a framework's own code that weighs the tokens of a whole step, too, by a factor of its own.
+SCALED = (
+    *("tokens of the generation batch", "tokens of an average window", "tokens of all steps", "padded length"),
+    *("sums sequences", "averages the sums", "one token for each fully masked sample", "valid responses"),
+    *("sums masked positions", "by the number of rows"),
+)
+
+
+def agrees(peer: PeerName, named: Named, weights: Weights) -> bool:
+    """True where the code does what the row says: the mode in every cut, or what the row says that it does instead.
+
+    Where that depends on the cut, the weights of a whole step still are the mode's, or proportional to it.
+    """
     if peer.refused.startswith("whatever"):
         return named == Named(peer.mode, exact=True)
-    if peer.refused or peer.own_code:
-        of_code = [words in named.words for said, words in SEEN.items() if said in peer.own_code]
-        has_nan = "NaN" in peer.own_code
-        if peer.refused:
-            return not named.exact
-        return named.words != words_of(peer) and any(of_code) and has_nan == ("NaN" in named.words)
-    return named == Named(words_of(peer), exact=True)
+    if not (peer.refused or peer.own_code):
+        return named == Named(words_of(peer), exact=True)
+    if not _is_of_mode(peer, weights):
+        return False
+    if peer.refused:
+        return not named.exact
+    of_code = [words in named.words for said, words in SEEN.items() if said in peer.own_code]
+    has_nan = "NaN" in peer.own_code
+    return named.words != words_of(peer) and any(of_code) and has_nan == ("NaN" in named.words)
+
+
+def _is_of_mode(peer: PeerName, weights: Weights) -> bool:
+    """True if a whole step's weights of active tokens are those of the row's mode; as `SCALED`, times a factor."""
+    words = words_of(peer)
+    if "not of rollouts" in peer.own_code:  # a rollout of several rows, which a drawn step's prompt stands for
+        words = {"sample_mean": "prompt_mean"}.get(words, "")
+    scaled = any(said in peer.own_code for said in SCALED)
+    modes = [MODES[name] for name in (words, f"{words}, active units") if name in MODES]
+    whole = [
+        (_measured(STEPS[number], cut, [weight or 0.0 for weight in of_cut]))
+        for (number, cut), of_cut in zip(ALL, weights, strict=True)
+        if cut == "whole"
+    ]
+    for mode in modes:
+        factors = [_factor(_of_active(step), mode) for step in whole]
+        if (scaled and not any(map(math.isnan, factors))) or all(factor == 1 for factor in factors):
+            return True
+    return False
+
+
+def _of_active(step: MeasuredStep) -> MeasuredStep:
+    return replace(step, weights=np.where(step.tokens.mask != 0, step.weights, 0.0))
 
 
 # ---- running
@@ -212,15 +249,15 @@ def stored() -> dict[str, list[dict[str, Any]]]:
     return results
 
 
-def compared(results: Mapping[str, Any]) -> Iterator[tuple[str, str, PeerName, Named]]:
-    """Each name and version that was run: alias, version, the row, and what the weights are."""
+def compared(results: Mapping[str, Any]) -> Iterator[tuple[str, str, PeerName, Named, Weights]]:
+    """Each name and version that was run: alias, version, the row, what the weights are, and these."""
     for alias, spans in results.items():
         framework, _, name = alias.partition(":")
         for span in spans:
             named = name_of(span["weights"])
             for version in span["versions"]:
                 peers = [peer for peer in NAMES if (peer.framework, peer.name) == (framework, name)]
-                yield alias, version, next(peer for peer in peers if version in peer.versions), named
+                yield alias, version, next(peer for peer in peers if version in peer.versions), named, span["weights"]
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -236,9 +273,10 @@ def main(arguments: Sequence[str]) -> int:
     results = run(options.packages, checkouts)
     RESULTS.write_text(json.dumps({"masks": STEPS, "cuts": CUTS, "divisor": DIVISOR, "weights": results}) + "\n")
     wrong = 0
-    for alias, version, peer, named in compared(results):
-        wrong += not agrees(peer, named)
-        print(f"{'as the row' if agrees(peer, named) else 'DIFFERS':<12}{alias:<40}{version:<10}{named.words}")
+    for alias, version, peer, named, weights in compared(results):
+        is_right = agrees(peer, named, weights)
+        wrong += not is_right
+        print(f"{'as the row' if is_right else 'DIFFERS':<12}{alias:<40}{version:<10}{named.words}")
     return int(wrong > 0)
 
 

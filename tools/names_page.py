@@ -38,7 +38,7 @@ def table(framework: str) -> str:
 def _measured() -> dict[PeerName, list[str]]:
     """What tools/check_names.py found of each row, in words."""
     words: dict[PeerName, list[str]] = {}
-    for _, _, peer, named in compared(stored()):
+    for _, _, peer, named, _ in compared(stored()):
         words.setdefault(peer, []).append(f"{named.words} in every cut" if named.exact else named.words)
     return words
 

@@ -22,7 +22,7 @@ MEASURED = [*compared(stored())]
 
 def words(alias: str) -> dict[str, str]:
     """What the stored weights of a name are, by version."""
-    return {version: named.words for name, version, _, named in MEASURED if name == alias}
+    return {version: named.words for name, version, _, named, _ in MEASURED if name == alias}
 
 
 def row(framework: str, name: str, version: str) -> PeerName:
@@ -83,7 +83,7 @@ def test_the_stored_steps_are_those_of_the_code() -> None:
 
 
 def test_every_row_that_says_run_was_run_and_does_what_it_says() -> None:
-    ran = {(alias, version) for alias, version, _, _ in MEASURED}
+    ran = {(alias, version) for alias, version, *_ in MEASURED}
     versions = {name: dict(zip(row.names, row.versions.values(), strict=True)) for name, row in FRAMEWORKS.items()}
     assert ran == {
         (f"{peer.framework}:{peer.name}", version)
@@ -91,7 +91,9 @@ def test_every_row_that_says_run_was_run_and_does_what_it_says() -> None:
         for version in peer.versions
         if versions[peer.framework][version] == "run" and "raises an error" not in peer.refused
     }
-    differ = [(alias, version, named) for alias, version, peer, named in MEASURED if not agrees(peer, named)]
+    differ = [
+        (alias, version, named) for alias, version, *found in MEASURED if not agrees(*found) for named in found[1:2]
+    ]
     assert not differ
 
 
@@ -120,10 +122,25 @@ def test_it_finds_what_changed_between_versions() -> None:
 )
 def test_a_row_does_not_agree_with_the_code_of_another_version(name: str, its: str, others: str) -> None:
     framework, _, setting = name.partition(":")
-    found = {version: named for alias, version, _, named in MEASURED if alias == name}
+    found = {version: (named, weights) for alias, version, _, named, weights in MEASURED if alias == name}
     for version, other in ((its, others), (others, its)):
-        assert agrees(row(framework, setting, version), found[version])
-        assert not agrees(row(framework, setting, version), found[other])
+        assert agrees(row(framework, setting, version), *found[version])
+        assert not agrees(row(framework, setting, version), *found[other])
+
+
+@pytest.mark.parametrize(
+    "alias",
+    [alias for alias, _, peer, *_ in MEASURED if peer.own_code or (peer.refused and "whatever" not in peer.refused)],
+)
+def test_a_row_of_another_mode_does_not_agree_whatever_it_says_of_its_own_code(alias: str) -> None:
+    """Of rows that are refused, too. A sum is a constant times it, so only a mode of other proportions is another."""
+    proportions = {"constant": "sum", "token_sum": "sum", "token_mean": "sum"}
+    for _, _, peer, named, weights in [row for row in MEASURED if row[0] == alias]:
+        assert agrees(peer, named, weights)
+        for mode in ("token_mean", "sample_mean", "prompt_mean"):
+            if proportions.get(mode, mode) != proportions.get(peer.mode, peer.mode):
+                planted = peer._replace(mode=mode, divisor=None)
+                assert not agrees(planted, named, weights), mode
 
 
 SOUND = "(loss_mat * loss_mask).sum() / batch_num_tokens"
