@@ -20,6 +20,7 @@ class EngineStep(MegatronFirstStep):
     """
 
     doubt = ""
+    tells_each_rank = True  # an engine's driver passes on the error of one worker, of any rank
 
     @contextmanager
     def step(self, model: Any, *, trains: bool = True, plan: PlanUse | None = None, **further: Any) -> Iterator[None]:

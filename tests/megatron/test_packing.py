@@ -91,7 +91,8 @@ def test_a_pack_whose_state_runs_on_is_refused_by_every_way(way: str) -> None:
     outcomes = run_ranks(2, said_of, way, "M-|*-", without_total_tokens, 2)  # the first stage has the state
     assert all(said and "proved on" not in printed for said, printed in outcomes)
     said = "".join(said for said, _ in outcomes)
-    assert said.count("PackedSeqParams without total_tokens, on a model with layers that have a state") == 1
+    times = said.count("PackedSeqParams without total_tokens, on a model with layers that have a state")
+    assert times == (2 if "an engine" in way else 1)  # an engine's driver may show the error of any rank
     assert "module.decoder.layers.0.mixer" in said
     assert "total_tokens=int(cu_seqlens[-1])" in said
     assert "aborted before the optimizer step" in said
