@@ -22,7 +22,7 @@ from megatron_rl_loss.core.ids import hashed
 from megatron_rl_loss.core.masks import IN_CACHE, Array, Floats, to_array
 from megatron_rl_loss.core.modes import Mode, ModeFunction, ModeInputs, find_mode
 from megatron_rl_loss.core.samples import LocalTokens, Samples
-from megatron_rl_loss.core.transfers import pinned
+from megatron_rl_loss.core.transfers import written_on_host
 
 _GIVE_A_DIVISOR = (
     "Give a number of tokens, e.g. the generation budget: --loss-aggregation-divisor 40960, in code divisor=40960"
@@ -247,7 +247,9 @@ def times_mask(local: LocalTokens, beside: Floats, of: str, dtype: FloatType = n
     ValueError for a weight of an active token that is not finite, below 0, or that float32 rounds to 0.
     """
     # float64 until all divisions are done, then rounded once.
-    exact = (beside if beside.ndim == 1 else local.of(beside[0])) / local.copies
+    exact = beside if beside.ndim == 1 else local.of(beside[0])
+    if (copies := local.copies) > 1:
+        exact = exact / copies
     # Times 0 or 1, numbers within these bounds, which NaN is not, break no rule.
     is_within = exact.size and np.minimum.reduce(exact) >= _TINY and np.maximum.reduce(exact) <= _LARGEST
     if not (is_within and local.samples.holds_flags):
@@ -264,8 +266,7 @@ def _products(local: LocalTokens, numbers: Array, ndim: int) -> Tensor:
     mask = local.mask.astype(numbers.dtype, copy=False)
     if torch.compiler.is_compiling():
         return torch.from_numpy(mask * _at_tokens(local, numbers, ndim))
-    weights = pinned(len(local), torch.float64 if numbers.dtype == np.float64 else torch.float32)
-    products = weights.numpy()
+    products, weights = written_on_host(len(local), numbers.dtype)
     if ndim == 2 or len(numbers) == 1 or len(mask) <= IN_CACHE:
         np.multiply(mask, _at_tokens(local, numbers, ndim), out=products)
         return weights
@@ -288,7 +289,7 @@ def _at_tokens(local: LocalTokens, numbers: Array, ndim: int) -> Array:
 @np.errstate(all="ignore")  # what is not finite is refused
 def _checked(local: LocalTokens, exact: Floats, ndim: int, of: str) -> Floats:
     """The numbers beside the mask, where one may break a rule; beside masks that are 0 they are 0."""
-    exact[(local.samples.mask_sums if ndim == 1 else local.mask) == 0] = 0
+    exact = np.where((local.samples.mask_sums if ndim == 1 else local.mask) == 0, 0, exact)
     rounded = exact.astype(np.float32)
     is_finite, vanishes = np.isfinite(rounded).all(), ((np.abs(exact) < _TINY) & (exact != 0)).any()
     if not local.samples.holds_flags:  # a product of two large or small numbers need not be what they are
@@ -314,10 +315,16 @@ def _checked(local: LocalTokens, exact: Floats, ndim: int, of: str) -> Floats:
     return exact
 
 
-@np.errstate(all="ignore")
 def _beside(mode: Mode, inputs: ModeInputs) -> Floats:
     """Weights that a mode returns: one number per sample, [num_samples], or per token, [1, total_tokens]."""
-    returned, samples = mode.function(inputs), inputs.batch
+    samples = inputs.batch
+    if mode.is_built_in:
+        returned = mode.function(inputs)  # divides by nothing that is 0
+    else:
+        with np.errstate(all="ignore"):
+            returned = mode.function(inputs)
+    if type(returned) is np.ndarray and returned.dtype == np.float64 and returned.shape == (len(samples),):
+        return returned  # the usual case
     if isinstance(returned, np.ndarray) and returned.dtype == object:  # of ids per token
         returned = list(returned)
     if isinstance(returned, (list, tuple)) and all(np.ndim(row) == 1 for row in returned):

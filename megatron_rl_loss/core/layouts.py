@@ -6,6 +6,7 @@ the base of layouts whose slots are cut one by one: such a layout says what a ra
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import cache
 from itertools import accumulate, chain, pairwise
 from typing import Any, Literal
 
@@ -157,7 +158,7 @@ class Slots(Layout):
         check_cp(cp_rank, cp_size)
         if cp_size == 1 or self.is_whole:
             return [(0, self.total_tokens)]
-        chunks, pieces = self.chunks_per_rank * cp_size, Pieces()
+        chunks, pieces = self.chunks_per_rank * cp_size, list[tuple[int, ...]]()
         for i, (begin, end) in enumerate(pairwise(self.cut_at())):
             if (end - begin) % chunks:
                 rule = f"{self.chunks_per_rank} * cp_size" if self.chunks_per_rank > 1 else "cp_size"
@@ -344,7 +345,7 @@ class ZigzagResponse(Layout):
         check_cp(cp_rank, cp_size)
         if cp_size == 1:
             return [(0, self.total_tokens)]
-        pieces = Pieces()
+        pieces: Pieces = []
         lengths = zip(self.total_lengths, self.response_lengths, self.padded_lengths, self.bounds, strict=False)
         for total, response, padded, start in lengths:
             size, first_logit = -(-padded // (2 * cp_size)), total - response - 1  # the one that predicts a response
@@ -367,9 +368,10 @@ class ZigzagResponse(Layout):
 LAYOUTS: dict[str, Any] = {str(layout.cut): layout for layout in (ZigzagTHD, Contiguous, Gathered, ZigzagResponse)}
 
 
-def is_user_defined(layout: Layout) -> bool:
-    """True for a layout of another package, whose pieces are then validated."""
-    return not type(layout).__module__.startswith(f"{__package__.partition('.')[0]}.")
+@cache
+def is_user_defined(kind: type[Layout]) -> bool:
+    """True for layouts of another package, whose pieces are then validated."""
+    return not kind.__module__.startswith(f"{__package__.partition('.')[0]}.")
 
 
 def check_pieces(layout: Layout, what: str, pieces: Sequence[tuple[int, ...]]) -> None:

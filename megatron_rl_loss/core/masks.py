@@ -26,6 +26,8 @@ _FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 IN_CACHE = 2**15
 #: Torch joins none of them with another dtype.
 _WIDE_UNSIGNED = {torch.uint16, torch.uint32, torch.uint64}
+_UNSIGNED = {bits // 8: np.dtype(f"u{bits // 8}") for bits in (8, 16, 32, 64)}
+_USUAL = _FLOATS | {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 
 
 def check_masks(loss_masks: Iterable[Mask]) -> tuple[list[Tensor], list[int]]:
@@ -48,7 +50,9 @@ def check_masks(loss_masks: Iterable[Mask]) -> tuple[list[Tensor], list[int]]:
             raise TypeError(
                 f"the loss mask of sample {i} is {mask.layout}: it must have an entry per token. Pass mask.to_dense()."
             )
-    dtypes = {mask.dtype for mask in masks}
+    lengths = [mask.numel() for mask in masks]  # faster than by their shapes
+    if (dtypes := {mask.dtype for mask in masks}) <= _USUAL:
+        return masks, lengths
     for dtype in dtypes & _COMPLEX:
         raise TypeError(f"loss masks of {dtype}: each must hold one real number per token. Pass 0/1 or weights.")
     for dtype in [dtype for dtype in dtypes - _FLOATS if dtype.is_floating_point]:
@@ -58,7 +62,7 @@ def check_masks(loss_masks: Iterable[Mask]) -> tuple[list[Tensor], list[int]]:
         )
     if dtypes & _WIDE_UNSIGNED:
         masks = [mask.to(torch.int64) if mask.dtype in _WIDE_UNSIGNED else mask for mask in masks]
-    return masks, [mask.numel() for mask in masks]  # faster than by their shapes
+    return masks, lengths
 
 
 def _as_tensor(i: int, mask: Any) -> Tensor:
@@ -142,7 +146,7 @@ def is_sound(mask: Array, largest: float) -> bool:
     if not mask.size:
         return True
     if mask.dtype.kind in "biu":  # as unsigned ones, negative ints are the largest
-        return bool(mask.view(f"u{mask.itemsize}").max() <= largest)
+        return bool(np.maximum.reduce(mask.view(_UNSIGNED[mask.itemsize])) <= largest)
     # float16 has no 1e9
     in_range = mask.min() >= 0 and float(mask.max()) <= largest * _ROUNDED
     return bool(in_range) and (largest == 1 or not ((mask < SMALLEST) & (mask != 0)).any())
@@ -174,9 +178,9 @@ def place(joined: Array, places: Sequence[tuple[int, int]], total_tokens: int) -
 def sum_each(joined: Array, lengths: Sequence[int]) -> Floats:
     """The sum of each row, of rows with these numbers of entries, float64 [num_rows]."""
     # Ints are added as ints: a cast of each entry would take longer than the sum.
-    dtype = np.dtype(np.float64) if joined.dtype.kind == "f" else np.result_type(joined.dtype, np.int32)
-    starts = [0, *accumulate(lengths)][:-1]
-    if starts and all(lengths):
+    dtype = np.float64 if joined.dtype.kind == "f" else np.int64 if joined.itemsize > 4 else np.int32
+    starts = [0, *accumulate(lengths[:-1])] if len(lengths) > 1 else [0]
+    if lengths and all(lengths):
         return np.add.reduceat(joined, starts, dtype=dtype).astype(np.float64, copy=False)
     sums, filled = np.zeros(len(lengths)), np.array(lengths) > 0
     if filled.any():

@@ -94,7 +94,9 @@ class ModeInputs:
         self, mode: Mode, batch: Samples, totals: StepTotals | None, divisor: float | None, counting: UnitCounting
     ) -> None:
         self._mode, self.batch, self.totals, self.divisor, self.counting = mode, batch, totals, divisor, counting
-        self.asked, self.averages = set[str](), False
+        self.averages = False
+        self.asked: set[str] = set()
+        self._by_key: dict[str, Segments] = {}
 
     if not TYPE_CHECKING:
 
@@ -146,8 +148,10 @@ class ModeInputs:
 
     def _segments(self, key: str) -> Segments:
         """The segments by a key that the mode asks for; ValueError for one that the samples lack."""
-        self.asked.add(key)
-        return segments_by(key, self.batch, f"loss aggregation {self._mode.name!r}")
+        if key not in self._by_key:
+            self.asked.add(key)
+            self._by_key[key] = segments_by(key, self.batch, f"loss aggregation {self._mode.name!r}")
+        return self._by_key[key]
 
     def _check_labels(self) -> None:
         """Raise ValueError where the unit counting reads labels that the samples lack."""

@@ -12,7 +12,7 @@ from functools import cached_property
 from hashlib import blake2b
 from itertools import accumulate
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megatron_rl_loss.core.collectives import Group, rank_in, size_of, warn_on_one_rank
 from megatron_rl_loss.core.errors import check_mapping, check_one_each, check_sized, is_number
-from megatron_rl_loss.core.ids import Ids, IdsByName, check_units, parts_of, type_of_ids
+from megatron_rl_loss.core.ids import Ids, IdsByName, Parts, check_units, parts_of, type_of_ids
 from megatron_rl_loss.core.layouts import (
     Layout,
     Pieces,
@@ -32,7 +32,6 @@ from megatron_rl_loss.core.layouts import (
     is_user_defined,
 )
 from megatron_rl_loss.core.masks import (
-    IN_CACHE,
     Array,
     Floats,
     Mask,
@@ -80,8 +79,7 @@ class UnreadMasks:
     tensors: list[Tensor]
 
 
-@dataclass(frozen=True)
-class ReadMasks:
+class ReadMasks(NamedTuple):
     """Masks on the host, checked and summed.
 
     Attributes:
@@ -154,12 +152,30 @@ class Samples:
         self.total_tokens, self.mask_starts = bounds.pop(), bounds
         if layout is not None:
             self.total_tokens = layout.total_tokens
-            self.mask_starts = as_ints("mask_starts", layout.mask_starts(self.mask_lengths))
-            check_one_each("mask_starts", len(self.mask_starts), "loss masks", len(self), "Mend the layout")
-            if is_user_defined(layout):
+            starts = layout.mask_starts(self.mask_lengths)
+            if is_user_defined(type(layout)):
+                self.mask_starts = as_ints("mask_starts", starts)
+                check_one_each("mask_starts", len(self.mask_starts), "loss masks", len(self), "Mend the layout")
                 check_pieces(layout, "loss masks", self.places)
-        named_ids = [("rollout", rollout_ids), ("prompt", prompt_ids), *(ids or {}).items()]
-        by_key = dict(named := [(name, values) for name, values in named_ids if values is not None])
+            else:
+                self.mask_starts = list(starts)
+        self.parts: dict[str, Parts] = {}
+        self.ids: dict[str, Array] = {}
+        self.id_types: tuple[tuple[str, str], ...] = ()
+        if rollout_ids is not None or prompt_ids is not None or ids:
+            named = [("rollout", rollout_ids), ("prompt", prompt_ids), *(ids or {}).items()]
+            self._read_ids([(name, values) for name, values in named if values is not None])
+        for name, entries in self.labels.items():
+            check_sized(f"labels {name!r}", entries)
+            check_one_each(f"labels {name!r}", len(entries), "loss masks", len(self))
+        if tokens is not None:
+            self._check_tokens(tokens)
+        self._cut: dict[tuple[int, int], Pieces] = {}  # of the rank that was asked for last
+        self._masks = self._held(masks)
+        self.by_mask = {name: self.masked_by(name, further) for name, further in (term_masks or {}).items()}
+
+    def _read_ids(self, named: list[tuple[str, Any]]) -> None:
+        by_key = dict(named)
         if len(by_key) < len(named):
             twice = next(name for name in by_key if sum(name == other for other, _ in named) > 1)
             raise ValueError(
@@ -176,14 +192,6 @@ class Samples:
                     array.setflags(write=False)
         self.ids = {name: parts.ids for name, parts in self.parts.items() if parts.of_entry is None}
         self.id_types = tuple(sorted([(name, type_of_ids(values)) for name, values in by_key.items()]))
-        for name, entries in self.labels.items():
-            check_sized(f"labels {name!r}", entries)
-            check_one_each(f"labels {name!r}", len(entries), "loss masks", len(self))
-        if tokens is not None:
-            self._check_tokens(tokens)
-        self._cut: dict[tuple[int, int], Pieces] = {}  # of the rank that was asked for last
-        self._masks = self._held(masks)
-        self.by_mask = {name: self.masked_by(name, further) for name, further in (term_masks or {}).items()}
 
     def _check_tokens(self, tokens: Any) -> None:
         try:
@@ -249,17 +257,16 @@ class Samples:
 
     def _held(self, masks: list[Tensor]) -> ReadMasks | UnreadMasks:
         """Masks on the host are read at once."""
-        if all(mask.is_cpu for mask in masks):
-            if sum(self.mask_lengths) > IN_CACHE and (read := self._read_flags(masks)) is not None:
-                return read
-            return self._read(join_on_host(masks), masks, is_own=len(masks) > 1)
-        return UnreadMasks(masks)
+        if not all(mask.is_cpu for mask in masks):
+            return UnreadMasks(masks)
+        if (read := self._read_flags(masks)) is not None:
+            return read
+        return self._read(join_on_host(masks), masks, is_own=len(masks) > 1)
 
     def _read_flags(self, masks: list[Tensor]) -> ReadMasks | None:
-        """Many masks of ints or bools on the host, each entry read once; None where one is to be looked at closer."""
+        """Masks of ints or bools on the host, each entry read once; None where one is to be looked at closer."""
         dtypes = {mask.dtype for mask in masks}
-        has_rows = any(parts.of_entry is not None for parts in self.parts.values())
-        if len(dtypes) > 1 or next(iter(dtypes)).is_floating_point or has_rows:
+        if len(dtypes) != 1 or masks[0].dtype.is_floating_point or len(self.parts) > len(self.ids):
             return None
         is_filled = sum(self.mask_lengths) == self.total_tokens
         buffer, sums = (np.empty if is_filled else np.zeros)(self.total_tokens, np.float32), np.empty(len(masks))
@@ -277,6 +284,8 @@ class Samples:
             for start, length in zip(self.mask_starts[group], lengths, strict=True):
                 buffer[start : start + length] = joined[at : at + length]
                 at += length
+        if self.layout is not None:
+            self.layout.check_masks(buffer)
         return _unchanged(ReadMasks(buffer, sums, sums, holds_flags=True))
 
     def _read(self, joined: Array, masks: list[Tensor], is_own: bool) -> ReadMasks:
@@ -404,7 +413,7 @@ class Samples:
                 )
             return LocalTokens(self, cp_size, [(0, self.total_tokens)], cp_rank)
         if (cp_rank, cp_size) not in self._cut:
-            if is_user_defined(self.layout):
+            if is_user_defined(type(self.layout)):
                 check_cut(self.layout, self.places, cp_size)
             self._cut.clear()
             self._cut[cp_rank, cp_size] = list(self.layout.pieces(cp_rank, cp_size))

@@ -68,6 +68,8 @@ class Segments:
     @cached_property
     def num_units(self) -> int:
         """Units of which this micro-batch has a segment."""
+        if not self.have_ids:
+            return len(self)
         return int(self.unit.max(initial=-1)) + 1
 
     @property

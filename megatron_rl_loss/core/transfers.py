@@ -17,6 +17,15 @@ def pinned(shape: int | Sequence[int], dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=torch.cuda.is_initialized())
 
 
+def written_on_host(length: int, dtype: np.dtype[Any]) -> tuple[npt.NDArray[Any], Tensor]:
+    """An array to be written, and a tensor of its memory: `pinned` where this process uses a GPU."""
+    if torch.cuda.is_initialized():
+        tensor = pinned(length, torch.from_numpy(np.empty(0, dtype)).dtype)
+        return tensor.numpy(), tensor
+    array = np.empty(length, dtype)
+    return array, torch.from_numpy(array)
+
+
 def to_device(values: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
     """A tensor on a device, as that dtype if one is given; from the host without waiting for the device."""
     dtype = dtype or values.dtype

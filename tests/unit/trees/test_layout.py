@@ -257,6 +257,7 @@ def cut(rows: list[list[int]], size: int, **settings: Any) -> Any:
 
 
 INTS = "it must be one row of ints, the token ids"
+LONG = list(range(40_000))  # masks that are read in groups
 test_refusals = refusal_tests(
     {
         **refusals(
@@ -288,6 +289,7 @@ test_refusals = refusal_tests(
                 "mask of sample 1 has 1 at its last",
                 ([[1, 2], [1, 3]], [1, 0], [1, 0]),
             ),
+            (([LONG], [1] * len(LONG)), "mask of sample 0 has 1 at its last", ([LONG], [1] * (len(LONG) - 1) + [0])),
         ),
         **refusals(edges_of, ((True,), "tokens of samples with PrefixTree", (False,))),
         **refusals(
