@@ -6,7 +6,7 @@
     class Actor(MegatronPPOActor):  # in a module that AReaL's workers can import
         pass
 
-    aggregate(Actor, "prompt_mean")
+    aggregate(Actor, "prompt_mean", group_size=8)
 
 Each token's advantage is multiplied by its weight in the mode * T during the engine's step method, where T is the
 engine's divisor. Losses must be proportional to the advantage; other terms stay token means. Imports no engine.
@@ -42,7 +42,8 @@ def aggregate(
     Args:
         owner: AReaL: a subclass of ``MegatronPPOActor`` or ``FSDPPPOActor``, or, without a controller, that class.
             ROLL: ``MegatronTrainStrategy``. RLinf: a subclass of ``MegatronActor``.
-        group_size: rows generated for each prompt, which the proof compares; default: the engine's setting, if known.
+        group_size: rows generated for each prompt, which the proof compares; default: the engine's setting. If neither
+            is known, a mode by prompt is proved in part.
         mode, settings: the mode, its `divisor` and `units`, as in `make_pg_loss_reducer`.
 
     Raises:
@@ -67,7 +68,8 @@ def aggregate(
         if proof is not None and not proof.is_over:
             is_sure = group_size is not None and engine.name == "AReaL"  # others take equal tokens
             size = group_size or engine.group_size(arguments["self"])
-            proof.promises = Promises(size, is_group_size_sure=is_sure)
+            ask_size = "" if size else "pass group_size=, the samples of each prompt, to aggregate(...)"
+            proof.promises = Promises(size, is_group_size_sure=is_sure, ask_size=ask_size)
             why = engine.unproved(arguments) or misplaced(arguments, batches, group)
         if why:
             proof.give_up(why)

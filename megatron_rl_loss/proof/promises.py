@@ -21,12 +21,14 @@ class Promises(NamedTuple):
         is_group_size_sure: larger groups are a fault: no prompt comes twice.
         group_remedy: words for groups that cannot be, appended to these.
         data: mask tokens and samples of the step's data, if known: losses of others are a fault.
+        ask_size: words that ask for the number of samples of each prompt, where nobody said it and somebody can.
     """
 
     group_size: int | None = None
     is_group_size_sure: bool = False
     group_remedy: str = ""
     data: tuple[float, int] | None = None
+    ask_size: str = ""
 
     @staticmethod
     def checked_size(size: Any, what: str = "group_size") -> int | None:
@@ -37,13 +39,19 @@ class Promises(NamedTuple):
 
 
 class Misgrouped(NamedTuple):
-    """Findings on prompt ids: `faults` cannot be right; of `doubts` a sound step may be the reason."""
+    """Findings on prompt ids: `faults` cannot be right; of `doubts` a sound step may be the reason.
+
+    Of groups as `given` nobody said what they should be.
+    """
 
     faults: list[str]
     doubts: list[str]
+    given: list[str]
 
 
-def misgrouped(totals: StepTotals, promised: Any, asked: Aggregation, *, is_sure: bool, remedy: str = "") -> Misgrouped:
+def misgrouped(
+    totals: StepTotals, promised: Any, asked: Aggregation, *, is_sure: bool, remedy: str = "", ask_size: str = ""
+) -> Misgrouped:
     """Groups that the promised number of samples of each prompt cannot explain, for a mode by prompt.
 
     Where a rollout has several samples, such as turns, samples are not what was promised, and nothing is found. Where
@@ -51,10 +59,10 @@ def misgrouped(totals: StepTotals, promised: Any, asked: Aggregation, *, is_sure
 
     Filters only make groups smaller. A shuffled mini-batch may have one sample of each prompt. Unless the number is
     sure, it may be meant for something else, or a prompt may have come several times. `remedy`: words for whoever gives
-    the ids.
+    the ids. `ask_size`: as in `Promises`. Without the number, one group, or groups of one sample, are no groups.
     """
-    findings, remedy = Misgrouped([], []), f" {remedy}".rstrip()
-    if not isinstance(promised, int) or "prompt" not in totals.units:
+    findings, remedy = Misgrouped([], [], []), f" {remedy}".rstrip()
+    if not (isinstance(promised, int) or ask_size) or "prompt" not in totals.units:
         return findings
     keys = attempt(lambda: rehearse(asked, Samples([np.ones(1)], prompt_ids=["0"])).asked)  # others need further ids
     if isinstance(keys, Exception) or "prompt" not in keys:
@@ -63,6 +71,14 @@ def misgrouped(totals: StepTotals, promised: Any, asked: Aggregation, *, is_sure
     if rollouts.have_ids and rollouts.counts["all"].max(initial=0) > 1:
         return findings
     sizes = prompts.counts["all"][prompts.counts[asked.units] > 0]
+    if not isinstance(promised, int):
+        if len(sizes) == 1 < sizes.max():
+            findings.doubts.append(f"All {sizes.max():g} samples have one prompt id. {ask_size}")
+        elif len(sizes) > 1 and sizes.max() == 1:
+            findings.doubts.append(f"Each of {len(sizes)} prompts has one sample. {ask_size}")
+        elif len(sizes) > 1:
+            findings.given.append(f"groups of prompts are as given: {ask_size}")
+        return findings
     if sizes.max(initial=0) > promised:
         says = f"A prompt has {sizes.max():g} samples where {promised} are generated: "
         if is_sure:

@@ -183,10 +183,11 @@ def _judge(
     declared = _declared(state, name)
     doubt = next((said.doubt for said in sorted(state.terms[name].declared, key=repr) if said.doubt), "")
     if promises is not None or declared.count is not None:  # an engine said so
-        size, is_sure, remedy, data = promises or Promises()
-        ids = misgrouped(compared.totals, size, asked, is_sure=is_sure, remedy=remedy)
+        size, is_sure, remedy, data, ask_size = promises or Promises()
+        ids = misgrouped(compared.totals, size, asked, is_sure=is_sure, remedy=remedy, ask_size=ask_size)
         comparison.find(WRONG, *ids.faults, *(other_data(data, compared.totals) if is_first else []))
         comparison.find(NOT_PROVED, *ids.doubts)
+        comparison.find(IN_PART, *ids.given)
         doubt = doubt or other_count(declared.count, compared)
     added = sorted({said.added for said in state.terms[name].declared} - {""})
     comparison.find(NOT_PROVED, *added)

@@ -92,7 +92,7 @@ def test_every_row_that_says_run_was_run_and_does_what_it_says() -> None:
         if versions[peer.framework][version] == "run" and "raises an error" not in peer.refused
     }
     differ = [
-        (alias, version, named) for alias, version, *found in MEASURED if not agrees(*found) for named in found[1:2]
+        (alias, version, named) for alias, version, peer, named, weights in MEASURED if not agrees(peer, named, weights)
     ]
     assert not differ
 

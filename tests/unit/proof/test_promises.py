@@ -36,6 +36,25 @@ def test_groups(ids: str, promised: int | None, mode: str, says: str, is_sure: b
 
 
 @pytest.mark.parametrize(
+    ("ids", "doubt", "given"),
+    [
+        ("aaaa", "All 4 samples have one prompt id. Say it.", ""),
+        ("abcd", "Each of 4 prompts has one sample. Say it.", ""),
+        ("aabb", "", "groups of prompts are as given: Say it."),
+        ("aaab", "", "groups of prompts are as given: Say it."),
+    ],
+)
+@pytest.mark.parametrize("mode", ["prompt_mean", "sample_mean"])
+def test_groups_of_which_nobody_said_the_size(ids: str, doubt: str, given: str, mode: str) -> None:
+    totals = StepTotals.of(Samples(MASKS, prompt_ids=list(ids)))
+    findings = misgrouped(totals, None, resolve(mode), is_sure=False, ask_size="Say it.")
+    is_by_prompt = mode == "prompt_mean"
+    assert findings == ([], [doubt] * bool(doubt and is_by_prompt), [given] * bool(given and is_by_prompt))
+    alone = StepTotals.of(Samples([[1, 1]], prompt_ids=["a"]))
+    assert misgrouped(alone, None, resolve(mode), is_sure=False, ask_size="Say it.") == ([], [], [])
+
+
+@pytest.mark.parametrize(
     ("rollouts", "masks", "units", "says"),
     [
         ("rstu", MASKS, "all", SHARED),
