@@ -20,20 +20,23 @@ ENGINES: dict[str, dict[str, Functions]] = {
         "slime/backends/megatron_utils/model.py": {
             "train_one_step": [*_STEP, "step_global_batch_size"], "loss_function": None,
         },
-        "slime/backends/megatron_utils/loss.py": {"loss_function": ["args", "batch"]},
+        "slime/backends/megatron_utils/loss.py": {"loss_function": ["args", "batch"], "get_sum_of_sample_mean": None},
+        "slime/backends/megatron_utils/cp_utils.py": {"get_sum_of_sample_mean": []},
     },
     "miles": {
         "miles/backends/megatron_utils/model.py": {
             "train_one_step": [*_STEP, "num_rollouts"], "loss_function": None,
         },
-        "miles/backends/training_utils/loss.py": {"loss_function": ["args", "batch"]},
+        "miles/backends/training_utils/loss.py": {"loss_function": ["args", "batch"], "get_sum_of_sample_mean": None},
+        "miles/backends/training_utils/cp_utils.py": {"get_sum_of_sample_mean": []},
         "miles/utils/multi_lora.py": {"is_multi_lora_enabled": ["args"]},
     },
     "vime": {
         "vime/backends/megatron_utils/model.py": {
             "train_one_step": [*_STEP, "step_global_batch_size"], "loss_function": None,
         },
-        "vime/backends/megatron_utils/loss.py": {"loss_function": ["args", "batch"]},
+        "vime/backends/megatron_utils/loss.py": {"loss_function": ["args", "batch"], "get_sum_of_sample_mean": None},
+        "vime/backends/megatron_utils/cp_utils.py": {"get_sum_of_sample_mean": []},
     },
     "verl": {
         "verl/trainer/ppo/core_algos.py": {

@@ -346,7 +346,10 @@ def _replaced(engine: str, keeps_counts: bool) -> Replaced:
     step = Function(model, "train_one_step", ("args", *needed), counted)
     terms = _Terms(engine, is_over=proof_level() == "off")
     loss = Function(model, "loss_function", ("args", "batch"), partial(_with_mask_tokens, terms))
-    replaced = terms.replaced = Replaced(engine, versions, [step, loss])
+    of_losses = f"{engine}.backends.{'training' if engine == 'miles' else 'megatron'}_utils"
+    cp_utils = importlib.import_module(f"{of_losses}.cp_utils")
+    means = Function(cp_utils, "get_sum_of_sample_mean", (), terms.keep, lambda name: name == f"{of_losses}.loss")
+    replaced = terms.replaced = Replaced(engine, versions, [step, loss, means])
     return replaced
 
 
@@ -387,13 +390,16 @@ def _prove(replaced: Replaced, engine: str, args: Namespace, counts: StepCounts)
     elif hook.mode == "constant" and counts.num_samples != counts.num_rollouts:
         asked = resolve("token_sum", divisor=(asked.divisor or 0) * counts.num_rollouts)
     if replaced.proof is None:
-        theirs = "token" if args.calculate_per_token_loss else "sample"
-        beside = f"KL and entropy keep {engine}'s {theirs} mean"
         never = f"{engine}'s policy loss never called {path}. Use {engine} {_ENGINES[engine][0]}."
-        replaced.proof = prove(engine, asked, beside=beside, never=never)
+        replaced.proof = prove(engine, asked, beside=_beside(engine, args), never=never)
     replaced.proof.asked = asked
     data = None if _rejects(args) else (counts.step_tokens, counts.num_samples)
     replaced.proof.promises = Promises(data=data)
+
+
+def _beside(engine: str, args: Namespace) -> str:
+    """Words for what becomes of the terms beside the policy loss."""
+    return f"KL and entropy keep {engine}'s {'token' if args.calculate_per_token_loss else 'sample'} mean"
 
 
 def _rejects(args: Namespace) -> bool:
@@ -405,21 +411,38 @@ def _rejects(args: Namespace) -> bool:
 class _Terms:
     """The engine's loss against ``pg_loss - entropy_coef * entropy_loss + kl_loss_coef * kl_loss`` of its report.
 
-    The proof measures the policy loss alone; a KL penalty of another weight, or a loss that is added, shows here. The
-    penalty is 0 as long as the policy is its reference, so micro-batches are compared until no term is.
+    The proof measures the policy loss alone; a KL penalty of another weight, or a loss that is added, shows here. A
+    reported term that is none of the means that the engine's reducer returned may be another mean: it is not checked.
+    The penalty is 0 as long as the policy is its reference, so micro-batches are compared until no term is.
 
     Attributes:
         is_over: nothing is left to compare.
         remaining: micro-batches to compare at most, since a penalty may stay 0 and each waits for the device.
         replaced: has the proof of the policy loss.
-        is_amended: the line of that proof, once printed, says what differs.
+        amended: what the line of that proof, once printed, says of all weights, or of one term.
+        means: what the engine's reducers returned in the loss function that runs.
+        unchecked: terms with a coefficient that were none of these means yet; None before the first micro-batch.
     """
 
     engine: str
     is_over: bool = False
     remaining: int = 4096
     replaced: Any = None
-    is_amended: bool = False
+    amended: dict[str, str] = field(default_factory=dict)
+    means: list[Tensor] = field(default_factory=list)
+    unchecked: set[str] | None = None
+
+    def keep(self, stock: Callable[[], Any], arguments: dict[str, Any]) -> Reducer:
+        """The engine's reducer, which keeps what it returns."""
+        reduce, means = stock(), self.means
+
+        def kept(values: Tensor) -> Tensor:
+            mean: Tensor = reduce(values)
+            if not self.is_over and isinstance(mean, Tensor):
+                means.append(mean.detach())
+            return mean
+
+        return kept
 
     def compare(self, args: Namespace, dtype: torch.dtype, log: dict[str, Any]) -> None:
         """Compare a micro-batch on the first rank, and print what differs; `dtype` is that of the loss."""
@@ -432,23 +455,45 @@ class _Terms:
         if abs(report.get("loss", math.nan) - total) > 8 * eps * size:
             terms = " + ".join(f"{coef:g} * {name}" for name, coef in coefs.items() if coef)
             self._say(
+                "weights",
                 f"NOT PROVED are the terms beside it: the loss is {report['loss']:.6g} where {terms} is {total:.6g}, "
-                f"so one has another weight, or one is added. Use {self.engine} {_ENGINES[self.engine][0]}"
+                f"so one has another weight, or one is added. Use {self.engine} {_ENGINES[self.engine][0]}",
             )
+        else:
+            named = {name: report.get(name, math.nan) for name in parts if name != "pg_loss"}
+            self._find_means(args, named, 8 * eps)
         self.remaining -= 1
         self.is_over |= not self.remaining
         self.is_over |= all(abs(part) > 64 * eps * size for name, part in parts.items() if name != "pg_loss")
 
-    def _say(self, says: str) -> None:
-        """In the line that proves the policy loss, so that one line says both; after it, in a line of its own."""
+    def _find_means(self, args: Namespace, reported: dict[str, float], tolerance: float) -> None:
+        """Say of reported terms if they are means of the engine's own; one that is 0 may be any mean."""
+        self.unchecked = {*reported} if self.unchecked is None else self.unchecked
+        to_check = [name for name in sorted(self.unchecked) if reported[name]]
+        means = torch.stack(self.means).tolist() if to_check and self.means else []
+        for name in to_check:
+            if not any(math.isclose(mean, reported[name], rel_tol=tolerance) for mean in means):
+                self._say(name, f"{name} is NOT CHECKED: it is none of the means that get_sum_of_sample_mean returned")
+            self.unchecked.discard(name)
+        proof = self.replaced.proof
+        if proof is not None and not proof.is_over and not self.amended:
+            zeros = ", ".join(sorted(self.unchecked))
+            not_yet = f"; not checked yet, as 0 in this step: {zeros}" if zeros else ""
+            proof.amend(f"{_beside(self.engine, args)}{not_yet}")
+
+    def _say(self, of: str, says: str) -> None:
+        """In the line that proves the policy loss, so that one line says all; after it, in a line of its own.
+
+        Of the weights of all terms, or of one term's mean, once.
+        """
         proof = self.replaced.proof
         if proof is not None and not proof.is_over:
-            proof.amend(says)
-            self.is_amended = True
+            self.amended[of] = says
+            proof.amend("; ".join(self.amended.values()))
             return
-        if not (self.is_amended and proof.outcome == "proved"):
+        if not (of in self.amended and proof.outcome == "proved"):
             announce(f"{self.engine}: the policy loss is as its line says, and {says}", True)
-        self.is_over = True
+        self.is_over |= of == "weights"
 
 
 def _with_mask_tokens(terms: _Terms, stock: Callable[[], Any], arguments: dict[str, Any]) -> Any:
@@ -457,9 +502,10 @@ def _with_mask_tokens(terms: _Terms, stock: Callable[[], Any], arguments: dict[s
     of_step = now.masks.pop(0) if now.masks else masks
     is_cut_alike = [*map(len, of_step)] == [*map(len, masks)]  # responses may have been expanded
     now.loss = args, of_step if is_cut_alike else masks  # for a recomputed loss too
-    loss, tokens, log = stock()
-    if args.loss_type == "policy_loss" and not terms.is_over and _place(True)[2]:
-        terms.compare(args, loss.dtype, log)
+    with swapped(vars(terms), {"means": []}):
+        loss, tokens, log = stock()
+        if args.loss_type == "policy_loss" and not terms.is_over and _place(True)[2]:
+            terms.compare(args, loss.dtype, log)
     if args.calculate_per_token_loss and now.counts is not None:
         tokens = sum((mask.sum() for mask in masks), start=tokens * 0)
         log["values"][0] = tokens

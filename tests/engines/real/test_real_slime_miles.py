@@ -11,6 +11,7 @@ import importlib
 import inspect
 import json
 import random
+import re
 import runpy
 import sys
 from collections.abc import Sequence
@@ -107,9 +108,8 @@ def train(peer: str, root: str, cp: int, cases: list[dict[str, Any]]) -> list[li
         if says:  # without counts, the hook is loaded inside the first step
             (replaced,) = (line for line in replacing._REGISTRY if isinstance(line, replacing.Replaced))
             proof, is_counted = replaced.proof, args.custom_megatron_init_path is not None
-            of_terms = [
-                line for line in (*replacing.active(), proof and proof._beside) if line and "NOT PROVED" in line
-            ]
+            printed = [line or "" for line in (*replacing.active(), proof and proof._beside)]
+            of_terms = [line for line in printed if re.search("NOT (PROVED|CHECKED)", line)]
             assert not of_terms, of_terms
             assert (proof and proof.outcome) == ("proved" if is_counted or len(steps) > 1 else None)
             replaced.undo()
@@ -528,6 +528,18 @@ def test_terms_of_other_weights_are_said(peer: str, name: str, tmp_path: Path, r
     with pytest.raises(RankError, match=says):
         run_ranks(1, train, peer, root, 1, [launch])
     record_plant(record_property, framework, name, "says that it is not proved")
+
+
+@each_peer
+def test_a_kl_penalty_by_another_mean_is_not_checked(peer: str, tmp_path: Path, record_property: Any) -> None:
+    framework, steps = PEERS[peer], [partial(make_step, 7, 1)]
+    flags: dict[str, Any] = {"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "low_var_kl"}
+    launch = case(peer, "sample_mean", "sample_mean", steps, counted=True, **flags)
+    of_kl = "kl_loss = sum_of_sample_mean(kl)"
+    root = planted(framework, tmp_path, {IN_TERMS[peer]: (of_kl, "kl_loss = kl.mean()")})
+    with pytest.raises(RankError, match=r"aggregation proved .* kl_loss is NOT CHECKED: it is none of the means"):
+        run_ranks(1, train, peer, root, 1, [launch])
+    record_plant(record_property, framework, "KL penalty by a mean of the micro-batch", "says that it is not checked")
 
 
 @pytest.mark.parametrize("peer", ["slime", "vime"])
