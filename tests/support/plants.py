@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from added_terms import CALL, TERMS
 from checkouts import Framework, checkout
 from ranks import RankError, run_ranks
 from repository import ROOT
@@ -98,23 +97,6 @@ def assert_unproved(record_property: Any, framework: Framework, train: Any, plan
     case = {"mode": "sample_mean", "settings": {}, "outcome": "not proved", "says": plant.match} | plant.case
     run_ranks(plant.world[0], train, planted(framework, folder, plant.edits), plant.world[1], [case])
     record_plant(record_property, framework, plant.fault, "says that it is not proved")
-
-
-def assert_terms_unproved(
-    record_property: Any, framework: Framework, train: Any, site: tuple[str, str, str], names: str, folder: Path
-) -> None:
-    """A loss to which a term is added is not proved, whatever the term; without one it is, in the same copy.
-
-    `site`: a file, what stands there, and what comes in its place, with ``{}`` for the added term. `names`: there,
-    those of the log-probs, of the old policy's and of the mask.
-    """
-    path, old, new = site
-    call = CALL.format(**dict(zip(("log_probs", "old", "mask"), names.split(), strict=True)))
-    of_case: dict[str, Any] = {"mode": "sample_mean", "settings": {}}
-    cases = [of_case, *(of_case | {"term": term, "outcome": "not proved", "says": MORE_TERMS} for term in TERMS)]
-    run_ranks(1, train, planted(framework, folder, {path: (old, new.replace("{}", call))}), 1, cases)
-    for term in TERMS:
-        record_plant(record_property, framework, f"a term added to the loss: {term}", "says that it is not proved")
 
 
 def record_plant(record_property: Any, framework: Framework, plant: str, outcome: str) -> None:

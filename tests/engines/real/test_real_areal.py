@@ -25,7 +25,7 @@ from bigram_step import (
 )
 from checkouts import AREAL, Settings, checkout, load
 from gloo_gather import all_gather
-from plants import Plant, assert_stops, assert_terms_unproved, planted
+from plants import Plant, assert_stops, planted
 from ranks import run_ranks
 from replacements import aggregated
 from table_step import run_schedule, start
@@ -240,9 +240,3 @@ PLANTS = [
 @pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.fault)
 def test_a_fault_stops_all_ranks(plant: Plant, record_property: Any, tmp_path: Any) -> None:
     assert_stops(record_property, AREAL, train, plant, tmp_path)
-
-
-def test_a_further_term_is_not_proved(record_property: Any, tmp_path: Any) -> None:
-    before = "    # Joint Distillation KL Loss\n"
-    site = _ACTOR, before, "    loss = loss + {}\n" + before
-    assert_terms_unproved(record_property, AREAL, train, site, "logprobs old_logp loss_mask", tmp_path)

@@ -18,6 +18,7 @@ import oracle
 import pytest
 import torch
 import torch.distributed as dist
+from added_terms import CALL
 from bigram_step import (
     BETA,
     CLIP_HIGH,
@@ -39,7 +40,7 @@ from bigram_step import (
     make_batch,
 )
 from checkouts import NEMO_RL, checkout, load, record_errors
-from plants import Plant, assert_stops, assert_terms_unproved
+from plants import Plant, assert_stops, planted, record_plant
 from ranks import RankError, run_ranks
 from replacements import undone
 from table_step import start
@@ -259,16 +260,15 @@ def test_a_fault_stops(record_property: Any, tmp_path: Path, plant: Plant) -> No
     assert_stops(record_property, NEMO_RL, train, plant, tmp_path)
 
 
-def test_a_further_term_is_not_proved(record_property: Any, tmp_path: Path) -> None:
-    site = LOSSES, "loss = actor_loss + kl +", "loss = actor_loss + kl + {} +"
-    assert_terms_unproved(record_property, NEMO_RL, train, site, "curr_logprobs prev_logprobs mask", tmp_path)
-
-
 def test_a_term_added_to_the_kl_penalty_is_not_proved(record_property: Any, tmp_path: Path) -> None:
     """NeMo-RL computes it only where there is a penalty."""
-    site = LOSSES, "# Reduce KL loss", "kl = kl + {}\n            # Reduce KL loss"
-    names = "curr_logprobs prev_logprobs mask"
-    assert_terms_unproved(record_property, NEMO_RL, train, site, names, tmp_path)
+    call = CALL.format(log_probs="curr_logprobs", old="prev_logprobs", mask="mask")
+    added = "# Reduce KL loss", f"kl = kl + {call}\n            # Reduce KL loss"
+    of_case: dict[str, Any] = {"mode": "sample_mean", "settings": {}}
+    cases = [of_case, *(of_case | {"term": term, "outcome": "not proved"} for term in added_terms.TERMS)]
+    run_ranks(1, train, planted(NEMO_RL, tmp_path, {LOSSES: added}), 1, cases)
+    for term in added_terms.TERMS:
+        record_plant(record_property, NEMO_RL, f"a term added to the KL penalty: {term}", "says that it is not proved")
 
 
 def planned(root: str) -> list[float]:

@@ -20,6 +20,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import added_terms
 import numpy as np
 import oracle
 import pytest
@@ -66,6 +67,7 @@ def train(peer: str, root: str, cp: int, cases: list[dict[str, Any]]) -> list[li
     importlib.import_module("logit_table").rejecting = reject(every_step)  # type: ignore[attr-defined]
     for launch in cases:
         args, steps = arguments(**launch["flags"]), launch["steps"]
+        added_terms.choose(launch.get("term", ""))
         global_vars._GLOBAL_ARGS = args
         if args.use_tis:
             args.custom_tis_function_path = "logit_table.rejecting"
@@ -528,18 +530,6 @@ def test_terms_of_other_weights_are_said(peer: str, name: str, tmp_path: Path, r
     with pytest.raises(RankError, match=says):
         run_ranks(1, train, peer, root, 1, [launch])
     record_plant(record_property, framework, name, "says that it is not proved")
-
-
-@each_peer
-def test_a_kl_penalty_by_another_mean_is_not_checked(peer: str, tmp_path: Path, record_property: Any) -> None:
-    framework, steps = PEERS[peer], [partial(make_step, 7, 1)]
-    flags: dict[str, Any] = {"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "low_var_kl"}
-    launch = case(peer, "sample_mean", "sample_mean", steps, counted=True, **flags)
-    of_kl = "kl_loss = sum_of_sample_mean(kl)"
-    root = planted(framework, tmp_path, {IN_TERMS[peer]: (of_kl, "kl_loss = kl.mean()")})
-    with pytest.raises(RankError, match=r"aggregation proved .* kl_loss is NOT CHECKED: it is none of the means"):
-        run_ranks(1, train, peer, root, 1, [launch])
-    record_plant(record_property, framework, "KL penalty by a mean of the micro-batch", "says that it is not checked")
 
 
 @pytest.mark.parametrize("peer", ["slime", "vime"])

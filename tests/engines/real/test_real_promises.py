@@ -1,0 +1,78 @@
+"""Each promise of the engines' page, in each engine that it names: plants in copies of the engines' real code.
+
+Real, and replaced, is what the engine's own file of this folder says.
+"""
+
+import importlib
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import checkouts
+import pytest
+from added_terms import CALL, TERMS
+from plants import MORE_TERMS, planted, record_plant
+from promises import EDITS, NOT_CHECKED, NOT_PROVED, NOT_SEEN, PROMISES, SITES, STOPS
+from ranks import RankError, run_ranks
+
+pytestmark = pytest.mark.slow
+STOPPED = "the first training step does something else|calls of agg_loss|must be a count of the whole step"
+HOOKS = ("slime", "miles")
+EDITED = [(change, engine) for change, by_engine in EDITS.items() for engine in by_engine]
+
+
+def module_of(engine: str) -> Any:
+    return importlib.import_module(f"test_real_{'slime_miles' if engine in HOOKS else engine}")
+
+
+def launched(engine: str, root: str, outcomes: list[tuple[str, str]]) -> None:
+    """Steps of a copy of the engine, each with an added term or none, which end as is said of each."""
+    module = module_of(engine)
+    if engine in HOOKS:
+        flags: dict[str, Any] = {"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "low_var_kl"}
+        steps = [partial(module.make_step, 7, 1)]
+        says = {NOT_PROVED: "NOT PROVED are the terms beside it", NOT_CHECKED: "kl_loss is NOT CHECKED"}
+        for term, outcome in outcomes:
+            launch = module.case(engine, "sample_mean", "sample_mean", steps, counted=True, **flags) | {"term": term}
+            if outcome in says:
+                with pytest.raises(RankError, match=f"aggregation proved .* {says[outcome]}"):
+                    run_ranks(1, module.train, engine, root, 1, [launch])
+            else:
+                run_ranks(1, module.train, engine, root, 1, [launch])
+    elif engine == "verl":
+        launch_verl = partial(module.first_steps, added=[term for term, _ in outcomes])
+        modes = ["token-mean"] * len(outcomes)
+        actors = run_ranks(module.DP * module.CP, launch_verl, root, False, modes)[0][::2]
+        for (term, outcome), actor in zip(outcomes, actors, strict=True):
+            assert (MORE_TERMS if outcome == NOT_PROVED else "aggregation proved on") in actor.printed, term
+    else:
+        words = {NOT_PROVED: {"outcome": "not proved", "says": MORE_TERMS}}
+        of_step = {"mode": "sample_mean", "settings": module.MODES["sample_mean"]}
+        cases = [of_step | {"term": term} | words.get(outcome, {}) for term, outcome in outcomes]
+        run_ranks(1, module.train, root, 1, cases)
+
+
+@pytest.mark.parametrize("engine", SITES)
+def test_a_term_that_is_added_is_not_proved(engine: str, tmp_path: Path, record_property: Any) -> None:
+    """Whatever the term; without one, the same copy is proved. Of verl's actor: nobody knows a critic's terms."""
+    site, framework = SITES[engine], vars(checkouts)[engine.upper()]
+    call = CALL.format(**dict(zip(("log_probs", "old", "mask"), site.names, strict=True)))
+    root = planted(framework, tmp_path, {site.file: (site.old, site.new.replace("{}", call))})
+    outcomes = {term: PROMISES[f"term added to the loss function: {term}"][engine] for term in TERMS}
+    launched(engine, root, [("", NOT_SEEN), *outcomes.items()])
+    for term in TERMS:
+        record_plant(record_property, framework, f"a term added to the loss: {term}", "says that it is not proved")
+
+
+@pytest.mark.parametrize(("change", "engine"), EDITED)
+def test_a_change_ends_as_promised(change: str, engine: str, tmp_path: Path, record_property: Any) -> None:
+    outcome, framework = PROMISES[change][engine], vars(checkouts)[engine.upper()]
+    root = planted(framework, tmp_path, EDITS[change][engine])
+    if outcome == STOPS:
+        with pytest.raises(RankError, match=STOPPED):
+            launched(engine, root, [("", outcome)])
+        record_plant(record_property, framework, change, "stopped")
+        return
+    launched(engine, root, [("", outcome)])
+    if outcome != NOT_SEEN:
+        record_plant(record_property, framework, change, f"says that it is {outcome.lower()}")

@@ -1,0 +1,172 @@
+"""What the engines' page promises of changes in an engine's code: each is a plant, which tests run in each engine.
+
+`PROMISES` says by change and engine what happens. Where it is not a term of `added_terms`, the plant is an edit in
+`EDITS`, or a fault of that name among the engine's own in ``tests/engines/real``.
+"""
+
+from typing import Any, NamedTuple
+
+from added_terms import TERMS
+
+STOPS, NOT_PROVED, NOT_CHECKED, NOT_SEEN = "stops", "NOT PROVED", "NOT CHECKED", "not seen"
+ENGINES = {
+    "verl": "verl", "skyrl": "SkyRL", "nemo_rl": "NeMo-RL", "areal": "AReaL", "roll": "ROLL", "rlinf": "RLinf",
+    "ms_swift": "ms-swift", "slime": "slime", "miles": "miles",
+}  # fmt: skip
+Edit = dict[str, tuple[str, str]]  # by file: what stands there, and what comes in its place
+
+
+class Site(NamedTuple):
+    """Where a term is added in the loss function: ``{}`` in `new`; the names of log-probs, old ones and the mask."""
+
+    file: str
+    old: str
+    new: str
+    names: tuple[str, str, str]
+
+
+_VERL, _NEMO_RL = "verl/workers/utils/losses.py", "nemo_rl/algorithms/loss/loss_functions.py"
+_AREAL, _ROLL = "areal/trainer/ppo/actor.py", "roll/pipeline/rlvr/actor_worker.py"
+_RLINF, _MS_SWIFT = "rlinf/workers/actor/megatron_actor_worker.py", "swift/megatron/trainers/grpo_trainer.py"
+_SLIME, _MILES = "slime/backends/megatron_utils/loss.py", "miles/backends/training_utils/loss_hub/losses.py"
+_DISTILLATION, _OF_KL = "    # Joint Distillation KL Loss\n", "loss + args.kl_loss_coef * kl_loss"
+_OF_HOOKS = ("log_probs", "old_log_probs", "torch.ones_like(log_probs)")
+SITES = {
+    "verl": Site(
+        _VERL, "return policy_loss,", "return policy_loss + {},", ("log_prob", "old_log_prob", "response_mask")
+    ),
+    "nemo_rl": Site(
+        _NEMO_RL, "actor_loss + kl +", "actor_loss + kl + {} +", ("curr_logprobs", "prev_logprobs", "mask")
+    ),
+    "areal": Site(
+        _AREAL, _DISTILLATION, "    loss = loss + {}\n" + _DISTILLATION, ("logprobs", "old_logp", "loss_mask")
+    ),
+    "roll": Site(
+        _ROLL, "return total_loss, pg_metrics", "return total_loss + {}, pg_metrics",
+        ("log_probs", "old_log_probs", "final_response_mask"),
+    ),
+    "rlinf": Site(
+        _RLINF, "loss + kl_loss * self.kl_beta", "loss + kl_loss * self.kl_beta + {}",
+        ("curr_logprobs", "old_logprobs", "mask"),
+    ),
+    "ms_swift": Site(
+        _MS_SWIFT, "self.beta * per_token_kl", "self.beta * per_token_kl + {}",
+        ("per_token_logps", "old_per_token_logps", "completion_mask"),
+    ),
+    "slime": Site(_SLIME, _OF_KL, f"{_OF_KL} + {{}}", _OF_HOOKS),
+    "miles": Site(_MILES, _OF_KL, f"{_OF_KL} + {{}}", _OF_HOOKS),
+}  # fmt: skip
+
+_TERM = dict.fromkeys(SITES, NOT_PROVED)
+_KL_MEAN, _UNMASKED = "KL penalty by the mean of a micro-batch", "mask dropped in the loss function"
+_SCALED, _RENAMED = "loss scaled", "function or argument renamed"
+_AFTER = "term of {} added after the loss function"
+_AFTER_OF_LOG_PROBS, _AFTER_OF_LOGITS = _AFTER.format("log-probs"), _AFTER.format("logits")
+#: By change and engine, what happens; an engine that is not named has no such place, or it was not tried.
+PROMISES: dict[str, dict[str, str]] = {
+    **{f"term added to the loss function: {term}": _TERM for term in TERMS},
+    _KL_MEAN: {
+        **dict.fromkeys(("verl", "skyrl", "nemo_rl", "roll", "rlinf", "ms_swift"), STOPS),
+        **dict.fromkeys(("slime", "miles"), NOT_CHECKED),
+    },
+    _UNMASKED: dict.fromkeys(("verl", "nemo_rl", "areal", "roll", "rlinf", "ms_swift", "slime"), STOPS),
+    _SCALED: dict.fromkeys(ENGINES, STOPS),
+    _RENAMED: dict.fromkeys(ENGINES, STOPS),
+    _AFTER_OF_LOG_PROBS: dict.fromkeys(("verl", "areal", "ms_swift"), NOT_SEEN),
+    _AFTER_OF_LOGITS: dict.fromkeys(("nemo_rl", "roll"), STOPS),
+}
+#: Names of faults among an engine's own plants.
+OWN: dict[str, dict[str, str]] = {
+    _KL_MEAN: {"skyrl": "KL mean inlined"},
+    _UNMASKED: {"rlinf": "mask of all tokens", "slime": "masks changed for the hook"},
+    _SCALED: dict.fromkeys(ENGINES, "scaling doubled"),
+    _RENAMED: {
+        "verl": "argument of agg_loss renamed", "skyrl": "entropy by another function",
+        "nemo_rl": "policy.train by another name", "areal": "method renamed", "roll": "argument renamed",
+        "rlinf": "argument renamed", "ms_swift": "hooked method renamed", "slime": "its argument renamed",
+        "miles": "option renamed",
+    },
+}  # fmt: skip
+_OF_TOKENS = (
+    "kl = masked_mean(\n                    kl, mask, global_normalization_factor=global_valid_toks\n                )"
+)
+_LOSSES = "loss_mat=kld, loss_mask=response_mask, loss_agg_mode=config.loss_agg_mode, **config.global_batch_info"
+EDITS: dict[str, dict[str, Edit]] = {
+    _KL_MEAN: {
+        "verl": {_VERL: (f"agg_loss(\n            {_LOSSES}\n        )", "kld.mean()")},
+        "nemo_rl": {_NEMO_RL: (_OF_TOKENS, "kl = kl.mean()")},
+        "roll": {_ROLL: ("= agg_loss(loss_mat=kl_loss", "= (lambda loss_mat, **_: loss_mat.mean())(loss_mat=kl_loss")},
+        "rlinf": {_RLINF: ("self.loss_agg_func(kld, mask)", "kld.mean()")},
+        "ms_swift": {_MS_SWIFT: ("self.beta * per_token_kl", "self.beta * per_token_kl.mean()")},
+        "slime": {_SLIME: ("kl_loss = sum_of_sample_mean(kl)", "kl_loss = kl.mean()")},
+        "miles": {_MILES: ("kl_loss = sum_of_sample_mean(kl)", "kl_loss = kl.mean()")},
+    },
+    _UNMASKED: {
+        "verl": {_VERL: ('data["response_mask"].to(bool)', 'torch.ones_like(data["response_mask"]).to(bool)')},
+        "nemo_rl": {_NEMO_RL: ("= token_mask * sample_mask", "= torch.ones_like(token_mask) * sample_mask")},
+        "areal": {_AREAL: ('input_data["loss_mask"].bool()', 'torch.ones_like(input_data["loss_mask"]).bool()')},
+        "roll": {
+            _ROLL: (
+                'data.batch.get("final_response_mask", response_mask)\n        ref',
+                'torch.ones_like(data.batch.get("final_response_mask", response_mask))\n        ref',
+            )
+        },
+        "ms_swift": {
+            _MS_SWIFT: ("= grpo_batch.completion_mask  #", "= torch.ones_like(grpo_batch.completion_mask)  #")
+        },
+    },
+    _AFTER_OF_LOG_PROBS: {
+        "verl": {
+            "verl/workers/engine/megatron/transformer_impl.py": (
+                '= loss * data["num_micro_batch"]',
+                '= (loss + 0.1 * model_output["log_probs"].exp().mean()) * data["num_micro_batch"]',
+            )
+        },
+        "areal": {
+            "areal/engine/megatron_engine.py": (
+                "return loss * loss_scale", "return loss * loss_scale + 0.1 * logprobs.exp().mean()"
+            )
+        },
+        "ms_swift": {
+            _MS_SWIFT: (
+                "partial(self.loss_func, data=data)",
+                "lambda x: (lambda loss, log: (loss + 0.1 * x.exp().mean(), log))(*self.loss_func(x, data))",
+            )
+        },
+    },
+    _AFTER_OF_LOGITS: {
+        "nemo_rl": {
+            "nemo_rl/models/megatron/train.py": (
+                "return loss * num_microbatches / cp_size, metrics",
+                "return loss * num_microbatches / cp_size + 0.1 * args[0].exp().mean(), metrics",
+            )
+        },
+        "roll": {
+            "roll/distributed/strategy/megatron_strategy.py": (
+                "return loss, metrics\n            return output_tensor",
+                "return loss + 0.1 * output_tensor.sigmoid().mean(), metrics\n            return output_tensor",
+            )
+        },
+    },
+}  # fmt: skip
+
+
+def table() -> str:
+    """The page's table; changes of one kind that end alike are one row."""
+    rows: list[list[str]] = []
+    for change, outcomes in PROMISES.items():
+        cells = [outcomes.get(engine, "-") for engine in ENGINES]
+        kind, _, what = change.partition(": ")
+        if what and rows and rows[-1][0].startswith(kind) and rows[-1][1:] == cells:
+            rows[-1][0] += f"; {what}"
+        else:
+            rows.append([change, *cells])
+    head = [["change in the engine's code", *ENGINES.values()], ["---"] * (len(ENGINES) + 1)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in [*head, *rows]) + "\n"
+
+
+def own_faults(module: Any) -> set[str]:
+    """The names of an engine's own plants, of its module of tests."""
+    of_module: Any = module.PLANTS
+    names = {plant.fault for plant in of_module} if isinstance(of_module, list) else {*of_module}
+    return {name[-1] if isinstance(name, tuple) else name for name in names}
