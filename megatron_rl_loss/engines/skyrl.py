@@ -151,7 +151,7 @@ class AggregatedPolicyLoss:
 
         def describe() -> WeighedMicrobatch:
             plain, samples = now.batch["advantages"].to(advantages.device), now.samples("pg", now.batch["loss_mask"])
-            return WeighedMicrobatch(samples, torch.ones_like(plain), plain, temperature=now.temperature)
+            return WeighedMicrobatch(samples, torch.ones_like(plain), plain, temperature=now.temperature, beside={})
 
         def loss(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, **others: Any) -> Any:
             return self._loss(log_probs, old_log_probs, advantages, **others)  # whose parameters may have other names

@@ -28,6 +28,8 @@ class Site(NamedTuple):
 _VERL, _NEMO_RL = "verl/workers/utils/losses.py", "nemo_rl/algorithms/loss/loss_functions.py"
 _AREAL, _ROLL = "areal/trainer/ppo/actor.py", "roll/pipeline/rlvr/actor_worker.py"
 _RLINF, _MS_SWIFT = "rlinf/workers/actor/megatron_actor_worker.py", "swift/megatron/trainers/grpo_trainer.py"
+_SKYRL = "skyrl/backends/skyrl_train/utils/ppo_utils.py"
+_OF_SKYRL = "skyrl/backends/skyrl_train/workers/megatron/megatron_model_wrapper.py"
 _SLIME, _MILES = "slime/backends/megatron_utils/loss.py", "miles/backends/training_utils/loss_hub/losses.py"
 _DISTILLATION, _OF_KL = "    # Joint Distillation KL Loss\n", "loss + args.kl_loss_coef * kl_loss"
 _OF_HOOKS = ("log_probs", "old_log_probs", "torch.ones_like(log_probs)")
@@ -53,6 +55,10 @@ SITES = {
         _MS_SWIFT, "self.beta * per_token_kl", "self.beta * per_token_kl + {}",
         ("per_token_logps", "old_per_token_logps", "completion_mask"),
     ),
+    "skyrl": Site(
+        _SKYRL, "    clip_pg_losses1 = loss\n", "    clip_pg_losses1 = loss = loss + {}\n",
+        ("log_probs", "old_log_probs", "loss_mask"),
+    ),
     "slime": Site(_SLIME, _OF_KL, f"{_OF_KL} + {{}}", _OF_HOOKS),
     "miles": Site(_MILES, _OF_KL, f"{_OF_KL} + {{}}", _OF_HOOKS),
 }  # fmt: skip
@@ -69,7 +75,7 @@ PROMISES: dict[str, dict[str, str]] = {
         **dict.fromkeys(("verl", "skyrl", "nemo_rl", "roll", "rlinf", "ms_swift"), STOPS),
         **dict.fromkeys(("slime", "miles"), NOT_CHECKED),
     },
-    _UNMASKED: dict.fromkeys(("verl", "nemo_rl", "areal", "roll", "rlinf", "ms_swift", "slime"), STOPS),
+    _UNMASKED: dict.fromkeys(("verl", "skyrl", "nemo_rl", "areal", "roll", "rlinf", "ms_swift", "slime"), STOPS),
     _SCALED: dict.fromkeys(ENGINES, STOPS),
     _RENAMED: dict.fromkeys(ENGINES, STOPS),
     _AFTER_OF_LOG_PROBS: dict.fromkeys(("verl", "areal", "ms_swift"), NOT_SEEN),
@@ -104,6 +110,7 @@ EDITS: dict[str, dict[str, Edit]] = {
     _UNMASKED: {
         "verl": {_VERL: ('data["response_mask"].to(bool)', 'torch.ones_like(data["response_mask"]).to(bool)')},
         "nemo_rl": {_NEMO_RL: ("= token_mask * sample_mask", "= torch.ones_like(token_mask) * sample_mask")},
+        "skyrl": {_OF_SKYRL: ('= data["loss_mask"]', '= torch.ones_like(data["loss_mask"])')},
         "areal": {_AREAL: ('input_data["loss_mask"].bool()', 'torch.ones_like(input_data["loss_mask"]).bool()')},
         "roll": {
             _ROLL: (

@@ -21,6 +21,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import added_terms
 import bigram_step
 import oracle
 import pytest
@@ -162,6 +163,7 @@ def train(root: str, cp: int, cases: list[dict[str, Any]], copied: bool = False)
     both, results = torch.stack([make_table(), make_table().flip(0)]), []
     for case in cases:
         cfg, settings = config(case), case["settings"]
+        added_terms.choose(case.get("term", ""))
         os.environ["MEGATRON_RL_LOSS_PROOF"] = case.get("proof", "error")
         vars(skyrl)["plan_of"] = partial(scaled_plan, case.get("weighed", 1))
         if case.get("stock"):
