@@ -112,12 +112,12 @@ def local_ray(
     prepare(module, root)
     init = ray.init
 
-    def start(runtime_env: Any = None, **_: Any) -> Any:
+    def start(runtime_env: Any = None, namespace: str | None = None, **_: Any) -> Any:
         given = environment | (runtime_env or {}).get("env_vars", {})
         hook = {"env_vars": given, "worker_process_setup_hook": "ray_workers.set_up_worker"}
         return init(
             num_cpus=16 * gpus, num_gpus=gpus, include_dashboard=False, log_to_driver=False,
-            object_store_memory=2**27, runtime_env=hook,
+            object_store_memory=2**27, runtime_env=hook, namespace=namespace,
         )  # fmt: skip
 
     ray.init = start

@@ -61,8 +61,8 @@ def with_many_empty_rows() -> dict[str, Tensor]:
     return batch
 
 
-def rows_of_rank(dp_rank: int, dp: int, results: Any, is_corrected: bool = False) -> Any:
-    """Rows as RLinf's rollouts make them; tokens that the model did not generate are masked.
+def rollout_of_rank(dp_rank: int, dp: int, results: Any, is_corrected: bool = False) -> Any:
+    """Rows as RLinf's rollout workers put them into a channel; tokens that the model did not generate are masked.
 
     `is_corrected`: the old log-probs are the actor's own, beside those of the rollout.
     """
@@ -72,7 +72,7 @@ def rows_of_rank(dp_rank: int, dp: int, results: Any, is_corrected: bool = False
     def responses(values: Tensor) -> list[Any]:
         return [row[PROMPT:length].tolist() for row, length in zip(values, lengths, strict=True)]
 
-    rollout = results.RolloutResult(
+    return results.RolloutResult(
         num_sequence=len(lengths), group_size=1, prompt_lengths=[PROMPT] * len(lengths),
         prompt_ids=batch["input_ids"][:, :PROMPT].tolist(), response_lengths=[n - PROMPT for n in lengths],
         response_ids=responses(batch["input_ids"]), is_end=[True] * len(lengths),
@@ -81,7 +81,6 @@ def rows_of_rank(dp_rank: int, dp: int, results: Any, is_corrected: bool = False
         recomputed_logprobs=batch["prev_logprobs"][:, PROMPT:] if is_corrected else None,
         advantages=batch["advantages"][:, PROMPT:], ref_logprobs=batch["reference_policy_logprobs"][:, PROMPT:],
     )  # fmt: skip
-    return rollout.to_actor_batch(PROMPT + LEFT, LENGTH + LEFT, 0)
 
 
 class NoGroup:
@@ -132,7 +131,7 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
             state.get_data_parallel_world_size(),
             "correction" in case,
         )
-        batch = rows_of_rank(dp_rank, dp, results, is_corrected)
+        batch = rollout_of_rank(dp_rank, dp, results, is_corrected).to_actor_batch(PROMPT + LEFT, LENGTH + LEFT, 0)
         actor._setup_valid_token_scale(batch)
         with aggregated(type(actor), case):
             actor.training_step(batch)

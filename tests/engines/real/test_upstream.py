@@ -9,20 +9,24 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import checkouts
 import pytest
-from checkouts import Framework, checkout
+import torch
+from checkouts import Framework, checkout, load, record_errors
 from plants import patched, write_patch
+from ranks import run_ranks
 from repository import ROOT
+from table_step import relative_error
+from torch import Tensor
 
 pytestmark = pytest.mark.slow
 
 #: What an engine's own tests import and this repository's environment lacks.
 NEEDS = {
     "VERL_PATH": ("ray", "hydra", "tensordict", "codetiming", "transformers", "datasets"),
-    "AREAL_PATH": (),
-    "RLINF_PATH": (),
+    "AREAL_PATH": ("numba", "openai", "transformers"),
     "SKYRL_PATH": ("ray", "cloudpathlib", "skyrl_gym", "jaxtyping", "loguru", "omegaconf", "transformers"),
 }
 PATCHES = sorted((ROOT / "docs" / "upstream").glob("*.patch"), key=lambda path: path.name)
@@ -64,3 +68,58 @@ def test_a_patch_brings_a_test_that_needs_it(patch: Path, tmp_path: Path) -> Non
     ran = run_tests(root, patch)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert re.search(r"\d+ passed", ran.stdout)
+
+
+# ---- what a pack of an engine does to a layer with a state
+
+LENGTHS = [5, 3, 6, 2]
+MAMBA_PATCHES = {"VERL_PATH": "verl-mamba-in-packs.patch", "AREAL_PATH": "areal-mamba-in-packs.patch"}
+
+
+def by_verl(root: str, model: Any, rows: list[Tensor]) -> Tensor:
+    (forward,) = load(checkouts.VERL, root, "verl.models.mcore.model_forward")
+    nested = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+    return forward.gptmodel_forward_model_engine(model, nested, {}).values()  # type: ignore[no-any-return]
+
+
+def by_areal(root: str, model: Any, rows: list[Tensor]) -> Tensor:
+    (packed,) = load(checkouts.AREAL, root, "areal.engine.megatron_utils.packed_context_parallel")
+    bounds = torch.tensor([0, *map(len, rows)], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    batch = {"input_ids": torch.cat(rows), "cu_seqlens": bounds}
+    return packed.packed_context_parallel_forward(model, batch).squeeze(0)  # type: ignore[no-any-return]
+
+
+def error_of_pack(forward: Any, root: str) -> float:
+    """On a rank: how far the gradient of a pack is from the sum of its samples' own, relative to its largest entry."""
+    import gpt_oracle
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from table_step import start
+    from tiny_gpt import Layout, tiny_config
+    from tiny_hybrid import MAMBA, tiny_hybrid
+
+    start()
+    model_parallel_cuda_manual_seed(3, force_reset_rng=True)
+    config = tiny_config(Layout(1, False, 1, 1, 1, 1), per_token=False, num_layers=2, **MAMBA)
+    model, generator = tiny_hybrid(config, "M-"), torch.Generator().manual_seed(5)
+    rows = [torch.randint(gpt_oracle.VOCAB, (length,), generator=generator) for length in LENGTHS]
+    weights = torch.randn(sum(LENGTHS), gpt_oracle.VOCAB, generator=generator)
+
+    def gradient_of(packs: list[list[Tensor]]) -> Tensor:
+        model.zero_grad()
+        outputs = torch.cat([forward(root, model, pack).float() for pack in packs])
+        (outputs * weights).sum().backward()
+        return torch.cat([parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None])
+
+    return relative_error(gradient_of([rows]), gradient_of([[row] for row in rows]))
+
+
+@pytest.mark.parametrize("forward", [by_verl, by_areal])
+def test_a_pack_of_a_hybrid_model_has_the_gradient_of_its_samples(
+    forward: Any, record_property: Any, tmp_path: Path
+) -> None:
+    framework = checkouts.VERL if forward is by_verl else checkouts.AREAL
+    (own,) = run_ranks(1, error_of_pack, forward, checkout(framework))
+    root = patched(framework, tmp_path, MAMBA_PATCHES[framework.variable])
+    (ours,) = run_ranks(1, error_of_pack, forward, root)
+    assert ours < 1e-5 < 1e-2 < own
+    record_errors(record_property, framework, "a pack on a Mamba layer, `docs/upstream`", own, ours)
