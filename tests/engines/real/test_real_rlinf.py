@@ -79,7 +79,8 @@ def rollout_of_rank(dp_rank: int, dp: int, results: Any, is_corrected: bool = Fa
         response_mask=responses(masks.long()),
         rollout_logprobs=responses(batch["generation_logprobs" if is_corrected else "prev_logprobs"]),
         recomputed_logprobs=batch["prev_logprobs"][:, PROMPT:] if is_corrected else None,
-        advantages=batch["advantages"][:, PROMPT:], ref_logprobs=batch["reference_policy_logprobs"][:, PROMPT:],
+        advantages=batch["advantages"][:, PROMPT:].contiguous(),
+        ref_logprobs=batch["reference_policy_logprobs"][:, PROMPT:].contiguous(),
     )  # fmt: skip
 
 
