@@ -37,8 +37,10 @@ def to_device(values: Tensor, device: torch.device, dtype: torch.dtype | None = 
     return staged.to(device, non_blocking=True)
 
 
-def on_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
-    """An array on a device, as `to_device`; on the host a copy only where the array is not to be changed."""
+def on_device(array: npt.NDArray[Any], device: torch.device | str | None) -> Tensor:
+    """An array on a device (default: torch's), as `to_device`; on the host a copy only of what must not be changed."""
+    if not isinstance(device, torch.device):
+        device = torch.get_default_device() if device is None else torch.device(device)
     if device.type == "cpu" or torch.compiler.is_compiling():
         own = array if array.flags.writeable else array.copy()  # torch warns of an array that is not to be changed
         return torch.from_numpy(own).to(device)

@@ -12,6 +12,7 @@ from megatron_rl_loss.core.collectives import Group, StepGroups, check_together,
 from megatron_rl_loss.core.counting import StepTotals
 from megatron_rl_loss.core.ids import as_ids
 from megatron_rl_loss.core.samples import Samples
+from megatron_rl_loss.core.transfers import to_device
 from megatron_rl_loss.engines.places import value_at
 from megatron_rl_loss.extend import LossModes, Plan, Trainer, make_plan
 
@@ -106,12 +107,12 @@ def weigh_advantages(
     columns = []
     for batch, of_batch, rows, ids in zip(batches, factors, masks, prompts, strict=True):
         plain = value_at(batch, "advantages")
-        column = of_batch.to(plain.device).view(len(plain), -1)
-        of_masks = torch.stack(rows).to(plain.device)
+        column = to_device(of_batch, plain.device).view(len(plain), -1)
+        of_masks = to_device(torch.stack(rows), plain.device)
         columns.append({"advantages": plain * column, FACTORS: column, PLAIN: plain, MASKS: of_masks})
         if not isinstance(ids, str):
             numbers = torch.from_numpy(as_ids("prompt_ids", [*map(str, ids)], len(ids)))
-            columns[-1][IDS] = numbers.to(plain.device)[:, None].expand(column.shape).clone()
+            columns[-1][IDS] = to_device(numbers, plain.device)[:, None].expand(column.shape).clone()
     return batches, columns, tokens
 
 
@@ -133,7 +134,7 @@ def at_masked_tokens(masks: Tensor, factors: Tensor, plain: Tensor) -> tuple[Ten
 
     A loss function with these masks gives such a token the weight 0 all the same.
     """
-    is_masked = masks.to(factors.device) == 0
+    is_masked = to_device(masks, factors.device) == 0
     return factors.masked_fill(is_masked, 1), plain.masked_fill(is_masked, 0)
 
 

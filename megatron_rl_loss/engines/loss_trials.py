@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl_loss.core.samples import Samples
+from megatron_rl_loss.core.transfers import to_device
 from megatron_rl_loss.engines.places import places, swapped, value_at
 from megatron_rl_loss.extend import Aggregation, Tap, taps_of, unobserved
 
@@ -129,7 +130,7 @@ class WeighedMicrobatch(NamedTuple):
             return self.factors
         if advantages.is_nested:
             advantages = torch.nested.to_padded_tensor(advantages, 0.0)
-        expected = self.plain.to(advantages.device) * self.factors
+        expected = to_device(self.plain, advantages.device) * self.factors
         return self.factors * (advantages / expected).nan_to_num(1.0)
 
 

@@ -27,6 +27,7 @@ from megatron_rl_loss.core.layouts import Gathered, Layout, ZigzagTHD
 from megatron_rl_loss.core.metrics import Metric
 from megatron_rl_loss.core.microbatch import Microbatch
 from megatron_rl_loss.core.samples import Samples
+from megatron_rl_loss.core.transfers import to_device
 from megatron_rl_loss.extend import any_flag_given, check_command_line
 from megatron_rl_loss.megatron.iterator import next_microbatch
 from megatron_rl_loss.megatron.launch import LossAggregation
@@ -116,7 +117,7 @@ def loss_func(
         "truncated_from_above": truncated_from_above, "truncated_from_below": truncated_from_below,
     }  # fmt: skip
     means = {
-        f"rl/{name}": Metric(values.detach().float().reshape(-1).to(output_tensor.device), "tokens")
+        f"rl/{name}": Metric(to_device(values.detach().float().reshape(-1), output_tensor.device), "tokens")
         for name, values in per_token.items()
     }
     return microbatch.loss(output_tensor.reshape(-1), means)

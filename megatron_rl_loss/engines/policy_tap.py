@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_rl_loss.core.transfers import to_device
 from megatron_rl_loss.engines.log_prob_gradients import follow
 from megatron_rl_loss.engines.loss_trials import LossPaths, Trial, Trials, WeighedMicrobatch, first_of, tap_sum
 from megatron_rl_loss.engines.places import places, swapped, value_at
@@ -76,7 +77,7 @@ def _kept(value: Any) -> tuple[Any, list[Tensor]]:
 
 def _tap_by_advantages(trials: Trials, measured: WeighedMicrobatch, log_probs: Tensor, loss: Tensor) -> Tap | None:
     """The tap of the loss, by its slopes at ratios of 1 or e^-3."""
-    factors = measured.factors_of(trials.advantages).to(log_probs.device)
+    factors = to_device(measured.factors_of(trials.advantages), log_probs.device)
     row, leaf = trials.row, log_probs.detach().requires_grad_()
 
     def weights_of(size: float, lower: float) -> Tensor:

@@ -31,6 +31,7 @@ from megatron_rl_loss.core.layouts import Gathered
 from megatron_rl_loss.core.modes import Mode
 from megatron_rl_loss.core.samples import Samples
 from megatron_rl_loss.core.taps import tap
+from megatron_rl_loss.core.transfers import to_device
 from megatron_rl_loss.engines.columns import MEDIA, plan_of, prompts_of
 from megatron_rl_loss.engines.log_prob_gradients import tap_output
 from megatron_rl_loss.engines.loss_trials import LossPaths, WeighedMicrobatch, tap_sum
@@ -150,7 +151,8 @@ class AggregatedPolicyLoss:
         now.coefs |= {"kl": config.kl_loss_coef, "entropy": -config.entropy_loss_coef}
 
         def describe() -> WeighedMicrobatch:
-            plain, samples = now.batch["advantages"].to(advantages.device), now.samples("pg", now.batch["loss_mask"])
+            plain = to_device(now.batch["advantages"], advantages.device)
+            samples = now.samples("pg", now.batch["loss_mask"])
             return WeighedMicrobatch(samples, torch.ones_like(plain), plain, temperature=now.temperature, beside={})
 
         def loss(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, **others: Any) -> Any:
@@ -268,7 +270,7 @@ def _log_probs(stock: Any, arguments: dict[str, Any]) -> Any:
 def _mean(stock: Any, arguments: dict[str, Any], now: _Microbatch) -> Any:
     values, mask, dim = arguments["tensor"], arguments["mask"], arguments.get("dim")
     term = "entropy" if dim is None else "kl"
-    weights = now.weights[term].to(values.device).view(values.shape)
+    weights = to_device(now.weights[term], values.device).view(values.shape)
     if term == "kl":  # SkyRL has multiplied it by the mask
         values = values / mask.where(mask != 0, 1)
     if taps := observed_taps():
@@ -281,7 +283,7 @@ def _mean(stock: Any, arguments: dict[str, Any], now: _Microbatch) -> Any:
 
 def _entropy(stock: Any, arguments: dict[str, Any], now: _Microbatch) -> Any:
     mask = arguments["loss_mask"]
-    weights = now.weights["entropy"].to(mask.device).view(mask.shape)
+    weights = to_device(now.weights["entropy"], mask.device).view(mask.shape)
     total = weights.sum()  # what SkyRL's function divides by is then 1
     arguments["loss_mask"] = weights / total.where(total != 0, 1)
     whole, mine = (value * total for value in stock())
@@ -295,7 +297,7 @@ def _shift(stock: Any, arguments: dict[str, Any], now: _Microbatch) -> Any:
     shifted, depth, bounds = stock(), arguments.get("mtp_layer_number", 0), arguments.get("cu_seqlens")
     term = f"mtp {depth}"
     column = torch.zeros_like(shifted, dtype=torch.float32)
-    column[shifted != 0] = now.weights[term][_predicted(now.batch, depth).flatten()].to(shifted.device)
+    column[shifted != 0] = to_device(now.weights[term][_predicted(now.batch, depth).flatten()], shifted.device)
     if is_observed():
         rows = shifted if bounds is None else [shifted[0, begin:end] for begin, end in pairwise(bounds.tolist())]
         now.drafts.append((term, now.samples(term, rows)))

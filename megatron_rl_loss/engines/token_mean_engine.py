@@ -12,6 +12,7 @@ from torch.nn.functional import pad
 from megatron_rl_loss.core.counting import StepTotals
 from megatron_rl_loss.core.layouts import Gathered
 from megatron_rl_loss.core.samples import Samples
+from megatron_rl_loss.core.transfers import to_device
 from megatron_rl_loss.engines.columns import FACTORS, IDS, MASKS, PLAIN, Batch, StepRow, at_masked_tokens
 from megatron_rl_loss.engines.loss_trials import Beside, LossPaths, WeighedMicrobatch
 from megatron_rl_loss.engines.places import Call, places, value_at
@@ -98,7 +99,7 @@ class TokenMeanEngine(StepRow):
             taps = observed_taps()
             is_tapped = taps is not None and "pg" in taps.losses  # else the step is wrong
             return WeighedMicrobatch(samples, None, None, beside=self.beside(step, batch) if is_tapped else None)
-        factors, plain = (batch[column].to(batch["advantages"].device) for column in (FACTORS, PLAIN))
+        factors, plain = (to_device(batch[column], batch["advantages"].device) for column in (FACTORS, PLAIN))
         plain = plain * self.correction(step, batch)
         if not self.loses_masked:
             factors, plain = at_masked_tokens(batch[MASKS], factors, plain)

@@ -17,6 +17,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 from torch.nn import Module
 
+from megatron_rl_loss.core.transfers import to_device
 from megatron_rl_loss.trees.models import MAMBA, is_mixer_with_state
 
 _FIELDS = {field.name for field in dataclasses.fields(PackedSeqParams)}
@@ -47,7 +48,7 @@ def packed_seq_params(cu_seqlens_padded: Tensor, model: Any = None, **further: A
         fields["total_tokens"] = int(cu_seqlens_padded[-1])
     device = cu_seqlens_padded.device if model is None else next(model.parameters()).device
     names = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
-    fields |= dict.fromkeys(names, cu_seqlens_padded.to(device, non_blocking=True))
+    fields |= dict.fromkeys(names, to_device(cu_seqlens_padded, device))
     return PackedSeqParams(**fields | further)
 
 
@@ -128,7 +129,8 @@ def _begins_at(seq_idx: Tensor, bounds: Tensor) -> bool:
     if len(seq_idx) < total:
         return False
     begins = torch.zeros(total, dtype=torch.bool, device=seq_idx.device)
-    begins[bounds[:-1].long().to(seq_idx.device)[bounds[:-1].to(seq_idx.device) < total]] = True
+    inner = to_device(bounds[:-1].long(), seq_idx.device)
+    begins[inner[inner < total]] = True
     return bool(torch.equal((seq_idx[:total].diff() != 0), begins[1:]))
 
 

@@ -99,11 +99,11 @@ def _schedule_factor(config: Any, cp_group: Group, form: Form) -> float:
     for name in ("timers", "num_moe_experts", "mtp_num_layers", "experimental_attention_variant"):
         setattr(quiet, name, None)
     device = device_of(cp_group)
-    count = torch.tensor(_NUM_TOKENS, dtype=torch.int32, device=device)
+    count = torch.full((), _NUM_TOKENS, dtype=torch.int32, device=device)
     try:
         loss, num_tokens = schedules.forward_step_calc_loss(
             model=None,
-            output_tensor=torch.tensor(_LOSS, device=device),
+            output_tensor=torch.full((), _LOSS, device=device),
             loss_func=lambda loss: form.assemble({"loss": loss, "report": {}, **dict.fromkeys(form.counts, count)}),
             config=quiet,
             vp_stage=None,

@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_rl_loss.core.transfers import to_device
+
 #: So many directions, of which half must show a wrong backward: along some its error is small by chance.
 _DRAWS = 4
 #: A difference of slopes within so many times their own uncertainty is none.
@@ -53,7 +55,8 @@ def judge_backward(own: OwnLosses, *, seed: int = 0) -> str:
     generator = torch.Generator().manual_seed(seed)
 
     def drawn(like: Tensor) -> Tensor:
-        return torch.randn(like.shape, generator=generator, dtype=torch.float64).to(like)
+        normal = torch.randn(like.shape, generator=generator, dtype=torch.float64)
+        return to_device(normal, like.device, like.dtype)
 
     def gradient(weights: Tensor) -> Tensor:
         """float64, of all parameters, end to end."""

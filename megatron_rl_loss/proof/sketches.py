@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_rl_loss.core.transfers import to_device
+
 #: Entries that are cast to float64 at a time, on a device so many that it is not kept waiting for launches; and the
 #: entries of a gradient that waits for others of its shape.
 _CHUNK, _DEVICE_CHUNK, _SMALL = 2**20, 2**24, 2**14
@@ -43,7 +45,7 @@ class Signs:
         if key not in self._of_dimensions:
             generator = torch.Generator().manual_seed(20 + number)
             drawn = torch.randint(2, (self.patterns, size), generator=generator, dtype=torch.int8)
-            self._of_dimensions[key] = (2 * drawn - 1).double().to(device)
+            self._of_dimensions[key] = to_device((2 * drawn - 1).double(), device)
         return self._of_dimensions[key]
 
     def of_block(
@@ -150,7 +152,7 @@ class Backward:
             return
         self.num_terms[number] += 1
         if isinstance(seen, Tensor):
-            self.table[number] += seen.to(self.table.device)
+            self.table[number] += to_device(seen, self.table.device)
             return
         self._waiting.append((number, *seen))
         self._held += seen[0].untyped_storage().nbytes()
@@ -172,6 +174,6 @@ class Backward:
         for (_, device, shape), gradients in alike.items():
             rows = torch.stack([gradient.reshape(-1) for _, gradient in gradients]).double()
             norms2 = torch.linalg.vector_norm(rows, dim=1, keepdim=True) ** 2
-            sums = torch.cat([rows @ self.signs.of_shape(shape, device).T, norms2], 1).to(self.table.device)
-            numbers = torch.tensor([number for number, _ in gradients]).to(self.table.device)
-            self.table.index_add_(0, numbers, sums)
+            sums = torch.cat([rows @ self.signs.of_shape(shape, device).T, norms2], 1)
+            numbers = to_device(torch.tensor([number for number, _ in gradients]), self.table.device)
+            self.table.index_add_(0, numbers, to_device(sums, self.table.device))

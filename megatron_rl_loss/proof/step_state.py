@@ -11,6 +11,7 @@ import torch
 from megatron_rl_loss.core.collectives import StepGroups
 from megatron_rl_loss.core.samples import LocalTokens
 from megatron_rl_loss.core.taps import Declared, Tap
+from megatron_rl_loss.core.transfers import to_device
 from megatron_rl_loss.proof.factor import MOST_NAMES, Alike, Factor, no_factor
 from megatron_rl_loss.proof.findings import GIVEN, IN_PART, NOT_PROVED, WRONG, Finding, joined
 from megatron_rl_loss.proof.outcomes import TOLERANCES, Gradient
@@ -216,7 +217,7 @@ class StepState:
             self._add_share(share.unseen, 0.0 if share.off is None else float(share.off))
         ids = tokens.samples.tokens
         if tapped.tokens is not None and ids is not None:
-            cut = tokens.of(torch.as_tensor(ids, device=tapped.tokens.device).reshape(-1))
+            cut = tokens.of(to_device(torch.as_tensor(ids), tapped.tokens.device).reshape(-1))
             compared, differ = self.tokens
             self.tokens = compared + len(tokens), differ + int((cut != tapped.tokens).sum())
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from megatron_rl_loss.core.masks import Array
+from megatron_rl_loss.core.transfers import on_device
 from megatron_rl_loss.trees.building import Ints
 
 #: (batch, head, query slot, key slot) -> bool, as FlexAttention takes it.
@@ -26,12 +27,12 @@ QUERIES = 1024
 
 def visible(ends: Ints, device: torch.device | str | None) -> Tensor:
     """bool [num_slots, num_slots], True where the row's slot sees the column's."""
-    slots, until = torch.arange(len(ends), device=device), torch.tensor(ends, device=device)
+    slots, until = torch.arange(len(ends), device=device), on_device(ends, device)
     return (slots <= slots[:, None]) & (slots[:, None] < until)
 
 
 def mask_mod(ends: Ints, device: torch.device | str | None) -> MaskMod:
-    until = torch.tensor(ends, device=device)
+    until = on_device(ends, device)
 
     def is_visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key <= query) & (query < until[key])
@@ -68,7 +69,7 @@ def _ordered(blocks: Array, device: torch.device | str | None) -> tuple[Tensor, 
     """Of each block of queries the number of its blocks of keys, and these, the others behind them."""
     indices = (~blocks).argsort(1, kind="stable").astype(np.int32)
     counts = blocks.sum(1, dtype=np.int32)
-    return torch.tensor(counts[None, None], device=device), torch.tensor(indices[None, None], device=device)
+    return on_device(counts[None, None], device), on_device(indices[None, None], device)
 
 
 def attend_by_runs(q: Tensor, k: Tensor, v: Tensor, runs: Sequence[Run], scale: float | None = None) -> Tensor:

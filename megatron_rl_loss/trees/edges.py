@@ -86,7 +86,7 @@ class Edges:
             return self
         copied, of_token = self.of_token[tokens], self.of_token.copy()
         of_token[tokens] = len(self) + np.arange(len(tokens))
-        labels = torch.cat([self.labels, self.labels[torch.from_numpy(copied).to(self.labels.device)]]) if isinstance(
+        labels = torch.cat([self.labels, self.labels[on_device(copied, self.labels.device)]]) if isinstance(
             self.labels, Tensor
         ) else np.concatenate([self.labels, self.labels[copied]])  # fmt: skip
         sources = np.concatenate([self.sources, self.sources[copied]])

@@ -23,6 +23,7 @@ from megatron_rl_loss.core.layouts import Layout, Pieces, check_cp
 from megatron_rl_loss.core.masks import Array
 from megatron_rl_loss.core.notebook import SHOWN_ROWS, first_numbers, html_table
 from megatron_rl_loss.core.samples import LocalTokens, Samples
+from megatron_rl_loss.core.transfers import on_device
 from megatron_rl_loss.trees import attention
 from megatron_rl_loss.trees.building import Ints, JoinedRows, Row, build_slots
 from megatron_rl_loss.trees.edges import Edges
@@ -184,7 +185,7 @@ class PrefixTree(Layout):
     ) -> tuple[Tensor, Tensor]:
         """Input ids and position ids of the rank's model, int64 [1, num_local_slots]: the tokens and their depths."""
         local = self.local_slots(cp_rank, cp_size)
-        tokens, depths = (torch.tensor(values[local][None], device=device) for values in (self.tokens, self.depths))
+        tokens, depths = (on_device(values[local][None], device) for values in (self.tokens, self.depths))
         return tokens, depths
 
     def edges(self, tokens: LocalTokens) -> Edges:

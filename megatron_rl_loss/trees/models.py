@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from megatron_rl_loss.core.collectives import warn_on_one_rank
+from megatron_rl_loss.core.transfers import to_device
 
 #: Megatron's mixers whose state runs along the sequence, by the name of a class or base class: their files need kernels
 #: to be imported. In a pack such a state must begin anew (`megatron.packing`); on a tree it cannot branch.
@@ -92,7 +93,7 @@ def rotary_by_depth(models: Iterable[nn.Module], depths: Tensor) -> Iterator[Non
                 f"rotary embeddings of {len(of_places)} places for {len(rows)} slots: a rank's model must see all "
                 "slots of the tree. Leave context parallelism out, and pass the depths of all slots."
             )
-        of_depths = of_places[rows.to(of_places.device)]
+        of_depths = of_places[to_device(rows, of_places.device)]
         return (of_depths, *output[1:]) if isinstance(output, tuple) else of_depths
 
     found = [part for model in models for name, part in model.named_modules() if name.endswith("rotary_pos_emb")]

@@ -26,6 +26,7 @@ from megatron_rl_loss.core.collectives import check_together, gather_objects, se
 from megatron_rl_loss.core.layouts import Slots
 from megatron_rl_loss.core.microbatch import Microbatch
 from megatron_rl_loss.core.samples import Samples
+from megatron_rl_loss.core.transfers import to_device
 from megatron_rl_loss.megatron.forward_pass import evaluating
 from megatron_rl_loss.megatron.iterator import DataIterator, MicrobatchIterator, batches_of
 from megatron_rl_loss.megatron.packing import layers_with_state, packed_seq_params
@@ -386,13 +387,13 @@ class _Run:
 
         if trial.changed is not None:
             changed = trial.changed
-            edit("input_ids", lambda ids: torch.where(changed.to(ids.device), ids.max() - ids, ids))
+            edit("input_ids", lambda ids: torch.where(to_device(changed, ids.device), ids.max() - ids, ids))
         if trial.anew or trial.alone is not None:
-            edit("position_ids", lambda at: pack.anew.to(at))
+            edit("position_ids", lambda at: to_device(pack.anew, at.device, at.dtype))
         if trial.alone is not None:
             order = pack.order(trial.alone)
             for name in ("input_ids", "position_ids", "labels"):
-                edit(name, lambda values: values[order.to(values.device)])
+                edit(name, lambda values: values[to_device(order, values.device)])
             if isinstance(packed := inputs.get("packed_seq_params"), PackedSeqParams):
                 slot = pack.slot_of_sample[trial.alone]
                 size, total = int(pack.bounds[slot + 1] - pack.bounds[slot]), int(pack.bounds[-1])
@@ -405,7 +406,7 @@ class _Run:
         """A random sum of each token's outputs, which another output has only by chance."""
         hidden = output[0] if isinstance(output, tuple) else output
         generator = torch.Generator().manual_seed(layer)
-        weights = torch.randn(hidden.shape[-1], generator=generator).to(hidden.device)
+        weights = to_device(torch.randn(hidden.shape[-1], generator=generator), hidden.device)
         self._sketches.setdefault(layer, []).append((hidden.detach().float() @ weights).t().cpu())
 
     def first_layers(self, eps: float) -> dict[tuple[str, int], tuple[int, str, bool]]:
