@@ -19,7 +19,7 @@ def gradient(cut: list[list[int]], *, exact: bool) -> torch.Tensor:
         log_probs = logits.log_softmax(0)[labels]
         advantages = batch.in_buffer(torch.tensor([ADVANTAGES[row] for row in rows]))
         losses = ppo_clip_loss(log_probs, log_probs.detach(), advantages, microbatch).per_token_loss
-        loss = microbatch.loss(losses, form="sum") if exact else losses.mean() / len(cut)
+        loss = microbatch.loss(losses) if exact else losses.mean() / len(cut)
         loss.backward()
     assert logits.grad is not None
     return logits.grad

@@ -43,8 +43,14 @@ def train_step(
             described.append(Samples(masks, layout=layout, prompt_ids=batch["prompt_ids"], tokens=batch["tokens"]))
         return described
 
-    groups: dict[str, Any] = {"dp_group": dp_group, "cp_group": cp_group}
-    plan = plan_step(describe, mode, divisor=divisor, **groups)
+    plan = plan_step(
+        describe,
+        mode,
+        divisor=divisor,
+        dp_group=dp_group,
+        cp_group=cp_group,
+        gradients="averaged over ranks",
+    )
     optimizer.zero_grad()
     # The first step is proved; a wrong one stops all ranks.
     with prove_step(model, plan):
@@ -59,7 +65,7 @@ def train_step(
                 of_ids = model(tokens).log_softmax(-1)
                 log_probs = of_ids.gather(-1, labels[..., None])[..., 0]
                 policy = ppo_clip_loss(log_probs, old, advantages, microbatch)
-                microbatch.loss(policy.per_token_loss, form="mean").backward()
+                microbatch.loss(policy.per_token_loss).backward()
     # Clip gradients here.
     values = plan.finish()
     optimizer.step()

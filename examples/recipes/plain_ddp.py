@@ -1,4 +1,4 @@
-"""Plain DistributedDataParallel, no Megatron. DDP averages gradients over its ranks: form="mean".
+"""Plain DistributedDataParallel, no Megatron. DDP averages gradients over its ranks, which the plan is told.
 
 torchrun --nproc-per-node 2 plain_ddp.py
 """
@@ -22,8 +22,13 @@ def train_step(model: Any, optimizer: Any, batches: list[Batch], mode: str, divi
     def describe() -> list[Samples]:  # a function: what it raises on one rank is raised on all
         return [Samples(**{name: batch[name] for name in ("loss_masks", "prompt_ids", "tokens")}) for batch in batches]
 
-    world = dist.group.WORLD
-    plan = plan_step(describe, mode, divisor=divisor, dp_group=world)
+    plan = plan_step(
+        describe,
+        mode,
+        divisor=divisor,
+        dp_group=dist.group.WORLD,
+        gradients="averaged over ranks",
+    )
     optimizer.zero_grad()
     # The first step is proved; a wrong one stops all ranks.
     with prove_step(model, plan):
@@ -34,7 +39,7 @@ def train_step(model: Any, optimizer: Any, batches: list[Batch], mode: str, divi
                 log_probs = logits.log_softmax(-1).gather(-1, batch["labels"][:, None])[:, 0]
                 old, advantages = batch["old_log_probs"], batch["advantages"]
                 policy = ppo_clip_loss(log_probs, old, advantages, microbatch)
-                microbatch.loss(policy.per_token_loss, form="mean").backward()
+                microbatch.loss(policy.per_token_loss).backward()
     # Clip gradients here.
     values = plan.finish()
     optimizer.step()

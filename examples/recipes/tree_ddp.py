@@ -60,7 +60,7 @@ def train_step(model: Any, optimizer: Any, batches: list[Batch], mode: str, divi
         return [Samples(batch["loss_masks"], layout=tree, prompt_ids=batch["prompt_ids"]) for batch, tree in pairs]
 
     PrefixTree.check_model(model)
-    plan = plan_step(describe, mode, divisor=divisor, dp_group=dist.group.WORLD)
+    plan = plan_step(describe, mode, divisor=divisor, dp_group=dist.group.WORLD, gradients="averaged over ranks")
     optimizer.zero_grad()
     with prove_step(model, plan):  # the first step is proved; a wrong one stops all ranks
         for batch, microbatch in zip(batches, plan, strict=True):
@@ -73,7 +73,7 @@ def train_step(model: Any, optimizer: Any, batches: list[Batch], mode: str, divi
                     microbatch.samples.in_buffer(batch[name]) for name in ("old_log_probs", "advantages")
                 )
                 policy = ppo_clip_loss(log_probs, old.to(log_probs), advantages.to(log_probs), microbatch)
-                microbatch.loss(policy.per_token_loss, form="mean").backward()
+                microbatch.loss(policy.per_token_loss).backward()
     # Clip gradients here.
     values = plan.finish()
     optimizer.step()

@@ -18,9 +18,10 @@ from weakref import ReferenceType, ref
 from torch import Tensor
 
 from megatron_rl_loss import load_further_tables
+from megatron_rl_loss.core.errors import check_choice
 from megatron_rl_loss.core.samples import LocalTokens
 
-Count = Literal["num_microbatches", "dp_size", "cp_size", "step_active_tokens", "rollouts"]
+Count = Literal["num_microbatches", "ranks", "dp_size", "cp_size", "step_active_tokens", "rollouts"]
 Powers = Mapping[Count, int]
 #: Who calls a loss function: Megatron's schedule, an engine's own loss function around it, or a loop of neither.
 Caller = Literal["schedule", "engine", "loop"]
@@ -28,8 +29,8 @@ Caller = Literal["schedule", "engine", "loop"]
 CountOf = Callable[[LocalTokens, int], int]
 #: DDP averages gradients over the DP and CP ranks; with per-token loss it sums them.
 DDP_MEAN: Powers = {"dp_size": -1, "cp_size": -1}
-#: Forms that return the loss alone.
-LossForm = Literal["sum", "mean"]
+#: What a trainer without Megatron's schedule does to the gradients of ranks: an argument of `plan_step`.
+Gradients = Literal["averaged over ranks", "summed over ranks"]
 
 
 def active_tokens(tokens: LocalTokens, cp_rank: int) -> int:
@@ -62,7 +63,7 @@ class Form:
     """What a loss function returns, to whom, and where the gradient is exact.
 
     Attributes:
-        name: what users pass as ``form=``.
+        name: what users pass as ``form=``; of a loop, what they say of gradients.
         parts: of the return value in their order: ``loss``, ``report``, and any others are counts. A single part is
             returned without a tuple.
         caller: who calls the loss function.
@@ -73,6 +74,9 @@ class Form:
     parts: tuple[str, ...]
     caller: Caller
     carriers: Mapping[bool, Carrier]
+
+    def __str__(self) -> str:
+        return f"gradients {self.name}" if self.caller == "loop" else f"form={self.name!r}"
 
     @property
     def counts(self) -> list[str]:
@@ -135,23 +139,33 @@ FORMS = {
                 )
             },
         ),
-        # For a trainer that adds up the gradients of ranks and micro-batches and divides by nothing.
-        Form(
-            name="sum",
-            parts=("loss",),
-            caller="loop",
-            carriers=dict.fromkeys((False, True), Carrier(dynamic_cp=True)),
-        ),
-        # For a trainer that averages gradients over the DP and CP ranks and adds up micro-batches: torch's DDP and
-        # FSDP, or Megatron's DDP in a loop without its schedule.
-        Form(
-            name="mean",
-            parts=("loss",),
-            caller="loop",
-            carriers={False: Carrier(returned={"dp_size": 1, "cp_size": 1}, ddp=DDP_MEAN)},
-        ),
     )
 }
+
+
+#: What `Microbatch.loss` returns to a loop without Megatron's schedule, by what the loop's trainer does to gradients of
+#: ranks. Those of micro-batches add up in ``.grad``. torch's DDP and FSDP average over the ranks of their group, and so
+#: does Megatron's DDP, which is here in a loop without its schedule.
+IN_A_LOOP: dict[str, Form] = {
+    name: Form(name=name, parts=("loss",), caller="loop", carriers=dict.fromkeys((False, True), carrier))
+    for name, carrier in (
+        ("averaged over ranks", Carrier(returned={"ranks": 1}, ddp={"ranks": -1}, dynamic_cp=True)),
+        ("summed over ranks", Carrier(dynamic_cp=True)),
+    )
+}
+
+
+def form_in_loop(gradients: Gradients | None, ranks: int) -> Form:
+    """What `Microbatch.loss` returns to a loop over so many ranks; ValueError where nobody says what it has to."""
+    if gradients is None and ranks > 1:
+        raise ValueError(
+            f"a plan over {ranks} ranks without gradients=: it must say what the trainer does to the gradients of "
+            'ranks. Pass gradients="averaged over ranks" under DistributedDataParallel or fully_shard (FSDP), and '
+            'gradients="summed over ranks" where you call all_reduce(SUM) yourself; a Megatron model, model=, says it.'
+        )
+    if gradients is not None:
+        check_choice("gradients=", gradients, tuple(IN_A_LOOP))
+    return IN_A_LOOP[gradients or "summed over ranks"]
 
 
 def register_form(form: Form) -> None:
@@ -165,18 +179,15 @@ def find_form(name: str) -> Form:
         load_further_tables()
     if name not in FORMS:
         known = ", ".join(map(repr, FORMS))
-        raise ValueError(f"form={name!r}: there is no such form. Choose one of {known}; 'mean' is for DDP and FSDP.")
+        raise ValueError(
+            f"form={name!r}: there is no such form. Choose one of {known}, or leave form out: in a loop without "
+            "Megatron's schedule, plan_step(..., gradients=...) says what loss() returns."
+        )
     return FORMS[name]
 
 
-def find_carrier(form: Form, per_token: bool, dynamic_cp: bool, for_schedule: bool) -> Carrier:
+def find_carrier(form: Form, per_token: bool, dynamic_cp: bool) -> Carrier:
     """The scaling that a form cancels in a plan with these settings; ValueError where the form is not exact in it."""
-    if for_schedule and form.caller == "loop":
-        raise ValueError(
-            f"form={form.name!r} in a plan of a Megatron model: such a plan is for Megatron's schedule, which takes "
-            f"({', '.join(DEFAULT.parts)}), and the form is for loops without the schedule. Leave form out; in a loop "
-            "of your own without the schedule, give plan_step dp_group= and cp_group= in place of model=."
-        )
     has = "with" if per_token else "without"
     if per_token not in form.carriers:
         exact = [repr(row.name) for row in FORMS.values() if per_token in row.carriers]
@@ -229,10 +240,9 @@ def check_returned(returned: object, receipt: Receipt | None, *, trains: bool = 
     form = DEFAULT if receipt is None else receipt.form
     parts = form.read(returned)
     if isinstance(returned, Tensor) and receipt is not None:
-        alone = " or ".join(f"form={row.name!r}" for row in FORMS.values() if row.parts == ("loss",))
         raise ValueError(
-            f"loss_func returned a loss alone, the result of {alone}: Megatron's schedule takes "
-            f"({', '.join(DEFAULT.parts)}). Return microbatch.loss(per_token_loss, metrics), without a form."
+            f"loss_func returned a loss alone: Megatron's schedule takes ({', '.join(DEFAULT.parts)}). Return "
+            "microbatch.loss(per_token_loss, metrics) of a plan that knows the Megatron model."
         )
     if parts is None:
         shown = f"{len(returned)} values" if isinstance(returned, tuple) else f"a {type(returned).__name__}"

@@ -228,8 +228,8 @@ def _agree_on(mine: _Reported, forms: list[str], digest: float, groups: Sequence
             mine, forms = sorted(known, key=repr), sorted(all_forms)
     if len(forms) > 1:
         raise ValueError(
-            f"shares of a step in the forms {forms}: gradients of all ranks are scaled alike, so all shares must have "
-            "one form. Pass the same form on every rank."
+            f"losses of a step in the forms {forms}: gradients of all ranks are scaled alike, so all losses must have "
+            "one form. Pass the same form on every rank, or none."
         )
     names = [name for name, *_ in mine]
     if twice := [entry for entry in mine if names.count(entry[0]) > 1]:

@@ -3,14 +3,14 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, Literal, NamedTuple, NoReturn, TypeAlias, overload
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_rl_loss.core.aggregation import Aggregation, weigh
-from megatron_rl_loss.core.carriers import DEFAULT, LossForm, Receipt, find_carrier, find_form
+from megatron_rl_loss.core.carriers import Receipt, find_carrier, find_form
 from megatron_rl_loss.core.collectives import Group, rank_in, size_of
 from megatron_rl_loss.core.counting import StepTotals, UnitCounting
 from megatron_rl_loss.core.errors import check_mapping, is_number
@@ -24,8 +24,6 @@ from megatron_rl_loss.core.transfers import on_device, to_device
 #: Policy losses, or the terms of the loss by name; metrics by name.
 Losses: TypeAlias = "Tensor | Term | Summed | Mapping[str, Tensor | Term]"
 Metrics = Mapping[str, Tensor | Metric] | None
-#: What Megatron's schedule takes from a loss function: loss, token count, report.
-Carried = tuple[Tensor, Tensor, Any]
 
 
 @dataclass(frozen=True)
@@ -199,16 +197,11 @@ class Microbatch:
 
     # --- what a loss function returns
 
-    @overload
-    def loss(self, losses: Losses, metrics: Metrics = None, *, form: Literal["3-tuple"] = "3-tuple") -> Carried: ...
-    @overload
-    def loss(self, losses: Losses, metrics: Metrics = None, *, form: Literal["2-tuple"]) -> tuple[Tensor, Any]: ...
-    @overload
-    def loss(self, losses: Losses, metrics: Metrics = None, *, form: LossForm) -> Tensor: ...
-    @overload
-    def loss(self, losses: Losses, metrics: Metrics = None, *, form: str) -> Any: ...
-    def loss(self, losses: Losses, metrics: Metrics = None, *, form: str = DEFAULT.name) -> Any:
-        """The return value of a Megatron ``loss_func``: the aggregated loss, a token count, and the report.
+    def loss(self, losses: Losses, metrics: Metrics = None, *, form: str | None = None) -> Any:
+        """The aggregated loss, as the trainer of the plan takes it.
+
+        In a loop of your own a tensor, whose ``backward()`` you call. Of a plan that has a Megatron model what a
+        ``loss_func`` returns to the schedule: (loss, num_tokens, report).
 
         Args:
             losses: this CP rank's unreduced policy losses, in the layout's order; or the terms of the loss by name,
@@ -216,10 +209,8 @@ class Microbatch:
                 Or what the model returned with an output head that sums (`Summed`).
             metrics: further per-token values of the same shape, not differentiated; reported as their mean over the
                 samples that have an active token, or as a `Metric` says.
-            form: ``3-tuple`` (loss, num_tokens, report) or ``2-tuple`` (loss, report) for Megatron's schedule. The loss
-                alone for a trainer without that schedule, so in no plan of a Megatron model: ``sum`` where gradients of
-                ranks are added, ``mean`` where they are averaged over DP and CP ranks. (loss, report) for an engine
-                that scales the loss before Megatron does: ``slime`` (and miles), ``verl``, ``nemo_rl``.
+            form: another return value: ``2-tuple`` (loss, report) for Megatron's schedule; ``slime`` (and miles),
+                ``verl``, ``nemo_rl`` (loss, report) for an engine that scales the loss before Megatron does.
 
         Reported are the loss as ``pg_loss``, or for several terms as ``loss`` and each term, without its coefficient,
         by its own name. All are NaN until `Plan.finish`, which `LossAggregation` calls after the schedule.
@@ -228,8 +219,8 @@ class Microbatch:
             ValueError: losses or metrics that are not this rank's part of the layout; losses without a graph in
                 training; a metric with the name of the loss or of a term; no term; a term's mode or mask that nothing
                 was counted for; a micro-batch that was trained on before (`Plan.reset`); a form that is not exact with
-                per-token loss, in a step whose cp_groups change, or in a plan of a Megatron model; another form than
-                that of the step's other micro-batches.
+                per-token loss, or in a step whose cp_groups change; another form than that of the step's other
+                micro-batches.
         """
         check_mapping("metrics", metrics or {}, 'Pass {"entropy": entropies}')
         has_names = isinstance(losses, Mapping)
@@ -277,10 +268,6 @@ class Microbatch:
         self._policy.hook(share, unseen="summed in the output head")
         return Summed(share, per_token_loss)
 
-    def __call__(self, per_token_loss: Tensor) -> Tensor:
-        """`loss` in the form ``sum``, for a loop of your own: this rank's share of the step loss."""
-        return self.loss(per_token_loss, form="sum")
-
     def _reducer_of_metric(self, name: str, metric: Metric) -> WeightedSum:
         of_loss, totals = self._record.modes.policy.units, self.totals.with_mask(metric.mask)
         reducer = self._reducer(name, aggregation_over(metric.over, of_loss, totals), metric.mask)
@@ -305,11 +292,11 @@ class Microbatch:
         self._record.notes[self._number] = dict(notes)
         return {name: self._record.placeholder(note.part.device) for name, note in notes.items()}
 
-    def _returned(self, share: Tensor, report: dict[str, Tensor], form: str) -> Any:
+    def _returned(self, share: Tensor, report: dict[str, Tensor], form: str | None) -> Any:
         """What the trainer takes, so that its own scaling cancels."""
-        row, record = find_form(form), self._record
-        for_schedule = record.trainer.check_form is not None
-        carrier = find_carrier(row, record.trainer.per_token_loss, record.dynamic_cp, for_schedule)
+        record = self._record
+        row = record.trainer.form if form is None else find_form(form)
+        carrier = find_carrier(row, record.trainer.per_token_loss, record.dynamic_cp)
         if torch.is_grad_enabled():
             if not share.requires_grad:
                 raise ValueError(

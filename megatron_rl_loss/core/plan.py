@@ -177,7 +177,7 @@ def make_plan(
         return samples, asked
 
     def counted() -> tuple[list[Sum], str]:
-        return ([], "") if isinstance(modes, Exception) else (modes.sums, modes.describe())
+        return ([], "") if isinstance(modes, Exception) else (modes.sums, f"{modes.describe()}, {trainer.form}")
 
     outcome, settled = attempt(checked), attempt(counted)
     samples, asked = (outcome, set[str]()) if isinstance(outcome, Exception) else outcome
@@ -260,7 +260,7 @@ class Plan:
                 (`Microbatch.check_tokens`).
         """
         record, failure = self.record, failure_of(attempt(lambda: self._check_end(reports)))
-        values = reduce_notes(record.notes, record.groups.of_loss, self._has_tokens, failure, record.use.forms)
+        values = reduce_notes(record.notes, record.groups.of_loss, self._has_tokens, failure, set(record.use.forms))
         record.report_not_finite()
         for report in reports:
             if isinstance(report, dict) and (not report or report.keys() & values.keys()):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl_loss.core.aggregation import Aggregation, LossModes
-from megatron_rl_loss.core.carriers import Carrier, Count, Form, product
+from megatron_rl_loss.core.carriers import DEFAULT, Carrier, Count, Form, product
 from megatron_rl_loss.core.collectives import Group, StepGroups, size_of
 from megatron_rl_loss.core.counting import StepTotals
 from megatron_rl_loss.core.metrics import Note
@@ -24,6 +24,7 @@ class Trainer:
     Attributes:
         groups: that the step is spread over.
         per_token_loss: Megatron's `calculate_per_token_loss`.
+        form: that `Microbatch.loss` returns unless another one is asked for.
         check_form: of a Megatron model, whose schedule calls the loss functions: raises ContractError for a form that
             the installed schedule scales in another way than the form's row says. None without a model.
         device: of the model; without a model the host.
@@ -31,6 +32,7 @@ class Trainer:
 
     groups: StepGroups = field(default_factory=StepGroups)
     per_token_loss: bool = False
+    form: Form = DEFAULT
     check_form: Callable[[Form], object] | None = None
     device: torch.device = torch.device("cpu")  # noqa: RUF009
 
@@ -56,7 +58,7 @@ class PlanUse:
         is_carried: for each micro-batch, True once its share was returned for training; one list for good.
         is_used: True once a micro-batch made a reducer or a share.
         was_compiled: some share was made in a compiled graph, where no hook can be set.
-        forms: in which micro-batches returned their shares.
+        forms: by name, those in which micro-batches returned their shares.
     """
 
     policy: Aggregation
@@ -64,7 +66,7 @@ class PlanUse:
     is_carried: list[bool] = field(default_factory=list)
     is_used: bool = False
     was_compiled: bool = False
-    forms: set[str] = field(default_factory=set)
+    forms: dict[str, Form] = field(default_factory=dict)
     _samples: list["ReferenceType[Samples]"] = field(default_factory=list)
 
     @property
@@ -141,6 +143,7 @@ class StepRecord:
         """The factor of a share as that carrier returns it."""
         counts: dict[Count, float] = {
             "num_microbatches": self.num_microbatches,
+            "ranks": self.dp_size * self.cp_size,  # where CP groups change, dp_group has the ranks of both
             "dp_size": 1 if self.dynamic_cp else self.dp_size,  # as verl says there
             "cp_size": self.cp_size,
             "step_active_tokens": self.totals.step_active_tokens,
@@ -172,14 +175,16 @@ class StepRecord:
 
     def take_form(self, form: Form) -> None:
         """Note the form of a micro-batch; ValueError for another form than the step's others had."""
-        for other in sorted(self.use.forms - {form.name}):
-            raise ValueError(
-                f"form={form.name!r} in a step whose other micro-batches were returned in form={other!r}: a trainer "
-                "scales all micro-batches alike, so all must have one form. Pass the same form in every micro-batch."
-            )
+        for name, other in self.use.forms.items():
+            if name != form.name:
+                raise ValueError(
+                    f"a loss for {form} in a step whose other micro-batches were returned for {other}: a trainer "
+                    "scales all micro-batches alike, so all must have one form. Pass the same form in every "
+                    "micro-batch, or none."
+                )
         if self.trainer.check_form is not None and form.name not in self.use.forms:
             self.trainer.check_form(form)
-        self.use.forms.add(form.name)
+        self.use.forms[form.name] = form
 
     def check_tokens(self) -> None:
         """Raise ValueError for local tokens that differ from the plan's cut of the samples; reads the device."""

@@ -25,9 +25,10 @@ from megatron_rl_loss.proof.reduced_ranks import counted_by, left_out, uncounted
 from megatron_rl_loss.proof.torch_gradients import Before, TorchGradients, unseen
 
 _REMEDY = (
-    'form= says what your trainer does to gradients: form="mean" where it averages them over ranks (DDP, fully_shard), '
-    'form="sum" where it adds them up or there is one process. Call backward on what loss() returned, and do not '
-    "divide it by the number of micro-batches or ranks. All ranks of the groups of plan_step must be in the reduction. "
+    'plan_step(..., gradients=...) says what your trainer does: "averaged over ranks" under DistributedDataParallel or '
+    'fully_shard, "summed over ranks" where you add gradients up yourself. Call backward on what loss() returned, and '
+    "do not divide it by the number of micro-batches or ranks. All ranks of plan_step's groups must be in the "
+    "reduction. "
     "End the `with` before gradients are clipped. A scale of your own, which you divide out after the `with`, is "
     "prove_step(..., loss_scale=...)."
 )

@@ -108,7 +108,7 @@ def test_launches_grow_neither_with_samples_nor_with_metrics(mode: str) -> None:
     def launches(num_samples: int, num_metrics: int) -> list[str]:
         microbatch, (losses, metrics) = microbatch_of(num_samples, mode), losses_of(num_metrics=num_metrics)
         loss_of(microbatch, losses, metrics)  # the weights are made
-        names = operations(lambda: torch.autograd.grad(loss_of(microbatch, losses, metrics)[0], losses))
+        names = operations(lambda: torch.autograd.grad(loss_of(microbatch, losses, metrics), losses))
         # A placeholder of each number of the report; and on the host, reads.
         return [name for name in names if name not in READS | {"aten::full"}]
 
@@ -137,7 +137,7 @@ def test_the_graph_does_not_grow_with_samples(mode: str) -> None:
     """The leaf, its rows side by side, without masked tokens, times weights, summed; and the trainer's scale."""
     for num_samples in (2, 2048):
         losses, metrics = losses_of()
-        assert graph_nodes(loss_of(microbatch_of(num_samples, mode), losses, metrics)[0]) <= 6
+        assert graph_nodes(loss_of(microbatch_of(num_samples, mode), losses, metrics)) <= 6
 
 
 # --- nothing is read back from a device
@@ -150,7 +150,7 @@ def test_nothing_is_read_back_from_a_device(mode: str, per_token_loss: bool) -> 
     microbatch, (losses, metrics) = microbatch_of(64, mode, per_token_loss=per_token_loss), losses_of("meta")
     terms: Any = {"pg": losses, "kl": Term(losses * 2, "token_mean", coef=0.1), "nll": Term(losses * 3, mask="own")}
     kinds: Any = {kind: Metric(metrics["metric0"], kind=kind) for kind in ("mean", "min", "max", "variance", "ess")}
-    loss, num_tokens, report = microbatch.loss(terms, {**metrics, **kinds})
+    loss, num_tokens, report = microbatch.loss(terms, {**metrics, **kinds}, form="3-tuple")
     loss.backward()
     tensors = [loss, num_tokens, *report.values(), losses.grad]
     assert {tensor.device.type for tensor in tensors} == {"meta"}
@@ -267,7 +267,7 @@ def small_step(values: Callable[[], Tensor]) -> list[float]:
         kinds: Any = {kind: Metric(values(), kind=kind) for kind in ("mean", "max", "variance")}
         microbatch.loss(
             {"pg": losses, "kl": Term(losses * 2), "x": Term(losses, mask="own"), "y": Term(losses, mask="kept")}, kinds
-        )[0].backward()
+        ).backward()
         numbers += losses.grad.tolist()
     return numbers + [float(value) for _, value in sorted(plan.finish().items())]
 
@@ -286,7 +286,7 @@ def test_weights_and_reports_of_inference_mode_serve_in_training() -> None:
             plan[0].loss(values, {"m": values}, form=form.name)
         assert float(plan.finish()["pg_loss"]) == 1
     losses = torch.ones(2, requires_grad=True)
-    plan[0].loss(losses, {"m": losses})[0].backward()
+    plan[0].loss(losses, {"m": losses}).backward()
     assert losses.grad.tolist() == [0.5, 0.5]
 
 
@@ -321,7 +321,7 @@ def test_the_host_never_waits_for_the_gpu(mode: str, on_gpu: None) -> None:
     """The host does not wait even for the weights of a new micro-batch."""
     microbatch, (losses, metrics) = microbatch_of(64, mode), losses_of("cuda")
     torch.cuda.set_sync_debug_mode("error")
-    loss_of(microbatch, losses, metrics)[0].backward()
+    loss_of(microbatch, losses, metrics).backward()
 
 
 @pytest.mark.gpus
@@ -337,7 +337,7 @@ def test_it_can_be_captured_in_a_cuda_graph(mode: str, on_gpu: None) -> None:
     microbatch, (losses, metrics) = microbatch_of(64, mode), losses_of("cuda")
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):  # warm up, off the default stream
-        loss_of(microbatch, losses, metrics)[0].backward()
+        loss_of(microbatch, losses, metrics).backward()
     torch.cuda.synchronize()
     losses.grad = None
     graph = torch.cuda.CUDAGraph()
@@ -347,5 +347,5 @@ def test_it_can_be_captured_in_a_cuda_graph(mode: str, on_gpu: None) -> None:
     with torch.no_grad():
         losses.copy_(torch.randn_like(losses))
     graph.replay()
-    assert torch.allclose(total, loss_of(microbatch, losses, metrics)[0])
+    assert torch.allclose(total, loss_of(microbatch, losses, metrics))
     assert len(report) == 1 + len(metrics)

@@ -142,7 +142,7 @@ def weights_on_rank(hands: list[list[int]], cp: int) -> dict[str, Any]:
     groups = {"dp_group": in_dp[rank % cp], "cp_group": in_cp[rank // cp]}
     parts_of = {}
     for name in RULES:
-        plan = plan_step(held, mode_of(name), **groups)
+        plan = plan_step(held, mode_of(name), gradients="summed over ranks", **groups)
         parts_of[name] = [(microbatch.weights, torch.from_numpy(microbatch.tokens.positions)) for microbatch in plan]
     return parts_of
 

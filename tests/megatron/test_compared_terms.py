@@ -72,7 +72,7 @@ def loss(microbatch: Microbatch, **terms: Any) -> Tensor:
     """The policy loss, with terms of other values and these modes and coefficients."""
     by_name = {name: Term(losses_of(microbatch), **settings) for name, settings in terms.items()}
     losses = losses_of(microbatch)
-    return microbatch.loss({"pg": losses, **by_name} if by_name else losses, form="sum")
+    return microbatch.loss({"pg": losses, **by_name} if by_name else losses)
 
 
 def test_weights_as_asked_are_proved() -> None:
@@ -89,7 +89,7 @@ def test_a_term_over_masked_tokens_proves_nothing_of_a_step_without_a_token() ->
     def with_entropy(microbatch: Microbatch) -> Tensor:
         of_responses = Samples([[1] * len(mask) for mask in microbatch.samples.loss_masks])
         entropies = tap(losses_of(microbatch), "entropy", samples=of_responses, aggregation=resolve("token_mean"))
-        return microbatch.loss(losses_of(microbatch), form="sum") + entropies.sum() / 6
+        return microbatch.loss(losses_of(microbatch)) + entropies.sum() / 6
 
     masked = [Samples([[0, 0, 0]]), Samples([[0], [0, 0]])]
     _, comparison = compared(with_entropy, samples=masked)
@@ -135,7 +135,7 @@ def test_losses_of_other_data_than_the_steps_are_told() -> None:
 def test_a_factor_is_told_with_its_place() -> None:
     _, comparison = compared(loss, factor=Factor(0.25, 1e-8))
     fault, returned = faults(comparison)
-    assert returned == "Micro-batches returned form='sum', for a loop without Megatron's schedule."
+    assert returned == "The plan has no Megatron model, and was told: gradients summed over ranks."
     assert fault.startswith(f"{POLICY}: tokens weigh 0.25 times what they should; furthest off: token 0 of sample 0 of")
     assert (outcome_of(comparison.findings), comparison.proved) == (WRONG, [])
 
@@ -228,7 +228,7 @@ def test_losses_that_were_made_and_thrown_away_do_not_count() -> None:
     def thrown_away(microbatch: Microbatch) -> Tensor:
         masks = [torch.from_numpy(mask) for mask in microbatch.samples.loss_masks]
         make_pg_loss_reducer("token_mean", masks, totals=microbatch.totals)(losses_of(microbatch))
-        return microbatch(losses_of(microbatch))
+        return microbatch.loss(losses_of(microbatch))
 
     state, comparison = compared(thrown_away)
     assert ([*state.terms], comparison.proved, faults(comparison)) == (["pg"], [POLICY], [])
@@ -243,7 +243,7 @@ def test_a_micro_batch_that_was_not_trained_on_weighs_nothing() -> None:
         returned = microbatch.loss(losses_of(microbatch), form=form)
         return returned if isinstance(returned, Tensor) else returned[0]
 
-    for form, factor in (("3-tuple", 0.5), ("sum", 1.0)):
+    for form, factor in (("3-tuple", 0.5), (None, 1.0)):
         state, comparison = compared(partial(first_alone, form=form), factor=Factor(factor, 1e-8))
         assert faults(state) == [
             "Of 2 micro-batches of the plan, [1] were not trained on in this step: the weights of the others hold only "
@@ -283,7 +283,7 @@ def test_losses_that_are_divided_before_a_mode_that_averages(mode: Any, divides_
         policy = ppo_clip_loss(log_probs, log_probs.detach(), torch.ones(len(log_probs)), microbatch)
         of_samples = torch.tensor([1.0, 3.0] if len(microbatch.samples) == 2 else [7.0])
         sizes = of_samples.repeat_interleave(torch.tensor(microbatch.samples.mask_lengths))
-        return microbatch.loss(policy.per_token_loss / sizes, form="sum")
+        return microbatch.loss(policy.per_token_loss / sizes)
 
     samples = [Samples([[1] * 7], prompt_ids=["a"]), Samples([[1], [1, 1, 1]], prompt_ids=["a", "b"])]
     _, comparison = compared(divided, mode=mode, samples=samples)

@@ -127,7 +127,7 @@ def adds_to_the_main_gradient(chunk: Any, model: Any) -> list[bool]:
             microbatch._policy.gradient_scale = scale
             folded = Folded(microbatch, lambda lp, _: (lp, {}))
             output = call(chunk, folded if scale else None, chunk_tokens=5)[0]
-            of_head = microbatch.loss(output, form="sum") if scale else output.sum()
+            of_head = microbatch.loss(output) if scale else output.sum()
             of_head.backward()
             itself.append(layer.weight.grad_added_to_main_grad)
             sums.append(layer.weight.main_grad / max(scale, 1))
@@ -228,7 +228,7 @@ def reads_nothing_back(chunk: Any, model: Any) -> None:
         microbatch, lambda lp, entropy, near: (lp * near - entropy, {"seen": near}), {"near": hidden[..., 0].t()}
     )
     summed, values = head.values(*said, folded)
-    microbatch.loss(summed, {"entropy": values["entropy"]})[0].backward()
+    microbatch.loss(summed, {"entropy": values["entropy"]}).backward()
     assert hidden.grad is not None
     with pytest.raises(ValueError, match="on the meta device: it must have values"):  # negative control
         head.values(*said, Tokens(labels))

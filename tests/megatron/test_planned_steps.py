@@ -16,9 +16,7 @@ from table_step import Batch, start, table_model
 from world import CP, DP, STEP, TABLE, batches_of, planned_step, start_ranks
 
 from megatron_rl_loss import Samples, ZigzagTHD, plan_step
-from megatron_rl_loss.core.carriers import FORMS
-
-IN_A_LOOP = [form.name for form in FORMS.values() if form.caller == "loop"]
+from megatron_rl_loss.core.carriers import IN_A_LOOP
 
 
 def evaluated() -> tuple[float, bool]:
@@ -80,7 +78,7 @@ def misused() -> dict[str, str]:
     outcomes["half, finished"] = outcome_of(lambda: half().finish())
     outcomes["planned anew"] = outcome_of(planned)  # after an error, say: its gradients are the loop's to drop
     outcomes["reset"] = outcome_of(after_reset)
-    for form in IN_A_LOOP:
+    for form in ("mean", *IN_A_LOOP):
         losses = model(batches[0].local_numbers(cp_rank, CP))
         outcomes[form] = outcome_of(functools.partial(planned()[0].loss, losses, form=form))
     return outcomes
@@ -94,8 +92,8 @@ def test_a_plan_is_trained_on_once_and_as_a_whole() -> None:
         half = outcomes["half, finished"]
         assert half.startswith("BadBatchError: Step aborted on all ranks"), half
         assert "ranks 0, 1: ValueError: a plan of 3 micro-batches, of which [1, 2] were not" in half
-        for form in IN_A_LOOP:
-            assert f"form='{form}' in a plan of a Megatron model" in outcomes[form]
+        for form in ("mean", *IN_A_LOOP):
+            assert f"form='{form}': there is no such form" in outcomes[form]
 
 
 BAD_LISTS: dict[str, tuple[Any, str]] = {

@@ -40,6 +40,7 @@ PROVED_ALL = (
     "megatron_rl_loss: token_mean on the policy loss, aggregation proved on 37 tokens of 13 samples, "
     "3 prompts of 3 to 7; by the gradient of the one parameter(; losses as given)? \\(limits: docs/proof.md\\)$"
 )
+AVERAGED: Any = "averaged over ranks"
 ABORTED = "All ranks aborted before the optimizer step"
 
 
@@ -260,8 +261,6 @@ def bytes_of_a_step(length: int) -> int:
     """On a rank: the bytes that the proof of a step sends, of samples of that length."""
     import pickle
 
-    from megatron.core import parallel_state as mpu
-
     from megatron_rl_loss import Samples, ZigzagTHD, plan_step, prove_step
     from megatron_rl_loss.proof import first_step
 
@@ -292,8 +291,7 @@ def bytes_of_a_step(length: int) -> int:
 
     first_step.FirstStep._conclude = counted  # type: ignore[method-assign, assignment]
     model.zero_grad_buffer()
-    groups = {"dp_group": mpu.get_data_parallel_group(), "cp_group": mpu.get_context_parallel_group()}
-    plan = plan_step([samples], "prompt_mean", **groups)
+    plan = plan_step([samples], "prompt_mean", model=model)
 
     def forward_step(iterator: Iterator[Any], model: Any) -> Any:
         microbatch = next(iterator)
@@ -515,7 +513,9 @@ def planned_dummies(mode: str) -> list[str]:
         if number and dp_rank >= 2:
             samples = [Samples([[0]], rollout_ids=["dummy"], prompt_ids=["dummy"])]
         try:
-            plan = plan_step(samples, mode, units="active", dp_group=state.get_data_parallel_group())
+            plan = plan_step(
+                samples, mode, units="active", dp_group=state.get_data_parallel_group(), gradients=AVERAGED
+            )
             messages.append(f"{plan.totals.step_active_tokens} tokens")
         except Exception as error:
             messages.append(str(error))
@@ -535,7 +535,12 @@ def planned_with_masks_cut() -> str:
     groups = {"dp_group": mpu.get_data_parallel_group(), "cp_group": mpu.get_context_parallel_group()}
     mask = [1.0, 1.0, 0.0, 0.0] if cp_rank else [0.0, 0.0, 1.0, 1.0]
     try:
-        plan_step([Samples([mask], layout=ZigzagTHD([0, 4]), prompt_ids=[str(dp_rank)])], "token_mean", **groups)
+        plan_step(
+            [Samples([mask], layout=ZigzagTHD([0, 4]), prompt_ids=[str(dp_rank)])],
+            "token_mean",
+            gradients=AVERAGED,
+            **groups,
+        )
     except Exception as error:
         return str(error)
     return ""

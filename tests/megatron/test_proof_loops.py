@@ -5,6 +5,7 @@ and DDP. The gradient of a row that trains is compared with the oracle.
 """
 
 import contextlib
+import dataclasses
 import functools
 import gc
 import math
@@ -67,8 +68,14 @@ class Loop:
 
     def plan(self, mode: Any, **options: Any) -> Any:
         from megatron_rl_loss import plan_step
+        from megatron_rl_loss.core.carriers import DEFAULT
 
-        return plan_step(self.samples, mode, **({} if "model" in options else self.groups), **options)
+        if "model" in options:
+            return plan_step(self.samples, mode, **options)
+        plan = plan_step(self.samples, mode, gradients="averaged over ranks", **self.groups, **options)
+        # As of a plan that has the model, whose Megatron was not probed: some of these loops would be refused.
+        plan.record.trainer = dataclasses.replace(plan.record.trainer, form=DEFAULT)
+        return plan
 
     def step(
         self,
@@ -365,7 +372,9 @@ def groups_of_one(factor: float) -> list[Step]:
 
     loop, dp_cp = Loop(), mpu.get_data_parallel_group(with_context_parallel=True)
     batches = [Batch(STEP, hand[loop.cp_rank :: CP], 1) for hand in dealt(STEP, loop.dp_rank, DP, 3)]
-    plan = plan_step([batch.samples for batch in batches], "prompt_mean", dp_group=dp_cp)
+    plan = plan_step(
+        [batch.samples for batch in batches], "prompt_mean", dp_group=dp_cp, gradients="averaged over ranks"
+    )
     loop.model.zero_grad_buffer()
 
     def forward_step(iterator: Any, chunk: Any) -> Any:
@@ -373,7 +382,7 @@ def groups_of_one(factor: float) -> list[Step]:
         numbers = batch.local_numbers(microbatch.cp_rank, microbatch.cp_size)
 
         def loss_func(losses: Tensor) -> Any:
-            share, *others = microbatch.loss(losses)
+            share, *others = microbatch.loss(losses, form="3-tuple")
             return share * factor, *others
 
         return chunk(numbers), loss_func
@@ -536,7 +545,7 @@ def microbatches_of_two_plans() -> list[Step]:
     from megatron_rl_loss import plan_step
 
     loop = Loop("token_mean")
-    plans = [plan_step(part, "token_mean", **loop.groups) for part in (loop.samples[:2], loop.samples[2:])]
+    plans = [plan_step(part, "token_mean", model=loop.model) for part in (loop.samples[:2], loop.samples[2:])]
     step = loop.step(plans[0], expected="token_mean", microbatches=[*plans[0], *plans[1]])
     assert step.error > 0.1
     return [step._replace(error=0.0)]

@@ -21,7 +21,7 @@ from tiny_gpt import Layout
 from torch import Tensor
 from world import FORM_SETTINGS, FP32_BOUNDS, LOOPS, STEP, World, gradient_of, trained_in, whole
 
-from megatron_rl_loss.core.carriers import FORMS
+from megatron_rl_loss.core.carriers import FORMS, IN_A_LOOP
 
 pytestmark = pytest.mark.slow
 
@@ -43,7 +43,9 @@ def worlds_in(layout: Layout) -> list[World]:
         if (loop == "by hand" and layout.pp > 1) or (loop == "pretrain" and not has("pretrain_cfg_container")):
             continue
         caller = "loop" if loop == "by hand" else "schedule"
-        settings = [(form, per_token) for form, per_token in FORM_SETTINGS if FORMS[form].caller == caller]
+        settings = [
+            (form, per_token) for form, per_token in FORM_SETTINGS if (FORMS | IN_A_LOOP)[form].caller == caller
+        ]
         if loop == "pretrain":
             settings = settings[:1] if layout.dp == 1 else settings[1:2]
         for form, per_token in settings:

@@ -174,8 +174,8 @@ def test_the_code_for_a_megatron_model_gives_the_step_loss(monkeypatch: pytest.M
     names: dict[str, Any] = dict.fromkeys(("tokens", "positions", "labels"))
     names |= {"torch": torch, "microbatch": microbatch, "model": model, "old": old, "advantages": advantages}
     exec("def run():\n" + textwrap.indent(code_under("logprobs.md", "In a Megatron model"), "    "), names)
-    report = names["run"]()[2]
-    plan.finish([report])
+    names["run"]()
+    report = plan.finish()
     losses = -(log_probs.detach() - old).exp().clamp(max=1.2) - 0.001 * entropy
     assert report["pg_loss"].item() == pytest.approx((losses * torch.tensor([1, 1, 0, 1])).sum().item() / 3)
     assert report["clip_fraction"].item() == pytest.approx(0.5)  # of two samples

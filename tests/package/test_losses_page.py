@@ -171,5 +171,5 @@ def test_code_runs() -> None:
     names = {"call_model": None}
     exec(over_step, names)
     names["before_step"](forward)
-    loss, _, _ = names["policy_loss"](plan[0], passes[0], torch.arange(5.0).requires_grad_())
+    loss = names["policy_loss"](plan[0], passes[0], torch.arange(5.0).requires_grad_())
     assert float(loss.detach()) == 4

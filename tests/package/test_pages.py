@@ -8,6 +8,7 @@ import json
 import re
 import shlex
 import sys
+import textwrap
 from collections.abc import Iterator
 from itertools import accumulate
 from pathlib import Path
@@ -222,6 +223,22 @@ def test_code_fits_the_column_of_a_page(page: Path) -> None:
     for language, code in re.findall(r"^```(\w+)\n(.*?)^```", page.read_text(), flags=re.MULTILINE | re.DOTALL):
         for line in code.splitlines() if language not in ("text", "console") else []:
             assert len(line) <= 78 or (language == "bash" and len(shlex.split(line)) == 1), line
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if "```python\n" in page.read_text()], ids=lambda page: page.name
+)
+def test_code_begins_at_the_margin_and_is_python(page: Path) -> None:
+    """What was left out is marked by ``...``, at the indentation of what it stands for."""
+    for code in re.findall(r"^```python\n(.*?)^```", page.read_text(), flags=re.MULTILINE | re.DOTALL):
+        is_fragment = "\nreturn " in f"\n{code}"  # of a function that the sentence before names
+        compile(f"def function():\n{textwrap.indent(code, '    ')}" if is_fragment else code, page.name, "exec")
+
+
+def test_code_at_an_inner_indentation_would_be_seen() -> None:
+    """Negative control."""
+    with pytest.raises(IndentationError):
+        compile("# of a file\n    plan = plan_step(samples, mode)\n", "page", "exec")
 
 
 def test_the_diff_of_readme_ends_in_the_recipe() -> None:

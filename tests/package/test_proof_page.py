@@ -123,7 +123,7 @@ def test_what_no_proof_can_see_is_proved(plant: Any, capsys: pytest.CaptureFixtu
         with prove_step(model, plan, level="strict"):
             log_probs = plant(model, losses) if planted else losses()
             policy = ppo_clip_loss(log_probs, log_probs.detach(), torch.ones(5), plan[0])
-            plan[0].loss(policy.per_token_loss, form="sum").backward()
+            plan[0].loss(policy.per_token_loss).backward()
         gradients.append(model[0].weight.grad)
         assert "aggregation proved on 4 tokens" in capsys.readouterr().out
     assert not torch.allclose(gradients[0], gradients[1], rtol=0.1)

@@ -36,7 +36,8 @@ def test_other_code_is_of_the_files_that_it_names() -> None:
     for code in blocks:
         heading = FROM_FILE.match(code)
         assert heading is not None
-        lines = [line for line in RECIPES[heading[1]].splitlines() if line.strip()]
+        begin = next(line for line in code[heading.end() :].splitlines() if line.strip() not in ("", "..."))
+        lines = dedented(RECIPES[heading[1]], begin)
         at, is_gap = 0, True  # the head of the file is left out, too
         for line in filter(str.strip, code[heading.end() :].splitlines()):
             if line.strip() == "...":
@@ -46,6 +47,13 @@ def test_other_code_is_of_the_files_that_it_names() -> None:
             found = lines.index(line, at)
             assert at == 0 or is_gap == (found > at), f"{heading[1]}: before {line!r} lines are left out without a mark"
             at, is_gap = found + 1, False
+
+
+def dedented(text: str, begin: str) -> list[str]:
+    """The lines of a file, shifted to the left until that line of it begins at the margin."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    (indent,) = {len(line) - len(line.lstrip()) for line in lines if line.strip() == begin}
+    return [line[indent:] if line[:indent].isspace() else line for line in lines]
 
 
 def test_the_index_has_every_section() -> None:

@@ -32,7 +32,7 @@ def test_the_library_gives_these_numbers_in_float64(mode: str, units: Any) -> No
         divisor = oracle.divisor_of(mode, step["divisor"], optional=True)
         (microbatch,) = plan_step([samples], mode, divisor=divisor, units=units, dp_group=None)
         losses = torch.tensor([*chain(*step["losses"])], dtype=torch.float64, requires_grad=True)
-        share = microbatch(losses)
+        share = microbatch.loss(losses)
         share.backward()
         expected = step["modes"][mode][units]
         assert share.item() == pytest.approx(expected["value"], rel=1e-12, abs=1e-15)

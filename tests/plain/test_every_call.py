@@ -94,7 +94,7 @@ class Job:
             return [Samples([torch.ones(len(of))], prompt_ids=[f"{self.rank} {k}"]) for k, of in enumerate(self.inputs)]
 
         with traces("plan"):
-            plan = plan_step(describe, "prompt_mean", dp_group=dist.group.WORLD)
+            plan = plan_step(describe, "prompt_mean", dp_group=dist.group.WORLD, gradients="averaged over ranks")
         if phase == "plan":
             return
         proof = prove_step(model, plan)
@@ -106,7 +106,7 @@ class Job:
                 with contextlib.nullcontext() if number else model.no_sync():
                     log_probs = torch.nn.functional.logsigmoid(model(of)[:, 0])
                     policy = ppo_clip_loss(log_probs, log_probs.detach(), torch.ones(len(of)), microbatch)
-                    microbatch.loss(policy.per_token_loss, form="mean").backward()
+                    microbatch.loss(policy.per_token_loss).backward()
         except BaseException as caught:
             error = caught
         with traces("proof"):

@@ -52,7 +52,8 @@ def net(dtype: torch.dtype = torch.float32, outputs: int = 1) -> Any:
 def planned(step: Data, mode: str = "token_mean", **groups: Any) -> Any:
     from megatron_rl_loss import plan_step
 
-    return plan_step(step.samples, mode, **(groups or {"dp_group": dist.group.WORLD}))
+    over = {"gradients": "averaged over ranks"} | (groups or {"dp_group": dist.group.WORLD})
+    return plan_step(step.samples, mode, **over)
 
 
 def losses_of(model: Any, inputs: Tensor) -> Tensor:
@@ -60,13 +61,11 @@ def losses_of(model: Any, inputs: Tensor) -> Tensor:
     return losses
 
 
-def backward(
-    model: Any, step: Data, plan: Any, scale: Callable[[Tensor], Tensor] = lambda loss: loss, form: str = "mean"
-) -> None:
+def backward(model: Any, step: Data, plan: Any, scale: Callable[[Tensor], Tensor] = lambda loss: loss) -> None:
     for inputs, microbatch in zip(step.inputs, plan, strict=True):
         is_last = microbatch is plan[-1]
         with contextlib.nullcontext() if is_last or not hasattr(model, "no_sync") else model.no_sync():
-            scale(microbatch.loss(losses_of(model, inputs), form=form)).backward()
+            scale(microbatch.loss(losses_of(model, inputs))).backward()
 
 
 def one_step(
@@ -75,7 +74,6 @@ def one_step(
     plan: Any = None,
     *,
     scale: Callable[[Tensor], Tensor] = lambda loss: loss,
-    form: str = "mean",
     before: Callable[[], Any] = lambda: None,
     inside: Callable[[], Any] = lambda: None,
     **options: Any,
@@ -87,7 +85,7 @@ def one_step(
     def run() -> float:
         before()
         with prove_step(model, plan, **options):
-            backward(model, step, plan, scale, form)
+            backward(model, step, plan, scale)
             inside()
         return 0.0
 
@@ -220,7 +218,7 @@ def two_optimizers(is_wrong: bool) -> list[Step]:
 
             def run(plan: Any = plan, head: str = head) -> float:
                 with prove_step(model, plan):
-                    backward(functools.partial(model, head=head), step, plan, form="sum")
+                    backward(functools.partial(model, head=head), step, plan)
                 return 0.0
 
             outcomes.append(attempted(run))
@@ -242,7 +240,7 @@ def policy_and_value_before_one_step() -> list[Step]:
 
             def run(plan: Any = plan, head: str = head) -> float:
                 with prove_step(model, plan):
-                    backward(functools.partial(model, head=head), step, plan, form="sum")
+                    backward(functools.partial(model, head=head), step, plan)
                 return 0.0
 
             outcomes.append(attempted(run))
@@ -292,7 +290,7 @@ def replicas(are_stated: bool) -> list[Step]:
     """Both ranks hold the same samples, and DDP averages what they both compute."""
     model, step = wrapped(), data(0)
     groups: Any = {"dp_group": None, **({"replica_groups": [dist.group.WORLD]} if are_stated else {})}
-    return [one_step(model, step, planned(step, **groups), form="sum")]
+    return [one_step(model, step, planned(step, **groups))]
 
 
 def error_on_one_rank(number: int) -> list[Step]:
@@ -346,13 +344,13 @@ def microbatch_left_out() -> list[Step]:
 
     def run() -> float:
         with prove_step(model, plan):
-            plan[0].loss(losses_of(model, step.inputs[0]), form="sum").backward()
+            plan[0].loss(losses_of(model, step.inputs[0])).backward()
         return 0.0
 
     return [attempted(run)]
 
 
-def forgotten_form() -> list[Step]:
+def form_of_a_schedule() -> list[Step]:
     from megatron_rl_loss import prove_step
 
     model, step = wrapped(), data(dist.get_rank())
@@ -362,7 +360,7 @@ def forgotten_form() -> list[Step]:
         with prove_step(model, plan):
             for inputs, microbatch in zip(step.inputs, plan, strict=True):
                 with contextlib.nullcontext() if microbatch is plan[-1] else model.no_sync():
-                    microbatch.loss(losses_of(model, inputs))[0].backward()
+                    microbatch.loss(losses_of(model, inputs), form="3-tuple")[0].backward()
         return 0.0
 
     return [attempted(run)]
@@ -376,7 +374,7 @@ def in_a_thread() -> list[Step]:
 
     def run() -> float:
         with prove_step(model, plan):
-            thread = threading.Thread(target=backward, args=(model, step, plan), kwargs={"form": "sum"})
+            thread = threading.Thread(target=backward, args=(model, step, plan))
             thread.start()
             thread.join()
         return 0.0
@@ -394,7 +392,7 @@ def part_of_the_model(is_told: bool) -> list[Step]:
 
     def run() -> float:
         with prove_step(model[2], plan, optimizer=optimizer):
-            backward(model, step, plan, form="sum")
+            backward(model, step, plan)
         return 0.0
 
     return [attempted(run)]
@@ -408,7 +406,7 @@ def without_parameters() -> list[Step]:
 
     def run() -> float:
         with prove_step(torch.nn.Tanh(), plan):
-            backward(net(), step, plan, form="sum")
+            backward(net(), step, plan)
         return 0.0
 
     return [attempted(run)]
@@ -437,7 +435,7 @@ def another_plan() -> list[Step]:
 
     def run() -> float:
         with prove_step(model, plans[0]):
-            backward(model, step, plans[1], form="sum")
+            backward(model, step, plans[1])
         return 0.0
 
     return [attempted(run)]
@@ -450,10 +448,10 @@ def compiled(what: str) -> list[Step]:
     from megatron_rl_loss import prove_step
 
     model, step = net(), data(dist.get_rank())
-    plan = planned(step)
+    plan = planned(step, dp_group=dist.group.WORLD, gradients="summed over ranks")
 
     def loss_of(microbatch: Any, inputs: Tensor) -> Any:
-        return microbatch.loss(losses_of(model, inputs), form="sum")
+        return microbatch.loss(losses_of(model, inputs))
 
     make: Any = torch.compile(loss_of, backend="eager") if what == "loss" else loss_of
 
@@ -534,7 +532,7 @@ def gradients_by_autograd_grad() -> list[Step]:
     def run() -> float:
         with prove_step(model, plan):
             for inputs, microbatch in zip(step.inputs, plan, strict=True):
-                share = microbatch.loss(losses_of(model, inputs), form="sum")
+                share = microbatch.loss(losses_of(model, inputs))
                 for parameter, gradient in zip(parameters, torch.autograd.grad(share, parameters), strict=True):
                     parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
         return 0.0
@@ -677,8 +675,9 @@ WRONG = {
     "means over the tokens of ranks, bfloat16": ON_2(tokens_of_ranks, [r"raises tokens weigh 0.98\d* to 1.0\d* times"]),
     "a rank's gradients x 1.01": ON_2(leaning, [r"NOT PROVED: .*no multiple of the sum over ranks"]),
     "a micro-batch left out": ALONE(microbatch_left_out, [r"raises Of 2 micro-batches of the plan, \[1\] were not"]),
-    "a form that was forgotten": ON_2(
-        forgotten_form, [r"raises tokens weigh .* times.*returned form='3-tuple', for Megatron's schedule.*form= says"]
+    "a form of Megatron's schedule": ON_2(
+        form_of_a_schedule,
+        [r"raises tokens weigh .* times.*returned form='3-tuple', for Megatron's schedule.*plan_step"],
     ),
     "losses made in a thread": ALONE(in_a_thread, ["NOT PROVED: .* or in another thread than the `with`"]),
     "a part of the model": ALONE(

@@ -60,7 +60,7 @@ class Run(NamedTuple):
     says: tuple[str, ...]
     world: int = 2
     kind: str = "ddp"
-    form: str = "mean"
+    gradients: Any = "averaged over ranks"
     mode: str = "prompt_mean"
     dtype: torch.dtype = torch.float32
     microbatches: Callable[[int], int] = lambda rank: 2
@@ -166,7 +166,7 @@ def share_of(run: Run, model: Any, batch: dict[str, Any], microbatch: Any) -> Te
     labels = tokens.roll(-1)
     log_probs = model(tokens).log_softmax(-1).gather(-1, labels[..., None])[..., 0]
     losses = ppo_clip_loss(log_probs, old, advantages, microbatch).per_token_loss
-    share: Tensor = microbatch.loss(losses, form=run.form)
+    share: Tensor = microbatch.loss(losses)
     return share
 
 
@@ -216,7 +216,9 @@ def steps_of(run: Run, level: Any) -> tuple[list[Any], list[Any], int]:
     outcomes = []
     for number in range(len(run.says)):
         batches = batches_of(run, rank, number)
-        plan = plan_step([samples_of(run, batch) for batch in batches], run.mode, **groups_of(run))
+        plan = plan_step(
+            [samples_of(run, batch) for batch in batches], run.mode, gradients=run.gradients, **groups_of(run)
+        )
         if run.zeroes:
             optimizer.zero_grad()
 
@@ -265,6 +267,7 @@ def _local(values: Any) -> Tensor:
 
 ALL, MEAN = rf"prompt_mean on the policy loss, {PROVED} .*; by the gradients of all 8 parameters {LIMITS}$", "^$"
 BF16 = rf"{PROVED} .* parameters \(weights to within 1.6 %, gradients to [\d.]+ %\)"
+SUMMED = "summed over ranks"
 TWICE = r"tokens weigh 2 times what they should"
 #: All of them train rightly: not one may be aborted.
 RIGHT = {
@@ -287,12 +290,12 @@ RIGHT = {
     "DDP, GradScaler": Run((ALL,), scaler="scaled"),
     "DDP, unscaled inside": Run((ALL,), scaler="unscaled inside"),
     "DDP, clipped after": Run((ALL, MEAN), late=clipped),
-    "sums by hand": Run((ALL, MEAN), kind="own", form="sum", reduce=all_reduced),
+    "sums by hand": Run((ALL, MEAN), kind="own", gradients=SUMMED, reduce=all_reduced),
     "means by hand": Run((ALL,), kind="own", reduce=functools.partial(all_reduced, mean=True)),
-    "one process": Run((ALL, MEAN), world=1, kind="own", form="sum"),
+    "one process": Run((ALL, MEAN), world=1, kind="own"),
     "a sparse gradient": Run(
         (r"7 of 8 parameters \(1 not covered, as embedding.weight: its gradient is sparse\)",), sparse=True, kind="own",
-        form="sum", reduce=all_reduced,
+        gradients=SUMMED, reduce=all_reduced,
     ),
     "FSDP2": Run((ALL, MEAN, MEAN), kind="fsdp"),
     "FSDP2, every backward synced": Run((ALL,), kind="fsdp", syncs_all=True),
@@ -312,19 +315,22 @@ IN_PART = r"(?s)PROVED IN PART on .*1 of 8 parameters are not trained by these w
 #: What goes wrong, and is stopped or named.
 WRONG = {
     "sum under DDP": Run(
-        (r"raises (?s)tokens weigh 0.5 times what they should .*1/DP.*form=\"mean\" where it",), form="sum"
+        (r"raises (?s)tokens weigh 0.5 times what they should .*1/DP.*told: gradients summed.*\nplan_step\(",),
+        gradients=SUMMED,
     ),
     "sum under DDP, 3 ranks": Run(
-        (r"raises tokens weigh 0.3333 times what they should \(0.3333 = 1/DP\)",), form="sum", world=3
+        (r"raises tokens weigh 0.3333 times what they should \(0.3333 = 1/DP\)",), gradients=SUMMED, world=3
     ),
-    "sum under DDP, warn": Run((r"(?s)tokens weigh 0.5 times.*Training goes on", "^$"), form="sum", level="warn"),
-    "sum under FSDP2": Run(("raises tokens weigh 0.5 times",), form="sum", kind="fsdp"),
+    "sum under DDP, warn": Run((r"(?s)tokens weigh 0.5 times.*Training goes on", "^$"), gradients=SUMMED, level="warn"),
+    "sum under FSDP2": Run(("raises tokens weigh 0.5 times",), gradients=SUMMED, kind="fsdp"),
     "mean with sums by hand": Run((f"raises {TWICE}",), kind="own", reduce=all_reduced),
     "nobody reduces": Run(("raises Gradients are not summed over ranks at all",), kind="own"),
-    "nobody reduces a sum": Run(("raises Gradients are not summed over ranks at all",), kind="own", form="sum"),
+    "nobody reduces a sum": Run(
+        ("raises Gradients are not summed over ranks at all",), kind="own", gradients=SUMMED
+    ),
     "outside DDP": Run(("raises Gradients are not summed over ranks at all",), outside=True, syncs_all=True),
     "a backward lost": Run((r"raises tokens weigh 0 to 1 times what they should",), lost=0),
-    "loss x 2": Run((rf"raises (?s){TWICE}.*form='mean', for a.*\nform= says(?!.*audit)",), times=lambda rank: 2.0),
+    "loss x 2": Run((rf"raises (?s){TWICE}.*told: gradients av.*\nplan_step(?!.*audit)",), times=lambda rank: 2.0),
     "loss x 2 on a rank": Run((r"raises tokens weigh 1 to 2 times",), times=lambda rank: 2.0 - rank),
     "loss x 0.3": Run((r"raises tokens weigh 0.3 times",), times=lambda rank: 0.3),
     "FSDP2, loss x 2": Run((f"raises {TWICE}",), kind="fsdp", times=lambda rank: 2.0),
@@ -353,7 +359,7 @@ WRONG = {
         reduce=functools.partial(scaled, only="norm.bias"), level="strict",
     ),
     "a parameter forgotten by hand": Run(
-        (IN_PART.format(r"norm.bias \(not summed over ranks at all\)"),), kind="own", form="sum",
+        (IN_PART.format(r"norm.bias \(not summed over ranks at all\)"),), kind="own", gradients=SUMMED,
         reduce=functools.partial(all_reduced, but="norm.bias"),
     ),
     "clipped inside": Run(("NOT PROVED: .*Gradients may have been clipped inside the measured step",), reduce=clipped),
@@ -363,11 +369,11 @@ WRONG = {
     "gradients never zeroed": Run((ALL, "raises gradients of the step before are still in .grad"), zeroes=False),
     "FSDP2, never zeroed": Run((ALL, "raises gradients of the step before"), zeroes=False, kind="fsdp"),
     "DP 2, CP 2, reduced over DP alone": Run(
-        ("raises Gradients are summed over the DP ranks alone, not over CP",), world=4, cp=2, kind="own", form="sum",
-        reduce=lambda net: all_reduced(net, group=MESH["dp"].get_group()),
+        ("raises Gradients are summed over the DP ranks alone, not over CP",), world=4, cp=2, kind="own",
+        gradients=SUMMED, reduce=lambda net: all_reduced(net, group=MESH["dp"].get_group()),
     ),
     "CP 2, nobody reduces": Run(
-        ("raises Gradients are not summed over ranks at all",), cp=2, kind="own", form="sum"
+        ("raises Gradients are not summed over ranks at all",), cp=2, kind="own", gradients=SUMMED
     ),
 }  # fmt: skip
 RUNS = RIGHT | WRONG

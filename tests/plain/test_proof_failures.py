@@ -98,12 +98,11 @@ def in_a_schedule() -> list[tuple[str, Step]]:
     from megatron_rl_loss import plan_step, prove_step
 
     start_ranks()
-    groups = {"dp_group": mpu.get_data_parallel_group(), "cp_group": mpu.get_context_parallel_group()}
     batches = [Batch(STEP, hand, CP) for hand in dealt(STEP, mpu.get_data_parallel_rank(), DP, 3)]
 
     def step() -> Step:
         model = table_model(TABLE)
-        plan = plan_step([batch.samples for batch in batches], "prompt_mean", **groups)
+        plan = plan_step([batch.samples for batch in batches], "prompt_mean", model=model)
 
         def run() -> float:
             pairs = list(zip(batches, plan, strict=True))
@@ -128,13 +127,13 @@ def in_plain_torch() -> list[tuple[str, Step]]:
         bare = torch.nn.Linear(1, 1, bias=False).double()
         model: Any = DistributedDataParallel(bare)
         samples = [Samples([torch.ones(len(of))], prompt_ids=[f"{rank} {k}"]) for k, of in enumerate(losses)]
-        plan = plan_step(samples, "prompt_mean", dp_group=dist.group.WORLD)
+        plan = plan_step(samples, "prompt_mean", dp_group=dist.group.WORLD, gradients="averaged over ranks")
 
         def run() -> float:
             with prove_step(model, plan):
                 for number, (of, microbatch) in enumerate(zip(losses, plan, strict=True)):
                     with contextlib.nullcontext() if number else model.no_sync():
-                        microbatch.loss(model(of[:, None])[:, 0], form="mean").backward()
+                        microbatch.loss(model(of[:, None])[:, 0]).backward()
             means = [whole[:length].mean() for length in (5, 3, 4, 4)]
             gradient: Tensor = bare.weight.grad
             return float((gradient - torch.stack(means).mean()).abs().max() / gradient.abs().max())

@@ -45,9 +45,9 @@ TRAINERS: dict[tuple[str, bool], Trainer] = {
     ("3-tuple", False): Trainer(lambda s: 1 / s.num_microbatches / s.ranks, lambda masks: [1]),
     ("3-tuple", True): Trainer(lambda s: 1 / max(s.num_tokens, 1), lambda masks: [active_in(masks)]),
     ("2-tuple", False): Trainer(lambda s: s.cp_size / s.num_microbatches / s.ranks),
-    ("sum", False): Trainer(lambda s: 1),
-    ("sum", True): Trainer(lambda s: 1),
-    ("mean", False): Trainer(lambda s: 1 / s.ranks),
+    # Loops without the schedule, by what they say of gradients; an engine's step may have per-token loss.
+    **{("summed over ranks", per_token): Trainer(lambda s: 1) for per_token in (False, True)},
+    **{("averaged over ranks", per_token): Trainer(lambda s: 1 / s.ranks) for per_token in (False, True)},
     # Engines, whose real code tests/engines/real runs: what they multiply by, then Megatron.
     ("slime", False): Trainer(lambda s: s.num_microbatches * s.ranks / s.rollouts / s.num_microbatches / s.ranks),
     ("verl", False): Trainer(lambda s: s.num_microbatches * s.cp_size / s.num_microbatches / s.ranks),

@@ -59,7 +59,7 @@ from megatron_rl_loss import (
     ppo_clip_loss,
     prove_step,
 )
-from megatron_rl_loss.core.carriers import FORMS
+from megatron_rl_loss.core.carriers import FORMS, IN_A_LOOP
 from megatron_rl_loss.megatron.flags import AggregationSettings
 
 STEP = step_samples(8)
@@ -72,7 +72,7 @@ OF_SAMPLES: Any = {
 #: Megatron's DDP averages, else it sums.
 FORM_SETTINGS = [
     (form.name, per_token)
-    for form in FORMS.values()
+    for form in (*FORMS.values(), *IN_A_LOOP.values())
     if form.caller != "engine"
     for per_token, carrier in form.carriers.items()
     if per_token != bool(carrier.ddp) and takes(megatron.core.__version__, form.name, per_token)
@@ -96,6 +96,11 @@ class World(NamedTuple):
     def of(layout: Layout, case: Case) -> "World":
         per_token = case.scaling == "per token"
         return World(layout, "gpt", case.loop, case.mode, per_token=per_token, settings=case)
+
+    @property
+    def asked(self) -> str | None:
+        """What its loss function passes as ``form=``; of a loop the plan knows it."""
+        return None if self.form in IN_A_LOOP else self.form
 
     def __str__(self) -> str:
         return f"{self.layout}, {self.model}, {self.loop}, {self.form}{', per token' * self.per_token}, {self.mode}"
@@ -163,7 +168,7 @@ def table_in(world: World) -> Model:
 
     def forward(chunk: Any, batch: Batch, microbatch: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
         losses = chunk(batch.local_numbers(cp_rank, layout.cp).cuda())
-        return losses, lambda losses: microbatch.loss(losses.flatten(), form=world.form)
+        return losses, lambda losses: microbatch.loss(losses.flatten(), form=world.asked)
 
     batches = hands_of(mpu.get_data_parallel_rank(), layout.dp, layout.cp, 4)
     if layout.pp == 1 and world.loop in ("plan", "by hand"):  # which allow other numbers on other DP ranks
@@ -204,9 +209,9 @@ def gpt_in(world: World, rollouts: Sequence[Rollout], attention: str) -> Model:
             if "one pass" in head:
                 summed, values = output
                 metrics = {name: values[name] for name in ("clip_fraction", "ppo_kl")}
-                return microbatch.loss(summed, metrics, form=world.form)
+                return microbatch.loss(summed, metrics, form=world.asked)
             losses, metrics = losses_of(output[0] if head else -output, None, **inputs)
-            return microbatch.loss(losses, metrics, form=world.form)
+            return microbatch.loss(losses, metrics, form=world.asked)
 
         return output_of(chunk, batch, output_head, context), loss_func
 
@@ -272,7 +277,8 @@ def by_hand(world: World, model: Model) -> tuple[Ready, Any]:
     ready = model.in_ddp()
     groups = {"dp_group": mpu.get_data_parallel_group(), "cp_group": mpu.get_context_parallel_group()}
     samples = [batch.samples for batch in model.batches]
-    plan = plan_step(samples, per_token_loss=world.per_token, **groups, **world.named)
+    gradients: Any = world.form
+    plan = plan_step(samples, gradients=gradients, **groups, **world.named)
     for batch, microbatch in zip(model.batches, plan, strict=True):
         output, loss_func = model.forward(ready.chunks[0], batch, microbatch)
         loss_func(output).backward()

@@ -32,7 +32,7 @@ def measure(rank: int, layers: int, width: int, microbatches: int, rounds: int) 
     for _ in range(rounds):
         for kind in seconds:
             samples = [Samples([torch.ones(TOKENS)], prompt_ids=[f"{rank} {k}"]) for k in range(microbatches)]
-            plan = plan_step(samples, "token_mean", dp_group=dist.group.WORLD)
+            plan = plan_step(samples, "token_mean", dp_group=dist.group.WORLD, gradients="averaged over ranks")
             proof = plain_step.PlainProof()
             proved = proof.step(model, plan, lambda: "error", Stated())
             model.zero_grad()
@@ -40,7 +40,7 @@ def measure(rank: int, layers: int, width: int, microbatches: int, rounds: int) 
             with proved if kind == "measured" else contextlib.nullcontext():
                 for number, microbatch in enumerate(plan, start=1):
                     with contextlib.nullcontext() if number == microbatches else model.no_sync():
-                        microbatch.loss(model(inputs)[:, 0], form="mean").backward()
+                        microbatch.loss(model(inputs)[:, 0]).backward()
             seconds[kind] = min(seconds[kind], time.process_time() - began)
             sent = proof.sent or sent
     parameters = list(model.parameters())

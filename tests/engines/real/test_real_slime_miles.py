@@ -189,7 +189,7 @@ def plan_losses(losses: Any, step: Step, launch: dict[str, Any], state: Any) -> 
             for of_batch in mine
         ],
         launch["mode"], divisor=launch["divisor"], dp_group=state.get_data_parallel_group(),
-        cp_group=state.get_context_parallel_group(),
+        cp_group=state.get_context_parallel_group(), gradients="averaged over ranks",
     )  # fmt: skip
     by_first_id = {int(of_batch[0].ids[0]): microbatch for of_batch, microbatch in zip(mine, plan, strict=True)}
 

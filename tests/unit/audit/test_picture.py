@@ -204,7 +204,13 @@ def drawn_on_rank(folder: Path) -> list[list[str]]:
     start_process_group()
     seen = list[list[str]]()
     for layout in (ZigzagTHD([0, 8]), Gathered([0, 8])):
-        plan = plan_step([Samples([[1] * 8], layout=layout)], "token_sum", dp_group=None, cp_group=dist.group.WORLD)
+        plan = plan_step(
+            [Samples([[1] * 8], layout=layout)],
+            "token_sum",
+            dp_group=None,
+            cp_group=dist.group.WORLD,
+            gradients="summed over ranks",
+        )
         plan.plot(folder / f"{dist.get_rank()}.html")
         page = (folder / f"{dist.get_rank()}.html").read_text()
         seen.append([*re.findall("; the tokens of this rank", page), *Page(page).texts])

@@ -23,7 +23,7 @@ from trainers import Split, trainer_of
 
 from megatron_rl_loss import Samples, Term
 from megatron_rl_loss.core.aggregation import LossModes, resolve
-from megatron_rl_loss.core.carriers import FORMS
+from megatron_rl_loss.core.carriers import FORMS, IN_A_LOOP
 from megatron_rl_loss.core.collectives import StepGroups
 from megatron_rl_loss.core.counting import count_step
 from megatron_rl_loss.core.plan import Plan
@@ -81,8 +81,9 @@ class FakeGroup:
 
 
 #: Forms whose trainer is Megatron's schedule, or a loop; engines' run through their real code.
+ROWS = {**FORMS, **IN_A_LOOP}
 FORM_SETTINGS = [
-    (name, per_token) for name, form in FORMS.items() if form.caller != "engine" for per_token in form.carriers
+    (name, per_token) for name, form in ROWS.items() if form.caller != "engine" for per_token in form.carriers
 ]
 
 
@@ -177,11 +178,11 @@ def gradient_of(step: Drawn) -> tuple[list[list[float]], list[list[float]], floa
     returned: list[tuple[int, list[int], Any, Tensor]] = []
     losses: list[float] = []
     num_tokens = 0.0
-    form, per_token = FORMS[step.form[0]], step.form[1]
+    form, per_token = ROWS[step.form[0]], step.form[1]
     for d, microbatches in enumerate(described):
         for cp_rank in range(cp_size):
             groups = StepGroups(FakeGroup(d, dp), FakeGroup(cp_rank, cp_size))  # type: ignore[arg-type]
-            trainer = Trainer(groups=groups, per_token_loss=per_token)
+            trainer = Trainer(groups=groups, per_token_loss=per_token, form=form)
             record = StepRecord(modes, totals, len(microbatches), trainer)
             plan = Plan([samples for *_, samples in microbatches], record)
             for (hand, placed, _), microbatch in zip(microbatches, plan, strict=True):
@@ -198,7 +199,7 @@ def gradient_of(step: Drawn) -> tuple[list[list[float]], list[list[float]], floa
                     )
                     for number, term in enumerate(step.terms)
                 }  # fmt: skip
-                parts = form.read(microbatch.loss(terms, form=form.name))
+                parts = form.read(microbatch.loss(terms))
                 assert parts is not None
                 num_tokens += float(parts.get("num_tokens", 0))
                 parts["loss"].backward()
@@ -281,7 +282,7 @@ ONCE_WRONG: Mapping[str, Drawn] = {
         thd, 2, row("11"), row("1", rollout=1, microbatch=1), form=("2-tuple", False)
     ),
     "DDP's average of ranks, in a loop": step_in(
-        plain, 1, row("11"), row("1", rollout=1, microbatch=1), row("1", dp_rank=1), form=("mean", False)
+        plain, 1, row("11"), row("1", rollout=1, microbatch=1), row("1", dp_rank=1), form=("averaged over ranks", False)
     ),
     "packed rows are one sequence": step_in(
         thd, 2, row("1"), row("1111", rollout=1), terms=(Asked("sample_mean", 1.0, own=False),)

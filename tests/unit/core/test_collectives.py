@@ -85,7 +85,7 @@ def of_each_collective(group: Any) -> list[Any]:
 
 
 def weights_over(group: Any) -> list[float]:
-    plan = plan_step([Samples(MASKS[dist.get_rank()])], "token_mean", dp_group=group)
+    plan = plan_step([Samples(MASKS[dist.get_rank()])], "token_mean", dp_group=group, gradients="summed over ranks")
     return plan[0].weights.tolist()
 
 

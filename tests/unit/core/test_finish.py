@@ -20,6 +20,8 @@ from megatron_rl_loss import Metric, Microbatch, Samples, Term, ZigzagTHD, plan_
 from megatron_rl_loss.core.plan import Plan
 
 RANKS, LENGTH = 4, 8
+AVERAGED: Any = "averaged over ranks"
+SUMMED: Any = "summed over ranks"
 Metrics = dict[str, Any]
 
 
@@ -88,7 +90,7 @@ def train(plan: Plan, rank: int, metrics: MetricsOf) -> list[Any]:
     """The reports of a step."""
 
     def loss(number: int, microbatch: Microbatch) -> Any:
-        return microbatch.loss(values_on(rank).requires_grad_(), metrics(rank, number))[2]
+        return microbatch.loss(values_on(rank).requires_grad_(), metrics(rank, number), form="3-tuple")[2]
 
     return [loss(number, microbatch) for number, microbatch in enumerate(plan)]
 
@@ -108,7 +110,9 @@ def outcomes_on_rank() -> dict[str, Any]:
         setattr(dist, name, counted)
 
     def planned(**options: Any) -> Plan:
-        return plan_step(described(rank // 2), "token_mean", dp_group=dp, cp_group=cp, **options)
+        return plan_step(
+            described(rank // 2), "token_mean", dp_group=dp, cp_group=cp, **({"gradients": SUMMED} | options)
+        )
 
     outcomes: dict[str, Any] = {}
     for name, (metrics, _) in STEPS.items():
@@ -130,6 +134,9 @@ def outcomes_on_rank() -> dict[str, Any]:
     plan.record.wrong_tokens.append(torch.tensor(5 * (rank == 1)))  # as of tokens on a device
     train(plan, rank, lambda rank, n: {})
     outcomes["a model that cuts otherwise"] = outcome_of(plan.finish)
+    told = AVERAGED if rank == 1 else SUMMED
+    outcomes["other gradients on a rank"] = outcome_of(lambda: planned(gradients=told))
+    outcomes["gradients forgotten on a rank"] = outcome_of(lambda: planned(gradients=None if rank == 1 else SUMMED))
     empty_step = "error" if rank == 1 else "warn"
     outcomes["another empty_step on a rank"] = outcome_of(lambda: planned(empty_step=empty_step))
     plan = planned()
@@ -140,16 +147,19 @@ def outcomes_on_rank() -> dict[str, Any]:
     outcomes["a term of another mode on a rank"] = outcome_of(plan.finish)
     plan = planned()
     for microbatch in plan:
-        microbatch.loss(values_on(rank).requires_grad_(), form="mean" if rank == 3 else "sum")
+        microbatch.loss(values_on(rank).requires_grad_(), form="2-tuple" if rank == 3 else None)
     outcomes["another form on a rank"] = outcome_of(plan.finish)
     # --- values over context-parallel groups that change
     solo = [dist.new_group([member]) for member in range(RANKS)][rank]
     own = [described(rank // 2, cp)[0], *[Samples([[1] * 4], rollout_ids=[f"s{rank}"], cp_group=solo)]]
-    plan = plan_step(own, "token_mean", dp_group=dist.group.WORLD)
-    reports = [
-        microbatch.loss(values_on(rank).requires_grad_(), {"most": Metric(values_on(rank), kind="max")}, form="sum")
-        for microbatch in plan
-    ]
+    plan = plan_step(own, "token_mean", dp_group=dist.group.WORLD, gradients=SUMMED)
+    averaged = plan_step(own, "token_mean", dp_group=dist.group.WORLD, gradients=AVERAGED)
+    factors = list[float]()
+    for summed, of_average in zip(plan, averaged, strict=True):
+        values = values_on(rank).requires_grad_()
+        loss = summed.loss(values, {"most": Metric(values_on(rank), kind="max")})
+        factors.append(float(of_average.loss(values).detach() / loss.detach()))
+    outcomes["dynamic, averaged"] = factors
     outcomes["dynamic"] = {key: float(value) for key, value in plan.finish().items()}
     dist.barrier()
     return outcomes
@@ -212,7 +222,15 @@ def test_values_of_a_step_over_ranks(name: str, by_rank: list[Any]) -> None:
             "a term of another mode on a rank",
             "ValueError: metrics .*'kl'.*a name must have one kind, mask, aggregation and coefficient",
         ),
-        ("another form on a rank", r"ValueError: shares of a step in the forms \['mean', 'sum'\]"),
+        ("another form on a rank", r"ValueError: losses of a step in the forms \['2-tuple', 'summed over ranks'\]"),
+        (
+            "other gradients on a rank",
+            "rank.* 1.*this rank asks for .*gradients averaged over ranks.*, another rank for something",
+        ),
+        (
+            "gradients forgotten on a rank",
+            'rank 1: ValueError: a plan over 4 ranks without gradients=: .*"averaged over ranks" .*"summed over ran',
+        ),
         ("a mode for a term that the loss lacks", "ValueError: a mode for the term 'kl', and a loss of"),
         ("a model that cuts otherwise", "rank 1: ValueError: 5 local tokens that are not those of the plan's layout"),
     ],
@@ -227,4 +245,5 @@ def test_values_where_context_parallel_groups_change(by_rank: list[Any]) -> None
     of_first = [k + 10 * rank for rank in range(RANKS) for k, t in enumerate(held[rank % 2]) if masks[0][t]]
     losses = of_first + [k + 10 * rank for rank in range(RANKS) for k in range(4)]
     for outcomes in by_rank:
+        assert outcomes["dynamic, averaged"] == [RANKS, RANKS]
         assert outcomes["dynamic"] == pytest.approx({"pg_loss": sum(losses) / len(losses), "most": 33})

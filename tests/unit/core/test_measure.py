@@ -70,7 +70,7 @@ def on_ranks() -> list[Any]:
             described.append(samples_of(chosen, at) if at else Samples([]))
             held.append([(hand[t[0]], t[1]) if t else None for t in at.held[rank % size]] if at else [])
         groups = {"dp_group": dp[size][rank % size], "cp_group": cp[size][rank // size]}
-        plan = plan_step(described, "token_mean", **groups)
+        plan = plan_step(described, "token_mean", gradients="summed over ranks", **groups)
         values = {
             id(microbatch): torch.tensor([value_at(*t) if t else math.nan for t in of_microbatch]).reshape(
                 microbatch.tokens.loss_shapes[-1]
@@ -82,8 +82,7 @@ def on_ranks() -> list[Any]:
         keep_tokens(plan, "above", lambda microbatch: values[id(microbatch)] > half)  # noqa: B023
         assert all(microbatch.tokens.samples is microbatch.samples for microbatch in plan)
         shares = [
-            microbatch.loss({"x": Term(values[id(microbatch)].requires_grad_(), mask="above")}, form="sum")
-            for microbatch in plan
+            microbatch.loss({"x": Term(values[id(microbatch)].requires_grad_(), mask="above")}) for microbatch in plan
         ]
         measured.append((numbers, sum(float(share.detach()) for share in shares)))
     dist.barrier()
@@ -123,9 +122,8 @@ def collectives() -> tuple[dict[str, list[int]], list[str], bool]:
         samples = [
             Samples([mask, mask[:2]], layout=layout, rollout_ids=[own[0] + str(k), own[1] + str(k)]) for k in range(2)
         ]
-        plan = plan_step(
-            samples, "sample_mean", dp_group=world if name == "dp" else None, cp_group=world if name == "cp" else None
-        )
+        groups = {"dp_group": None, f"{name}_group": world} if name in ("dp", "cp") else {"dp_group": None}
+        plan = plan_step(samples, "sample_mean", gradients="summed over ranks", **groups)
         sent.clear()
         measured = measure_tokens(plan, lambda microbatch: torch.arange(len(microbatch.tokens)).float())
         sent_by[f"{name} measure"], sent[:] = [*sent], []
@@ -216,7 +214,7 @@ def test_masks_in_turn() -> None:
     sums = []
     for bound in (1.5, 2.5, 9.0):
         keep_tokens(plan, "above", lambda microbatch: values > bound)  # noqa: B023
-        term = plan[0].loss({"pg": Term(values, mask="above")}, form="sum")
+        term = plan[0].loss({"pg": Term(values, mask="above")})
         plan.reset()
         sums += [measure_tokens(plan, lambda microbatch: values, mask="above").sum, float(term.detach())]
     assert sums == pytest.approx([11, 11 / 3, 9, 4.5, 0, 0])

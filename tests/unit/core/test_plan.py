@@ -11,7 +11,7 @@ from dataclasses import replace
 from fractions import Fraction
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, get_args
+from typing import Any
 from weakref import ref
 
 import numpy as np
@@ -45,7 +45,16 @@ from megatron_rl_loss import (
     pass_gap,
     plan_step,
 )
-from megatron_rl_loss.core.carriers import DEFAULT, FORMS, Carrier, Count, LossForm, check_returned, find_form, product
+from megatron_rl_loss.core.carriers import (
+    DEFAULT,
+    FORMS,
+    IN_A_LOOP,
+    Carrier,
+    Count,
+    check_returned,
+    find_form,
+    product,
+)
 from megatron_rl_loss.core.collectives import StepGroups
 from megatron_rl_loss.core.microbatch import Microbatch
 from megatron_rl_loss.core.plan import Plan, check_active_tokens
@@ -86,7 +95,7 @@ def test_shares_add_up_to_the_step_loss(mode: str, units: Any) -> None:
     assert len(plan) == len(list(plan)) == len(DEALT)
     for microbatch, chosen in zip(plan, DEALT, strict=True):
         losses = losses_of(chosen)
-        share = microbatch(losses)
+        share = microbatch.loss(losses)
         share.backward()
         weights = token_weights(mode, microbatch.samples, plan.totals, divisor=divisor, units=units)
         assert torch.equal(microbatch.weights.cpu(), weights)
@@ -102,14 +111,15 @@ def test_shares_add_up_to_the_step_loss(mode: str, units: Any) -> None:
 
 for _name in ("slime", "verl", "nemo_rl"):
     find_form(_name)  # loads the forms of engines
+ROWS = {**FORMS, **IN_A_LOOP}
 CARRIERS = {
-    f"{name}-{per_token}": carrier for name, form in FORMS.items() for per_token, carrier in form.carriers.items()
+    f"{name}-{per_token}": carrier for name, form in ROWS.items() for per_token, carrier in form.carriers.items()
 }
 
 
 @pytest.mark.parametrize("row", CARRIERS.values(), ids=CARRIERS)
 def test_the_powers_of_each_count_cancel(row: Carrier) -> None:
-    counts: dict[Count, float] = {"num_microbatches": 3, "dp_size": 5, "cp_size": 7}
+    counts: dict[Count, float] = {"num_microbatches": 3, "ranks": 35, "dp_size": 5, "cp_size": 7}
     counts |= {"step_active_tokens": 11, "rollouts": 13}
     places = (row.returned, row.engine, row.schedule, row.ddp, row.finalize)
     assert math.prod(product(powers, counts) for powers in places) == pytest.approx(1)
@@ -123,20 +133,14 @@ def test_forms_of_the_schedule_are_averaged_and_finalised_alike() -> None:
             assert (carrier.ddp, carrier.engine) == (default.ddp, {}), form.name
 
 
-def test_the_forms_that_type_checkers_know_have_these_parts() -> None:
-    """Of any other form `form: str` serves them, so that a new one is told nowhere else."""
-    assert FORMS["2-tuple"].parts == ("loss", "report")
-    assert {FORMS[name].parts for name in get_args(LossForm)} == {("loss",)}
-    assert DEFAULT.parts == ("loss", "num_tokens", "report")
-
-
 def test_what_is_returned_in_each_form() -> None:
     losses, masks = losses_of(DEALT[0]), [[STEP[i].mask for i in chosen] for chosen in DEALT]
     split = Split(3, 5, 1, num_tokens=sum(map(active_in, masks)), rollouts=len({sample.rollout_id for sample in STEP}))
-    for name, per_token in [(name, per_token) for name, form in FORMS.items() for per_token in form.carriers]:
-        form, trainer = FORMS[name], trainer_of(name, per_token)
-        microbatch = placed(planned("token_mean", per_token_loss=per_token), dp_size=5)[0]
-        returned = microbatch.loss(losses, form=name)
+    for name, per_token in [(name, per_token) for name, form in ROWS.items() for per_token in form.carriers]:
+        form, trainer = ROWS[name], trainer_of(name, per_token)
+        gradients = {"gradients": name} if name in IN_A_LOOP else {}
+        microbatch = placed(planned("token_mean", per_token_loss=per_token, **gradients), dp_size=5)[0]
+        returned = microbatch.loss(losses, form=None if gradients else name)
         share = (losses.detach() * microbatch.weights).sum()
         parts = form.read(returned)
         assert parts is not None
@@ -148,7 +152,7 @@ def test_what_is_returned_in_each_form() -> None:
         assert list(parts.values()) == trainer.counts(masks[0])
         assert all(number.dtype == torch.int32 for number in parts.values())
     copies = plan_step([Samples([[1] * 4], layout=Gathered([0, 4]))], "token_mean", per_token_loss=True, dp_group=None)
-    of_ranks = [placed(copies, rank, 2)[0].loss(torch.ones(4, requires_grad=True)) for rank in range(2)]
+    of_ranks = [placed(copies, rank, 2)[0].loss(torch.ones(4, requires_grad=True), form="3-tuple") for rank in range(2)]
     assert [int(returned[1]) for returned in of_ranks] == [4, 0]  # counted on the first of the ranks that hold them
 
 
@@ -158,7 +162,7 @@ def test_a_share_that_was_summed_elsewhere_has_the_layouts_gradient(copies: int)
     samples = Samples([[1, 1, 0, 1]], layout=Gathered([0, 4], backward="slice"))
     microbatch = placed(plan_step([samples], "token_mean", dp_group=None), 0, copies)[0]
     losses = torch.tensor([1.0, 2, 3, 4], requires_grad=True)
-    share = microbatch.loss(microbatch.summed((losses * microbatch.weights).sum(), losses), form="sum")
+    share = microbatch.loss(microbatch.summed((losses * microbatch.weights).sum(), losses))
     share.backward()
     assert float(share.detach()) == pytest.approx(7 / 3 / copies)
     assert losses.grad.tolist() == pytest.approx([1 / 3, 1 / 3, 0, 1 / 3])
@@ -168,17 +172,17 @@ def test_what_a_loss_function_returns_must_be_what_was_handed_out() -> None:
     plan, losses = planned(), losses_of(DEALT[0])
     with pytest.raises(ValueError, match=r"its loss\(\) was not called"):
         check_returned((losses.sum(), torch.ones(()), {}), plan[0].receipt)
-    loss, count, report = plan[0].loss(losses)
+    loss, count, report = plan[0].loss(losses, form="3-tuple")
     check_returned((loss, count, report), plan[0].receipt)
     check_returned((loss, count, {**report, "lr": 0.1}), plan[0].receipt)
     for wrong, text in (
-        (loss, "returned a loss alone, the result of form='sum' or form='mean'"),
+        (loss, "returned a loss alone: Megatron's schedule takes"),
         (3, "returned a int"),
         ((loss, report), "returned 2 values"),
         ((loss * 2, count, report), "it is another aggregation, has a factor"),
         ((loss, 1, report), "num_tokens that this micro-batch did not hand out: it is a int"),
         ((loss, count, {"kl": torch.ones(())}), "a report of kl alone: Megatron logs the mean"),
-        ((plan[1].loss(losses_of(DEALT[1]))[0], count, report), "an earlier micro-batch's loss"),
+        ((plan[1].loss(losses_of(DEALT[1]), form="3-tuple")[0], count, report), "an earlier micro-batch's loss"),
     ):
         with pytest.raises(ValueError, match=text):
             check_returned(wrong, plan[0].receipt)
@@ -193,7 +197,7 @@ def test_what_a_loss_function_returns_must_be_what_was_handed_out() -> None:
 
 def train(plan: Plan, *numbers: int) -> None:
     for number in numbers:
-        plan[number].loss(losses_of(DEALT[number]))[0].backward()
+        plan[number].loss(losses_of(DEALT[number])).backward()
 
 
 def test_a_plan_is_trained_on_once() -> None:
@@ -215,10 +219,10 @@ def test_a_plan_is_trained_on_once() -> None:
     plan.finish()
     plan.reset()
     for number in (0, 1, 2):  # a loop that trains on shares as they are
-        plan[number](losses_of(DEALT[number]).requires_grad_()).backward()
+        plan[number].loss(losses_of(DEALT[number]).requires_grad_()).backward()
     plan.finish()
     with pytest.raises(ValueError, match=r"micro-batch 1 of a plan, a second time: .* all of it"):
-        plan[1](losses_of(DEALT[1]).requires_grad_())
+        plan[1].loss(losses_of(DEALT[1]).requires_grad_())
     with torch.no_grad():  # evaluation carries as often as it likes
         plan.reset()
         for number in (0, 1, 1, 2):
@@ -239,7 +243,7 @@ def test_a_micro_batch_has_one_door() -> None:
 def test_the_order_of_terms_does_not_matter(names: tuple[str, ...]) -> None:
     plan, losses = planned("token_mean"), losses_of(DEALT[0])
     terms: dict[str, Any] = {"pg": losses, "kl": Term(losses, "sample_mean", coef=0.1)}
-    plan[0].loss({name: terms[name] for name in names}, form="sum").backward()
+    plan[0].loss({name: terms[name] for name in names}).backward()
     expected = plan[0].weights + 0.1 * planned("sample_mean")[0].weights
     torch.testing.assert_close(losses.grad.cpu(), expected, rtol=1e-6, atol=0)
 
@@ -251,7 +255,7 @@ def test_another_micro_batchs_losses_do_not_fit() -> None:
 
 def test_a_share_that_is_changed_in_place_does_not_change_the_log() -> None:
     plan = plan_step([Samples([[1, 1]])], "token_mean", dp_group=None)
-    share = plan[0](torch.ones(2, requires_grad=True))
+    share = plan[0].loss(torch.ones(2, requires_grad=True))
     with torch.no_grad():
         share *= 8
     assert float(plan.finish()["pg_loss"]) == 1
@@ -264,9 +268,9 @@ def test_float64_losses_have_float64_weights(mode: str) -> None:
     for microbatch, chosen in zip(plan, DEALT, strict=True):
         losses = torch.cat([STEP[i].losses for i in chosen]).double().cpu().requires_grad_()
         with torch.no_grad():
-            share = microbatch(losses)
+            share = microbatch.loss(losses)
         assert share.dtype == torch.float64
-        assert torch.autograd.gradcheck(lambda values, of=microbatch: _reset(of)(values), losses)
+        assert torch.autograd.gradcheck(lambda values, of=microbatch: _reset(of).loss(values), losses)
         total += float(share)
     expected = float(oracle.step_loss(mode, STEP, oracle.divisor_of(mode, DIVISOR), "all"))
     assert total == pytest.approx(expected, rel=1e-14, abs=1e-14)
@@ -291,7 +295,9 @@ def test_reports_are_filled_in_at_the_end_and_each_micro_batch_counts_once() -> 
         for microbatch, chosen, losses in list(zip(plan, DEALT, values, strict=True))[: 3 if again else 2]:
             metrics: dict[str, Any] = {kind: Metric(losses, "tokens", kind=kind) for kind in kinds}
             reports.append(
-                microbatch.loss(losses_of(chosen), {**metrics, "sum": Metric(losses, "none"), "plain": losses})[2]
+                microbatch.loss(
+                    losses_of(chosen), {**metrics, "sum": Metric(losses, "none"), "plain": losses}, form="3-tuple"
+                )[2]
             )
         assert all(math.isnan(value) for report in reports for value in report.values())
         if not again:
@@ -475,7 +481,12 @@ def restarted() -> list[list[str]]:
     for mode, options in of_each:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            plan_step([Samples([[1, 1 - rank], [1]], **options)], mode, dp_group=dist.group.WORLD)
+            plan_step(
+                [Samples([[1, 1 - rank], [1]], **options)],
+                mode,
+                dp_group=dist.group.WORLD,
+                gradients="summed over ranks",
+            )
         messages.append([str(warning.message) for warning in caught])
     return messages
 
@@ -494,7 +505,7 @@ def test_weights_that_are_handed_out_are_a_copy() -> None:
     plan[0].weights.numpy()[:] = 9
     plan[0].weights.mul_(3)
     assert torch.equal(plan[0].weights, planned()[0].weights)
-    assert torch.equal(plan[0](losses_of(DEALT[0])), planned()[0](losses_of(DEALT[0])))
+    assert torch.equal(plan[0].loss(losses_of(DEALT[0])), planned()[0].loss(losses_of(DEALT[0])))
 
 
 @pytest.mark.parametrize("no_unit", [-1, ""])
@@ -502,7 +513,7 @@ def test_a_fully_masked_step_whose_tokens_are_in_no_unit_trains_nothing(no_unit:
     """The check of ids runs on the first rank alone: an error there would leave the others waiting."""
     plan = plan_step([Samples([[0, 0], [0]], ids={"turn": [[no_unit] * 2, [no_unit]]})], "turn_mean", dp_group=None)
     losses = torch.ones(3, requires_grad=True)
-    plan[0].loss(losses, form="sum").backward()
+    plan[0].loss(losses).backward()
     assert losses.grad is not None
     assert (losses.grad.tolist(), plan.finish()["pg_loss"].item()) == ([0.0] * 3, 0.0)
 
@@ -552,7 +563,7 @@ def test_losses_on_a_device_are_not_waited_for() -> None:
     losses = torch.ones(4, device="meta", requires_grad=True)
     with torch.inference_mode():
         plan[0].loss(losses.detach())
-    plan[0].loss({"pg": losses, "kl": Term(losses * 2, coef=0.1)}, {"same": losses.detach()})[0].backward()
+    plan[0].loss({"pg": losses, "kl": Term(losses * 2, coef=0.1)}, {"same": losses.detach()}).backward()
     assert losses.grad is not None
     assert losses.grad.is_meta
 
@@ -600,14 +611,14 @@ def test_a_coefficient_that_differs_between_micro_batches_is_refused() -> None:
 def test_a_step_has_one_form() -> None:
     plan = plan_step([Samples([[1, 1]]) for _ in "ab"], "token_mean", dp_group=None)
     losses = torch.ones(2, requires_grad=True)
-    plan[0].loss(losses, form="sum")
+    plan[0].loss(losses)
     with pytest.raises(
-        ValueError, match=r"form='mean' in a step whose other micro-batches were .*form='sum': .*all must"
+        ValueError, match=r"for form='2-tuple' in a step whose .* for gradients summed over ranks: .*all"
     ):
-        plan[1].loss(losses, form="mean")
-    plan[1].loss(losses, form="sum")
+        plan[1].loss(losses, form="2-tuple")
+    plan[1].loss(losses)
     plan.reset()
-    plan[0].loss(losses, form="mean")
+    plan[0].loss(losses, form="2-tuple")
 
 
 def test_a_loss_of_terms_by_hand() -> None:
@@ -619,7 +630,7 @@ def test_a_loss_of_terms_by_hand() -> None:
         "same": Term(losses, coef=0), "seen": Term(losses.detach() * 2, "token_mean", coef=0),
     }  # fmt: skip
     plan = plan_step(samples, "sample_mean", terms={"kl": "token_mean"}, term_masks=["correct"], dp_group=None)
-    loss, _, report = plan[0].loss(terms)
+    loss, _, report = plan[0].loss(terms, form="3-tuple")
     plan.finish([report])
     # 1/2 (1.5 + 6); 3 * 9 / 3; 5 * (1/2) (2 + 0)
     expected = {"loss": 3.75 + 0.9 + 10, "pg": 3.75, "kl": 9, "nll": 5, "same": 3.75, "seen": 6}
@@ -668,7 +679,7 @@ def test_empty_micro_batches_and_steps(filler: Samples) -> None:
     masks = {"own": [STEP[i].mask for i in (0, 1)]}
     plan = plan_step([described([0, 1], term_masks=masks), filler], "prompt_mean", term_masks=["own"], dp_group=None)
     losses = torch.ones(filler.total_tokens, requires_grad=True) * math.nan
-    plan[1].loss({"pg": losses, "own": Term(losses, mask="own")})[0].backward()
+    plan[1].loss({"pg": losses, "own": Term(losses, mask="own")}).backward()
     alone = plan_step([described([0, 1])], "prompt_mean", dp_group=None)
     assert plan.summary == alone.summary
     assert torch.equal(plan[0].weights, alone[0].weights)
@@ -704,11 +715,11 @@ def test_evaluation_before_training_changes_nothing() -> None:
     for _ in range(2):
         with torch.inference_mode():
             parts = [plan[0].loss(torch.ones(2)), plan[1].loss(torch.ones(4))]
-            assert float(plan[0](torch.ones(2))) == 1  # without a graph that could be hooked
-        assert [float(part[0]) for part in parts] == [2, 0]
+            assert float(plan[0].loss(torch.ones(2))) == 1  # without a graph that could be hooked
+        assert [float(part) for part in parts] == [1, 0]
     losses = [torch.ones(2, requires_grad=True), torch.ones(4, requires_grad=True)]
     for microbatch, values in zip(plan, losses, strict=True):
-        loss, count, report = microbatch.loss(values)
+        loss, count, report = microbatch.loss(values, form="3-tuple")
         loss.backward()
         count += 1
         report["pg_loss"] += 1
@@ -718,7 +729,7 @@ def test_evaluation_before_training_changes_nothing() -> None:
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_checkpoint_recomputes_the_loss(reentrant: bool) -> None:
     plan, values = plan_step([Samples([[1, 1]])], "token_mean", dp_group=None), torch.ones(2, requires_grad=True)
-    checkpoint(plan[0], values, use_reentrant=reentrant).backward()
+    checkpoint(plan[0].loss, values, use_reentrant=reentrant).backward()
     assert values.grad is not None
     assert values.grad.tolist() == [0.5, 0.5]
     plan.finish()
@@ -761,7 +772,7 @@ def test_a_mask_and_a_buffer_have_the_shape_of_losses() -> None:
 @pytest.mark.parametrize("coef", [Fraction(1, 4), np.float32(0.25), 10**-1 * Fraction(5, 2)])
 def test_a_coefficient_is_any_number(coef: Any) -> None:
     plan, values = plan_step([Samples([[1, 1]])], "token_sum", dp_group=None), torch.ones(2, requires_grad=True)
-    plan[0].loss(Term(values, "token_sum", coef=coef, divisor=Fraction(1, 2)), form="sum").backward()  # type: ignore[arg-type]
+    plan[0].loss(Term(values, "token_sum", coef=coef, divisor=Fraction(1, 2))).backward()  # type: ignore[arg-type]
     assert values.grad is not None
     assert values.grad.tolist() == [0.5, 0.5]
 
@@ -811,7 +822,9 @@ def outcomes_of_modes() -> dict[str, str]:
     rank = dist.get_rank()
     mine = described(dealt(STEP, rank, 2, 1)[0])
     return {
-        name: outcome_of(functools.partial(plan_step, [mine], modes[rank], dp_group=dist.group.WORLD))
+        name: outcome_of(
+            functools.partial(plan_step, [mine], modes[rank], dp_group=dist.group.WORLD, gradients="summed over ranks")
+        )
         for name, modes in MODES_OF_RANKS.items()
     }
 
@@ -853,7 +866,7 @@ def test_a_mode_declared_beside_a_loss_without_terms_is_refused() -> None:
 
 def test_no_graph_outlives_the_loss() -> None:
     plan, losses = planned(), [losses_of(chosen) for chosen in DEALT]
-    graphs = [ref(plan[number].loss(losses[number])[0]) for number in (0, 1)]
+    graphs = [ref(plan[number].loss(losses[number])) for number in (0, 1)]
     assert [graph() for graph in graphs] == [None, None]
     held = ref(plan[0])
     del plan

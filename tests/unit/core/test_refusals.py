@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,17 +26,15 @@ def pair(losses: Tensor, kl: Any = None) -> Any:
     return {"pg": losses, "kl": losses if kl is None else kl}
 
 
-def carried(form: Any, per_token_loss: bool = False, losses: Any = None, of_model: bool = False) -> Any:
+def carried(form: Any, per_token_loss: bool = False, losses: Any = None) -> Any:
     own_plan = plan([TWO], per_token_loss=per_token_loss)
-    check_form = (lambda form: None) if of_model else None  # as plan_step(model=...) says
-    own_plan.record.trainer = replace(own_plan.record.trainer, check_form=check_form)
     return own_plan[0].loss(torch.ones(2, requires_grad=True) if losses is None else losses, form=form)
 
 
 def finish(*reports: Any, trained: bool = True) -> Any:
     of_step = plan([TWO])
     if trained:
-        of_step[0](torch.ones(2, requires_grad=True))
+        of_step[0].loss(torch.ones(2, requires_grad=True))
     return of_step.finish(*reports)
 
 
@@ -46,6 +43,7 @@ def proved(model: Any, of_step: Any) -> None:
         pass
 
 
+AVERAGED = "averaged over ranks"
 X, TWO = torch.ones(4), Samples([torch.ones(2)])
 MODULE, STEP = torch.nn.Linear(1, 1), plan([TWO])
 test_refusals = refusal_tests(
@@ -95,21 +93,19 @@ test_refusals = refusal_tests(
             (([TWO], {"term_masks": ["kl"]}), "the samples have no mask 'kl'", ([TWO], {})),
             (([TWO], {"dynamic_cp": True}), "pg_collection or dynamic_cp without a model", ([TWO], {})),
             (([TWO], {"model": TWO, "per_token_loss": True}), "model= together with groups", ([TWO], {})),
+            (([TWO], {"model": TWO, "dp_group": ..., "gradients": AVERAGED}), "gradients or per_token_loss: .*model "
+             "alone", ([TWO], {"gradients": AVERAGED})),
+            (([TWO], {"gradients": "mean"}), "gradients= 'mean': there is no .* averaged over ranks, summed over ranks",
+             ([TWO], {"gradients": "summed over ranks"})),
         ),
         **refusals(
             carried,
-            (("avg",), "form='avg': there is no such form.*'nemo_rl'", ("mean",)),
+            (("mean",), r"form='mean': there is no such form.*'nemo_rl', or leave form out: .*gradients=", (None,)),
             (("tuple",), "form='tuple': there is no such form. Choose one of '3-tuple'", ("3-tuple",)),
-            (("2-tuple", True), "form='2-tuple' with per-token loss", ("2-tuple",)),
-            (("mean", True), "form='mean' with per-token loss.*Turn calculate_per_token_loss off", ("mean",)),
+            (("2-tuple", True), "form='2-tuple' with per-token loss.*Turn calculate_per_token_loss off", ("2-tuple",)),
             (("slime", True), "form='slime' with per-token loss", ("slime",)),
             (("nemo_rl",), "form='nemo_rl' without per-token loss", ("nemo_rl", True)),
-            *(
-                ((form, False, None, True), f"form='{form}' in a plan of a Megatron model: .*Leave form out", (form,))
-                for form in ("sum", "mean")
-            ),
-            (("sum", False, None, True), "in place of model=", ("verl", False, None, True)),
-            (("sum", False, torch.ones(2)), "a loss without a graph", ("sum",)),
+            ((None, False, torch.ones(2)), "a loss without a graph", (None,)),
         ),
         **refusals(
             of_terms,

@@ -204,7 +204,7 @@ def test_a_micro_batch_is_cut_once(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_step(parts, "token_mean", term_masks=["kl"], dp_group=None)
     for microbatch in plan:
         losses = torch.ones(8, requires_grad=True)
-        microbatch.loss({"pg": losses, "kl": Term(losses, mask="kl")}, form="sum").backward()
+        microbatch.loss({"pg": losses, "kl": Term(losses, mask="kl")}).backward()
     assert plan.finish()["loss"] == pytest.approx(2)
     assert cut == [(0, 1)] * 3
     parts[0].local(1, 2)
@@ -229,7 +229,7 @@ def test_values_of_a_sample_are_put_where_its_mask_is_and_stay_differentiable() 
     packed = samples.in_buffer(rows)
     assert packed.tolist() == [1, 2, 0, 0, 3, 4, 5, 0]
     losses = torch.ones(8, requires_grad=True)
-    plan_step([samples], "token_sum", dp_group=None)[0].loss({"pg": losses, "kl": Term(packed, coef=2)})[0].backward()
+    plan_step([samples], "token_sum", dp_group=None)[0].loss({"pg": losses, "kl": Term(packed, coef=2)}).backward()
     assert [row.grad.tolist() for row in rows if row.grad is not None] == [[2, 2], [2, 0, 2]]
     assert samples.in_buffer([[1, 2], np.array([3, 4, 5])]).tolist() == [1, 2, 0, 0, 3, 4, 5, 0]
     of_samples = torch.tensor([0.5, -1.0], requires_grad=True)

@@ -120,7 +120,7 @@ def test_a_metric_over_ids_in_a_step_without_a_sample_is_0() -> None:
     nothing = torch.zeros(0, requires_grad=True)
     for over in ("turn", "samples"):
         plan = plan_step([Samples([])], "token_mean", dp_group=None)
-        *_, report = plan[0].loss(nothing, {"metric": Metric(nothing.detach(), over)})
+        *_, report = plan[0].loss(nothing, {"metric": Metric(nothing.detach(), over)}, form="3-tuple")
         assert plan.finish([report])["metric"] == 0
     plan = plan_step([Samples([[1]])], "token_mean", dp_group=None)
     with pytest.raises(ValueError, match="a metric over 'turn': there are no such units or ids"):

@@ -250,7 +250,7 @@ def test_a_mixture_is_two_terms_each_with_its_mode_and_mask() -> None:
     with pytest.warns(UserWarning, match="every prompt group of the step has one rollout"):
         (microbatch,) = plan_step([samples], "prompt_mean", dp_group=None, term_masks=["seen"])
     kl = divergence_at_ids(with_rest(leaf), teacher, microbatch, kind="reverse_kl")
-    share = microbatch.loss({"pg": policy, "kl": Term(kl, "token_mean", coef=0.5, mask="seen")}, form="sum")
+    share = microbatch.loss({"pg": policy, "kl": Term(kl, "token_mean", coef=0.5, mask="seen")})
     exact = student.double().requires_grad_()
     of_kl = divergence(exact.exp(), teacher.double().exp(), "reverse_kl", "bucket")
     right = ((0 + 1 + 3) / 3 + (5 + 6) / 2) / 2 + 0.5 * of_kl[[0, 3, 5]].sum() / 3

@@ -365,7 +365,7 @@ def of_metric(over: str, kind: Any) -> Callable[[Step], Any]:
         plan = planned(step)
         for microbatch, (_, values) in zip(plan, step, strict=True):
             metric = Metric(values.float(), over, kind=kind)
-            microbatch.loss(values.float().requires_grad_(), {"x": metric}, form="sum")
+            microbatch.loss(values.float().requires_grad_(), {"x": metric})
         return torch.stack([plan.finish()["x"]])
 
     return reduced
@@ -394,7 +394,7 @@ def kept(step: Step) -> Tensor:
     values = {id(microbatch): x for microbatch, (_, x) in zip(plan, step, strict=True)}
     keep_tokens(plan, "above", lambda microbatch: values[id(microbatch)] > 0)
     terms = [{"x": Term(x.float().requires_grad_(), "session_mean", mask="above")} for _, x in step]
-    return sum((mb.loss(term, form="sum")[None] for mb, term in zip(plan, terms, strict=True)), torch.zeros(1))
+    return sum((mb.loss(term)[None] for mb, term in zip(plan, terms, strict=True)), torch.zeros(1))
 
 
 def measured(step: Step) -> Tensor:

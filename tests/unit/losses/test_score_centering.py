@@ -247,7 +247,9 @@ def in_layouts() -> dict[Any, Tensor]:
         for name, gate in GATES.items():
             for way, mode in WAYS.items():
                 whole = torch.zeros(sum(LENGTHS), WIDTH, dtype=torch.float64)
-                plan = plan_step(cuts, mode, dp_group=groups["dp"], cp_group=groups["cp"])
+                plan = plan_step(
+                    cuts, mode, dp_group=groups["dp"], cp_group=groups["cp"], gradients="summed over ranks"
+                )
                 for hand, microbatch in zip(hands, plan, strict=True):
                     if not hand:
                         continue
@@ -316,7 +318,7 @@ def share_of(
     logits = leaf @ shard.T
     mask = microbatch.tokens.mask
     log_probs, _ = log_probs_from_logits(logits, labels, tp_group=tp, token_mask=mask, rest_without=marked)
-    return microbatch.loss(per_token(log_probs, None, microbatch, **inputs)[0], form="sum")
+    return microbatch.loss(per_token(log_probs, None, microbatch, **inputs)[0])
 
 
 class _SumOverTp(torch.autograd.Function):

@@ -343,6 +343,6 @@ def test_a_gate_of_the_policy_in_training_counts_the_step_anew() -> None:
     gate = Gate(low=0.5, high=2.0)
     keep_tokens(plan, "within", lambda microbatch: importance_weights(now - old, gate, microbatch) > 0)
     losses = torch.tensor([1.0, 100.0, 2.0, 6.0], requires_grad=True)
-    plan[0].loss({"pg": Term(losses, mask="within")}, form="sum").backward()
+    plan[0].loss({"pg": Term(losses, mask="within")}).backward()
     assert losses.grad is not None
     assert losses.grad.tolist() == pytest.approx([1 / 3, 0, 1 / 3, 1 / 3])

@@ -67,10 +67,10 @@ def test_gradients_outside_the_measured_step_are_spoken_of(misplaced: str, capsy
     for _ in range(3):
         plan = plan_step([Samples([[1, 1]])], "token_mean", dp_group=None)
         if misplaced == "before the step":
-            plan[0].loss(measured.weight[0], form="sum").backward()
+            plan[0].loss(measured.weight[0]).backward()
         with prove_step(measured, plan):
             if misplaced == "on another model":
-                plan[0].loss(model.weight[0], form="sum").backward()
+                plan[0].loss(model.weight[0]).backward()
         measured.zero_grad()
     printed = capsys.readouterr().out
     if misplaced == "on another model":
@@ -87,7 +87,7 @@ def test_a_step_that_trains_on_something_else_is_wrong(capsys: pytest.CaptureFix
         plan, model.weight.grad = plan_step([Samples([[1, 1]])], "token_mean", dp_group=None), None
         says = contextlib.nullcontext() if is_right else pytest.raises(ValueError, match=r"its loss\(\) was not called")
         with says, prove_step(model, plan):
-            (plan[0].loss(model.weight[0], form="sum") if is_right else model.weight.square().sum()).backward()
+            (plan[0].loss(model.weight[0]) if is_right else model.weight.square().sum()).backward()
     assert "aggregation proved on 2 tokens" in capsys.readouterr().out
 
 
@@ -95,7 +95,7 @@ def test_a_loss_of_another_plan_is_not_proved(capsys: pytest.CaptureFixture[str]
     model, samples = torch.nn.Linear(2, 1, bias=False), [Samples([[1, 1]])]
     plan, other = (plan_step(samples, mode, dp_group=None) for mode in ("token_mean", "token_sum"))
     with prove_step(model, plan):
-        other[0].loss(model.weight[0], form="sum").backward()
+        other[0].loss(model.weight[0]).backward()
     says = "NOT PROVED: The step trained on micro-batches of another plan than the one that the proof was given."
     assert says in capsys.readouterr().out
 
@@ -127,7 +127,7 @@ def test_a_division_by_a_count_of_the_micro_batch_is_wrong_in_any_mode(mode: str
         for microbatch in plan:
             losses = loss(model.weight[0], microbatch)
             count = microbatch.mask.sum() if divides else 1
-            microbatch.loss(losses / count, form="sum").backward()
+            microbatch.loss(losses / count).backward()
 
 
 @pytest.mark.parametrize("is_ours", [False, True])
@@ -135,7 +135,7 @@ def test_losses_of_ones_own_are_taken_as_given(is_ours: bool, capsys: pytest.Cap
     model, plan = torch.nn.Linear(2, 1, bias=False), plan_step([Samples([[1, 1]])], "token_mean", dp_group=None)
     with prove_step(model, plan, level="strict"):
         losses = loss(model.weight[0], plan[0]) if is_ours else model.weight[0]
-        plan[0].loss(losses, form="sum").backward()
+        plan[0].loss(losses).backward()
     assert ("; losses as given (limits: " in capsys.readouterr().out) != is_ours
 
 
@@ -145,7 +145,7 @@ def test_a_micro_batch_of_the_plan_left_out_is_wrong_unless_it_has_no_token(acti
     plan = plan_step([Samples([[1, 1]]), Samples([[active, 0]])], "token_mean", dp_group=None)
     says = pytest.raises(ValueError, match=r"Of 2 micro-batches of the plan, \[1\] were not trained on")
     with says if active else contextlib.nullcontext(), prove_step(model, plan):
-        plan[0].loss(model.weight[0], form="sum").backward()
+        plan[0].loss(model.weight[0]).backward()
 
 
 @pytest.mark.parametrize("level", ["error", "strict"])
@@ -156,4 +156,4 @@ def test_gradients_from_before_are_wrong(level: Any) -> None:
         pytest.raises(ValueError, match="Gradients were not 0 before the step, which added to them"),
         prove_step(model, plan, level=level),
     ):
-        plan[0].loss(model.weight[0], form="sum").backward()
+        plan[0].loss(model.weight[0]).backward()

@@ -65,7 +65,9 @@ def on_a_rank(case: str, zigzag: bool, plant: bool) -> list[tuple[float, float]]
         trees = [PrefixTree(part.rows, multiple=4, zigzag=zigzag, cp_attention=True) for part in parts]
         samples = [Samples(part.masks, layout=tree) for part, tree in zip(parts, trees, strict=True)]
         terms = {"kl": "token_mean"} if case == "ppo" else None
-        plan = plan_step(samples, "sample_mean", terms=terms, dp_group=dp_group, cp_group=cp_group)
+        plan = plan_step(
+            samples, "sample_mean", terms=terms, dp_group=dp_group, cp_group=cp_group, gradients="summed over ranks"
+        )
         try:
             with prove_step(model, plan, level="error"):
                 for number, (part, tree, microbatch) in enumerate(zip(parts, trees, plan, strict=True)):
@@ -83,7 +85,7 @@ def on_a_rank(case: str, zigzag: bool, plant: bool) -> list[tuple[float, float]]
                     else:
                         losses = {"pg": tree_oracle.ppo(log_probs, old, advantages)}
                         losses["kl"] = Term(tree_oracle.k3(log_probs, old + 0.1), coef=COEF)
-                    loss = microbatch.loss(losses, {"ratio": (log_probs - old).exp().detach()}, form="sum")
+                    loss = microbatch.loss(losses, {"ratio": (log_probs - old).exp().detach()})
                     (loss * (3 if plant and number else 1)).backward()
                 for parameter in model.parameters():
                     dist.all_reduce(parameter.grad)

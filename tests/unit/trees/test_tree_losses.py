@@ -124,7 +124,9 @@ class Step:
         cp_size = 1 if cp_group is None else 2
         tree = PrefixTree(self.drawn.rows, multiple=2 * cp_size, cp_attention=cp_size > 1)
         samples = Samples(self.drawn.masks, layout=tree, rollout_ids=self.rollouts)
-        (microbatch,) = plan_step([samples], "sample_mean", dp_group=None, cp_group=cp_group)
+        (microbatch,) = plan_step(
+            [samples], "sample_mean", dp_group=None, cp_group=cp_group, gradients="summed over ranks"
+        )
         tokens, depths = tree.inputs()
         hidden = self.model.hidden(tokens[0], depths[0], tree.visible())
         hidden = hidden[torch.from_numpy(tree.local_slots(cp_rank, cp_size))]
@@ -152,7 +154,7 @@ class Step:
                 losses = policy + score_centering(student, of["log_q"], of["advantages"], microbatch, gate=gate)
             else:
                 losses = divergence_at_ids(student, of["log_q"], microbatch, kind=name)  # type: ignore[arg-type]
-        return tree_oracle.gradients(microbatch.loss(losses, form="sum"), self.model)
+        return tree_oracle.gradients(microbatch.loss(losses), self.model)
 
 
 SEEDS = (3, 8, 285)
@@ -216,7 +218,7 @@ def plan_on_a_rank(case: str, by: str) -> str:
 
     groups: Any = {"cp_group": dist.group.WORLD} if by == "cp" else {"replica_groups": [dist.group.WORLD]}
     try:
-        plan_step(described, "token_mean", dp_group=None, **groups)
+        plan_step(described, "token_mean", dp_group=None, gradients="summed over ranks", **groups)
     except (ValueError, TypeError) as error:
         return f"{type(error).__name__}: {error}"
     return ""
