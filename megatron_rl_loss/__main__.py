@@ -143,8 +143,10 @@ def _run(options: Namespace) -> tuple[str, int]:
 def _modes(options: Namespace) -> str:
     """Text of the command ``modes``; ``--json`` writes its data."""
     mode, flags = options.mode, (options.divisor, options.units)
-    if mode is not None and (spelt := mode.lower().replace("-", "_")) in FRAMEWORKS:  # OpenRLHF, NeMo-RL
-        mode = spelt
+    if mode is not None:
+        framework, rest = re.fullmatch("([^@:]*)(.*)", mode, re.DOTALL).groups()  # type: ignore[union-attr]
+        spelt = framework.lower().replace("-", "_")  # OpenRLHF, NeMo-RL:sample_mean
+        mode = spelt + rest if spelt in FRAMEWORKS else mode
     if (mode is None or mode in FRAMEWORKS) and flags != (None, None):
         raise ValueError("flags without a mode: they are a mode's. Name one: modes constant, for example.")
     if options.all and mode is not None:

@@ -90,39 +90,32 @@ def make_pg_loss_reducer(
     cp_rank: int | None = None,
     cp_size: int = 1,
 ) -> WeightedSum:
-    """``reducer(per_token_loss) -> share``: this rank's share of the step loss of one micro-batch.
+    """``reducer(per_token_loss) -> share``: this rank's part of the step loss, of one micro-batch. Parts add up.
 
     >>> masks = [[1, 1, 0], [1]]
     >>> totals = StepTotals.of(masks)
     >>> make_pg_loss_reducer("token_mean", masks, totals=totals)(torch.tensor([1.0, 2.0, 9.0, 6.0]))
     tensor(3.)
 
-    Shares add up. A trainer that averages gradients over ranks (plain `DistributedDataParallel`, FSDP) trains on
-    ``world_size * share``, with the number of these ranks.
+    A trainer that averages gradients over ranks (DDP, FSDP) trains on ``share`` times the number of these ranks.
 
     Args:
-        mode: ``sample_mean``, ``prompt_mean``, ``token_mean``, ``constant``, ``token_sum``, a registered name, another
-            framework's (``verl:token-mean``; `python -m megatron_rl_loss modes --all` lists them), or a function of
-            `ModeInputs`.
+        mode: ``sample_mean``, ``prompt_mean``, ``token_mean``, ``constant``, ``token_sum``, another framework's name
+            (``verl:token-mean``), your own, or a function of `ModeInputs`.
         samples: of the micro-batch: masks, layout, ids and labels; or its masks alone.
-        totals: the step's denominators. Totals of a part of the step are refused; of more than the step no micro-batch
-            can tell, and all weights are then too small by one factor: a plan counts its own step.
-        divisor: L of ``constant``, in tokens (the generation budget, say), or d of ``token_sum``; with no other mode.
-        units: count every unit (``all``, unless a framework's name says otherwise) or only those with a token of
-            nonzero weight (``active``), or these and the samples with a true label ``counted`` (``counted``).
+        totals: of the whole step. Totals of less are refused; of more than the step no micro-batch can tell.
+        divisor: L of ``constant``, in tokens (the generation budget, say), or d of ``token_sum``.
+        units: count ``all`` of them (the default), those with a token of nonzero weight (``active``), or these and the
+            samples with a true label ``counted`` (``counted``).
         cp_rank, cp_size: this rank's place in its context-parallel group; cp_rank is required where cp_size > 1.
 
     Returns:
-        A `WeightedSum`, to be called. It takes the local per-token losses (float, in the layout's order) and returns a
-        0-dim float32 tensor (float64 of float64 losses) that stays connected to the graph even without active tokens.
-        float16 and bfloat16 are
-        summed in float32; the gradient of float16 losses is float16, too small for most weights without a loss scale,
-        which is warned of. NaN and Inf at masked positions are ignored, at active ones they come through. It raises
-        ValueError for losses whose shape is not this rank's part of the layout.
+        A function of the local losses (float, in the layout's order); its value is 0-dim float32 (float64 of float64
+        losses), connected to the graph even without an active token. NaN and Inf at masked positions are ignored.
 
     Raises:
-        ValueError, TypeError: unknown mode, a divisor that is missing, unusable or without effect, totals without the
-            count the mode needs, or that are smaller than this micro-batch; anything `Samples` refuses.
+        ValueError, TypeError: unknown mode; a divisor that is missing, unusable or without effect; totals without what
+            the mode counts, or smaller than this micro-batch; anything `Samples` refuses.
     """
     aggregation = resolve(mode, divisor=divisor, units=units)
     local = as_samples(samples).local(place_in_cp(cp_rank, cp_size), cp_size)

@@ -47,34 +47,24 @@ def log_probs_from_logits(
 
     Args:
         logits: [tokens..., vocabulary / TP], float; on TP rank r the r-th part of the vocabulary.
-        labels: integers [tokens...], ids in the whole vocabulary, or [tokens..., K] for K >= 1 ids per token;
-            these and all further arguments are the same on all TP ranks. Or a tree's edges, as in
-            `log_probs_from_hidden`, which makes no copy of logits.
-        tp_group: the ranks that hold the vocabulary together; None for one.
+        labels: ids in the whole vocabulary [tokens...], or K of them [tokens..., K]; or a tree's edges.
+        tp_group: the ranks that hold the vocabulary together; None for one. Further arguments are the same on all.
         temperature: > 0; the sampling temperature, by which logits are divided.
-        keep: ids outside have probability 0. A label always counts, even if the set lacks it. Entropy is that of the
-            distribution over the kept ids. All K labels count: fill up a token with fewer labels by repeating one.
-        vocab_size: ids from there on are padding, and left out; default: all columns count, as in Megatron.
-        entropy: return the entropy too. Backward does no work for an entropy that no loss uses.
-        token_mask: [...], bool or numbers; at 0 a token is passed over: its log-prob, entropy and gradient are 0, and
-            its label may be anything. Plain torch reads it on the host, and waits for one on a device.
+        keep: ids outside have probability 0; a label always counts.
+        vocab_size: ids from there on are padding, and left out; default: all columns count.
+        entropy: return the entropy too, of the distribution over the kept ids.
+        token_mask: [...]; at 0 a token's log-prob, entropy and gradient are 0, and its label may be anything.
         chunk_tokens: tokens to work on at a time; default: all for kernels, else by the size of the vocabulary.
-        rest_without: bool, in the shape of labels [..., K]. With it log-probs are [..., K + 1]: the last is the log of
-            the probability of all ids but the marked ones, exact however small, for `divergence_at_ids`. Where no
-            other id counts it is that of the smallest normal number, without a gradient.
-        gradient_in_place: the gradient overwrites the logits, which must be a result of their own: no leaf, and not
-            expanded. Autograd then refuses a second backward, and any later use of the logits that needs them.
-        kernel: by default `choice.choose` takes this package's Triton kernels for logits on an NVIDIA GPU, and plain
-            torch for what these lack; "torch" forces plain torch. "triton" takes the kernels without comparing them
-            with plain torch at their first launch. Your own function, one of `kernels`, or its name
-            makes the log-probs of plain logits, of one id per token, in this function's place.
+        rest_without: bool, as labels [..., K]: adds the log of the probability of all ids but the marked ones.
+        gradient_in_place: the gradient overwrites the logits, which must be no leaf and not expanded.
+        kernel: ``torch``, ``triton``, one of `kernels` by name, or your function; default: `choice.choose`.
 
     Raises:
-        ValueError, TypeError: logits that are probabilities, as their first row shows where one rank has the
-            vocabulary; a temperature that is not finite and > 0; labels of another shape, not integers or
-            outside the vocabulary where the token mask is not 0; a keep-mask or token mask of another shape; a
-            `vocab_size` beyond the columns; a kernel with settings that it lacks. Of values on a device the host is
-            told late: by a later pass (kernels; the log-prob is NaN), or a device assertion (plain torch).
+        ValueError, TypeError: probabilities in the place of logits; an unusable temperature, vocabulary size or kernel;
+            labels outside the vocabulary, not integers or of another shape, as masks. Of values on a device the host is
+            told late, in a later pass or by a device assertion.
+
+    docs/logprobs.md, "Functions of tensors" and "On a GPU", have each argument at length.
     """
     check_float("logits", logits, "Pass the output layer's result")
     check_rows("logits", logits)

@@ -31,40 +31,24 @@ def score_centering(
     >>> score_centering(at_ids, sampler, torch.ones(1), torch.ones(1))  # rho is 0.2 / 0.25
     tensor([-0.1386])
 
-    Where sampler q and trainer p differ, the score ``grad log p`` has a mean under q that is not 0, and the policy
-    drifts by it in every step. The gradient of this term is that mean, weighed as the policy loss is, over the
-    sampler's most likely ids H and their tail, one more category v, where q is modelled as ``rho p``,
-    ``rho = (1 - sum_H q) / (1 - sum_H p)`` (its denominator at least 1e-6, as in the paper). Its value is no loss and
-    need not be small. It is 0-mean where p = q.
-
-    | gate | m(v), p and q of an id or of the tail |
-    |---|---|
-    | None: the policy loss has no weight of p / q | q |
-    | ``Gate(action="clamp", ...)``: truncated weights | clamp(p, low q, high q) |
-    | ``Gate(action="mask", ...)``: IcePop | p where p / q is within, else 0 |
-
-    Any beta gives the same gradient, since ``p grad log p`` sums to 0 over all ids. The paper's is ``alpha = m / p`` of
-    the tail, which then has no term. Here it is at most 1: where rho is large the terms of H would cancel, and float32
-    would lose their digits.
+    Its gradient is the mean under the sampler q of the score ``grad log p``, over the sampler's most likely ids and
+    their tail, one more category v, where q is ``rho p``. docs/losses.md, "Score centering", has the formulas.
 
     Args:
-        log_probs: of the policy in training at K ids, with their rest; differentiable. With labels [..., 1 + K], the
-            sampled token's first, and ``rest_without`` true at the others where the sampler gave one,
-            `log_probs_from_logits`, `log_probs_from_hidden` and `loss_from_hidden` give all of them in one pass, at any
-            tensor parallelism. With ``support="ids"`` a tensor [..., K].
-        rollout_log_probs: of the sampler at the same ids [..., K], detached here; -inf where it gave fewer. Each id
-            once: where an engine adds the sampled token to its top K, it may be there already. Without a rest of its
-            own its tail is what its K probabilities leave.
-        advantages: [...], as in `ppo_clip_loss`: of the policy loss that this is added to.
+        log_probs: of the trainer at K ids with their rest, differentiable; with ``support="ids"`` a tensor [..., K].
+        rollout_log_probs: of the sampler at the same ids [..., K], each id once; -inf where it gave fewer.
+        advantages: [...], of the policy loss that this is added to.
         local: the `Microbatch`, this rank's tokens of it, or the mask of the tokens, [...].
-        gate: of tokens, by their ratio: that of the importance weights of the policy loss. None where it has none.
-        support: what the sampler could draw: the ``vocabulary``, of which H are the most likely; or these ``ids`` alone
-            (top-p, top-k): p and q are then renormalised over them, and there is no tail. The policy loss takes its
-            log-probs over the same ids (`keep`).
+        gate: of tokens, by p / q: that of the importance weights of the policy loss; None where it has none.
+        support: what the sampler could draw: the whole ``vocabulary``, or these ``ids`` alone (top-p, top-k).
 
-    Returns float32 [...] (float64 of float64), computed in float64, 0 where masked. Raises ValueError for shapes that
-    differ, K = 0, no rest, probabilities that sum to more than 1.05 (an id twice, or logits), or with a rest not to 1,
-    another gate, and a sampler or advantages that require grad; TypeError for log-probs that are no float tensors.
+    Returns float32 [...] (float64 of float64), computed in float64, 0 where masked.
+
+    Raises:
+        ValueError: shapes that differ, K = 0, no rest, probabilities that sum to more than 1.05 (an id twice, or
+            logits), or with a rest not to 1; another kind of gate; a sampler or advantages that require grad.
+        TypeError: log-probs that are no float tensors.
+
     Source: arXiv:2609.20807.
     """
     check_choice("support", support, get_args(Support))

@@ -33,38 +33,25 @@ def divergence_at_ids(
     >>> divergence_at_ids(at_ids, teacher, torch.ones(1), kind="reverse_kl")  # log 2 / 2 - log 2 / 4
     tensor([0.1733])
 
-    With ``KL(a || b) = sum_i a_i log(a_i / b_i)``:
-
-    - ``forward_kl``: ``KL(q || p)``. ``reverse_kl``: ``KL(p || q)``.
-    - ``jsd``: ``beta KL(q || m) + (1 - beta) KL(p || m)``, ``m = beta q + (1 - beta) p``. Towards beta 0 it is
-      ``beta KL(q || p)``, towards 1 ``(1 - beta) KL(p || q)``; it is 0 at both ends.
-
-    `tail` chooses the categories of the sum:
-
-    - ``bucket``: the K ids and one category for all others, the rest of `AtIds`. The divergence of K + 1 categories,
-      never negative, and never above that of the whole vocabulary.
-    - ``drop``: the K ids alone, unscaled. The sum is no divergence: it may be negative, and is not least where p = q.
-    - ``renormalise``: the K ids, p and q each divided by their sum. The mass on other ids has no effect.
-
     Args:
-        log_probs: of the student at K ids, in the whole vocabulary's distribution; differentiable. For ``bucket``
-            `AtIds`, with the rest that ``rest_without=teacher_log_probs > -inf`` of `log_probs_from_hidden` makes; for
-            the other tails a tensor [..., K].
-        teacher_log_probs: of the teacher at the same ids [..., K], detached here. -inf where it gave fewer than K:
-            these ids are in no sum, and `bucket` counts them among the others. A token without any has divergence and
-            gradient 0. For ``bucket`` `AtIds` where the teacher sends its rest; else that is what its K probabilities
-            leave, whose digits are lost below 1e-4 in float32.
+        log_probs: of the student at K ids, differentiable: `AtIds` for ``bucket``, else a tensor [..., K].
+        teacher_log_probs: at the same ids [..., K]; -inf where it gave fewer. `AtIds` where it sends its rest.
         local: the `Microbatch`, this rank's tokens of it, or the mask of the tokens, [...].
+        kind: ``forward_kl`` KL(q || p), ``reverse_kl`` KL(p || q), or ``jsd`` beta KL(q || m) + (1 - beta) KL(p || m)
+            with m = beta q + (1 - beta) p.
         beta: of ``jsd``, in (0, 1); 0.5 by default.
-        teacher_temperature: divides the teacher's log-probs, with ``renormalise`` alone: elsewhere their sum at another
-            temperature would be needed, which K log-probs do not tell. The student's belongs to its log-probs.
+        tail: ``bucket``: the K ids and one category for all others. ``drop``: the K ids alone, which is no divergence
+            and may be negative. ``renormalise``: p and q divided by their sums over the K ids.
+        teacher_temperature: divides the teacher's log-probs, with ``renormalise`` alone.
 
-    Returns float32 [...] (float64 of float64), computed in float64. A teacher's rest that its K probabilities put below
-    half their epsilon (6e-8 in float32), which rounding hides, is taken as that. Raises ValueError for shapes that
-    differ, K = 0, a bucket without the student's rest, probabilities that sum to more than 1.05 (repeated ids, or
-    logits), or with a rest not to 1, a teacher that requires grad while the student does not, unknown names and
-    unusable settings; TypeError for log-probs that are no float tensors.
-    Source: GKD, arXiv:2306.13649 eq. 1 and section 2; reverse KL of the student's samples, MiniLLM, arXiv:2306.08543.
+    Returns float32 [...] (float64 of float64), computed in float64. docs/logprobs.md, "Distillation", says more.
+
+    Raises:
+        ValueError: shapes that differ, K = 0, no rest of the student's for ``bucket``, probabilities that sum to more
+            than 1.05, or with a rest not to 1; a teacher alone that requires grad; unknown names and unusable settings.
+        TypeError: log-probs that are no float tensors.
+
+    Source: GKD, arXiv:2306.13649 eq. 1 and section 2; MiniLLM, arXiv:2306.08543.
     """
     share = check_kind(kind, beta)
     check_choice("tail", tail, get_args(Tail))

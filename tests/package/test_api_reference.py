@@ -1,8 +1,11 @@
 """The API reference, which `tools/docs.sh` builds: every public name, and every loss, stands there."""
 
 import inspect
+import re
+from typing import Any
 
 import api_reference
+from repository import ROOT
 
 import megatron_rl_loss
 from megatron_rl_loss.losses.by_name import POLICY_LOSSES
@@ -33,3 +36,29 @@ def test_every_policy_loss_is_shown() -> None:
     for loss in POLICY_LOSSES.values():
         function = getattr(loss.compute, "func", loss.compute).__name__
         assert function in shown, f"{function} lacks its row in OTHERS, tools/api_reference.py"
+
+
+def documented() -> dict[str, Any]:
+    """Every public name, and what users call of a public class."""
+    members: dict[str, Any] = {}
+    for name in vars(megatron_rl_loss)["__all__"]:
+        public = members[name] = getattr(megatron_rl_loss, name)
+        if inspect.isclass(public):
+            named = [member for member in vars(public) if not member.startswith("_")]
+            members |= {f"{name}.{member}": getattr(public, member) for member in named}
+    return members
+
+
+def test_a_docstring_fits_a_screen() -> None:
+    """What is longer stands on a page of docs/."""
+    lines = {name: len((inspect.getdoc(member) or "").splitlines()) for name, member in documented().items()}
+    assert lines["plan_step"] > 20  # negative control: they are read
+    assert {name: number for name, number in lines.items() if number > 30} == {}
+
+
+def test_each_argument_of_a_plan_is_on_the_page() -> None:
+    page = (ROOT / "docs/tasks.md").read_text().partition("### Arguments of `plan_step`\n")[2].partition("\n## ")[0]
+    named = [
+        name for cell in re.findall(r"^\| (`.*?`) \|", page, flags=re.MULTILINE) for name in re.findall(r"\w+", cell)
+    ]
+    assert sorted(named) == sorted(inspect.signature(megatron_rl_loss.plan_step).parameters)

@@ -76,7 +76,7 @@ def test_a_framework_and_all_of_them_are_printed(
     assert "\nslime, " not in printed_by(["verl"], monkeypatch, capsys)
 
 
-@pytest.mark.parametrize("spelt", ["OpenRLHF", "NeMo-RL", "VERL"])
+@pytest.mark.parametrize("spelt", ["OpenRLHF", "NeMo-RL", "VERL", "SkyRL:prompt_mean", "NeMo-RL:token_level_loss=true"])
 def test_a_framework_is_found_as_it_spells_itself(
     spelt: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
