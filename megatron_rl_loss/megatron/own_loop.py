@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+from megatron_rl_loss.core.collectives import Group, check_together
 from megatron_rl_loss.core.plan import Plan
 from megatron_rl_loss.megatron.proving import MegatronFirstStep, facts_of
 from megatron_rl_loss.proof.exchange import Exchange
@@ -24,14 +25,14 @@ class MegatronProof:
 
     def __init__(self) -> None:
         self._firsts, self._num_steps = dict[str, MegatronFirstStep](), 0
+        self._over: list[Group] = []  # the model's groups, of which its first step tells
 
     @contextmanager
     def step(self, model: Any, plan: Plan, level: Callable[[], ProofLevel], stated: Stated) -> Iterator[None]:
-        groups, _ = facts_of(model)
-        over, claim = [groups.dp_cp, groups.tp, groups.pp], plan.record.modes.describe()
+        claim = plan.record.modes.describe()
         if claim not in self._firsts:
-            self._firsts[claim] = MegatronFirstStep(None, "the policy loss", remedy=_REMEDY, is_own_loop=True)
-        first = self._firsts[claim]
+            self._firsts[claim] = check_together(lambda: self._begun(model), plan.record.groups.all)
+        first, over = self._firsts[claim], self._over
         if not first.is_agreed:  # before any other collective: ranks of other levels would wait for each other
             first.agree(over, level)
         counted = set[int]() if first.is_over else counted_by(plan.record.groups)
@@ -48,3 +49,9 @@ class MegatronProof:
             yield
         if is_looked_at and Exchange().agree(["left"] * any(left), ["left"], over):
             first.tell_left(next((str(failure) for failure in left if failure), LEFT))
+
+    def _begun(self, model: Any) -> MegatronFirstStep:
+        """The proof of a claim."""
+        groups, _ = facts_of(model)
+        self._over = [groups.dp_cp, groups.tp, groups.pp]
+        return MegatronFirstStep(None, "the policy loss", remedy=_REMEDY, is_own_loop=True)

@@ -1,14 +1,14 @@
 """The proof of a step under Megatron's schedule: a model's groups, and what a launch makes unmeasurable."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
 from megatron_rl_loss.core.aggregation import Aggregation
-from megatron_rl_loss.core.collectives import Group, gather_objects, several
+from megatron_rl_loss.core.collectives import Group, check_together, gather_objects
 from megatron_rl_loss.core.record import PlanUse
 from megatron_rl_loss.megatron.flags import REMAT_SIZES, has_cuda_graphs
 from megatron_rl_loss.megatron.model_settings import groups_of
@@ -56,10 +56,12 @@ class MegatronFirstStep(FirstStep):
             groups, unknown = facts_of(model, pg_collection)
 
             def conclude(failure: Exception | None) -> None:
-                self._refuse_packs(groups_that_agree(model, plan), plan)
+                measured.findings += [Finding(WRONG, fault) for fault in self._faults or ()]
                 then(failure)
+                self._faults = None
 
-            return MegatronStep(model, groups, unknown=unknown, plan=plan, is_own_loop=is_own_loop, then=conclude)
+            measured = MegatronStep(model, groups, unknown=unknown, plan=plan, is_own_loop=is_own_loop, then=conclude)
+            return measured
 
         def groups_that_agree(model: Any, plan: PlanUse | None) -> list[Group]:
             groups, _ = facts_of(model, pg_collection)
@@ -77,17 +79,17 @@ class MegatronFirstStep(FirstStep):
             with super().step(model, trains=trains, plan=plan, **further):
                 yield
             return
-        with watch_packs(model) as self._faults:
+        with ExitStack() as stack:
+            self._faults = check_together(lambda: stack.enter_context(watch_packs(model)), self._groups)
             with super().step(model, trains=trains, plan=plan, **further):
                 yield
-            self._refuse_packs(self._groups_of(model, plan), plan)  # of a step that is not measured
+            if self._faults is not None:  # the step was not measured
+                self._refuse_packs(plan)
 
-    def _refuse_packs(self, groups: Sequence[Group], plan: PlanUse | None) -> None:
+    def _refuse_packs(self, plan: PlanUse | None) -> None:
         """Raise or print what packs lack, on any rank: a pipeline stage has layers of its own. All ranks call it."""
-        if self._faults is None:
-            return
-        faults = [*self._faults]
-        for group in several(*groups):
+        faults = list(self._faults or ())
+        for group in self._groups:
             faults = [*dict.fromkeys(fault for of_rank in gather_objects(faults, group) for fault in of_rank)]
         asked = self.asked or (None if plan is None else plan.policy)
         verdict = Verdict([Finding(WRONG, fault) for fault in faults], self.aim(asked))
