@@ -14,6 +14,7 @@ from megatron_rl_loss.core.ids import as_ids
 from megatron_rl_loss.core.samples import Samples
 from megatron_rl_loss.core.transfers import to_device
 from megatron_rl_loss.engines.places import value_at
+from megatron_rl_loss.engines.prompt_tokens import is_by_prompt, misplaced_ids
 from megatron_rl_loss.extend import LossModes, Plan, Trainer, make_plan
 
 Batch = MutableMapping[str, Any]
@@ -71,6 +72,8 @@ class StepRow:
         batches: this rank's, of a step.
         masks: a row for each sample of a batch.
         prompts: an id for each sample of a batch, or the reason why prompts are unknown.
+        prompt_tokens: of a batch, text for the prompt's tokens of each sample, in an engine that is handed ids beside
+            them.
     """
 
     name: str
@@ -78,6 +81,17 @@ class StepRow:
     batches: Callable[[Any], Sequence[Any]]
     masks: Callable[[Any, Any], Sequence[Tensor]]
     prompts: Callable[[Any, Any], Sequence[Any] | str]
+    prompt_tokens: Callable[[Any], Sequence[str]] | None = None
+
+    def misplaced(
+        self, modes: LossModes, arguments: Any, batches: Sequence[Any], dp_group: Group | None, group_size: int | None
+    ) -> str:
+        """As `misplaced_ids`, of a step's batches; empty for a mode that does not group by prompt."""
+        if self.prompt_tokens is None or not is_by_prompt(modes):
+            return ""
+        ids = [str(prompt_id) for batch in batches for prompt_id in self.prompts(arguments, batch)]
+        prompts = [prompt for batch in batches for prompt in self.prompt_tokens(batch)]
+        return misplaced_ids(ids, prompts, dp_group, group_size)
 
 
 def weigh_advantages(

@@ -18,7 +18,6 @@ import json
 import math
 import sys
 from collections.abc import Sequence
-from itertools import chain
 from typing import Any
 
 import torch
@@ -31,7 +30,6 @@ from megatron_rl_loss.engines.log_prob_gradients import tap_output
 from megatron_rl_loss.engines.loss_trials import Beside, LossPaths, WeighedMicrobatch
 from megatron_rl_loss.engines.places import swapped
 from megatron_rl_loss.engines.policy_tap import tap_policy
-from megatron_rl_loss.engines.prompt_tokens import is_by_prompt, misplaced_ids
 from megatron_rl_loss.engines.proving import prove
 from megatron_rl_loss.engines.replacing import Function, Replaced
 from megatron_rl_loss.extend import LossModes, ModeFunction, Promises, resolve
@@ -81,12 +79,14 @@ def aggregate(mode: str | Mode | ModeFunction, **settings: Any) -> Replaced:
         return inputs, batch
 
     def weigh(batches: Sequence[Any], trainer: Any) -> None:
+        from megatron.core import mpu
+
         of_step, proof = [batch["grpo_batch"] for batch in batches], replaced.proof
         _weigh(of_step, trainer, modes)
         if proof is None or proof.is_over:
             return
         proof.promises = Promises(trainer.num_generations)
-        if is_by_prompt(modes) and (why := _misplaced(of_step, trainer.num_generations)):
+        if why := _ROW.misplaced(modes, trainer, of_step, mpu.get_data_parallel_group(), trainer.num_generations):
             proof.give_up(why)
 
     def step(stock: Any, arguments: dict[str, Any]) -> Any:
@@ -125,15 +125,6 @@ def _prompt_tokens(sample: Any) -> str:
     """The tokens of a sample before the first one to train on."""
     ids, labels = sample.encoded["input_ids"], sample.encoded["labels"]
     return str(ids[: next((i for i, label in enumerate(labels) if label != -100), len(ids))])
-
-
-def _misplaced(batches: Sequence[Any], group_size: int | None) -> str:
-    """As `misplaced_ids`."""
-    from megatron.core import mpu
-
-    columns = [(batch.prompts, batch.prompt_tokens) for batch in batches]
-    ids, prompts = ([*chain.from_iterable(column)] for column in zip(*columns, strict=True))
-    return misplaced_ids(ids, prompts, mpu.get_data_parallel_group(), group_size)
 
 
 def _tap_logits(stock: Any, arguments: dict[str, Any]) -> Any:
@@ -177,15 +168,27 @@ def _mask(batch: Any, trainer: Any) -> Any:
     return (batch.completion_mask & ~dropped[:, None]).float()
 
 
+def _wrong(step: tuple[Any, Sequence[Any]]) -> Sequence[tuple[bool, str, str]]:
+    kind = step[0].loss_type
+    remedy = "Use --loss_type dapo (the clipped loss of grpo, bnpo and dr_grpo) or cispo"
+    return [(kind not in ("dapo", "cispo"), f"--loss_type {kind}", remedy)]
+
+
+#: A step is the trainer and its batches.
+_ROW = StepRow(
+    "ms-swift",
+    wrong=_wrong,
+    batches=lambda step: step[1],
+    masks=lambda step, batch: list(_mask(batch, step[0])),
+    prompts=lambda step, batch: batch.prompts,
+    prompt_tokens=lambda batch: batch.prompt_tokens,
+)
+
+
 def _weigh(batches: Sequence[Any], trainer: Any, modes: LossModes) -> None:
     from megatron.core import mpu
 
-    remedy = "Use --loss_type dapo (the clipped loss of grpo, bnpo and dr_grpo) or cispo"
-    wrong = [(trainer.loss_type not in ("dapo", "cispo"), f"--loss_type {trainer.loss_type}", remedy)]
-    row = StepRow(
-        "ms-swift", lambda _: wrong, list, lambda _, batch: list(_mask(batch, trainer)), lambda _, batch: batch.prompts
-    )
-    _, columns, tokens = weigh_advantages(row, modes, batches, dp_group=mpu.get_data_parallel_group())
+    _, columns, tokens = weigh_advantages(_ROW, modes, (trainer, batches), dp_group=mpu.get_data_parallel_group())
     ranks, num_microbatches = mpu.get_data_parallel_world_size(), len(batches)
     scale = -_loss_of_a_token(trainer, batches[0], ranks) / math.exp(-10)
     if scale == 0:

@@ -12,7 +12,7 @@ Each token's advantage is multiplied by its weight in the mode * T during the en
 engine's divisor. Losses must be proportional to the advantage; other terms stay token means. Imports no engine.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -23,7 +23,6 @@ from megatron_rl_loss.core.modes import Mode
 from megatron_rl_loss.engines import areal, rlinf, roll
 from megatron_rl_loss.engines.columns import GROUPS, Batch, weigh_advantages
 from megatron_rl_loss.engines.places import swapped
-from megatron_rl_loss.engines.prompt_tokens import is_by_prompt, misplaced_ids
 from megatron_rl_loss.engines.proving import prove
 from megatron_rl_loss.engines.replacing import Function, Replaced, is_replaced
 from megatron_rl_loss.engines.token_mean_engine import StepArguments
@@ -70,7 +69,7 @@ def aggregate(
             size = group_size or engine.group_size(arguments["self"])
             ask_size = "" if size else "pass group_size=, the samples of each prompt, to aggregate(...)"
             proof.promises = Promises(size, is_group_size_sure=is_sure, ask_size=ask_size)
-            why = engine.unproved(arguments) or misplaced(arguments, batches, group)
+            why = engine.unproved(arguments) or engine.misplaced(modes, arguments, batches, group, size)
         if why:
             proof.give_up(why)
         proves = proof is not None and not proof.is_over
@@ -85,14 +84,6 @@ def aggregate(
         if proves and not (proof.outcome or proof.is_over):
             proof.give_up("no schedule of Megatron ran in the step.")
         return result
-
-    def misplaced(arguments: StepArguments, batches: Sequence[Batch], group: Any) -> str:
-        """As `misplaced_ids`, in a mode by prompt, for an engine that is handed ids beside tokens."""
-        if engine.prompt_tokens is None or not is_by_prompt(modes):
-            return ""
-        ids = [str(prompt_id) for batch in batches for prompt_id in engine.prompts(arguments, batch)]
-        prompts = [prompt for batch in batches for prompt in engine.prompt_tokens(batch)]
-        return misplaced_ids(ids, prompts, group, replaced.proof.promises.group_size)
 
     def running(stock: Callable[[], Any], arguments: StepArguments) -> Any:
         with swapped(vars(replaced), {"now": arguments["self"]}):

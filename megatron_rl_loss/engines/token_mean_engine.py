@@ -29,7 +29,6 @@ class TokenMeanEngine(StepRow):
 
     Attributes:
         step: the name of its step method, called once per optimizer step, and parameters that it must have.
-        prompt_tokens: text for the prompt's tokens of each row, in an engine that is handed ids beside them.
         group: the data-parallel group.
         loss, batch: the row of the loss function; the path of the micro-batch, in its arguments or beside them.
         put: puts a call in place of the loss function, during a call of the step method.
@@ -72,7 +71,6 @@ class TokenMeanEngine(StepRow):
     runs: str = ""
     mends: bool = False
     loses_masked: bool = False
-    prompt_tokens: Callable[[Batch], Sequence[str]] | None = None
     correction: Callable[[StepArguments, Batch], Tensor | float] = lambda step, batch: 1.0
 
     def tap(self, step: StepArguments, stock: Callable[[], Any], loss: dict[str, Any]) -> Any:

@@ -157,8 +157,13 @@ ROLL = Framework(
         *_packages("roll", "third_party", "third_party.megatron")[1:],
     ),
     stand_ins=(
-        *("codetiming", "dacite", "PIL", "peft", "psutil", "pydantic", "ray", "requests", "tensordict", "tqdm"),
-        *("transformers", *(f"mcore_adapter.{name}" for name in ("checkpointing", "patcher", "trainer"))),
+        *("accelerate", "codetiming", "dacite", "PIL", "peft", "psutil", "pydantic", "ray", "requests"),
+        *(
+            "tensordict",
+            "tqdm",
+            "transformers",
+            *(f"mcore_adapter.{name}" for name in ("checkpointing", "patcher", "trainer")),
+        ),
         *("roll.configs.base_config", "roll.configs.worker_config"),
         *("roll.datasets.collator", "roll.distributed.executor.worker", "roll.distributed.scheduler.decorator"),
         *("roll.distributed.scheduler.transfer_backend", "roll.models"),
