@@ -112,7 +112,7 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
         algorithm = Settings(
             loss_agg_func="token-mean", use_valid_token_scale=case.get("scale", True), loss_type="actor",
             sampling_params=Settings(temperature=1.0), n_minibatches=1, entropy_bonus=case.get("entropy", 0.0),
-            group_size=8,
+            group_size=case.get("group_size", 8),
             **case.get("correction", {}),
         )  # fmt: skip
         algorithm.get = lambda name, default=None, algorithm=algorithm: vars(algorithm).get(name, default)

@@ -125,7 +125,7 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
             loss_agg_mode=case.get("loss_agg_mode", "token-mean"), importance_sampling="token", use_pg_clip_range=True,
             pg_clip_low=CLIP_LOW, pg_clip_high=CLIP_HIGH, train_infer_correction=Settings(is_weight=Settings()),
             enable_old_logprobs_recompute=True, use_kl_loss=True, kl_loss_coef=BETA, rl_loss_coef=1.0,
-            entropy_loss_coef=0.0, num_return_sequences_in_group=8,
+            entropy_loss_coef=0.0, num_return_sequences_in_group=case.get("group_size", 8),
         )  # fmt: skip
         vars(config).update(case.get("config", {}))
         of_worker = Settings(use_dynamic_batching_in_train=True, apply_loss_scale=True, name="actor_train")

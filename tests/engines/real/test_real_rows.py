@@ -48,8 +48,8 @@ class Steps(NamedTuple):
 
 ENGINES = [
     Steps("areal", uneven={"n_mbs": 2}, alone={"n_mbs": 1}),
-    Steps("roll", ((2, 1), (1, 1))),
-    Steps("rlinf", ((2, 1), (1, 1))),
+    Steps("roll", ((2, 1), (1, 1)), alone={"group_size": 1}),
+    Steps("rlinf", ((2, 1), (1, 1)), alone={"group_size": 1}),
     Steps("nemo_rl"),
     Steps("ms_swift", alone={"num_generations": 1}),
     Steps("skyrl", uneven={"rows": 2}, alone={"rows": 1}),
