@@ -56,6 +56,14 @@ class Replaced:
         self._put(functions)
         announce(self)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Of a method that an engine sends to a worker by value: what that worker has replaced itself, if anything."""
+        return _of_this_process, (self.engine,), vars(self).copy()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if not vars(self):
+            vars(self).update(state)
+
     def __str__(self) -> str:
         held = holders([ours for *_, ours in self._all])
         places = {f"{module.__name__}.{name}" for each in held for module, name in each}
@@ -167,6 +175,10 @@ def once(key: object, make: Callable[[], object]) -> Any:
 def installed(engine: str) -> Any:
     """The `Replaced` of that engine in this process, or None."""
     return next((entry for entry in _REGISTRY if isinstance(entry, Replaced) and entry.engine == engine), None)
+
+
+def _of_this_process(engine: str) -> Any:
+    return installed(engine) or object.__new__(Replaced)
 
 
 def active() -> list[str]:

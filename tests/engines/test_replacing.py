@@ -1,5 +1,6 @@
 """Functions replaced in plain modules, classes and objects."""
 
+import pickle
 import sys
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
@@ -38,6 +39,18 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def replace(owner: Any, name: str = "scale", *parameters: str, **how: Any) -> Replaced:
     return Replaced("Engine", "1.0 or 1.1", [Function(owner, name, parameters or ("loss",), doubled, **how)])
+
+
+def test_what_is_sent_to_a_worker_is_what_the_worker_replaced(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """RLinf sends methods of the class by value, and with them what they replaced in the driver."""
+    replaced = replace(engine.home)
+    replaced._all = []  # lambdas of this file, which only cloudpickle can send
+    sent = pickle.dumps(replaced)
+    assert pickle.loads(sent) is replaced
+    monkeypatch.setattr(replacing, "_REGISTRY", {})
+    elsewhere = pickle.loads(sent)
+    assert elsewhere is not replaced
+    assert elsewhere.engine == "Engine"
 
 
 class Ray:

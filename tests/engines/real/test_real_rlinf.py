@@ -19,6 +19,7 @@ from checkouts import RLINF, Settings, checkout, load
 from plants import Plant, assert_stops
 from ranks import RankError, run_ranks
 from replacements import aggregated
+from rlinf_rows import LEFT, PROMPT, rollout_of_rank
 from table_step import start
 from torch import Tensor
 
@@ -38,7 +39,6 @@ ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "k2": lambda log_probs, reference: (log_probs - reference) ** 2 / 2,
     "abs": lambda log_probs, reference: (log_probs - reference).abs(),
 }
-PROMPT, LEFT = 3, 2  # length of prompts, and of what is left of the room for them
 make_batch = bigram_step.make_batch
 
 pytestmark = pytest.mark.slow
@@ -59,29 +59,6 @@ def with_many_empty_rows() -> dict[str, Tensor]:
     batch["token_mask"][[2, 9], 4:] = 0
     batch["sample_mask"][[0, 4, 6, 8, 10]] = 0
     return batch
-
-
-def rollout_of_rank(dp_rank: int, dp: int, results: Any, is_corrected: bool = False) -> Any:
-    """Rows as RLinf's rollout workers put them into a channel; tokens that the model did not generate are masked.
-
-    `is_corrected`: the old log-probs are the actor's own, beside those of the rollout.
-    """
-    batch = {name: values[dp_rank::dp] for name, values in bigram_step.make_batch().items()}
-    masks, lengths = batch["token_mask"] * batch["sample_mask"][:, None], batch["input_lengths"].tolist()
-
-    def responses(values: Tensor) -> list[Any]:
-        return [row[PROMPT:length].tolist() for row, length in zip(values, lengths, strict=True)]
-
-    return results.RolloutResult(
-        num_sequence=len(lengths), group_size=1, prompt_lengths=[PROMPT] * len(lengths),
-        prompt_ids=batch["input_ids"][:, :PROMPT].tolist(), response_lengths=[n - PROMPT for n in lengths],
-        response_ids=responses(batch["input_ids"]), is_end=[True] * len(lengths),
-        response_mask=responses(masks.long()),
-        rollout_logprobs=responses(batch["generation_logprobs" if is_corrected else "prev_logprobs"]),
-        recomputed_logprobs=batch["prev_logprobs"][:, PROMPT:] if is_corrected else None,
-        advantages=batch["advantages"][:, PROMPT:].contiguous(),
-        ref_logprobs=batch["reference_policy_logprobs"][:, PROMPT:].contiguous(),
-    )  # fmt: skip
 
 
 class NoGroup:

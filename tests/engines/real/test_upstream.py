@@ -79,14 +79,16 @@ MAMBA_PATCHES = {"VERL_PATH": "verl-mamba-in-packs.patch", "AREAL_PATH": "areal-
 def by_verl(root: str, model: Any, rows: list[Tensor]) -> Tensor:
     (forward,) = load(checkouts.VERL, root, "verl.models.mcore.model_forward")
     nested = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
-    return forward.gptmodel_forward_model_engine(model, nested, {}).values()  # type: ignore[no-any-return]
+    output: Tensor = forward.gptmodel_forward_model_engine(model, nested, {}).values()
+    return output
 
 
 def by_areal(root: str, model: Any, rows: list[Tensor]) -> Tensor:
     (packed,) = load(checkouts.AREAL, root, "areal.engine.megatron_utils.packed_context_parallel")
     bounds = torch.tensor([0, *map(len, rows)], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     batch = {"input_ids": torch.cat(rows), "cu_seqlens": bounds}
-    return packed.packed_context_parallel_forward(model, batch).squeeze(0)  # type: ignore[no-any-return]
+    output: Tensor = packed.packed_context_parallel_forward(model, batch).squeeze(0)
+    return output
 
 
 def error_of_pack(forward: Any, root: str) -> float:

@@ -1,0 +1,181 @@
+"""RLinf from its own start: RLINF_PATH=~/RLinf, and Ray.
+
+Real: the config of RLinf's example with Hydra, `validate_cfg`, `Cluster` with its managers, placement, the page's class
+in `create_group(...).launch(...)`, the worker's `__init__` with Megatron's groups, `init_worker`, and `run_training`
+with its count of valid tokens and its offload and onload of weights and gradients, twice.
+Stubbed: the GPU, Hugging Face's files, the channel of rollouts, weight transfer, profilers, and the model, a table of
+logits whose optimizer keeps gradients.
+"""
+
+import dataclasses
+import importlib
+import os
+import sys
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from bigram_step import BETA, CLIP_HIGH, CLIP_LOW, LENGTH, ROWS, TOLERANCE, bigram_model, expected, k3
+from checkouts import RLINF, checkout, record_errors
+from fork_server import PYTHONPATH
+from logit_table import KeepsGradients
+from pages import code_of
+from ranks import run_ranks
+from ray_workers import after_import, gradients_of, local_ray, redirect_this_thread
+from rlinf_rows import LEFT, PROMPT, rollout_of_rank
+from table_step import relative_error
+
+ray: Any = pytest.importorskip("ray")
+hydra: Any = pytest.importorskip("hydra")
+pytestmark = pytest.mark.slow
+
+DP, STEPS = 2, 2
+_REAL = ("rlinf.config", "rlinf.scheduler", *(f"rlinf.utils.{name}" for name in ("flops", "initialize", "logging")))
+_NOT_USED = ("rlinf.data.storage", "rlinf.envs", "datasets", "accelerate", "peft", "huggingface_hub", "safetensors")
+ENGINE = dataclasses.replace(
+    RLINF,
+    passed_by=(),
+    stand_ins=(
+        *(name for name in RLINF.stand_ins if name not in (*_REAL, "rlinf.utils.placement", "rlinf.utils.timers")),
+        *_NOT_USED,
+    ),
+    replaced=("transformers",),
+)
+SETTINGS = [
+    *("cluster.num_nodes=1", f"runner.seq_length={LENGTH + LEFT}", f"data.max_prompt_length={PROMPT + LEFT}"),
+    *(f"data.rollout_batch_size={ROWS // 4}", "algorithm.group_size=4", "algorithm.n_minibatches=1"),
+    *("algorithm.use_valid_token_scale=True", "algorithm.normalize_advantages=False", "algorithm.entropy_bonus=0"),
+    *(f"algorithm.clip_ratio_low={CLIP_LOW}", f"algorithm.clip_ratio_high={CLIP_HIGH}", "algorithm.loss_type=actor"),
+    *(f"algorithm.kl_beta={BETA}", "algorithm.kl_penalty_type=k3", "algorithm.recompute_logprobs=False"),
+    *("runner.enable_dynamic_batch_size=True", "runner.max_tokens_per_mbs=24", "actor.model.precision=bf16"),
+    *("actor.optim.fp16=False", "actor.optim.bf16=True", "actor.model.tensor_model_parallel_size=1"),
+    *("actor.model.sequence_parallel=False", "actor.megatron.distributed_backend=gloo"),
+    "actor.model.apply_rope_fusion=False",
+    *("actor.offload_optimizer=False", "actor.optim.use_distributed_optimizer=False"),
+]
+
+
+def stub() -> None:
+    """What a machine without GPUs and checkpoints lacks, once RLinf imports the module of it."""
+
+    def config(module: Any) -> None:
+        module.validate_model_cfg_by_hf_config = of_table
+
+    def initialize(module: Any) -> None:
+        own = module.initialize_megatron
+
+        def on_this_thread(cfg: Any) -> None:
+            redirect_this_thread()
+            own(cfg)
+
+        module.initialize_megatron = on_this_thread
+
+    def manager(module: Any) -> None:
+        initialize(module)
+        module.hf_tokenizer = lambda *_, **__: SimpleNamespace(eos_token_id=0)
+        module.MegatronModelManager.setup_model_and_optimizer = setup_model_and_optimizer
+        module.MegatronModelManager._get_pinned_buffer = in_host_memory
+
+    def actor(module: Any) -> None:
+        module.MegatronActor.init_worker_customize = lambda self: None  # the transfer of weights to samplers
+
+    gpus = "rlinf.scheduler.hardware.accelerators.nvidia_gpu"
+    after_import(gpus, lambda module: setattr(module.NvidiaGPUManager, "get_num_devices", staticmethod(lambda: DP)))
+    after_import("rlinf.config", config)
+    after_import("rlinf.hybrid_engines.megatron.megatron_model_manager", manager)
+    after_import("rlinf.workers.actor.megatron_actor_worker", actor)
+
+
+def of_table(cfg: Any, hf_model_path: str) -> Any:
+    """In the place of what RLinf reads from Hugging Face's files of a model."""
+    sizes = {"padded_vocab_size": 100, "num_layers": 1, "hidden_size": 4, "num_attention_heads": 1}
+    sizes |= {"num_query_groups": 1, "ffn_hidden_size": 4, "max_position_embeddings": 64}
+    importlib.import_module("omegaconf").OmegaConf.set_struct(cfg, False)
+    cfg.model.update(sizes)
+    return cfg
+
+
+def setup_model_and_optimizer(worker: Any) -> None:
+    model = bigram_model(use_distributed_optimizer=True)  # RLinf offloads the buffer of weights, which others lack
+    model.module.pre_process = model.module.post_process = True
+    worker.model, worker.optimizer, worker.lr_scheduler = (
+        [model], Optimizer(model), SimpleNamespace(step=lambda increment: None)
+    )  # fmt: skip
+    worker.optimizer.param_groups, worker.optimizer.scale_loss = [{"lr": 0.0}], None
+    worker.transformer_config = model.config
+
+
+class Optimizer(KeepsGradients):
+    def step(self) -> tuple[bool, float, int]:
+        """A rank has reduced its own part of the gradients; the others come from their ranks."""
+        for buffer in self.model.buffers:
+            parts = buffer.grad_data.view(DP, -1)
+            gathered = [torch.empty_like(part) for part in parts]
+            dist.all_gather(gathered, parts[dist.get_rank()].contiguous())
+            buffer.grad_data.copy_(torch.cat(gathered))
+        return super().step()
+
+
+class Rollouts:
+    """In the place of RLinf's channel, which moves what is in it between workers by collectives of GPUs."""
+
+    is_local = True
+
+    def get(self) -> Any:
+        results = importlib.import_module("rlinf.data.schema.reasoning_results")
+        return rollout_of_rank(dist.get_rank(), DP, results)
+
+
+def in_host_memory(worker: Any, tensor: torch.Tensor) -> torch.Tensor:
+    """As RLinf's pinned buffers, which need a GPU: one for the life of a tensor."""
+    if not hasattr(tensor, "cpu_data"):
+        vars(tensor)["cpu_data"] = torch.empty_like(tensor)
+    kept: torch.Tensor = tensor.cpu_data  # type: ignore[attr-defined]
+    return kept
+
+
+def drive(root: str) -> tuple[list[list[torch.Tensor]], list[str]]:
+    """As RLinf's script and runner up to two steps: gradients of each worker, and the workers' lines."""
+    with tempfile.TemporaryDirectory() as folder:
+        (shown,) = [code for code in code_of("engines.md") if "RlinfActor" in code]
+        Path(folder, "rlinf_actor.py").write_text(shown)
+        sys.path.insert(0, folder)
+        variables = {"PYTHONPATH": os.pathsep.join([folder, PYTHONPATH])}
+        os.environ["PYTHONPATH"] = variables["PYTHONPATH"]
+        with local_ray(__name__, root, gpus=DP, variables=variables, by_engine=True) as lines:
+            names = ("config", "scheduler", "utils.placement")
+            config, scheduler, placement = (importlib.import_module(f"rlinf.{name}") for name in names)
+            folder_of_example = str(Path(root, "examples/reasoning/config/math"))
+            with hydra.initialize_config_dir(folder_of_example, version_base="1.1"):
+                asked = hydra.compose("qwen2.5-1.5b-grpo-megatron", [*SETTINGS, f"runner.output_dir={folder}"])
+            cfg = config.validate_cfg(asked)
+            cluster = scheduler.Cluster(cluster_cfg=cfg.cluster)
+            places = placement.ModelParallelComponentPlacement(cfg, cluster)
+            worker_class = importlib.import_module("rlinf_actor").RlinfActor
+            group = worker_class.create_group(cfg, places).launch(
+                cluster, name=cfg.actor.group_name, placement_strategy=places.get_strategy("actor")
+            )
+            group.init_worker().wait()
+            for _ in range(STEPS):
+                group.run_training(Rollouts(), compute_rollout_metrics=False).wait()
+            workers = [info.worker for info in group.worker_info_list]
+            return ray.get([worker.__ray_call__.remote(gradients_of) for worker in workers]), lines()
+
+
+def test_a_launch_with_the_class_of_the_page(record_property: Any) -> None:
+    """RLinf's own class hangs on these rows, of which some are fully masked: a rank then reports other metrics."""
+    ((gradients, lines),) = run_ranks(1, drive, checkout(RLINF))
+    print(*lines, sep="\n")
+    right, of_tokens = (expected(mode, {"kl": "token_mean"}, kl=k3)[1] for mode in ("prompt_mean", "token_mean"))
+    steps = [of_step.view_as(right) for of_worker in gradients for of_step in of_worker]
+    errors = [relative_error(of_step, right) for of_step in steps]
+    assert len(errors) == STEPS * DP
+    assert max(errors) < TOLERANCE < 1e-2 < min(relative_error(of_step, of_tokens) for of_step in steps)
+    assert any(line.startswith("megatron_rl_loss in RLinf worker 0: replaced") for line in lines)
+    proved = "prompt_mean on RLinf's policy loss, token_mean on kl, aggregation proved on"
+    assert any(proved in line for line in lines)
+    record_errors(record_property, RLINF, "started: two steps, weights offloaded in between", ours=max(errors))
