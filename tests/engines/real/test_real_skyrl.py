@@ -45,7 +45,7 @@ from bigram_step import (
     make_table,
 )
 from checkouts import SKYRL, Settings, checkout, load, record_errors
-from plants import Plant, assert_stops, patched, planted, record_plant
+from plants import Plant, assert_stops, planted, record_plant
 from ranks import RankError, run_ranks
 from repository import EXAMPLES
 from skyrl_rows import data_of
@@ -578,12 +578,3 @@ def test_gradients_finalised_by_another_name_are_not_proved(record_property: Any
     root = planted(SKYRL, tmp_path, dict.fromkeys((WRAPPER, worker), ("run_pending_grad_sync", "sync_grads")))
     run_ranks(2, train, root, 1, [{"mode": "sample_mean", "settings": {}, "outcome": "not proved"}])
     record_plant(record_property, SKYRL, "gradients finalised by another name", "says that it is not proved")
-
-
-def test_skyrl_averages_kl_over_the_tokens_of_the_step(tmp_path: Path, record_property: Any) -> None:
-    root = patched(SKYRL, tmp_path, "skyrl-kl-by-step-tokens.patch")
-    of_kl = {"stock": "regular", "mode": "token_mean", "settings": {"kl": "token_mean"}, "terms": ["kl"]}
-    for results in run_ranks(2, train, root, 1, [of_kl | sizes for sizes in SIZES]):
-        error = max(result["errors"]["gradient"] for result in results)
-        assert error < TOLERANCE
-        record_errors(record_property, SKYRL, "skyrl-kl-by-step-tokens.patch, KL penalty", ours=error)
