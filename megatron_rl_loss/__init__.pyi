@@ -7,6 +7,8 @@ from megatron_rl_loss.audit.loss_check import check_loss as check_loss
 from megatron_rl_loss.audit.megatron.audit import Audit as Audit
 from megatron_rl_loss.audit.megatron.packing import check_packing as check_packing
 from megatron_rl_loss.audit.picture import plot_weights as plot_weights
+from megatron_rl_loss.core.columns import fold_into_advantages as fold_into_advantages
+from megatron_rl_loss.core.columns import weights_column as weights_column
 from megatron_rl_loss.core.counting import StepTotals as StepTotals
 from megatron_rl_loss.core.counting import Sum as Sum
 from megatron_rl_loss.core.errors import BadBatchError as BadBatchError
@@ -23,13 +25,12 @@ from megatron_rl_loss.core.metrics import Metric as Metric
 from megatron_rl_loss.core.microbatch import Microbatch as Microbatch
 from megatron_rl_loss.core.modes import Mode as Mode
 from megatron_rl_loss.core.modes import ModeInputs as ModeInputs
+from megatron_rl_loss.core.modes import register_loss_mode as register_loss_mode
 from megatron_rl_loss.core.modes import register_pg_loss_reducer as register_pg_loss_reducer
 from megatron_rl_loss.core.reducers import Term as Term
 from megatron_rl_loss.core.samples import Samples as Samples
 from megatron_rl_loss.core.taps import tap as tap
-from megatron_rl_loss.core.totals_by_hand import fold_into_advantages as fold_into_advantages
 from megatron_rl_loss.core.totals_by_hand import make_pg_loss_reducer as make_pg_loss_reducer
-from megatron_rl_loss.core.totals_by_hand import weights_column as weights_column
 from megatron_rl_loss.engines.loss_trials import LossPaths as LossPaths
 from megatron_rl_loss.engines.loss_trials import WeighedMicrobatch as WeighedMicrobatch
 from megatron_rl_loss.engines.proving import prove_policy_loss as prove_policy_loss

@@ -18,10 +18,10 @@ from megatron_rl_loss import __version__
 from megatron_rl_loss.audit.launch import add_audit_options, add_script, run_audit
 from megatron_rl_loss.audit.log_prob_dumps import COLUMNS, compare_dumps
 from megatron_rl_loss.core.aggregation import resolve
+from megatron_rl_loss.core.columns import weights_column
 from megatron_rl_loss.core.counting import COUNTINGS, UnitCounting
 from megatron_rl_loss.core.errors import check_choice, did_you_mean, print_text
 from megatron_rl_loss.core.samples import Samples
-from megatron_rl_loss.core.totals_by_hand import weights_column
 from megatron_rl_loss.engines.names import (
     FRAMEWORKS,
     differs_by_version,

@@ -8,16 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rl_loss import ModeInputs, check_loss, register_pg_loss_reducer
+from megatron_rl_loss import ModeInputs, check_loss, register_loss_mode
 
 
-@register_pg_loss_reducer("root_length")
+@register_loss_mode("root_length")
 def root_length(step: ModeInputs) -> Any:
     """1/N sum_i (sum_t l*m / sqrt(M_i)): between `sample_mean`, which divides by M_i, and `constant`; i a sample."""
     return 1 / (np.sqrt(step.tokens("sample")) * step.units("rollout"))
 
 
-@register_pg_loss_reducer("microbatch_mean")
+@register_loss_mode("microbatch_mean")
 def microbatch_mean(step: ModeInputs) -> float:
     """A usual mistake: the samples of the micro-batch divide, so weights change with the cut of the step."""
     return 1 / len(step.batch)

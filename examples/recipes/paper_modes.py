@@ -8,16 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rl_loss import Mode, ModeInputs, Samples, Sum, register_pg_loss_reducer
+from megatron_rl_loss import Mode, ModeInputs, Samples, Sum, register_loss_mode
 
 
-@register_pg_loss_reducer("per_adapter_token_mean")
+@register_loss_mode("per_adapter_token_mean")
 def per_adapter_token_mean(step: ModeInputs) -> Any:
     """sum_a (sum_{t of a} l*m / M_a): each adapter a has its own token mean; ``ids={"adapter": [...]}``."""
     return 1 / step.tokens("adapter")
 
 
-@register_pg_loss_reducer("balanced")
+@register_loss_mode("balanced")
 def balanced(step: ModeInputs) -> Any:
     """1/P sum_g sum_s n_gs / G_g (sum_{t in gs} l*m / M_gs): Balanced Aggregation, arXiv:2605.04077.
 
@@ -26,7 +26,7 @@ def balanced(step: ModeInputs) -> Any:
     return step.samples("prompt_sign") / (step.samples("prompt") * step.tokens("prompt_sign") * step.units("prompt"))
 
 
-@register_pg_loss_reducer("weighted_token_mean", sums={"all": Sum(of=lambda s: s.label("weight") * s.mask_sums)})
+@register_loss_mode("weighted_token_mean", sums={"all": Sum(of=lambda s: s.label("weight") * s.mask_sums)})
 def weighted_token_mean(step: ModeInputs) -> Any:
     """sum_i v_i sum_t l*m / sum_j v_j M_j, v_i a sample's weight (its task's, say): ``labels={"weight": [...]}``."""
     return step.label("weight") / step.sum("all")
@@ -51,7 +51,7 @@ def _tokens_of_turns(samples: Samples) -> list[Any]:
     return [np.bincount(np.asarray(u, int), m) for u, m in zip(samples.label("turns"), samples.loss_masks, strict=True)]
 
 
-@register_pg_loss_reducer(
+@register_loss_mode(
     "rollout_mean_of_turns",
     sums={"active": Sum(of=lambda s: [np.count_nonzero(u) for u in _tokens_of_turns(s)], by="rollout")},
 )

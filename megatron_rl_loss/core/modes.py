@@ -191,7 +191,7 @@ class ModeInputs:
 _MODES: dict[str, Mode] = {}
 
 
-def register_pg_loss_reducer(
+def register_loss_mode(
     name: str,
     *,
     formula: str = "",
@@ -203,7 +203,7 @@ def register_pg_loss_reducer(
     The returned weights, 0 or above, are multiplied by the mask, so no mode can train masked tokens. Register before
     flags are parsed. Arguments as the attributes of `Mode`.
 
-    >>> @register_pg_loss_reducer("task_mean")
+    >>> @register_loss_mode("task_mean")
     ... def task_mean(step):
     ...     return 1 / (step.tokens("sample") * step.samples("task") * step.units("task"))
 
@@ -217,6 +217,11 @@ def register_pg_loss_reducer(
         return _MODES[name]
 
     return register
+
+
+def register_pg_loss_reducer(name: str, **attributes: Any) -> Callable[[ModeFunction], Mode]:
+    """`register_loss_mode` by its first name, which scripts import."""
+    return register_loss_mode(name, **attributes)
 
 
 def available_modes() -> tuple[str, ...]:
@@ -250,37 +255,37 @@ def load_function(path: str, flag: str, rule: str, remedy: str, kind: type | tup
     return function
 
 
-@register_pg_loss_reducer("sample_mean", formula="1/N sum_i (sum_t l*m / M_i)", divisor="refused")
+@register_loss_mode("sample_mean", formula="1/N sum_i (sum_t l*m / M_i)", divisor="refused")
 def sample_mean(step: ModeInputs) -> Weights:
     return 1 / (step.tokens("rollout") * step.units("rollout"))
 
 
-@register_pg_loss_reducer("prompt_mean", formula="1/P sum_g (sum_{t in g} l*m / M_g)", divisor="refused")
+@register_loss_mode("prompt_mean", formula="1/P sum_g (sum_{t in g} l*m / M_g)", divisor="refused")
 def prompt_mean(step: ModeInputs) -> Weights:
     return 1 / (step.tokens("prompt") * step.units("prompt"))
 
 
-@register_pg_loss_reducer("token_mean", formula="sum l*m / sum m", divisor="refused")
+@register_loss_mode("token_mean", formula="sum l*m / sum m", divisor="refused")
 def token_mean(step: ModeInputs) -> Weights:
     return 1 / step.tokens("step")
 
 
-@register_pg_loss_reducer("constant", formula="sum l*m / (L*N)", divisor="required")
+@register_loss_mode("constant", formula="sum l*m / (L*N)", divisor="required")
 def constant(step: ModeInputs) -> Weights:
     return 1 / ((step.divisor or 0) * step.units("rollout"))
 
 
-@register_pg_loss_reducer("token_sum", formula="sum l*m / d")
+@register_loss_mode("token_sum", formula="sum l*m / d")
 def token_sum(step: ModeInputs) -> Weights:
     return 1 / (step.divisor or 1.0)
 
 
-@register_pg_loss_reducer("session_mean", formula="1/S sum_s 1/n_s sum_i (sum_t l*m / M_i)", divisor="refused")
+@register_loss_mode("session_mean", formula="1/S sum_s 1/n_s sum_i (sum_t l*m / M_i)", divisor="refused")
 def session_mean(step: ModeInputs) -> Weights:
     return 1 / (step.tokens("sample") * step.samples("session") * step.units("session"))
 
 
-@register_pg_loss_reducer("turn_mean", formula="1/U sum_u (sum_{t in u} l*m / M_u)", divisor="refused")
+@register_loss_mode("turn_mean", formula="1/U sum_u (sum_{t in u} l*m / M_u)", divisor="refused")
 def turn_mean(step: ModeInputs) -> Weights:
     return 1 / (step.tokens("turn") * step.units("turn"))
 

@@ -1,17 +1,14 @@
-"""Weights by totals that a user counted, which may be of a part of the step; a plan counts its own."""
+"""Reducers by totals that a user counted, which may be of a part of the step; a plan counts its own."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
-from types import EllipsisType
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from megatron_rl_loss.core.aggregation import Aggregation, resolve, weigh
-from megatron_rl_loss.core.collectives import Group, StepGroups, stated_dp_group, world_size
-from megatron_rl_loss.core.counting import COUNTINGS, StepTotals, UnitCounting, count_step
-from megatron_rl_loss.core.errors import check_one_each, check_sized
+from megatron_rl_loss.core.collectives import world_size
+from megatron_rl_loss.core.counting import COUNTINGS, StepTotals, UnitCounting
 from megatron_rl_loss.core.masks import Mask
 from megatron_rl_loss.core.modes import Mode, ModeFunction
 from megatron_rl_loss.core.reducers import WeightedSum
@@ -129,89 +126,3 @@ def place_in_cp(cp_rank: int | None, cp_size: int) -> int:
             f"cp_size={cp_size} without a cp_rank: each CP rank holds other tokens. Pass cp_rank=cp_group.rank()."
         )
     return 0 if cp_rank is None else cp_rank
-
-
-def weights_column(
-    mode: str | Mode | ModeFunction,
-    samples: Samples | Iterable[Mask],
-    *,
-    divisor: float | None = None,
-    units: UnitCounting | None = None,
-    dp_group: Group | EllipsisType | None = ...,
-) -> list[Tensor]:
-    """The weight of every token of a whole step, a tensor per sample: a data column beside ``advantages``.
-
-    For a driver that holds all masks of a step before it deals samples out; no collective is needed. In a job of
-    several ranks state the `dp_group`, as in `StepTotals.of`: None where this rank has the whole step.
-
-    >>> weights_column("sample_mean", [torch.tensor([1, 1, 0]), torch.tensor([1])])
-    [tensor([0.2500, 0.2500, 0.0000]), tensor([0.5000])]
-
-    Returns a float32 tensor per sample, as long as its mask. Arguments and errors as in `make_pg_loss_reducer`.
-    """
-    aggregation, whole = resolve(mode, divisor=divisor, units=units), as_samples(samples)
-    groups = StepGroups(stated_dp_group(dp_group, "weights"))
-    totals = count_step([whole], groups, sums=list(aggregation.mode.sums.values()))
-    return list(weigh(aggregation, whole.local(0, 1), totals).split(whole.mask_lengths))
-
-
-_MARK = "_folded_by_megatron_rl_loss"
-
-
-def fold_into_advantages(
-    advantages: Sequence[Tensor] | Sequence[float] | Tensor,
-    samples: Samples | Iterable[Mask],
-    *,
-    mode: str | Mode | ModeFunction,
-    totals: StepTotals,
-    divisor: float | None = None,
-    units: UnitCounting | None = None,
-) -> list[Tensor]:
-    """``w_t * A_t`` for every token, so that the plain sum of the per-token losses, over everything, is the step loss.
-
-    >>> masks = [[1, 1, 0], [1]]
-    >>> fold_into_advantages([6.0, -3.0], masks, mode="token_mean", totals=StepTotals.of(masks))
-    [tensor([2., 2., 0.]), tensor([-1.])]
-
-    The weight includes the mask: a 0/1 mask may be applied again in the sum, fractional weights may not.
-
-    Args:
-        advantages: one number per sample, or one 1-D tensor per sample, as long as its mask.
-        samples: all or some of the step's, without a layout; or their masks alone.
-        mode, divisor, units, totals: as in `make_pg_loss_reducer`.
-
-    Returns:
-        One tensor per sample, float32 (float64 if given so), on the advantages' device, 0 where the weight is 0.
-
-    Raises:
-        ValueError: advantages that were folded before, that do not match the masks, or that are NaN or infinite at an
-            active token; anything `make_pg_loss_reducer` refuses.
-    """
-    check_sized("advantages", advantages)
-    if any(hasattr(column, _MARK) for column in advantages):
-        raise ValueError(
-            "advantages that were folded already: folding them again would divide by the step's counts twice. Fold "
-            "once per step, before the step is cut into micro-batches."
-        )
-    samples = as_samples(samples)
-    if samples.layout is not None:
-        raise ValueError("samples with a layout to fold: advantages are whole rows, one per sample. Leave layout= out.")
-    check_one_each("advantages", len(advantages), "loss masks", len(samples))
-    rows = [
-        column.detach() if isinstance(column, Tensor) else torch.tensor(column, device="cpu") for column in advantages
-    ]
-    flat = samples.in_buffer(rows)
-    flat = flat if isinstance(flat, Tensor) else torch.from_numpy(flat)  # of no samples it is an array
-    flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
-    aggregation = resolve(mode, divisor=divisor, units=units)
-    weights = reducer_by(aggregation, samples.local(0, 1), totals).weights_on(flat.device)
-    if not bool(torch.isfinite(flat[weights != 0]).all()):
-        raise ValueError(
-            "advantages with NaN or Inf at active tokens: folding takes finite advantages. Mask such tokens, or "
-            "aggregate the losses with make_pg_loss_reducer."
-        )
-    # Each in a storage of its own, so that one sent elsewhere does not take all along.
-    folded = [part.clone() for part in (flat * weights).masked_fill(weights == 0, 0).split(samples.mask_lengths)]
-    for part in folded:
-        setattr(part, _MARK, True)
-    return folded

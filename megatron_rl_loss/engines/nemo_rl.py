@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from megatron_rl_loss.core.columns import weights_column
 from megatron_rl_loss.core.ids import as_ids
 from megatron_rl_loss.core.layouts import Gathered
 from megatron_rl_loss.core.modes import Mode
 from megatron_rl_loss.core.samples import Samples
-from megatron_rl_loss.core.totals_by_hand import weights_column
 from megatron_rl_loss.engines.columns import check_even, prompts_of
 from megatron_rl_loss.engines.loss_trials import PENALTIES, Beside, LossPaths, WeighedMicrobatch
 from megatron_rl_loss.engines.places import wrapped

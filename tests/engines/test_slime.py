@@ -21,7 +21,7 @@ import pytest
 import torch
 from refusals import refusal_tests, refusals
 
-from megatron_rl_loss import Mode, Samples, StepTotals, Sum, fold_into_advantages
+from megatron_rl_loss import Mode, Samples, Sum, fold_into_advantages
 from megatron_rl_loss.engines import replacing, slime
 from megatron_rl_loss.engines.slime import StepCounts, make_hook
 
@@ -239,8 +239,7 @@ def test_a_mode_over_its_own_sums_by_way_of_folded_advantages() -> None:
     """Losses proportional to the advantage, by two samples: the way out of slime's refusal."""
     masks = torch.tensor([[1.0, 1, 1, 0], [1, 0, 0, 0], [0, 0, 0, 0], [1, 1, 0, 1]])
     advantages, size = [1.5, -1.0, 2.0, 0.5], len(masks)
-    totals = StepTotals.of(list(masks), sums=[SQUARES])
-    folded = torch.stack(fold_into_advantages(advantages, list(masks), mode=BY_LENGTH, totals=totals))
+    folded = torch.stack(fold_into_advantages(advantages, list(masks), mode=BY_LENGTH))
     losses = torch.linspace(0.1, 2.0, masks.numel()).double().view_as(masks)
     plain = losses * torch.tensor(advantages)[:, None]
     lengths = masks.double().sum(1, keepdim=True)

@@ -140,7 +140,7 @@ def kept_taught_and_folded(model: Any, head: Any, log_p: Tensor, tp: int) -> dic
     plan = plan_step([Samples([torch.ones(TOKENS)])], "token_mean", dp_group=None)
     folded = Folded(plan[0], lambda log_probs, _, divergence: (divergence - log_probs, {}), teacher=teacher)
     summed, _ = head(model, *arguments, **named, context=folded)
-    loss = plan[0].loss(summed, form="sum").detach()
+    loss = plan[0].loss(summed).detach()
     mean = (expected - log_p.gather(-1, labels)[..., 0]).mean()
     return {
         "kept": float((kept - of_kept).abs().max()),

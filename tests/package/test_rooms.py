@@ -32,7 +32,7 @@ CORE = [
     "modes",
 ]
 CORE += ["aggregation", "taps", "reducers", "metrics", "carriers", "record", "microbatch", "plan", "measure"]
-CORE += ["totals_by_hand"]
+CORE += ["totals_by_hand", "columns"]
 #: Rooms that import nothing of the core from this file on, and no other room than those named.
 NARROW = {"losses": ("reducers", {"core", "losses"}), "logprobs": ("reducers", {"core", "trees", "losses", "logprobs"})}
 NARROW["trees"] = ("counting", {"core", "trees"})

@@ -9,10 +9,10 @@ import torch
 from oracle import COUNTINGS
 from refusals import refusal_tests, refusals
 from step_samples import step_samples
-from steps import divisor_of, ids_of, totals_of
+from steps import divisor_of, ids_of
 from torch import Tensor
 
-from megatron_rl_loss import Gathered, Samples, StepTotals, fold_into_advantages
+from megatron_rl_loss import Gathered, Samples, fold_into_advantages
 
 SAMPLES = step_samples(seed=4)
 MASKS = [sample.mask for sample in SAMPLES]
@@ -22,7 +22,7 @@ ADVANTAGES = list(torch.randn(sum(LENGTHS), generator=torch.Generator().manual_s
 
 def fold(mode: str = "token_mean", part: slice = slice(None), advantages: Any = None, **options: Any) -> list[Tensor]:
     """Folded advantages of a rank that has this part of the samples."""
-    options = {"totals": totals_of(SAMPLES), "divisor": divisor_of(mode), **options}
+    options = {"divisor": divisor_of(mode), **options}
     samples = Samples(MASKS[part], **ids_of(SAMPLES[part]))
     values: Sequence[Any] = ADVANTAGES if advantages is None else advantages
     return fold_into_advantages(values[part], samples, mode=mode, **options)
@@ -30,14 +30,13 @@ def fold(mode: str = "token_mean", part: slice = slice(None), advantages: Any = 
 
 @pytest.mark.parametrize(("mode", "units"), COUNTINGS, ids=[f"{m}-{u}" for m, u in COUNTINGS])
 def test_an_advantage_is_times_its_tokens_weight(mode: str, units: Any) -> None:
-    """Two ranks: with the totals of one alone the product would be another, but in a plain sum."""
+    """Half of the step folded alone would be another product, but in a plain sum."""
     weights = [w for of_sample in oracle.step_weights(mode, SAMPLES, divisor_of(mode), units) for w in of_sample]
     expected = torch.tensor(weights, dtype=torch.float64) * torch.cat(ADVANTAGES)
-    halves = slice(6), slice(6, None)
-    folded = torch.cat([row for part in halves for row in fold(mode, part, units=units)])
+    folded = torch.cat(fold(mode, units=units))
     torch.testing.assert_close(folded.double(), expected, rtol=oracle.EXACT, atol=0)
-    local = [row for part in halves for row in fold(mode, part, units=units, totals=totals_of(SAMPLES[part]))]
-    assert torch.allclose(torch.cat(local).double(), expected, rtol=1e-3, atol=0) == (mode == "token_sum")
+    halves = [row for part in (slice(6), slice(6, None)) for row in fold(mode, part, units=units)]
+    assert torch.allclose(torch.cat(halves).double(), expected, rtol=1e-3, atol=0) == (mode == "token_sum")
 
 
 def test_numbers_a_sample_are_values_of_all_its_tokens() -> None:
@@ -61,10 +60,9 @@ def test_parts_share_no_storage_and_have_no_graph_and_masked_nan_is_ignored() ->
         assert not row.requires_grad
         assert row.untyped_storage().nbytes() == row.numel() * row.element_size()
     nan = torch.tensor([1.0, float("nan")], dtype=torch.float64)
-    totals = StepTotals.of([[1, 0]])
-    (folded,) = fold_into_advantages([nan], [[1, 0]], mode="token_sum", totals=totals)
+    (folded,) = fold_into_advantages([nan], [[1, 0]], mode="token_sum")
     assert (folded.tolist(), folded.dtype) == ([1, 0], torch.float64)
-    assert fold_into_advantages([], [], mode="token_mean", totals=totals) == []
+    assert fold_into_advantages([], [], mode="token_mean") == []
 
 
 def test_folding_twice_is_refused() -> None:
@@ -80,15 +78,14 @@ PAIR, SOUND = [[1, 0], [1]], ([1.0, 3.0],)
 
 
 def of_two(advantages: Any, mode: Any = "token_mean") -> list[Tensor]:
-    return fold_into_advantages(advantages, PAIR, mode=mode, totals=StepTotals.of(PAIR))
+    return fold_into_advantages(advantages, PAIR, mode=mode)
 
 
 UNFOLDABLE, INF_AT_MASKED = "advantages with NaN or Inf at active tokens", [torch.tensor([1, float("inf")]), 1.0]
 
 
 def laid_out(layout: Any) -> list[Tensor]:
-    totals = StepTotals.of(PAIR)
-    return fold_into_advantages(*SOUND, Samples(PAIR, layout=layout), mode="token_mean", totals=totals)
+    return fold_into_advantages(*SOUND, Samples(PAIR, layout=layout), mode="token_mean")
 
 
 def test_weights_lie_where_the_advantages_do() -> None:

@@ -379,13 +379,10 @@ def reduced_by_hand(step: Step) -> Tensor:
 
 
 def folded_by_hand(step: Step) -> Tensor:
-    """One advantage for each token, in every micro-batch by the step's totals."""
-    totals = StepTotals.of(joined(step)[0], dp_group=None)
-    rows = [
-        fold_into_advantages(list(x.split(samples.mask_lengths)), samples, mode="turn_mean", totals=totals)
-        for samples, x in step
-    ]
-    return torch.cat([torch.zeros(0), *(row for of_microbatch in rows for row in of_microbatch)])
+    """One advantage for each token of the step."""
+    samples, values = joined(step)
+    rows = fold_into_advantages(list(values.split(samples.mask_lengths)), samples, mode="turn_mean", dp_group=None)
+    return torch.cat([torch.zeros(0), *rows])
 
 
 def kept(step: Step) -> Tensor:
