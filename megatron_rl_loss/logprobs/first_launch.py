@@ -57,14 +57,12 @@ def in_words(program: Program) -> str:
 
 
 def few_of(mask: Tensor | None, like: Tensor) -> Tensor:
-    """Places of the rows that are compared, on the device; the host waits for nothing."""
+    """Places of the rows that are compared, each once, on the device; the host waits for nothing."""
     most = COUNTED + LEFT_OUT if like.stride(0) * like.element_size() <= _FAR else 1
     if mask is None:
         return torch.arange(min(len(like), most), device=like.device)
-    counts = (mask != 0).float()
-    numbers = [min(number, len(like), most) for number in (COUNTED, LEFT_OUT)]
-    places = [part.topk(number).indices for part, number in zip((counts, 1 - counts), numbers, strict=True)]
-    return torch.cat(places)[: max(most, 1)]
+    counted_first = (mask != 0).to(torch.uint8).argsort(descending=True, stable=True)
+    return torch.cat([counted_first[:COUNTED], counted_first[max(COUNTED, len(like) - LEFT_OUT) :]])[:most]
 
 
 def rows_of(values: Tensor, at: Tensor, fill: float | None = None) -> Tensor:
@@ -82,14 +80,24 @@ def rows_of(values: Tensor, at: Tensor, fill: float | None = None) -> Tensor:
     return values.new_empty(begin + size)[begin:].as_strided(rows, strides).copy_(values[at])
 
 
-def excess(values: Tensor, right: Tensor, eps: float = 0, floor: float = 0) -> Tensor:
+def excess(
+    values: Tensor,
+    right: Tensor,
+    eps: float = 0,
+    floor: float = 0,
+    terms: Tensor | None = None,
+    of_row: float = 0,
+) -> Tensor:
     """How far rows differ, by their sums and by their largest entries, as a part of what they may.
 
-    `floor` is added to the size of each entry. NaN differs from a number, and not from NaN.
+    `floor` and the size of `terms`, whose sum an entry is, are added to the size of each entry, and `of_row` to that of
+    each row. NaN differs from a number, and not from NaN.
     """
     is_same = (values == right) | (values.isnan() & right.isnan())
     off = (values.double() - right.double()).abs().masked_fill(is_same, 0)
     size = right.double().abs().masked_fill(is_same & ~right.isfinite(), 0) + floor
-    parts = [off.sum(-1) / size.sum(-1), off.amax(-1) / size.amax(-1)]
+    if terms is not None:
+        size += terms.double().abs()
+    parts = [off.sum(-1) / (size.sum(-1) + of_row), off.amax(-1) / (size.amax(-1) + of_row)]
     worst = torch.stack([part.masked_fill((off == 0).all(-1), 0).amax() for part in parts]).amax()
     return worst.nan_to_num(math.inf, math.inf) / (DIFFERENCE + 2 * eps)

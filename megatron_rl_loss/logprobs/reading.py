@@ -233,6 +233,7 @@ class Reading:
         statistics = logits.new_zeros(len(column), columns, dtype=exact)
         (top, weighted, total), label = statistics[:, :3].unbind(1), statistics[:, 3 : 3 + column.shape[1]]
         top.fill_(-math.inf)
+        label.fill_(-math.inf)  # a rank of padding alone has no block
         if in_rest is not None:
             statistics[:, -2:] = -math.inf
         for rows, x, z, q in self._blocks(logits, part, top.dtype):
@@ -513,8 +514,11 @@ class Reading:
             None if arguments[name] is None else first_launch.rows_of(arguments[name], at, fill=fill)
             for name, fill in (("g", 1.0), ("h", 0.5))
         )
-        right = torch.empty(logits.shape, dtype=into.dtype, device=into.device)
+        right, terms = (torch.empty(logits.shape, dtype=into.dtype, device=into.device) for _ in range(2))
         alone.differentiate(logits, rows, few["norm"], few["g"], few["h"], into=right)
+        # The probabilities: where few ids lie on this rank, the terms of log-probs and entropy may cancel in all.
+        ones = torch.ones(few["labels"].shape, dtype=few["norm"].dtype, device=into.device)
+        alone.differentiate(logits, rows, few["norm"], ones, None, into=terms)
         few["into"] = logits if is_in_place else first_launch.rows_of(into, at)
         launch(**few)
         gradient, (column, here) = few["into"].clone(), alone._columns(rows)
@@ -523,9 +527,10 @@ class Reading:
         at_labels, expected = (values.gather(1, places).where(here, nothing) for values in (gradient, right))
         eps = torch.finfo(into.dtype).eps
         excesses = [first_launch.excess(at_labels, expected, eps, floor=self.scale)]
-        for values in (gradient, right):
+        for values in (gradient, right, terms):
             values.scatter_(1, places, values.gather(1, places).where(~here, nothing))
-        return torch.stack([*excesses, first_launch.excess(gradient, right, eps)]).amax()
+        least = max(torch.finfo(into.dtype).tiny, 1e-30)  # below it a device may round to 0
+        return torch.stack([*excesses, first_launch.excess(gradient, right, eps, terms=terms, of_row=least)]).amax()
 
     def _few(self, arguments: dict[str, Any]) -> tuple["Reading", dict[str, Any], Tensor]:
         """These tokens in plain torch, the arguments of a kernel with a few rows, and the places of the rows."""

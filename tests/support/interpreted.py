@@ -21,10 +21,11 @@ def import_triton_anew() -> None:
         del sys.modules[name]
 
 
-def use_kernels(*, compare: bool = False) -> Counter[str]:
+def use_kernels(*, compare: bool = False, wide: bool = False) -> Counter[str]:
     """On a rank: the kernels read tensors of the host; returns their launches, counted from now on.
 
-    Without `compare` they are not compared with plain torch first.
+    Without `compare` they are not compared with plain torch first. With `wide` tiles hold a small vocabulary whole,
+    which the interpreter reads in fewer operations.
     """
     import_triton_anew()
     torch.set_num_threads(1)
@@ -34,6 +35,8 @@ def use_kernels(*, compare: bool = False) -> Counter[str]:
 
     choice.COMPARES = compare
     compare_kernels.use_interpreter()
+    if wide:
+        triton_kernels.FORWARD["LANES"], triton_kernels.BACKWARD["BLOCK"] = 64, 128
     counts = Counter[str]()
     for name in ("statistics", "combine", "differentiate"):
         launch = getattr(triton_kernels, name)
