@@ -1,42 +1,70 @@
 """Compare the Triton kernels of log-probs with plain torch, on random cases.
 
-    python tools/compare_kernels.py [--cases 2000] [--seed 0] [--device cuda]
+    python tools/compare_kernels.py [--cases 2000] [--tp 1 2 3] [--seed 0] [--device cuda]
 
 Each case draws dtype, sizes, labels, temperature, padding, kept ids, token mask, -inf logits and the way: from logits,
-in place or not, or from hidden states in one or two passes. The reference is plain torch on the same values in float64.
-Without a GPU the kernels run in Triton's interpreter, with tiles of a few columns.
+in place or not, or from hidden states in one or two passes. The reference is plain torch on the same values in float64,
+with the whole vocabulary. Without a GPU the kernels run in Triton's interpreter, with tiles of a few columns, and a
+quarter of the logits have rows more than 2^31 entries apart. With several ranks (--tp) each holds a part of the
+vocabulary, and compares its own values and gradients; all ranks draw the same cases.
 
-The table has the largest errors as parts of their bound; the exit status is 1 if one is above it. The bound is what
+The table has the largest errors of all ranks as parts of their bound; the exit status is 1 if one is above it, or if
+a kernel's first launch took it for wrong. With --out FOLDER it is kept there. The bound is what
 float32 sums may lose, 1e-6 of 1 + |value|, or of the terms of a gradient; and, for gradients in bfloat16 or float16,
 one rounding of the value. The interpreter cuts bfloat16 off, where a GPU rounds: its bound is twice as large.
 """
 
 import argparse
+import json
 import math
+import mmap
 import os
 import random
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 if "cuda" not in sys.argv:
     os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are imported
 
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 from torch import Tensor
 
-from megatron_rl_loss import OutputLayer, log_probs_from_hidden, log_probs_from_logits, loss_from_hidden
+from megatron_rl_loss import OutputLayer, TensorParallel, log_probs_from_hidden, log_probs_from_logits, loss_from_hidden
 from megatron_rl_loss.audit.progress import Progress
-from megatron_rl_loss.logprobs import choice, triton_kernels
+from megatron_rl_loss.logprobs import choice, first_launch, triton_kernels
 from megatron_rl_loss.logprobs.kept_ids import KeptIds
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WAYS = ("logits", "logits", "logits in place", "two passes", "one pass")
 #: What float32 may lose in a sum over the vocabulary, an exponential and a logarithm.
 FLOAT32 = 1e-6
+#: Entries from one row to the next where rows are far apart, and the rows that a case has at most.
+STRIDE, MOST_ROWS = 2**31 + 96, 9
 Errors = dict[str, float]
+Group = Any
+
+
+@cache
+def reserved() -> mmap.mmap:
+    """Addresses for rows that are far apart, of which the pages of these rows alone are ever touched (Linux)."""
+    without_reserve = 0x4000
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | without_reserve
+    return mmap.mmap(-1, 4 * STRIDE * MOST_ROWS, flags)
+
+
+def far_apart(rows: Tensor) -> Tensor:
+    """The rows, [n, columns], in memory where each begins `STRIDE` entries after the one before; differentiable."""
+    storage = torch.frombuffer(reserved(), dtype=rows.dtype).untyped_storage()
+    apart = torch.empty(0, dtype=rows.dtype).set_(storage, 0, rows.shape, (STRIDE, 1))
+    return apart.copy_(rows)
 
 
 @dataclass(frozen=True)
@@ -49,20 +77,34 @@ class Case:
     labels: Tensor
     options: dict[str, Any]
     slopes: tuple[Tensor, Tensor | None]  # of log-probs and entropy, in the loss
+    is_far: bool = False  # rows are `far_apart`
 
-    def of(self, dtype: torch.dtype, kernel: str | None, device: str) -> tuple[Tensor, Tensor | None, Tensor]:
-        leaf = self.logits.to(device, dtype, copy=True).requires_grad_()
+    def part(self, group: Group | None) -> slice:
+        """The columns of this rank, where the vocabulary lies on the ranks of a group."""
+        rank, size = (0, 1) if group is None else (group.rank(), group.size())
+        columns = self.logits.shape[1] // size
+        return slice(rank * columns, (rank + 1) * columns)
+
+    def of(
+        self, dtype: torch.dtype, kernel: str | None, device: str, group: Group | None = None
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Log-probs, entropy and this rank's gradient: of its logits, or of hidden states, which all ranks have."""
+        is_of_logits = self.way.startswith("logits")
+        mine = self.logits[:, self.part(group)] if is_of_logits else self.logits
+        leaf = mine.to(device, dtype, copy=True).requires_grad_()
         labels, options = self.labels.to(device), dict(self.options)
         if isinstance(options["keep"], Tensor):
-            options["keep"] = options["keep"].to(device)
+            options["keep"] = options["keep"][..., self.part(group)].to(device)
         exact = torch.promote_types(dtype, torch.float32)
         slopes = [None if slope is None else slope.to(device, exact) for slope in self.slopes]
-        if self.way.startswith("logits"):
-            in_place = self.way == "logits in place"
-            values = log_probs_from_logits(leaf * 1, labels, gradient_in_place=in_place, kernel=kernel, **options)
+        if is_of_logits:
+            options["gradient_in_place"] = self.way == "logits in place"
+            logits = far_apart(leaf) if self.is_far and kernel != "torch" and device == "cpu" else leaf * 1
+            values = log_probs_from_logits(logits, labels, tp_group=group, kernel=kernel, **options)
         else:  # a weight of ones and zeros: the logits are hidden states
             of_layer = {name: options.pop(name) for name in ("temperature", "vocab_size", "chunk_tokens")}
-            layer = OutputLayer(torch.eye(leaf.shape[1], dtype=dtype, device=device), **of_layer)
+            weight = torch.eye(leaf.shape[1], dtype=dtype, device=device)[self.part(group)]
+            layer = OutputLayer(weight, tensor_parallel=TensorParallel(group=group), **of_layer)
             if self.way == "one pass":
                 return self._in_one_pass(leaf, layer, labels, slopes, kernel, options)
             values = log_probs_from_hidden(leaf, layer, labels, kernel=kernel, **options)
@@ -86,10 +128,12 @@ class Case:
         return values["log_probs"], values.get("entropy"), gradient
 
 
-def drawn(draw: random.Random) -> Case:
-    """A case by the generator alone."""
+def drawn(draw: random.Random, tp: int = 1) -> Case:
+    """A case by the generator alone, with equal parts of the vocabulary for so many ranks."""
     torch.manual_seed(draw.getrandbits(32))
-    tokens, columns, dtype, way = draw.randint(1, 9), draw.randint(2, 90), draw.choice(DTYPES), draw.choice(WAYS)
+    tokens, columns = draw.randint(1, MOST_ROWS), draw.randint(2, 90)
+    columns += -columns % tp
+    dtype, way, is_far = draw.choice(DTYPES), draw.choice(WAYS), draw.random() < 0.25
     ids = draw.choice((0, 0, 0, 1, 2, 5))
     held = draw.choice((None, None, draw.randint(1, columns)))
     logits = (torch.randn(tokens, columns) * draw.choice((1e-3, 1, 3, 3, 30))).to(dtype)
@@ -116,12 +160,14 @@ def drawn(draw: random.Random) -> Case:
         "chunk_tokens": draw.choice((None, draw.randint(1, 4))),
     }
     g, h = torch.randn(labels.shape), torch.randn(tokens) if wanted in ("entropy", "both") else None
-    return Case(way, dtype, logits, labels, options, (g * (wanted != "entropy"), h))
+    return Case(way, dtype, logits, labels, options, (g * (wanted != "entropy"), h), is_far)
 
 
-def errors_of(case: Case, kernel: str | None = None, device: str = "cpu") -> Errors:
+def errors_of(case: Case, kernel: str | None = None, device: str = "cpu", group: Group | None = None) -> Errors:
     """Of kernels, or of another way, by name: the largest, as a part of its bound."""
-    computed, expected = case.of(case.dtype, kernel, device), case.of(torch.float64, "torch", "cpu")
+    computed, expected = case.of(case.dtype, kernel, device, group), case.of(torch.float64, "torch", "cpu")
+    if case.way.startswith("logits"):
+        expected = *expected[:2], expected[2][:, case.part(group)]
     (g, h), rounding = case.slopes, 0.0
     terms = g.abs().view(len(g), -1).sum(1) + (0 if h is None or expected[1] is None else h.abs() * (1 + expected[1]))
     if case.dtype != torch.float32:
@@ -140,20 +186,33 @@ def errors_of(case: Case, kernel: str | None = None, device: str = "cpu") -> Err
 
 
 def compare(
-    cases: int, seed: int, device: str = "cpu", errors: Callable[[Case], Errors] | None = None
+    cases: int,
+    seed: int,
+    device: str = "cpu",
+    errors: Callable[[Case], Errors] | None = None,
+    group: Group | None = None,
 ) -> tuple[dict[tuple[str, torch.dtype], float], list[str]]:
     """The largest errors by what and dtype, and the cases beyond a bound."""
     draw, worst, beyond = random.Random(seed), dict[tuple[str, torch.dtype], float](), list[str]()
     with Progress("comparing kernels", cases) as progress:
         for number in range(cases):
-            case = drawn(draw)
-            of_case = (errors or (lambda case: errors_of(case, device=device)))(case)
+            case = drawn(draw, 1 if group is None else group.size())
+            of_case = (errors or (lambda case: errors_of(case, device=device, group=group)))(case)
             for name, error in of_case.items():
                 worst[name, case.dtype] = max(worst.get((name, case.dtype), 0.0), error)
                 if error > 1:
-                    beyond.append(f"case {number} ({case.way}, {case.dtype}): {name} {error:.2f} of its bound")
+                    far = ", rows far apart" * case.is_far
+                    beyond.append(f"case {number} ({case.way}, {case.dtype}{far}): {name} {error:.2f} of its bound")
             progress.advance()
     return worst, beyond
+
+
+def off_by_mistake() -> list[str]:
+    """Programs that their first launch took for wrong, and why the kernels are off: plain torch did their work."""
+    wrong = [first_launch.in_words(program) for program, is_sound in first_launch.compared.items() if not is_sound]
+    return [f"{words} differed from plain torch at its first launch" for words in wrong] + [
+        *filter(None, [choice.failure()])
+    ]
 
 
 def use_interpreter() -> None:
@@ -162,28 +221,76 @@ def use_interpreter() -> None:
     triton_kernels.FORWARD["LANES"], triton_kernels.BACKWARD["BLOCK"], triton_kernels.COMBINED_ROWS = 4, 32, 8
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--cases", type=int, default=2000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    args = parser.parse_args()
+def compare_on_rank(rank: int, tp: int, folder: str, args: argparse.Namespace) -> None:
+    """Compare as one rank of a group; leaves the results, or the reason that kernels are off, in the folder."""
     if args.device == "cpu":
         torch.set_num_threads(1)
         use_interpreter()
-    began = time.monotonic()
-    worst, beyond = compare(args.cases, args.seed, args.device)
+    else:
+        torch.cuda.set_device(rank)
+    group = None
+    if tp > 1:
+        backend = "gloo" if args.device == "cpu" else "nccl"
+        dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=tp)
+        group = dist.group.WORLD
+    worst, beyond = compare(args.cases, args.seed, args.device, group=group)
+    errors = [[name, str(dtype)[6:], error] for (name, dtype), error in sorted(worst.items(), key=str)]
+    beyond += off_by_mistake()
+    Path(folder, f"{rank}.json").write_text(json.dumps({"errors": errors, "beyond": beyond}))
+    if group is not None:
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def compare_on_ranks(tp: int, args: argparse.Namespace) -> tuple[dict[tuple[str, str], float], list[str]]:
+    """The largest errors of all ranks by what and dtype, and what is beyond a bound."""
+    with tempfile.TemporaryDirectory() as folder:
+        if tp == 1:
+            compare_on_rank(0, 1, folder, args)
+        else:
+            start = "fork" if args.device == "cpu" else "spawn"
+            mp.start_processes(compare_on_rank, args=(tp, folder, args), nprocs=tp, start_method=start)  # type: ignore[attr-defined, no-untyped-call]
+        of_ranks = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(tp)]
+    worst: dict[tuple[str, str], float] = {}
+    for name, dtype, error in (row for of_rank in of_ranks for row in of_rank["errors"]):
+        worst[name, dtype] = max(worst.get((name, dtype), 0.0), error)
+    return worst, [
+        f"TP {tp}, rank {rank}: {text}" for rank, of_rank in enumerate(of_ranks) for text in of_rank["beyond"]
+    ]
+
+
+def main(flags: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--cases", type=int, default=2000, help="For each number of ranks.")
+    parser.add_argument("--tp", type=int, nargs="+", default=[1], metavar="RANKS", help="Ranks of the vocabulary.")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="Folder for the table, as text and JSON.")
+    args = parser.parse_args(flags)
+    began, rows, beyond = time.monotonic(), list[dict[str, Any]](), list[str]()
+    for tp in args.tp:
+        worst, of_ranks = compare_on_ranks(tp, args)
+        rows += [
+            {"TP": tp, "of": name, "dtype": dtype, "largest error / bound": error}
+            for (name, dtype), error in worst.items()
+        ]
+        beyond += of_ranks
     from tabulate import tabulate  # which the tests do not need
 
-    rows = [
-        {"of": name, "dtype": str(dtype)[6:], "largest error / bound": error}
-        for (name, dtype), error in sorted(worst.items(), key=str)
-    ]
     where = torch.cuda.get_device_name() if args.device == "cuda" else "Triton's interpreter"
-    print(f"{args.cases} cases, seed {args.seed}, {where}, torch {torch.__version__}, {time.monotonic() - began:.0f} s")
-    print(tabulate(rows, headers="keys", floatfmt=".2f"))
-    if beyond or choice.failure():
-        sys.exit("\n".join([f"{len(beyond)} beyond a bound", *beyond[:20], choice.failure()]))
+    about = {"cases": args.cases, "tp": args.tp, "seed": args.seed, "where": where, "torch": torch.__version__}
+    about |= {"row stride": STRIDE, "beyond a bound": len(beyond), "seconds": round(time.monotonic() - began)}
+    text = ", ".join(f"{key} {value}" for key, value in about.items())
+    text += "\n\n" + tabulate(rows, headers="keys", floatfmt=".2f") + "\n"
+    print(text)
+    if args.out:
+        args.out.mkdir(parents=True, exist_ok=True)
+        (args.out / f"compare_kernels-{args.device}.txt").write_text(text)
+        (args.out / f"compare_kernels-{args.device}.json").write_text(
+            json.dumps({"about": about, "errors": rows}, indent=1) + "\n"
+        )
+    if beyond:
+        sys.exit("\n".join([f"{len(beyond)} beyond a bound", *beyond[:20]]))
 
 
 if __name__ == "__main__":

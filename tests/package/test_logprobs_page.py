@@ -121,6 +121,18 @@ def test_bytes_per_logit_and_what_is_predicted_of_them() -> None:
     assert f"Megatron's took {times['megatron']:.2f} ms and plain torch {times['ours']:.2f} ms" in text
 
 
+def test_random_cases_are_those_of_the_tool() -> None:
+    """`python tools/compare_kernels.py --cases 300 --tp 1 2 3 --out docs/bench` makes the file."""
+    compared = json.loads((ROOT / "docs/bench/compare_kernels-cpu.json").read_text())
+    about = compared["about"]
+    assert about["beyond a bound"] == 0
+    assert max(row["largest error / bound"] for row in compared["errors"]) <= 1
+    assert about["row stride"] > 2**31
+    first, second, last = sorted(about["tp"])
+    on_ranks = f"with the vocabulary on {first}, {second} and {last} ranks each"
+    assert f"{about['cases']} random cases {on_ranks}" in " ".join(PAGE.split())
+
+
 def test_instructions_per_logit_are_those_of_the_compiled_kernels() -> None:
     """And no program spills. `python tools/compile_kernels.py --capability 90 --out docs/bench` makes the file."""
     rows = json.loads((ROOT / "docs/bench/kernels-sm_90.json").read_text())["programs"]

@@ -539,6 +539,9 @@ def test_the_cost_of_the_proof_is_the_files() -> None:
     assert (ms, peak) == (more, bytes_a_token)
     assert float(kept) < 0.05
     assert f"tokens {tokens.replace(',', '')}, micro-batches" in printed
+    (row,) = json.loads((ROOT / "docs/bench/proof-cpu.json").read_text())["CPU time, and what a rank sends"]
+    ns = row["more ns an entry and micro-batch"]
+    assert f"takes {ns:.3g} ns of CPU time for each entry of the model and micro-batch" in page
 
 
 def test_times_on_a_gpu_are_those_of_its_page() -> None:

@@ -287,3 +287,31 @@ def test_random_cases() -> None:
     ((beyond, with_fault),) = run_ranks(1, compare_some, 3)
     assert beyond == []
     assert with_fault  # negative control
+
+
+def compare_parts(cases: int, seed: int) -> tuple[list[str], list[str], int]:
+    """On a rank of the vocabulary; also what its first launches took for wrong, and the programs that were compared."""
+    start_process_group()
+    use_kernels(compare=True)
+    import random
+
+    import compare_kernels
+
+    from megatron_rl_loss.logprobs import first_launch
+
+    group = torch.distributed.group.WORLD
+    draw = random.Random(seed)
+    drawn = [compare_kernels.drawn(draw, group.size()) for _ in range(cases)]
+    assert any(case.is_far for case in drawn)
+    # On some rank all columns are padding.
+    assert any((case.options["vocab_size"] or 90) <= case.logits.shape[1] // group.size() for case in drawn)
+    beyond = compare_kernels.compare(cases, seed, group=group)[1]
+    return beyond, compare_kernels.off_by_mistake(), len(first_launch.compared)
+
+
+@needs_triton
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_random_cases_of_a_vocabulary_on_ranks(ranks: int) -> None:
+    for beyond, off, compared in run_ranks(ranks, compare_parts, 6, 8):
+        assert beyond == off == []
+        assert compared > 0
