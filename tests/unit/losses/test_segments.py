@@ -156,6 +156,34 @@ def test_long_sums_are_exact() -> None:
     assert sums[[0, 50_000, -2, -1]].tolist() == pytest.approx([10, 10, 1.9, 1], rel=oracle.ROUNDING)
 
 
+@pytest.mark.parametrize("lengths", [(4, 2), (5,)])
+@pytest.mark.parametrize("name", ["segment_scan", "segment_sum", "segment_mean", "to_tokens"])
+def test_what_is_changed_before_backward_changes_no_gradient(name: str, lengths: tuple[int, ...]) -> None:
+    """A buffer of a batch that is refilled between the passes: values, masks and discounts."""
+
+    def gradient(refill: bool) -> Tensor:
+        masks = [torch.tensor([1.0, 0.5, 0, 2, 1][:length]) for length in lengths]
+        gamma = torch.full((len(lengths),), 0.5, dtype=torch.float64)
+        local = Samples(masks).local(0, 1)
+        leaf = torch.arange(1.0, 1 + (len(lengths) if name == "to_tokens" else sum(lengths))).requires_grad_()
+        values = leaf * 1
+        function: Any = {
+            "segment_scan": partial(segment_scan, gamma=gamma),
+            "segment_sum": segment_sum,
+            "segment_mean": segment_mean,
+            "to_tokens": to_tokens,
+        }[name]
+        results = function(values, local)
+        with torch.no_grad():
+            for given in [values, gamma, *masks] if refill else []:
+                given.zero_()
+        return torch.autograd.grad((results * torch.arange(1.0, 1 + len(results))).sum(), leaf)[0]
+
+    right = gradient(False)
+    assert torch.equal(gradient(True), right)
+    assert right.any()
+
+
 def test_what_is_not_finite_stays_in_its_sequence() -> None:
     for bad in (math.nan, math.inf, -math.inf):
         values = torch.tensor([1.0, bad, 2, 3, 4, bad, 5])
