@@ -90,7 +90,8 @@ ROWS = [
     Row(r"tools/audit_picture\.py", by="unit/audit/test_picture.py", named="audit_picture.main()"),
     Row(r"python tools/count_museum\.py", needs="half an hour"),
     # measurements
-    Row(r"python tools/compare_kernels\.py( --cases 300 --tp 1 2 3)?", by="unit/logprobs/test_triton.py", named="compare_kernels.compare("),
+    Row(r"python tools/compare_kernels\.py( --cases 300 --tp 1 2 3)?",
+        by="unit/logprobs/test_triton.py", named="compare_kernels.compare("),
     Row(r"python tools/compile_kernels\.py( --capability 90)?",
         by="unit/logprobs/test_choice.py", named='"compile_kernels.py"'),
     Row(r"tools/gpu_proof\.sh", by="package/test_gpu_proof.py", named="gpu_proof.py"),
