@@ -20,10 +20,12 @@ import pytest
 import torch
 from device import DEVICE
 from graphs import graph_nodes
+from ranks import run_ranks, start_process_group
 from repository import ROOT
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from megatron_rl_loss import (
     Metric,
@@ -249,6 +251,88 @@ def test_copies_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
         "staged": 1
     }
     assert copies(lambda: losses_of()[0].to("meta")) == {"waits": 1}  # negative control
+
+
+# --- a whole step on two ranks
+
+
+class Launches(Copies):
+    """Of work on the meta device, for a GPU: the operations that launch a kernel, copies to it, and reads back."""
+
+    def __init__(self, staged: list[int]) -> None:
+        super().__init__(staged)
+        self.names, self.reads = list[str](), 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = self.kinds.total()
+        try:
+            result = super().__torch_dispatch__(func, types, args, kwargs)
+        except (RuntimeError, NotImplementedError):
+            self.reads += 1
+            raise
+        on_device = any(isinstance(tensor, Tensor) and tensor.is_meta for tensor in tree_leaves(result))
+        if on_device and self.kinds.total() == before and func.name().split(".")[0] not in WRAPPERS:
+            self.names.append(func.name())
+        return result
+
+
+def count_step(num_samples: int, num_microbatches: int) -> dict[str, Any]:
+    """On a rank: what a step of so many samples in each of its micro-batches costs, all it does counted once."""
+    start_process_group()
+    group, calls = torch.distributed.group.WORLD, Counter[str]()
+
+    def counted(name: str, collective: Any, *args: Any, **more: Any) -> Any:
+        calls["all_gather_single" if name == "all_gather_into_tensor" else name] += 1
+        return collective(*args, **more)
+
+    for name in [name for name in COLLECTIVES if hasattr(torch.distributed, name)]:
+        setattr(torch.distributed, name, partial(counted, name, getattr(torch.distributed, name)))
+    real, staged = transfers.pinned, list[int]()
+
+    def pinned(*args: Any) -> Tensor:
+        made.append(real(*args))
+        staged.append(made[-1].untyped_storage().data_ptr())
+        return made[-1]
+
+    made: list[Tensor] = []
+    vars(transfers)["pinned"] = pinned
+
+    def step(device: str) -> Plan:
+        samples = [Samples([[1, 1, 0, 1]] * num_samples) for _ in range(num_microbatches)]
+        plan = plan_step(samples, "sample_mean", dp_group=group, gradients="averaged over ranks")
+        for microbatch in plan:
+            losses = torch.ones(4 * num_samples, device=device, requires_grad=True)
+            with seen:
+                microbatch.loss(losses, {"entropy": losses.detach()}).backward()
+        return plan
+
+    seen = Launches(staged)
+    step("meta")
+    of_passes = {"plan": dict(calls), "launches": len(seen.names), "copies": dict(seen.kinds), "reads": seen.reads}
+    plan = step("cpu")
+    calls.clear()
+    plan.finish()
+    return of_passes | {"finish": dict(calls)}
+
+
+COLLECTIVES = (
+    *("all_reduce", "all_gather_single", "all_gather_into_tensor", "all_gather", "broadcast", "all_gather_object"),
+    *("reduce_scatter_tensor", "all_to_all_single", "barrier", "all_reduce_coalesced", "reduce"),
+)
+
+
+def test_what_a_small_step_costs_is_what_a_large_one_costs() -> None:
+    """Launches, copies and their kind, collectives, reads back: by the number of micro-batches alone."""
+    sizes = (1, 1), (48, 1), (1, 4)
+    (small, of_other), (large, _), (several, _) = (run_ranks(2, count_step, *size) for size in sizes)
+    assert small == of_other == large
+    assert small["plan"] == {"all_gather_single": 1}
+    assert small["finish"] == {"all_reduce": 2}  # what ranks noted, and the sums of the report
+    assert small["copies"] == {"staged": 1}
+    assert small["reads"] == several["reads"] == 0
+    assert small["launches"] <= 20
+    assert several == small | {"launches": several["launches"], "copies": {"staged": 4}}
+    assert several["launches"] <= 4 * small["launches"]  # some constants of a step are made once
 
 
 # --- where tensors are made

@@ -16,11 +16,13 @@ out in their favour: the scaling of the loss, the count of tokens, and what keep
 Losses are a float32 leaf, masks int32, metrics float32 without gradient, and there are no ids. All are first checked
 against float64. Then they take turns (`timing.take_turns`), in several passes over all cases, because a shared machine
 is slower for a while at a time; ratios are of the fastest turns. *Busy elsewhere* is how many cores other processes
-kept busy meanwhile: repeat a run where that is not near 0.
+kept busy meanwhile: repeat a run where that is not near 0. *Parts* are those of our whole step of the first size, in
+their order, each in the time that nine of ten steps took at least.
 """
 
 import argparse
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,6 +34,8 @@ from timing import Others, flags, keep_freed_memory, peers, publish, take_turns
 from torch import Tensor
 
 from megatron_rl_loss import Samples, StepTotals, ZigzagResponse, make_pg_loss_reducer
+from megatron_rl_loss.core import samples as of_samples
+from megatron_rl_loss.core import totals_by_hand
 
 PARTS = ("whole", "build", "fwd+bwd")
 Reduce = Callable[[], tuple[Tensor, Sequence[Tensor]]]  # the reduced loss, connected to its graph, and the metrics
@@ -54,9 +58,7 @@ class Case:
 
 
 CASES = (
-    Case(1, 4096, goal=1.8),
-    Case(4, 4096, goal=1),
-    Case(8, 4096, goal=1),
+    *(Case(samples, 4096, cp_size, goal=1) for samples in (1, 4, 8) for cp_size in (1, 4)),
     Case(8, 4096, metrics=5, goal=1 / 2),
     Case(32, 2048, goal=1),
     Case(64, 1024, goal=1 / 4),
@@ -149,6 +151,47 @@ def measure(case: Case, modules: dict[str, tuple[Any, Any]], place: SimpleNamesp
     case.busy.append(others.busy())
 
 
+#: Parts of a step: where each begins and ends, and which of them are inside another.
+PARTS_OF_STEP: tuple[tuple[str, Any, str], ...] = (
+    ("layout", ZigzagResponse, "__init__"),
+    ("samples", Samples, "__init__"),
+    ("of these, types and shapes of masks", of_samples, "check_masks"),
+    ("of these, entries of masks", of_samples, "is_sound"),
+    ("cut over CP", Samples, "local"),
+    ("weights", totals_by_hand, "WeightedSum"),
+    ("totals cover the samples", totals_by_hand, "_check_covers"),
+)
+
+
+def parts_of_step(data: Data, steps: int = 1000) -> list[dict[str, Any]]:
+    """Microseconds of each part of our step; one part at a time is timed, so that others are not slowed down."""
+    rows = []
+    for name, owner, attribute in PARTS_OF_STEP:
+        original, taken = getattr(owner, attribute), list[float]()
+
+        def timed(*args: Any, original: Any = original, taken: list[float] = taken, **kwargs: Any) -> Any:
+            began = time.perf_counter()
+            result = original(*args, **kwargs)
+            taken.append(time.perf_counter() - began)
+            return result
+
+        setattr(owner, attribute, timed)
+        for _ in range(steps):
+            data.run(ours(data))
+        setattr(owner, attribute, original)
+        rows.append({"part": name, "us": sorted(taken)[len(taken) // 10] * 1e6})
+    passes: dict[str, list[float]] = {"reducing": [], "backward": []}
+    for _ in range(steps):
+        reduce, data.losses.grad = ours(data), None
+        began = time.perf_counter()
+        loss, _ = reduce()
+        then = time.perf_counter()
+        loss.backward()
+        passes["reducing"].append(then - began)
+        passes["backward"].append(time.perf_counter() - then)
+    return rows + [{"part": name, "us": sorted(times)[steps // 10] * 1e6} for name, times in passes.items()]
+
+
 def row(case: Case, part: str, *, goals: bool) -> dict[str, Any]:
     ms = {name.split()[0]: min(times) for name, times in case.times.items() if name.endswith(part)}
     columns: dict[str, Any] = {"size": case.size, "cp": case.cp_size, "metrics": case.metrics} | ms
@@ -188,6 +231,8 @@ def main() -> None:
         measure(case, modules, place, args)
     titles = {part: f"{part}: fastest turn, ms" for part in PARTS}
     tables = {titles[part]: [row(case, part, goals=args.goals) for case in cases] for part in PARTS}
+    first = Data(next((case for case in cases if case.cp_size > 1), cases[0]), args.device)
+    tables[f"parts of a step of {len(first.masks)} samples, CP {first.cp_size}"] = parts_of_step(first)
     publish("reducers", args, tables, step_denominators=args.step_denominators)
 
 
