@@ -52,6 +52,9 @@ class MegatronFirstStep(FirstStep):
         is_own_loop: bool = False,
         **further: Any,
     ) -> None:
+        #: What packs of the step that runs lack on this rank; None once a step showed that they lack nothing.
+        self._faults: Sequence[str] | None = ()
+
         def measure(model: Any, plan: PlanUse | None, then: Callable[[Exception | None], None]) -> MegatronStep:
             groups, unknown = facts_of(model, pg_collection)
 
@@ -68,8 +71,6 @@ class MegatronFirstStep(FirstStep):
             return [groups.dp_cp, groups.tp, groups.pp]
 
         super().__init__(asked, loss, measure=measure, groups_of=groups_that_agree, **further)
-        #: What packs of the step that runs lack on this rank; None once a step showed that they lack nothing.
-        self._faults: Sequence[str] | None = ()
 
     @contextmanager
     def step(self, model: Any, *, trains: bool = True, plan: PlanUse | None = None, **further: Any) -> Iterator[None]:
