@@ -21,6 +21,7 @@ from fork_server import PYTHONPATH
 
 #: Seconds that guard against hangs; `run_ranks` and pytest end a test somewhat later.
 LIMIT = 540
+os.environ.setdefault("RAY_raylet_start_wait_time_s", "200")  # on a busy machine; Ray reads it when it is imported
 _ENGINE = "TEST_RAY_ENGINE"
 _OF_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _LINE = re.compile(r"^.*?(megatron_rl_loss(?: in [^:]+)?: .*)$", re.MULTILINE)
@@ -107,7 +108,7 @@ def local_ray(
 
     forget_torchrun()
     os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # Ray counts its entries
-    os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_raylet_start_wait_time_s": "200"}
+    os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
     environment = {"PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1", **of_workers(module, root)}
     prepare(module, root)
     init = ray.init
