@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from megatron_rl_loss.audit.tokens import CP_PIECE, MICROBATCH, Floats, Ints, Split, StepTokens, group_by
+from megatron_rl_loss.core.errors import only_if
 
 STEP: tuple[str, ...] = ()
 DP_RANK = ("dp_rank",)
@@ -157,7 +158,10 @@ def rows(t: Counts) -> Iterator[Row]:
         for what, miscount in MISCOUNTS.items():
             yield f"divided by {miscount}, of {words}", 1 / t.count(what, within=part) / t.parts(part), likely
         for multiple in {1, 2 * t.split.cp_size if t.split.cp_size > 1 else 1}:
-            width, tail = t.width(*part, multiple=multiple), f", padded to a multiple of {multiple}" * (multiple > 1)
+            width, tail = (
+                t.width(*part, multiple=multiple),
+                only_if(multiple > 1, f", padded to a multiple of {multiple}"),
+            )
             area = width * t.count("all", within=part) * t.parts(part)
             yield f"divided by rows x longest row of {words}{tail}", 1 / area, likely
             yield f"samples divided by the longest row of {words}{tail}", 1 / width / t.count("all"), likely
@@ -191,7 +195,7 @@ class Cause:
             return f"{row}, {self.factor:.6g}, which is no product of the step's sizes and counts"
         hint = hints.get((bool(self.row), self.constant)) or hints.get((None, self.constant), "")
         constant = f", x {self.factor:.6g} = {self.constant}" if self.constant else ""
-        return (self.row or "every token alike") + constant + f": {hint}" * bool(hint)
+        return (self.row or "every token alike") + constant + only_if(hint, f": {hint}")
 
 
 #: Frequent reasons of a constant: with the asked weights (False), with another row (True), or with either (None).
@@ -262,10 +266,10 @@ def constants(t: Counts, divisor: float | None) -> Iterator[tuple[str, str, floa
 
 def _formula(powers: Powers) -> str:
     """The powers as a formula such as ``CP·T/K``."""
-    above = [name + "²" * (power == 2) for name, power in powers.items() if power > 0]
-    below = [name + "²" * (power == -2) for name, power in powers.items() if power < 0]
+    above = [name + only_if(power == 2, "²") for name, power in powers.items() if power > 0]
+    below = [name + only_if(power == -2, "²") for name, power in powers.items() if power < 0]
     bottom = f"({'·'.join(below)})" if len(below) > 1 else "".join(below)
-    return ("·".join(above) or "1" * bool(below)) + (f"/{bottom}" if below else "")
+    return ("·".join(above) or only_if(below, "1")) + (f"/{bottom}" if below else "")
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from megatron_rl_loss.audit.simulation import (
 )
 from megatron_rl_loss.audit.tokens import MeasuredStep
 from megatron_rl_loss.core.aggregation import Aggregation
+from megatron_rl_loss.core.errors import only_if
 from megatron_rl_loss.core.masks import Array
 
 #: The largest relative difference of sound weights: float32 over some hundred tokens, plus the small constants that
@@ -68,7 +69,11 @@ class Finding:
 
     def rows(self, units: list[str], should: str) -> list[str]:
         """The step as text, a line for each row of data: place, units, tokens and weights."""
-        names = ["dp_rank"] * (self.step.dp_size > 1) + ["microbatch"] * (self.step.num_microbatches > 1) + units
+        names = (
+            only_if(self.step.dp_size > 1, ["dp_rank"])
+            + only_if(self.step.num_microbatches > 1, ["microbatch"])
+            + units
+        )
         lines, begin = list[str](), 0
         for row in self.step.rows:
             words = [f"{_PLACES.get(name, name)} {getattr(row, name)}" for name in names]
@@ -95,7 +100,7 @@ def _shown(weights: Sequence[float], mask: Sequence[float]) -> str:
     masked = {text for text, entry in zip(texts, mask, strict=True) if not entry}
     if len(active) < 2 and masked <= {"0"}:
         return active.pop() if active else "0"
-    return " ".join(texts[:6] + ["..."] * (len(texts) > 6))
+    return " ".join(texts[:6] + only_if(len(texts) > 6, ["..."]))
 
 
 def find_faults(
@@ -261,4 +266,4 @@ def _zero_by_zero(step: DrawnStep, weights: Array) -> str:
     if not any(any(row.mask) for row in beside) and beside:
         return ", perhaps by a masked mean of 0/0 in a micro-batch without an active token"
     is_of_rows = not all(any(row.mask) for row in beside)
-    return ", perhaps by a masked mean of 0/0 over a row without an active token" * is_of_rows
+    return only_if(is_of_rows, ", perhaps by a masked mean of 0/0 over a row without an active token")

@@ -17,6 +17,7 @@ from megatron_rl_loss.audit.verdict import Verdict, places_of
 from megatron_rl_loss.core.aggregation import Aggregation, resolve, weigh
 from megatron_rl_loss.core.collectives import StepGroups
 from megatron_rl_loss.core.counting import COUNTINGS, count_step
+from megatron_rl_loss.core.errors import only_if
 from megatron_rl_loss.proof.outcomes import TOLERANCES
 
 #: What a loss may do with fractional mask values: the power of the mask that its weights have too much.
@@ -187,7 +188,7 @@ def _scaled(measured: MeasuredStep, factor: float) -> MeasuredStep:
 
 def nearest_mode(measured: MeasuredStep) -> Aggregation:
     """The mode without a divisor that puts least weight on the wrong tokens."""
-    names = ["token_mean", "sample_mean", *["prompt_mean"] * ("prompt" in measured.tokens.ids)]
+    names = ["token_mean", "sample_mean", *only_if("prompt" in measured.tokens.ids, ["prompt_mean"])]
     filled = [placed.samples for placed in measured.microbatches if len(placed.samples)]
     known = [row.name for row in COUNTINGS.values() if all(row.can_count(samples) for samples in filled)]
     choices = [resolve(name, units=units) for name in names for units in known]

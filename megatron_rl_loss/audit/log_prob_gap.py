@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_rl_loss.core.errors import only_if
 from megatron_rl_loss.losses.ratio import not_log_probs, range_in_words
 
 _FAR = 1.0  # from 0: a log-prob that a sampler does not round to it
@@ -61,7 +62,7 @@ class LogProbGap:
             says = f"{fits} within rounding" if self.active.any() else "no token is left to compare"
             lines = [says, *(f"only suggested: {text}" for text in self.suggestions.values())]
         head, *numbers = self._numbers()
-        compared = f"{self.compared}\n" * bool(self.compared)
+        compared = only_if(self.compared, f"{self.compared}\n")
         return compared + "\n  ".join([head, *self.left_out, *numbers, *lines[:3]])
 
     def _numbers(self) -> list[str]:
@@ -119,8 +120,9 @@ def compare_log_probs(
         off = [of_sample for of_sample in zip(ids, lengths, own, strict=True) if of_sample[1] != of_sample[2]]
         if off:
             sample_id, length, other = off[0]
-            order = " Both sides have the same lengths in another order: give both by sample id." * (
-                sorted(lengths) == sorted(own)
+            order = only_if(
+                sorted(lengths) == sorted(own),
+                " Both sides have the same lengths in another order: give both by sample id.",
             )
             counts = f"{len(off)} of {len(train)} samples, first {sample_id}: train {length}, {name} {other}"
             raise ValueError(f"lengths differ in {counts}: {_SAME}.{order}")
@@ -225,7 +227,7 @@ def _shifted_behind(gap: LogProbGap, _: Context) -> Iterator[Try]:
         inside = (at.position >= by) & (at.position - by < at.length)
         # A token that one side alone has is compared with nothing.
         source = at.entry.where(behind < 0, (at.entry - by).where(inside & (behind >= max(by, 0)), -1))
-        words = f"{abs(by)} token{'s' * (abs(by) > 1)} {'later' if by > 0 else 'earlier'}"
+        words = f"{abs(by)} token{only_if(abs(by) > 1, 's')} {'later' if by > 0 else 'earlier'}"
         number = int((first < 2**40).sum())
         if not {*gap.patterns, *gap.suggestions} & {"one_token_later", "one_token_earlier"}:  # of whole samples
             yield f"rollout equals train {words} behind a position, in {number} samples", *_moved(gap, source)

@@ -9,6 +9,7 @@ from megatron_rl_loss.audit.drawing import UNCUT
 from megatron_rl_loss.audit.findings import Finding
 from megatron_rl_loss.audit.picture import Panel, write_picture
 from megatron_rl_loss.core.aggregation import Aggregation
+from megatron_rl_loss.core.errors import only_if
 
 
 @dataclass(frozen=True)
@@ -46,24 +47,24 @@ class LossReport:
         else:
             fails = all(finding.kind != "weights" for finding in self.findings)
             how = "fails, or is no aggregation of losses" if fails else "is not invariant"
-            lines = [f"NOT SOUND: {self.name} {how}" + f"; expected {mode}" * bool(mode)]
+            lines = [f"NOT SOUND: {self.name} {how}" + only_if(mode, f"; expected {mode}")]
         said = f"assumed: {self.call}; {self.draws} draws of each cut, seed {self.seed}"
         assumed = textwrap.wrap(said, 118, initial_indent="  ", subsequent_indent="    ")
         lines += [f"  {finding.cut}: {finding.says}" for finding in self.findings]
         lines += [f"  fits: {cause}" for cause in self.causes[:1]]
         for first in self.findings[:1]:
-            named = f"{self.name} {mode} {self.causes} {'rollout' * ('rollouts over several' in self.call)}"
+            named = f"{self.name} {mode} {self.causes} {only_if('rollouts over several' in self.call, 'rollout')}"
             should = ", should weigh" if self.expected and mode else ", uncut"
             rows = first.rows([unit for unit in ("rollout", "prompt") if unit in named], should)
-            cp = f", each row cut over {first.step.cp_size} CP ranks" * (first.step.cp_size > 1)
+            cp = only_if(first.step.cp_size > 1, f", each row cut over {first.step.cp_size} CP ranks")
             room = max(1, 11 - len(self.findings) - len(self.notes) - len(assumed))  # of 15 lines
             if first.kind != "backward":
                 lines += [f"  the smallest step {first.cut} that shows it (x trained, . masked{cp}):"]
-                more = [f"    and {len(rows) - room} more"] * (len(rows) > room)
+                more = only_if(len(rows) > room, [f"    and {len(rows) - room} more"])
                 lines += [*(f"    {row}" for row in rows[:room]), *more]
         lines += assumed
         if not self.findings:
-            cp = " and 4 CP" * ("no CP" not in self.call)
+            cp = only_if("no CP" not in self.call, " and 4 CP")
             lines += [f"  covers rows of at most 11 tokens, 5 micro-batches, 4 DP{cp} ranks; not checked: the calls"]
             lines += ["  and divisions of your own loop, the losses of tokens, other terms (KL, entropy), clipping"]
         return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])

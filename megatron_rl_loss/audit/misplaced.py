@@ -15,6 +15,7 @@ from megatron_rl_loss.audit.tokens import (
     StepTokens,
     extremes,
 )
+from megatron_rl_loss.core.errors import only_if
 
 #: Parts of a step, coarsest first, and their names in reports.
 PLACES = {
@@ -155,7 +156,7 @@ def without_copies(kept: Kept, tokens: StepTokens, expected: Floats, tolerance: 
         return kept
     often = " or ".join(f"{x:g}" for x in np.unique(whole[again]))
     text = f"weigh {often} times as much as all others, as if they were in the step {often} times"
-    shown = ", ".join(map(str, samples[:4])) + " and more" * (len(samples) > 4)
+    shown = ", ".join(map(str, samples[:4])) + only_if(len(samples) > 4, " and more")
     copies = Misplaced("copies", f"samples {shown} {text}", int(again.sum()))
     return Kept(kept.entries[~again], kept.weights[~again], [*kept.misplaced, copies])
 
@@ -221,7 +222,7 @@ def _masked(measured: MeasuredStep, expected: Floats, extra: Flags) -> Misplaced
 def _missing(tokens: StepTokens, wanted: Flags, lost: Flags) -> Misplaced:
     number, of = int(lost.sum()), int(wanted.sum())
     where = "" if number == of else _whole_places(tokens, np.flatnonzero(wanted), lost[wanted])
-    text = f"{number} of {of} active tokens have no weight" + f", all of {where}" * bool(where)
+    text = f"{number} of {of} active tokens have no weight" + only_if(where, f", all of {where}")
     return Misplaced("missing", text, number)
 
 
@@ -235,5 +236,5 @@ def _whole_places(tokens: StepTokens, entries: Ints, hit: Flags) -> str:
         if (extremes(group, hit.astype(float), int(group.max()) + 1)[0][group] == hit).all():
             first = np.unique(group[hit], return_index=True)[1]
             shown = [pattern.format(*ids) for ids in zip(*(column[hit][first[:4]] for column in columns), strict=True)]
-            return "; ".join(shown) + f" and {len(first) - 4} more" * (len(first) > 4)
+            return "; ".join(shown) + only_if(len(first) > 4, f" and {len(first) - 4} more")
     return ""

@@ -20,6 +20,7 @@ from megatron_rl_loss.audit.tree_picture import TreePanel, draw_tree, legend_of,
 from megatron_rl_loss.audit.verdict import Verdict
 from megatron_rl_loss.core.aggregation import Aggregation, resolve, weigh
 from megatron_rl_loss.core.collectives import rank_in
+from megatron_rl_loss.core.errors import only_if
 from megatron_rl_loss.core.plan import Plan
 from megatron_rl_loss.trees.layout import PrefixTree
 
@@ -326,7 +327,7 @@ _BELOW = "the step's tokens, in order; a stroke below them is a sample"
 def _below(panels: Sequence[Panel]) -> str:
     """The line below the last panel, which explains the short names of micro-batches where there are any."""
     is_crowded = any(len(panel.spans(*MICROBATCH)) > _CROWDED for panel in panels)
-    return _BELOW + ", and 1.2 is micro-batch 2 of DP rank 1" * is_crowded
+    return _BELOW + only_if(is_crowded, ", and 1.2 is micro-batch 2 of DP rank 1")
 
 
 def _limits(panels: Sequence[Panel]) -> tuple[float, float]:

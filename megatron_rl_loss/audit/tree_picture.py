@@ -14,6 +14,7 @@ import numpy as np
 from megatron_rl_loss.audit.tokens import Floats, Ints
 from megatron_rl_loss.core.aggregation import weigh
 from megatron_rl_loss.core.collectives import rank_in
+from megatron_rl_loss.core.errors import only_if
 from megatron_rl_loss.core.microbatch import Microbatch
 from megatron_rl_loss.core.plan import Plan
 from megatron_rl_loss.trees.layout import PrefixTree
@@ -78,7 +79,7 @@ class TreePanel:
             slots = (
                 f"slot at depth {begin}" if end - begin == 1 else f"{end - begin} slots, depths {begin} to {end - 1}"
             )
-            through = f"{samples} sample{'s' * (samples > 1)}"
+            through = f"{samples} sample{only_if(samples > 1, 's')}"
             texts.append(f"run {run}, {slots}, of {through}: weight {weight:.6g}; {place}")
         return texts
 

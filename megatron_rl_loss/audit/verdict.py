@@ -11,6 +11,7 @@ import numpy as np
 from megatron_rl_loss.audit.causes import Cause
 from megatron_rl_loss.audit.misplaced import Misplaced
 from megatron_rl_loss.audit.tokens import Floats, Ints, MeasuredStep, StepTokens
+from megatron_rl_loss.core.errors import only_if
 
 _LINES, _WIDTH, _BAR = 15, 112, 60
 
@@ -110,8 +111,12 @@ class Verdict:
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(map(str.ljust, row, widths)) for row in rows]
         left = len(self.places) - len(chosen)
-        factor = f" / {self.common:.3g}" * (self.common != 1)
-        head = f"measured / expected{factor}" + " by CP rank" * by_cp + f", {left} more in the JSON" * (left > 0)
+        factor = only_if(self.common != 1, f" / {self.common:.3g}")
+        head = (
+            f"measured / expected{factor}"
+            + only_if(by_cp, " by CP rank")
+            + only_if(left > 0, f", {left} more in the JSON")
+        )
         legend = "▄ as expected, █ twice or more, - nothing, ~ negative, ! masked but trained"
         return [f"{head} ({legend}):", *(f"  {line}".rstrip() for line in lines)]
 

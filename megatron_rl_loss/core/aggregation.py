@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_rl_loss import load_further_tables
 from megatron_rl_loss.core.collectives import StepGroups
 from megatron_rl_loss.core.counting import COUNTINGS, StepTotals, Sum, UnitCounting, count_step
-from megatron_rl_loss.core.errors import check_choice, check_mapping, did_you_mean, is_number
+from megatron_rl_loss.core.errors import check_choice, check_mapping, did_you_mean, is_number, only_if
 from megatron_rl_loss.core.ids import hashed
 from megatron_rl_loss.core.masks import IN_CACHE, Array, Floats, to_array
 from megatron_rl_loss.core.modes import Mode, ModeFunction, ModeInputs, find_mode
@@ -68,7 +68,7 @@ class Aggregation:
     def __str__(self) -> str:
         """The mode, its divisor if it has one, and its unit counting where that is not the usual one."""
         divisor = "" if self.divisor is None else f" with divisor {self.divisor:g}"
-        return f"{self.mode.name}{divisor}" + f", counting {self.units} units" * (self.units != "all")
+        return f"{self.mode.name}{divisor}" + only_if(self.units != "all", f", counting {self.units} units")
 
     def describe(self) -> str:
         """All settings that are not the usual ones in a line, for the log."""

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl_loss.core.errors import BadBatchError
+from megatron_rl_loss.core.errors import BadBatchError, only_if
 from megatron_rl_loss.core.transfers import to_device
 
 logger = logging.getLogger(__name__)
@@ -293,7 +293,7 @@ def raise_together(failed: bool, failure: Exception | None, groups: Sequence[Gro
     for rank, reason in sorted(reasons.items()):
         ranks_by_reason.setdefault(reason, []).append(rank)
     listed = "; ".join(
-        f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {reason}"
+        f"rank{only_if(len(ranks) > 1, 's')} {', '.join(map(str, ranks))}: {reason}"
         for reason, ranks in ranks_by_reason.items()
     )
     raise BadBatchError(f"Step aborted on all ranks before the optimizer ran. {listed}") from failure

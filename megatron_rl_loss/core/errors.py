@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set, Sized
 from difflib import get_close_matches
 from numbers import Real
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +20,14 @@ class BadBatchError(ValueError):
 
 class ContractError(ValueError):
     """The installed Megatron does not scale losses as this version of megatron_rl_loss relies on."""
+
+
+Part = TypeVar("Part", str, list[Any])
+
+
+def only_if(condition: object, part: Part) -> Part:
+    """The part of a text or list where the condition holds, else an empty one."""
+    return part if condition else type(part)()
 
 
 def is_int(value: object) -> TypeGuard[int]:

@@ -4,6 +4,8 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from itertools import islice
 
+from megatron_rl_loss.core.errors import only_if
+
 #: Rows of a table, and numbers in a cell of it.
 SHOWN_ROWS, SHOWN_NUMBERS = 8, 6
 
@@ -21,4 +23,4 @@ def html_table(caption: str, head: Sequence[str], rows: Sequence[Sequence[object
 def first_numbers(values: Iterable[float]) -> str:
     """The first of some numbers, in a few digits."""
     texts = [f"{value:.4g}" for value in islice(values, SHOWN_NUMBERS + 1)]
-    return " ".join(texts[:SHOWN_NUMBERS] + ["..."] * (len(texts) > SHOWN_NUMBERS))
+    return " ".join(texts[:SHOWN_NUMBERS] + only_if(len(texts) > SHOWN_NUMBERS, ["..."]))

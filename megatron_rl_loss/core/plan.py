@@ -21,7 +21,7 @@ from megatron_rl_loss.core.collectives import (
     warn_on_one_rank,
 )
 from megatron_rl_loss.core.counting import StepTotals, Sum, count_step
-from megatron_rl_loss.core.errors import BadBatchError, check_int
+from megatron_rl_loss.core.errors import BadBatchError, check_int, only_if
 from megatron_rl_loss.core.metrics import reduce_notes
 from megatron_rl_loss.core.microbatch import Microbatch
 from megatron_rl_loss.core.notebook import SHOWN_ROWS, first_numbers, html_table
@@ -351,7 +351,7 @@ class Plan:
                     parts.append(f"{counts[f'{key}s']:,.0f} {key}s ({often})")
             parts.append(f"{counts['active_tokens']:,.0f} of {counts['tokens']:,.0f} tokens active")
             masked = rollouts - counts["active_rollouts"]
-            parts.append(f"{masked:,.0f} rollouts fully masked" + ", left out of metric means" * (masked > 0))
+            parts.append(f"{masked:,.0f} rollouts fully masked" + only_if(masked > 0, ", left out of metric means"))
             if record.modes.policy.units == "counted":
                 of_keys = {f"{key}s": units.number["counted"] for key, units in record.totals.units.items()}
                 counted = [f"{of_keys[name]:,.0f} {name}" for name in of_keys if name in counts]

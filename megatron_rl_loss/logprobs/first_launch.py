@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_rl_loss.core.errors import only_if
+
 #: What float32 may differ by, relative to the sums that are compared.
 DIFFERENCE = 1e-4
 #: Rows that count and, where a mask leaves some out, rows of these.
@@ -38,7 +40,7 @@ def program_of(step: str, arguments: Mapping[str, Any]) -> Program:
 
 def _facts(value: Any, name: str = "") -> Any:
     if isinstance(value, Tensor):
-        sizes = [value.shape[-1], value.stride(0)] if name in _KNOWN_ROWS else [value.stride(-1)] * (name == "g")
+        sizes = [value.shape[-1], value.stride(0)] if name in _KNOWN_ROWS else only_if(name == "g", [value.stride(-1)])
         return value.device, value.dtype, value.data_ptr() % 16 == 0, *map(_facts, sizes)
     if isinstance(value, bool) or value is None:
         return value

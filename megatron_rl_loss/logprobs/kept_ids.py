@@ -8,7 +8,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from megatron_rl_loss.core.errors import require
+from megatron_rl_loss.core.errors import only_if, require
 from megatron_rl_loss.core.masks import Array
 from megatron_rl_loss.core.transfers import on_device, to_device
 from megatron_rl_loss.logprobs.flags import KEPT_RULE
@@ -50,7 +50,7 @@ class KeptIds:
             are_ids = ids.ndim == 1 and ids.dtype != torch.bool and not ids.is_floating_point()
         if not are_ids or offsets.ndim != 1 or (offsets.size and offsets.dtype.kind not in "iu"):
             given = f"{ids.dtype} {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
-            shape = f" {offsets.shape}" * (offsets.ndim != 1)
+            shape = only_if(offsets.ndim != 1, f" {offsets.shape}")
             raise TypeError(
                 f"KeptIds with ids of {given} and offsets of {offsets.dtype}{shape}: ids must be a tensor of "
                 "ints [all kept], offsets ints [tokens + 1]. Pass ids.flatten().long(), and cumulative counts."

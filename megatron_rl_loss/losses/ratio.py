@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl_loss.core.collectives import warn_on_one_rank
-from megatron_rl_loss.core.errors import check_float, check_within, require
+from megatron_rl_loss.core.errors import check_float, check_within, only_if, require
 from megatron_rl_loss.core.masks import Array, to_array
 from megatron_rl_loss.core.samples import check_values
 from megatron_rl_loss.core.transfers import on_device, to_device
@@ -281,7 +281,7 @@ def not_log_probs(low: Tensor, high: Tensor, dtype: torch.dtype) -> Tensor:
 
 def range_in_words(low: Tensor, high: Tensor) -> str:
     """How far values that are no log-probs go."""
-    return f"values up to {high:.3g}" + ", none below 0" * bool(low >= 0)
+    return f"values up to {high:.3g}" + only_if(low >= 0, ", none below 0")
 
 
 def check_log_probs(by_name: Mapping[str, Tensor], *inputs: Tensor) -> None:

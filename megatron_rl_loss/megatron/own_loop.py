@@ -5,6 +5,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from megatron_rl_loss.core.collectives import Group, check_together
+from megatron_rl_loss.core.errors import only_if
 from megatron_rl_loss.core.plan import Plan
 from megatron_rl_loss.megatron.proving import MegatronFirstStep, facts_of
 from megatron_rl_loss.proof.exchange import Exchange
@@ -47,7 +48,7 @@ class MegatronProof:
             check = lambda: twice or uncounted(model, counted) or stated.fault()  # noqa: E731
             stack.enter_context(first.step(model, plan=plan.record.use, check=check))
             yield
-        if is_looked_at and Exchange().agree(["left"] * any(left), ["left"], over):
+        if is_looked_at and Exchange().agree(only_if(any(left), ["left"]), ["left"], over):
             first.tell_left(next((str(failure) for failure in left if failure), LEFT))
 
     def _begun(self, model: Any) -> MegatronFirstStep:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_rl_loss.core.errors import only_if
 from megatron_rl_loss.core.masks import Floats
 from megatron_rl_loss.core.samples import LocalTokens
 from megatron_rl_loss.core.taps import SummedShare
@@ -81,7 +82,7 @@ class Before:
         return f"a factor of {self.high:.4g}" if is_alike else f"factors of {self.low:.3g} to {self.high:.3g}"
 
     def __str__(self) -> str:
-        division = f" ({'1 / ' * (self.division != _OWN_WEIGHTS)}{self.division})" * bool(self.division)
+        division = only_if(self.division, f" ({only_if(self.division != _OWN_WEIGHTS, '1 / ')}{self.division})")
         return f"{self._factors}{division} on tokens {self._place}"
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from megatron_rl_loss.core.collectives import StepGroups
+from megatron_rl_loss.core.errors import only_if
 from megatron_rl_loss.core.samples import LocalTokens
 from megatron_rl_loss.core.taps import Declared, Tap
 from megatron_rl_loss.core.transfers import to_device
@@ -273,13 +274,13 @@ def parameters_in_words(state: StepState) -> Finding:
     whose = f"all {of_all.total}" if of_all.covered == of_all.total else f"{of_all.covered} of {of_all.total}"
     told = f"by the gradients of {whose} parameters" if of_all.total > 1 else "by the gradient of the one parameter"
     left = of_all.total - of_all.covered - of_all.zero - of_all.num_unlike
-    beside = [*of_all.notes, *[f"{of_all.zero} have none"] * bool(of_all.zero)]
+    beside = [*of_all.notes, *only_if(of_all.zero, [f"{of_all.zero} have none"])]
     if left > 0:
         reasons = [f"{name}: {why}" for name, why in of_all.uncovered.items()]
         beside.append(f"{left} not covered, as {'; '.join(reasons) or 'other ranks say'}")
     if state.tolerance > TOLERANCES["float32"]:
         beside.append(f"weights to within {100 * state.tolerance:.2g} %, gradients to {100 * of_all.coarsest:.2g} %")
-    return Finding(IN_PART if left > 0 else GIVEN, told + f" ({', '.join(beside)})" * bool(beside))
+    return Finding(IN_PART if left > 0 else GIVEN, told + only_if(beside, f" ({', '.join(beside)})"))
 
 
 def unlike_in_words(state: StepState) -> str:
@@ -288,7 +289,7 @@ def unlike_in_words(state: StepState) -> str:
     if of_all.num_unlike >= of_all.total and (apart := of_all.unlike.get("all of them")):
         return no_factor(f"the final gradients are {apart}")
     names = [f"{name} ({what})" for name, what in of_all.unlike.items()]
-    more = f", and {of_all.num_unlike - len(names)} more" * (of_all.num_unlike > len(names))
+    more = only_if(of_all.num_unlike > len(names), f", and {of_all.num_unlike - len(names)} more")
     if "all of them" in of_all.unlike:
         more = ""
     return (

@@ -8,6 +8,7 @@ from functools import partial
 from megatron_rl_loss.core.aggregation import Aggregation
 from megatron_rl_loss.core.collectives import attempt
 from megatron_rl_loss.core.counting import StepTotals
+from megatron_rl_loss.core.errors import only_if
 from megatron_rl_loss.core.taps import Declared
 from megatron_rl_loss.proof.difference import Compared, may_be_clipped
 from megatron_rl_loss.proof.findings import GIVEN, IN_PART, NOT_PROVED, WRONG, Finding, Severity
@@ -55,7 +56,7 @@ class Comparison:
         if doubt and not is_as_asked:
             self.find(NOT_PROVED, f"{aim}: {compared}. {doubt}")
         elif not is_as_asked:
-            self.find(WRONG, f"{aim}: {compared}.", *[returned] * bool(returned))
+            self.find(WRONG, f"{aim}: {compared}.", *only_if(returned, [returned]))
         elif fault := before.fault(averages=compared.averages):
             self.find(WRONG, f"{aim}: {fault}")
         elif compared.totals.step_active_tokens:
