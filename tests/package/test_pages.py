@@ -544,6 +544,22 @@ def test_the_cost_of_the_proof_is_the_files() -> None:
     assert f"takes {ns:.3g} ns of CPU time for each entry of the model and micro-batch" in page
 
 
+def test_small_steps_are_those_of_their_file() -> None:
+    """`tools/bench/reducers.py --goals --sizes 1x4096 4x4096 8x4096 --out docs/bench/small` makes the file."""
+    page = " ".join(PERFORMANCE.split())
+    tables = json.loads((ROOT / "docs/bench/small/reducers-cpu.json").read_text())
+
+    def row(part: str, cp: int) -> dict[str, float]:
+        rows = tables[f"{part}: fastest turn, ms"]
+        return next(row for row in rows if (row["size"], row["cp"]) == ("1x4096", cp))
+
+    parts = {row["part"]: row["us"] for row in tables["parts of a step of 1 samples, CP 4"]}
+    checks = [us for part, us in parts.items() if part.startswith(("of these", "totals"))]
+    assert f"takes {row('whole', 4)['ours to the faster']:.3g} times that of the faster peer at CP 4" in page
+    assert f"totals takes {sum(checks):.1f} µs" in page
+    assert f"closure in {1e3 * min(row('build', 1)[peer] for peer in ('slime', 'miles')):.1f} µs at CP 1" in page
+
+
 def test_times_on_a_gpu_are_those_of_its_page() -> None:
     of_gpu = json.loads((ROOT / "docs/bench/gpu-nvidia-h200.json").read_text())
     parts = {part["part"]: part for part in of_gpu["parts"]}
