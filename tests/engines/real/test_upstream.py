@@ -41,13 +41,13 @@ def framework_of(patch: Path) -> Framework:
     return of_name
 
 
-def tests_in(patch: Path) -> list[str]:
+def files_of_tests(patch: Path) -> list[str]:
     return re.findall(r"^\+\+\+ b/(tests/\S+)$", patch.read_text(), re.MULTILINE)
 
 
 def run_tests(root: str, patch: Path) -> subprocess.CompletedProcess[str]:
     """The patch's tests, in the tree at `root`, as its maintainers run them on a CPU."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests_in(patch)]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files_of_tests(patch)]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
     environment |= {"PYTHONPATH": root, "TORCH_CUDA_ARCH_LIST": "9.0"}
     return subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=500)
@@ -59,7 +59,7 @@ def test_a_patch_brings_a_test_that_needs_it(patch: Path, tmp_path: Path) -> Non
     checkout(framework)
     for package in NEEDS[framework.variable]:
         pytest.importorskip(package, reason=f"{package}, which the tests of {patch.name} import, is not installed")
-    assert tests_in(patch)
+    assert files_of_tests(patch)
     root = patched(framework, tmp_path, patch.name, only="tests/*")
     without = run_tests(root, patch)
     assert re.search(r"\d+ failed", without.stdout), without.stdout + without.stderr
