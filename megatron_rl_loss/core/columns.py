@@ -15,6 +15,7 @@ from megatron_rl_loss.core.modes import Mode, ModeFunction
 from megatron_rl_loss.core.plan import make_plan
 from megatron_rl_loss.core.record import Trainer
 from megatron_rl_loss.core.samples import Samples, as_samples
+from megatron_rl_loss.core.transfers import to_device
 
 
 def weights_column(
@@ -87,7 +88,7 @@ def fold_into_advantages(
     flat = flat if isinstance(flat, Tensor) else torch.from_numpy(flat)  # of no samples it is an array
     flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
     columns = weights_column(mode, samples, divisor=divisor, units=units, dp_group=dp_group)
-    weights = torch.cat([torch.zeros(0, device="cpu"), *columns]).to(flat.device)
+    weights = to_device(torch.cat([torch.zeros(0, device="cpu"), *columns]), flat.device)
     if not bool(torch.isfinite(flat[weights != 0]).all()):
         raise ValueError(
             "advantages with NaN or Inf at active tokens: folding takes finite advantages. Mask such tokens, or "

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_rl_loss.core.transfers import to_device
 from megatron_rl_loss.engines.loss_trials import PENALTIES, Penalty, Trial, Trials, WeighedMicrobatch, tap_sum
 from megatron_rl_loss.engines.places import places, value_at
 from megatron_rl_loss.extend import observed_taps
@@ -107,7 +108,7 @@ def _at(
     """The slopes where each token has what its draw says."""
 
     def column(value: Callable[[_Draw], float], like: Tensor) -> Tensor:
-        table = torch.tensor([value(draw) for draw in draws], dtype=like.dtype, device=like.device)
+        table = to_device(torch.tensor([value(draw) for draw in draws], dtype=like.dtype), like.device)
         return table[torch.arange(like.numel(), device=like.device) % len(draws)].view(like.shape)
 
     leaf = column(lambda draw: draw.log_prob, log_probs).requires_grad_()
