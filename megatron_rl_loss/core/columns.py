@@ -1,13 +1,13 @@
-"""Weights of a whole step as data columns, for a trainer that only sums; a few lines over the step's plan."""
+"""Weights of a whole step as data columns, for a trainer that only sums."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import EllipsisType
 
 import torch
 from torch import Tensor
 
 from megatron_rl_loss.core.aggregation import LossModes
-from megatron_rl_loss.core.collectives import Group, StepGroups, stated_dp_group
+from megatron_rl_loss.core.collectives import Group, StepGroups, attempt, stated_dp_group
 from megatron_rl_loss.core.counting import UnitCounting
 from megatron_rl_loss.core.errors import check_one_each, check_sized
 from megatron_rl_loss.core.masks import Mask
@@ -28,18 +28,29 @@ def weights_column(
 ) -> list[Tensor]:
     """The weight of every token of a whole step, a tensor per sample: a data column beside ``advantages``.
 
-    For a driver that holds all masks of a step before it deals samples out; no collective is needed. In a job of
-    several ranks state the `dp_group`, as in `plan_step`: None where this rank has the whole step.
+    For a driver that holds all masks of a step before it deals samples out. In a job of several ranks state the
+    `dp_group`, as in `plan_step`: None where this rank has the whole step, and no collective runs.
 
     >>> weights_column("sample_mean", [torch.tensor([1, 1, 0]), torch.tensor([1])])
     [tensor([0.2500, 0.2500, 0.0000]), tensor([0.5000])]
 
     Returns a float32 tensor per sample, as long as its mask. Arguments and errors as in `plan_step`.
     """
-    modes = LossModes.resolve(mode, divisor=divisor, units=units)
-    trainer, whole = Trainer(groups=StepGroups(stated_dp_group(dp_group, "weights"))), as_samples(samples)
-    (microbatch,) = make_plan(lambda: [whole], modes, trainer)
-    return list(microbatch.weights.split(whole.mask_lengths))
+    return _weights(lambda: as_samples(samples), mode, divisor, units, dp_group)
+
+
+def _weights(
+    describe: Callable[[], Samples],
+    mode: str | Mode | ModeFunction,
+    divisor: float | None,
+    units: UnitCounting | None,
+    dp_group: Group | EllipsisType | None,
+) -> list[Tensor]:
+    """The weights of the samples that `describe` makes; its error is raised on all ranks of the group."""
+    trainer = Trainer(groups=StepGroups(stated_dp_group(dp_group, "weights")))
+    modes = attempt(lambda: LossModes.resolve(mode, divisor=divisor, units=units))
+    (microbatch,) = make_plan(lambda: [describe()], modes, trainer)
+    return list(microbatch.weights.split(microbatch.samples.mask_lengths))
 
 
 _MARK = "_folded_by_megatron_rl_loss"
@@ -71,31 +82,40 @@ def fold_into_advantages(
     Raises ValueError for advantages that were folded before, that do not match the masks, or that are NaN or infinite
     at an active token; anything else as `weights_column`.
     """
-    check_sized("advantages", advantages)
-    if any(hasattr(column, _MARK) for column in advantages):
-        raise ValueError(
-            "advantages that were folded already: folding them again would divide by the step's counts twice. Fold "
-            "once per step, before the step is cut into micro-batches."
-        )
-    samples = as_samples(samples)
-    if samples.layout is not None:
-        raise ValueError("samples with a layout to fold: advantages are whole rows, one per sample. Leave layout= out.")
-    check_one_each("advantages", len(advantages), "loss masks", len(samples))
-    rows = [
-        column.detach() if isinstance(column, Tensor) else torch.tensor(column, device="cpu") for column in advantages
-    ]
-    flat = samples.in_buffer(rows)
-    flat = flat if isinstance(flat, Tensor) else torch.from_numpy(flat)  # of no samples it is an array
+    columns: list[Tensor] = []
+
+    def described() -> Samples:
+        check_sized("advantages", advantages)
+        if any(hasattr(column, _MARK) for column in advantages):
+            raise ValueError(
+                "advantages that were folded already: folding them again would divide by the step's counts twice. Fold "
+                "once per step, before the step is cut into micro-batches."
+            )
+        whole = as_samples(samples)
+        if whole.layout is not None:
+            raise ValueError(
+                "samples with a layout to fold: advantages are whole rows, one per sample. Leave layout= out."
+            )
+        check_one_each("advantages", len(advantages), "loss masks", len(whole))
+        rows = [
+            column.detach() if isinstance(column, Tensor) else torch.tensor(column, device="cpu")
+            for column in advantages
+        ]
+        flat = whole.in_buffer(rows)
+        columns.append(flat if isinstance(flat, Tensor) else torch.from_numpy(flat))  # of no samples it is an array
+        return whole
+
+    of_samples = _weights(described, mode, divisor, units, dp_group)
+    (flat,) = columns
     flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
-    columns = weights_column(mode, samples, divisor=divisor, units=units, dp_group=dp_group)
-    weights = to_device(torch.cat([torch.zeros(0, device="cpu"), *columns]), flat.device)
+    weights = to_device(torch.cat([torch.zeros(0, device="cpu"), *of_samples]), flat.device)
     if not bool(torch.isfinite(flat[weights != 0]).all()):
         raise ValueError(
             "advantages with NaN or Inf at active tokens: folding takes finite advantages. Mask such tokens, or "
             "aggregate the losses with a plan."
         )
     # Each in a storage of its own, so that one sent elsewhere does not take all along.
-    folded = [part.clone() for part in (flat * weights).masked_fill(weights == 0, 0).split(samples.mask_lengths)]
+    folded = [part.clone() for part in (flat * weights).masked_fill(weights == 0, 0).split([*map(len, of_samples)])]
     for part in folded:
         setattr(part, _MARK, True)
     return folded

@@ -259,7 +259,7 @@ def loss_from_hidden(
         share = torch.stack(totals).sum()
     if any(needs_gradient):
         leaf_gradients = gain, *chunks.gradients(read)
-        share = _Folded.apply(share, leaf_gradients, output_layer.main_gradient, *leaves)  # type: ignore[no-untyped-call]
+        share = _Folded.apply(share, leaf_gradients, output_layer.main_gradient, *leaves)
     names = values_of_chunks[0]
     return share, {name: read.spread(torch.cat([values[name] for values in values_of_chunks])) for name in names}
 

@@ -80,7 +80,7 @@ def run_from_hidden(kernel: str, read: Reading, leaves: Sequence[Any], output_la
     hidden, weight, _ = leaves
     tokens = hidden.flatten(0, -2)
     if output_layer.tensor_parallel.sequence_parallel:
-        tokens = _Gathered.apply(hidden, output_layer.tensor_parallel)  # type: ignore[no-untyped-call]
+        tokens = _Gathered.apply(hidden, output_layer.tensor_parallel)
     tokens = tokens if read.rows is None else tokens[read.rows]
     log_probs, entropy = FROM_HIDDEN[kernel](
         tokens.contiguous(), weight, read.labels, read.tp_group, output_layer.temperature, read.entropy

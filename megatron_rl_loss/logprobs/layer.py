@@ -218,7 +218,7 @@ def make_log_probs(
 ) -> tuple[LogProbs, Tensor | None]:
     """Log-probs and divergence of all tokens; logits are made a chunk at a time, and again backward."""
     chunks = partial(Chunks, parallel, main_gradient=main_gradient, in_place=in_place)
-    log_probs, entropy, divergence = _MakeLogProbs.apply(read, chunks, comparison, *leaves)  # type: ignore[no-untyped-call]
+    log_probs, entropy, divergence = _MakeLogProbs.apply(read, chunks, comparison, *leaves)
     return LogProbs(log_probs, entropy), divergence
 
 

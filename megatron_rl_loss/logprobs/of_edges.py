@@ -82,7 +82,7 @@ class OfEdges:
         parallel = layer.tensor_parallel
         if size_of(parallel.group) == 1:
             return self.rows_of(hidden), layer
-        whole = _Gathered.apply(hidden, parallel)  # type: ignore[no-untyped-call]
+        whole = _Gathered.apply(hidden, parallel)
         alone = TensorParallel(group=parallel.group, sum_gradient=False)
         return self.rows_of(whole), replace(layer, tensor_parallel=alone)
 

@@ -80,7 +80,7 @@ def segment_scan(
     at_tokens = discount_at_tokens(discount, sequences.tokens, sequences.mask.device)
     discounts = torch.where(discounted, at_tokens, torch.ones_like(sequences.mask))
     own = (torch.stack(sequences.rows) * sequences.mask).masked_fill(masked, 0)
-    before: Tensor = _Before.apply(_Chunks.of(sequences), reverse, discounts, own)  # type: ignore[no-untyped-call]
+    before: Tensor = _Before.apply(_Chunks.of(sequences), reverse, discounts, own)
     scanned = before if exclusive else discounts * before + own
     shape = (len(values), *values[0].shape) if isinstance(values, Sequence) else values.shape
     return scanned.masked_fill(masked, 0).to(sequences.dtype).view(shape)

@@ -185,7 +185,7 @@ def to_tokens(of_samples: Tensor, local: Place, *, per: str = "sample") -> Tenso
             f"{len(counts)} samples (parts by {per}). Pass the result of segment_sum or segment_mean, with its per=."
         )
     sorted_by = None if order is None else on_device(order, device)
-    spread: Tensor = _ToTokens.apply(  # type: ignore[no-untyped-call]
+    spread: Tensor = _ToTokens.apply(
         of_samples, on_device(counts, device), sorted_by, len(tokens)
     )
     return spread
@@ -196,7 +196,7 @@ def _statistic(what: str, values: Values, local: Place, cp_group: Group | None, 
     divisor = None
     if what == "segment_mean":
         divisor = on_device(np.where(sequences.mask_sums == 0, 1, sequences.mask_sums), sequences.mask.device)
-    of_samples: Tensor = _OfSamples.apply(sequences, divisor, *sequences.rows)  # type: ignore[no-untyped-call]
+    of_samples: Tensor = _OfSamples.apply(sequences, divisor, *sequences.rows)
     return (of_samples if isinstance(values, Sequence) else of_samples[0]).to(sequences.dtype)
 
 

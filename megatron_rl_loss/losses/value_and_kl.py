@@ -147,7 +147,7 @@ def kl_estimate(
             reference = reference.where(~far, log_probs - d.clamp(-bound, bound))
         value, slope = _k3(log_probs, reference) if not old else _times_ratio(estimator, log_probs, reference, old[0])
         slope = slope if far is None else slope.masked_fill(far, 0)
-    estimate: Tensor = _WithSlope.apply(log_probs, value, slope)  # type: ignore[no-untyped-call]
+    estimate: Tensor = _WithSlope.apply(log_probs, value, slope)
     return estimate
 
 

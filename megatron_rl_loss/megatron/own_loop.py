@@ -22,10 +22,10 @@ _STATED = (
 
 
 class MegatronProof:
-    """The proofs of a model's steps, one of each claim, and a look at gradients before its first two."""
+    """The proofs of a model's steps, one of each claim, and a look at gradients before each and the step after it."""
 
     def __init__(self) -> None:
-        self._firsts, self._num_steps = dict[str, MegatronFirstStep](), 0
+        self._firsts, self._was_measured = dict[str, MegatronFirstStep](), False
         self._over: list[Group] = []  # the model's groups, of which its first step tells
 
     @contextmanager
@@ -38,8 +38,8 @@ class MegatronProof:
             first.agree(over, level)
         counted = set[int]() if first.is_over else counted_by(plan.record.groups)
         twice = _STATED if stated.optimizer is not None or stated.loss_scale != 1 else ""
-        is_looked_at = first.is_over and first.level != "off" and self._num_steps < 2  # else it is measured
-        self._num_steps += 1
+        is_looked_at = self._was_measured and first.is_over and first.level != "off"  # a step that is not measured
+        self._was_measured = not first.is_over
         chunks, left = model if isinstance(model, list) else [model], list[Exception | None]()
         with ExitStack() as stack:
             if is_looked_at:

@@ -139,7 +139,7 @@ def weights_on_rank(hands: list[list[int]], cp: int) -> dict[str, Any]:
     in_cp = [dist.new_group(list(range(r * cp, (r + 1) * cp))) for r in range(len(hands))]
     mine = hands[rank // cp]
     held = [samples_of(part, cp) for part in (mine[:1], mine[1:])]
-    groups = {"dp_group": in_dp[rank % cp], "cp_group": in_cp[rank // cp]}
+    groups: Any = {"dp_group": in_dp[rank % cp], "cp_group": in_cp[rank // cp]}
     parts_of = {}
     for name in RULES:
         plan = plan_step(held, mode_of(name), gradients="summed over ranks", **groups)

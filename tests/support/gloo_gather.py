@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 
 def all_gather(values: torch.Tensor, group: Any) -> tuple[torch.Tensor, ...]:
-    gathered: tuple[torch.Tensor, ...] = _Gather.apply(values, group)  # type: ignore[no-untyped-call]
+    gathered: tuple[torch.Tensor, ...] = _Gather.apply(values, group)
     return gathered
 
 

@@ -8,7 +8,7 @@ change by more than rounding tell what was seen, and the first layer whose outpu
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from copy import copy
 from dataclasses import dataclass, field
 from itertools import count, islice
@@ -32,6 +32,8 @@ from megatron_rl_loss.megatron.iterator import DataIterator, MicrobatchIterator,
 from megatron_rl_loss.megatron.packing import layers_with_state, packed_seq_params
 from megatron_rl_loss.megatron.proving import facts_of
 
+#: So many samples are also run alone, if a layout of slots and no attention mask describes the pack.
+_MOST_ALONE = 4
 #: A value is a sum of some hundred rounded products: by chance their roundings add up to less than this many.
 _ROUNDINGS = 64
 ATTENTION, STATE = "attention over bounds", "a state that runs on"
@@ -89,7 +91,6 @@ def check_packing(
     model: Any,
     samples: Samples,
     *,
-    most_alone: int = 4,
     pg_collection: ProcessGroupCollection | None = None,
     **options: Any,
 ) -> PackReport:
@@ -103,7 +104,6 @@ def check_packing(
         batch: of this data-parallel rank; the iterator of `forward_step` gives it again and again.
         model: the model chunk, or list of chunks. Each takes ``input_ids`` and ``position_ids``.
         samples: describes the batch. Without ``total_lengths`` in its layout, padding of a slot is part of the sample.
-        most_alone: so many samples are also run alone, if a layout of slots and no attention mask describes the pack.
         pg_collection: the process groups; default: the model's, else Megatron's parallel state.
         options: of the schedule: ``seq_length`` and ``micro_batch_size``.
 
@@ -113,7 +113,7 @@ def check_packing(
     """
     groups, _ = facts_of(model, pg_collection)
     chunks = model if isinstance(model, list) else [model]
-    return _checked(forward_step, [_Again(batch) for _ in chunks], chunks, samples, groups, most_alone, options)
+    return _checked(forward_step, [_Again(batch) for _ in chunks], chunks, samples, groups, options)
 
 
 class _Again(NamedTuple):
@@ -181,7 +181,7 @@ class KeptBatches:
         described = check_together(known, everywhere)
         # A stage that read nothing reads nothing again.
         batches = [None if first is None else _Again(next(iter(first), None)) for first in self._first]
-        return _checked(forward_step, batches, chunks, described, groups, 4, options)
+        return _checked(forward_step, batches, chunks, described, groups, options)
 
 
 def _checked(
@@ -190,14 +190,18 @@ def _checked(
     chunks: list[Any],
     samples: Samples,
     groups: ProcessGroupCollection,
-    most_alone: int,
     options: dict[str, Any],
 ) -> PackReport:
-    pack = _Pack(samples, *samples.place_in(groups.cp), groups.tp.rank(), groups.tp.size())
-    trials = pack.trials(most_alone)
-    while len(chunks) > 1 and len(trials) % groups.pp.size():  # whole rounds of virtual stages
-        trials.append(_Trial("again"))
-    runs = [_Run(pack, trials, unwrap_model(chunk)) for chunk in chunks]
+    everywhere = several(groups.dp_cp, groups.tp, groups.pp)
+
+    def prepared() -> tuple[_Pack, list[_Trial], list[_Run]]:
+        pack = _Pack(samples, *samples.place_in(groups.cp), groups.tp.rank(), groups.tp.size())
+        trials = pack.trials()
+        while len(chunks) > 1 and len(trials) % groups.pp.size():  # whole rounds of virtual stages
+            trials.append(_Trial("again"))
+        return pack, trials, [_Run(pack, trials, unwrap_model(chunk)) for chunk in chunks]
+
+    pack, trials, runs = check_together(prepared, everywhere)
 
     def step(iterator: Any, chunk: Any) -> tuple[Any, Any]:
         output, _ = forward_step(iterator, chunk)
@@ -205,7 +209,7 @@ def _checked(
 
     with ExitStack() as stack, torch.no_grad(), evaluating(chunks):
         for run in runs:
-            stack.callback(run.remove)
+            stack.enter_context(run.hooked())
         iterators = [None if batch is None else batch.iterator(len(trials)) for batch in batches]
         outputs = get_forward_backward_func()(
             forward_step_func=step,
@@ -233,7 +237,6 @@ def _checked(
             {(dp_rank, *key): layer for key, layer in layers.items()},
         )
 
-    everywhere = several(groups.dp_cp, groups.tp, groups.pp)
     of_ranks = check_together(compared, everywhere)
     for group in everywhere:
         of_ranks = _joined(gather_objects(of_ranks, group))
@@ -295,7 +298,7 @@ class _Pack:
         else:
             self.anew = self.token
 
-    def trials(self, most_alone: int) -> list[_Trial]:
+    def trials(self) -> list[_Trial]:
         every_second = [(self.owner >= 0) & (self.owner % 2 == odd) for odd in (0, 1)]
         trials = [
             _Trial("given"),
@@ -305,7 +308,7 @@ class _Pack:
         ]
         trials += [_Trial("padding", self.owner < 0), _Trial("positions", anew=True)]
         if self.slot is not None and len(self.samples) > 1:
-            trials += [_Trial("alone", alone=number) for number in range(min(len(self.samples), most_alone))]
+            trials += [_Trial("alone", alone=number) for number in range(min(len(self.samples), _MOST_ALONE))]
         return trials
 
     def order(self, number: int) -> Tensor:
@@ -357,13 +360,17 @@ class _Run:
         self._fault = ""
         self._signature = inspect.signature(chunk.forward)
         self._layers = list(getattr(getattr(chunk, "decoder", None), "layers", ()))
-        self._handles = [chunk.register_forward_pre_hook(self._change, with_kwargs=True)]
-        for number, layer in enumerate(self._layers):
-            self._handles.append(layer.register_forward_hook(lambda _, __, out, n=number: self._keep(n, out)))
 
-    def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
+    @contextmanager
+    def hooked(self) -> Iterator[None]:
+        handles = [self._chunk.register_forward_pre_hook(self._change, with_kwargs=True)]
+        for number, layer in enumerate(self._layers):
+            handles.append(layer.register_forward_hook(lambda _, __, out, n=number: self._keep(n, out)))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def raise_fault(self) -> None:
         if self._fault:
@@ -415,7 +422,7 @@ class _Run:
         with_state = set(layers_with_state(self._chunk).values())
         pack = self._pack
         for number, layer in enumerate(self._layers):
-            sketches = self._sketches.get(number, [])
+            sketches = self._sketches[number]
             given = sketches[0]
             owner = pack.owner.view(given.shape[0], -1)
             changed = [None if t.changed is None else t.changed.view_as(owner) for t in self._trials]

@@ -47,7 +47,7 @@ def own(fault: str, dtype: torch.dtype = torch.float32) -> OwnLosses:
     hidden = torch.randn(TOKENS, WIDTH, generator=generator).to(dtype).requires_grad_()
     weight = torch.randn(VOCABULARY, WIDTH, generator=generator).to(dtype).requires_grad_()
     labels = torch.randint(VOCABULARY, (TOKENS,), generator=generator)
-    return OwnLosses(lambda: Fused.apply(hidden, weight, labels, fault), [hidden, weight])  # type: ignore[no-untyped-call]
+    return OwnLosses(lambda: Fused.apply(hidden, weight, labels, fault), [hidden, weight])
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -91,7 +91,7 @@ def weights_over(group: Any) -> list[float]:
 
 def on_rank(functions_are_replaced: bool) -> dict[str, Any]:
     start_process_group()
-    plain = dist.new_group(range(RANKS))
+    plain: Any = dist.new_group(range(RANKS))
     expected = of_each_collective(plain)
     wrapped = Reloadable(dist.new_group(range(RANKS)))
     twice = Reloadable(wrapped)

@@ -98,8 +98,8 @@ def train(plan: Plan, rank: int, metrics: MetricsOf) -> list[Any]:
 def outcomes_on_rank() -> dict[str, Any]:
     start_process_group()
     rank = int(os.environ["RANK"])
-    dp = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])][rank % 2]
-    cp = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])][rank // 2]
+    dp: Any = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])][rank % 2]
+    cp: Any = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])][rank // 2]
     calls: list[str] = []
     for name in ("all_reduce", *(name for name in vars(dist) if name.startswith("all_gather"))):
 
@@ -150,7 +150,7 @@ def outcomes_on_rank() -> dict[str, Any]:
         microbatch.loss(values_on(rank).requires_grad_(), form="2-tuple" if rank == 3 else None)
     outcomes["another form on a rank"] = outcome_of(plan.finish)
     # --- values over context-parallel groups that change
-    solo = [dist.new_group([member]) for member in range(RANKS)][rank]
+    solo: Any = [dist.new_group([member]) for member in range(RANKS)][rank]
     own = [described(rank // 2, cp)[0], *[Samples([[1] * 4], rollout_ids=[f"s{rank}"], cp_group=solo)]]
     plan = plan_step(own, "token_mean", dp_group=dist.group.WORLD, gradients=SUMMED)
     averaged = plan_step(own, "token_mean", dp_group=dist.group.WORLD, gradients=AVERAGED)

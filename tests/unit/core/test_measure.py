@@ -69,7 +69,7 @@ def on_ranks() -> list[Any]:
             at = place([len(sample.mask) for sample in chosen], size) if hand else None
             described.append(samples_of(chosen, at) if at else Samples([]))
             held.append([(hand[t[0]], t[1]) if t else None for t in at.held[rank % size]] if at else [])
-        groups = {"dp_group": dp[size][rank % size], "cp_group": cp[size][rank // size]}
+        groups: Any = {"dp_group": dp[size][rank % size], "cp_group": cp[size][rank // size]}
         plan = plan_step(described, "token_mean", gradients="summed over ranks", **groups)
         values = {
             id(microbatch): torch.tensor([value_at(*t) if t else math.nan for t in of_microbatch]).reshape(

@@ -314,7 +314,7 @@ def share_of(
         layer = OutputLayer(shard, tensor_parallel=TensorParallel(group=tp))
         return loss_from_hidden(hidden, layer, labels, microbatch.weights, per_token, inputs, rest_without=marked)[0]
     # The gradient of hidden states is summed over the vocabulary's ranks, as Megatron's linear layers do.
-    leaf = hidden if tp is None else _SumOverTp.apply(hidden, tp)  # type: ignore[no-untyped-call]
+    leaf = hidden if tp is None else _SumOverTp.apply(hidden, tp)
     logits = leaf @ shard.T
     mask = microbatch.tokens.mask
     log_probs, _ = log_probs_from_logits(logits, labels, tp_group=tp, token_mask=mask, rest_without=marked)

@@ -54,6 +54,8 @@ def right_gradients(seed: int, of: str) -> tuple[list[Tensor], float]:
 def on_a_rank(case: str, zigzag: bool, plant: bool) -> list[tuple[float, float]] | str:
     start_process_group()
     rank, results = dist.get_rank(), []
+    cp_groups: Any
+    dp_groups: Any
     cp_groups, dp_groups = (
         [dist.new_group(ranks) for ranks in pairs] for pairs in ([[0, 1], [2, 3]], [[0, 2], [1, 3]])
     )
