@@ -220,7 +220,7 @@ def register_loss_mode(
 
 
 def register_pg_loss_reducer(name: str, **attributes: Any) -> Callable[[ModeFunction], Mode]:
-    """`register_loss_mode` by its first name, which scripts import."""
+    """An alias of `register_loss_mode`."""
     return register_loss_mode(name, **attributes)
 
 

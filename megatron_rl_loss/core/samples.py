@@ -200,6 +200,10 @@ class Samples:
             raise TypeError(
                 "tokens in rows of different lengths: all must lie in one buffer. Join or pad them."
             ) from None
+        if not isinstance(tokens, Tensor) and np.asarray(tokens).dtype.kind not in "iuf":
+            raise TypeError(
+                f"tokens of type {type(tokens).__name__}: they must be numbers. Pass the model's input ids."
+            )
         whole = None if self.layout is None or self.layout.response_lengths is None else self.layout.total_lengths
         if math.prod(shape) not in (self.total_tokens, sum(whole or [self.total_tokens])):
             remedy = "Pass the micro-batch's input ids, padded and ordered as the layout says, not cut for a CP rank."

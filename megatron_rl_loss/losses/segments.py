@@ -185,9 +185,7 @@ def to_tokens(of_samples: Tensor, local: Place, *, per: str = "sample") -> Tenso
             f"{len(counts)} samples (parts by {per}). Pass the result of segment_sum or segment_mean, with its per=."
         )
     sorted_by = None if order is None else on_device(order, device)
-    spread: Tensor = _ToTokens.apply(
-        of_samples, on_device(counts, device), sorted_by, len(tokens)
-    )
+    spread: Tensor = _ToTokens.apply(of_samples, on_device(counts, device), sorted_by, len(tokens))
     return spread
 
 

@@ -871,3 +871,9 @@ def test_no_graph_outlives_the_loss() -> None:
     held = ref(plan[0])
     del plan
     assert held() is None  # nor a micro-batch the plan, without the garbage collector
+
+
+@pytest.mark.parametrize("model", [torch.nn.Linear(1, 1), [torch.nn.Linear(1, 1)], "gpt"])
+def test_a_model_that_is_not_megatrons_is_refused(model: Any) -> None:
+    with pytest.raises(TypeError, match=r"In plain PyTorch leave model= out, pass dp_group= and gradients="):
+        plan_step([Samples([[1]])], "token_mean", model=model)

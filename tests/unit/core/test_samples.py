@@ -508,3 +508,9 @@ def test_samples_and_plans_are_tables_in_a_notebook() -> None:
     assert [row[0] for row in cells(nine._repr_html_())[1:]] == [*"01234567", "and 1 more"]
     assert not plan.record.use.is_used  # to look at a plan is not to train on it
     assert len(cells(Plan(None, plan.record)._repr_html_())) == 1
+
+
+@pytest.mark.parametrize("tokens", ["a", ["a"], [None]])
+def test_tokens_that_are_no_numbers_are_refused(tokens: Any) -> None:
+    with pytest.raises(TypeError, match="they must be numbers"):
+        Samples([[1]], tokens=tokens)
