@@ -111,8 +111,8 @@ def _updates(owner: Any) -> list[Function]:
         if not is_replaced(trained, "train_batch"):
             raise ValueError(
                 f"ppo_update of {trained.__name__}, beside aggregate({owner.__name__}, ...): it would train without "
-                f"the aggregation. Make the actor by {owner.__name__}.as_controller, as the Trainer of docs/engines.md "
-                f"does; without a controller, pass {trained.__name__} to aggregate(...)."
+                f"the aggregation. Make the actor by {owner.__name__}.as_controller, as the Trainer of "
+                f"docs/engines/areal.md does; without a controller, pass {trained.__name__} to aggregate(...)."
             )
         return stock()
 

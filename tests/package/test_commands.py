@@ -51,7 +51,7 @@ ROWS = [
     # lines of other frameworks' launches, whose code is not here: its loaders' way, and the real code from checkouts
     Row(r"--(custom-pg-loss-reducer-function|rollout-data-postprocess|custom-megatron-[\w-]+)-path .*",
         by="engines/test_slime.py", named="load_function"),
-    Row(r"uv run .* skyrl_main .*", by="engines/real/test_start_skyrl.py", named='"skyrl_main" in code'),
+    Row(r"uv run .* skyrl_main .*", by="engines/real/test_start_skyrl.py", named='code_of("engines/skyrl.md", "bash")'),
     Row(r"'?\+ray_kwargs\..*", by="engines/real/test_launch_scripts.py", named="lines_of_page"),
     Row(r"grep -rhE 'megatron_rl_loss.*", by="support/ray_workers.py", named="megatron_rl_loss"),
     Row(r"PYTHONPATH=\$MEGATRON_LM torchrun .*", by="engines/real/test_real_train_rl.py", named="MEGATRON_LM"),

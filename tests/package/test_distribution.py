@@ -117,7 +117,7 @@ def test_its_links_lead_somewhere_where_the_address_is_said(
     head, _, readme = next(tmp_path.glob("*.dist-info/METADATA")).read_text().partition("\n\n")
     assert "Project-URL: Repository, https://host.example/us" in head
     assert "](https://host.example/us/raw/main/docs/matter.png)" in readme
-    assert "[verl](https://host.example/us/blob/main/docs/engines.md#verl)" in readme
+    assert "[verl](https://host.example/us/blob/main/docs/engines/verl.md)" in readme
     assert "](docs/" not in readme
 
 

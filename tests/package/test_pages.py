@@ -21,7 +21,7 @@ import names_page
 import oracle
 import pytest
 import torch
-from pages import FENCED, PAGES, code_of, code_under
+from pages import ENGINE_PAGES, FENCED, PAGES, code_of, code_under
 from replacements import in_few_modules, undone
 from repository import EXAMPLES, ROOT
 
@@ -34,10 +34,12 @@ from megatron_rl_loss.engines import names as mode_names
 from megatron_rl_loss.engines import replacing
 from megatron_rl_loss.proof.outcomes import TOLERANCES
 
-README, USING, NAMES, FRAMEWORKS, PERFORMANCE, SUPPORT = (
+README, USING, NAMES, PERFORMANCE, SUPPORT = (
     (ROOT / "docs" / name).read_text()
-    for name in ("../README.md", "using.md", "names.md", "engines.md", "performance.md", "support.md")
+    for name in ("../README.md", "using.md", "names.md", "performance.md", "support.md")
 )
+#: The pages of the engines, then that of what they have in common.
+FRAMEWORKS = "\n".join(page.read_text() for page in [*ENGINE_PAGES, ROOT / "docs" / "engines.md"])
 RECIPES = {path.name: path.read_text() for path in sorted((EXAMPLES / "recipes").iterdir()) if path.is_file()}
 
 
@@ -68,7 +70,7 @@ def wrong_names(text: str) -> Iterator[str]:
 
 #: Pages that say how a task is done: names that these lack are nobody's to type.
 GUIDES = ["../README.md", "tasks.md", "using.md", "data.md", "losses.md", "logprobs.md", "audit.md", "check.md"]
-GUIDES += ["engines.md", "proof.md"]
+GUIDES += ["engines.md", "proof.md", *(f"engines/{page.name}" for page in ENGINE_PAGES)]
 
 
 def names_in_code(text: str) -> set[str]:
@@ -450,8 +452,7 @@ def test_the_code_of_frameworks_that_needs_none_runs(monkeypatch: pytest.MonkeyP
         monkeypatch.setitem(sys.modules, module.__name__, module)
     masks = torch.tensor([[1.0, 1, 1, 0], [1, 0, 0, 0]])
     names: dict[str, Any] = {"loss_masks": list(masks), "uids": ["a", "b"]}
-    of_sections = ("SkyRL", "Tinker and other trainers that only sum", "Megatron-LM's `train_rl.py`")
-    skyrl, tinker, train_rl = (code_under("engines.md", section) for section in of_sections)
+    (skyrl,), (tinker,), (train_rl,) = (code_of(f"engines/{name}.md") for name in ("skyrl", "tinker", "train_rl"))
     names["policy"] = SimpleNamespace(train=lambda data, loss_fn, gbs=None: None)
     names["master_config"] = SimpleNamespace(grpo=SimpleNamespace(num_generations_per_prompt=4))
     names["loss_fn"] = SimpleNamespace(positive_example_nll_weight=0.0, reference_policy_kl_penalty=0.1)
@@ -482,9 +483,9 @@ def test_the_code_of_frameworks_that_needs_none_runs(monkeypatch: pytest.MonkeyP
                 monkeypatch.setitem(sys.modules, name, ModuleType(name))
         vars(sys.modules[place]).update(attributes)
     with in_few_modules(), undone():
-        for code in code_of("engines.md"):
-            if "import aggregate\n" in code:
-                exec(code, names)
+        for name in ("nemo_rl", "areal", "roll", "rlinf", "ms_swift"):
+            (code,) = code_of(f"engines/{name}.md")
+            exec(code, names)
         assert type(names["loss_fn"]).__name__ == "AggregatedPGLossFn"
         assert names["Trainer"]._create_train_engine
         for engine in ("NeMo-RL", "AReaL", "ROLL", "RLinf", "ms-swift"):
@@ -501,7 +502,7 @@ def test_the_code_of_frameworks_that_needs_none_runs(monkeypatch: pytest.MonkeyP
 
 
 def test_the_recipe_for_bridge_wraps_the_schedule_of_its_loops(monkeypatch: pytest.MonkeyPatch) -> None:
-    shown = next(code for code in code_of("engines.md") if "bridge_grpo" in code)
+    (shown,) = code_of("engines/bridge.md")
     below = ("", ".train", ".eval", ".config", ".pretrain")
     for name in ("megatron.bridge", *(f"megatron.bridge.training{module}" for module in below)):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))

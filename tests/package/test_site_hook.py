@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import site_hook
+from pages import PAGES
 from repository import ROOT
 
 #: As mkdocs reads a nav: pages with and without titles of their own, and a part of several pages.
@@ -30,7 +31,7 @@ def test_sources_and_index_are_written_beside_the_pages(tmp_path: Path) -> None:
 
 
 def test_every_page_opens_with_a_sentence() -> None:
-    for page in [*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "AGENTS.md", ROOT / "CONTRIBUTING.md"]:
+    for page in PAGES:
         title, sentence = site_hook.opening(page.read_text())
         assert title, page
         assert len(sentence.split()) >= 4, (page, sentence)

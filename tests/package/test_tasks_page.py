@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pages import code_of
+from pages import ENGINE_PAGES, code_of
 from repository import EXAMPLES, ROOT
 
 from megatron_rl_loss.__main__ import copy_example, example_names
@@ -67,6 +67,7 @@ def test_the_index_has_every_section() -> None:
 def test_every_recipe_has_a_link_and_stands_alone(tmp_path: Path) -> None:
     named = ("tasks.md", "using.md", "losses.md", "logprobs.md", "engines.md", "check.md", "trees.md")
     pages = "".join((ROOT / "docs" / name).read_text() for name in named)
+    pages += "".join(page.read_text().replace("](../../", "](../") for page in ENGINE_PAGES)
     for name in RECIPES:
         assert f"](../examples/recipes/{name})" in pages
         assert f"recipes/{name}" in example_names()

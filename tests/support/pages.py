@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from repository import ROOT
 
 #: Pages that are written by hand.
-PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
+ENGINE_PAGES = sorted((ROOT / "docs" / "engines").glob("*.md"))
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *ENGINE_PAGES]
 
 BLOCK = re.compile(r"^```bash\n(.*?)^```", re.MULTILINE | re.DOTALL)
 FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)

@@ -115,7 +115,7 @@ _SCRIPT = "bash examples/grpo_trainer/run_qwen3_8b_megatron.sh"
 
 def lines_of_page() -> list[str]:
     """The page's arguments of verl's script: the first is the recipe's, the others are for a module of one's own."""
-    return [line for code in code_of("engines.md", "bash") if "ray_kwargs" in code for line in code.splitlines()]
+    return [line for code in code_of("engines/verl.md", "bash") for line in code.splitlines()]
 
 
 @pytest.mark.parametrize("own_module", [False, True])

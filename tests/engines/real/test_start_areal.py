@@ -96,7 +96,7 @@ def drive(root: str, kind: str, ours: bool) -> tuple[list[list[list[float]]], li
     """
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
-        (shown,) = [code for code in code_of("engines.md") if "as_controller" in code]
+        (shown,) = code_of("engines/areal.md")
         Path(folder, "areal_actor.py").write_text(shown)
         sys.path[:0] = [folder, *PYTHONPATH.split(os.pathsep)]
         if kind == "ray":

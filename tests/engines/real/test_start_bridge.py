@@ -113,7 +113,7 @@ def start(root: str, per_token: bool, ours: bool) -> tuple[list[torch.Tensor], s
     from recipes import bridge_grpo
 
     sys.modules["bridge_grpo"] = bridge_grpo
-    (shown,) = [code for code in code_of("engines.md") if "bridge_grpo" in code]
+    (shown,) = code_of("engines/bridge.md")
     names = {"config": config_of(per_token), "read": lambda dp_rank: iter(grpo_batches(dp_rank) * STEPS)}
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         if ours:

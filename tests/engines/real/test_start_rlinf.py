@@ -141,7 +141,7 @@ def in_host_memory(worker: Any, tensor: torch.Tensor) -> torch.Tensor:
 def drive(root: str) -> tuple[list[list[torch.Tensor]], list[str]]:
     """As RLinf's script and runner up to two steps: gradients of each worker, and the workers' lines."""
     with tempfile.TemporaryDirectory() as folder:
-        (shown,) = [code for code in code_of("engines.md") if "RlinfActor" in code]
+        (shown,) = code_of("engines/rlinf.md")
         Path(folder, "rlinf_actor.py").write_text(shown)
         sys.path.insert(0, folder)
         variables = {"PYTHONPATH": os.pathsep.join([folder, PYTHONPATH])}

@@ -151,7 +151,7 @@ def drive(root: str, worker_cls: str) -> tuple[list[list[torch.Tensor]], list[tu
         asked_by_user = [*SETTINGS.split(), f"+actor_train.worker_cls={worker_cls}", f"logging_dir={folder}"]
         with hydra.initialize_config_dir(str(Path(root, "examples/qwen2.5-7B-rlvr_megatron")), version_base=None):
             asked = hydra.compose("rlvr_config", asked_by_user)
-        (shown,) = [code for code in code_of("engines.md") if "RollActor" in code]
+        (shown,) = code_of("engines/roll.md")
         Path(folder, "roll_actor.py").write_text(shown)
         variables = {"PYTHONPATH": os.pathsep.join([folder, PYTHONPATH]), "ROLL_LOG_DIR": folder}
         os.environ["ROLL_LOG_DIR"] = folder

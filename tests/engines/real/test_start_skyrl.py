@@ -235,7 +235,7 @@ def launched_by(root: str, words: list[str]) -> tuple[str, str, str]:
 def test_skyrls_script_with_the_entry_point_of_the_page(tmp_path: Path) -> None:
     """SkyRL's script up to `uv`, then SkyRL's `main` with the script's options up to the Ray task that trains."""
     root = checkout(SKYRL)
-    (of_page,) = (code for code in code_of("engines.md", "bash") if "skyrl_main" in code)
+    (of_page,) = code_of("engines/skyrl.md", "bash")
     command, *settings = of_page.replace("...", "").replace("\\\n", "\n").splitlines()
     theirs = "uv run --isolated --extra megatron -m skyrl.train.entrypoints.main_base"
     text = Path(root, "examples/train/megatron/run_megatron.sh").read_text()
