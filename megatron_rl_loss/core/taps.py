@@ -238,8 +238,8 @@ class Taps:
         `scales` receives what a gradient scaler multiplied the pass's loss by, None for nothing.
 
         A pass for a log, as of ``torch.autograd.grad``, does not; neither does a loss that is detached from the model.
-        Where nothing takes any gradient all step long, all passes count. A reentrant checkpoint computes losses again
-        inside a pass, and takes their gradients by a pass of its own: either of the two may train.
+        Where nothing takes any gradient all step long, on any rank, all passes count. A reentrant checkpoint computes
+        losses again inside a pass, and takes their gradients by a pass of its own: either of the two may train.
         """
         around = backward_pass() if self.is_counted else -1
 
@@ -266,11 +266,16 @@ class Taps:
 
         return hook
 
-    def end(self) -> None:
-        """Count the passes that trained nothing, if none did."""
+    @property
+    def trained(self) -> bool:
+        """True if a backward pass of this rank trained."""
+        return bool(self._trained)
+
+    def end(self, *, trained: bool) -> None:
+        """Count the passes that trained nothing, if none did on any rank (`trained`)."""
         self.outputs, self.shares = [], []
         waiting, self._waiting = self._waiting, {}
-        for count in itertools.chain.from_iterable(waiting.values()) if not self._trained else ():
+        for count in itertools.chain.from_iterable(waiting.values()) if not trained else ():
             count()
 
     def begin_microbatch(self) -> None:

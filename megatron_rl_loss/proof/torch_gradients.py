@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl_loss.core.collectives import Group, StepGroups, attempt, several
-from megatron_rl_loss.core.errors import only_if
 from megatron_rl_loss.proof.exchange import Exchange
 from megatron_rl_loss.proof.factor import Alike, Fit, Parameter, no_factor
 from megatron_rl_loss.proof.hooks import Failure, put_first, watch
@@ -228,9 +227,12 @@ class TorchGradients:
             best = self._best(exchange, fits, tried, own)
         chosen, least_eps = tried[best or 0]
         found = exchange.local(lambda: fits[best or 0].alike(where), Alike())
-        found.limits += only_if(has_held and not self._before.is_known, [_MAY_BE_MEANT])
-        found.faults += only_if(has_held and self._before.is_known and not is_meant, [_NOT_ZERO])
-        found.notes += only_if(least_eps > 0, ["rounded like bfloat16 on the way"])
+        if has_held and not self._before.is_known:
+            found.limits.append(_MAY_BE_MEANT)
+        elif has_held and not is_meant:
+            found.faults.append(_NOT_ZERO)
+        if least_eps > 0:
+            found.notes.append("rounded like bfloat16 on the way")
         for shape in self._missing:
             found.uncovered[f"a parameter of shape {shape}"] = (
                 "the optimizer has it, and the model that was given has not"
@@ -288,7 +290,7 @@ class TorchGradients:
         self._whole_final = final = torch.where(is_kept[:, None], less, final)
         if has_held and is_meant:
             self._whole_final = final = less
-        return of_first, [_Sum("", whole, final), *only_if(has_held, [_Sum("", whole, less)])]
+        return of_first, [_Sum("", whole, final)] + ([_Sum("", whole, less)] if has_held else [])
 
     def _partial_sums(self, exchange: Exchange, own: Tensor, final: Tensor, of_dp: Tensor) -> list[_Sum]:
         """Sums over some ranks alone, of which the final gradients are multiples where others are left out."""

@@ -42,7 +42,7 @@ ROWS = [
         by="examples/test_recipes.py", named="run_ranks(2, printed_by"),
     Row(r"torchrun --nproc-per-node \d (tree_ddp|tree_gpt)\.py",
         by="examples/test_tree_recipes.py", named="printed_by(folder, script)"),
-    Row(r"torchrun .* on_cpu\.py .*", by="examples/test_pretrain_recipes.py", named="on_cpu.py pretrain_packed.py"),
+    Row(r"torchrun .* on_cpu\.py .*", by="examples/test_pretrain_recipes.py", named="LAUNCH.split()"),
     Row(r"torchrun .* pretrain_packed\.py .*", by="examples/test_pretrain_recipes.py", named="script.main()"),
     Row(r"examples/launch_grpo\.slurm", needs="Slurm"),
     Row(r"megatron rlhf .*", needs="ms-swift"),

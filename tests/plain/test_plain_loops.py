@@ -572,6 +572,26 @@ class Sign(torch.autograd.Function):
         return gradients[0].sign()
 
 
+def detached_on_a_rank() -> list[Step]:
+    """Its losses reach no parameter of the model, while those of the other rank train."""
+    from megatron_rl_loss import prove_step
+
+    model, step = net(), data(dist.get_rank())
+    plan = planned(step)
+
+    def run() -> float:
+        with prove_step(model, plan):
+            for inputs, microbatch in zip(step.inputs, plan, strict=True):
+                losses = losses_of(model, inputs)
+                microbatch.loss(losses.detach().requires_grad_() if dist.get_rank() == 1 else losses).backward()
+            for parameter in model.parameters():
+                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG)
+        return 0.0
+
+    return [attempted(run)]
+
+
 def kernel_of_ones_own(is_wrong: bool) -> list[Step]:
     """Each rank states its own losses; that of rank 1 has a wrong backward."""
     from megatron_rl_loss.proof.own_losses import OwnLosses
@@ -696,6 +716,7 @@ WRONG = {
         functools.partial(kernel_of_ones_own, True),
         ["raises The backward of the own losses is wrong, before any weight: the gradients of two weightings"],
     ),
+    "losses detached on one rank": ON_2(detached_on_a_rank, [r"raises tokens weigh 0 to 1 times"]),
     "no parameters": ALONE(without_parameters, ["NOT PROVED: .*no parameter is trainable"]),
     "gradients zeroed inside": ON_2(zeroed_inside, ["NOT PROVED: .*all final gradients are 0, .*End the `with`"]),
     "a plan for each micro-batch": ON_2(
