@@ -17,11 +17,22 @@ def _text(file: str) -> str:
 
 _schedules, _hybrid = (_text(f"core/pipeline_parallel/{name}.py") for name in ("schedules", "hybrid_cp_schedule"))
 _mtp, _packing = _text("core/transformer/multi_token_prediction.py"), _text("core/datasets/data_schedule.py")
+_hybrid_block = _text("core/models/hybrid/hybrid_block.py")
+_moe_of_hybrid = _hybrid_block.partition("LayerSymbols.MOE:")[2].partition("LayerSymbols.GDN")[0]
 #: Of what a test needs: whether it is there, and what is said if not.
 NEEDS: dict[str, list[tuple[bool, str]]] = {
     "pretrain": [(bool(_text("training/training.py")), "no megatron.training")],
     "pretrain_cfg_container": [
         ("def pretrain_cfg_container_from_args" in _text("training/argument_utils.py"), "pretrain takes no container")
+    ],
+    "hybrid pretrain": [
+        ("def gpt_config_from_args" in _text("training/argument_utils.py"), "pretrain takes no config of a HybridModel")
+    ],
+    "experts in a hybrid's MTP": [
+        (
+            "is_mtp_layer" not in _moe_of_hybrid,
+            "the log of MoE losses has one entry for a depth of multi-token prediction, whose layers are two,",
+        )
     ],
     "HybridModel": [(bool(_text("core/models/hybrid/hybrid_model.py")), "no HybridModel")],
     "MuP": [("use_mup" in _text("core/transformer/transformer_config.py"), "no MuP")],
