@@ -36,7 +36,17 @@ def weights_column(
 
     Returns a float32 tensor per sample, as long as its mask. Arguments and errors as in `plan_step`.
     """
-    return _weights(lambda: as_samples(samples), mode, divisor, units, dp_group)
+    return _weights(lambda: _whole(samples), mode, divisor, units, dp_group)
+
+
+def _whole(samples: Samples | Iterable[Mask]) -> Samples:
+    """Samples of whole rows; ValueError for a layout, in which rows are padded or cut."""
+    whole = as_samples(samples)
+    if whole.layout is not None:
+        raise ValueError(
+            "samples with a layout for columns: a column is of whole rows, one per sample. Leave layout= out."
+        )
+    return whole
 
 
 def _weights(
@@ -50,7 +60,8 @@ def _weights(
     trainer = Trainer(groups=StepGroups(stated_dp_group(dp_group, "weights")))
     modes = attempt(lambda: LossModes.resolve(mode, divisor=divisor, units=units))
     (microbatch,) = make_plan(lambda: [describe()], modes, trainer)
-    return list(microbatch.weights.split(microbatch.samples.mask_lengths))
+    # Each in a storage of its own, so that one sent elsewhere does not take all along.
+    return [part.clone() for part in microbatch.weights.split(microbatch.samples.mask_lengths)]
 
 
 _MARK = "_folded_by_megatron_rl_loss"
@@ -91,11 +102,7 @@ def fold_into_advantages(
                 "advantages that were folded already: folding them again would divide by the step's counts twice. Fold "
                 "once per step, before the step is cut into micro-batches."
             )
-        whole = as_samples(samples)
-        if whole.layout is not None:
-            raise ValueError(
-                "samples with a layout to fold: advantages are whole rows, one per sample. Leave layout= out."
-            )
+        whole = _whole(samples)
         check_one_each("advantages", len(advantages), "loss masks", len(whole))
         rows = [
             column.detach() if isinstance(column, Tensor) else torch.tensor(column, device="cpu")
@@ -114,7 +121,6 @@ def fold_into_advantages(
             "advantages with NaN or Inf at active tokens: folding takes finite advantages. Mask such tokens, or "
             "aggregate the losses with a plan."
         )
-    # Each in a storage of its own, so that one sent elsewhere does not take all along.
     folded = [part.clone() for part in (flat * weights).masked_fill(weights == 0, 0).split([*map(len, of_samples)])]
     for part in folded:
         setattr(part, _MARK, True)

@@ -12,7 +12,7 @@ from step_samples import step_samples
 from steps import divisor_of, ids_of
 from torch import Tensor
 
-from megatron_rl_loss import Gathered, Samples, fold_into_advantages
+from megatron_rl_loss import Gathered, Samples, ZigzagTHD, fold_into_advantages, weights_column
 
 SAMPLES = step_samples(seed=4)
 MASKS = [sample.mask for sample in SAMPLES]
@@ -96,7 +96,7 @@ def test_weights_lie_where_the_advantages_do() -> None:
 
 test_refusals = refusal_tests(
     {
-        **refusals(laid_out, ((Gathered([0, 2, 3]),), "samples with a layout to fold", (None,))),
+        **refusals(laid_out, ((Gathered([0, 2, 3]),), "samples with a layout for columns", (None,))),
         **refusals(
             of_two,
             (([1.0],), "1 advantages for 2 loss masks", SOUND),
@@ -109,3 +109,15 @@ test_refusals = refusal_tests(
         ),
     }
 )
+
+
+def test_a_row_of_weights_takes_no_other_along() -> None:
+    """A driver that sends one row does not send the step."""
+    rows = weights_column("token_mean", [[1.0] * 1000 for _ in range(50)])
+    assert all(row.untyped_storage().nbytes() == 4 * 1000 for row in rows)
+
+
+def test_weights_of_a_layout_are_refused() -> None:
+    samples = Samples([[1, 1], [1]], layout=ZigzagTHD([0, 4, 8], total_lengths=[2, 1]))
+    with pytest.raises(ValueError, match="Leave layout= out"):
+        weights_column("token_mean", samples)
