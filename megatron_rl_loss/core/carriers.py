@@ -145,7 +145,7 @@ FORMS = {
 
 #: What `Microbatch.loss` returns to a loop without Megatron's schedule, by what the loop's trainer does to gradients of
 #: ranks. Those of micro-batches add up in ``.grad``. torch's DDP and FSDP average over the ranks of their group, and so
-#: does Megatron's DDP, which is here in a loop without its schedule.
+#: does Megatron's DDP where no schedule of Megatron runs.
 IN_A_LOOP: dict[str, Form] = {
     name: Form(name=name, parts=("loss",), caller="loop", carriers=dict.fromkeys((False, True), carrier))
     for name, carrier in (

@@ -13,8 +13,6 @@ Level = Literal["token", "sequence", "rollout"]
 GateMetric = Literal["ratio", "k1", "k2", "k3", "binary_kl", "both_binary_kl", "tv"]
 Action = Literal["clamp", "mask"]
 Aggregate = Literal["mean", "sum", "max"]
-#: Those that need the probabilities themselves, not their ratio alone.
-OF_PROBABILITIES = ("binary_kl", "both_binary_kl", "tv")
 
 
 @dataclass(frozen=True, kw_only=True)
