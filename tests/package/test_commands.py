@@ -43,7 +43,6 @@ ROWS = [
     Row(r"torchrun --nproc-per-node \d (tree_ddp|tree_gpt)\.py",
         by="examples/test_tree_recipes.py", named="printed_by(folder, script)"),
     Row(r"torchrun .* on_cpu\.py .*", by="examples/test_pretrain_recipes.py", named="LAUNCH.split()"),
-    Row(r"torchrun .* pretrain_packed\.py .*", by="examples/test_pretrain_recipes.py", named="script.main()"),
     Row(r"examples/launch_grpo\.slurm", needs="Slurm"),
     Row(r"megatron rlhf .*", needs="ms-swift"),
     Row(r"examples/launch_grpo\.sh", by="megatron/test_example.py", named='"launch_grpo.sh"'),
