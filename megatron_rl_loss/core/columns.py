@@ -36,7 +36,8 @@ def weights_column(
 
     Returns a float32 tensor per sample, as long as its mask. Arguments and errors as in `plan_step`.
     """
-    return _weights(lambda: _whole(samples), mode, divisor, units, dp_group)
+    weights, lengths = _weights(lambda: _whole(samples), mode, divisor, units, dp_group)
+    return _rows(weights, lengths)
 
 
 def _whole(samples: Samples | Iterable[Mask]) -> Samples:
@@ -55,13 +56,17 @@ def _weights(
     divisor: float | None,
     units: UnitCounting | None,
     dp_group: Group | EllipsisType | None,
-) -> list[Tensor]:
-    """The weights of the samples that `describe` makes; its error is raised on all ranks of the group."""
+) -> tuple[Tensor, list[int]]:
+    """The weights of the samples that `describe` makes, and their lengths; its error is raised on all ranks."""
     trainer = Trainer(groups=StepGroups(stated_dp_group(dp_group, "weights")))
     modes = attempt(lambda: LossModes.resolve(mode, divisor=divisor, units=units))
     (microbatch,) = make_plan(lambda: [describe()], modes, trainer)
-    # Each in a storage of its own, so that one sent elsewhere does not take all along.
-    return [part.clone() for part in microbatch.weights.split(microbatch.samples.mask_lengths)]
+    return microbatch.weights, list(microbatch.samples.mask_lengths)
+
+
+def _rows(flat: Tensor, lengths: list[int]) -> list[Tensor]:
+    """Each in a storage of its own, so that one sent elsewhere does not take all along."""
+    return [part.clone() for part in flat.split(lengths)]
 
 
 _MARK = "_folded_by_megatron_rl_loss"
@@ -112,16 +117,16 @@ def fold_into_advantages(
         columns.append(flat if isinstance(flat, Tensor) else torch.from_numpy(flat))  # of no samples it is an array
         return whole
 
-    of_samples = _weights(described, mode, divisor, units, dp_group)
+    weights, lengths = _weights(described, mode, divisor, units, dp_group)
     (flat,) = columns
     flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
-    weights = to_device(torch.cat([torch.zeros(0, device="cpu"), *of_samples]), flat.device)
+    weights = to_device(weights, flat.device)
     if not bool(torch.isfinite(flat[weights != 0]).all()):
         raise ValueError(
             "advantages with NaN or Inf at active tokens: folding takes finite advantages. Mask such tokens, or "
             "aggregate the losses with a plan."
         )
-    folded = [part.clone() for part in (flat * weights).masked_fill(weights == 0, 0).split([*map(len, of_samples)])]
+    folded = _rows((flat * weights).masked_fill(weights == 0, 0), lengths)
     for part in folded:
         setattr(part, _MARK, True)
     return folded

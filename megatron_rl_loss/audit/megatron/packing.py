@@ -177,8 +177,7 @@ class KeptBatches:
                 raise ValueError("a context-parallel group of the micro-batch's own: check_packing knows the model's.")
             return described
 
-        everywhere = several(groups.dp_cp, groups.tp, groups.pp)
-        described = check_together(known, everywhere)
+        described = check_together(known, several(groups.dp_cp, groups.tp, groups.pp))
         # A stage that read nothing reads nothing again.
         batches = [None if first is None else _Again(next(iter(first), None)) for first in self._first]
         return _checked(forward_step, batches, chunks, described, groups, options)
