@@ -546,9 +546,8 @@ def test_the_cost_of_the_proof_is_the_files() -> None:
 
 
 def test_small_steps_are_those_of_their_file() -> None:
-    """`tools/bench/reducers.py --goals --sizes 1x4096 4x4096 8x4096 --out docs/bench/small` makes the file."""
     page = " ".join(PERFORMANCE.split())
-    tables = json.loads((ROOT / "docs/bench/small/reducers-cpu.json").read_text())
+    tables = json.loads((ROOT / "docs/bench/reducers-cpu.json").read_text())
 
     def row(part: str, cp: int) -> dict[str, float]:
         rows = tables[f"{part}: fastest turn, ms"]
