@@ -175,9 +175,10 @@ def register_form(form: Form) -> None:
 
 def find_form(name: str) -> Form:
     """The form of that name; ValueError for an unknown one."""
-    if name not in FORMS:
+    is_name = isinstance(name, str)
+    if is_name and name not in FORMS:
         load_further_tables()
-    if name not in FORMS:
+    if not is_name or name not in FORMS:
         known = ", ".join(map(repr, FORMS))
         raise ValueError(
             f"form={name!r}: there is no such form. Choose one of {known}, or leave form out: in a loop without "

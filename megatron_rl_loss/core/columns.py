@@ -2,7 +2,9 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from types import EllipsisType
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -69,6 +71,20 @@ def _rows(flat: Tensor, lengths: list[int]) -> list[Tensor]:
     return [part.clone() for part in flat.split(lengths)]
 
 
+def _real(sample: int, advantages: Any) -> Tensor:
+    """The advantages of a sample, or its only one, as a tensor; TypeError for what are no real numbers."""
+    if isinstance(advantages, Tensor):
+        is_real = not advantages.is_complex() and advantages.dtype != torch.bool
+    else:
+        is_real = np.asarray(advantages).dtype.kind in "iuf" and not isinstance(advantages, np.ma.MaskedArray)
+    if not is_real:
+        kind = getattr(advantages, "dtype", type(advantages).__name__)
+        raise TypeError(
+            f"advantages of sample {sample} are {kind}: they must be real numbers. Pass floats, or a float tensor."
+        )
+    return advantages.detach() if isinstance(advantages, Tensor) else torch.tensor(advantages, device="cpu")
+
+
 _MARK = "_folded_by_megatron_rl_loss"
 
 
@@ -109,10 +125,7 @@ def fold_into_advantages(
             )
         whole = _whole(samples)
         check_one_each("advantages", len(advantages), "loss masks", len(whole))
-        rows = [
-            column.detach() if isinstance(column, Tensor) else torch.tensor(column, device="cpu")
-            for column in advantages
-        ]
+        rows = [_real(i, column) for i, column in enumerate(advantages)]
         flat = whole.in_buffer(rows)
         columns.append(flat if isinstance(flat, Tensor) else torch.from_numpy(flat))  # of no samples it is an array
         return whole

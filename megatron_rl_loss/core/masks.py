@@ -41,6 +41,10 @@ def check_masks(loss_masks: Iterable[Mask]) -> tuple[list[Tensor], list[int]]:
             )
     masks = [mask if isinstance(mask, Tensor) else _as_tensor(i, mask) for i, mask in enumerate(loss_masks)]
     for i, mask in enumerate(masks):
+        if mask.is_nested:
+            raise TypeError(
+                f"the loss mask of sample {i} is a nested tensor: it must be one sample's. Pass mask.unbind()."
+            )
         if mask.dim() != 1:
             raise ValueError(
                 f"the loss mask of sample {i} has shape {tuple(mask.shape)}: it must be 1-D, one entry per token. Pass "
@@ -68,6 +72,11 @@ def check_masks(loss_masks: Iterable[Mask]) -> tuple[list[Tensor], list[int]]:
 def _as_tensor(i: int, mask: Any) -> Tensor:
     if isinstance(mask, list | tuple) and mask and all(isinstance(entry, Tensor) and not entry.dim() for entry in mask):
         return torch.stack(list(mask)).detach()
+    if isinstance(mask, np.ma.MaskedArray):
+        raise TypeError(
+            f"the loss mask of sample {i} is a MaskedArray: entries that it masks would count by what lies under them. "
+            "Pass mask.filled(0)."
+        )
     try:
         array = np.asarray(mask)
     except (ValueError, TypeError, RuntimeError):  # ragged, or with tensors that NumPy cannot read
@@ -131,7 +140,7 @@ def check_entries(joined: Array, masks: Sequence[Tensor]) -> bool:
     for i, (begin, end) in enumerate(pairwise(ends.tolist())):
         largest = LARGEST if masks[i].dtype.is_floating_point else 1
         if not is_sound(mask := joined[begin:end], largest):
-            values = mask.astype(np.float64)
+            values = (mask.view(np.uint8) if mask.dtype == np.bool_ else mask).astype(np.float64)
             sound = (values == 0) | ((values >= SMALLEST) & (values <= largest * _ROUNDED))
             raise ValueError(
                 f"the loss mask of sample {i} holds {float(values[~sound][0])}: token weights must be finite and >= 0 "

@@ -1,8 +1,10 @@
 """Advantages with the aggregation folded in: each is times its token's weight, which is the oracle's."""
 
 from collections.abc import Sequence
+from decimal import Decimal
 from typing import Any
 
+import numpy as np
 import oracle
 import pytest
 import torch
@@ -105,7 +107,14 @@ test_refusals = refusal_tests(
             ((SOUND[0], lambda step: [2.0, -1.0]), "token weights down to -1", (SOUND[0], lambda step: [2.0, 1.0])),
         ),
         **refusals(
-            of_two, (({0: 1.0, 1: 3.0},), "advantages is a dict: there must be one entry", SOUND), error=TypeError
+            of_two,
+            (({0: 1.0, 1: 3.0},), "advantages is a dict: there must be one entry", SOUND),
+            (([1.0, 1j],), "advantages of sample 1 are complex: they must be real numbers", SOUND),
+            (([Decimal(1), 1.0],), "advantages of sample 0 are Decimal", SOUND),
+            (([np.ma.array([1.0, 2.0]), 1.0],), "advantages of sample 0 are float64", SOUND),
+            ((torch.tensor([1j, 2]),), "advantages of sample 0 are torch.complex64", SOUND),
+            (([True, 1.0],), "advantages of sample 0 are bool", SOUND),
+            error=TypeError,
         ),
     }
 )

@@ -52,6 +52,7 @@ test_refusals = refusal_tests(
             plan,
             ((TWO,), "samples is a Samples: it must be a list with one Samples", ([TWO],)),
             (([{}],), "the samples of micro-batch 0 are a dict", ([TWO],)),
+            ((lambda: None,), "the function of the samples returned None", (lambda: [TWO],)),
             error=TypeError,
         ),
         **refusals(
@@ -61,6 +62,7 @@ test_refusals = refusal_tests(
             ({"terms": {1: "sample_mean"}}, "terms has the key 1: it must be a dict", {"terms": {"kl": "sample_mean"}}),
             ({"term_masks": "kl"}, r"term_masks is 'kl'.*Pass \['kl'\]", {"term_masks": []}),
             ({"term_masks": {"kl"}}, "term_masks is a set: it must be a list of names", {"term_masks": ()}),
+            ({"per_token_loss": "no"}, "per_token_loss is 'no': it must be True or False", {"per_token_loss": False}),
             ({"term_masks": iter(["kl"])}, "term_masks is a list_iterator", {"term_masks": ()}),
             error=TypeError,
         ),
@@ -101,6 +103,7 @@ test_refusals = refusal_tests(
         **refusals(
             carried,
             (("mean",), r"form='mean': there is no such form.*'nemo_rl', or leave form out: .*gradients=", (None,)),
+            (([],), r"form=\[\]: there is no such form", (None,)),
             (("tuple",), "form='tuple': there is no such form. Choose one of '3-tuple'", ("3-tuple",)),
             (("2-tuple", True), "form='2-tuple' with per-token loss.*Turn calculate_per_token_loss off", ("2-tuple",)),
             (("slime", True), "form='slime' with per-token loss", ("slime",)),

@@ -84,6 +84,29 @@ def test_unsound_masks_are_refused_with_their_sample(mask: Any, beside: Any) -> 
         Samples([beside, mask])
 
 
+def test_bools_of_other_bytes_are_refused_with_their_sample() -> None:
+    two = torch.tensor([1, 2], dtype=torch.uint8).view(torch.bool)
+    for masks in ([two], [torch.tensor([True]), two]):
+        with pytest.raises(ValueError, match=rf"the loss mask of sample {len(masks) - 1} holds 2\.0: "):
+            Samples(masks)
+
+
+NESTED = torch.nested.nested_tensor([torch.ones(2), torch.ones(1)], layout=torch.jagged)
+
+
+@pytest.mark.parametrize(
+    ("mask", "says"),
+    [
+        (np.ma.array([1, 1, 0], mask=[False, True, False]), r"MaskedArray: .*mask\.filled\(0\)"),
+        (NESTED, r"mask\.unbind\(\)"),
+    ],
+    ids=["a masked array", "a nested tensor"],
+)
+def test_masks_of_other_kinds_are_refused_with_their_sample(mask: Any, says: str) -> None:
+    with pytest.raises(TypeError, match=f"the loss mask of sample 1 is a .*{says}"):
+        Samples([[1, 0], mask])
+
+
 def test_what_a_step_counts_cannot_be_changed() -> None:
     """A mask or id that changed after the count would be weighed by denominators of another step."""
     samples = Samples([[1, 1], [0.5]], rollout_ids=[0, 1], ids={"turn": [[0, 0], [1]]}, layout=Gathered([0, 2, 3]))
