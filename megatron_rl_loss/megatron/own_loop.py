@@ -55,4 +55,4 @@ class MegatronProof:
         """The proof of a claim."""
         groups, _ = facts_of(model)
         self._over = [groups.dp_cp, groups.tp, groups.pp]
-        return MegatronFirstStep(None, "the policy loss", remedy=_REMEDY, is_own_loop=True)
+        return MegatronFirstStep(None, "the policy loss", remedy=lambda wrong: _REMEDY, is_own_loop=True)

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from megatron_rl_loss.core.errors import only_if
 from megatron_rl_loss.core.masks import Floats
@@ -81,6 +82,12 @@ class Before:
         is_alike = self.high - self.low <= 1e-5 * abs(self.high)
         return f"a factor of {self.high:.4g}" if is_alike else f"factors of {self.low:.3g} to {self.high:.3g}"
 
+    @property
+    def as_if(self) -> str:
+        """What code would do that changes weights so, in words; empty where it may be somebody's coefficient."""
+        verb = "multiplied" if self.division == _OWN_WEIGHTS else "divided"
+        return only_if(self.division and (self.varies or self.is_odd), f", as if {verb} by {self.division}")
+
     def __str__(self) -> str:
         division = only_if(self.division, f" ({only_if(self.division != _OWN_WEIGHTS, '1 / ')}{self.division})")
         return f"{self._factors}{division} on tokens {self._place}"
@@ -121,12 +128,17 @@ class FactorExtremes:
                 continue
             on = (sent != 0).cpu().numpy()
             factors = (reached.to(sent) / sent).cpu().numpy()[on]
-            if not len(factors):
-                continue
-            self.made_by.add(output.made_by)
-            self._extend(0, factors)
-            for number, count in enumerate(_counts_of(tokens, share.reducer.weights.cpu().numpy()), 1):
-                self._extend(number, factors * count[on])
+            if len(factors):
+                self.made_by.add(output.made_by)
+                self.add_factors(factors, on, tokens, share.reducer.weights.cpu().numpy())
+
+    def add_factors(self, factors: Floats, on: npt.NDArray[np.bool_], tokens: LocalTokens, weights: Floats) -> None:
+        """Add the factors of those local tokens that are `on`, of a micro-batch with these weights."""
+        if not len(factors):
+            return
+        self._extend(0, factors)
+        for number, count in enumerate(_counts_of(tokens, weights), 1):
+            self._extend(number, factors * count[on])
 
     def _extend(self, number: int, values: Floats) -> None:
         self._low[number] = np.minimum(self._low[number], values.min())

@@ -21,7 +21,13 @@ class Compared:
     where: str  # the place of the largest difference
     sizes: dict[str, int]  # of the step's split
     before: Before
+    after: Before  # what is done to losses from the reducer on, of whose factors `low` and `high` are extremes
     averages: bool  # the asked mode reads numbers of tokens
+
+    @property
+    def is_one_number(self) -> bool:
+        """True if all weights are the asked ones times one number."""
+        return self.high - self.low <= 1e-3 * abs(self.high)
 
     @property
     def unevenness(self) -> float:
@@ -46,9 +52,10 @@ def in_words(compared: Compared) -> str:
         return f"masked tokens weigh up to {compared.deviation:.3g} times what the heaviest token should; {where}"
     if compared.high - compared.low > 1e-5 * abs(compared.high):
         low, high = _apart(compared.low, compared.high)
-        return f"tokens weigh {low} to {high} times what they should; {where}"
+        return f"tokens weigh {low} to {high} times what they should{compared.after.as_if}; {where}"
     times = f"{compared.low:.4g}" if abs(compared.low - 1) > 1e-3 else f"{compared.low:.8g}"
-    return f"tokens weigh {times} times what they should{named(compared.high, compared.sizes)}; {where}"
+    why = named(compared.high, compared.sizes) or compared.after.as_if
+    return f"tokens weigh {times} times what they should{why}; {where}"
 
 
 def _apart(*numbers: float) -> list[str]:
@@ -69,10 +76,9 @@ def may_be_clipped(compared: Compared, factor: Factor) -> str:
     """
     totals = compared.totals
     tokens = {"tokens": totals.step_active_tokens, "mask tokens": round(totals.step_tokens)}
-    is_one_number = compared.high - compared.low <= 1e-3 * abs(compared.high)
     is_below = 0 < compared.high < 1 - 1e-3
     are_masked_right = compared.deviation <= 1.01 * (1 - compared.low)
-    if not (is_one_number and is_below and are_masked_right) or named(compared.high, compared.sizes):
+    if not (compared.is_one_number and is_below and are_masked_right) or named(compared.high, compared.sizes):
         return ""
     rounding = max(1e-4, factor.rounding)
     if named(factor.value, compared.sizes | tokens, rounding) or abs(factor.value - 1) < rounding:

@@ -4,6 +4,7 @@ The measurement, the findings and the words are those of the proof under Megatro
 another place (`torch_gradients`).
 """
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -12,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl_loss.core.collectives import StepGroups, attempt
+from megatron_rl_loss.core.collectives import StepGroups, attempt, size_of
 from megatron_rl_loss.core.plan import Plan
 from megatron_rl_loss.core.record import PlanUse
 from megatron_rl_loss.core.taps import LossScale, Taps, backward_pass
+from megatron_rl_loss.proof.difference import Compared
 from megatron_rl_loss.proof.exchange import Exchange
 from megatron_rl_loss.proof.first_step import FirstStep, Stated
 from megatron_rl_loss.proof.measurement import Measurement, Ranks
@@ -24,14 +26,16 @@ from megatron_rl_loss.proof.own_tokens import own_losses
 from megatron_rl_loss.proof.reduced_ranks import counted_by, left_out, uncounted
 from megatron_rl_loss.proof.torch_gradients import Before, TorchGradients, unseen
 
-_REMEDY = (
-    'plan_step(..., gradients=...) says what your trainer does: "averaged over ranks" under DistributedDataParallel or '
-    'fully_shard, "summed over ranks" where you add gradients up yourself. Call backward on what loss() returned, and '
-    "do not divide it by the number of micro-batches or ranks. All ranks of plan_step's groups must be in the "
-    "reduction. "
+_UNCHANGED = "Call backward on what loss() returned, and do not divide it by the number of micro-batches{}."
+_ONE_NUMBER = (
     "End the `with` before gradients are clipped. A scale of your own, which you divide out after the `with`, is "
     "prove_step(..., loss_scale=...)."
 )
+_GRADIENTS = (
+    'plan_step(..., gradients=...) says what your trainer does: "averaged over ranks" under DistributedDataParallel or '
+    'fully_shard, "summed over ranks" where you add gradients up yourself.'
+)
+_REDUCTION = "All ranks of plan_step's groups must be in the reduction."
 LEFT = (
     "gradients of the step before are still in .grad: this step's gradients were added to them. Call "
     "optimizer.zero_grad() before every step, and make one plan for all micro-batches between two optimizer steps."
@@ -46,6 +50,17 @@ _SCALES = (
     "Losses of the step went through several gradient scalers, or some through none: one optimizer divides by one "
     "scale. Scale each loss by the scaler of its optimizer; a second model has a `with` of its own."
 )
+
+
+def _remedy(wrong: Compared) -> str:
+    """What to do about weights that are not as asked, by what they are times these."""
+    has_ranks = math.prod(size for name, size in wrong.sizes.items() if name != "micro-batches") > 1
+    texts = [_UNCHANGED.format(" or ranks" if has_ranks else "")]
+    if wrong.is_one_number:
+        texts = [*([_GRADIENTS] if has_ranks else []), *texts, _ONE_NUMBER]
+    elif has_ranks:
+        texts.append(_REDUCTION)
+    return " ".join(texts)
 
 
 class TorchStep(Measurement):
@@ -73,11 +88,13 @@ class TorchStep(Measurement):
     ) -> None:
         why = unseen(model)
         source: Any = None if why else attempt(lambda: TorchGradients(model, groups, before or Before(), optimizer))
+        is_alone = all(size_of(group) == 1 for group in groups.all)
         # Where the context-parallel group changes, the plan's dp_group has the ranks of both.
         ranks = Ranks(groups.dp_group, groups.cp_group, dp_cp=groups.dp_group, same=groups.all)
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         super().__init__(source, ranks, device, unseen=why, plan=plan, then=then)
         self.gradients = source if isinstance(source, TorchGradients) else None
+        self.takes_forms_of = "loop" if is_alone else ""  # on one rank, it does not matter what was said of ranks
 
     def _observe(self, stack: ExitStack) -> None:
         stack.enter_context(_watched_scalers(self.taps))
@@ -197,7 +214,7 @@ class PlainProof:
             return measured
 
         if claim not in self._firsts:
-            self._firsts[claim] = FirstStep(None, "the policy loss", measure=measure, remedy=_REMEDY)
+            self._firsts[claim] = FirstStep(None, "the policy loss", measure=measure, remedy=_remedy)
         first = self._firsts[claim]
         if not first.is_agreed:
             first.agree(groups.all, level)

@@ -32,12 +32,14 @@ class Comparison:
         proved: terms whose weights are as asked.
         deviation: the largest relative difference of a term's weights; -1 where none was compared.
         totals: counts of the step, by the first term.
+        wrong: the weights of the first term that are not as asked; None where there is none.
     """
 
     findings: list[Finding] = field(default_factory=list)
     proved: list[str] = field(default_factory=list)
     deviation: float = -1.0
     totals: StepTotals | None = None
+    wrong: Compared | None = None
 
     def find(self, severity: Severity, *texts: str) -> None:
         self.findings += [Finding(severity, text) for text in texts]
@@ -57,6 +59,7 @@ class Comparison:
             self.find(NOT_PROVED, f"{aim}: {compared}. {doubt}")
         elif not is_as_asked:
             self.find(WRONG, f"{aim}: {compared}.", *only_if(returned, [returned]))
+            self.wrong = self.wrong or compared
         elif fault := before.fault(averages=compared.averages):
             self.find(WRONG, f"{aim}: {fault}")
         elif compared.totals.step_active_tokens:

@@ -135,7 +135,7 @@ def test_losses_of_other_data_than_the_steps_are_told() -> None:
 def test_a_factor_is_told_with_its_place() -> None:
     _, comparison = compared(loss, factor=Factor(0.25, 1e-8))
     fault, returned = faults(comparison)
-    assert returned == "The plan has no Megatron model, and was told: gradients summed over ranks."
+    assert returned == "The plan was made without a Megatron model, for gradients summed over ranks."
     assert fault.startswith(f"{POLICY}: tokens weigh 0.25 times what they should; furthest off: token 0 of sample 0 of")
     assert (outcome_of(comparison.findings), comparison.proved) == (WRONG, [])
 

@@ -55,6 +55,7 @@ class Run(NamedTuple):
         change: called with the bare model after it was wrapped.
         reduce: called with the bare model inside the ``with``, after backward.
         times: of the loss, by rank.
+        over: of the loss, what it is divided by in a micro-batch.
     """
 
     says: tuple[str, ...]
@@ -80,6 +81,7 @@ class Run(NamedTuple):
     lost: int | None = None
     cp: int = 1
     times: Callable[[int], float] = lambda rank: 1.0
+    over: Callable[[Any], float] = lambda microbatch: 1.0
     change: Callable[[Any], Any] | None = None
     reduce: Callable[[Any], Any] | None = None
     late: Callable[[Any], Any] | None = None
@@ -232,7 +234,8 @@ def steps_of(run: Run, level: Any) -> tuple[list[Any], list[Any], int]:
                     if run.kind == "fsdp":
                         model.set_requires_gradient_sync(is_last or run.syncs_all)
                     with context:
-                        loss = share_of(run, net if run.outside else model, batch, microbatch) * run.times(rank)
+                        loss = share_of(run, net if run.outside else model, batch, microbatch)
+                        loss = loss * run.times(rank) / run.over(microbatch)
                         if number == run.lost and rank == 0:
                             continue
                         (loss if scaler is None else scaler.scale(loss)).backward()
@@ -293,6 +296,18 @@ RIGHT = {
     "sums by hand": Run((ALL, MEAN), kind="own", gradients=SUMMED, reduce=all_reduced),
     "means by hand": Run((ALL,), kind="own", reduce=functools.partial(all_reduced, mean=True)),
     "one process": Run((ALL, MEAN), world=1, kind="own"),
+    "one process, loss / tokens": Run(
+        (r"raises (?s)as if divided by the number of tokens of the micro-batch; .*\nCall backward (?!.*gradients=)",),
+        world=1,
+        kind="own",
+        over=lambda microbatch: sum(microbatch.samples.mask_lengths),
+    ),
+    "one process, loss / micro-batches": Run(
+        (r"raises (?s)0.5 = 1/micro-batches\); [^\n]*\nCall backward .* number of micro-batches\. (?!.*gradients=)",),
+        world=1,
+        kind="own",
+        over=lambda microbatch: 2.0,
+    ),
     "a sparse gradient": Run(
         (r"7 of 8 parameters \(1 not covered, as embedding.weight: its gradient is sparse\)",), sparse=True, kind="own",
         gradients=SUMMED, reduce=all_reduced,
@@ -315,7 +330,7 @@ IN_PART = r"(?s)PROVED IN PART on .*1 of 8 parameters are not trained by these w
 #: What goes wrong, and is stopped or named.
 WRONG = {
     "sum under DDP": Run(
-        (r"raises (?s)tokens weigh 0.5 times what they should .*1/DP.*told: gradients summed.*\nplan_step\(",),
+        (r"raises (?s)tokens weigh 0.5 times .*1/DP.*\n.* for gradients summed over ranks\.\nplan_step\(",),
         gradients=SUMMED,
     ),
     "sum under DDP, 3 ranks": Run(
@@ -330,7 +345,7 @@ WRONG = {
     ),
     "outside DDP": Run(("raises Gradients are not summed over ranks at all",), outside=True, syncs_all=True),
     "a backward lost": Run((r"raises tokens weigh 0 to 1 times what they should",), lost=0),
-    "loss x 2": Run((rf"raises (?s){TWICE}.*told: gradients av.*\nplan_step(?!.*audit)",), times=lambda rank: 2.0),
+    "loss x 2": Run((rf"raises (?s){TWICE}.*for gradients av.*\nplan_step(?!.*audit)",), times=lambda rank: 2.0),
     "loss x 2 on a rank": Run((r"raises tokens weigh 1 to 2 times",), times=lambda rank: 2.0 - rank),
     "loss x 0.3": Run((r"raises tokens weigh 0.3 times",), times=lambda rank: 0.3),
     "FSDP2, loss x 2": Run((f"raises {TWICE}",), kind="fsdp", times=lambda rank: 2.0),

@@ -19,7 +19,7 @@ from megatron_rl_loss.proof.factor import Factor
 )
 def test_what_clipping_explains(deviation: float, low: float, high: float, is_possible: bool) -> None:
     totals = StepTotals.of(Samples([np.ones(3), np.ones(4)]))
-    compared = Compared(totals, deviation, low, high, 0.0, "token 0", {"DP": 2}, Before(), averages=True)
+    compared = Compared(totals, deviation, low, high, 0.0, "token 0", {"DP": 2}, Before(), Before(), averages=True)
     assert bool(may_be_clipped(compared, Factor(0.88 / math.pi, 1e-6))) == is_possible
 
 
@@ -37,5 +37,6 @@ def test_numbers_have_enough_digits(low: float, high: float, says: str) -> None:
     totals = StepTotals.of(Samples([np.ones(3), np.ones(4)]))
     off, sizes = max(abs(low - 1), abs(high - 1)), {"DP": 2, "CP": 2}
     assert re.search(
-        f"tokens {says}", str(Compared(totals, off, low, high, 0.0, "token 0", sizes, Before(), averages=True))
+        f"tokens {says}",
+        str(Compared(totals, off, low, high, 0.0, "token 0", sizes, Before(), Before(), averages=True)),
     )
