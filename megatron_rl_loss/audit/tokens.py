@@ -85,7 +85,7 @@ class StepTokens:
             columns["cp_rank"].append(placed.cp_rank)
             for name in names:
                 segments = segments_by(name, samples, "an audit")
-                per_token |= {name} if segments.of_entry is not None else set()
+                per_token |= {name} if segments.entry_segments is not None else set()
                 ids[name].append(np.append(segments.ids, -1)[segments.in_buffer[slots]])
             num_samples += len(samples)
         joined = {name: np.concatenate([np.zeros(0, np.int64), *column]) for name, column in columns.items()}

@@ -185,29 +185,29 @@ def fingerprint(aggregation: "Aggregation") -> str:
     """
     mode, keys = aggregation.mode, frozenset(declared.by for declared in aggregation.mode.sums.values())
     for _ in range(_MOST_KEYS):
-        given, asked = _given(aggregation, keys)
+        trial_values, asked = _try_mode(aggregation, keys)
         if asked <= keys:
             break
         keys |= asked
-    if given is None:
+    if trial_values is None:
         return ""
-    named = zip(["weights", *sorted(mode.sums)], given, strict=True)
+    named = zip(["weights", *sorted(mode.sums)], trial_values, strict=True)
     texts = [f"{name} {values.shape} {values.astype(np.float32).tobytes().hex()}" for name, values in named]
     return f"{hashed('; '.join([*sorted(keys), *texts]), 32):08x}"
 
 
 @np.errstate(all="ignore")
-def _given(aggregation: "Aggregation", keys: frozenset[str]) -> tuple[list[Floats] | None, frozenset[str]]:
+def _try_mode(aggregation: "Aggregation", keys: frozenset[str]) -> tuple[list[Floats] | None, frozenset[str]]:
     """Weights and declared sums of the trial step with ids of these names, and the keys that the mode asked for."""
     mode, (batch, rest) = aggregation.mode, _trial(keys)
     inputs = ModeInputs(mode, batch, None, aggregation.divisor, aggregation.units)
     try:
         sums = [mode.sums[name] for name in sorted(mode.sums)]
         inputs.totals = count_step([batch, rest], StepGroups(), sums=sums)
-        given = [_beside(mode, inputs), *(declared.values(batch) for declared in sums)]
+        trial_values = [_beside(mode, inputs), *(declared.values(batch) for declared in sums)]
     except Exception:  # what is wrong with a mode is raised with the user's samples, by `rehearse`
-        given = None
-    return given, frozenset(inputs.asked)
+        trial_values = None
+    return trial_values, frozenset(inputs.asked)
 
 
 #: The type of weights: `np.float32`, or `np.float64` for float64 losses.
@@ -275,8 +275,8 @@ def _products(local: LocalTokens, numbers: Array, ndim: int) -> Tensor:
     while begin < len(mask):
         last = max(int(ends.searchsorted(begin + IN_CACHE, "right")), first + 1)
         end = int(ends[last - 1])
-        of_tokens = numbers[first:last].repeat(local.counts[first:last])
-        np.multiply(mask[begin:end], of_tokens, out=products[begin:end])
+        token_numbers = numbers[first:last].repeat(local.counts[first:last])
+        np.multiply(mask[begin:end], token_numbers, out=products[begin:end])
         begin, first = end, last
     return weights
 
@@ -293,10 +293,10 @@ def _checked(local: LocalTokens, exact: Floats, ndim: int, of: str) -> Floats:
     rounded = exact.astype(np.float32)
     is_finite, vanishes = np.isfinite(rounded).all(), ((np.abs(exact) < _TINY) & (exact != 0)).any()
     if not local.samples.holds_flags:  # a product of two large or small numbers need not be what they are
-        of_tokens = _at_tokens(local, rounded, ndim)
-        weights = local.mask.astype(np.float32, copy=False) * of_tokens
+        token_numbers = _at_tokens(local, rounded, ndim)
+        weights = local.mask.astype(np.float32, copy=False) * token_numbers
         is_finite &= np.isfinite(weights).all()
-        vanishes |= ((np.abs(weights) < _TINY) & (local.mask != 0) & (of_tokens != 0)).any()
+        vanishes |= ((np.abs(weights) < _TINY) & (local.mask != 0) & (token_numbers != 0)).any()
     if not is_finite:
         raise ValueError(
             f"token weights with NaN or Inf from {of}: weights must be finite where a mask is not 0. Use 0 to leave "
@@ -362,10 +362,10 @@ class LossModes:
 
     def with_terms(self, modes: Mapping[str, str | Mode | ModeFunction | None]) -> "LossModes":
         """With a mode for each term by name; None leaves the term the policy loss's."""
-        declared = {name: self.of_term(name, mode) for name, mode in modes.items() if mode is not None}
+        declared = {name: self.term_aggregation(name, mode) for name, mode in modes.items() if mode is not None}
         return replace(self, terms={**self.terms, **declared})
 
-    def of_term(
+    def term_aggregation(
         self,
         name: str,
         mode: str | Mode | ModeFunction | None = None,

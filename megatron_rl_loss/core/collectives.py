@@ -113,7 +113,7 @@ class StepGroups:
         return [*several(self.dp_group), *self.replicas]
 
     @property
-    def of_loss(self) -> list[Group]:
+    def loss_groups(self) -> list[Group]:
         """Groups of several ranks whose shares of the loss add up."""
         return several(self.dp_group, self.cp_group)
 

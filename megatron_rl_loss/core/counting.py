@@ -58,7 +58,7 @@ class Counting(NamedTuple):
         """True for samples that have the labels."""
         return all(name in samples.labels for name in self.labels)
 
-    def of_segments(self, segments: Segments) -> Floats:
+    def segment_values(self, segments: Segments) -> Floats:
         """1 for each segment that counts, else 0, float64 [num_segments]; NaN where the samples lack the labels."""
         if not self.can_count(segments.samples):
             return np.full(len(segments), np.nan)
@@ -74,7 +74,7 @@ def _has_label(segments: Segments) -> npt.NDArray[np.bool_]:
             f"the label 'counted' of {entries[:8]}: it must be True or False for each sample, and says which ones "
             'units="counted" counts. Pass Samples(..., labels={"counted": [True, ...]}), or rename the label.'
         )
-    return segments.of_samples(np.array(entries, np.bool_))
+    return segments.spread(np.array(entries, np.bool_))
 
 
 #: The first one is that of a mode for which nobody says another.
@@ -122,9 +122,9 @@ class Sum:
             )
         return values
 
-    def of_segments(self, segments: Segments) -> Floats:
+    def segment_values(self, segments: Segments) -> Floats:
         """The values of each segment's sample, float64 [num_segments]."""
-        return segments.of_samples(self.values(segments.samples))
+        return segments.spread(self.values(segments.samples))
 
 
 #: What is counted of units: ``tokens``, a unit counting (the number of each unit's samples that count), or a `Sum`.
@@ -249,13 +249,13 @@ class Column(NamedTuple):
         name: of the field in `Rows`.
         mask: one of the samples' further masks; None for the loss mask.
         counted: the name in `Units.counts`, or in the step's numbers.
-        of_segments: segments by that mask -> the number of each, float64 [num_segments].
+        segment_values: segments by that mask -> the number of each, float64 [num_segments].
     """
 
     name: str
     mask: str | None
     counted: Counted
-    of_segments: Callable[[Segments], Floats]
+    segment_values: Callable[[Segments], Floats]
 
 
 class Tally(NamedTuple):
@@ -337,9 +337,9 @@ def count_step(
     failure, has_data = disagreement or failure, any(tally.has_data for tally in tallies)
     # Last, so that what one data-parallel group has counted, or an error in it, reaches the ranks of all others.
     for group in groups.replicas:
-        of_ranks = gather_objects((seen, broken), group)
-        seen = {name: set().union(*(of_rank[name] for of_rank, _ in of_ranks)) for name in seen}
-        broken = [text for _, of_rank in of_ranks for text in of_rank]
+        gathered = gather_objects((seen, broken), group)
+        seen = {name: set().union(*(seen_there[name] for seen_there, _ in gathered)) for name in seen}
+        broken = [text for _, texts in gathered for text in texts]
     if broken:  # on values that are the same on all ranks of the data-parallel group, so no other rank is told
         raise BadBatchError(f"the counts of the step could not be added up. {broken[0]}") from failure_of(joined)
     if len(seen["settings"]) > 1:
@@ -401,13 +401,13 @@ def _join(
         added = _add_up([] if failed else tallies, id_types or {}, masks, columns_of, groups.dp_group)
     except ValueError as error:  # of the samples, so all ranks of the group have it
         failed, disagreement, added = True, error, error
-    of_step = () if isinstance(added, Exception) else tuple(map(_numbers, (added, *added.by_mask.values())))
+    numbers = () if isinstance(added, Exception) else tuple(map(_numbers, (added, *added.by_mask.values())))
     seen: dict[str, set[Any]] = {
         "failed": {failed},
         "settings": {tally.settings for tally in tallies if not tally.failed},
         # Nothing on a stage without data; 0 where there is data and no replica to compare it with.
         "data": {_digest(tallies, sums) if groups.replicas else 0} if has_data else set(),
-        "numbers": {of_step} if has_data else set(),
+        "numbers": {numbers} if has_data else set(),
         "dynamic_cp": {any(tally.dynamic_cp for tally in tallies)},
     }
     return _Joined(added, disagreement, seen)
@@ -458,7 +458,7 @@ ColumnsOf = Callable[[str, tuple[str, ...]], list[Column]]
 def _columns(key: str, countings: Sequence[str], masks: Sequence[str], sums: Sequence[Sum]) -> list[Column]:
     functions: list[tuple[str, Counted, Callable[[Segments], Floats]]] = [
         ("tokens", "tokens", lambda segments: segments.mask_sums),
-        *((name, name, COUNTINGS[name].of_segments) for name in countings),
+        *((name, name, COUNTINGS[name].segment_values) for name in countings),
     ]
     if key == "step":
         functions += [
@@ -466,12 +466,14 @@ def _columns(key: str, countings: Sequence[str], masks: Sequence[str], sums: Seq
             ("entries", "entries", lambda segments: np.array(segments.samples.mask_lengths, np.float64)),
         ]
     functions += [
-        (f"sum {number}", declared, declared.of_segments) for number, declared in enumerate(sums) if declared.by == key
+        (f"sum {number}", declared, declared.segment_values)
+        for number, declared in enumerate(sums)
+        if declared.by == key
     ]
     return [
-        Column(name if mask is None else f"{name} by {mask}", mask, counted, of_segments)
+        Column(name if mask is None else f"{name} by {mask}", mask, counted, segment_values)
         for mask in (None, *masks)
-        for name, counted, of_segments in functions
+        for name, counted, segment_values in functions
     ]
 
 
@@ -483,7 +485,7 @@ def _table(key: str, counted: Sequence[Samples], columns: Sequence[Column]) -> R
     }
     ids = np.concatenate([segments.ids for segments in by_mask[None]])
     values = {
-        column.name: np.concatenate([column.of_segments(segments) for segments in by_mask[column.mask]])
+        column.name: np.concatenate([column.segment_values(segments) for segments in by_mask[column.mask]])
         for column in columns
     }
     prompts = np.zeros_like(ids)
@@ -520,42 +522,47 @@ def _add_up(
     dp_group: Group | None,
 ) -> StepTotals:
     """The totals of all ranks' tables; ValueError where a rollout came under two prompts."""
-    of_masks: dict[str | None, dict[str, Units]] = {mask: {} for mask in (None, *masks)}
-    of_ranks = {tally.countings for tally in tallies if tally.countings is not None}
+    units_by_mask: dict[str | None, dict[str, Units]] = {mask: {} for mask in (None, *masks)}
+    countings_held = {tally.countings for tally in tallies if tally.countings is not None}
     # A rank whose samples have a label that others lack has a column more than they, which counts nothing then.
-    countings = tuple(name for name in COUNTINGS if all(name in of_rank for of_rank in of_ranks))
+    countings = tuple(name for name in COUNTINGS if all(name in held for held in countings_held))
     for key in dict.fromkeys((*_KNOWN, *id_types)):
         columns = columns_of(key, countings)
         joined = [
             np.frombuffer(
-                b"".join(tally.tables[key] for tally in tallies if tally.countings == of_rank and key in tally.tables),
-                _fields(column.name for column in columns_of(key, of_rank)),
+                b"".join(tally.tables[key] for tally in tallies if tally.countings == held and key in tally.tables),
+                _fields(column.name for column in columns_of(key, held)),
             )
-            for of_rank in sorted(of_ranks)
+            for held in sorted(countings_held)
         ]
         names = ["id", "prompt", *(column.name for column in columns)]
         ids, prompts, *lines = (np.concatenate([rows[name] for rows in joined] or [np.zeros(0)]) for name in names)
         if not len(ids) and key not in id_types:
             continue
         rows = sum_by_id(ids.astype(np.int64), dict(zip(names[2:], lines, strict=True)), prompts)
-        for mask, units in of_masks.items():
+        for mask, units in units_by_mask.items():
             # Copies: a column of `rows` is a view with strides, which would keep the whole table.
             values = {column.counted: rows[column.name].copy() for column in columns if column.mask == mask}
             units[key] = Units.of(rows["id"].copy(), values)
-    of_step = {mask: units["step"].counts for mask, units in of_masks.items() if "step" in units}
+    step_counts = {mask: units["step"].counts for mask, units in units_by_mask.items() if "step" in units}
     none: dict[Counted, Floats] = dict.fromkeys(("tokens", "active_tokens", "entries", *COUNTINGS), np.zeros(1))
-    totals = {mask: _totals(of_step.get(mask, none), units, size_of(dp_group)) for mask, units in of_masks.items()}
-    of_loss_masks = totals.pop(None)
-    return replace(of_loss_masks, by_mask={mask: of_mask for mask, of_mask in totals.items() if mask is not None})
+    totals = {
+        mask: _totals(step_counts.get(mask, none), units, size_of(dp_group)) for mask, units in units_by_mask.items()
+    }
+    by_loss_mask = totals.pop(None)
+    further = {mask: mask_totals for mask, mask_totals in totals.items() if mask is not None}
+    return replace(by_loss_mask, by_mask=further)
 
 
-def _totals(of_step: Mapping[Counted, Floats], units: Mapping[str, Units], dp_size: int) -> StepTotals:
+def _totals(step_counts: Mapping[Counted, Floats], units: Mapping[str, Units], dp_size: int) -> StepTotals:
     """The totals by one mask, of the counts of the one unit ``step``, and of units with ids."""
-    samples = Units({name: int(of_step[name][0]) for name in COUNTINGS if name in of_step}, np.zeros(0, np.int64), {})
+    samples = Units(
+        {name: int(step_counts[name][0]) for name in COUNTINGS if name in step_counts}, np.zeros(0, np.int64), {}
+    )
     return StepTotals(
-        step_tokens=float(of_step["tokens"][0]),
-        step_active_tokens=int(of_step["active_tokens"][0]),
-        step_entries=int(of_step["entries"][0]),
+        step_tokens=float(step_counts["tokens"][0]),
+        step_active_tokens=int(step_counts["active_tokens"][0]),
+        step_entries=int(step_counts["entries"][0]),
         units={"sample": samples, "rollout": samples, **units},
         dp_size=dp_size,
     )
@@ -567,11 +574,11 @@ def _numbers(totals: StepTotals) -> tuple[float, int, int]:
 
 def _without_units(numbers: Sequence[tuple[float, int, int]], masks: Sequence[str], dp_size: int) -> StepTotals:
     """The totals on a stage without data, of the numbers by the loss masks and by each further mask."""
-    of_loss_masks, *further = (
+    by_loss_masks, *further = (
         StepTotals(step_tokens=tokens, step_active_tokens=active, step_entries=entries, units={}, dp_size=dp_size)
         for tokens, active, entries in numbers
     )
-    return replace(of_loss_masks, by_mask=dict(zip(masks, further, strict=True)))
+    return replace(by_loss_masks, by_mask=dict(zip(masks, further, strict=True)))
 
 
 def _digest(tallies: Sequence[Tally], sums: Sequence[Sum]) -> int:
@@ -643,7 +650,9 @@ def _are_alike_in_cp_groups(tallies: Sequence[Tally]) -> bool:
         for ranks, digest in tally.in_cp_groups:
             turns[ranks] += 1
             digests.setdefault((ranks, turns[ranks]), []).append(digest)
-    return all(len(of_ranks) == len(ranks) and len({*of_ranks}) == 1 for (ranks, _), of_ranks in digests.items())
+    return all(
+        len(rank_digests) == len(ranks) and len({*rank_digests}) == 1 for (ranks, _), rank_digests in digests.items()
+    )
 
 
 def _check_disjoint(groups: StepGroups) -> None:

@@ -25,12 +25,12 @@ class Parts(NamedTuple):
     Attributes:
         ids: id of each part's unit, int64 [num_parts]; where ids are given per sample, each sample is a part.
         sample: of each part, int64 [num_parts].
-        of_entry: the part of each mask entry, end to end; -1 in no unit. None where ids are given per sample.
+        entry_parts: the part of each mask entry, end to end; -1 in no unit. None where ids are given per sample.
     """
 
     ids: Ints
     sample: Ints
-    of_entry: Ints | None = None
+    entry_parts: Ints | None = None
 
 
 def argument_of(key: str) -> str:
@@ -47,13 +47,13 @@ def parts_of(key: str, ids: Ids | Sequence[Ids], lengths: Sequence[int]) -> Part
     """The parts by ids per sample, or per token of masks of these lengths: a negative id or "" is no unit."""
     name = argument_of(key)
     if key in _WITH_ARGUMENT or not is_per_token(ids):
-        of_samples = as_ids(name, ids, len(lengths))  # type: ignore[arg-type]
-        for i in np.flatnonzero(~_is_unit(of_samples))[:1]:
+        sample_ids = as_ids(name, ids, len(lengths))  # type: ignore[arg-type]
+        for i in np.flatnonzero(~_is_unit(sample_ids))[:1]:
             raise ValueError(
                 f"{name} with a negative or empty id for sample {i}: such an id names no unit, and each sample must be "
                 f"in a {key}. Give the sample an id of its own; pass signed hashes as strings."
             )
-        return Parts(of_samples, np.arange(len(lengths)))
+        return Parts(sample_ids, np.arange(len(lengths)))
     check_one_each(name, len(ids), "loss masks", len(lengths))
     rows = [_plain(row) for row in ids]
     if (sizes := [len(row) if _is_row(row) else None for row in rows]) != list(lengths):
@@ -61,15 +61,15 @@ def parts_of(key: str, ids: Ids | Sequence[Ids], lengths: Sequence[int]) -> Part
             f"{name} with rows of {sizes[:8]} entries for loss masks of {lengths[:8]}: each row must be as long as its "
             "sample's mask. Pass one id per entry, -1 where a token is in no unit."
         )
-    of_entries = as_ids(name, [entry for row in rows for entry in row], sum(lengths))
-    named = np.flatnonzero(_is_unit(of_entries))
-    unique, number = np.unique(of_entries[named], return_inverse=True)
+    entry_ids = as_ids(name, [entry for row in rows for entry in row], sum(lengths))
+    named = np.flatnonzero(_is_unit(entry_ids))
+    unique, number = np.unique(entry_ids[named], return_inverse=True)
     sample = np.arange(len(lengths)).repeat(lengths)
     _, first, part = np.unique(sample[named] * len(unique) + number, return_index=True, return_inverse=True)
-    order, of_entry = first.argsort(), np.full(len(of_entries), -1)
-    of_entry[named] = order.argsort()[part]
+    order, entry_parts = first.argsort(), np.full(len(entry_ids), -1)
+    entry_parts[named] = order.argsort()[part]
     firsts = named[first[order]]
-    return Parts(of_entries[firsts], sample[firsts], of_entry)
+    return Parts(entry_ids[firsts], sample[firsts], entry_parts)
 
 
 def _is_unit(ids: Ints) -> npt.NDArray[np.bool_]:
@@ -78,8 +78,8 @@ def _is_unit(ids: Ints) -> npt.NDArray[np.bool_]:
 
 def check_units(parts: Mapping[str, Parts], entries: npt.NDArray[Any]) -> None:
     """Raise ValueError for a nonzero mask entry, of masks end to end, that is in no unit."""
-    for name, of_kind in parts.items():
-        if of_kind.of_entry is not None and entries[of_kind.of_entry < 0].any():
+    for name, unit_parts in parts.items():
+        if unit_parts.entry_parts is not None and entries[unit_parts.entry_parts < 0].any():
             raise ValueError(
                 f"a token with a nonzero mask and a negative or empty {name} id: every token that counts must be in a "
                 f"{name}. Mask the token, or give it the id of its {name}."
@@ -149,14 +149,14 @@ def type_of_ids(ids: Ids | Sequence[Ids]) -> str:
     return f"int {_PER_TOKEN}" if has_unit else _PER_TOKEN
 
 
-def join_types(of_microbatches: Iterable[Sequence[tuple[str, str]]]) -> dict[str, str] | None:
+def join_types(microbatch_types: Iterable[Sequence[tuple[str, str]]]) -> dict[str, str] | None:
     """The type of each name's ids in all micro-batches, sorted by name; None where micro-batches differ."""
-    of_each = [dict(types) for types in of_microbatches]
-    if len({tuple(types) for types in of_each}) > 1:
+    by_name = [dict(types) for types in microbatch_types]
+    if len({tuple(types) for types in by_name}) > 1:
         return None
     joined = dict[str, str]()
-    for name in of_each[0] if of_each else ():
-        types = {of_microbatch[name] for of_microbatch in of_each}
+    for name in by_name[0] if by_name else ():
+        types = {id_types[name] for id_types in by_name}
         known = types - {_PER_TOKEN} or types
         if len(known) > 1 or len({id_type.endswith(_PER_TOKEN) for id_type in types}) > 1:
             return None

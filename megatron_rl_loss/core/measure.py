@@ -110,10 +110,10 @@ def keep_tokens(plan: Plan, name: str, flags: TokenFunction | None) -> None:
         flat = torch.from_numpy(kept)
         sizes = [microbatch.samples.total_tokens for microbatch in microbatches]
         pairs = list(zip(microbatches, flat.split(sizes), strict=True))
-        of_groups = [(flat, record.groups.cp_group)]
+        exchanges = [(flat, record.groups.cp_group)]
         if record.dynamic_cp:
-            of_groups = [(part, microbatch.cp_group) for microbatch, part in pairs]
-        for part, cp_group in of_groups:
+            exchanges = [(part, microbatch.cp_group) for microbatch, part in pairs]
+        for part, cp_group in exchanges:
             for group in several(cp_group):
                 all_reduce(part, group, dist.ReduceOp.MAX)
         samples = [_with_kept_tokens(microbatch.samples, name, part.numpy().astype(bool)) for microbatch, part in pairs]
@@ -121,8 +121,8 @@ def keep_tokens(plan: Plan, name: str, flags: TokenFunction | None) -> None:
         samples, record.groups, masks=[name], sums=record.modes.sums, settings=f"tokens to keep as {name!r}"
     )
     record.totals = replace(record.totals, by_mask={**record.totals.by_mask, name: counted.by_mask[name]})
-    for microbatch, of_microbatch in zip(microbatches or (), samples or (), strict=True):
-        microbatch.keep(name, of_microbatch)
+    for microbatch, masked in zip(microbatches or (), samples or (), strict=True):
+        microbatch.keep(name, masked)
 
 
 def _with_kept_tokens(samples: Samples, name: str, kept: Array) -> Samples:
@@ -178,8 +178,8 @@ def _attempt_alone(record: StepRecord, make: Callable[[], Floats]) -> Floats | E
 def _add_up(record: StepRecord, mine: Floats | Exception | None, *sums: float) -> list[float]:
     """One round: the sums of all ranks that compute the loss; an error of any raises on all."""
     failure = failure_of(mine)
-    of_rank = torch.tensor([mine is not None, failure is not None, *sums], dtype=torch.float64, device="cpu")
-    ranks, failures, *totals = _over_step(record, of_rank).tolist()
+    numbers = torch.tensor([mine is not None, failure is not None, *sums], dtype=torch.float64, device="cpu")
+    ranks, failures, *totals = _over_step(record, numbers).tolist()
     raise_together(failures > 0, failure, record.groups.all)
     if ranks != (expected := record.dp_size * record.cp_size):
         counted = f"values of {max(ranks, 0):.0f} of {expected} ranks of a pipeline stage"
@@ -189,7 +189,7 @@ def _add_up(record: StepRecord, mine: Floats | Exception | None, *sums: float) -
 
 def _over_step(record: StepRecord, numbers: Tensor) -> Tensor:
     """Sums over the ranks of a stage, broadcast to stages without values, whose numbers are 0."""
-    for group in record.groups.of_loss:
+    for group in record.groups.loss_groups:
         all_reduce(numbers, group)
     # Stages without values enter the maximum below with what loses against every number. Where there are values, a
     # number of ranks or of tokens is above 0; their sum may be negative.
@@ -206,7 +206,7 @@ def _active_tokens(microbatches: Sequence[Microbatch], values: TokenFunction, ma
     parts = [np.zeros((2, 0))]
     for microbatch in microbatches:
         local = microbatch.tokens_of(mask)
-        measured = _of_tokens("values to measure", values(microbatch), local)
+        measured = _on_host("values to measure", values(microbatch), local)
         if local.copies > 1 and microbatch.cp_rank > 0:
             continue  # counted on the first of the ranks that all hold them
         parts.append(np.stack([measured.astype(np.float32), local.mask])[:, local.mask != 0].astype(np.float64))
@@ -231,11 +231,11 @@ def _flags_in_buffer(microbatches: Sequence[Microbatch], flags: TokenFunction, n
             kind = kept.dtype if isinstance(kept, Tensor) else f"a {type(kept).__name__}"
             raise TypeError(f"tokens to keep are {kind}: they must be a tensor of bools. Return a comparison.")
         parts.append(np.zeros(microbatch.samples.total_tokens, np.uint8))
-        parts[-1][microbatch.tokens.positions] = _of_tokens("tokens to keep", kept.float(), microbatch.tokens)
+        parts[-1][microbatch.tokens.positions] = _on_host("tokens to keep", kept.float(), microbatch.tokens)
     return np.concatenate(parts)
 
 
-def _of_tokens(what: str, values: Tensor, local: LocalTokens) -> Floats:
+def _on_host(what: str, values: Tensor, local: LocalTokens) -> Floats:
     """The values on the host, [num_local_tokens]; ValueError for another number of tokens."""
     check_values(what, values, local)
     return to_array(values).reshape(-1)

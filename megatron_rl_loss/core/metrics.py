@@ -85,7 +85,7 @@ class Metric:
         return Note(self.kind, torch.cat([active, values.new_full((1,), -torch.inf)]).amax()[None], self.mask)
 
 
-def aggregation_over(over: str, of_loss: UnitCounting, totals: StepTotals) -> Aggregation:
+def aggregation_over(over: str, loss_units: UnitCounting, totals: StepTotals) -> Aggregation:
     """The aggregation of a metric that is a mean over it.
 
     In a step without a fully masked unit it counts as the loss does: the weights are then the same, and shared.
@@ -101,9 +101,9 @@ def aggregation_over(over: str, of_loss: UnitCounting, totals: StepTotals) -> Ag
         )
     if mode is not None and mode.divisor == "required":
         raise ValueError(f"a metric over {over!r}: a metric has no divisor. Pass 'none' for the plain sum.")
-    alike = all(units.number.get(of_loss) == units.number["active"] for units in totals.units.values())
+    alike = all(units.number.get(loss_units) == units.number["active"] for units in totals.units.values())
     by_loss = alike or (name is None and mode is not None) or name in ("token_mean", "token_sum")
-    return resolve(name or mode or unit_mean(over), units=of_loss if by_loss else "active")
+    return resolve(name or mode or unit_mean(over), units=loss_units if by_loss else "active")
 
 
 class Note(NamedTuple):
@@ -116,7 +116,7 @@ class Note(NamedTuple):
 
 
 def reduce_notes(
-    of_microbatches: Sequence[Mapping[str, Note]],
+    microbatch_notes: Sequence[Mapping[str, Note]],
     groups: Sequence[Group],
     has_tokens: Callable[[int, str | None], bool],
     failure: Exception | None,
@@ -138,14 +138,14 @@ def reduce_notes(
     """
 
     def described() -> tuple[_Reported, list[str], float]:
-        mine = {(name, note.kind, note.mask, note.by) for notes in of_microbatches for name, note in notes.items()}
+        mine = {(name, note.kind, note.mask, note.by) for notes in microbatch_notes for name, note in notes.items()}
         reported, in_forms = sorted(mine, key=repr), sorted(forms)
         return reported, in_forms, float(hashed(repr((reported, in_forms)), 48))
 
     mine = attempt(described)
     failure = failure or failure_of(mine)
     known = _agree_on(*(([], [], -1.0) if isinstance(mine, Exception) else mine), groups)
-    summed = attempt(lambda: _summed(of_microbatches, known, groups, has_tokens, failure))
+    summed = attempt(lambda: _summed(microbatch_notes, known, groups, has_tokens, failure))
     failure = failure or failure_of(summed)
     if isinstance(summed, Exception):
         summed = _summed([], known, groups, has_tokens, failure)  # nothing, of the same sizes
@@ -155,24 +155,24 @@ def reduce_notes(
             all_reduce(values, group, op)
     raise_together(float(sums[0]) > 0, failure, groups)
     sizes = [3 if kind in _MOMENTS else 1 for _, kind, *_ in known if kind not in _EXTREMES]
-    of_each = dict(zip([name for name, kind, *_ in known if kind not in _EXTREMES], sums[1:].split(sizes), strict=True))
-    of_each |= dict(zip([name for name, kind, *_ in known if kind in _EXTREMES], maxima[:, None], strict=True))
-    return {name: _value(kind, of_each[name]).float() for name, kind, *_ in known}
+    parts = dict(zip([name for name, kind, *_ in known if kind not in _EXTREMES], sums[1:].split(sizes), strict=True))
+    parts |= dict(zip([name for name, kind, *_ in known if kind in _EXTREMES], maxima[:, None], strict=True))
+    return {name: _value(kind, parts[name]).float() for name, kind, *_ in known}
 
 
 def _summed(
-    of_microbatches: Sequence[Mapping[str, Note]],
+    microbatch_notes: Sequence[Mapping[str, Note]],
     known: "_Reported",
     groups: Sequence[Group],
     has_tokens: Callable[[int, str | None], bool],
     failure: Exception | None,
 ) -> tuple[Tensor, Tensor]:
     """This rank's sums, behind a flag for a failure, and its maxima; of the known metrics in their order."""
-    device = next((note.part.device for notes in of_microbatches for note in notes.values()), None)
+    device = next((note.part.device for notes in microbatch_notes for note in notes.values()), None)
     device = device or (device_of(groups[0]) if groups else torch.device("cpu"))
     missing: ValueError | None = None
     for name, _, mask, _ in known if failure is None else []:
-        for number, notes in enumerate(of_microbatches):
+        for number, notes in enumerate(microbatch_notes):
             if name not in notes and has_tokens(number, mask):
                 missing = ValueError(
                     f"micro-batch {number} reports {list(notes)}, while another, maybe of another rank, reports "
@@ -181,20 +181,20 @@ def _summed(
                 )
     if missing is not None:
         raise missing
-    of_sum, of_max = dict[str, Tensor](), dict[str, Tensor]()
+    sums, maxima = dict[str, Tensor](), dict[str, Tensor]()
     for name, kind, *_ in known:
         size, least = (3 if kind in _MOMENTS else 1), (-torch.inf if kind in _EXTREMES else 0.0)
         # float64, for float32 parts of thousands of micro-batches and ranks are added up.
         nothing = torch.full((size,), least, dtype=torch.float64, device=device)
-        parts = torch.stack([nothing, *(notes[name].part for notes in of_microbatches if name in notes)])
+        parts = torch.stack([nothing, *(notes[name].part for notes in microbatch_notes if name in notes)])
         if kind in _EXTREMES:
-            of_max[name] = parts.amax(0)
+            maxima[name] = parts.amax(0)
         else:
-            of_sum[name] = parts.sum(0)
+            sums[name] = parts.sum(0)
     # An error travels with the sums, so that a step without one needs no collective for it.
     failed = torch.full((1,), float(failure is not None), dtype=torch.float64, device=device)
     # Torch cannot join no tensors at all: without extremes there is still an empty one, which is not exchanged.
-    return torch.cat([failed, *of_sum.values()]), torch.cat([failed[:0], *of_max.values()])
+    return torch.cat([failed, *sums.values()]), torch.cat([failed[:0], *maxima.values()])
 
 
 def _value(kind: MetricKind, part: Tensor) -> Tensor:
@@ -223,8 +223,8 @@ def _agree_on(mine: _Reported, forms: list[str], digest: float, groups: Sequence
         if float(agreed[0]) != -float(agreed[1]):
             known, all_forms = set(mine), set(forms)
             for group in groups:
-                of_ranks = gather_objects((known, all_forms), group)
-                known, all_forms = (set[Any]().union(*parts) for parts in zip(*of_ranks, strict=True))
+                gathered = gather_objects((known, all_forms), group)
+                known, all_forms = (set[Any]().union(*parts) for parts in zip(*gathered, strict=True))
             mine, forms = sorted(known, key=repr), sorted(all_forms)
     if len(forms) > 1:
         raise ValueError(

@@ -232,15 +232,15 @@ class Microbatch:
                 f"a loss of the terms {list(terms)}: there must be at least one, and none named 'loss', the name of "
                 'the sum. Name each term, e.g. {"pg": losses, "kl": Term(kl, coef=0.01)}.'
             )
-        of_step = {
+        step_metrics = {
             name: metric if isinstance(metric, Metric) else Metric(metric) for name, metric in (metrics or {}).items()
         }
-        if clash := sorted(of_step.keys() & ({"loss", *terms} if has_names else terms.keys())):
+        if clash := sorted(step_metrics.keys() & ({"loss", *terms} if has_names else terms.keys())):
             raise ValueError(
                 f"a metric named {clash[0]!r}: the loss or one of its terms is reported by that name. Choose another "
                 "name."
             )
-        reducers = {name: self._reducer_of_metric(name, metric) for name, metric in of_step.items()}
+        reducers = {name: self._reducer_of_metric(name, metric) for name, metric in step_metrics.items()}
         if isinstance(losses, Summed):
             share, parts = losses.share, [losses.share.detach()]
             summands = [Summand(losses.values, self._policy)]
@@ -255,11 +255,11 @@ class Microbatch:
             # A step has one mode and one coefficient of each term.
             by = f"{summand.reducer.by}, coef {summand.coef!r}"
             notes[name] = Note("mean", (part if has_names else share.detach())[None], summand.reducer.mask, by)
-        rows = {name: metric.rows() for name, metric in of_step.items()}
+        rows = {name: metric.rows() for name, metric in step_metrics.items()}
         for reducer in dict.fromkeys(reducers.values()):
-            names = [name for name in of_step if reducers[name] is reducer]
+            names = [name for name in step_metrics if reducers[name] is reducer]
             sums = iter(reducer.sums([row for name in names for row in rows[name]]))
-            notes |= {name: of_step[name].note([next(sums) for _ in rows[name]], reducer) for name in names}
+            notes |= {name: step_metrics[name].note([next(sums) for _ in rows[name]], reducer) for name in names}
         return self._returned(share, self._note(notes), form)
 
     def summed(self, share: Tensor, per_token_loss: Tensor) -> Summed:
@@ -269,8 +269,8 @@ class Microbatch:
         return Summed(share, per_token_loss)
 
     def _reducer_of_metric(self, name: str, metric: Metric) -> WeightedSum:
-        of_loss, totals = self._record.modes.policy.units, self.totals.with_mask(metric.mask)
-        reducer = self._reducer(name, aggregation_over(metric.over, of_loss, totals), metric.mask)
+        loss_units, totals = self._record.modes.policy.units, self.totals.with_mask(metric.mask)
+        reducer = self._reducer(name, aggregation_over(metric.over, loss_units, totals), metric.mask)
         check_values(f"the metric {name!r}", metric.values, self.tokens)
         return reducer
 
@@ -284,7 +284,7 @@ class Microbatch:
                 f"the term {name!r} with coef={term.coef!r}: it must be a finite number, below 1e30. Pass 0 to "
                 "report a term without training on it."
             )
-        aggregation = self._record.modes.of_term(name, term.mode, divisor=term.divisor, units=term.units)
+        aggregation = self._record.modes.term_aggregation(name, term.mode, divisor=term.divisor, units=term.units)
         return Summand(term.values, self._reducer(name, aggregation, term.mask), float(term.coef), name)
 
     def _note(self, notes: Mapping[str, Note]) -> dict[str, Tensor]:

@@ -164,12 +164,12 @@ class ModeInputs:
         if self.totals is None or not segments.have_ids:
             if self.totals is not None and key in self.totals.units and self.totals.units[key].have_ids:
                 self.units(key)  # refuses totals by id
-            of_segments = segments.of_samples(own)
+            segment_counts = segments.spread(own)
         else:
             units = self._units(self.totals, key)
             self._known(units.counts, counted, key)
-            of_segments = units.at(counted, segments.ids, argument_of(key), segments.sample)
-        return segments.at_entries(np.maximum(of_segments, least))
+            segment_counts = units.at(counted, segments.ids, argument_of(key), segments.sample)
+        return segments.at_entries(np.maximum(segment_counts, least))
 
     def _units(self, totals: StepTotals, key: str) -> Units:
         return self._known(totals.units, key, key)

@@ -85,16 +85,16 @@ def check_ids(totals: StepTotals, asked: Set[str], filled: Sequence[Samples]) ->
     """Warn where ids that a mode uses collide, and where every prompt group has one rollout."""
     rollouts, samples = (totals.units[key].number["all"] for key in ("rollout", "sample"))
     for key in sorted(asked & {"rollout", "session"}) if len(filled) > 1 else ():
-        of_microbatches = [set(microbatch.ids.get(key, np.arange(0)).tolist()) for microbatch in filled]
-        if of_microbatches[0] and all(ids == of_microbatches[0] for ids in of_microbatches):
+        microbatch_ids = [set(microbatch.ids.get(key, np.arange(0)).tolist()) for microbatch in filled]
+        if microbatch_ids[0] and all(ids == microbatch_ids[0] for ids in microbatch_ids):
             warn_on_one_rank(
-                f"all {len(filled)} micro-batches have the same {key} ids, so the step has {len(of_microbatches[0])} "
+                f"all {len(filled)} micro-batches have the same {key} ids, so the step has {len(microbatch_ids[0])} "
                 f"{key}s on this rank: ids that start again in each micro-batch collide. Make {key} ids unique in the "
                 "whole step."
             )
     for key in sorted(asked & {"rollout", "session", "turn"}) if totals.dp_size > 1 else ():
-        of_each = [microbatch.parts[key].ids for microbatch in filled if key in microbatch.parts]
-        ids, here = np.unique(np.concatenate([np.zeros(0, np.int64), *of_each]), return_counts=True)
+        part_ids = [microbatch.parts[key].ids for microbatch in filled if key in microbatch.parts]
+        ids, here = np.unique(np.concatenate([np.zeros(0, np.int64), *part_ids]), return_counts=True)
         if len(ids) > 1 and (totals.units[key].at("all", ids, f"{key} id") > here).all():
             warn_on_one_rank(
                 f"each of the {len(ids)} {key}s of this rank has samples on other ranks too: {key} ids that start "
@@ -260,7 +260,7 @@ class Plan:
                 (`Microbatch.check_tokens`).
         """
         record, failure = self.record, failure_of(attempt(lambda: self._check_end(reports)))
-        values = reduce_notes(record.notes, record.groups.of_loss, self._has_tokens, failure, set(record.use.forms))
+        values = reduce_notes(record.notes, record.groups.loss_groups, self._has_tokens, failure, set(record.use.forms))
         record.report_not_finite()
         for report in reports:
             if isinstance(report, dict) and (not report or report.keys() & values.keys()):
@@ -353,8 +353,8 @@ class Plan:
             masked = rollouts - counts["active_rollouts"]
             parts.append(f"{masked:,.0f} rollouts fully masked" + only_if(masked > 0, ", left out of metric means"))
             if record.modes.policy.units == "counted":
-                of_keys = {f"{key}s": units.number["counted"] for key, units in record.totals.units.items()}
-                counted = [f"{of_keys[name]:,.0f} {name}" for name in of_keys if name in counts]
+                numbers = {f"{key}s": units.number["counted"] for key, units in record.totals.units.items()}
+                counted = [f"{number:,.0f} {name}" for name, number in numbers.items() if name in counts]
                 parts.append(f"{' and '.join(counted)} counted")
         split = f"{record.num_microbatches} micro-batches x DP {record.dp_size}, CP {record.cp_size}"
         return " | ".join([record.modes.policy.describe(), ", ".join(parts), split])

@@ -76,8 +76,8 @@ class PlanUse:
         return [samples for samples in alive if samples is not None] if None not in alive else []
 
     @samples.setter
-    def samples(self, of_microbatches: Sequence[Samples]) -> None:
-        self._samples = [ref(samples) for samples in of_microbatches]
+    def samples(self, microbatch_samples: Sequence[Samples]) -> None:
+        self._samples = [ref(samples) for samples in microbatch_samples]
 
 
 @dataclass(eq=False)

@@ -140,7 +140,7 @@ class WeightedSum:
         tapped = Tap(tuple(self.weights.shape), samples=self.local.samples, share=hooked)
         taps.shares.append(share.grad_fn)
         share.register_hook(hooked.see)
-        share.register_hook(taps.of_training(hooked.add, tapped.scales))
+        share.register_hook(taps.training_hook(hooked.add, tapped.scales))
         if values is not None and values.requires_grad and coef:
             values.register_hook(hooked.check)
         if term is not None:
@@ -218,9 +218,11 @@ def sum_terms(summands: Sequence[Summand]) -> tuple[Tensor, list[Tensor]]:
         sums.append(total.detach())
         rows.append(values)
         if is_trained:
-            of_term = total if summand.coef == 1 else total * summand.coef
-            of_term = of_term if summand.coef else total[None][:0].sum()  # 0 with a graph: 0 times infinity is not 0
-            share = of_term if share is None else share + of_term
+            term_share = total if summand.coef == 1 else total * summand.coef
+            term_share = (
+                term_share if summand.coef else total[None][:0].sum()
+            )  # 0 with a graph: 0 times infinity is not 0
+            share = term_share if share is None else share + term_share
     assert share is not None  # of no term alone
     for summand, values in zip(summands, rows, strict=True) if is_observed else ():
         summand.reducer.hook(share, summand, values)

@@ -190,7 +190,7 @@ class Samples:
             for array in parts:
                 if array is not None:
                     array.setflags(write=False)
-        self.ids = {name: parts.ids for name, parts in self.parts.items() if parts.of_entry is None}
+        self.ids = {name: parts.ids for name, parts in self.parts.items() if parts.entry_parts is None}
         self.id_types = tuple(sorted([(name, type_of_ids(values)) for name, values in by_key.items()]))
 
     def _check_tokens(self, tokens: Any) -> None:
@@ -620,14 +620,14 @@ class LocalTokens:
         """The number of these tokens with a nonzero mask."""
         return int(np.count_nonzero(self.mask))
 
-    def spread(self, of_samples: Array) -> Array:
+    def spread(self, sample_values: Array) -> Array:
         """One value per sample, [num_samples] -> the value of each token's sample, [num_local_tokens].
 
         0 at the tokens of a filler micro-batch, which has no sample.
         """
         if not len(self.samples):
-            return np.zeros(len(self), of_samples.dtype)
-        return of_samples.repeat(self.counts)
+            return np.zeros(len(self), sample_values.dtype)
+        return sample_values.repeat(self.counts)
 
 
 def _to_row(value: Any, length: int) -> Any:

@@ -25,7 +25,7 @@ class Segments:
         key: ``step``, ``sample``, ``rollout``, ``prompt`` or another name of the samples' ids.
         ids: the id of each segment's unit, int64 [num_segments].
         sample: of each segment, int64 [num_segments].
-        of_entry: the segment of each mask entry, end to end; -1 in no unit. None where each sample is a segment.
+        entry_segments: the segment of each mask entry, end to end; -1 in no unit. None where each sample is a segment.
         have_ids: False where each sample is a unit by itself; ids then number the samples of this micro-batch alone.
     """
 
@@ -33,7 +33,7 @@ class Segments:
     key: str
     ids: Ints
     sample: Ints
-    of_entry: Ints | None = None
+    entry_segments: Ints | None = None
     have_ids: bool = True
 
     def __len__(self) -> int:
@@ -44,19 +44,19 @@ class Segments:
     @cached_property
     def mask_sums(self) -> Floats:
         """The sum of the mask over each segment, float64 [num_segments]."""
-        if self.of_entry is None:
+        if self.entry_segments is None:
             return self.samples.mask_sums
         entries = np.concatenate([np.zeros(0), *self.samples.loss_masks])
-        return np.bincount(self.of_entry + 1, entries, len(self) + 1)[1:]
+        return np.bincount(self.entry_segments + 1, entries, len(self) + 1)[1:]
 
     @property
     def active(self) -> npt.NDArray[np.bool_]:
         """True for each segment with a token whose mask is not 0."""
         return self.mask_sums > 0
 
-    def of_samples(self, values: Array) -> Array:
+    def spread(self, values: Array) -> Array:
         """One value per sample -> the value of each segment's sample."""
-        return values if self.of_entry is None else values[self.sample]
+        return values if self.entry_segments is None else values[self.sample]
 
     # --- of units
 
@@ -83,8 +83,10 @@ class Segments:
     def in_buffer(self) -> Ints:
         """The segment of each position of the layout's buffer, int64 [total_tokens]; -1 in none."""
         samples = self.samples
-        of_entry = self.sample.repeat(samples.mask_lengths) if self.of_entry is None else self.of_entry
-        return place(of_entry + 1, samples.places, samples.total_tokens) - 1
+        entry_segments = (
+            self.sample.repeat(samples.mask_lengths) if self.entry_segments is None else self.entry_segments
+        )
+        return place(entry_segments + 1, samples.places, samples.total_tokens) - 1
 
     @cached_property
     def active_places(self) -> Ints:
@@ -97,13 +99,13 @@ class Segments:
 
     def at_entries(self, values: Floats) -> Any:
         """One value per segment -> what a mode returns: one per sample, or a row per sample; NaN in no segment."""
-        if self.of_entry is None:
+        if self.entry_segments is None:
             return values
         rows = np.empty(len(self.samples), object)
-        of_entries = np.append(values, np.nan)[self.of_entry]
+        entry_values = np.append(values, np.nan)[self.entry_segments]
         ends = np.cumsum(self.samples.mask_lengths)
         for i, (length, end) in enumerate(zip(self.samples.mask_lengths, ends, strict=True)):
-            rows[i] = of_entries[end - length : end]
+            rows[i] = entry_values[end - length : end]
         return rows
 
     def sort(self, tokens: LocalTokens) -> tuple[Ints, Ints | None]:
@@ -111,7 +113,7 @@ class Segments:
 
         None for samples, whose tokens lie in order; padding then goes with the sample beside it.
         """
-        if self.of_entry is None:
+        if self.entry_segments is None:
             return tokens.counts, None
         segment = tokens.of(self.in_buffer)
         counts = np.bincount(segment + 1, minlength=len(self) + 1)

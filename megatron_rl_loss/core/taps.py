@@ -230,7 +230,7 @@ class Taps:
         for count in self._waiting.pop(number, ()):
             count()
 
-    def of_training(
+    def training_hook(
         self, add: Callable[[Tensor], None], scales: set[LossScale | None] | None = None
     ) -> Callable[[Tensor], None]:
         """A tensor hook that adds a gradient once the backward pass that it came by trains.
@@ -286,7 +286,7 @@ class Taps:
         """Record what reaches the losses that a loss function returned."""
         if torch.is_grad_enabled() and per_token_loss.requires_grad:
             output = LossOutput(made_by, GradientSum())
-            per_token_loss.register_hook(self.of_training(output.gradient.add))
+            per_token_loss.register_hook(self.training_hook(output.gradient.add))
             self.outputs.append((per_token_loss.grad_fn, output))
 
     def outputs_of(self, losses: Tensor) -> list[LossOutput]:
@@ -306,8 +306,8 @@ class Taps:
 
     def find(self, losses: Tensor) -> Tap | None:
         """The tap of these very losses in this micro-batch, if there is one."""
-        for of_term in self.losses.values():
-            for number, tapped in of_term.items():
+        for term_taps in self.losses.values():
+            for number, tapped in term_taps.items():
                 is_now = self.num_microbatches in (0, number + 1)
                 if is_now and tapped.source() is losses:
                     return tapped
@@ -319,7 +319,7 @@ class Taps:
             return known
         tapped = Tap(tuple(losses.shape), losses.dtype, source=ref(losses))
         if losses.requires_grad:
-            losses.register_hook(self.of_training(tapped.hooked.add, tapped.scales))
+            losses.register_hook(self.training_hook(tapped.hooked.add, tapped.scales))
         self.add(tapped, name)
         return tapped
 

@@ -61,7 +61,7 @@ def _check_covers(totals: StepTotals, samples: Samples) -> None:
             _check_fits(f"mask tokens of one {name}", float(here[worst]), float(whole[worst]))
         for counting, number in units.number.items():
             if number < segments.num_units:  # else these samples cannot be more units
-                counts = np.bincount(segments.unit, COUNTINGS[counting].of_segments(segments))
+                counts = np.bincount(segments.unit, COUNTINGS[counting].segment_values(segments))
                 _check_fits(f"{name} units ({counting})", int((counts > 0).sum()), number)
 
 

@@ -84,7 +84,7 @@ class _Microbatch:
 
     def mode_of(self, term: str) -> Aggregation:
         """The aggregation of a term."""
-        return _SUM if term == "pg" else self.modes.of_term(term.partition(" ")[0])
+        return _SUM if term == "pg" else self.modes.term_aggregation(term.partition(" ")[0])
 
     def facts(self, term: str) -> dict[str, Any]:
         """Coefficient and aggregation that the tap of a term declares."""

@@ -485,7 +485,7 @@ def _of_steps(
 def _steps_by(steps: str, tokens: LocalTokens) -> Segments:
     """The segments that ``steps=`` names; ValueError for those that are no steps along a sample."""
     segments = segments_by(steps, tokens.samples, f"steps={steps!r}")
-    if segments.of_entry is None and len(tokens.samples):
+    if segments.entry_segments is None and len(tokens.samples):
         raise ValueError(
             f"steps={steps!r} of samples with {steps} ids per sample: such ids must say which tokens are one step. "
             f"Pass Samples(..., ids={{{steps!r}: rows}}), or steps='token'."

@@ -69,7 +69,7 @@ def segment_scan(
     check_bool("exclusive", exclusive)
     sequences = Sequences.of("segment_scan", values, local, cp_group, per)
     discount = check_discount("gamma", gamma, sequences.tokens, "1 is a plain sum")
-    if sequences.segments.of_entry is not None:
+    if sequences.segments.entry_segments is not None:
         raise ValueError(f"a scan per={per!r} with ids per token: a scan runs along samples. Pass ids per sample.")
     masked = sequences.mask == 0
     discounted = ~masked

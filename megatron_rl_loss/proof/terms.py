@@ -102,7 +102,7 @@ def compare_terms(
     for name in names:
         why_not = partial(_why_not, name, state, own, is_first=name == first)
         whys[name] = exchange.local(why_not, "a rank failed")
-    refused = exchange.agree([name for name, why in whys.items() if why], names, state.over.of_loss)
+    refused = exchange.agree([name for name, why in whys.items() if why], names, state.over.loss_groups)
     for name in names:
         if name in refused:
             say = partial(_say_refused, name, whys[name], state, comparison, policy)

@@ -215,7 +215,7 @@ class TorchGradients:
         self._whole_final = final
         has_held, is_meant = self._look_at_held(exchange, own)
         for parameter in self.parameters:
-            parameter.roundings = 3.0 + num_terms + sum(group.size() for group in self._groups.of_loss)
+            parameter.roundings = 3.0 + num_terms + sum(group.size() for group in self._groups.loss_groups)
         by_group, right = self._right_sums(exchange, own, final, has_held=has_held, is_meant=is_meant)
         final = self._whole_final
         tried = [(of, 0.0) for of in right]
@@ -278,7 +278,7 @@ class TorchGradients:
     ) -> tuple[Tensor, list[_Sum]]:
         """The sum over the first group of ranks; and those over all, of which the final gradients may be multiples."""
         whole, of_first = own.clone(), own
-        for number, group in enumerate(self._groups.of_loss):
+        for number, group in enumerate(self._groups.loss_groups):
             exchange.reduce(whole, group)
             of_first = whole.clone() if number == 0 else of_first
         assert self._held is not None
@@ -295,12 +295,12 @@ class TorchGradients:
     def _partial_sums(self, exchange: Exchange, own: Tensor, final: Tensor, of_dp: Tensor) -> list[_Sum]:
         """Sums over some ranks alone, of which the final gradients are multiples where others are left out."""
         sums = []
-        if len(self._groups.of_loss) == 2:
+        if len(self._groups.loss_groups) == 2:
             of_cp = own.clone()
             exchange.reduce(of_cp, self._groups.cp_group)
             sums.append(_Sum("summed over the DP ranks alone, not over CP", of_dp, final))
             sums.append(_Sum("summed over the CP ranks alone, not over DP", of_cp, final))
-        if self._groups.of_loss:
+        if self._groups.loss_groups:
             sums.append(_Sum(_ALONE, own, final))
         return sums
 
@@ -321,7 +321,7 @@ class TorchGradients:
     def _multiples(self, own: Tensor) -> list[float]:
         """By which factor each final gradient is that of this rank alone; NaN for none, and where there is one rank."""
         fit = Fit(self.parameters, own, self._whole_final)
-        several_ranks = bool(self._groups.of_loss)
+        several_ranks = bool(self._groups.loss_groups)
         return [fit.multiple(number) if several_ranks else math.nan for number in range(len(self.parameters))]
 
     def _explain(self, exchange: Exchange, found: Alike, own: Tensor) -> None:

@@ -79,7 +79,7 @@ def test_a_counting_by_labels_is_judged_and_named(monkeypatch: pytest.MonkeyPatc
     row = Counting(
         "wanted",
         "wanted ones",
-        lambda segments: segments.of_samples(np.array(segments.samples.label("wanted"))),
+        lambda segments: segments.spread(np.array(segments.samples.label("wanted"))),
         ("wanted",),
     )
     monkeypatch.setitem(COUNTINGS, row.name, row)

@@ -166,16 +166,16 @@ def test_terms_have_the_divisor_and_the_counting_of_their_own_mode() -> None:
     own: Any = lambda step: 1 / step.divisor  # noqa: E731
     modes = LossModes.resolve("constant", divisor=8.0, terms={"kl": "constant", "value": "token_sum"})
     assert (modes.terms["kl"].divisor, modes.terms["value"].divisor) == (8.0, None)
-    assert LossModes.resolve(own, divisor=8.0).of_term("kl", own).divisor == 8
+    assert LossModes.resolve(own, divisor=8.0).term_aggregation("kl", own).divisor == 8
     for mode in ("openrlhf:token_level_loss=false", "sample_mean"):
         modes = LossModes.resolve("token_mean", units="active", terms={"kl": mode})
-        assert modes.terms["kl"].units == "active" == modes.of_term("other", mode).units
-    assert LossModes.resolve("token_mean").of_term("kl", "openrlhf:token_level_loss=false").units == "active"
-    assert LossModes.resolve("token_mean").of_term("kl").mode.name == "token_mean"
+        assert modes.terms["kl"].units == "active" == modes.term_aggregation("other", mode).units
+    assert LossModes.resolve("token_mean").term_aggregation("kl", "openrlhf:token_level_loss=false").units == "active"
+    assert LossModes.resolve("token_mean").term_aggregation("kl").mode.name == "token_mean"
 
 
 def term(*arguments: Any, **options: Any) -> Any:
-    return LossModes.resolve("token_mean").of_term("kl", *arguments, **options)
+    return LossModes.resolve("token_mean").term_aggregation("kl", *arguments, **options)
 
 
 def own(beside: Any) -> torch.Tensor:

@@ -76,7 +76,7 @@ def test_a_counting_by_labels_is_one_row(monkeypatch: pytest.MonkeyPatch) -> Non
     row = Counting(
         "one_label",
         "those with a sample whose label is not 0",
-        lambda segments: segments.of_samples(np.asarray(segments.samples.label("own")) != 0),
+        lambda segments: segments.spread(np.asarray(segments.samples.label("own")) != 0),
         ("own",),
     )
     monkeypatch.setitem(COUNTINGS, row.name, row)

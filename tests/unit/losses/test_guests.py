@@ -487,7 +487,7 @@ def joined(step: Step) -> tuple[Samples, Tensor]:
 
 def turns_of(samples: Samples) -> list[Any]:
     parts = samples.parts["turn"]
-    return np.split(np.append(parts.ids, -1)[parts.of_entry], np.cumsum(samples.mask_lengths)[:-1])
+    return np.split(np.append(parts.ids, -1)[parts.entry_parts], np.cumsum(samples.mask_lengths)[:-1])
 
 
 def cut_into(given: list[One], rows: list[list[float]], places: list[int]) -> Step:
