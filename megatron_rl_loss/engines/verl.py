@@ -15,11 +15,12 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from megatron_rl_loss.core.collectives import check_together, several
 from megatron_rl_loss.core.errors import require
 from megatron_rl_loss.core.layouts import Gathered
 from megatron_rl_loss.core.samples import Samples
@@ -29,7 +30,7 @@ from megatron_rl_loss.engines.places import swapped
 from megatron_rl_loss.engines.policy_tap import tap_policy
 from megatron_rl_loss.engines.proving import prove
 from megatron_rl_loss.engines.replacing import Function, Replaced, announce, installed
-from megatron_rl_loss.extend import is_observed, observed_taps, resolve
+from megatron_rl_loss.extend import is_observed, observed_taps, resolve, run_schedules_by
 
 __all__ = ["install", "response_mask_of", "response_samples"]
 
@@ -81,6 +82,7 @@ class _Running:
         taps: losses are measured.
         is_rest: of the terms, the loss has those alone that the config does not name.
         on_megatron: a step of verl's Megatron engine came.
+        counts: of that step, each count of the whole step with the micro-batch's own; None outside of such a step.
     """
 
     terms: _Terms = field(default_factory=list)
@@ -93,6 +95,23 @@ class _Running:
     taps: bool = True
     is_rest: bool = False
     on_megatron: bool = False
+    counts: "list[_Count] | None" = None
+
+
+class _Count(NamedTuple):
+    """An argument that counts the whole step, its value, and the micro-batch's own count, which may be on a device."""
+
+    name: str
+    of_step: float | Tensor
+    here: Tensor
+
+    def check(self) -> None:
+        """Raise ValueError if the micro-batch alone has more."""
+        require(
+            self.of_step * (1 + 1e-6) >= self.here,  # on a device without making it wait
+            lambda: f"{self.name} is {float(self.of_step):g} where this micro-batch alone has {float(self.here):g}",
+            f"{self.name} must be a count of the whole step. {_WHOLE_STEP}",
+        )
 
 
 def install(*, proves: bool = True) -> Replaced:
@@ -133,6 +152,7 @@ def _replace(running: _Running) -> Replaced:
         from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead as Engine
     except ImportError:  # no Megatron: its engine cannot run here
         return Replaced("verl", _VERSIONS, functions)
+    run_schedules_by(partial(_step, running))
     name, every_token = "postprocess_micro_batch_func", partial(_with_every_token, running)
     functions.append(Function(Engine, name, ("self", "data", "loss_function"), every_token))
     replaced = Replaced("verl", _VERSIONS, functions)
@@ -153,7 +173,7 @@ def _agg_loss(running: _Running, stock: Callable[[], Any], arguments: dict[str, 
             raise ValueError(f"{mode} without {name}: {_WITHOUT[name]}")
     for name in divisors[:1]:
         here = mask.sum() if name == "batch_num_tokens" else (mask != 0).any(-1).sum()
-        arguments[name] = _of_step(name, arguments[name], here)
+        arguments[name] = _of_step(running, _Count(name, arguments[name], here))
     if running.taps and (taps := observed_taps()):
         of_batch = mask if running.mask is None else running.mask
         asked = mode if term == "pg" else running.mode  # a policy loss may have its own
@@ -179,14 +199,35 @@ def _kl_penalty(running: _Running, stock: Callable[[], Any], arguments: dict[str
     return penalty
 
 
-def _of_step(name: str, count: float | Tensor, here: Tensor) -> float | Tensor:
+def _of_step(running: _Running, count: _Count) -> float | Tensor:
     """The count of the whole step, validated against this micro-batch's own; 1 instead of 0."""
-    require(
-        count * (1 + 1e-6) >= here,  # on a device without making it wait
-        lambda: f"{name} is {float(count):g} where this micro-batch alone has {float(here):g}",
-        f"{name} must be a count of the whole step. {_WHOLE_STEP}",
-    )
-    return torch.where(count == 0, 1, count) if isinstance(count, Tensor) else count or 1
+    if running.counts is None:
+        count.check()
+    else:
+        running.counts.append(count)
+    of_step = count.of_step
+    return torch.where(of_step == 0, 1, of_step) if isinstance(of_step, Tensor) else of_step or 1
+
+
+def _step(running: _Running, schedule: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A call of Megatron's schedule, after which a count that is too small on one rank stops all ranks.
+
+    Inside, other ranks would wait for the gradients and activations of a rank that raises.
+    """
+    if kwargs.get("forward_only"):
+        return schedule(*args, **kwargs)
+    from megatron.core import parallel_state as state
+
+    def check() -> None:
+        for count in counts:
+            _Count(count.name, float(count.of_step), count.here.cpu()).check()
+
+    counts = list[_Count]()
+    with swapped(vars(running), {"counts": counts}):
+        result = schedule(*args, **kwargs)
+    groups = state.get_tensor_model_parallel_group(), state.get_pipeline_model_parallel_group()
+    check_together(check, several(state.get_data_parallel_group(with_context_parallel=True), *groups))
+    return result
 
 
 def response_mask_of(data: Any) -> Tensor:

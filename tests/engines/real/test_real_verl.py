@@ -28,7 +28,7 @@ import torch.distributed as dist
 from added_terms import CALL
 from checkouts import VERL, Settings, checkout, load, record_errors
 from plants import MORE_TERMS, assert_stopped, patched, planted, record_plant
-from ranks import run_ranks, start_process_group
+from ranks import RankError, run_ranks, start_process_group
 from repository import EXAMPLES
 from step_samples import dealt
 from table_step import Batch, relative_error, run_schedule, start, table_model
@@ -763,6 +763,21 @@ def test_a_fault_stops_the_first_step(name: str, tmp_path: Path, record_property
     path, old, new, says = PLANTS[name]
     launch = first_steps, planted(VERL, tmp_path, {path: (old, new)}), "per-token" in name, ["token-mean"]
     assert_stopped(record_property, VERL, name, says, DP * CP, *launch)
+
+
+@pytest.mark.parametrize("proof", ["off", "error"])
+def test_a_count_that_some_ranks_exceed_stops_all_ranks(
+    proof: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loss function that drops the mask: of some ranks alone a micro-batch then has more tokens than the step."""
+    monkeypatch.setenv("MEGATRON_RL_LOSS_PROOF", proof)
+    root = planted(VERL, tmp_path, {TERMS: ('data["response_mask"].to(bool)', "torch.ones_like(log_prob).bool()")})
+    with pytest.raises(RankError, match="must be a count of the whole step") as caught:
+        run_ranks(DP * CP, first_steps, root, False, ["token-mean"])
+    assert {*caught.value.errors} == {*range(DP * CP)}
+    for text in caught.value.errors.values():
+        (ranks,) = re.findall(r"Step aborted on all ranks .* ranks? ([\d, ]+): ValueError: batch_num_tokens is", text)
+        assert 0 < len(ranks.split(", ")) < DP * CP
 
 
 def test_a_term_added_to_the_policy_loss_is_not_proved(tmp_path: Path, record_property: Any) -> None:
