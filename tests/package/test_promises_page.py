@@ -4,7 +4,7 @@ import importlib
 import sys
 
 import pytest
-from promises import EDITS, ENGINES, NOT_SEEN, OWN, PROMISES, SITES, own_faults, table
+from promises import EDITS, ENGINES, HOOKS, NOT_SEEN, OWN, PROMISES, SITES, own_faults, table
 from repository import ROOT
 
 
@@ -24,7 +24,7 @@ def test_each_promise_has_one_plant() -> None:
 @pytest.mark.parametrize("engine", ENGINES)
 def test_faults_that_are_named_are_among_the_engines_own(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [str(ROOT / "tests" / "engines" / "real"), *sys.path])
-    module = importlib.import_module(f"test_real_{'slime_miles' if engine in ('slime', 'miles') else engine}")
+    module = importlib.import_module(f"test_real_{'slime_miles' if engine in HOOKS else engine}")
     named = {faults[engine] for faults in OWN.values() if engine in faults}
     assert named <= own_faults(module)
     assert NOT_SEEN not in [PROMISES[change][engine] for change, faults in OWN.items() if engine in faults]

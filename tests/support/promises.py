@@ -11,8 +11,9 @@ from added_terms import TERMS
 STOPS, NOT_PROVED, NOT_CHECKED, NOT_SEEN = "stops", "NOT PROVED", "NOT CHECKED", "not seen"
 ENGINES = {
     "verl": "verl", "skyrl": "SkyRL", "nemo_rl": "NeMo-RL", "areal": "AReaL", "roll": "ROLL", "rlinf": "RLinf",
-    "ms_swift": "ms-swift", "slime": "slime", "miles": "miles",
+    "ms_swift": "ms-swift", "slime": "slime", "miles": "miles", "vime": "vime",
 }  # fmt: skip
+HOOKS = ("slime", "miles", "vime")
 Edit = dict[str, tuple[str, str]]  # by file: what stands there, and what comes in its place
 
 
@@ -30,7 +31,8 @@ _AREAL, _ROLL = "areal/trainer/ppo/actor.py", "roll/pipeline/rlvr/actor_worker.p
 _RLINF, _MS_SWIFT = "rlinf/workers/actor/megatron_actor_worker.py", "swift/megatron/trainers/grpo_trainer.py"
 _SKYRL = "skyrl/backends/skyrl_train/utils/ppo_utils.py"
 _OF_SKYRL = "skyrl/backends/skyrl_train/workers/megatron/megatron_model_wrapper.py"
-_SLIME, _MILES = "slime/backends/megatron_utils/loss.py", "miles/backends/training_utils/loss_hub/losses.py"
+_SLIME, _VIME = (f"{engine}/backends/megatron_utils/loss.py" for engine in ("slime", "vime"))
+_MILES, _OF_MILES = (f"miles/backends/training_utils/{name}.py" for name in ("loss_hub/losses", "loss"))
 _DISTILLATION, _OF_KL = "    # Joint Distillation KL Loss\n", "loss + args.kl_loss_coef * kl_loss"
 _OF_HOOKS = ("log_probs", "old_log_probs", "torch.ones_like(log_probs)")
 SITES = {
@@ -61,6 +63,7 @@ SITES = {
     ),
     "slime": Site(_SLIME, _OF_KL, f"{_OF_KL} + {{}}", _OF_HOOKS),
     "miles": Site(_MILES, _OF_KL, f"{_OF_KL} + {{}}", _OF_HOOKS),
+    "vime": Site(_VIME, _OF_KL, f"{_OF_KL} + {{}}", _OF_HOOKS),
 }  # fmt: skip
 
 _TERM = dict.fromkeys(SITES, NOT_PROVED)
@@ -68,35 +71,46 @@ _KL_MEAN, _UNMASKED = "KL penalty by the mean of a micro-batch", "mask dropped i
 _SCALED, _RENAMED = "loss scaled", "function or argument renamed"
 _AFTER = "term of {} added after the loss function"
 _AFTER_OF_LOG_PROBS, _AFTER_OF_LOGITS = _AFTER.format("log-probs"), _AFTER.format("logits")
-#: By change and engine, what happens; an engine that is not named has no such place, or it was not tried.
+#: By change and engine, what happens; an engine that is not named has no such place.
 PROMISES: dict[str, dict[str, str]] = {
     **{f"term added to the loss function: {term}": _TERM for term in TERMS},
     _KL_MEAN: {
         **dict.fromkeys(("verl", "skyrl", "nemo_rl", "roll", "rlinf", "ms_swift"), STOPS),
-        **dict.fromkeys(("slime", "miles"), NOT_CHECKED),
+        **dict.fromkeys(HOOKS, NOT_CHECKED),
     },
-    _UNMASKED: dict.fromkeys(("verl", "skyrl", "nemo_rl", "areal", "roll", "rlinf", "ms_swift", "slime"), STOPS),
+    _UNMASKED: dict.fromkeys(ENGINES, STOPS),
     _SCALED: dict.fromkeys(ENGINES, STOPS),
     _RENAMED: dict.fromkeys(ENGINES, STOPS),
-    _AFTER_OF_LOG_PROBS: dict.fromkeys(("verl", "areal", "ms_swift"), NOT_SEEN),
-    _AFTER_OF_LOGITS: dict.fromkeys(("nemo_rl", "roll"), STOPS),
+    _AFTER_OF_LOG_PROBS: dict.fromkeys(("verl", "skyrl", "nemo_rl", "areal", "ms_swift"), NOT_SEEN),
+    _AFTER_OF_LOGITS: {
+        **dict.fromkeys(("nemo_rl", "areal", "roll"), STOPS),
+        **dict.fromkeys(("skyrl", "ms_swift", *HOOKS), NOT_SEEN),
+    },
 }
 #: Names of faults among an engine's own plants.
 OWN: dict[str, dict[str, str]] = {
     _KL_MEAN: {"skyrl": "KL mean inlined"},
-    _UNMASKED: {"rlinf": "mask of all tokens", "slime": "masks changed for the hook"},
+    _UNMASKED: {"rlinf": "mask of all tokens"},
     _SCALED: dict.fromkeys(ENGINES, "scaling doubled"),
     _RENAMED: {
         "verl": "argument of agg_loss renamed", "skyrl": "entropy by another function",
         "nemo_rl": "policy.train by another name", "areal": "method renamed", "roll": "argument renamed",
         "rlinf": "argument renamed", "ms_swift": "hooked method renamed", "slime": "its argument renamed",
-        "miles": "option renamed",
+        "miles": "option renamed", "vime": "option renamed",
     },
 }  # fmt: skip
+_IN_SKYRL = f"{12 * ' '}# Decoupled MTP / draft loss"
 _OF_TOKENS = (
     "kl = masked_mean(\n                    kl, mask, global_normalization_factor=global_valid_toks\n                )"
 )
 _LOSSES = "loss_mat=kld, loss_mask=response_mask, loss_agg_mode=config.loss_agg_mode, **config.global_batch_info"
+_POLICY, _LOSS_FUNCTION = (
+    {"slime": _SLIME, "miles": _MILES, "vime": _VIME},
+    "loss, log = func(args, batch, logits, sum_of_sample_mean)\n",
+)
+_BY_MS_SWIFT = "partial(self.loss_func, data=data)"
+_ADDED_BY_MS_SWIFT = "lambda x: (lambda loss, log: (loss + 0.1 * {}.mean(), log))(*self.loss_func(x, data))"
+_MASKS = 'else batch["loss_masks"]\n'
 EDITS: dict[str, dict[str, Edit]] = {
     _KL_MEAN: {
         "verl": {_VERL: (f"agg_loss(\n            {_LOSSES}\n        )", "kld.mean()")},
@@ -104,8 +118,7 @@ EDITS: dict[str, dict[str, Edit]] = {
         "roll": {_ROLL: ("= agg_loss(loss_mat=kl_loss", "= (lambda loss_mat, **_: loss_mat.mean())(loss_mat=kl_loss")},
         "rlinf": {_RLINF: ("self.loss_agg_func(kld, mask)", "kld.mean()")},
         "ms_swift": {_MS_SWIFT: ("self.beta * per_token_kl", "self.beta * per_token_kl.mean()")},
-        "slime": {_SLIME: ("kl_loss = sum_of_sample_mean(kl)", "kl_loss = kl.mean()")},
-        "miles": {_MILES: ("kl_loss = sum_of_sample_mean(kl)", "kl_loss = kl.mean()")},
+        **{engine: {file: ("= sum_of_sample_mean(kl)", "= kl.mean()")} for engine, file in _POLICY.items()},
     },
     _UNMASKED: {
         "verl": {_VERL: ('data["response_mask"].to(bool)', 'torch.ones_like(data["response_mask"]).to(bool)')},
@@ -121,8 +134,18 @@ EDITS: dict[str, dict[str, Edit]] = {
         "ms_swift": {
             _MS_SWIFT: ("= grpo_batch.completion_mask  #", "= torch.ones_like(grpo_batch.completion_mask)  #")
         },
+        **{
+            engine: {file: (_MASKS, f"else [torch.ones_like(mask) for mask in {_MASKS[5:-1]}]\n")}
+            for engine, file in _POLICY.items()
+        },
     },
     _AFTER_OF_LOG_PROBS: {
+        "skyrl": {_OF_SKYRL: (_IN_SKYRL, f"{12 * ' '}policy_loss += 0.1 * action_log_probs.exp().mean()\n{_IN_SKYRL}")},
+        "nemo_rl": {
+            "nemo_rl/algorithms/loss/wrapper.py": (
+                "loss_accum += loss\n", "loss_accum += loss + 0.1 * loss_input['next_token_logprobs'].exp().mean()\n"
+            )
+        },
         "verl": {
             "verl/workers/engine/megatron/transformer_impl.py": (
                 '= loss * data["num_micro_batch"]',
@@ -136,12 +159,28 @@ EDITS: dict[str, dict[str, Edit]] = {
         },
         "ms_swift": {
             _MS_SWIFT: (
-                "partial(self.loss_func, data=data)",
-                "lambda x: (lambda loss, log: (loss + 0.1 * x.exp().mean(), log))(*self.loss_func(x, data))",
+                _BY_MS_SWIFT,
+                _ADDED_BY_MS_SWIFT.format("x.exp()"),
             )
         },
     },
     _AFTER_OF_LOGITS: {
+        "ms_swift": {
+            _MS_SWIFT: (
+                _BY_MS_SWIFT,
+                _ADDED_BY_MS_SWIFT.format("logits_packed.sigmoid()"),
+            )
+        },
+        "skyrl": {_OF_SKYRL: (_IN_SKYRL, f"{12 * ' '}policy_loss += 0.1 * logits.sigmoid().mean()\n{_IN_SKYRL}")},
+        "areal": {
+            "areal/engine/megatron_engine.py": (
+                "return loss * loss_scale", "return loss * loss_scale + 0.1 * output.sigmoid().mean()"
+            )
+        },
+        **{
+            engine: {file: (_LOSS_FUNCTION, f"{_LOSS_FUNCTION}    loss = loss + 0.1 * logits.sigmoid().mean()\n")}
+            for engine, file in (_POLICY | {"miles": _OF_MILES}).items()
+        },
         "nemo_rl": {
             "nemo_rl/models/megatron/train.py": (
                 "return loss * num_microbatches / cp_size, metrics",

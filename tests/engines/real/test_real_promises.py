@@ -12,12 +12,11 @@ import checkouts
 import pytest
 from added_terms import CALL, TERMS
 from plants import MORE_TERMS, planted, record_plant
-from promises import EDITS, NOT_CHECKED, NOT_PROVED, NOT_SEEN, PROMISES, SITES, STOPS
+from promises import EDITS, HOOKS, NOT_CHECKED, NOT_PROVED, NOT_SEEN, PROMISES, SITES, STOPS
 from ranks import RankError, run_ranks
 
 pytestmark = pytest.mark.slow
 STOPPED = "the first training step does something else|calls of agg_loss|must be a count of the whole step"
-HOOKS = ("slime", "miles")
 EDITED = [(change, engine) for change, by_engine in EDITS.items() for engine in by_engine]
 
 
