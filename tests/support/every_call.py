@@ -7,6 +7,7 @@ error at their first line is one of whoever calls them.
 
 import contextlib
 import datetime
+import inspect
 import io
 import re
 import sys
@@ -39,8 +40,9 @@ class Planted(Exception):
 
 def is_ours(code: CodeType) -> bool:
     name = code.co_filename
-    is_local = not name.endswith(COLLECTIVES) and not code.co_name.startswith("<") and code.co_qualname not in NEEDED
-    return name.startswith(PACKAGE) and is_local
+    is_function = bool(code.co_flags & inspect.CO_OPTIMIZED) and not code.co_name.startswith("<")  # no body of a class
+    is_local = not name.endswith(COLLECTIVES) and code.co_qualname not in NEEDED
+    return name.startswith(PACKAGE) and is_function and is_local
 
 
 def callers(frame: FrameType | None) -> Iterator[CodeType]:
@@ -132,6 +134,7 @@ def every_call(make: Callable[[str], Job], phase: str) -> list[tuple[str, str]]:
     names = [f"{Path(code.co_filename).relative_to(PACKAGE)}:{code.co_qualname}" for code in listed]
     told: list[Any] = [names if job.rank == 1 else None]
     dist.broadcast_object_list(told, src=1)
+    missed = list[str]()
     for number, name in enumerate(told[0]):
         raised: list[bool] = []
 
@@ -142,10 +145,14 @@ def every_call(make: Callable[[str], Job], phase: str) -> list[tuple[str, str]]:
 
         job.seen = plant
         outcomes.append((name, outcome(job)))
+        if job.rank == 1 and not raised:
+            missed.append(name)
         try:
             dist.monitored_barrier(timeout=WAIT)
         except RuntimeError as error:
             raise RuntimeError(f"a rank waits after an error in {name}: {outcomes[-1]}") from error
+    if missed:
+        raise AssertionError(f"functions that the first step called, and a later one did not: {missed}")
     return outcomes
 
 
