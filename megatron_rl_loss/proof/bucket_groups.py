@@ -185,9 +185,9 @@ class BucketGroups:
         final = torch.stack(self._final).cpu() if self._final else own.clone()
         for parameter in self.parameters:
             parameter.roundings = 3.0 + num_terms  # a cast, two products
-        of_expert = torch.tensor([not getattr(p, "allreduce", True) for p, _ in self._trained], dtype=torch.bool)
+        expert_flags = torch.tensor([not getattr(p, "allreduce", True) for p, _ in self._trained], dtype=torch.bool)
         for is_expert in (False, True):
-            at = of_expert == is_expert
+            at = expert_flags == is_expert
             if not bool(at.any()):
                 continue
             chunk = self._trained[int(at.nonzero()[0])][1]
@@ -202,26 +202,26 @@ class BucketGroups:
         replicas = self._add_replicas(exchange, own, final)
         self._add_tied(exchange, own, tied)
         fit = Fit(self.parameters, own, final)
-        found = fit.alike(where)
+        alike = fit.alike(where)
         for number, replica in replicas.items():
             name = self.parameters[number].name
-            if name in (*found.zero, *found.uncovered):
+            if name in (*alike.zero, *alike.uncovered):
                 continue
             if undecided := replica.undecided(fit.ratio_to_factor(number), groups.tp.size()):
-                found.covered -= name not in found.unlike
-                found.unlike.pop(name, None)
-                found.uncovered[name] = undecided
-            elif replica.spread > _REPLICAS and name not in found.unlike:
-                found.unlike[name] = (
+                alike.covered -= name not in alike.unlike
+                alike.unlike.pop(name, None)
+                alike.uncovered[name] = undecided
+            elif replica.spread > _REPLICAS and name not in alike.unlike:
+                alike.unlike[name] = (
                     f"differs between tensor-parallel ranks by {replica.spread:.2g} of its norm, and its values do not"
                 )
-                found.covered -= 1
-        found.total += len(self._not_held)
-        found.uncovered |= dict.fromkeys(self._not_held, _NOT_HELD)
+                alike.covered -= 1
+        alike.total += len(self._not_held)
+        alike.uncovered |= dict.fromkeys(self._not_held, _NOT_HELD)
         unlinked = [n for n in range(len(self._trained)) if not self._is_linked(n) and bool(own[n, -1] > 0)]
         if unlinked:
-            found.notes.append(f"{len(unlinked)} of them from main_grad on")
-        return found
+            alike.notes.append(f"{len(unlinked)} of them from main_grad on")
+        return alike
 
     def _sum(self, exchange: Exchange, table: Tensor, at: Tensor, group: Group) -> None:
         """Add up rows of a table over a group."""
@@ -317,8 +317,8 @@ def _bucket_groups(chunks: Sequence[Any]) -> list[Any]:
     return [group for chunk in chunks for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)]
 
 
-def _restore(group: Any, ours: Any) -> None:
-    if vars(group).get("start_grad_sync") is ours:
+def _restore(group: Any, replacement: Any) -> None:
+    if vars(group).get("start_grad_sync") is replacement:
         del group.start_grad_sync
 
 

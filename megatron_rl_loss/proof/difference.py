@@ -37,9 +37,9 @@ class Compared:
             return 0.0 if largest == 0 and not self.surplus else self.deviation
         return max((self.high - self.low) / 2, self.surplus) / largest
 
-    def is_as_asked(self, of_level: float, of_each: float) -> bool:
+    def is_as_asked(self, level_tolerance: float, each_tolerance: float) -> bool:
         """True within these tolerances: of what all weights are multiplied by, and of each against the others."""
-        return self.deviation <= of_level and not self.unevenness > of_each
+        return self.deviation <= level_tolerance and not self.unevenness > each_tolerance
 
     def __str__(self) -> str:
         return in_words(self)

@@ -128,22 +128,22 @@ def no_factor(why: str) -> str:
 
 
 class Fit:
-    """The factor of parameters of which `given` [parameters, patterns + 1] was added up to give `final`.
+    """The factor of parameters of which `summed` [parameters, patterns + 1] was added up to give `final`.
 
     Args:
         least_eps: rounding on the way is at least of this size, whatever types are seen.
     """
 
-    def __init__(self, parameters: Sequence[Parameter], given: Tensor, final: Tensor, least_eps: float = 0.0) -> None:
-        self.parameters, self.given, self.final = parameters, given, final
-        sums, finals = given[:, :-1], final[:, :-1]
+    def __init__(self, parameters: Sequence[Parameter], summed: Tensor, final: Tensor, least_eps: float = 0.0) -> None:
+        self.parameters, self.summed, self.final = parameters, summed, final
+        sums, finals = summed[:, :-1], final[:, :-1]
         eps = torch.tensor([max(parameter.eps, least_eps) for parameter in parameters], dtype=torch.float64)
         roundings = torch.tensor([parameter.roundings for parameter in parameters], dtype=torch.float64)
         sizes = [parameter.tiny * math.sqrt(parameter.numel) for parameter in parameters]
         floor = torch.tensor(sizes, dtype=torch.float64) * eps * roundings.sqrt()
         self._relative, self._floor = _SLACK * eps * roundings.sqrt(), floor
         self._stagnates = eps * roundings > _STAGNATES
-        cancelling = given[:, -1].clamp(min=0) * (1 + roundings / 32)
+        cancelling = summed[:, -1].clamp(min=0) * (1 + roundings / 32)
         self._norm = torch.maximum(cancelling.sqrt(), sums.square().mean(1).sqrt())
         self.ratios = torch.nan_to_num((finals * sums).sum(1) / sums.square().sum(1), nan=math.nan, posinf=math.nan)
         told = torch.tensor([not parameter.why for parameter in parameters], dtype=torch.bool)  # of none too
@@ -153,7 +153,7 @@ class Fit:
             self._solve()
 
     def _solve(self) -> None:
-        sums, finals = self.given[:, :-1], self.final[:, :-1]
+        sums, finals = self.summed[:, :-1], self.final[:, :-1]
         weight = torch.where(self.informs, sums.square().sum(1) / self._norm.square(), 0.0)
         order = self.ratios.nan_to_num().argsort()
         reached = weight[order].cumsum(0)
@@ -172,7 +172,7 @@ class Fit:
         self.is_certain = bool(value) and self.share > 0.5 and self.uncertainty <= _TOO_UNCERTAIN
 
     def _errors(self, value: float) -> Tensor:
-        return (self.final[:, :-1] - value * self.given[:, :-1]).abs().amax(1)
+        return (self.final[:, :-1] - value * self.summed[:, :-1]).abs().amax(1)
 
     def _bound(self, value: float) -> Tensor:
         final_norm = self.final[:, -1].clamp(min=0).sqrt()
@@ -185,8 +185,8 @@ class Fit:
         is known to 1 / sqrt(sum own^2 / s^2), and is nothing below four times that.
         """
         size = (0.1 * self._bound(self.value))[self.agree, None].clamp(min=1e-300)
-        errors = (self.final - self.value * self.given)[self.agree, :-1] / size
-        whole, part = self.given[self.agree, :-1] / size, own[self.agree, :-1] / size
+        errors = (self.final - self.value * self.summed)[self.agree, :-1] / size
+        whole, part = self.summed[self.agree, :-1] / size, own[self.agree, :-1] / size
         part = part - whole * ((part * whole).sum() / whole.square().sum())  # the factor has the rest
         information = float(part.square().sum())
         return information > 0 and abs(float((errors * part).sum())) > 4 * math.sqrt(information)
@@ -204,75 +204,75 @@ class Fit:
 
     def alike(self, where: str = "") -> Alike:
         """The factor, and each parameter held to it."""
-        found = Alike(total=len(self.parameters))
-        both = torch.stack([self.given, self.final])
+        alike = Alike(total=len(self.parameters))
+        both = torch.stack([self.summed, self.final])
         if not bool(both.isfinite().all()):
-            found.gradient = "overflow"
-            found.problem = no_factor("gradients are not finite")
-            return found
-        has_given, has_final = self.given[:, -1] > 0, self.final[:, -1] > 0
-        found.gradient = "finite" if bool(has_given.any()) else "zero" if found.total else "unseen"
-        if found.gradient != "finite":
-            found.problem = no_factor("gradients are 0" if found.total else "no parameter is trainable")
+            alike.gradient = "overflow"
+            alike.problem = no_factor("gradients are not finite")
+            return alike
+        has_sum, has_final = self.summed[:, -1] > 0, self.final[:, -1] > 0
+        alike.gradient = "finite" if bool(has_sum.any()) else "zero" if alike.total else "unseen"
+        if alike.gradient != "finite":
+            alike.problem = no_factor("gradients are 0" if alike.total else "no parameter is trainable")
         elif self.is_certain:
-            found.factor = Factor(self.value, self.uncertainty, where)
+            alike.factor = Factor(self.value, self.uncertainty, where)
         value = self.value if self.is_certain else 0.0
         errors, bounds = self._errors(value), self._bound(value)
         for number, parameter in enumerate(self.parameters):
             if parameter.why:
-                found.uncovered[parameter.name] = parameter.why
-            elif not (has_given[number] or has_final[number]):
-                found.zero.append(parameter.name)
+                alike.uncovered[parameter.name] = parameter.why
+            elif not (has_sum[number] or has_final[number]):
+                alike.zero.append(parameter.name)
             elif bool(self._stagnates[number]):
-                found.uncovered[parameter.name] = f"{parameter.roundings:.0f} roundings of {parameter.eps:.1g} each"
+                alike.uncovered[parameter.name] = f"{parameter.roundings:.0f} roundings of {parameter.eps:.1g} each"
             elif not self.is_certain or errors[number] > bounds[number]:
-                found.unlike[parameter.name] = self._in_words(number)
+                alike.unlike[parameter.name] = self._in_words(number)
             else:
-                self._cover(number, found, float(errors[number] / bounds[number]))
-        if found.gradient == "finite" and found.factor is None:
-            self._refuse(found)
-        return found
+                self._cover(number, alike, float(errors[number] / bounds[number]))
+        if alike.gradient == "finite" and alike.factor is None:
+            self._refuse(alike)
+        return alike
 
-    def _cover(self, number: int, found: Alike, error: float) -> None:
-        largest = max(float(self.final[number, -1].sqrt()), self.value * float(self.given[number, :-1].abs().amax()))
+    def _cover(self, number: int, alike: Alike, error: float) -> None:
+        largest = max(float(self.final[number, -1].sqrt()), self.value * float(self.summed[number, :-1].abs().amax()))
         coarse = float(self._bound(self.value)[number]) / max(abs(largest), 1e-300)
         if coarse > _TOO_COARSE:
-            found.uncovered[self.parameters[number].name] = f"rounding may be {coarse:.2g} of its gradient"
+            alike.uncovered[self.parameters[number].name] = f"rounding may be {coarse:.2g} of its gradient"
             return
-        found.covered += 1
-        found.coarsest, found.worst = max(found.coarsest, coarse), max(found.worst, error)
+        alike.covered += 1
+        alike.coarsest, alike.worst = max(alike.coarsest, coarse), max(alike.worst, error)
 
     def _in_words(self, number: int) -> str:
         """What a parameter's final gradient is in place of f times the sum."""
         if not bool(self.final[number, -1] > 0):
             return _ZERO
-        if not bool(self.given[number, -1] > 0):
+        if not bool(self.summed[number, -1] > 0):
             return "its final gradient came from no backward pass that was seen"
         ratio = self.multiple(number)
         if math.isnan(ratio):
             return _NO_MULTIPLE
         return f"{ratio / self.value:.4g} times the others" if self.is_certain else f"{ratio:.4g} times the sum"
 
-    def _refuse(self, found: Alike) -> None:
+    def _refuse(self, alike: Alike) -> None:
         """Say why most parameters have no common factor."""
         if bool(self.informs.any()) and self.share > 0.5 and self.value and not self.uncertainty <= _TOO_UNCERTAIN:
-            found.problem = no_factor(f"gradients cancel, and rounding may be {self.uncertainty:.2g} of the rest")
-            found.uncovered |= dict.fromkeys(found.unlike, "no factor")
-            found.unlike = {}
-        elif found.unlike:
-            said, few = set(found.unlike.values()), [*found.unlike.items()][:MOST_NAMES]
+            alike.problem = no_factor(f"gradients cancel, and rounding may be {self.uncertainty:.2g} of the rest")
+            alike.uncovered |= dict.fromkeys(alike.unlike, "no factor")
+            alike.unlike = {}
+        elif alike.unlike:
+            said, few = set(alike.unlike.values()), [*alike.unlike.items()][:MOST_NAMES]
             names, each = ", ".join(name for name, _ in few), ", ".join(f"{name} ({what})" for name, what in few)
-            of_all = f"the final gradients of {len(found.unlike)} of {found.total} parameters"
+            subject = f"the final gradients of {len(alike.unlike)} of {alike.total} parameters"
             if said == {_ZERO}:
                 says = (
                     "all final gradients are 0, as if they were zeroed before the measured step was over. End the "
                     "`with` before optimizer.zero_grad()"
                 )
             elif _NO_MULTIPLE in said:
-                says = f"{of_all}, as {names}, are {_NO_MULTIPLE}, as if {_AS_IF}. {_REDUCE}"
+                says = f"{subject}, as {names}, are {_NO_MULTIPLE}, as if {_AS_IF}. {_REDUCE}"
             else:
-                says = f"{of_all} have no common factor: {each}"
-            found.problem = no_factor(says)
+                says = f"{subject} have no common factor: {each}"
+            alike.problem = no_factor(says)
         else:
-            why = "; ".join(f"{name} ({why})" for name, why in [*found.uncovered.items()][:MOST_NAMES])
-            found.problem = no_factor(f"nothing can be said of {why}")
+            why = "; ".join(f"{name} ({why})" for name, why in [*alike.uncovered.items()][:MOST_NAMES])
+            alike.problem = no_factor(f"nothing can be said of {why}")

@@ -55,11 +55,11 @@ LIMITS = "(limits: docs/proof.md)"
 _MOST_OF_ONE, _MOST_WORDS = 6, 600
 
 
-def joined(*of_ranks: Iterable[Finding]) -> list[Finding]:
+def joined(*rank_findings: Iterable[Finding]) -> list[Finding]:
     """The union of what ranks found, in order, and of bounded size: each rank may find its own."""
     number_of = dict.fromkeys(Severity, 0)
     findings = dict[Finding, None]()
-    for finding in (Finding(severity, text[:_MOST_WORDS]) for of_rank in of_ranks for severity, text in of_rank):
+    for finding in (Finding(severity, text[:_MOST_WORDS]) for own in rank_findings for severity, text in own):
         if finding not in findings and number_of[finding.severity] < _MOST_OF_ONE:
             number_of[finding.severity] += 1
             findings[finding] = None

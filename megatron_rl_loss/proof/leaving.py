@@ -29,7 +29,7 @@ class Leaving:
         mine = f"megatron_rl_loss/doors of rank {world_rank()}"
         numbers = {world_rank(): 0 if self._store is None else self._store.add(mine, 1)}
         for group in several(*groups):
-            numbers = {rank: number for of_rank in gather_objects(numbers, group) for rank, number in of_rank.items()}
+            numbers = {rank: number for part in gather_objects(numbers, group) for rank, number in part.items()}
         number, self._ranks = max(numbers.values()), len(numbers)
         if self._store is not None:
             self._store.add(mine, number - numbers[world_rank()])

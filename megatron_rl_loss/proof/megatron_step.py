@@ -122,7 +122,7 @@ class MegatronStep(Measurement):
         exchange = self.exchange
         self.loss_scale = exchange.local(self._read_loss_scale, 1.0)
         path = self._path() if self.computes_loss else 1.0
-        for tapped in (tapped for of_term in self.taps.losses.values() for tapped in of_term.values()):
+        for tapped in (tapped for term_taps in self.taps.losses.values() for tapped in term_taps.values()):
             if tapped.at_log_probs:
                 tapped.path = path
         self.evidence(*self._returned)

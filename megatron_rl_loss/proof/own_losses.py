@@ -61,20 +61,21 @@ def judge_backward(own: OwnLosses, *, seed: int = 0) -> str:
     def gradient(weights: Tensor) -> Tensor:
         """float64, of all parameters, end to end."""
         total = (own.losses() * weights).sum()
-        found = torch.autograd.grad(total, parameters, allow_unused=True)
-        parts = [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found, strict=True)]
+        gradients = torch.autograd.grad(total, parameters, allow_unused=True)
+        parts = [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, gradients, strict=True)]
         return torch.cat([part.detach().double().flatten() for part in parts])
 
     first, second = drawn(losses), drawn(losses)
-    of_first, of_second, of_sum = (gradient(weights) for weights in (first, second, first + second))
-    apart = float((of_first + of_second - of_sum).norm() / (of_first.norm() + of_second.norm()).clamp(min=1e-300))
+    gradients = [gradient(weights) for weights in (first, second)]
+    size = gradients[0].norm() + gradients[1].norm()
+    apart = float((gradients[0] + gradients[1] - gradient(first + second)).norm() / size.clamp(min=1e-300))
     exact = torch.finfo(torch.promote_types(losses.dtype, parameters[0].dtype)).eps
     if apart > 100 * exact**0.75:
         return (
             f"the gradients of two weightings of the losses do not add up to that of their sum ({apart:.2g} apart): "
             "the backward ignores a part of what comes from above, such as its size"
         )
-    slopes = [_slopes(own, parameters, first, of_first, drawn) for _ in range(_DRAWS)]
+    slopes = [_slopes(own, parameters, first, gradients[0], drawn) for _ in range(_DRAWS)]
     wrong = [slope for slope in slopes if abs(slope[0] - slope[1]) > max(_SURE * slope[2], _LEAST * slope[3])]
     if 2 * len(wrong) >= _DRAWS:
         measured, stated, *_ = wrong[0]

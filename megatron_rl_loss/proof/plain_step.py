@@ -112,13 +112,13 @@ class TorchStep(Measurement):
         if self.gradients is None or self.alike.gradient != "zero":
             return
         terms = own_losses(self.taps, self.plan).values()
-        is_reached = any(tapped.is_reached for of_term in terms for tapped in of_term.values())
+        is_reached = any(tapped.is_reached for term_taps in terms for tapped in term_taps.values())
         if why := self.gradients.untrained(is_reached=is_reached):
             self.alike.gradient, self.alike.problem = "unseen", why
 
     def _scale_back(self) -> None:
         """Divide gradients at losses by the scale that their scaler's optimizer divides by after the step."""
-        taps = [tapped for of_term in own_losses(self.taps, self.plan).values() for tapped in of_term.values()]
+        taps = [tapped for term_taps in own_losses(self.taps, self.plan).values() for tapped in term_taps.values()]
         scales = set[float]()
         for tapped in taps:
             own = {_still_scaled_by(scale, self.taps) for scale in tapped.scales}
@@ -228,9 +228,9 @@ class PlainProof:
             stack.enter_context(first.step(model, plan=use, measure=measure, check=check))
             yield
         if is_looked_at:
-            found = attempt(before.found)
-            of_ranks = Exchange().agree([found] if isinstance(found, str) else [], ["left", "added"], groups.all)
-            if "left" in of_ranks:
+            leftover = attempt(before.leftover)
+            changes = Exchange().agree([leftover] if isinstance(leftover, str) else [], ["left", "added"], groups.all)
+            if "left" in changes:
                 first.tell_left(LEFT)
-            elif of_ranks:
+            elif changes:
                 first.tell_added(ADDED)

@@ -46,7 +46,7 @@ class Misgrouped(NamedTuple):
 
     faults: list[str]
     doubts: list[str]
-    given: list[str]
+    assumptions: list[str]
 
 
 def misgrouped(
@@ -77,7 +77,7 @@ def misgrouped(
         elif len(sizes) > 1 and sizes.max() == 1:
             findings.doubts.append(f"Each of {len(sizes)} prompts has one sample. {ask_size}")
         elif len(sizes) > 1:
-            findings.given.append(f"groups of prompts are as given: {ask_size}")
+            findings.assumptions.append(f"groups of prompts are as given: {ask_size}")
         return findings
     if sizes.max(initial=0) > promised:
         says = f"A prompt has {sizes.max():g} samples where {promised} are generated: "

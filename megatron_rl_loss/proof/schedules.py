@@ -13,10 +13,13 @@ def run_schedules_by(run: Callable[..., Any]) -> Callable[[], None]:
     """
     schedules = importlib.import_module("megatron.core.pipeline_parallel.schedules")
     originals = {name: value for name, value in vars(schedules).items() if name.startswith("forward_backward_")}
-    ours = {name: functools.wraps(schedule)(functools.partial(run, schedule)) for name, schedule in originals.items()}
-    vars(schedules).update(ours)
+    replacements = {
+        name: functools.wraps(schedule)(functools.partial(run, schedule)) for name, schedule in originals.items()
+    }
+    vars(schedules).update(replacements)
 
     def put_back() -> None:
-        vars(schedules).update({name: originals[name] for name in ours if getattr(schedules, name) is ours[name]})
+        still = {name for name, replacement in replacements.items() if getattr(schedules, name) is replacement}
+        vars(schedules).update({name: originals[name] for name in still})
 
     return put_back

@@ -36,34 +36,34 @@ class Signs:
 
     def __init__(self, patterns: int) -> None:
         self.patterns = patterns
-        self._of_dimensions: dict[tuple[int, int, torch.device], Tensor] = {}
-        self._of_shapes: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
+        self._dimension_signs: dict[tuple[int, int, torch.device], Tensor] = {}
+        self._shape_signs: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
 
-    def of_dimension(self, number: int, size: int, device: torch.device) -> Tensor:
+    def dimension_signs(self, number: int, size: int, device: torch.device) -> Tensor:
         """float64 [patterns, size]: the signs of the indices of a dimension."""
         key = number, size, device
-        if key not in self._of_dimensions:
+        if key not in self._dimension_signs:
             generator = torch.Generator().manual_seed(20 + number)
             drawn = torch.randint(2, (self.patterns, size), generator=generator, dtype=torch.int8)
-            self._of_dimensions[key] = to_device((2 * drawn - 1).double(), device)
-        return self._of_dimensions[key]
+            self._dimension_signs[key] = to_device((2 * drawn - 1).double(), device)
+        return self._dimension_signs[key]
 
-    def of_block(
+    def block_signs(
         self, shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int], device: torch.device
     ) -> Tensor:
         """float64 [patterns, product of sizes]: the signs of a block of a tensor of that shape, in order."""
         signs = torch.ones(self.patterns, 1, dtype=torch.float64, device=device)
         for number, (whole, begin, size) in enumerate(zip(shape, offsets, sizes, strict=True)):
-            own = self.of_dimension(number, whole, device)[:, begin : begin + size]
+            own = self.dimension_signs(number, whole, device)[:, begin : begin + size]
             signs = (signs[:, :, None] * own[:, None, :]).flatten(1)
         return signs
 
-    def of_shape(self, shape: tuple[int, ...], device: torch.device) -> Tensor:
-        """`of_block` of a whole small tensor, kept."""
+    def shape_signs(self, shape: tuple[int, ...], device: torch.device) -> Tensor:
+        """`block_signs` of a whole small tensor, kept."""
         shape = shape or (1,)  # of a number
-        if (shape, device) not in self._of_shapes:
-            self._of_shapes[shape, device] = self.of_block(shape, [0] * len(shape), shape, device)
-        return self._of_shapes[shape, device]
+        if (shape, device) not in self._shape_signs:
+            self._shape_signs[shape, device] = self.block_signs(shape, [0] * len(shape), shape, device)
+        return self._shape_signs[shape, device]
 
     @torch.no_grad()
     def sketch(self, block: Tensor, shape: Sequence[int] | None = None, offsets: Sequence[int] | None = None) -> Tensor:
@@ -73,9 +73,9 @@ class Signs:
             return self.sketch(block[None])
         if not block.numel():  # a shard may be empty
             return torch.zeros(self.patterns + 1, dtype=torch.float64, device=block.device)
-        leading = self.of_block(shape[:-1], offsets[:-1], block.shape[:-1], block.device)
-        last = self.of_dimension(len(shape) - 1, shape[-1], block.device)
-        return _of_rows(
+        leading = self.block_signs(shape[:-1], offsets[:-1], block.shape[:-1], block.device)
+        last = self.dimension_signs(len(shape) - 1, shape[-1], block.device)
+        return _sketched_rows(
             block.reshape(-1, block.shape[-1]), leading, last[:, offsets[-1] : offsets[-1] + block.shape[-1]]
         )
 
@@ -83,8 +83,8 @@ class Signs:
     def sketch_slice(self, values: Tensor, shape: Sequence[int], first: int) -> Tensor:
         """float64 [patterns + 1]: of the entries of a tensor of that shape from the first one on, in their order."""
         shape = [*shape] or [1]
-        leading = self.of_block(shape[:-1], [0] * (len(shape) - 1), shape[:-1], values.device)
-        last, width = self.of_dimension(len(shape) - 1, shape[-1], values.device), shape[-1]
+        leading = self.block_signs(shape[:-1], [0] * (len(shape) - 1), shape[:-1], values.device)
+        last, width = self.dimension_signs(len(shape) - 1, shape[-1], values.device), shape[-1]
         total = values.new_zeros(self.patterns + 1, dtype=torch.float64)
         at, end = first, first + len(values)
         while at < end:  # a part of a row, whole rows, a part of a row
@@ -92,12 +92,12 @@ class Signs:
             rows = 1 if column else max(1, (end - at) // width)
             stop = min(end, at - column + rows * width)
             part = values[at - first : stop - first].view(rows, -1)
-            total += _of_rows(part, leading[:, row : row + rows], last[:, column : column + part.shape[1]])
+            total += _sketched_rows(part, leading[:, row : row + rows], last[:, column : column + part.shape[1]])
             at = stop
         return total
 
 
-def _of_rows(rows: Tensor, leading: Tensor, last: Tensor) -> Tensor:
+def _sketched_rows(rows: Tensor, leading: Tensor, last: Tensor) -> Tensor:
     """The sketch of rows, whose signs are `leading` [patterns, rows] times `last` [patterns, width]."""
     total = torch.zeros(len(last) + 1, dtype=torch.float64, device=rows.device)
     step = max(1, (_CHUNK if rows.is_cpu else _DEVICE_CHUNK) // max(1, rows.shape[1]))
@@ -174,6 +174,6 @@ class Backward:
         for (_, device, shape), gradients in alike.items():
             rows = torch.stack([gradient.reshape(-1) for _, gradient in gradients]).double()
             norms2 = torch.linalg.vector_norm(rows, dim=1, keepdim=True) ** 2
-            sums = torch.cat([rows @ self.signs.of_shape(shape, device).T, norms2], 1)
+            sums = torch.cat([rows @ self.signs.shape_signs(shape, device).T, norms2], 1)
             numbers = to_device(torch.tensor([number for number, _ in gradients]), self.table.device)
             self.table.index_add_(0, numbers, to_device(sums, self.table.device))

@@ -50,7 +50,7 @@ class Stage:
     def of(cls, alike: Alike, place: str) -> "Stage":
         """What sketches say of one rank's parameters. `place`: words behind their names; empty for one stage."""
         unlike, uncovered = (
-            {f"{name}{place}": words for name, words in found.items()} for found in (alike.unlike, alike.uncovered)
+            {f"{name}{place}": words for name, words in named.items()} for named in (alike.unlike, alike.uncovered)
         )
         return cls(
             alike.factor, alike.problem, alike.total, alike.covered, len(alike.zero), len(alike.unlike), unlike,
@@ -223,27 +223,27 @@ class StepState:
             self.tokens = compared + len(tokens), differ + int((cut != tapped.tokens).sum())
 
     def _add_share(self, unseen: str, off: float) -> None:
-        found = []
+        findings = []
         if unseen:
-            found.append(Finding(GIVEN, f"from the share on ({unseen})"))
+            findings.append(Finding(GIVEN, f"from the share on ({unseen})"))
         if off > TOLERANCES["bfloat16"]:
             says = f"A reducer's backward pass does not send its weights: the largest error is {off:.2g}."
-            found.append(Finding(WRONG, says))
-        self.findings = joined(self.findings, found)
+            findings.append(Finding(WRONG, says))
+        self.findings = joined(self.findings, findings)
 
     def parameters(self) -> list[Finding]:
         """What all ranks together show of parameters and tokens."""
-        found = [finding for factor in self.factors for finding in _apart(factor, self.factor)]
+        findings = [finding for factor in self.factors for finding in _apart(factor, self.factor)]
         if self.factors and not self.has_common_factor:
-            found.append(Finding(NOT_PROVED, no_factor("pipeline stages scale gradients by different factors")))
+            findings.append(Finding(NOT_PROVED, no_factor("pipeline stages scale gradients by different factors")))
         if self.tokens[1]:
             counts = f"{self.tokens[1]} of {self.tokens[0]} tokens differ"
-            found.append(Finding(WRONG, f"The layout or the batch given is not the model's: {counts}."))
+            findings.append(Finding(WRONG, f"The layout or the batch given is not the model's: {counts}."))
         if self.factors and sum(stage.num_unlike for stage in self.stages.values()):
-            of_all = _total([*self.stages.values()])
-            is_none = of_all.num_unlike >= of_all.total  # each rank has a factor, and no two the same one
-            found.append(Finding(NOT_PROVED if is_none else IN_PART, unlike_in_words(self)))
-        return found
+            whole = _total([*self.stages.values()])
+            is_none = whole.num_unlike >= whole.total  # each rank has a factor, and no two the same one
+            findings.append(Finding(NOT_PROVED if is_none else IN_PART, unlike_in_words(self)))
+        return findings
 
 
 def _apart(factor: Factor | None, reference: Factor | None) -> list[Finding]:
@@ -270,29 +270,29 @@ def _total(stages: Sequence[Stage]) -> Stage:
 
 def parameters_in_words(state: StepState) -> Finding:
     """By which gradients a step was measured, and by which not."""
-    of_all = _total([*state.stages.values()])
-    whose = f"all {of_all.total}" if of_all.covered == of_all.total else f"{of_all.covered} of {of_all.total}"
-    told = f"by the gradients of {whose} parameters" if of_all.total > 1 else "by the gradient of the one parameter"
-    left = of_all.total - of_all.covered - of_all.zero - of_all.num_unlike
-    beside = [*of_all.notes, *only_if(of_all.zero, [f"{of_all.zero} have none"])]
+    whole = _total([*state.stages.values()])
+    whose = f"all {whole.total}" if whole.covered == whole.total else f"{whole.covered} of {whole.total}"
+    told = f"by the gradients of {whose} parameters" if whole.total > 1 else "by the gradient of the one parameter"
+    left = whole.total - whole.covered - whole.zero - whole.num_unlike
+    beside = [*whole.notes, *only_if(whole.zero, [f"{whole.zero} have none"])]
     if left > 0:
-        reasons = [f"{name}: {why}" for name, why in of_all.uncovered.items()]
+        reasons = [f"{name}: {why}" for name, why in whole.uncovered.items()]
         beside.append(f"{left} not covered, as {'; '.join(reasons) or 'other ranks say'}")
     if state.tolerance > TOLERANCES["float32"]:
-        beside.append(f"weights to within {100 * state.tolerance:.2g} %, gradients to {100 * of_all.coarsest:.2g} %")
+        beside.append(f"weights to within {100 * state.tolerance:.2g} %, gradients to {100 * whole.coarsest:.2g} %")
     return Finding(IN_PART if left > 0 else GIVEN, told + only_if(beside, f" ({', '.join(beside)})"))
 
 
 def unlike_in_words(state: StepState) -> str:
     """The parameters that have not the factor of the others."""
-    of_all = _total([*state.stages.values()])
-    if of_all.num_unlike >= of_all.total and (apart := of_all.unlike.get("all of them")):
+    whole = _total([*state.stages.values()])
+    if whole.num_unlike >= whole.total and (apart := whole.unlike.get("all of them")):
         return no_factor(f"the final gradients are {apart}")
-    names = [f"{name} ({what})" for name, what in of_all.unlike.items()]
-    more = only_if(of_all.num_unlike > len(names), f", and {of_all.num_unlike - len(names)} more")
-    if "all of them" in of_all.unlike:
+    names = [f"{name} ({what})" for name, what in whole.unlike.items()]
+    more = only_if(whole.num_unlike > len(names), f", and {whole.num_unlike - len(names)} more")
+    if "all of them" in whole.unlike:
         more = ""
     return (
-        f"{of_all.num_unlike} of {of_all.total} parameters are not trained by these weights: their final gradients are "
+        f"{whole.num_unlike} of {whole.total} parameters are not trained by these weights: their final gradients are "
         f"not {state.factor.value:.6g} times the sum over ranks, as those of the others are: {', '.join(names)}{more}."
     )

@@ -191,7 +191,7 @@ def _judge(
         ids = misgrouped(compared.totals, size, asked, is_sure=is_sure, remedy=remedy, ask_size=ask_size)
         comparison.find(WRONG, *ids.faults, *(other_data(data, compared.totals) if is_first else []))
         comparison.find(NOT_PROVED, *ids.doubts)
-        comparison.find(IN_PART, *ids.given)
+        comparison.find(IN_PART, *ids.assumptions)
         doubt = doubt or other_count(declared.count, compared)
     added = sorted({said.added for said in state.terms[name].declared} - {""})
     comparison.find(NOT_PROVED, *added)
@@ -212,6 +212,6 @@ def sizes_in_words(totals: StepTotals, group_size: int | None) -> str:
     if "prompt" not in totals.units:
         return says
     sizes = totals.units["prompt"].counts["all"].astype(int)
-    of_sizes = f"{sizes.min()}" if sizes.min() == sizes.max() else f"{sizes.min()} to {sizes.max()}"
+    range_of_sizes = f"{sizes.min()}" if sizes.min() == sizes.max() else f"{sizes.min()} to {sizes.max()}"
     promised = f" (generated: {group_size} each)" if group_size and {*sizes.tolist()} != {group_size} else ""
-    return f"{says}, {len(sizes):,} prompts of {of_sizes}{promised}"
+    return f"{says}, {len(sizes):,} prompts of {range_of_sizes}{promised}"

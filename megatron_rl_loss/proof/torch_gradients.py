@@ -69,7 +69,7 @@ class _Sum:
     """A sum of backward's gradients over some ranks, which the final ones may be a multiple of."""
 
     words: str  # what is wrong with it; empty for that over all ranks
-    given: Tensor
+    summed: Tensor
     final: Tensor
 
 
@@ -130,15 +130,15 @@ class TorchGradients:
             self._undo.append(watch(leaf, partial(self._see, number), partial(self._take, number, take), fail))
 
     def _find_leaves(self) -> None:
-        of_module: dict[int, list[_Trained]] = {}
+        by_module: dict[int, list[_Trained]] = {}
         for trained in self._trained:
-            of_module.setdefault(id(trained.module), []).append(trained)
+            by_module.setdefault(id(trained.module), []).append(trained)
         for module in self._sharded:
             module.reshard()  # after an evaluation the root's parameters may still be whole
         for module in self._sharded:
             module.unshard()  # of the module's own parameters; their unsharded tensors are kept
             for inner in module.modules():
-                for trained in of_module.get(id(inner), ()):
+                for trained in by_module.get(id(inner), ()):
                     now = inner._parameters[trained.attribute]
                     if trained.leaf is None and now is not trained.tensor:
                         trained.leaf = now
@@ -188,10 +188,10 @@ class TorchGradients:
 
     def held(self) -> Tensor:
         """float64 [parameters, patterns + 1]: of what `.grad` holds now, on this rank."""
-        rows = [self._of_gradient(number) for number in range(len(self._trained))]
+        rows = [self._gradient_sketch(number) for number in range(len(self._trained))]
         return torch.stack(rows) if rows else self._backward.table.cpu()
 
-    def _of_gradient(self, number: int) -> Tensor:
+    def _gradient_sketch(self, number: int) -> Tensor:
         gradient, known = self._trained[number].tensor.grad, self.parameters[number]
         if gradient is not None and gradient.layout != torch.strided:
             known.why = "its gradient is sparse"
@@ -209,7 +209,7 @@ class TorchGradients:
         return max([1, *self._backward.num_terms])
 
     def alike(self, exchange: Exchange, num_terms: int, where: str) -> Alike:
-        own = self._add_parts(exchange, self._backward.table.cpu(), of_leaves=True)
+        own = self._add_parts(exchange, self._backward.table.cpu(), are_leaves=True)
         final = self._add_parts(exchange, self.final)
         assert self._held is not None
         self._whole_final = final
@@ -226,28 +226,30 @@ class TorchGradients:
             tried, fits = tried + further, fits + self._fit(exchange, further)
             best = self._best(exchange, fits, tried, own)
         chosen, least_eps = tried[best or 0]
-        found = exchange.local(lambda: fits[best or 0].alike(where), Alike())
+        alike = exchange.local(lambda: fits[best or 0].alike(where), Alike())
         if has_held and not self._before.is_known:
-            found.limits.append(_MAY_BE_MEANT)
+            alike.limits.append(_MAY_BE_MEANT)
         elif has_held and not is_meant:
-            found.faults.append(_NOT_ZERO)
+            alike.faults.append(_NOT_ZERO)
         if least_eps > 0:
-            found.notes.append("rounded like bfloat16 on the way")
+            alike.notes.append("rounded like bfloat16 on the way")
         for shape in self._missing:
-            found.uncovered[f"a parameter of shape {shape}"] = (
+            alike.uncovered[f"a parameter of shape {shape}"] = (
                 "the optimizer has it, and the model that was given has not"
             )
-        found.total += len(self._missing)
+        alike.total += len(self._missing)
         if chosen.words:
-            found.faults.append(
+            alike.faults.append(
                 f"Gradients are {chosen.words}: what other ranks hold weighs 0 in this rank's optimizer."
             )
-        self._explain(exchange, found, own)
-        return found
+        self._explain(exchange, alike, own)
+        return alike
 
     def _fit(self, exchange: Exchange, tried: list[tuple[_Sum, float]]) -> list[Fit]:
         nothing: list[Fit] = []
-        return exchange.local(lambda: [Fit(self.parameters, of.given, of.final, least) for of, least in tried], nothing)
+        return exchange.local(
+            lambda: [Fit(self.parameters, of.summed, of.final, least) for of, least in tried], nothing
+        )
 
     def _best(self, exchange: Exchange, fits: list[Fit], tried: list[tuple[_Sum, float]], own: Tensor) -> int | None:
         """The first that all ranks are certain of, if there is one; what only half precision explains looks like it."""
@@ -277,10 +279,10 @@ class TorchGradients:
         self, exchange: Exchange, own: Tensor, final: Tensor, *, has_held: bool, is_meant: bool
     ) -> tuple[Tensor, list[_Sum]]:
         """The sum over the first group of ranks; and those over all, of which the final gradients may be multiples."""
-        whole, of_first = own.clone(), own
+        whole, first_sum = own.clone(), own
         for number, group in enumerate(self._groups.loss_groups):
             exchange.reduce(whole, group)
-            of_first = whole.clone() if number == 0 else of_first
+            first_sum = whole.clone() if number == 0 else first_sum
         assert self._held is not None
         # What a parameter held before is no gradient of this step: one that no loss of it reaches may keep it.
         held = self._add_parts(exchange, self._held)
@@ -290,24 +292,24 @@ class TorchGradients:
         self._whole_final = final = torch.where(is_kept[:, None], less, final)
         if has_held and is_meant:
             self._whole_final = final = less
-        return of_first, [_Sum("", whole, final)] + ([_Sum("", whole, less)] if has_held else [])
+        return first_sum, [_Sum("", whole, final)] + ([_Sum("", whole, less)] if has_held else [])
 
-    def _partial_sums(self, exchange: Exchange, own: Tensor, final: Tensor, of_dp: Tensor) -> list[_Sum]:
+    def _partial_sums(self, exchange: Exchange, own: Tensor, final: Tensor, dp_sum: Tensor) -> list[_Sum]:
         """Sums over some ranks alone, of which the final gradients are multiples where others are left out."""
         sums = []
         if len(self._groups.loss_groups) == 2:
-            of_cp = own.clone()
-            exchange.reduce(of_cp, self._groups.cp_group)
-            sums.append(_Sum("summed over the DP ranks alone, not over CP", of_dp, final))
-            sums.append(_Sum("summed over the CP ranks alone, not over DP", of_cp, final))
+            cp_sum = own.clone()
+            exchange.reduce(cp_sum, self._groups.cp_group)
+            sums.append(_Sum("summed over the DP ranks alone, not over CP", dp_sum, final))
+            sums.append(_Sum("summed over the CP ranks alone, not over DP", cp_sum, final))
         if self._groups.loss_groups:
             sums.append(_Sum(_ALONE, own, final))
         return sums
 
-    def _add_parts(self, exchange: Exchange, table: Tensor, *, of_leaves: bool = False) -> Tensor:
+    def _add_parts(self, exchange: Exchange, table: Tensor, *, are_leaves: bool = False) -> Tensor:
         """A table of parts of sketches, each summed over the ranks that hold the parts of its tensor."""
         total = table.clone()
-        for numbers, groups in self._parts_of_leaves if of_leaves else self._parts:
+        for numbers, groups in self._parts_of_leaves if are_leaves else self._parts:
             part = total[numbers]
             for group in groups:
                 exchange.reduce(part, group)
@@ -324,10 +326,10 @@ class TorchGradients:
         several_ranks = bool(self._groups.loss_groups)
         return [fit.multiple(number) if several_ranks else math.nan for number in range(len(self.parameters))]
 
-    def _explain(self, exchange: Exchange, found: Alike, own: Tensor) -> None:
+    def _explain(self, exchange: Exchange, alike: Alike, own: Tensor) -> None:
         """Say what is known of parameters that have not the factor; all ranks call it together."""
         numbers = {parameter.name: number for number, parameter in enumerate(self.parameters)}
-        odd = {numbers[name] for name in found.unlike}
+        odd = {numbers[name] for name in alike.unlike}
         flags = [float(number in odd) for number in numbers.values()]
         if not exchange.largest([float(bool(odd))], self._all)[0]:
             return
@@ -338,11 +340,11 @@ class TorchGradients:
         alone: list[float] = exchange.local(lambda: self._multiples(own), [math.nan] * count)
         for name, number in numbers.items():
             if together[number] and together[count + number] + together[2 * count + number]:
-                found.covered -= name not in (*found.unlike, *found.zero, *found.uncovered)
-                found.unlike.pop(name, None)
-                found.uncovered[name] = "ranks hold different values of it"
-            elif name in found.unlike:
-                found.unlike[name] = found.unlike[name] if math.isnan(alone[number]) else _ALONE
+                alike.covered -= name not in (*alike.unlike, *alike.zero, *alike.uncovered)
+                alike.unlike.pop(name, None)
+                alike.uncovered[name] = "ranks hold different values of it"
+            elif name in alike.unlike:
+                alike.unlike[name] = alike.unlike[name] if math.isnan(alone[number]) else _ALONE
 
 
 def _sharded_modules(model: Any) -> list[Any]:
@@ -434,7 +436,7 @@ class Before:
     def tensors(self) -> list[Tensor]:
         return [] if self._gradients is None else self._gradients.tensors
 
-    def found(self) -> str:
+    def leftover(self) -> str:
         """Whether `.grad` held, of parameters that train, what the step before left there, or a multiple of it.
 
         ``left`` if an optimizer has moved parameters since, ``added`` if none has; empty if it did not.

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow
 
 #: Functions whose error on one rank is no other rank's concern: module and name.
 PLACES = [
-    ("sketches.Signs", "sketch_slice"), ("sketches.Signs", "sketch"), ("sketches.Signs", "of_dimension"),
+    ("sketches.Signs", "sketch_slice"), ("sketches.Signs", "sketch"), ("sketches.Signs", "dimension_signs"),
     ("sketches.Backward", "see"), ("sketches.Backward", "take"), ("sketches.Backward", "flush"),
     ("bucket_groups.BucketGroups", "__init__"), ("bucket_groups", "owned_by"),
     ("torch_gradients.TorchGradients", "__init__"),

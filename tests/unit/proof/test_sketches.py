@@ -18,7 +18,7 @@ def expected(signs: Signs, values: Tensor) -> Tensor:
     shape = values.shape or (1,)
     patterns = torch.ones(signs.patterns, values.numel(), dtype=torch.float64)
     for number, (size, indices) in enumerate(zip(shape, at, strict=True)):
-        patterns *= signs.of_dimension(number, size, torch.device("cpu"))[:, indices]
+        patterns *= signs.dimension_signs(number, size, torch.device("cpu"))[:, indices]
     flat = values.double().reshape(-1)
     return torch.cat([patterns @ flat, (flat @ flat)[None]])
 
@@ -34,8 +34,8 @@ def test_a_sketch_is_exact(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     kept = values.clone()
     torch.testing.assert_close(signs.sketch(values), expected(signs, values), rtol=1e-12, atol=1e-12)
     assert torch.equal(values, kept)
-    assert (signs.of_dimension(0, 40, torch.device("cpu")).abs() == 1).all()
-    assert len({tuple(row) for row in signs.of_dimension(0, 40, torch.device("cpu")).tolist()}) == 3
+    assert (signs.dimension_signs(0, 40, torch.device("cpu")).abs() == 1).all()
+    assert len({tuple(row) for row in signs.dimension_signs(0, 40, torch.device("cpu")).tolist()}) == 3
 
 
 @pytest.mark.parametrize("shape", SHAPES[2:], ids=str)
