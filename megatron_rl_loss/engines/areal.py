@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl_loss.engines.columns import GROUPS, Batch
 from megatron_rl_loss.engines.loss_trials import Beside, LossPaths
 from megatron_rl_loss.engines.places import Call, swapped, wrapped
 from megatron_rl_loss.engines.replacing import Function, is_replaced
-from megatron_rl_loss.engines.token_mean_engine import StepArguments, TokenMeanEngine
+from megatron_rl_loss.engines.token_mean_engine import TokenMeanEngine
+from megatron_rl_loss.engines.weighed_batches import GROUPS, Batch, StepArguments
 from megatron_rl_loss.extend import is_observed
 
 
@@ -57,8 +57,8 @@ def _give_groups(stock: Callable[[], Any], step: dict[str, Any]) -> Any:
     return stock()
 
 
-def _group_size(actor: Any) -> int | None:
-    norms: list[Any] = [getattr(actor.config, name, None) for name in ("adv_norm", "reward_norm")]
+def _group_size(step: StepArguments) -> int | None:
+    norms: list[Any] = [getattr(step["self"].config, name, None) for name in ("adv_norm", "reward_norm")]
     return next((norm.group_size for norm in norms if getattr(norm, "mean_level", None) == "group"), None)
 
 
@@ -85,18 +85,16 @@ def _unproved(step: StepArguments) -> str:
 def _put(step: Any, call: Call) -> Iterator[None]:
     """In place of the loss; AReaL calls none for a micro-batch that weighs nothing, so that its weight does."""
 
-    def weigh(stock: Callable[[], Any], of_weight: dict[str, Any]) -> Any:
-        weight, (batch, *_) = stock(), of_weight.values()
+    def weigh(stock: Callable[[], Any], arguments: dict[str, Any]) -> Any:
+        weight, (batch, *_) = stock(), arguments.values()
         if is_observed() and not weight:
             none = torch.zeros_like(batch["advantages"], requires_grad=True)
-            of_loss: dict[str, Any] = {"logprobs": none, "entropy": none, "input_data": {**batch, "logprobs": none}}
-            call(lambda: none.sum() * 0, of_loss)
+            loss: dict[str, Any] = {"logprobs": none, "entropy": none, "input_data": {**batch, "logprobs": none}}
+            call(lambda: none.sum() * 0, loss)
         return weight
 
-    loss, weight = (
-        wrapped(step[name], replacement) for name, replacement in (("loss_fn", call), ("loss_weight_fn", weigh))
-    )
-    with swapped(step, {"loss_fn": loss, "loss_weight_fn": weight}):
+    calls = {"loss_fn": call, "loss_weight_fn": weigh}
+    with swapped(step, {name: wrapped(step[name], replacement) for name, replacement in calls.items()}):
         yield
 
 
@@ -132,8 +130,9 @@ ENGINE = TokenMeanEngine(
     masks=_masks,
     prompts=_prompts,
     prompt_tokens=_prompt_tokens,
+    numbers_groups=True,
     group=lambda step: step["self"].data_parallel_group,
-    of_samples=lambda step: "Set importance_sampling_level=token"
+    even=lambda step: "Set importance_sampling_level=token"
     if getattr(step["self"].config, "importance_sampling_level", None) == "sequence" else "",
     loss=LossPaths(
         "logprobs", "input_data.advantages", {"input_data.logprobs": "old", "input_data.prox_logp?": "old"},

@@ -17,25 +17,23 @@ import copy
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from megatron_rl_loss.core.layouts import Gathered
 from megatron_rl_loss.core.modes import Mode
-from megatron_rl_loss.core.samples import Samples
-from megatron_rl_loss.engines.columns import FACTORS, MASKS, MEDIA, PLAIN, StepRow, at_masked_tokens, weigh_advantages
 from megatron_rl_loss.engines.log_prob_gradients import tap_output
-from megatron_rl_loss.engines.loss_trials import Beside, LossPaths, WeighedMicrobatch
+from megatron_rl_loss.engines.loss_trials import Beside, LossPaths
 from megatron_rl_loss.engines.places import swapped
-from megatron_rl_loss.engines.policy_tap import tap_policy
+from megatron_rl_loss.engines.prompt_tokens import MEDIA
 from megatron_rl_loss.engines.proving import prove
 from megatron_rl_loss.engines.replacing import Function, Replaced
-from megatron_rl_loss.extend import LossModes, ModeFunction, Promises, resolve
+from megatron_rl_loss.engines.weighed_batches import FACTORS, BatchEngine, StepArguments
+from megatron_rl_loss.extend import LossModes, ModeFunction, resolve
 
 __all__ = ["aggregate"]
-_VERSIONS = "4.6.0 or 3602360a"
 
 
 def aggregate(mode: str | Mode | ModeFunction, **settings: Any) -> Replaced:
@@ -78,26 +76,23 @@ def aggregate(mode: str | Mode | ModeFunction, **settings: Any) -> Replaced:
         batch.prompt_tokens = [_prompt_tokens(sample) for sample in samples]
         return inputs, batch
 
-    def weigh(batches: Sequence[Any], trainer: Any) -> None:
-        from megatron.core import mpu
-
-        of_step, proof = [batch["grpo_batch"] for batch in batches], replaced.proof
-        _weigh(of_step, trainer, modes)
-        if proof is None or proof.is_over:
-            return
-        proof.promises = Promises(trainer.num_generations)
-        if why := _ROW.misplaced(modes, trainer, of_step, mpu.get_data_parallel_group(), trainer.num_generations):
-            proof.give_up(why)
+    def weigh(trainer: Any, microbatches: Sequence[Any]) -> None:
+        batches = [microbatch["grpo_batch"] for microbatch in microbatches]
+        step = {"self": trainer, "batches": batches}
+        _, columns, tokens = ENGINE.weigh_and_prove(modes, step, replaced.proof)
+        count = _count(trainer, batches, tokens)
+        for batch, own in zip(batches, columns, strict=True):
+            vars(batch).update(own, num_items_in_batch=own["advantages"].new_tensor(count))
 
     def step(stock: Any, arguments: dict[str, Any]) -> Any:
-        weigh(arguments["encoded_batches"], arguments["self"])
+        weigh(arguments["self"], arguments["encoded_batches"])
         return stock()
 
     def ray_step(stock: Any, arguments: dict[str, Any]) -> Any:
-        if not isinstance(arguments["self"], trainer):  # the one of a Ray worker, whose loss function has a trainer too
+        if not isinstance(arguments["self"], trainer):  # that of a Ray worker, whose loss function has a trainer too
             microbatches = list(arguments["train_data_iterator"])
             arguments["train_data_iterator"] = iter(microbatches)
-            weigh(microbatches, arguments["self"].forward_step.__self__._dummy)
+            weigh(arguments["self"].forward_step.__self__._dummy, microbatches)
         return stock()
 
     trainer = grpo_trainer.MegatronGRPOTrainer
@@ -105,7 +100,7 @@ def aggregate(mode: str | Mode | ModeFunction, **settings: Any) -> Replaced:
         Function(trainer, "_preprocess_inputs", ["samples"], with_ids),
         Function(utils, "collate_to_grpo_micro_batch", ["samples"], collate, lambda name: name.startswith("swift.")),
         Function(trainer, "_on_train_step_batch", ["encoded_batches"], step),
-        Function(trainer, "loss_func", ["output_tensor", "data"], _tapped),
+        Function(trainer, "loss_func", ["output_tensor", "data"], _loss),
         Function(grpo_trainer, "compute_logps_and_entropy_from_logits", ["logits"], _tap_logits),
     ]
     if "swift.ray.megatron" in sys.modules:  # with --use_ray: one in the driver, one in the workers
@@ -114,10 +109,10 @@ def aggregate(mode: str | Mode | ModeFunction, **settings: Any) -> Replaced:
 
         functions.append(Function(GRPOTrainer, "expand_for_generation", ["prompt_batch"], with_ids))
         functions.append(Function(MegatronRLHFTrainer, "train_step", ["train_data_iterator"], ray_step))
-    replaced = Replaced("ms-swift", _VERSIONS, functions)
+    replaced = Replaced(ENGINE.name, ENGINE.versions, functions)
     beside = "ms-swift aggregates MoE and MTP losses"
     never = "No policy loss had our weights. Train with MegatronGRPOTrainer; with --use_ray, use ms-swift 3602360a."
-    replaced.proof = prove("ms-swift", modes.policy, beside=beside, never=never)
+    replaced.proof = prove(ENGINE.name, modes.policy, beside=beside, never=never)
     return replaced
 
 
@@ -132,74 +127,70 @@ def _tap_logits(stock: Any, arguments: dict[str, Any]) -> Any:
     return stock()
 
 
-_LOSS = LossPaths(
-    "output_tensor", "data.grpo_batch.advantages",
-    {
-        "data.grpo_batch.old_per_token_logps": "old", "data.grpo_batch.rollout_per_token_logps?": "old",
-        "data.per_token_entropy?": "none",  # the loss without the filters that drop tokens by ratio or entropy
-        "data.grpo_batch.ref_per_token_logps?": "reference", "self._flush_log_completions?": "none",
-    },
-    silent=["self._metrics?"],
-    clamps=True,  # cispo and delta
-)  # fmt: skip
+def _loss(stock: Any, arguments: dict[str, Any]) -> Any:
+    """ms-swift's loss, measured where the batch has what it was weighed by."""
+    is_measured = hasattr(arguments["data"]["grpo_batch"], FACTORS)
+    return ENGINE.tap(arguments, stock, arguments) if is_measured else stock()
 
 
-def _tapped(stock: Any, arguments: dict[str, Any]) -> Any:
-    """ms-swift's loss, measured."""
-    batch = arguments["data"]["grpo_batch"]
-
-    def measured() -> WeighedMicrobatch:
-        masks, width = list(batch.masks), arguments["output_tensor"].shape[1]
-        prompts = {} if isinstance(batch.prompts, str) else {"prompt_ids": batch.prompts}
-        layout = Gathered(range(0, len(masks) * width + 1, width))
-        samples = Samples(masks, layout=layout, labels={"microbatch": [batch.number] * len(masks)}, **prompts)
-        trainer, beside = arguments["self"], dict[str, Beside]()
-        if trainer.beta and not trainer.kl_in_reward and batch.ref_per_token_logps is not None:
-            beside["kl"] = Beside(trainer.beta, resolve("token_mean"))
-        weighed = at_masked_tokens(torch.stack(masks), batch.factors, batch.plain)
-        return WeighedMicrobatch(samples, *weighed, beside=beside)
-
-    return tap_policy(_LOSS, stock, arguments, measured) if hasattr(batch, "factors") else stock()
-
-
-def _mask(batch: Any, trainer: Any) -> Any:
+def _mask(step: StepArguments, batch: Any) -> Sequence[Tensor]:
     """The mask of the tokens that Megatron-SWIFT trains on."""
-    dropped = batch.truncated_mask & trainer.args.overlong_filter
-    return (batch.completion_mask & ~dropped[:, None]).float()
+    dropped = batch.truncated_mask & step["self"].args.overlong_filter
+    return list((batch.completion_mask & ~dropped[:, None]).float())
 
 
-def _wrong(step: tuple[Any, Sequence[Any]]) -> Sequence[tuple[bool, str, str]]:
-    kind = step[0].loss_type
+def _wrong(step: StepArguments) -> Sequence[tuple[bool, str, str]]:
+    kind = step["self"].loss_type
     remedy = "Use --loss_type dapo (the clipped loss of grpo, bnpo and dr_grpo) or cispo"
     return [(kind not in ("dapo", "cispo"), f"--loss_type {kind}", remedy)]
 
 
-#: A step is the trainer and its batches.
-_ROW = StepRow(
-    "ms-swift",
+def _beside(step: StepArguments, batch: Any) -> Mapping[str, Beside]:
+    trainer = step["self"]
+    has_kl = trainer.beta and not trainer.kl_in_reward and batch.ref_per_token_logps is not None
+    return {"kl": Beside(trainer.beta, resolve("token_mean"))} if has_kl else {}
+
+
+ENGINE = BatchEngine(
+    "ms-swift", versions="4.6.0 or 3602360a",
     wrong=_wrong,
-    batches=lambda step: step[1],
-    masks=lambda step, batch: list(_mask(batch, step[0])),
+    batches=lambda step: step["batches"],
+    masks=_mask,
     prompts=lambda step, batch: batch.prompts,
     prompt_tokens=lambda batch: batch.prompt_tokens,
-)
+    group_size=lambda step: step["self"].num_generations,
+    ask_size="set --num_generations",
+    loss=LossPaths(
+        "output_tensor", "data.grpo_batch.advantages",
+        {
+            "data.grpo_batch.old_per_token_logps": "old", "data.grpo_batch.rollout_per_token_logps?": "old",
+            "data.per_token_entropy?": "none",  # the loss without the filters that drop tokens by ratio or entropy
+            "data.grpo_batch.ref_per_token_logps?": "reference", "self._flush_log_completions?": "none",
+        },
+        silent=["self._metrics?"],
+        clamps=True,  # cispo and delta
+    ),
+    batch="data.grpo_batch",
+    beside=_beside,
+)  # fmt: skip
 
 
-def _weigh(batches: Sequence[Any], trainer: Any, modes: LossModes) -> None:
-    from megatron.core import mpu
+def _count(trainer: Any, batches: Sequence[Any], tokens: float) -> float:
+    """The count of a micro-batch that makes the loss the mean over that many tokens of a step."""
+    from megatron.core import parallel_state
 
-    _, columns, tokens = weigh_advantages(_ROW, modes, (trainer, batches), dp_group=mpu.get_data_parallel_group())
-    ranks, num_microbatches = mpu.get_data_parallel_world_size(), len(batches)
+    ranks, num_microbatches = parallel_state.get_data_parallel_world_size(), len(batches)
     scale = -_loss_of_a_token(trainer, batches[0], ranks) / math.exp(-10)
     if scale == 0:
         raise ValueError(
             "a loss function that is 0 for a token to train on whose advantage is 1: weights that are multiplied into "
-            f"advantages would not reach the loss. Use the loss_func of ms-swift {_VERSIONS}."
+            f"advantages would not reach the loss. Use the loss_func of ms-swift {ENGINE.versions}."
         )
     if not any(math.isclose(scale, known, rel_tol=2.0**-6) for known in (1, num_microbatches)):
         raise ValueError(
             f"a loss function that multiplies the policy loss by {scale:.4g}: that must be 1 or the number of "
-            f"micro-batches, {num_microbatches}, or a KL penalty would have another weight. Use ms-swift {_VERSIONS}."
+            f"micro-batches, {num_microbatches}, or a KL penalty would have another weight. Use ms-swift "
+            f"{ENGINE.versions}."
         )
     count = tokens * scale / num_microbatches
     if 0 < count < ranks:
@@ -207,10 +198,7 @@ def _weigh(batches: Sequence[Any], trainer: Any, modes: LossModes) -> None:
             f"{tokens:g} tokens in a step of {num_microbatches} micro-batches on {ranks} ranks: Megatron-SWIFT divides "
             "each micro-batch by at least one token per rank. Use fewer ranks or micro-batches."
         )
-    for number, (batch, ours) in enumerate(zip(batches, columns, strict=True)):
-        batch.advantages, batch.factors, batch.plain = (ours[name] for name in ("advantages", FACTORS, PLAIN))
-        batch.number, batch.masks = number, ours[MASKS]
-        batch.num_items_in_batch = batch.advantages.new_tensor(count)
+    return count
 
 
 def _loss_of_a_token(trainer: Any, batch: Any, ranks: int) -> float:

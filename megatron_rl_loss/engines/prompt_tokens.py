@@ -5,10 +5,19 @@ from collections.abc import Sequence
 from hashlib import blake2b
 
 import numpy as np
+from torch import Tensor
 
 from megatron_rl_loss.core.collectives import Group, gather_objects, several
 from megatron_rl_loss.core.samples import Samples
 from megatron_rl_loss.extend import LossModes
+
+MEDIA = "prompts with images or other media: prompts are identified by their tokens, and media tokens are placeholders"
+ASK_SIZE = "pass group_size=, the samples of each prompt, to {}"
+
+
+def prompt_texts(token_ids: Tensor, prompt_mask: Tensor) -> list[str]:
+    """Text for the prompt of each row: its tokens where the mask is not 0."""
+    return [str(ids[mask != 0].tolist()) for ids, mask in zip(token_ids, prompt_mask, strict=True)]
 
 
 def is_by_prompt(modes: LossModes) -> bool:
@@ -35,11 +44,11 @@ def misplaced_ids(
     for group in several(dp_group):
         num_rows = sum(gather_objects(num_rows, group), Counter[tuple[str, str]]())
     ids_of, prompts_of = defaultdict[str, set[str]](set), defaultdict[str, set[str]](set)
-    of_prompt = Counter[str]()
+    rows_of = Counter[str]()
     for (prompt_id, prompt), count in num_rows.items():
         ids_of[prompt].add(prompt_id)
         prompts_of[prompt_id].add(prompt)
-        of_prompt[prompt] += count
+        rows_of[prompt] += count
     for prompt_id, held in sorted(prompts_of.items()):
         if len(held) > 1 and any(len(ids_of[prompt]) > 1 for prompt in held):
             return (
@@ -47,9 +56,9 @@ def misplaced_ids(
                 "one of them have another id: ids stand at other rows, or a prompt came several times."
             )
     for prompt, ids in sorted(ids_of.items()):
-        if group_size is not None and len(ids) > 1 and of_prompt[prompt] <= group_size:
+        if group_size is not None and len(ids) > 1 and rows_of[prompt] <= group_size:
             return (
-                f"{of_prompt[prompt]} rows with the same prompt tokens have {len(ids)} prompt ids where {group_size} "
+                f"{rows_of[prompt]} rows with the same prompt tokens have {len(ids)} prompt ids where {group_size} "
                 "are generated for each prompt: ids differ within a group."
             )
     return ""

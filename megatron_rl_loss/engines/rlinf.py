@@ -12,11 +12,12 @@ from typing import Any
 from torch import Tensor
 
 from megatron_rl_loss.core.counting import StepTotals
-from megatron_rl_loss.engines.columns import MEDIA, Batch, prompts_of
 from megatron_rl_loss.engines.loss_trials import Beside, LossPaths, Trial
 from megatron_rl_loss.engines.places import Call, swapped, wrapped
+from megatron_rl_loss.engines.prompt_tokens import MEDIA, prompt_texts
 from megatron_rl_loss.engines.replacing import Function, is_replaced
-from megatron_rl_loss.engines.token_mean_engine import StepArguments, TokenMeanEngine, megatron_group
+from megatron_rl_loss.engines.token_mean_engine import TokenMeanEngine
+from megatron_rl_loss.engines.weighed_batches import Batch, StepArguments
 from megatron_rl_loss.extend import resolve
 
 
@@ -32,10 +33,10 @@ def _wrong(step: StepArguments) -> Sequence[tuple[bool, str, str]]:
 
 def _prompts(step: StepArguments, batch: Batch) -> Sequence[Any] | str:
     before = batch["attention_mask"][:, : -step["self"].response_len]
-    return MEDIA if "multi_modal_inputs" in batch else prompts_of(batch["input_ids"][:, : before.shape[1]], before)
+    return MEDIA if "multi_modal_inputs" in batch else prompt_texts(batch["input_ids"][:, : before.shape[1]], before)
 
 
-def _tokens(step: StepArguments, totals: StepTotals) -> float:
+def _divisor(step: StepArguments, totals: StepTotals) -> float:
     """RLinf's count of the tokens of all `n_minibatches` steps of a batch.
 
     Weights cancel another count in the policy loss, but not in terms beside it.
@@ -98,18 +99,18 @@ def _put(step: StepArguments, call: Call) -> Iterator[None]:
     def forward_step(iterator: Iterator[Batch], model: Any) -> tuple[Any, Any]:
         output, loss_func = theirs(iterator, model)
 
-        def of_whole(output: Any) -> Any:
+        def whole_loss(output: Any) -> Any:
             batch = inspect.getclosurevars(loss_func).nonlocals["batch"]
 
-            def of_policy(stock: Callable[[], Any], of_loss: dict[str, Any]) -> Any:
-                of_loss["fast_path_zero_loss_mask"] = False
-                return call(stock, of_loss)
+            def policy_loss(stock: Callable[[], Any], arguments: dict[str, Any]) -> Any:
+                arguments["fast_path_zero_loss_mask"] = False
+                return call(stock, arguments)
 
-            ours = wrapped(theirs.__globals__["policy_loss"], of_policy, batch=batch)
-            with swapped(theirs.__globals__, {"policy_loss": ours}):
+            measured = wrapped(theirs.__globals__["policy_loss"], policy_loss, batch=batch)
+            with swapped(theirs.__globals__, {"policy_loss": measured}):
                 return wrapped(loss_func, call, batch=batch)(output)
 
-        return output, of_whole
+        return output, whole_loss
 
     with swapped({"worker": worker}, {"worker.get_forward_step_func": lambda: forward_step}):
         yield
@@ -137,8 +138,7 @@ ENGINE = TokenMeanEngine(
     batches=lambda step: [step["batch"]],
     masks=lambda step, batch: batch["response_mask"][:, -step["self"].response_len :].float(),
     prompts=_prompts,
-    group=megatron_group,
-    group_size=lambda actor: actor.cfg.algorithm.group_size,
+    group_size=lambda step: step["self"].cfg.algorithm.group_size,
     loss=LossPaths("logprobs", "advantages", {"old_logprobs": "old"}),
     whole=LossPaths(
         "output.log_probs", "batch.advantages",
@@ -157,5 +157,5 @@ ENGINE = TokenMeanEngine(
     correction=_correction,
     facts=lambda step, batch: {"temperature": None},  # the model's output is a dict, no logits
     runs="run_forward_backward",
-    tokens=_tokens,
+    divisor=_divisor,
 )  # fmt: skip

@@ -10,11 +10,12 @@ from typing import Any
 
 from megatron_rl_loss.core.layouts import Gathered
 from megatron_rl_loss.core.samples import Samples
-from megatron_rl_loss.engines.columns import MEDIA, Batch, prompts_of
 from megatron_rl_loss.engines.loss_trials import Beside, LossPaths
 from megatron_rl_loss.engines.places import Call, swapped, wrapped
+from megatron_rl_loss.engines.prompt_tokens import MEDIA, prompt_texts
 from megatron_rl_loss.engines.replacing import Function, announce
-from megatron_rl_loss.engines.token_mean_engine import StepArguments, TokenMeanEngine, megatron_group
+from megatron_rl_loss.engines.token_mean_engine import TokenMeanEngine
+from megatron_rl_loss.engines.weighed_batches import Batch, StepArguments
 from megatron_rl_loss.extend import resolve
 
 
@@ -46,7 +47,7 @@ def _prompts(step: StepArguments, batch: Batch) -> Sequence[Any] | str:
     others = step["batch"].non_tensor_batch
     if "traj_group_id" in others:
         return list(others["traj_group_id"])
-    return MEDIA if "multi_modal_inputs" in others else prompts_of(batch["input_ids"], batch["prompt_mask"])
+    return MEDIA if "multi_modal_inputs" in others else prompt_texts(batch["input_ids"], batch["prompt_mask"])
 
 
 def _facts(step: StepArguments, batch: Batch) -> dict[str, Any]:
@@ -62,8 +63,8 @@ def _beside(step: StepArguments, batch: Batch) -> Mapping[str, Beside]:
     if config.use_kl_loss and config.kl_loss_coef:
         beside["kl"] = Beside(config.kl_loss_coef * getattr(config, "rl_loss_coef", 1.0), resolve("token_mean"))
     if config.entropy_loss_coef > 0:
-        of_responses = Samples(list(masks), layout=layout)
-        beside["entropy"] = Beside(-config.entropy_loss_coef, resolve("token_mean"), of_responses, masks)
+        responses = Samples(list(masks), layout=layout)
+        beside["entropy"] = Beside(-config.entropy_loss_coef, resolve("token_mean"), responses, masks)
     return beside
 
 
@@ -83,12 +84,12 @@ def _strategies(owner: Any) -> list[Function]:
 
     def create(stock: Callable[[], Any], arguments: dict[str, Any]) -> Any:
         strategy, name = stock(), owner.__name__
-        of_worker = f"{type(strategy).__name__} in a worker with aggregate({name}, ...)"
+        chosen = f"{type(strategy).__name__} in a worker with aggregate({name}, ...)"
         if isinstance(strategy, owner) or _is_critic(arguments["worker"]):
             return strategy
         if isinstance(strategy, strategies.TrainStrategy):
-            raise ValueError(f"{of_worker}: it would train without the aggregation. Set strategy_name: megatron_train.")
-        announce(f"ROLL: NOT IN FORCE: {of_worker} trains nothing. Set actor_train.worker_cls to your class")
+            raise ValueError(f"{chosen}: it would train without the aggregation. Set strategy_name: megatron_train.")
+        announce(f"ROLL: NOT IN FORCE: {chosen} trains nothing. Set actor_train.worker_cls to your class")
         return strategy
 
     return [Function(factory, "create_strategy", ["worker"], create, bool, kind="a check")]
@@ -100,8 +101,7 @@ ENGINE = TokenMeanEngine(
     batches=lambda step: [step["batch"].batch],
     masks=_masks,
     prompts=_prompts,
-    prompt_tokens=lambda batch: prompts_of(batch["input_ids"], batch["prompt_mask"]),
-    group=megatron_group,
+    prompt_tokens=lambda batch: prompt_texts(batch["input_ids"], batch["prompt_mask"]),
     loss=LossPaths(
         "self.strategy.op_compute_log_probs", "data.batch.advantages",
         {
@@ -120,7 +120,7 @@ ENGINE = TokenMeanEngine(
     loses_masked=True,
     trains=lambda strategy: not _is_critic(strategy.worker),
     checks=_strategies,
-    group_size=lambda strategy: getattr(strategy.worker.pipeline_config, "num_return_sequences_in_group", None),
-    of_samples=lambda step: "Set importance_sampling: token"
+    group_size=lambda step: getattr(step["self"].worker.pipeline_config, "num_return_sequences_in_group", None),
+    even=lambda step: "Set importance_sampling: token"
     if step["self"].worker.pipeline_config.importance_sampling == "seq" else "",
 )  # fmt: skip

@@ -32,15 +32,15 @@ from megatron_rl_loss.core.modes import Mode
 from megatron_rl_loss.core.samples import Samples
 from megatron_rl_loss.core.taps import tap
 from megatron_rl_loss.core.transfers import to_device
-from megatron_rl_loss.engines.columns import MEDIA, plan_of, prompts_of
 from megatron_rl_loss.engines.log_prob_gradients import tap_output
 from megatron_rl_loss.engines.loss_trials import LossPaths, WeighedMicrobatch, tap_sum
 from megatron_rl_loss.engines.places import wrapped
 from megatron_rl_loss.engines.policy_tap import tap_policy
-from megatron_rl_loss.engines.prompt_tokens import is_by_prompt
+from megatron_rl_loss.engines.prompt_tokens import MEDIA, is_by_prompt, prompt_texts
 from megatron_rl_loss.engines.proving import prove
 from megatron_rl_loss.engines.replacing import Function, Replaced, installed
-from megatron_rl_loss.engines.skyrl_trainer import VERSIONS, Division, mode_of_trainer, response_tokens
+from megatron_rl_loss.engines.skyrl_trainer import ASK, VERSIONS, Division, mode_of_trainer, response_tokens
+from megatron_rl_loss.engines.weighed_batches import step_plan
 from megatron_rl_loss.extend import Aggregation, LossModes, ModeFunction, Promises, is_observed, observed_taps, resolve
 
 __all__ = ["AggregatedPolicyLoss"]
@@ -76,7 +76,7 @@ class _Microbatch:
         held = (real.sum(-1) > 1) | (batch["loss_mask"] != 0).any(-1)
         if has_media and is_by_prompt(modes := LossModes(self.mode_of(term))):
             raise ValueError(f"{modes.describe()}, for {MEDIA}. Choose a mode that does not group by prompt.")
-        prompts = prompts_of(batch["sequences"][held], (real & ~response_tokens(batch))[held])
+        prompts = prompt_texts(batch["sequences"][held], (real & ~response_tokens(batch))[held])
         of_samples = [mask.float() for mask, is_sample in zip(masks, held.tolist(), strict=True) if is_sample]
         slots = Gathered(bounds, filler_slots=len(held) - len(of_samples), **layout)
         labels = {"row": range(len(of_samples))}
@@ -111,7 +111,8 @@ class AggregatedPolicyLoss:
     Args:
         loss: its name in SkyRL's registry, such as ``regular``.
         kl, entropy, mtp: the modes of these terms, by name or as a `Mode`; default: that of ``loss_reduction``.
-        group_size: ``generator.n_samples_per_prompt``, which the proof compares.
+        group_size: ``generator.n_samples_per_prompt``, which the proof compares. If it is not known, a mode by prompt
+            is proved in part.
 
     Raises:
         ValueError, TypeError: unusable settings; a SkyRL without the functions that are replaced; in the trainer's
@@ -188,14 +189,14 @@ class AggregatedPolicyLoss:
             return [now.samples(term, mask) for now, mask in zip(weighed, masks[term], strict=True)]
 
         for term in masks:
-            plan = plan_of(LossModes(weighed[0].mode_of(term)), partial(describe, term), group)
+            plan = step_plan(LossModes(weighed[0].mode_of(term)), partial(describe, term), group)
             for now, microbatch in zip(weighed, plan, strict=True):
                 now.weights[term] = microbatch.weights * num_shares
         replaced = installed("SkyRL")
         replaced.add([term.partition(" ")[0] for term in masks])
         is_silent = {"kl": not has_kl, "entropy": not has_entropy}
         replaced.proof.terms = ["pg", *(term for term in masks if not is_silent.get(term))]
-        replaced.proof.promises = Promises(self._group_size)
+        replaced.proof.promises = Promises(self._group_size, ask_size=ASK)
         replaced.proof.amend(
             f"advantages bring the weights of loss_reduction={algorithm.loss_reduction}: SkyRL's trainer proves these "
             "in a line of its own (SkyRL driver), or nobody does; SkyRL aggregates MoE losses"

@@ -16,13 +16,13 @@ from torch.nn.functional import pad
 
 from megatron_rl_loss.core.collectives import StepGroups
 from megatron_rl_loss.core.samples import Samples
-from megatron_rl_loss.engines.columns import prompts_of
 from megatron_rl_loss.engines.places import swapped
-from megatron_rl_loss.engines.prompt_tokens import is_by_prompt, misplaced_ids
+from megatron_rl_loss.engines.prompt_tokens import ASK_SIZE, is_by_prompt, misplaced_ids, prompt_texts
 from megatron_rl_loss.engines.replacing import Function, Replaced, announce, installed
-from megatron_rl_loss.extend import Aggregation, LossModes, count_step, proof_level, resolve, weigh
+from megatron_rl_loss.extend import Aggregation, LossModes, Promises, count_step, proof_level, resolve, weigh
 
 VERSIONS = "a9564572 (2026-08-21)"
+ASK = ASK_SIZE.format("AggregatedPolicyLoss(...)")
 _TRAINER, _NAME = "skyrl.train.trainer", "megatron_rl_loss"
 
 
@@ -59,14 +59,14 @@ class Division:
         """SkyRL's `_normalize_advantages`, which is tried once before."""
         if not self._is_measured and proof_level() != "off":
             try:
-                found = self._measure(stock, arguments)
+                says = self._measure(stock, arguments)
             except ValueError as error:
                 if proof_level() != "warn":
                     raise
-                found = str(error)
-            self._is_measured = bool(found)
-            if found:
-                announce(f"SkyRL: {found}")
+                says = str(error)
+            self._is_measured = bool(says)
+            if says:
+                announce(f"SkyRL: {says}")
         return stock()
 
     def _measure(self, stock: Callable[[], Any], arguments: dict[str, Any]) -> str:
@@ -82,7 +82,7 @@ class Division:
             "self.cfg.trainer.algorithm.advantage_batch_normalize": False,
         }
         with swapped(arguments, on_ones):
-            given = stock()["advantages"]
+            divided = stock()["advantages"]
         by_prompt, tokens = is_by_prompt(LossModes(asked)), 0
         ids = [str(number) for number, (first, last) in enumerate(prompts) for _ in range(first, last)][:num_rows]
         if by_prompt and [row for bounds in prompts for row in range(*bounds)][:num_rows] != [*range(num_rows)]:
@@ -90,11 +90,16 @@ class Division:
                 f"loss_reduction={name} with prompt_boundaries {prompts} for {num_rows} rows: each row must be in one "
                 f"prompt. Use SkyRL {VERSIONS}."
             )
+        is_last_step = (getattr(data, "metadata", None) or {}).get("is_last_step", [])
+        # Where rows are steps of trajectories, nobody says how many a prompt has.
+        promises = Promises(self._group_size, ask_size=ASK) if all(is_last_step) else Promises()
+        doubts, as_given = list[str](), list[str]()
         for start, end in mini_batches:
             mask = data["loss_mask"][start:end].double()
             step = Samples(list(mask), prompt_ids=ids[start:end] if by_prompt else None)
-            right = weigh(asked, step.local(0, 1), count_step([step], StepGroups(None)), np.float64).view(mask.shape)
-            weights = given[start:end] * mask  # the workers multiply losses by the mask
+            totals = count_step([step], StepGroups(None))
+            right = weigh(asked, step.local(0, 1), totals, np.float64).view(mask.shape)
+            weights = divided[start:end] * mask  # the workers multiply losses by the mask
             is_right = (weights - right).abs() <= 1e-5 * right
             for row, token in (~is_right).nonzero()[:1].tolist():
                 raise ValueError(
@@ -103,13 +108,19 @@ class Division:
                     f"{right[row, token]:.6g}. Use SkyRL {VERSIONS}; MEGATRON_RL_LOSS_PROOF=warn trains on."
                 )
             tokens += int((right != 0).sum())
+            groups = promises.misgrouped(totals, asked)
+            doubts += groups.doubts
+            as_given += groups.given
         says = f"loss_reduction={name}, measured in SkyRL's own division of advantages"
         if by_prompt and data.get("pixel_values") is None:
             prompt_tokens = (data["attention_mask"] != 0) & ~response_tokens(data)
-            texts = prompts_of(data["sequences"][:num_rows], prompt_tokens[:num_rows])
-            if doubt := misplaced_ids(ids, texts, None, self._group_size):
-                return f"{says}, NOT PROVED: {doubt}"
-        return f"{says}: each of the step's {tokens:,} tokens has the weight of {asked}" if tokens else ""
+            texts = prompt_texts(data["sequences"][:num_rows], prompt_tokens[:num_rows])
+            if misplaced := misplaced_ids(ids, texts, None, self._group_size):
+                doubts.append(misplaced)
+        if doubts:
+            return f"{says}, NOT PROVED: {doubts[0]}"
+        part = f"; PROVED IN PART: {as_given[0]}" if as_given else ""
+        return f"{says}: each of the step's {tokens:,} tokens has the weight of {asked}{part}" if tokens else ""
 
 
 def mode_of_trainer(algorithm: Any) -> Aggregation:

@@ -21,11 +21,10 @@ from torch import Tensor
 
 from megatron_rl_loss.core.modes import Mode
 from megatron_rl_loss.engines import areal, rlinf, roll
-from megatron_rl_loss.engines.columns import GROUPS, Batch, weigh_advantages
 from megatron_rl_loss.engines.places import swapped
 from megatron_rl_loss.engines.proving import prove
 from megatron_rl_loss.engines.replacing import Function, Replaced, is_replaced
-from megatron_rl_loss.engines.token_mean_engine import StepArguments
+from megatron_rl_loss.engines.weighed_batches import GROUPS, Batch, StepArguments
 from megatron_rl_loss.extend import LossModes, ModeFunction, Promises
 
 __all__ = ["aggregate"]
@@ -60,22 +59,12 @@ def aggregate(
     def step(stock: Callable[[], Any], arguments: dict[str, Any]) -> Any:
         if not engine.trains(arguments["self"]):
             return stock()
-        group, even, proof = engine.group(arguments), engine.of_samples(arguments), replaced.proof
-        tokens = None if engine.tokens is None else partial(engine.tokens, arguments)
-        batches, columns, _ = weigh_advantages(engine, modes, arguments, dp_group=group, even=even, tokens=tokens)
-        why = ""
-        if proof is not None and not proof.is_over:
-            is_sure = group_size is not None and engine.name == "AReaL"  # others take equal tokens
-            size = group_size or engine.group_size(arguments["self"])
-            ask_size = "" if size else "pass group_size=, the samples of each prompt, to aggregate(...)"
-            proof.promises = Promises(size, is_group_size_sure=is_sure, ask_size=ask_size)
-            why = engine.unproved(arguments) or engine.misplaced(modes, arguments, batches, group, size)
-        if why:
-            proof.give_up(why)
+        proof = replaced.proof
+        batches, columns, _ = engine.weigh_and_prove(modes, arguments, proof, group_size)
         proves = proof is not None and not proof.is_over
         with ExitStack() as stack:
-            for batch, ours in zip(batches, columns, strict=True):
-                stack.enter_context(_instead(batch, ours if proves else {"advantages": ours["advantages"]}))
+            for batch, own in zip(batches, columns, strict=True):
+                stack.enter_context(_instead(batch, own))
                 if not proves:
                     batch.pop(GROUPS, None)
             if proves or engine.mends:
@@ -90,7 +79,8 @@ def aggregate(
             return stock()
 
     further = [Function(owner, *function) for function in engine.further]
-    further += [Function(owner, engine.runs, [], running)] * hasattr(owner, engine.runs or "-")
+    if hasattr(owner, engine.runs or "-"):
+        further.append(Function(owner, engine.runs, [], running))
     checks = [check for check in engine.checks(owner) if not is_replaced(check.owner, check.name, check.kind)]
     replaced = Replaced(engine.name, engine.versions, [Function(owner, *engine.step, step), *further, *checks])
     where = f"{owner.__name__}.{engine.step[0]}"

@@ -13,15 +13,26 @@ from megatron_rl_loss.core.samples import Samples
 from megatron_rl_loss.proof.difference import Compared
 
 
+class Misgrouped(NamedTuple):
+    """Findings on prompt ids: `faults` cannot be right; of `doubts` a sound step may be the reason.
+
+    `assumptions` are of groups of which nobody said what they should be.
+    """
+
+    faults: list[str]
+    doubts: list[str]
+    assumptions: list[str]
+
+
 class Promises(NamedTuple):
     """What an engine or a script said about its step; the proof compares it with what came.
 
     Attributes:
         group_size: number of samples of each prompt that the engine was told to generate, if known.
         is_group_size_sure: larger groups are a fault: no prompt comes twice.
-        group_remedy: words for groups that cannot be, appended to these.
+        group_remedy: words for groups that cannot be, appended to these; for whoever gives the ids.
         data: mask tokens and samples of the step's data, if known: losses of others are a fault.
-        ask_size: words that ask for the number of samples of each prompt, where nobody said it and somebody can.
+        ask_size: words that ask for the number of samples of each prompt, for where nobody said it and somebody can.
     """
 
     group_size: int | None = None
@@ -37,60 +48,46 @@ class Promises(NamedTuple):
             check_int(what, size, 1, "Pass the number of samples that are generated for each prompt, or None")
         return None if size is None else int(size)
 
+    def misgrouped(self, totals: StepTotals, asked: Aggregation) -> Misgrouped:
+        """Groups that the promised number of samples of each prompt cannot explain, for a mode by prompt.
 
-class Misgrouped(NamedTuple):
-    """Findings on prompt ids: `faults` cannot be right; of `doubts` a sound step may be the reason.
+        Where a rollout has several samples, such as turns, samples are not what was promised, and nothing is found.
+        Where a mode leaves out fully masked units, so does this: engines fill up batches with them.
 
-    Of groups as `given` nobody said what they should be.
-    """
-
-    faults: list[str]
-    doubts: list[str]
-    assumptions: list[str]
-
-
-def misgrouped(
-    totals: StepTotals, promised: Any, asked: Aggregation, *, is_sure: bool, remedy: str = "", ask_size: str = ""
-) -> Misgrouped:
-    """Groups that the promised number of samples of each prompt cannot explain, for a mode by prompt.
-
-    Where a rollout has several samples, such as turns, samples are not what was promised, and nothing is found. Where
-    a mode leaves out fully masked units, so does this: engines fill up batches with them.
-
-    Filters only make groups smaller. A shuffled mini-batch may have one sample of each prompt. Unless the number is
-    sure, it may be meant for something else, or a prompt may have come several times. `remedy`: words for whoever gives
-    the ids. `ask_size`: as in `Promises`. Without the number, one group, or groups of one sample, are no groups.
-    """
-    findings, remedy = Misgrouped([], [], []), f" {remedy}".rstrip()
-    if not (isinstance(promised, int) or ask_size) or "prompt" not in totals.units:
+        Filters only make groups smaller. A shuffled mini-batch may have one sample of each prompt. Unless the number is
+        sure, it may be meant for something else, or a prompt may have come several times. Without the number, one
+        group, or groups of one sample, are no groups.
+        """
+        findings, remedy, size = Misgrouped([], [], []), f" {self.group_remedy}".rstrip(), self.group_size
+        if not (size or self.ask_size) or "prompt" not in totals.units:
+            return findings
+        keys = attempt(lambda: rehearse(asked, Samples([np.ones(1)], prompt_ids=["0"])).asked)  # others need more ids
+        if isinstance(keys, Exception) or "prompt" not in keys:
+            return findings
+        rollouts, prompts = totals.units["rollout"], totals.units["prompt"]
+        if rollouts.have_ids and rollouts.counts["all"].max(initial=0) > 1:
+            return findings
+        sizes = prompts.counts["all"][prompts.counts[asked.units] > 0]
+        if not size:
+            if len(sizes) == 1 < sizes.max():
+                findings.doubts.append(f"All {sizes.max():g} samples have one prompt id. {self.ask_size}")
+            elif len(sizes) > 1 and sizes.max() == 1:
+                findings.doubts.append(f"Each of {len(sizes)} prompts has one sample. {self.ask_size}")
+            elif len(sizes) > 1:
+                findings.assumptions.append(f"groups of prompts are as given: {self.ask_size}")
+            return findings
+        if sizes.max(initial=0) > size:
+            says = f"A prompt has {sizes.max():g} samples where {size} are generated: "
+            if self.is_group_size_sure:
+                findings.faults.append(f"{says}prompts share an id.{remedy}")
+            else:
+                findings.doubts.append(f"{says}prompts share an id, or a prompt came several times.{remedy}")
+        if sizes.max(initial=0) == 1 < size and len(sizes) > 1:
+            findings.doubts.append(
+                f"Each of {len(sizes)} prompts has one sample where {size} are generated: ids differ within a group, "
+                f"or the mini-batch was shuffled.{remedy}"
+            )
         return findings
-    keys = attempt(lambda: rehearse(asked, Samples([np.ones(1)], prompt_ids=["0"])).asked)  # others need further ids
-    if isinstance(keys, Exception) or "prompt" not in keys:
-        return findings
-    rollouts, prompts = totals.units["rollout"], totals.units["prompt"]
-    if rollouts.have_ids and rollouts.counts["all"].max(initial=0) > 1:
-        return findings
-    sizes = prompts.counts["all"][prompts.counts[asked.units] > 0]
-    if not isinstance(promised, int):
-        if len(sizes) == 1 < sizes.max():
-            findings.doubts.append(f"All {sizes.max():g} samples have one prompt id. {ask_size}")
-        elif len(sizes) > 1 and sizes.max() == 1:
-            findings.doubts.append(f"Each of {len(sizes)} prompts has one sample. {ask_size}")
-        elif len(sizes) > 1:
-            findings.assumptions.append(f"groups of prompts are as given: {ask_size}")
-        return findings
-    if sizes.max(initial=0) > promised:
-        says = f"A prompt has {sizes.max():g} samples where {promised} are generated: "
-        if is_sure:
-            findings.faults.append(f"{says}prompts share an id.{remedy}")
-        else:
-            findings.doubts.append(f"{says}prompts share an id, or a prompt came several times.{remedy}")
-    if sizes.max(initial=0) == 1 < promised and len(sizes) > 1:
-        findings.doubts.append(
-            f"Each of {len(sizes)} prompts has one sample where {promised} are generated: ids differ within a group, "
-            f"or the mini-batch was shuffled.{remedy}"
-        )
-    return findings
 
 
 def other_data(data: tuple[float, int] | None, totals: StepTotals) -> list[str]:

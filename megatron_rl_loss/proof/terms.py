@@ -14,7 +14,7 @@ from megatron_rl_loss.proof.difference import Compared, may_be_clipped
 from megatron_rl_loss.proof.findings import GIVEN, IN_PART, NOT_PROVED, WRONG, Finding, Severity
 from megatron_rl_loss.proof.measurement import Measurement, failed_in_words
 from megatron_rl_loss.proof.own_tokens import OwnTokens
-from megatron_rl_loss.proof.promises import Promises, misgrouped, other_count, other_data
+from megatron_rl_loss.proof.promises import Promises, other_count, other_data
 from megatron_rl_loss.proof.step_state import StepState
 
 #: Why a term is not compared of which the loss has nothing.
@@ -187,9 +187,9 @@ def _judge(
     declared = _declared(state, name)
     doubt = next((said.doubt for said in sorted(state.terms[name].declared, key=repr) if said.doubt), "")
     if promises is not None or declared.count is not None:  # an engine said so
-        size, is_sure, remedy, data, ask_size = promises or Promises()
-        ids = misgrouped(compared.totals, size, asked, is_sure=is_sure, remedy=remedy, ask_size=ask_size)
-        comparison.find(WRONG, *ids.faults, *(other_data(data, compared.totals) if is_first else []))
+        promises = promises or Promises()
+        ids = promises.misgrouped(compared.totals, asked)
+        comparison.find(WRONG, *ids.faults, *(other_data(promises.data, compared.totals) if is_first else []))
         comparison.find(NOT_PROVED, *ids.doubts)
         comparison.find(IN_PART, *ids.assumptions)
         doubt = doubt or other_count(declared.count, compared)

@@ -7,7 +7,6 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -15,7 +14,7 @@ from unittest.mock import patch
 import added_terms
 import torch.distributed as dist
 
-from megatron_rl_loss.engines import columns, replacing, token_mean
+from megatron_rl_loss.engines import replacing, token_mean, weighed_batches
 
 
 @contextmanager
@@ -45,12 +44,17 @@ def in_few_modules() -> Iterator[None]:
         yield
 
 
-_FACTORS_OF_OURS = columns.token_mean_factors
+_FACTORS = weighed_batches.advantage_factors
 
 
-def _factors(column: float, *args: Any, **options: Any) -> Any:
-    factors, tokens = _FACTORS_OF_OURS(*args, **options)
-    return [column * factor for factor in factors], tokens
+def scale_weights(times: float) -> None:
+    """Make the library's own weights wrong by that factor, in engines that take them as columns."""
+
+    def scaled(*args: Any, **options: Any) -> Any:
+        factors, divisor = _FACTORS(*args, **options)
+        return [times * factor for factor in factors], divisor
+
+    weighed_batches.advantage_factors = scaled
 
 
 @contextmanager
@@ -67,7 +71,7 @@ def aggregated(owner: Any, case: dict[str, Any]) -> Iterator[None]:
             settings = {name: value for name, value in case["settings"].items() if name not in ("kl", "entropy")}
             os.environ["MEGATRON_RL_LOSS_PROOF"] = case.get("level", "error")
             proof = token_mean.aggregate(owner, case["mode"], **settings).proof
-            columns.token_mean_factors = partial(_factors, case.get("column", 1.0))
+            scale_weights(case.get("column", 1.0))
         yield
         assert case.get("stock") or proof.outcome == case.get("outcome", "proved"), printed.getvalue()
     print(printed.getvalue())

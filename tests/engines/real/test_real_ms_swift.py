@@ -43,7 +43,7 @@ from oracle import zigzag
 from packaging.version import Version
 from plants import Plant, assert_stops
 from ranks import run_ranks
-from replacements import undone
+from replacements import scale_weights, undone
 from table_step import start
 from torch import Tensor
 
@@ -150,13 +150,7 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
     from swift.megatron.utils import megatron_lm_utils
     from swift.rl_core.data import GRPOSample
 
-    from megatron_rl_loss.engines import columns, ms_swift
-
-    factors_of_ours = columns.token_mean_factors
-
-    def weighed(times: float, *arguments: Any, **more: Any) -> Any:
-        factors, tokens = factors_of_ours(*arguments, **more)
-        return [times * factor for factor in factors], tokens
+    from megatron_rl_loss.engines import ms_swift
 
     def as_it_is(value: Any) -> Any:
         return value
@@ -205,7 +199,7 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
             loss_type=loss_type, beta=case.get("beta", BETA), temperature=1.0, epsilon_low=CLIP_LOW,
             epsilon_high=case.get("epsilon_high", CLIP_HIGH), importance_sampling_level="token",
             disable_rollout_importance_sampling=True,
-            steps_per_generation=1, num_generations=case.get("num_generations", 4), top_entropy_quantile=1.0,
+            steps_per_generation=1, num_generations=case.get("group_size", 4), top_entropy_quantile=1.0,
             _metrics={"train": defaultdict(list)}, _step=0,
             unwrapped_models=[model.module], max_completion_length=20, template=template,
             _flush_log_completions=lambda: None, _all_reduce_metric=averaged,
@@ -213,7 +207,7 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
         with undone():
             proof = None
             if not case.get("stock"):
-                columns.token_mean_factors = functools.partial(weighed, case.get("times", 1.0))
+                scale_weights(case.get("times", 1.0))
                 os.environ["MEGATRON_RL_LOSS_PROOF"] = case.get("proof", "error")
                 proof = ms_swift.aggregate(case["mode"], **settings).proof
                 settings, trainer.loss_type = settings | {"kl": "token_mean"}, case.get("loss", "dapo")

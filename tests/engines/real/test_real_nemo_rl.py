@@ -42,7 +42,7 @@ from bigram_step import (
 from checkouts import NEMO_RL, checkout, load, record_errors
 from plants import Plant, assert_stops, planted, record_plant
 from ranks import RankError, run_ranks
-from replacements import undone
+from replacements import scale_weights, undone
 from table_step import start
 from torch import Tensor
 from world import CP, DP, errors_in
@@ -78,10 +78,9 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
     from nemo_rl.algorithms.advantage_estimator import GRPOAdvantageEstimator
     from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
-    from megatron_rl_loss.engines import nemo_rl, replacing
+    from megatron_rl_loss.engines import replacing
+    from megatron_rl_loss.engines.nemo_rl import aggregate
 
-    engine: Any = nemo_rl
-    aggregate, weights_column = engine.aggregate, engine.weights_column
     estimator = GRPOAdvantageEstimator(SimpleNamespace(use_leave_one_out_baseline=True, normalize_rewards=True), None)
     let_backward_run_here(worker.allgather_cp_sharded_tensor.__globals__["AllGatherCPTensor"])
     dp_rank, dp = state.get_data_parallel_rank(), state.get_data_parallel_world_size()
@@ -96,16 +95,17 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
         added_terms.choose(case.get("term", ""))
         loss_fn = losses.ClippedPGLossFn(SimpleNamespace(**{**defaults, **SETTINGS, **of_case}))
         batch = BatchedDataDict(make_batch())
-        times, os.environ["MEGATRON_RL_LOSS_PROOF"] = case.get("times", 1), case.get("proof", "error")
-        engine.weights_column = lambda *masks, times=times, **more: [times * w for w in weights_column(*masks, **more)]
+        os.environ["MEGATRON_RL_LOSS_PROOF"] = case.get("proof", "error")
+        scale_weights(case.get("times", 1.0))
         if not case.get("stock"):
             policy: Any = SimpleNamespace(
                 cfg={"train_global_batch_size": ROWS}, train=lambda data, loss_fn, timer=None, gbs=None: data
             )
             with undone():
-                stock_loss, loss_fn = loss_fn, aggregate(policy, loss_fn, case["mode"], **case["settings"])
+                settings = {"group_size": case.get("group_size", 4), **case["settings"]}
+                stock_loss, loss_fn = loss_fn, aggregate(policy, loss_fn, case["mode"], **settings)
                 if case.get("twice"):
-                    aggregate(policy, loss_fn, case["mode"], **case["settings"])
+                    aggregate(policy, loss_fn, case["mode"], **settings)
                 prompts = batch["input_ids"][:, :3].roll(case.get("ids", 0), 0)
                 prompts[: case.get("split", 0)] += VOCABULARY  # other ids than those of their groups
                 estimator.compute_advantage(prompts, torch.ones(ROWS), batch["token_mask"])
@@ -191,7 +191,7 @@ def test_kl_penalties_of_each_type_are_proved() -> None:
 
 def test_prompts_at_other_rows_are_not_proved() -> None:
     """The prompts that NeMo-RL's advantages were computed by: moved by a row, or two of them for one group."""
-    case: dict[str, Any] = {"mode": "prompt_mean", "settings": {"group_size": 4}, "outcome": "not proved"}
+    case: dict[str, Any] = {"mode": "prompt_mean", "settings": {}, "outcome": "not proved"}
     for results in run_ranks(2, train, checkout(NEMO_RL), 1, [case | {"ids": 1}, case | {"split": 2}]):
         assert all(result["errors"]["gradient"] > 1e-2 for result in results), results
 

@@ -53,7 +53,7 @@ from table_step import relative_error, start, table_model
 from torch import Tensor
 
 from megatron_rl_loss import Mode
-from megatron_rl_loss.engines import columns
+from megatron_rl_loss.engines import weighed_batches
 
 ENTROPY, MTP = 0.02, 0.4  # coefficients
 LAST_STEPS = [1, 0, 0, 1, 0, 1, 1, 0, 1, 1, 0, 1]  # of a trajectory, within a prompt
@@ -165,11 +165,12 @@ def train(root: str, cp: int, cases: list[dict[str, Any]], copied: bool = False)
         cfg, settings = config(case), case["settings"]
         added_terms.choose(case.get("term", ""))
         os.environ["MEGATRON_RL_LOSS_PROOF"] = case.get("proof", "error")
-        vars(skyrl)["plan_of"] = partial(scaled_plan, case.get("weighed", 1))
+        vars(skyrl)["step_plan"] = partial(scaled_plan, case.get("weighed", 1))
         if case.get("stock"):
             loss = ppo_utils.PolicyLossRegistry.get(case["stock"])
         else:
-            own = {name: value for name, value in settings.items() if name != "divisor"}
+            own = {"group_size": case.get("group_size", 4)}
+            own |= {name: value for name, value in settings.items() if name != "divisor"}
             loss = skyrl.AggregatedPolicyLoss("regular", **own | case.get("own_modes", {}))
             estimators = ppo_utils.AdvantageEstimatorRegistry
             pickle.loads(pickle.dumps(estimators.get("megatron_rl_loss")))  # as in the trainer's process
@@ -256,7 +257,7 @@ def by_trainer(
 
 def scaled_plan(factor: float, *arguments: Any) -> Any:
     """The weights of a plan times a factor."""
-    planned = columns.plan_of(*arguments)
+    planned = weighed_batches.step_plan(*arguments)
     return [SimpleNamespace(weights=factor * microbatch.weights) for microbatch in planned]
 
 

@@ -174,7 +174,7 @@ def steps_of(policy: Any, stock: Any, config: Any) -> tuple[list[list[torch.Tens
 
     batch = BatchedDataDict(make_batch())
     policy.train(batch, stock)
-    loss = aggregate(policy, stock, "prompt_mean", kl="token_mean")
+    loss = aggregate(policy, stock, "prompt_mean", kl="token_mean", group_size=4)
     estimator = GRPOAdvantageEstimator(SimpleNamespace(**config["grpo"]), None)
     estimator.compute_advantage(batch["input_ids"][:, :3], torch.ones(ROWS), batch["token_mask"])
     policy.train(batch, loss)

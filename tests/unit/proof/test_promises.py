@@ -7,7 +7,7 @@ import pytest
 
 from megatron_rl_loss import Samples, StepTotals
 from megatron_rl_loss.core.aggregation import resolve
-from megatron_rl_loss.proof.promises import misgrouped, other_count, other_data
+from megatron_rl_loss.proof.promises import Promises, other_count, other_data
 
 MASKS = [[1, 1], [1], [1, 0, 1], [0, 1]]
 SHARED, APART = "prompts share an id", "ids differ within a group, or the mini-batch was shuffled"
@@ -30,7 +30,7 @@ SHARED, APART = "prompts share an id", "ids differ within a group, or the mini-b
 @pytest.mark.parametrize("is_sure", [True, False])
 def test_groups(ids: str, promised: int | None, mode: str, says: str, is_sure: bool) -> None:
     totals = StepTotals.of(Samples(MASKS, prompt_ids=list(ids), ids={"session": list(ids)}))
-    findings = misgrouped(totals, promised, resolve(mode), is_sure=is_sure)
+    findings = Promises(promised, is_group_size_sure=is_sure).misgrouped(totals, resolve(mode))
     assert any(says in finding for finding in [*findings.faults, *findings.doubts]) == (says != "")
     assert len(findings.faults) == (says == SHARED and is_sure), "only a number that is sure is evidence"
 
@@ -47,11 +47,11 @@ def test_groups(ids: str, promised: int | None, mode: str, says: str, is_sure: b
 @pytest.mark.parametrize("mode", ["prompt_mean", "sample_mean"])
 def test_groups_of_which_nobody_said_the_size(ids: str, doubt: str, given: str, mode: str) -> None:
     totals = StepTotals.of(Samples(MASKS, prompt_ids=list(ids)))
-    findings = misgrouped(totals, None, resolve(mode), is_sure=False, ask_size="Say it.")
+    findings = Promises(ask_size="Say it.").misgrouped(totals, resolve(mode))
     is_by_prompt = mode == "prompt_mean"
     assert findings == ([], [doubt] * bool(doubt and is_by_prompt), [given] * bool(given and is_by_prompt))
     alone = StepTotals.of(Samples([[1, 1]], prompt_ids=["a"]))
-    assert misgrouped(alone, None, resolve(mode), is_sure=False, ask_size="Say it.") == ([], [], [])
+    assert Promises(ask_size="Say it.").misgrouped(alone, resolve(mode)) == ([], [], [])
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_groups_of_which_nobody_said_the_size(ids: str, doubt: str, given: str, 
 )
 def test_turns_and_rows_that_fill_a_batch_up(rollouts: str, masks: Any, units: str, says: str) -> None:
     totals = StepTotals.of(Samples(masks, prompt_ids=list("aaab"), rollout_ids=list(rollouts)))
-    findings = misgrouped(totals, 2, resolve("prompt_mean", units=units), is_sure=False, remedy="Give ids.")
+    findings = Promises(2, group_remedy="Give ids.").misgrouped(totals, resolve("prompt_mean", units=units))
     assert [says in doubt and doubt.endswith(". Give ids.") for doubt in findings.doubts] == [True] * bool(says)
 
 

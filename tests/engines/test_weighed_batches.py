@@ -20,11 +20,12 @@ from torch import Tensor
 from megatron_rl_loss import Mode, Samples, Sum, weights_column
 from megatron_rl_loss.core.aggregation import LossModes
 from megatron_rl_loss.core.taps import Taps, observe
-from megatron_rl_loss.engines import columns, ms_swift, nemo_rl, replacing
-from megatron_rl_loss.engines.columns import MEDIA, check_even, prompts_of, samples_of, token_mean_factors
+from megatron_rl_loss.engines import ms_swift, nemo_rl, replacing, weighed_batches
+from megatron_rl_loss.engines.prompt_tokens import MEDIA, prompt_texts
 from megatron_rl_loss.engines.skyrl import AggregatedPolicyLoss
 from megatron_rl_loss.engines.skyrl_trainer import Division
 from megatron_rl_loss.engines.token_mean import ENGINES, aggregate
+from megatron_rl_loss.engines.weighed_batches import advantage_factors, check_even, described_samples
 
 BY_LENGTH = Mode(
     name="by_length",
@@ -57,7 +58,7 @@ def assert_close(actual: Tensor, right: Tensor) -> None:
 def test_factors_are_weights_times_the_tokens(mode: Any) -> None:
     """A mode over sums of the step is among them."""
     masks = list(MASKS.float())
-    (factors,), tokens = token_mean_factors(
+    (factors,), tokens = advantage_factors(
         LossModes.resolve(mode), lambda: [Samples(masks, prompt_ids=PROMPTS)], dp_group=None
     )
     assert tokens == 8
@@ -79,7 +80,7 @@ def test_modes_travel_to_workers() -> None:
 
 def test_prompts_are_the_tokens_of_their_mask() -> None:
     ids = torch.tensor([[0, 1, 2, 3], [1, 2, 4, 0], [1, 3, 3, 0]])
-    first, second, third = prompts_of(ids, torch.tensor([[0, 1, 1, 0], [1, 1, 0, 0], [1, 1, 0, 0]]))
+    first, second, third = prompt_texts(ids, torch.tensor([[0, 1, 1, 0], [1, 1, 0, 0], [1, 1, 0, 0]]))
     assert first == second != third
 
 
@@ -88,10 +89,10 @@ def test_what_is_refused_of_factors_and_prompts() -> None:
     check_even([torch.tensor([0.5, 0, 0.5]), torch.zeros(0)], [mask, torch.zeros(0)], "Fix it")
     with pytest.raises(ValueError, match=r"all tokens of a sample must have one weight\. Fix it, or"):
         check_even([torch.tensor([0.5, 0, 0.4])], [mask], "Fix it")
-    samples_of(LossModes.resolve("sample_mean"), [[[1]]], [MEDIA])
-    samples_of(LossModes.resolve("prompt_mean"), [[[1]]], [["p"]])
+    described_samples(LossModes.resolve("sample_mean"), [[[1]]], [MEDIA])
+    described_samples(LossModes.resolve("prompt_mean"), [[[1]]], [["p"]])
     with pytest.raises(ValueError, match="prompts with images or other media"):
-        samples_of(LossModes.resolve("prompt_mean"), [[[1]]], [MEDIA])
+        described_samples(LossModes.resolve("prompt_mean"), [[[1]]], [MEDIA])
 
 
 # ---- AReaL
@@ -192,7 +193,7 @@ def test_areal_says_which_engines_are_measured_and_how_many_rows_a_prompt_has() 
     by_batch, by_group = (SimpleNamespace(mean_level=level, group_size=4) for level in ("batch", "group"))
     for norms, size in (((by_group, None), 4), ((by_batch, by_group), 4), ((by_batch, None), None)):
         config = SimpleNamespace(**dict(zip(("adv_norm", "reward_norm"), norms, strict=True)))
-        assert ENGINES["areal"].group_size(SimpleNamespace(config=config)) == size
+        assert ENGINES["areal"].group_size({"self": SimpleNamespace(config=config)}) == size
 
 
 class PPOActorController:
@@ -284,7 +285,7 @@ def trainers(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setitem(sys.modules, module.__name__, module)
         setattr(sys.modules[f"swift.{below}"], name, module)
     monkeypatch.setitem(sys.modules, "megatron", ModuleType("megatron"))
-    sys.modules["megatron.core"].mpu = state  # type: ignore[attr-defined]
+    sys.modules["megatron.core"].parallel_state = state  # type: ignore[attr-defined]
     return modules[0]
 
 
@@ -317,7 +318,8 @@ def test_ms_swift_trains_on_weighted_advantages(factor: float, trainers: Any) ->
 
 @pytest.mark.parametrize(("has_kl", "terms"), [(True, {"pg", "kl"}), (False, {"pg"})])
 def test_a_kl_penalty_in_the_reward_is_no_term_of_the_loss(has_kl: bool, terms: set[str], trainers: Any) -> None:
-    ms_swift.aggregate("token_mean")
+    replaced = ms_swift.aggregate("token_mean")
+    replaced.proof = SimpleNamespace(is_over=False)  # Megatron is not here, so there is none
     trainer, microbatches, taps = trainers.MegatronGRPOTrainer(), step(trainers), Taps()
     trainer.beta, trainer.kl_in_reward = 0.1, not has_kl
     trainer._on_train_step_batch(microbatches)
@@ -399,7 +401,8 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def batch() -> dict[str, Tensor]:
     prompts = torch.tensor(PROMPTS[1:])[:, None].expand(4, 5)
-    return {"token_mask": MASKS[1:].float(), "sample_mask": VALID.clone(), "input_ids": prompts}
+    columns = {"token_mask": MASKS[1:].float(), "sample_mask": VALID.clone(), "input_ids": prompts}
+    return columns | {"advantages": torch.ones(4, 5)}
 
 
 @pytest.mark.parametrize("steps", [1, 2])
@@ -408,19 +411,19 @@ def test_columns_are_weights_times_the_count_that_they_are_divided_by(steps: int
     loss = nemo_rl.aggregate(driver, Loss(), "prompt_mean", kl="sample_mean", units="active")
     Estimator().compute_advantage(torch.tensor(PROMPTS[1:]))
     sent = driver.train(data, loss, gbs=4 // steps)
-    assert "loss_weights_of_policy" not in data
+    assert "policy_loss_weights" not in data
     for begin in range(0, 4, 4 // steps):
         rows = slice(begin, begin + 4 // steps)
         masks = (data["token_mask"] * data["sample_mask"][:, None])[rows, 1:]
         for name, mode, units in (("policy", "prompt_mean", "active"), ("kl", "sample_mean", "all")):
-            column = sent[f"loss_weights_of_{name}"][rows]
+            column = sent[f"{name}_loss_weights"][rows]
             assert not column[:, 0].any()
             assert_close(column[:, 1:], expected(mode, masks, PROMPTS[1:][rows], units) * masks.sum())
 
 
 def test_losses_of_samples_get_one_weight_each(driver: Any) -> None:
     loss = nemo_rl.aggregate(driver, Loss("sequence_level"), "token_mean")
-    column = driver.train(batch(), loss_fn=loss)["loss_weights_of_policy"]
+    column = driver.train(batch(), loss_fn=loss)["policy_loss_weights"]
     torch.testing.assert_close(column, 3 * torch.tensor([1.0, 2, 2, 0]) / 5)
     with pytest.raises(ValueError, match="a second one would apply or measure weights twice"):
         nemo_rl.aggregate(driver, loss, "token_mean")
@@ -564,7 +567,7 @@ def test_settings_that_break_the_token_mean(engine: str, changed: dict[str, Any]
 
 @pytest.mark.parametrize(("tokens", "steps", "is_right"), [(8, 1, True), (9, 1, False), (9, 2, True), (7, 2, False)])
 def test_rlinf_counts_the_tokens_of_all_steps(tokens: int, steps: int, is_right: bool) -> None:
-    config, count = SimpleNamespace(n_minibatches=steps), ENGINES["rlinf"].tokens
+    config, count = SimpleNamespace(n_minibatches=steps), ENGINES["rlinf"].divisor
     actor = SimpleNamespace(cfg=SimpleNamespace(algorithm=config), global_valid_token=torch.tensor(tokens))
     assert count is not None
     totals: Any = SimpleNamespace(step_tokens=8.0)
@@ -599,8 +602,8 @@ def test_a_trial_has_advantages_at_masked_tokens(loses_masked: bool) -> None:
     """Where an engine's loss leaves these out: weighed advantages are 0 there, and would hide another mask."""
     engine = replace(ENGINES["areal"], facts=lambda *_: {}, loses_masked=loses_masked)
     plain, factors, is_masked = torch.full((5, 5), 2.0), MASKS * 3.0, MASKS == 0
-    weighed = {"advantages": plain * factors, columns.FACTORS: factors, columns.PLAIN: plain}
-    batch = {**weighed, columns.MASKS: MASKS, "loss_mask": MASKS}
+    weighed = {"advantages": plain * factors, weighed_batches.FACTORS: factors, weighed_batches.PLAIN: plain}
+    batch = {**weighed, weighed_batches.MASKS: MASKS, "loss_mask": MASKS}
     measured = engine.measured({}, {"input_data": batch})
     trial = measured.factors_of(batch["advantages"])
     assert (trial[is_masked] == (0 if loses_masked else 1)).all()
