@@ -8,7 +8,8 @@ from skyrl.train.entrypoints.main_base import main
 
 from megatron_rl_loss.engines.skyrl import AggregatedPolicyLoss
 
-PolicyLossRegistry.register("mine", AggregatedPolicyLoss("regular"))
+# group_size: as generator.n_samples_per_prompt
+PolicyLossRegistry.register("mine", AggregatedPolicyLoss("regular", group_size=5))
 
 if __name__ == "__main__":
     main()

@@ -33,6 +33,16 @@ ALONE: Names = {
 BESIDE_A_MASKED_ROW = ALONE | {"ROWS": 2, "PROMPTS": [0, 1], "INVALID": [1]}
 STAGED, FROZEN = {"STAGES": 2}, {"FROZEN": True}
 ONE_TOKEN = ALONE | {"LATE": [], "SHORT": [0]}
+GROUPED: Names = {
+    "SEED": 37, "ROWS": 8, "CUTS": [(0, 6)], "PROMPTS": [0, 0, 1, 1, 2, 2, 3, 3], "LATE": [], "SPARSE": [],
+    "INVALID": [], "SHORT": [],
+}  # fmt: skip
+#: Of a mode by prompt where nobody says how many samples a prompt has: prompts, what the proof is, and what it says.
+OF_UNKNOWN_SIZE = {
+    "groups": (GROUPED["PROMPTS"], "proved in part", "groups of prompts are as given: "),
+    "one group": ([0] * 8, "not proved", "All 8 samples have one prompt id"),
+    "groups of one": (list(range(8)), "not proved", "Each of 8 prompts has one sample"),
+}
 
 pytestmark = pytest.mark.slow
 
@@ -50,9 +60,9 @@ ENGINES = [
     Steps("areal", uneven={"n_mbs": 2}, alone={"n_mbs": 1}),
     Steps("roll", ((2, 1), (1, 1)), alone={"group_size": 1}),
     Steps("rlinf", ((2, 1), (1, 1)), alone={"group_size": 1}),
-    Steps("nemo_rl"),
-    Steps("ms_swift", alone={"num_generations": 1}),
-    Steps("skyrl", uneven={"rows": 2}, alone={"rows": 1}),
+    Steps("nemo_rl", alone={"group_size": 1}),
+    Steps("ms_swift", alone={"group_size": 1}),
+    Steps("skyrl", uneven={"rows": 2}, alone={"rows": 1, "group_size": 1}),
 ]
 
 
@@ -85,6 +95,17 @@ def test_a_step_of_one_row_is_proved(steps: Steps, rows: str, record_property: A
     kinds = {"alone": ALONE, "one token": ONE_TOKEN, "beside a masked row": BESIDE_A_MASKED_ROW}
     launch = steps.worlds[0] if rows == "beside a masked row" else (steps.worlds[0][1], steps.worlds[0][1])
     assert_exact(record_property, steps, kinds[rows], launch, steps.alone)
+
+
+@pytest.mark.parametrize("groups", OF_UNKNOWN_SIZE)
+@pytest.mark.parametrize("steps", ENGINES, ids=lambda steps: steps.engine)
+def test_groups_of_which_nobody_said_the_size(steps: Steps, groups: str) -> None:
+    module, (prompts, outcome, says) = importlib.import_module(f"test_real_{steps.engine}"), OF_UNKNOWN_SIZE[groups]
+    settings = {name: value for name, value in module.MODES["prompt_mean"].items() if name != "group_size"}
+    case = {"mode": "prompt_mean", "settings": settings, "group_size": None, "outcome": outcome, "says": says}
+    root, rows = checkout(vars(module)[steps.engine.upper()]), GROUPED | {"PROMPTS": prompts}
+    for (result,) in run_ranks(2, on_these_rows, steps.engine, rows, root, 1, [case | steps.uneven]):
+        assert max(result["errors"].values()) < BOUND, result["errors"]
 
 
 @pytest.mark.parametrize("engine", ["skyrl", "ms_swift"])

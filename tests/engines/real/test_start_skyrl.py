@@ -160,7 +160,7 @@ def drive(root: str, folder: str, options: dict[str, Any]) -> tuple[Any, list[st
     with local_ray(__name__, root, gpus=WORKERS + 1, by_engine=True) as lines:
         ppo_utils = importlib.import_module(f"{_BACKEND}.utils.ppo_utils")
         of_ours = importlib.import_module("megatron_rl_loss.engines.skyrl").AggregatedPolicyLoss
-        ppo_utils.PolicyLossRegistry.register("mine", of_ours("regular", **TERMS))
+        ppo_utils.PolicyLossRegistry.register("mine", of_ours("regular", group_size=4, **TERMS))
         config = importlib.import_module("skyrl.train.config").SkyRLTrainConfig
         paths = {f"trainer.{name}_path": folder for name in ("log", "export", "ckpt")}
         cfg = config.from_cli_overrides([f"{key}={value}" for key, value in (OPTIONS | paths | options).items()])
