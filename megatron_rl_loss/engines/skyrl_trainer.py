@@ -110,7 +110,7 @@ class Division:
             tokens += int((right != 0).sum())
             groups = promises.misgrouped(totals, asked)
             doubts += groups.doubts
-            as_given += groups.given
+            as_given += groups.assumptions
         says = f"loss_reduction={name}, measured in SkyRL's own division of advantages"
         if by_prompt and data.get("pixel_values") is None:
             prompt_tokens = (data["attention_mask"] != 0) & ~response_tokens(data)
