@@ -19,11 +19,12 @@ from megatron_rl_loss.core.record import PlanUse
 from megatron_rl_loss.core.taps import LossScale, Taps, backward_pass
 from megatron_rl_loss.proof.difference import Compared
 from megatron_rl_loss.proof.exchange import Exchange
+from megatron_rl_loss.proof.factor import no_factor
 from megatron_rl_loss.proof.first_step import FirstStep, Stated
 from megatron_rl_loss.proof.measurement import Measurement, Ranks
 from megatron_rl_loss.proof.outcomes import ProofLevel
 from megatron_rl_loss.proof.own_tokens import own_losses
-from megatron_rl_loss.proof.reduced_ranks import counted_by, left_out, uncounted
+from megatron_rl_loss.proof.reduced_ranks import counted_by, left_out, uncounted, unreduced
 from megatron_rl_loss.proof.torch_gradients import Before, TorchGradients, unseen
 
 _UNCHANGED = "Call backward on what loss() returned, and do not divide it by the number of micro-batches{}."
@@ -93,6 +94,7 @@ class TorchStep(Measurement):
         ranks = Ranks(groups.dp_group, groups.cp_group, dp_cp=groups.dp_group, same=groups.all)
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         super().__init__(source, ranks, device, unseen=why, plan=plan, then=then)
+        self._model = model
         self.gradients = source if isinstance(source, TorchGradients) else None
         self.takes_forms_of = "loop" if is_alone else ""  # on one rank, it does not matter what was said of ranks
 
@@ -106,6 +108,12 @@ class TorchStep(Measurement):
         if self.alike.gradient == "finite" and self.alike.factor is None and self.left_out:
             self.evidence(self.left_out)
         self.exchange.local(self._doubt_zeros, None)
+        self.exchange.local(self._doubt_sync, None)
+
+    def _doubt_sync(self) -> None:
+        """Gradients that FSDP2 has not reduced yet are not those that somebody zeroed."""
+        if self.alike.gradient == "finite" and self.alike.factor is None and (why := unreduced(self._model)):
+            self.alike.problem = no_factor(why)
 
     def _doubt_zeros(self) -> None:
         """Gradients that are 0 since another model has them are not those of a step without any."""

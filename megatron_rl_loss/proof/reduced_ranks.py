@@ -26,11 +26,31 @@ def reduced_over(model: Any) -> Iterator[tuple[str, set[int]]]:
 
 def _ranks_of_meshes(module: Any) -> Iterator[set[int]]:
     """Of a module with `fully_shard`, whose parameters' own meshes may have tensor-parallel dimensions too."""
-    state = module._get_fsdp_state()  # not public, and nothing public tells the two apart
-    groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
-    for group in groups:
-        if group is not None and not getattr(group.mesh_info, "is_spmd_mesh", False):
+    for group in _parameter_groups(module):
+        if not getattr(group.mesh_info, "is_spmd_mesh", False):
             yield set(group.mesh_info.mesh.mesh.flatten().tolist())
+
+
+def _parameter_groups(module: Any) -> list[Any]:
+    """What FSDP2 keeps of a module's own parameters, which nothing public tells."""
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+    return [group for group in groups if group is not None]
+
+
+def unreduced(model: Any) -> str:
+    """Why `fully_shard` has no final gradients after a step's last backward pass; empty where it may have."""
+    if dist.is_available():
+        from torch.distributed.fsdp import FSDPModule
+
+        for module in model.modules():
+            groups = _parameter_groups(module) if isinstance(module, FSDPModule) else []
+            if not all(getattr(group, "reduce_grads", True) for group in groups):
+                return (
+                    "fully_shard has reduced no gradients: set_requires_gradient_sync(False) holds in the last backward"
+                    " pass. Call set_requires_gradient_sync(True) before that of the last micro-batch"
+                )
+    return ""
 
 
 def counted_by(groups: StepGroups) -> set[int]:

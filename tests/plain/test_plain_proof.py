@@ -75,6 +75,7 @@ class Run(NamedTuple):
     recomputes: bool = False
     scaler: str = ""
     syncs_all: bool = False
+    syncs_none: bool = False
     zeroes: bool = True
     same: bool = False
     outside: bool = False
@@ -232,7 +233,7 @@ def steps_of(run: Run, level: Any) -> tuple[list[Any], list[Any], int]:
                     if run.kind == "ddp" and not (is_last or run.syncs_all):
                         context = model.no_sync()
                     if run.kind == "fsdp":
-                        model.set_requires_gradient_sync(is_last or run.syncs_all)
+                        model.set_requires_gradient_sync((is_last and not run.syncs_none) or run.syncs_all)
                     with context:
                         loss = share_of(run, net if run.outside else model, batch, microbatch)
                         loss = loss * run.times(rank) / run.over(microbatch)
@@ -314,6 +315,11 @@ RIGHT = {
     ),
     "FSDP2": Run((ALL, MEAN, MEAN), kind="fsdp"),
     "FSDP2, every backward synced": Run((ALL,), kind="fsdp", syncs_all=True),
+    "FSDP2, no backward synced": Run(
+        (r"NOT PROVED: .* fully_shard has reduced no gradients: .*_sync\(True\) before that of the last",),
+        kind="fsdp",
+        syncs_none=True,
+    ),
     "FSDP2, 3 ranks": Run((ALL,), kind="fsdp", world=3),
     "FSDP2, bf16": Run((BF16,), kind="fsdp", policy={"param_dtype": torch.bfloat16}),
     "FSDP2, bf16 reduced in fp32": Run(
