@@ -121,7 +121,7 @@ def forward_step(data_iterator: Iterator[Microbatch], model: Any) -> tuple[Any, 
         return call_model(microbatch, model), loss_func
 
     head = output_head(args, entropy=True)
-    if POLICY_LOSSES[args.policy_loss].of_sequence:  # its chunks are not losses of their own
+    if POLICY_LOSSES[args.policy_loss].per_sequence:  # its chunks are not losses of their own
 
         def loss_of_sequences(output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
             log_probs, entropy = output

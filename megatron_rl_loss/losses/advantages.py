@@ -96,10 +96,10 @@ def gdpo_advantages(
     other ranks. Source: GDPO, arXiv:2601.05242 eq. 4 to 7.
     """
     check_within("epsilon", epsilon, "(0, inf)", "1e-6 is usual")
-    for name, of_rewards in (("rewards", rewards), ("weights", weights)):
-        if of_rewards is not None and (is_unordered(of_rewards) or not isinstance(of_rewards, Sized)):
+    for name, entries in (("rewards", rewards), ("weights", weights)):
+        if entries is not None and (is_unordered(entries) or not isinstance(entries, Sized)):
             raise TypeError(
-                f"{name} is a {type(of_rewards).__name__}: there must be one entry per reward, in order. Pass lists, "
+                f"{name} is a {type(entries).__name__}: there must be one entry per reward, in order. Pass lists, "
                 "both in the same order."
             )
     groups = _Groups(rewards, prompt_ids, rollout_ids, dp_group)
@@ -212,7 +212,7 @@ def whiten_advantages(
         return _moments(units, entries, active)
 
     parts = gather_parts(tally, group)
-    units = np.concatenate([of_rank for of_rank, _ in parts])
+    units = np.concatenate([rank_units for rank_units, _ in parts])
     ids, at = np.unique(units, return_inverse=True)
     counts, means, squares = np.concatenate([moments for _, moments in parts], 1)
     total = np.bincount(at, counts, len(ids))
@@ -308,7 +308,7 @@ class _Groups:
             )
         _, first, self._group = np.unique(prompts, return_index=True, return_inverse=True)
         self.counts = np.ones(sum(sizes))
-        if any(len(of_rank) > 1 for of_rank in kinds):
+        if any(len(rank_types) > 1 for rank_types in kinds):
             self.counts = _share_of_rollout(exact, prompts, rollouts)
         self.size = self.sum(np.ones(sum(sizes)))
         # From a reward of the group on: rewards that are equal are then exactly 0, which epsilon does not blow up.
@@ -358,8 +358,8 @@ def _warn_of_lost_rewards(rewards: Tensor, values: Tensor, tokens: LocalTokens) 
     """
     if not rewards.is_cpu or tokens.copies != tokens.cp_size or torch.compiler.is_compiling():
         return
-    of_tokens, is_active = to_array(rewards).reshape(-1), tokens.mask != 0
-    has_reward = np.isfinite(of_tokens) & (of_tokens != 0)
+    token_rewards, is_active = to_array(rewards).reshape(-1), tokens.mask != 0
+    has_reward = np.isfinite(token_rewards) & (token_rewards != 0)
     sample = tokens.of(segments_by("sample", tokens.samples, "rewards").in_buffer)  # -1 in padding
 
     def count(flags: Array) -> Ints:
@@ -433,8 +433,8 @@ def gae(
     arXiv:2504.05118 eq. 9; turns as steps as in AReaL.
     """
     tokens = tokens_of(local)
-    for name, of_tokens in (("rewards", rewards), ("values", values)):
-        check_values(name, of_tokens, tokens)
+    for name, column in (("rewards", rewards), ("values", values)):
+        check_values(name, column, tokens)
     if rewards.shape != values.shape:
         raise ValueError(
             f"rewards of shape {tuple(rewards.shape)} and values of shape {tuple(values.shape)}: both must have the "
@@ -453,20 +453,23 @@ def gae(
     r, v = (column.masked_fill(nothing, 0) for column in (r, v))
     once = mask.masked_fill(nothing, 1)  # sums are by the mask: over it, each token counts once
     if steps == "token":
-        advantages = _of_steps(r, v, once, gamma, lam, local, cp_group)
+        advantages = _step_advantages(r, v, once, gamma, lam, local, cp_group)
         returned = advantages + v
     else:
         segments = _steps_by(steps, tokens)
         first = on_device(tokens.of(segments.firsts), v.device).view(v.shape)
         rewarded, valued = segment_sum([r / once, v * first / once], local, cp_group, per=steps)
-        of_each = _of_steps(rewarded, valued, torch.ones_like(valued), gamma, lam, segments.as_tokens(), None)
+        turn_advantages = _step_advantages(
+            rewarded, valued, torch.ones_like(valued), gamma, lam, segments.as_tokens(), None
+        )
         advantages, returned = (
-            to_tokens(of_turns, local, per=steps).view(v.shape) for of_turns in (of_each, of_each + valued)
+            to_tokens(turn_values, local, per=steps).view(v.shape)
+            for turn_values in (turn_advantages, turn_advantages + valued)
         )
     return advantages.masked_fill(nothing, 0).to(dtype), returned.masked_fill(nothing, 0).to(dtype)
 
 
-def _of_steps(
+def _step_advantages(
     r: Tensor, v: Tensor, once: Tensor, gamma: float, lam: Discount, local: Place, cp_group: Group | None
 ) -> Tensor:
     """``A_t = r_t - V_t`` plus the discounted sum, over active t' > t, of ``gamma lam (r - V) + gamma V``."""

@@ -39,7 +39,7 @@ class NamedLoss:
     name: str
     compute: Callable[..., PolicyLoss]
     formula: Callable[..., Formula] | None = None  # of a loss of single tokens, by its settings
-    of_sequence: bool = False  # each token has its sequence's number, and compute takes the CP group
+    per_sequence: bool = False  # each token has its sequence's number, and compute takes the CP group
     mode: str | None = None  # the only one that makes it its paper's loss, or None where any does
     divisor: float | None = None
 
@@ -86,7 +86,7 @@ def policy_loss(
     """
     loss = _named(name, settings)
     size_of(cp_group)  # refuses what is no group, such as a setting without its name
-    place = (local, cp_group) if loss.of_sequence else (local,)
+    place = (local, cp_group) if loss.per_sequence else (local,)
     own = {key: value for key, value in settings.items() if value is not None}
     return loss.compute(log_probs, old_log_probs, advantages, *place, **own)
 

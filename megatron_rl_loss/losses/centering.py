@@ -85,11 +85,11 @@ def score_centering(
     slopes = weighed(p, q, gate)
     centred: Tensor | float = 0.0
     if support == "vocabulary" and rests[0] is not None:
-        of_p, of_q = (rest_of(at_ids, rest).detach() for at_ids, rest in zip(sides, rests, strict=True))
-        alpha = weighed(torch.ones_like(of_p), of_q.clamp(min=0) / of_p.clamp(min=1e-6), gate)
+        rest_p, rest_q = (rest_of(at_ids, rest).detach() for at_ids, rest in zip(sides, rests, strict=True))
+        alpha = weighed(torch.ones_like(rest_p), rest_q.clamp(min=0) / rest_p.clamp(min=1e-6), gate)
         beta = alpha.clamp(max=1)
         slopes = slopes - beta[..., None] * p
-        centred = (alpha - beta) * of_p * rests[0]
+        centred = (alpha - beta) * rest_p * rests[0]
     centred = centred + (slopes * log_p.masked_fill(absent, 0)).sum(-1)
     exact = torch.promote_types(log_probs.dtype, torch.float32)
     return (advantages.detach().double() * centred).masked_fill(nothing, 0).to(exact)

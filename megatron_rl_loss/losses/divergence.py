@@ -84,9 +84,9 @@ def divergence_at_ids(
     for name, at_ids, rest in (("log_probs", p, rests[0]), ("teacher_log_probs", q, rests[1])):
         check_sum(name, at_ids.detach(), None if rest is None else rest.detach())
     if tail == "bucket":
-        of_teacher = rest_of(q, None).clamp(min=resolution).log() if rests[1] is None else rests[1]
+        teacher_rest = rest_of(q, None).clamp(min=resolution).log() if rests[1] is None else rests[1]
         assert rests[0] is not None
-        p, q = (torch.cat([at_ids, rest[..., None]], -1) for at_ids, rest in ((p, rests[0]), (q, of_teacher)))
+        p, q = (torch.cat([at_ids, rest[..., None]], -1) for at_ids, rest in ((p, rests[0]), (q, teacher_rest)))
     if tail != "drop":  # of a bucket: takes out what rounding adds to a sum of 1
         p, q = p.log_softmax(-1), (q / teacher_temperature).log_softmax(-1)
     if kind == "forward_kl":

@@ -80,12 +80,12 @@ class Gate:
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """low and high of what `of_tokens` gives: of a ratio their logarithms."""
+        """low and high of what `token_metric` gives: of a ratio their logarithms."""
         if self.metric != "ratio":
             return (-math.inf if self.low is None else self.low), self.high
         return (math.log(self.low) if self.low else -math.inf), math.log(self.high)
 
-    def of_tokens(self, log_ratio: Tensor, log_probs: Tensor | None) -> Tensor:
+    def token_metric(self, log_ratio: Tensor, log_probs: Tensor | None) -> Tensor:
         """The metric of each token, of a ratio x itself, float64; ValueError without the log-probs that it needs."""
         x = log_ratio.double()
         if self.metric == "ratio":
@@ -107,7 +107,7 @@ class Gate:
         return forward if self.metric == "binary_kl" else torch.maximum(forward, binary_kl(p, q))
 
     def is_outside(self, judged: Tensor) -> Tensor:
-        """True where the metric, as `of_tokens` gives it, is beyond a bound; NaN is not."""
+        """True where the metric, as `token_metric` gives it, is beyond a bound; NaN is not."""
         low, high = self.bounds
         return (judged < low) | (judged > high)
 
@@ -115,6 +115,6 @@ class Gate:
 def binary_kl(of: Tensor, against: Tensor) -> Tensor:
     """KL of two coins, float64, from their log-probs of heads; 0 * log 0 is 0."""
     tails_of, tails_against = (torch.expm1(heads.clamp(max=0)).abs() for heads in (of, against))
-    of_tails = tails_of * (tails_of / tails_against).log()
-    of_heads = of.exp() * (of - against).masked_fill(of == -math.inf, 0)
-    return of_heads + of_tails.masked_fill(tails_of == 0, 0)
+    tails_kl = tails_of * (tails_of / tails_against).log()
+    heads_kl = of.exp() * (of - against).masked_fill(of == -math.inf, 0)
+    return heads_kl + tails_kl.masked_fill(tails_of == 0, 0)

@@ -91,7 +91,7 @@ def importance_weights(
         active = on_device(tokens_of(local).mask != 0, log_ratio.device).view(log_ratio.shape)
         log_ratio = log_ratio.masked_fill(~active, 0)
     _warn_of_ratios(log_ratio if active is None or not log_ratio.is_cpu else log_ratio[active])
-    judged = gate.of_tokens(log_ratio, log_probs)
+    judged = gate.token_metric(log_ratio, log_probs)
     if gate.level != "token":
         if local is None:
             raise ValueError(
@@ -99,13 +99,13 @@ def importance_weights(
                 "Samples(...).local(cp_rank, cp_size)."
             )
         per = "sample" if gate.level == "sequence" else "rollout"
-        given = judged.to(at_least_float32(log_ratio).dtype), local, cp_group
+        arguments = judged.to(at_least_float32(log_ratio).dtype), local, cp_group
         if gate.aggregate == "max":
-            of_sequences = segment_quantile(*given, q=1.0, per=per)
+            sequence_metrics = segment_quantile(*arguments, q=1.0, per=per)
         else:
-            of_sequences = (segment_sum if gate.aggregate == "sum" else segment_mean)(*given, per=per)
-        _warn_of_lost_weights(gate, of_sequences, log_ratio, active, local)
-        judged = to_tokens(of_sequences, local).view(log_ratio.shape).double()
+            sequence_metrics = (segment_sum if gate.aggregate == "sum" else segment_mean)(*arguments, per=per)
+        _warn_of_lost_weights(gate, sequence_metrics, log_ratio, active, local)
+        judged = to_tokens(sequence_metrics, local).view(log_ratio.shape).double()
     else:
         _warn_of_lost_weights(gate, judged, log_ratio, active, local)
     return _weights(gate, judged).to(at_least_float32(log_ratio).dtype)
@@ -267,7 +267,7 @@ def surviving_masks(
         )
         row = None if log_probs is None else to_device(torch.as_tensor(log_probs[i]), log_ratio.device)
         masks.append(mask)
-        judged.append(gate.of_tokens(log_ratio, row))
+        judged.append(gate.token_metric(log_ratio, row))
         if log_ratio.is_cpu:
             active.append(log_ratio.double()[mask != 0])
     if active:
@@ -276,17 +276,19 @@ def surviving_masks(
         units = np.arange(len(masks))
         if rollout_ids is not None:
             units = np.unique(as_ids("rollout_ids", rollout_ids, len(masks)), return_inverse=True)[1]
-        judged = [row.expand(len(mask)) for row, mask in zip(_of_units(gate, masks, judged, units), masks, strict=True)]
+        judged = [
+            row.expand(len(mask)) for row, mask in zip(_judged_together(gate, masks, judged, units), masks, strict=True)
+        ]
     return [mask.masked_fill(gate.is_outside(row), 0) for mask, row in zip(masks, judged, strict=True)]
 
 
-def _of_units(gate: Gate, masks: list[Tensor], rows: list[Tensor], units: np.ndarray) -> list[Tensor]:
+def _judged_together(gate: Gate, masks: list[Tensor], rows: list[Tensor], units: np.ndarray) -> list[Tensor]:
     """The aggregate of each sample's unit, 0-dim each."""
     pairs = [(row.masked_fill(mask == 0, 0), mask.double()) for row, mask in zip(rows, masks, strict=True)]
     members = [np.flatnonzero(units == unit) for unit in units]
     if gate.aggregate == "max":
         largest = [torch.cat([row[mask != 0], row.new_full((1,), -math.inf)]).amax() for row, mask in pairs]
-        return [torch.stack([largest[k] for k in of_unit]).amax() for of_unit in members]
+        return [torch.stack([largest[k] for k in numbers]).amax() for numbers in members]
     sums = [torch.stack([(row * mask).sum(), mask.sum()]) for row, mask in pairs]
-    totals = [torch.stack([sums[k] for k in of_unit]).sum(0) for of_unit in members]
+    totals = [torch.stack([sums[k] for k in numbers]).sum(0) for numbers in members]
     return [total / count.clamp(min=1e-30) if gate.aggregate != "sum" else total for total, count in totals]

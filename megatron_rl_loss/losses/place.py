@@ -80,9 +80,9 @@ class Sequences:
             check_values(f"a value of {what}", row, tokens)
         segments = segments_per(per, tokens)
         if isinstance(local, LocalTokens):
-            of_place = tokens.samples.cp_group
+            own_group = tokens.samples.cp_group
         else:
-            of_place = local.cp_group
+            own_group = local.cp_group
             _check_known(segments, local.totals)
             _check_whole(segments, local.totals)
         return cls(
@@ -91,7 +91,7 @@ class Sequences:
             on_device(tokens.mask, rows[0].device).double(),
             segments,
             *segments.sort(tokens),
-            _exchange_group(tokens, of_place, cp_group),
+            _exchange_group(tokens, own_group, cp_group),
             torch.float64 if any(row.dtype == torch.float64 for row in rows) else torch.float32,
         )
 
@@ -144,14 +144,14 @@ def _check_whole(segments: Segments, totals: StepTotals | None) -> None:
         )
 
 
-def _exchange_group(tokens: LocalTokens, of_place: Group | None, stated: Group | None) -> Group | None:
-    cp_group = of_place if stated is None else stated
+def _exchange_group(tokens: LocalTokens, own_group: Group | None, stated: Group | None) -> Group | None:
+    cp_group = own_group if stated is None else stated
     if cp_group is not None and size_of(cp_group) != tokens.cp_size:
         raise ValueError(
             f"a cp_group of {size_of(cp_group)} ranks: the micro-batch is cut for {tokens.cp_size} ranks. Pass the "
             "group of these ranks."
         )
-    if stated is not None and of_place is not None and (here := ranks_of(of_place)) != (asked := ranks_of(stated)):
+    if stated is not None and own_group is not None and (here := ranks_of(own_group)) != (asked := ranks_of(stated)):
         raise ValueError(
             f"a cp_group of the ranks {asked}, and a micro-batch that is cut for {here}: sums over other ranks would "
             "be of other samples. Leave cp_group out; the micro-batch brings its own."

@@ -30,7 +30,7 @@ def likeliest_ids(column: Sequence[Any]) -> list[list[tuple[float, int]]]:
 
     Raises ValueError for tokens that are texts, which name no id, and for anything else that is not listed above.
     """
-    return [_of_token(t, entry) for t, entry in enumerate(column)]
+    return [_pairs_of_token(t, entry) for t, entry in enumerate(column)]
 
 
 def ids_and_log_probs(pairs: Sequence[Sequence[tuple[float, int]]], most: int | None = None) -> tuple[Tensor, Tensor]:
@@ -42,13 +42,13 @@ def ids_and_log_probs(pairs: Sequence[Sequence[tuple[float, int]]], most: int | 
     number = number if most is None else min(number, most)
     ids = torch.zeros(len(pairs), number, dtype=torch.int64, device="cpu")
     log_probs = torch.full((len(pairs), number), -math.inf, dtype=torch.float32, device="cpu")
-    for t, of_token in enumerate(pairs):
-        for k, (log_prob, token_id) in enumerate(of_token[:number]):
+    for t, token_pairs in enumerate(pairs):
+        for k, (log_prob, token_id) in enumerate(token_pairs[:number]):
             ids[t, k], log_probs[t, k] = token_id, log_prob
     return ids, log_probs
 
 
-def _of_token(t: int, entry: Any) -> list[tuple[float, int]]:
+def _pairs_of_token(t: int, entry: Any) -> list[tuple[float, int]]:
     if isinstance(entry, Mapping):
         pairs: Iterable[tuple[Any, Any]] = [(_value(value), key) for key, value in entry.items()]
     elif isinstance(entry, list | tuple) and all(_is_pair(pair) for pair in entry):

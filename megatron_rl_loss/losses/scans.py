@@ -96,34 +96,34 @@ def check_discount(name: str, discount: Discount, tokens: LocalTokens, usual: st
         return discount
     number = len(tokens.samples)
     try:
-        of_samples = torch.as_tensor(discount, dtype=torch.float64).detach()
+        discounts = torch.as_tensor(discount, dtype=torch.float64).detach()
     except (TypeError, ValueError, RuntimeError):
-        of_samples = None
-    if of_samples is None or of_samples.shape not in ((), (number,)):
-        given = f"is {discount!r}" if of_samples is None else f"of shape {tuple(of_samples.shape)}"
+        discounts = None
+    if discounts is None or discounts.shape not in ((), (number,)):
+        shown = f"is {discount!r}" if discounts is None else f"of shape {tuple(discounts.shape)}"
         raise ValueError(
-            f"{name} {given} for {number} samples: it must be a number in [0, 1], or one for each sample of the "
+            f"{name} {shown} for {number} samples: it must be a number in [0, 1], or one for each sample of the "
             f"micro-batch. {usual}."
         )
-    if of_samples.numel():
+    if discounts.numel():
         require(
-            ((of_samples >= 0) & (of_samples <= 1)).all(),
-            lambda: f"{name} from {of_samples.amin():.3g} to {of_samples.amax():.3g}",
+            ((discounts >= 0) & (discounts <= 1)).all(),
+            lambda: f"{name} from {discounts.amin():.3g} to {discounts.amax():.3g}",
             f"it must be in [0, 1]. {usual}.",
         )
-    return of_samples
+    return discounts
 
 
 def discount_at_tokens(discount: float | Tensor, tokens: LocalTokens, device: torch.device) -> float | Tensor:
     """A checked discount at each of a rank's tokens, [num_local_tokens], or one number for all."""
     if not isinstance(discount, Tensor):
         return discount
-    of_samples = to_device(discount, device)
-    if not of_samples.ndim:
-        return of_samples
-    if not len(of_samples):  # padding of a filler
-        return of_samples.new_zeros(len(tokens))
-    return of_samples.repeat_interleave(on_device(tokens.counts, device), output_size=len(tokens))
+    discounts = to_device(discount, device)
+    if not discounts.ndim:
+        return discounts
+    if not len(discounts):  # padding of a filler
+        return discounts.new_zeros(len(tokens))
+    return discounts.repeat_interleave(on_device(tokens.counts, device), output_size=len(tokens))
 
 
 @dataclass(frozen=True)

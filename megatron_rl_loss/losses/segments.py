@@ -104,14 +104,16 @@ def segment_quantile(
         reduce_in_place(whole, sequences.group)
     places = segments.active_places
     if not len(places):
-        of_segments = masked.new_zeros(len(masked), len(segments))
+        segment_quantiles = masked.new_zeros(len(masked), len(segments))
     else:
         unit = segments.unit[segments.in_buffer[places]]
         entries = segments.samples.buffer[places].astype(np.float64)
         units = _SortedUnits.of(unit, None if (entries == 1).all() else entries, segments.num_units, device)
-        of_units = torch.stack([units.quantile(row, q, interpolates) for row in whole[:, on_device(places, device)]])
-        of_segments = of_units[:, on_device(segments.unit, device)]
-    return (of_segments if isinstance(values, Sequence) else of_segments[0]).to(sequences.dtype)
+        unit_quantiles = torch.stack(
+            [units.quantile(row, q, interpolates) for row in whole[:, on_device(places, device)]]
+        )
+        segment_quantiles = unit_quantiles[:, on_device(segments.unit, device)]
+    return (segment_quantiles if isinstance(values, Sequence) else segment_quantiles[0]).to(sequences.dtype)
 
 
 @dataclass(frozen=True)
@@ -123,21 +125,21 @@ class _SortedUnits:
         entries: their mask, float64; None where each counts 1.
         filled: the number of tokens of each unit, int64 [num_units].
         begins: the place of each unit's first token among the sorted ones, int64 [num_units].
-        of_sorted: the unit of each sorted token, int64 [num_tokens].
+        sorted_units: the unit of each sorted token, int64 [num_tokens].
     """
 
     unit: Tensor
     entries: Tensor | None
     filled: Tensor
     begins: Tensor
-    of_sorted: Tensor
+    sorted_units: Tensor
 
     @classmethod
     def of(cls, unit: Ints, entries: Floats | None, number: int, device: torch.device) -> "_SortedUnits":
         filled = np.bincount(unit, minlength=number)
-        begins, of_sorted = filled.cumsum() - filled, np.arange(number).repeat(filled)
+        begins, sorted_units = filled.cumsum() - filled, np.arange(number).repeat(filled)
         weights = None if entries is None else on_device(entries, device)
-        numbers = (on_device(array, device) for array in (filled, begins, of_sorted))
+        numbers = (on_device(array, device) for array in (filled, begins, sorted_units))
         return cls(on_device(unit, device), weights, *numbers)
 
     def quantile(self, row: Tensor, q: float, interpolates: bool) -> Tensor:
@@ -149,10 +151,10 @@ class _SortedUnits:
             place = q * last.double()
             below, share = place.long(), place.frac()
             above = torch.minimum(below + 1, last)
-            found = self._at(ascending, below).lerp(self._at(ascending, above), share)
+            quantiles = self._at(ascending, below).lerp(self._at(ascending, above), share)
         else:
-            found = self._at(ascending, torch.minimum(self._below_share(order, q), last))
-        return found.masked_fill(self.filled == 0, 0)
+            quantiles = self._at(ascending, torch.minimum(self._below_share(order, q), last))
+        return quantiles.masked_fill(self.filled == 0, 0)
 
     def _below_share(self, order: Tensor, q: float) -> Tensor:
         """Of each unit, how many of its sorted tokens come before the one at which a share q of its mask is reached."""
@@ -160,32 +162,32 @@ class _SortedUnits:
         if self.entries is None:
             return (share * self.filled.double()).ceil().long() - 1
         # Added up within each unit: a sum over all, less what came before, would keep the rounding of others.
-        sums = sums_within(self.entries[order], self.of_sorted)
+        sums = sums_within(self.entries[order], self.sorted_units)
         wanted = share * self._at(sums, (self.filled - 1).clamp(min=0))
-        below = (sums < wanted[self.of_sorted]).to(self.filled.dtype)
-        return torch.zeros_like(self.filled).index_add_(0, self.of_sorted, below)
+        below = (sums < wanted[self.sorted_units]).to(self.filled.dtype)
+        return torch.zeros_like(self.filled).index_add_(0, self.sorted_units, below)
 
     def _at(self, ascending: Tensor, place: Tensor) -> Tensor:
         """The value at a place of each unit; of a unit without a token, any."""
         return ascending[(self.begins + place).clamp(max=len(ascending) - 1)]
 
 
-def to_tokens(of_samples: Tensor, local: Place, *, per: str = "sample") -> Tensor:
+def to_tokens(statistic: Tensor, local: Place, *, per: str = "sample") -> Tensor:
     """A statistic [num_samples] -> each sample's number at every token this rank holds, [num_local_tokens].
 
     Of a statistic per turn, or by other ids per token, say ``per`` here too: each token has its turn's number, or 0.
     Differentiable, without a collective: the gradient of a rank's tokens is that rank's part of it, which `segment_sum`
     completes. Padding has the number of a sample beside it. Raises ValueError for another shape.
     """
-    tokens, device = tokens_of(local), of_samples.device
+    tokens, device = tokens_of(local), statistic.device
     counts, order = segments_per(per, tokens).sort(tokens)
-    if of_samples.shape != counts.shape:
+    if statistic.shape != counts.shape:
         raise ValueError(
-            f"a statistic of shape {tuple(of_samples.shape)}: it must have one number for each of the micro-batch's "
+            f"a statistic of shape {tuple(statistic.shape)}: it must have one number for each of the micro-batch's "
             f"{len(counts)} samples (parts by {per}). Pass the result of segment_sum or segment_mean, with its per=."
         )
     sorted_by = None if order is None else on_device(order, device)
-    spread: Tensor = _ToTokens.apply(of_samples, on_device(counts, device), sorted_by, len(tokens))
+    spread: Tensor = _ToTokens.apply(statistic, on_device(counts, device), sorted_by, len(tokens))
     return spread
 
 
@@ -194,11 +196,11 @@ def _statistic(what: str, values: Values, local: Place, cp_group: Group | None, 
     divisor = None
     if what == "segment_mean":
         divisor = on_device(np.where(sequences.mask_sums == 0, 1, sequences.mask_sums), sequences.mask.device)
-    of_samples: Tensor = _OfSamples.apply(sequences, divisor, *sequences.rows)
-    return (of_samples if isinstance(values, Sequence) else of_samples[0]).to(sequences.dtype)
+    statistic: Tensor = _SampleSums.apply(sequences, divisor, *sequences.rows)
+    return (statistic if isinstance(values, Sequence) else statistic[0]).to(sequences.dtype)
 
 
-class _OfSamples(torch.autograd.Function):
+class _SampleSums(torch.autograd.Function):
     """Rows of tokens -> a number per sample of each, the same on all CP ranks; the gradient is added up over CP."""
 
     @staticmethod
@@ -214,29 +216,29 @@ class _OfSamples(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         sequences: Sequences = ctx.sequences
         wanted = [k for k, needed in enumerate(ctx.needs_input_grad[2:]) if needed]
-        of_samples = _over_sequences(torch.stack([gradient[k] for k in wanted]), sequences, ctx.divisor)
-        of_tokens = _at_tokens(of_samples, ctx.counts, ctx.order, len(sequences.tokens)) * sequences.mask
-        gradients = dict(zip(wanted, of_tokens.masked_fill(sequences.mask == 0, 0), strict=True))
+        sample_gradients = _over_sequences(torch.stack([gradient[k] for k in wanted]), sequences, ctx.divisor)
+        token_gradients = _at_tokens(sample_gradients, ctx.counts, ctx.order, len(sequences.tokens)) * sequences.mask
+        gradients = dict(zip(wanted, token_gradients.masked_fill(sequences.mask == 0, 0), strict=True))
         return None, None, *(gradients.get(k) for k in range(len(sequences.rows)))
 
 
-def _over_sequences(of_samples: Tensor, sequences: Sequences, divisor: Tensor | None) -> Tensor:
+def _over_sequences(sample_sums: Tensor, sequences: Sequences, divisor: Tensor | None) -> Tensor:
     """Parts of samples [num_rows, num_samples] -> at each sample its sequence's sum, or mean; its own transpose."""
-    if sequences.group is not None and of_samples.numel():
-        reduce_in_place(of_samples, sequences.group)
+    if sequences.group is not None and sample_sums.numel():
+        reduce_in_place(sample_sums, sequences.group)
     if sequences.joined is not None:
-        units = on_device(sequences.joined, of_samples.device)
-        of_samples = torch.zeros_like(of_samples).index_add(-1, units, of_samples)[:, units]
-    return of_samples if divisor is None else of_samples / divisor
+        units = on_device(sequences.joined, sample_sums.device)
+        sample_sums = torch.zeros_like(sample_sums).index_add(-1, units, sample_sums)[:, units]
+    return sample_sums if divisor is None else sample_sums / divisor
 
 
 class _ToTokens(torch.autograd.Function):
     """Each sample's number at its tokens; the way back adds in order, where autograd's own would scatter."""
 
     @staticmethod
-    def forward(ctx: Any, of_samples: Tensor, counts: Tensor, order: Tensor | None, num_tokens: int) -> Tensor:
-        ctx.counts, ctx.order, ctx.dtype = counts, order, of_samples.dtype
-        return _at_tokens(of_samples, counts, order, num_tokens)
+    def forward(ctx: Any, sample_values: Tensor, counts: Tensor, order: Tensor | None, num_tokens: int) -> Tensor:
+        ctx.counts, ctx.order, ctx.dtype = counts, order, sample_values.dtype
+        return _at_tokens(sample_values, counts, order, num_tokens)
 
     @staticmethod
     @first_order("to_tokens")
@@ -253,10 +255,10 @@ def _segments(rows: Tensor, counts: Tensor, order: Tensor | None) -> Tensor:
     return torch.stack([torch.segment_reduce(row, "sum", lengths=counts, unsafe=True, initial=0.0) for row in rows])
 
 
-def _at_tokens(of_samples: Tensor, counts: Tensor, order: Tensor | None, num_tokens: int) -> Tensor:
+def _at_tokens(sample_values: Tensor, counts: Tensor, order: Tensor | None, num_tokens: int) -> Tensor:
     """[..., num_samples] -> [..., num_tokens]"""
-    of_tokens = of_samples.new_zeros(*of_samples.shape[:-1], num_tokens)
+    token_values = sample_values.new_zeros(*sample_values.shape[:-1], num_tokens)
     if not len(counts):
-        return of_tokens
-    spread = of_samples.repeat_interleave(counts, -1, output_size=num_tokens if order is None else len(order))
-    return spread if order is None else of_tokens.index_copy(-1, order, spread)
+        return token_values
+    spread = sample_values.repeat_interleave(counts, -1, output_size=num_tokens if order is None else len(order))
+    return spread if order is None else token_values.index_copy(-1, order, spread)

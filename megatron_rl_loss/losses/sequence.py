@@ -66,10 +66,10 @@ def gspo_loss(
         )
     if mean_log_ratio is None:
         mean_log_ratio = segment_mean(inputs.log_ratio, local, cp_group, per=per)
-    of_sequence = to_tokens(mean_log_ratio, local, per=per).view(log_probs.shape)
+    sequence_log_ratio = to_tokens(mean_log_ratio, local, per=per).view(log_probs.shape)
     if level == "token":
-        of_sequence = of_sequence.detach() + (inputs.log_probs - inputs.log_probs.detach())
-    return bounds.surrogate(inputs, of_sequence)
+        sequence_log_ratio = sequence_log_ratio.detach() + (inputs.log_probs - inputs.log_probs.detach())
+    return bounds.surrogate(inputs, sequence_log_ratio)
 
 
 @reports_output
@@ -142,8 +142,8 @@ def vespo_loss(
         check_within(name, power, "(0, 100]", "2.0 and 3.0 are usual")
     for name, decay in (("lambda_positive", lambda_positive), ("lambda_negative", lambda_negative)):
         check_within(name, decay, "[1e-4, 1e4]", "3.0 and 2.0 are usual")
-    of_sequence = segment_sum(inputs.log_ratio.detach(), local, cp_group, per=per)
-    log_w = to_tokens(of_sequence, local, per=per).view(log_probs.shape)
+    sequence_log_ratio = segment_sum(inputs.log_ratio.detach(), local, cp_group, per=per)
+    log_w = to_tokens(sequence_log_ratio, local, per=per).view(log_probs.shape)
     log_w = log_w.clamp(max=20)  # beyond, phi is 0 to the last bit
     negative = inputs.advantages < 0
     k = torch.full_like(log_w, k_positive).masked_fill(negative, k_negative)

@@ -57,7 +57,7 @@ AGGREGATIONS += [("constant", 1.0)]
 def test_a_name_is_its_function_and_goes_with_its_modes(name: str) -> None:
     function, tokens = POLICY_LOSSES[name].compute, (OLDS + LOG_RATIOS, OLDS, torch.ones(5), HELD)
     assert torch.equal(policy_loss(name, *tokens, clip_low=None).per_token_loss, function(*tokens).per_token_loss)
-    assert ("cp_group" in inspect.signature(function).parameters) == POLICY_LOSSES[name].of_sequence
+    assert ("cp_group" in inspect.signature(function).parameters) == POLICY_LOSSES[name].per_sequence
     for mode, divisor in AGGREGATIONS:
         if (mode, divisor) in GOES_WITH.get(name, AGGREGATIONS):
             goes(name, mode, divisor)

@@ -234,7 +234,7 @@ LOSSES["value"] = lambda data, local: value_loss(
 LOSSES["divergence"] = lambda data, local: divergence_at_ids(
     beside_a_constant(data["log_probs"]), data["old_log_probs"][..., None], local, kind="jsd"
 )
-OF_SEQUENCES = {name for name, loss in POLICY_LOSSES.items() if loss.of_sequence}
+OF_SEQUENCES = {name for name, loss in POLICY_LOSSES.items() if loss.per_sequence}
 PLACES = [*((name, LOCAL) for name in LOSSES), *((name, MASK) for name in LOSSES if name not in OF_SEQUENCES)]
 everywhere = pytest.mark.parametrize(("name", "local"), PLACES)
 
