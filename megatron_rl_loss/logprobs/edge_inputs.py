@@ -21,7 +21,7 @@ from megatron_rl_loss.trees.edges import Edges
 
 
 @dataclass(frozen=True, eq=False)
-class OfEdges:
+class EdgeInputs:
     """A tree's edges with the further columns of a call, of this rank's tokens, in which an edge's tokens agree.
 
     Attributes:
@@ -45,7 +45,7 @@ class OfEdges:
         rest_without: Tensor | None,
         *,
         is_each_apart: bool = False,
-    ) -> "OfEdges":
+    ) -> "EdgeInputs":
         """Split edges whose tokens differ in what they keep; ValueError for a token mask, which edges bring along."""
         if token_mask is not None:
             raise ValueError(
@@ -57,12 +57,12 @@ class OfEdges:
         edges = edges.apart() if is_each_apart or is_mask_of_tokens else edges
         if rest_without is not None:
             edges = edges.split(rest_without)
-            rest_without = edges.of_tokens(rest_without)
+            rest_without = edges.from_tokens(rest_without)
         if isinstance(keep, KeptIds):
             edges = edges.split_at(_differing(edges, keep))
-            keep = _of_tokens(keep, edges)
+            keep = _first_kept(keep, edges)
         elif isinstance(keep, Tensor) and is_mask_of_tokens:
-            keep = edges.of_tokens(keep.reshape(-1, keep.shape[-1]))
+            keep = edges.from_tokens(keep.reshape(-1, keep.shape[-1]))
         labels = edges.labels
         labels = to_device(labels, device) if isinstance(labels, Tensor) else on_device(labels, device)
         return cls(edges, labels, keep, rest_without)
@@ -114,14 +114,14 @@ class _Gathered(torch.autograd.Function):
 
 def _differing(edges: Edges, keep: KeptIds) -> Any:
     """Tokens that keep other ids than the first of their edge."""
-    if len(keep.offsets) != len(edges.of_token) + 1:
+    if len(keep.offsets) != len(edges.token_edges) + 1:
         raise ValueError(
-            f"KeptIds with offsets of shape {tuple(keep.offsets.shape)} for {len(edges.of_token)} tokens: with the "
+            f"KeptIds with offsets of shape {tuple(keep.offsets.shape)} for {len(edges.token_edges)} tokens: with the "
             "edges of a tree they are of this rank's tokens, in the order of the samples. Give a token that keeps no "
             "id an empty range."
         )
-    reading = np.flatnonzero(edges.of_token >= 0)
-    first = edges.first[edges.of_token[reading]]
+    reading = np.flatnonzero(edges.token_edges >= 0)
+    first = edges.first[edges.token_edges[reading]]
     reading, first = reading[first != reading], first[first != reading]
     (begins, ends), (others, until) = keep.bounds(reading), keep.bounds(first)
     is_equal = ends - begins == until - others
@@ -135,7 +135,7 @@ def _differing(edges: Edges, keep: KeptIds) -> Any:
     return reading[~is_equal]
 
 
-def _of_tokens(keep: KeptIds, edges: Edges) -> KeptIds:
+def _first_kept(keep: KeptIds, edges: Edges) -> KeptIds:
     """The ids that the first token of each edge keeps."""
     begins, ends = keep.bounds(edges.first)
     counts = ends - begins

@@ -88,18 +88,18 @@ def excess(
     eps: float = 0,
     floor: float = 0,
     terms: Tensor | None = None,
-    of_row: float = 0,
+    row_floor: float = 0,
 ) -> Tensor:
     """How far rows differ, by their sums and by their largest entries, as a part of what they may.
 
-    `floor` and the size of `terms`, whose sum an entry is, are added to the size of each entry, and `of_row` to that of
-    each row. NaN differs from a number, and not from NaN.
+    `floor` and the size of `terms`, whose sum an entry is, are added to the size of each entry, and `row_floor` to that
+    of each row. NaN differs from a number, and not from NaN.
     """
     is_same = (values == right) | (values.isnan() & right.isnan())
     off = (values.double() - right.double()).abs().masked_fill(is_same, 0)
     size = right.double().abs().masked_fill(is_same & ~right.isfinite(), 0) + floor
     if terms is not None:
         size += terms.double().abs()
-    parts = [off.sum(-1) / (size.sum(-1) + of_row), off.amax(-1) / (size.amax(-1) + of_row)]
+    parts = [off.sum(-1) / (size.sum(-1) + row_floor), off.amax(-1) / (size.amax(-1) + row_floor)]
     worst = torch.stack([part.masked_fill((off == 0).all(-1), 0).amax() for part in parts]).amax()
     return worst.nan_to_num(math.inf, math.inf) / (DIFFERENCE + 2 * eps)

@@ -17,6 +17,7 @@ from megatron_rl_loss.core.collectives import size_of
 from megatron_rl_loss.core.errors import check_callable, check_choice, check_float, first_order
 from megatron_rl_loss.core.transfers import to_device
 from megatron_rl_loss.logprobs.choice import choose
+from megatron_rl_loss.logprobs.edge_inputs import EdgeInputs
 from megatron_rl_loss.logprobs.kept_ids import Keep
 from megatron_rl_loss.logprobs.kernels import run_from_hidden
 from megatron_rl_loss.logprobs.layer import (
@@ -29,7 +30,6 @@ from megatron_rl_loss.logprobs.layer import (
     in_autocast,
     make_log_probs,
 )
-from megatron_rl_loss.logprobs.of_edges import OfEdges
 from megatron_rl_loss.logprobs.reading import LogProbs, Reading, TokenMask, check_rows
 from megatron_rl_loss.logprobs.teacher import Comparison, Teacher, check_teacher
 from megatron_rl_loss.trees.edges import Edges
@@ -67,16 +67,16 @@ def log_probs_from_hidden(
     hidden states, weight and labels that do not fit each other.
     """
     if isinstance(labels, Edges):
-        of_edges = OfEdges.of(labels, hidden.device, keep, token_mask, rest_without)
+        per_edge = EdgeInputs.of(labels, hidden.device, keep, token_mask, rest_without)
         values = log_probs_from_hidden(
-            *of_edges.hidden_of(hidden, output_layer),
-            of_edges.labels,
-            keep=of_edges.keep,
+            *per_edge.hidden_of(hidden, output_layer),
+            per_edge.labels,
+            keep=per_edge.keep,
             entropy=entropy,
-            rest_without=of_edges.rest_without,
+            rest_without=per_edge.rest_without,
             kernel=kernel,
         )
-        return LogProbs(*map(of_edges.to_tokens, values))
+        return LogProbs(*map(per_edge.to_tokens, values))
     read, leaves = _read(hidden, output_layer, labels, keep, entropy, token_mask, rest_without, kernel)
     if kernel not in (None, "torch", "triton"):
         return run_from_hidden(kernel, read, leaves, output_layer)
@@ -119,16 +119,16 @@ def divergence_from_hidden(
     """
     if isinstance(labels, Edges):
         check_teacher(teacher)
-        of_edges = OfEdges.of(labels, hidden.device, keep, token_mask, rest_without)
+        per_edge = EdgeInputs.of(labels, hidden.device, keep, token_mask, rest_without)
         values = divergence_from_hidden(
-            *of_edges.hidden_of(hidden, output_layer),
-            of_edges.labels,
-            teacher=of_edges.teacher_of(teacher, hidden, output_layer.tensor_parallel),
-            keep=of_edges.keep,
+            *per_edge.hidden_of(hidden, output_layer),
+            per_edge.labels,
+            teacher=per_edge.teacher_of(teacher, hidden, output_layer.tensor_parallel),
+            keep=per_edge.keep,
             entropy=entropy,
-            rest_without=of_edges.rest_without,
+            rest_without=per_edge.rest_without,
         )
-        return Divergence(*map(of_edges.to_tokens, values))
+        return Divergence(*map(per_edge.to_tokens, values))
     read, leaves = _read(hidden, output_layer, labels, keep, entropy, token_mask, rest_without, teacher=teacher)
     comparison = _compare(read, teacher, hidden, output_layer)
     parallel, main_gradient = output_layer.tensor_parallel, output_layer.main_gradient
@@ -188,25 +188,25 @@ def loss_from_hidden(
         )
     check_rows("hidden states", hidden)
     if isinstance(labels, Edges):
-        of_edges = OfEdges.of(labels, hidden.device, keep, token_mask, rest_without, is_each_apart=True)
-        _check_per_token({"weights": weights.reshape(-1)}, len(labels.of_token))
+        per_edge = EdgeInputs.of(labels, hidden.device, keep, token_mask, rest_without, is_each_apart=True)
+        _check_per_token({"weights": weights.reshape(-1)}, len(labels.token_edges))
         share, values = loss_from_hidden(
-            *of_edges.hidden_of(hidden, output_layer),
-            of_edges.labels,
-            of_edges.edges.of_tokens(weights.reshape(-1)),
+            *per_edge.hidden_of(hidden, output_layer),
+            per_edge.labels,
+            per_edge.edges.from_tokens(weights.reshape(-1)),
             per_token_loss,
             {
-                name: of_edges.edges.of_tokens(_in_one_row(column, len(labels.of_token)))
+                name: per_edge.edges.from_tokens(_in_one_row(column, len(labels.token_edges)))
                 for name, column in inputs.items()
             },
-            keep=of_edges.keep,
+            keep=per_edge.keep,
             entropy=entropy,
-            token_mask=np.ones(len(of_edges.edges), bool),
-            rest_without=of_edges.rest_without,
-            teacher=None if teacher is None else of_edges.teacher_of(teacher, hidden, output_layer.tensor_parallel),
+            token_mask=np.ones(len(per_edge.edges), bool),
+            rest_without=per_edge.rest_without,
+            teacher=None if teacher is None else per_edge.teacher_of(teacher, hidden, output_layer.tensor_parallel),
             kernel=kernel,
         )
-        return share, {name: of_edges.to_tokens(value) for name, value in values.items()}
+        return share, {name: per_edge.to_tokens(value) for name, value in values.items()}
     shape = labels.shape[: hidden.dim() - 1]
     _check_order({"weights": weights, **inputs}, shape)
     _check_per_token({"weights": weights.reshape(-1)}, shape.numel())
@@ -248,11 +248,11 @@ def loss_from_hidden(
                     name: None if gradient is None else gradient.t().masked_fill(chunk_weights == 0, 0).t() * gain
                     for name, gradient in zip(outputs, gradients, strict=True)
                 }
-                of_divergence, more = gradients_of.get("divergence"), None
-                if comparison and of_divergence is not None:
-                    more = comparison.slopes(logits, norm, teacher_logits, compared, of_divergence, part)
-                of_values = gradients_of["log_probs"], gradients_of.get("entropy")
-                read.differentiate(logits, part, norm, *of_values, into=logits, more=more)
+                divergence_gradient, more = gradients_of.get("divergence"), None
+                if comparison and divergence_gradient is not None:
+                    more = comparison.slopes(logits, norm, teacher_logits, compared, divergence_gradient, part)
+                value_gradients = gradients_of["log_probs"], gradients_of.get("entropy")
+                read.differentiate(logits, part, norm, *value_gradients, into=logits, more=more)
                 chunks.add(logits, places)
             # Before the next chunk's are made: two chunks of logits at a time would double the peak of memory.
             logits = teacher_logits = more = None  # type: ignore[assignment]
@@ -394,13 +394,13 @@ class _Folded(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Gradients:
         gain, *gradients = ctx.saved_tensors
         scale = (gradient / gain)[None]
-        for of_leaf in gradients:
-            if of_leaf is not None:
+        for leaf_gradient in gradients:
+            if leaf_gradient is not None:
                 # Rounded once: one factor, of one dimension, so that torch multiplies in the wider dtype of both. In
                 # place, which spares a copy of the weight's gradient; autograd then refuses a second backward.
-                torch.mul(of_leaf, scale, out=of_leaf)
-        of_hidden, of_weight, of_bias = gradients
-        if of_weight is not None and ctx.main is not None:
-            ctx.main.total.add_(of_weight)
-            of_weight = ctx.main.for_autograd()
-        return None, None, None, of_hidden, of_weight, of_bias
+                torch.mul(leaf_gradient, scale, out=leaf_gradient)
+        hidden_gradient, weight_gradient, bias_gradient = gradients
+        if weight_gradient is not None and ctx.main is not None:
+            ctx.main.total.add_(weight_gradient)
+            weight_gradient = ctx.main.for_autograd()
+        return None, None, None, hidden_gradient, weight_gradient, bias_gradient

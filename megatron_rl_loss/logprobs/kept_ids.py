@@ -49,10 +49,10 @@ class KeptIds:
         if isinstance(ids, Tensor):
             are_ids = ids.ndim == 1 and ids.dtype != torch.bool and not ids.is_floating_point()
         if not are_ids or offsets.ndim != 1 or (offsets.size and offsets.dtype.kind not in "iu"):
-            given = f"{ids.dtype} {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
+            shown = f"{ids.dtype} {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
             shape = only_if(offsets.ndim != 1, f" {offsets.shape}")
             raise TypeError(
-                f"KeptIds with ids of {given} and offsets of {offsets.dtype}{shape}: ids must be a tensor of "
+                f"KeptIds with ids of {shown} and offsets of {offsets.dtype}{shape}: ids must be a tensor of "
                 "ints [all kept], offsets ints [tokens + 1]. Pass ids.flatten().long(), and cumulative counts."
             )
         steps = np.diff(np.concatenate([[0], offsets, [len(self.ids)]]))
@@ -120,10 +120,10 @@ def kept_mask(kept: Kept, first: int, width: int) -> Tensor:
     place = torch.arange(len(kept.ids), device=kept.ids.device)
     column = kept.ids.long() - first
     is_here = (column >= 0) & (column < width)
-    of_token = (place >= kept.bounds[0, :, None]) & (place < kept.bounds[1, :, None]) & is_here
-    columns = column.clamp(0, max(width - 1, 0)).expand(len(of_token), -1)
-    counts = torch.zeros(len(of_token), width, dtype=torch.int32, device=kept.ids.device)
-    return counts.scatter_add_(1, columns, of_token.int()) > 0
+    is_kept = (place >= kept.bounds[0, :, None]) & (place < kept.bounds[1, :, None]) & is_here
+    columns = column.clamp(0, max(width - 1, 0)).expand(len(is_kept), -1)
+    counts = torch.zeros(len(is_kept), width, dtype=torch.int32, device=kept.ids.device)
+    return counts.scatter_add_(1, columns, is_kept.int()) > 0
 
 
 #: Ids that count: bool [tokens..., vocabulary / TP] or [vocabulary / TP], or `KeptIds`. A label always does.

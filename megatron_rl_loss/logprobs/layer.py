@@ -84,17 +84,21 @@ class WeightGradient:
     def __init__(self, total: Tensor) -> None:
         self.total = total
 
-    def add_product(self, of_logits: Tensor, hidden: Tensor) -> None:
-        """``total += of_logits.T @ hidden``; with other dtypes, a block of rows at a time through their own."""
+    def add_product(self, logits_gradient: Tensor, hidden: Tensor) -> None:
+        """``total += logits_gradient.T @ hidden``; with other dtypes, a block of rows at a time through their own."""
         if self.total.dtype == hidden.dtype:
-            self.total.addmm_(of_logits.t(), hidden)
+            self.total.addmm_(logits_gradient.t(), hidden)
             return
-        if self.total.is_cuda and self.total.dtype == torch.float32 and add_wider(self.total, of_logits.t(), hidden):
+        if (
+            self.total.is_cuda
+            and self.total.dtype == torch.float32
+            and add_wider(self.total, logits_gradient.t(), hidden)
+        ):
             return
         # A block at a time, the product before the sum needs no second tensor of the weight's size.
         for begin in range(0, len(self.total), _PRODUCT_ROWS):
             rows = slice(begin, begin + _PRODUCT_ROWS)
-            self.total[rows] += of_logits[:, rows].t() @ hidden
+            self.total[rows] += logits_gradient[:, rows].t() @ hidden
 
     def for_autograd(self) -> Tensor | None:
         """The gradient that autograd gets: the sum, unless it stays here."""
@@ -156,14 +160,14 @@ class Chunks:
         self._parallel, self._tokens, self._in_place = parallel, parallel.gather(self._hidden), in_place
         # Sums over chunks: in bfloat16 a sum of many equal terms stops growing at 256 of them.
         exact = torch.promote_types(self._tokens.dtype, torch.float32)
-        self._of_hidden = self._of_bias = None
-        self._of_weight = main_gradient if wanted[1] else None
+        self._hidden_gradient = self._bias_gradient = None
+        self._weight_gradient = main_gradient if wanted[1] else None
         self._dtype_of_weight = (self._weight.dtype if is_one else exact) if wanted[1] else None
         if wanted[0]:
             new = torch.zeros_like if skips else torch.empty_like
-            self._of_hidden = self._tokens if in_place else new(self._tokens)
+            self._hidden_gradient = self._tokens if in_place else new(self._tokens)
         if wanted[2]:
-            self._of_bias = torch.zeros_like(self._weight[:, 0], dtype=exact)
+            self._bias_gradient = torch.zeros_like(self._weight[:, 0], dtype=exact)
 
     def logits(self, places: Places) -> Tensor:
         tokens = self._tokens[places]
@@ -178,34 +182,38 @@ class Chunks:
         """A tensor for the gradient of these logits."""
         # Of given logits, a slice of the gradient that is returned: no copy is made. Places by index are a copy anyway.
         is_view = self._weight is None and isinstance(places, slice)
-        return self._of_hidden[places] if is_view and self._of_hidden is not None else logits
+        return self._hidden_gradient[places] if is_view and self._hidden_gradient is not None else logits
 
     def add(self, gradient: Tensor, places: Places) -> None:
         """Take the gradient that was written into the target."""
         with _no_autocast(gradient.device):
-            if self._of_bias is not None:
-                self._of_bias += gradient.sum(0, dtype=self._of_bias.dtype)
-            if self._of_weight is not None:
-                self._of_weight.add_product(gradient, self._tokens[places])
+            if self._bias_gradient is not None:
+                self._bias_gradient += gradient.sum(0, dtype=self._bias_gradient.dtype)
+            if self._weight_gradient is not None:
+                self._weight_gradient.add_product(gradient, self._tokens[places])
             elif self._dtype_of_weight is not None:  # written, not added to zeros
-                self._of_weight = WeightGradient(product(gradient, self._tokens[places], self._dtype_of_weight))
-            if self._of_hidden is not None and self._weight is not None and isinstance(places, slice):
-                torch.mm(gradient, self._weight, out=self._of_hidden[places])
-            elif self._of_hidden is not None and self._weight is not None:
-                self._of_hidden[places] = gradient @ self._weight
-            elif self._of_hidden is not None and isinstance(places, Tensor):
-                self._of_hidden[places] = gradient
+                self._weight_gradient = WeightGradient(product(gradient, self._tokens[places], self._dtype_of_weight))
+            if self._hidden_gradient is not None and self._weight is not None and isinstance(places, slice):
+                torch.mm(gradient, self._weight, out=self._hidden_gradient[places])
+            elif self._hidden_gradient is not None and self._weight is not None:
+                self._hidden_gradient[places] = gradient @ self._weight
+            elif self._hidden_gradient is not None and isinstance(places, Tensor):
+                self._hidden_gradient[places] = gradient
 
     def gradients(self, read: Reading) -> Gradients:
-        of_hidden = self._of_hidden
+        hidden_gradient = self._hidden_gradient
         # In place the gradient's tensor is that of the logits, which still stand where no token was read.
-        if of_hidden is not None and self._in_place and read.rows is not None:
-            skipped = torch.ones(len(of_hidden), dtype=torch.bool, device=of_hidden.device)
-            of_hidden.masked_fill_(skipped.index_fill_(0, read.rows, False)[:, None], 0)
-        of_hidden = None if of_hidden is None else self._parallel.sum(of_hidden, self._hidden)
-        if self._of_weight is None and self._dtype_of_weight is not None:  # no chunk had a gradient
-            self._of_weight = WeightGradient(torch.zeros_like(self._weight, dtype=self._dtype_of_weight))
-        return of_hidden, None if self._of_weight is None else self._of_weight.for_autograd(), self._of_bias
+        if hidden_gradient is not None and self._in_place and read.rows is not None:
+            skipped = torch.ones(len(hidden_gradient), dtype=torch.bool, device=hidden_gradient.device)
+            hidden_gradient.masked_fill_(skipped.index_fill_(0, read.rows, False)[:, None], 0)
+        hidden_gradient = None if hidden_gradient is None else self._parallel.sum(hidden_gradient, self._hidden)
+        if self._weight_gradient is None and self._dtype_of_weight is not None:  # no chunk had a gradient
+            self._weight_gradient = WeightGradient(torch.zeros_like(self._weight, dtype=self._dtype_of_weight))
+        return (
+            hidden_gradient,
+            None if self._weight_gradient is None else self._weight_gradient.for_autograd(),
+            self._bias_gradient,
+        )
 
 
 def make_log_probs(
@@ -266,15 +274,17 @@ class _MakeLogProbs(torch.autograd.Function):
         for part, places in read.chunks():
             logits, chunk_norm = chunks.logits(places), norm[:, part]
             target = chunks.target(logits, places)
-            of_log_probs, of_entropy, of_divergence = (
+            log_probs_gradient, entropy_gradient, divergence_gradient = (
                 None if gradient is None else gradient[part] for gradient in gradients
             )
             more = None
-            if of_divergence is not None:
+            if divergence_gradient is not None:
                 teacher_logits = ctx.comparison.logits(places)
                 chunk_compared = compared[:, part]
-                more = ctx.comparison.slopes(logits, chunk_norm, teacher_logits, chunk_compared, of_divergence, part)
-            read.differentiate(logits, part, chunk_norm, of_log_probs, of_entropy, into=target, more=more)
+                more = ctx.comparison.slopes(
+                    logits, chunk_norm, teacher_logits, chunk_compared, divergence_gradient, part
+                )
+            read.differentiate(logits, part, chunk_norm, log_probs_gradient, entropy_gradient, into=target, more=more)
             chunks.add(target, places)
             # Before the next chunk's are made; `more` holds the teacher's logits too.
             teacher_logits = more = None
@@ -286,9 +296,9 @@ def default_chunk_tokens(device: torch.device) -> int:
     return HOST_CHUNK if device.type == "cpu" else DEVICE_CHUNK
 
 
-def product(of_logits: Tensor, hidden: Tensor, dtype: torch.dtype) -> Tensor:
-    """``of_logits.T @ hidden`` in that dtype: the weight's gradient of one chunk, each entry written once."""
-    left = of_logits.t()
+def product(logits_gradient: Tensor, hidden: Tensor, dtype: torch.dtype) -> Tensor:
+    """``logits_gradient.T @ hidden`` in that dtype: the weight's gradient of one chunk, each entry written once."""
+    left = logits_gradient.t()
     if dtype == hidden.dtype:
         return left @ hidden
     total = hidden.new_empty(left.shape[0], hidden.shape[1], dtype=dtype)

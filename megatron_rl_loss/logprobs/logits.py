@@ -13,10 +13,10 @@ from megatron_rl_loss.core.collectives import Group, size_of
 from megatron_rl_loss.core.errors import check_callable, check_choice, check_float, check_int, require
 from megatron_rl_loss.logprobs import flags
 from megatron_rl_loss.logprobs.choice import choose
+from megatron_rl_loss.logprobs.edge_inputs import EdgeInputs
 from megatron_rl_loss.logprobs.kept_ids import Keep
 from megatron_rl_loss.logprobs.kernels import KERNELS
 from megatron_rl_loss.logprobs.layer import make_log_probs
-from megatron_rl_loss.logprobs.of_edges import OfEdges
 from megatron_rl_loss.logprobs.reading import LogProbs, Reading, TokenMask, check_rows
 from megatron_rl_loss.trees.edges import Edges
 
@@ -69,21 +69,21 @@ def log_probs_from_logits(
     check_float("logits", logits, "Pass the output layer's result")
     check_rows("logits", logits)
     if isinstance(labels, Edges):
-        of_edges = OfEdges.of(labels, logits.device, keep, token_mask, rest_without)
+        per_edge = EdgeInputs.of(labels, logits.device, keep, token_mask, rest_without)
         values = log_probs_from_logits(
-            of_edges.rows_of(logits),
-            of_edges.labels,
+            per_edge.rows_of(logits),
+            per_edge.labels,
             tp_group=tp_group,
             temperature=temperature,
-            keep=of_edges.keep,
+            keep=per_edge.keep,
             vocab_size=vocab_size,
             entropy=entropy,
             chunk_tokens=chunk_tokens,
-            rest_without=of_edges.rest_without,
+            rest_without=per_edge.rest_without,
             gradient_in_place=gradient_in_place,
             kernel=kernel,
         )
-        return LogProbs(*map(of_edges.to_tokens, values))
+        return LogProbs(*map(per_edge.to_tokens, values))
     rows = logits.reshape(-1, logits.shape[-1])
     ids = labels.shape[-1] if labels.dim() == logits.dim() else 1
     if gradient_in_place and logits.requires_grad and torch.is_grad_enabled():

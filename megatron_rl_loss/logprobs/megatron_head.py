@@ -332,15 +332,15 @@ class FusedMainGradient(WeightGradient):
         super().__init__(weight.main_grad)
         self._weight = weight
 
-    def add_product(self, of_logits: Tensor, hidden: Tensor) -> None:
+    def add_product(self, logits_gradient: Tensor, hidden: Tensor) -> None:
         kernel = getattr(layers, "fused_weight_gradient_mlp_cuda", None) if self.total.is_cuda else None
         # torch adds a product of the sum's own dtype in place; only for another one is Megatron's kernel needed.
         if kernel is None or hidden.dtype == self.total.dtype:
-            super().add_product(of_logits, hidden)
+            super().add_product(logits_gradient, hidden)
         elif self.total.dtype == torch.float32:
-            kernel.wgrad_gemm_accum_fp32(hidden, of_logits, self.total)
+            kernel.wgrad_gemm_accum_fp32(hidden, logits_gradient, self.total)
         else:
-            kernel.wgrad_gemm_accum_fp16(hidden, of_logits, self.total)
+            kernel.wgrad_gemm_accum_fp16(hidden, logits_gradient, self.total)
 
     def for_autograd(self) -> Tensor | None:
         """A gradient that triggers the hooks of `DistributedDataParallel`; zeros if Megatron would add it."""

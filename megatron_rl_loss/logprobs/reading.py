@@ -219,7 +219,7 @@ class Reading:
         table = self._launch(
             "statistics",
             logits=logits,
-            **self._of_kernel(part),
+            **self._kernel_arguments(part),
             size=self._size,
             entropy=self.entropy,
             check_first_row=self._is_first_row_checked and part.start == 0,
@@ -240,8 +240,8 @@ class Reading:
             top[rows] = x.amax(-1)
             # Where no id counts here, -inf - -inf would be NaN; another rank has ids that count.
             finite = top[rows].masked_fill(top[rows] == -math.inf, 0)
-            of_label = (x.gather(1, column[rows]) - finite[:, None]) * self.scale
-            label[rows] = of_label.masked_fill(~here[rows], -math.inf)
+            label_logits = (x.gather(1, column[rows]) - finite[:, None]) * self.scale
+            label[rows] = label_logits.masked_fill(~here[rows], -math.inf)
             if in_rest is not None:
                 top_of_rest = self._rest(x, column[rows], in_rest[rows], q).amax(-1)
                 sums = self._relative_to(top_of_rest, q).exp2_().sum(-1)
@@ -340,31 +340,33 @@ class Reading:
         the chunk's. `into` may be the logits. `more` is added, a block's part at a time. Of a rest with gradient r,
         ``scale r ([j in rest] exp z_j / sum exp z of the rest - q)`` is written too.
         """
-        of_labels = None if g is None else g if g.dim() == 2 else g[:, None]
-        of_kernel = self._of_kernel(part)
-        if self._launch("differentiate", logits=logits, into=into, norm=norm, g=of_labels, h=h, **of_kernel):
+        label_gradients = None if g is None else g if g.dim() == 2 else g[:, None]
+        arguments = self._kernel_arguments(part)
+        if self._launch("differentiate", logits=logits, into=into, norm=norm, g=label_gradients, h=h, **arguments):
             return
         (top, total, entropy), (column, here), in_rest = norm[:3], self._columns(part), self._in_rest(part)
         into[:, self._held :] = 0  # padding of the vocabulary takes no part
         is_divergence_alone = g is None and h is None
         g = top.new_zeros(column.shape) if g is None else g if g.dim() == 2 else g[:, None]
-        factor, of_all, tilt = -self.scale / total, g.sum(1), None
+        factor, gradient_sum, tilt = -self.scale / total, g.sum(1), None
         if in_rest is not None and g.shape[1] > column.shape[1]:
             g_of_rest = g[:, -1].masked_fill(norm[3] == -math.inf, 0)
             g = g[:, :-1]
-            of_all, tilt = g.sum(1) + g_of_rest, (self.scale * g_of_rest)[:, None]
-        level = (factor * (of_all if h is None else of_all + h * (entropy - total.log())))[:, None]
+            gradient_sum, tilt = g.sum(1) + g_of_rest, (self.scale * g_of_rest)[:, None]
+        level = (factor * (gradient_sum if h is None else gradient_sum + h * (entropy - total.log())))[:, None]
         slope = None if h is None else (factor * h * LN_2)[:, None]
         at_label = g * here * self.scale
         for rows, x, z, q in self._blocks(logits, part, norm.dtype, into):
             added = None if more is None else next(more)  # reads logits, which `into` may overwrite: so first
-            of_rest = None
+            rest_slopes = None
             if tilt is not None and in_rest is not None:  # the rest's own softmax, from its own largest logit on
-                of_rest = self._relative_to(
+                rest_slopes = self._relative_to(
                     norm[3, rows], self._rest(x, column[rows], in_rest[rows], torch.empty_like(q))
                 )
-                of_rest = of_rest.sub_(norm[4, rows, None].masked_fill(norm[3, rows, None] == -math.inf, 0) / LN_2)
-                of_rest = of_rest.exp2_().mul_(tilt[rows])
+                rest_slopes = rest_slopes.sub_(
+                    norm[4, rows, None].masked_fill(norm[3, rows, None] == -math.inf, 0) / LN_2
+                )
+                rest_slopes = rest_slopes.exp2_().mul_(tilt[rows])
             self._centre(x, top[rows], z)
             if is_divergence_alone:
                 z.zero_()
@@ -373,8 +375,8 @@ class Reading:
             else:
                 torch.exp2(z, out=q)
                 z.mul_(slope[rows]).add_(level[rows]).mul_(q)
-            if of_rest is not None:
-                z.add_(of_rest)
+            if rest_slopes is not None:
+                z.add_(rest_slopes)
             z.scatter_add_(1, column[rows], at_label[rows])
             if added is not None:
                 z.add_(added)
@@ -501,8 +503,8 @@ class Reading:
         is_wrong = ((few["labels"] < 0) | (few["labels"] >= self._size)).any(1)
         if few["mask"] is not None:
             is_wrong &= few["mask"] != 0
-        given, expected = (values.masked_fill(is_wrong[:, None], 0).t() for values in (table, right))
-        return first_launch.excess(given, expected, floor=1)
+        launched, expected = (values.masked_fill(is_wrong[:, None], 0).t() for values in (table, right))
+        return first_launch.excess(launched, expected, floor=1)
 
     def _excess_of_differentiate(self, launch: Callable[..., Any], arguments: dict[str, Any]) -> Tensor:
         alone, few, at = self._few(arguments)
@@ -530,7 +532,7 @@ class Reading:
         for values in (gradient, right, terms):
             values.scatter_(1, places, values.gather(1, places).where(~here, nothing))
         least = max(torch.finfo(into.dtype).tiny, 1e-30)  # below it a device may round to 0
-        return torch.stack([*excesses, first_launch.excess(gradient, right, eps, terms=terms, of_row=least)]).amax()
+        return torch.stack([*excesses, first_launch.excess(gradient, right, eps, terms=terms, row_floor=least)]).amax()
 
     def _few(self, arguments: dict[str, Any]) -> tuple["Reading", dict[str, Any], Tensor]:
         """These tokens in plain torch, the arguments of a kernel with a few rows, and the places of the rows."""
@@ -552,17 +554,17 @@ class Reading:
         assert self._mask is not None
         return self._mask[part] != 0
 
-    def _of_kernel(self, part: slice) -> dict[str, Any]:
+    def _kernel_arguments(self, part: slice) -> dict[str, Any]:
         mask = None if self._mask is None else self._mask[part]
-        of_rank = {"first": self._first, "held": self._held, "scale": self.scale}
-        given: dict[str, Any] = {"labels": self._table_of_labels(part), "mask": mask, "keep": None, "kept": None}
+        shard = {"first": self._first, "held": self._held, "scale": self.scale}
+        tables: dict[str, Any] = {"labels": self._table_of_labels(part), "mask": mask, "keep": None, "kept": None}
         if self._kernels is None:  # none is launched
-            return of_rank | given
+            return shard | tables
         if isinstance(self.keep, KeptIds):
-            given["kept"] = Kept(self._kept_ids.ids, self._kept_ids.bounds[:, part])
+            tables["kept"] = Kept(self._kept_ids.ids, self._kept_ids.bounds[:, part])
         else:
-            given["keep"] = self._keep_mask(part)
-        return of_rank | given
+            tables["keep"] = self._keep_mask(part)
+        return shard | tables
 
     def _keep_mask(self, part: slice) -> Tensor | None:
         """The ids of this rank that count, bool [tokens of the part or 1, columns]; None for all."""
@@ -606,8 +608,8 @@ def _power_of_2(labels: Tensor) -> int:
 
 def _check_labels(labels: Tensor, shape: torch.Size) -> None:
     """Raise ValueError unless labels are [...] or [..., K] for tokens [...], and TypeError unless they are integers."""
-    of_token = labels.shape[len(shape) :]
-    if labels.shape[: len(shape)] != shape or len(of_token) > 1 or not of_token.numel():
+    ids_shape = labels.shape[len(shape) :]
+    if labels.shape[: len(shape)] != shape or len(ids_shape) > 1 or not ids_shape.numel():
         raise ValueError(
             f"labels of shape {tuple(labels.shape)}: for these tokens they must be {tuple(shape)}, or for several "
             f"ids each ({', '.join(map(str, (*shape, 'K')))}), K >= 1. Labels are in the order of the tokens: "
@@ -637,8 +639,8 @@ def _mask_of(token_mask: TokenMask, shape: torch.Size) -> npt.NDArray[np.bool_]:
     """True for the tokens that count, on the host."""
     numbers = to_array(token_mask)
     if numbers.dtype.kind not in "biuf" or not (numbers >= 0).all():
-        given = numbers.min() if numbers.dtype.kind in "iuf" else numbers.dtype
-        raise ValueError(f"a token mask with {given}: {flags.MASK_RULE}")
+        least = numbers.min() if numbers.dtype.kind in "iuf" else numbers.dtype
+        raise ValueError(f"a token mask with {least}: {flags.MASK_RULE}")
     _check_mask_shape(numbers.shape, shape)
     return np.asarray(numbers != 0)
 
@@ -654,9 +656,9 @@ def _mask_on(token_mask: TokenMask | None, shape: torch.Size, device: torch.devi
     return None if mask.all() else on_device(mask.ravel(), device)
 
 
-def _check_mask_shape(given: Sequence[int], shape: torch.Size) -> None:
-    if tuple(given) != tuple(shape):
+def _check_mask_shape(mask_shape: Sequence[int], shape: torch.Size) -> None:
+    if tuple(mask_shape) != tuple(shape):
         raise ValueError(
-            f"a token mask of shape {tuple(given)}: it must have one entry per token, {tuple(shape)}. Cut it for this "
-            "context-parallel rank as the labels are."
+            f"a token mask of shape {tuple(mask_shape)}: it must have one entry per token, {tuple(shape)}. Cut it for "
+            "this context-parallel rank as the labels are."
         )

@@ -73,8 +73,8 @@ class Comparison:
     def __init__(self, read: Reading, teacher: Teacher, logits: Callable[[Places], Tensor]) -> None:
         self._read, self._other, self.logits = read, read.at(teacher.temperature), logits
         self._kind, self._beta = teacher.kind, check_kind(teacher.kind, teacher.beta)
-        given = teacher.hidden, teacher.weight, teacher.bias
-        self.read_in_backward = [tensor for tensor in given if tensor is not None]
+        tensors = teacher.hidden, teacher.weight, teacher.bias
+        self.read_in_backward = [tensor for tensor in tensors if tensor is not None]
 
     def compare(self, logits: Tensor, norm: Tensor, teacher_logits: Tensor, part: slice) -> Tensor:
         """[4, chunk]: the divergence; the level, KL(p || q) or KL(p || m), of the gradient; the teacher's norm."""

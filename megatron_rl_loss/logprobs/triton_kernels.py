@@ -44,11 +44,11 @@ NO_ID = tl.constexpr(kept_ids.NO_ID)
 
 
 @triton.jit
-def _label_columns(labels, row, of_k, K, first, held):
+def _label_columns(labels, row, offs_k, K, first, held):
     """The labels, whether each is there, and whether its column is on this rank, and the column."""
-    label = tl.load(labels + row * K + of_k, mask=of_k < K, other=-1).to(tl.int64)
+    label = tl.load(labels + row * K + offs_k, mask=offs_k < K, other=-1).to(tl.int64)
     column = label - first
-    here = (of_k < K) & (column >= 0) & (column < held)
+    here = (offs_k < K) & (column >= 0) & (column < held)
     return label, here, tl.where(here, column, -1).to(tl.int32)
 
 
@@ -68,15 +68,15 @@ def _logits(x, keep, columns, width, held, KEEP: tl.constexpr, PADDED: tl.conste
 @triton.jit
 def _look_for_probabilities(x, flags, width, LANES: tl.constexpr, PER_LANE: tl.constexpr):
     """Are the logits of the first row above 0, with a sum of 1?"""
-    of_row = tl.zeros([LANES], tl.float32)
+    row_sums = tl.zeros([LANES], tl.float32)
     least = tl.full([LANES], float("inf"), tl.float32)
     offsets = tl.arange(0, LANES)[:, None] * PER_LANE + tl.arange(0, PER_LANE)[None, :]
     for begin in range(0, width, LANES * PER_LANE):
         columns = begin + offsets
         values = tl.load(x + columns, mask=columns < width, other=0).to(tl.float32)
-        of_row += tl.sum(values, 1)
+        row_sums += tl.sum(values, 1)
         least = tl.minimum(least, tl.min(tl.where(columns < width, values, float("inf")), 1))
-    is_probability = (tl.min(least, 0) > 0) & (tl.abs(tl.sum(of_row, 0) - 1) < 1e-2)
+    is_probability = (tl.min(least, 0) > 0) & (tl.abs(tl.sum(row_sums, 0) - 1) < 1e-2)
     tl.store(flags + 3, 1, mask=is_probability)
 
 
@@ -89,20 +89,20 @@ def _counts(mask, flags, row):
 
 
 @triton.jit
-def _leave_out(table, of_k, K, first):
+def _leave_out(table, offs_k, K, first):
     """Log-probs and entropy of a token are 0: one rank of the vocabulary has sum 1, and the others none."""
     is_one = first == 0
     tl.store(table, tl.where(is_one, 0.0, float("-inf")))
     tl.store(table + 1, 0.0)
     tl.store(table + 2, tl.where(is_one, 1.0, 0.0))
-    tl.store(table + 3 + of_k, tl.where(is_one, 0.0, float("-inf")), mask=of_k < K)
+    tl.store(table + 3 + offs_k, tl.where(is_one, 0.0, float("-inf")), mask=offs_k < K)
 
 
 @triton.jit
-def _checked_labels(labels, flags, row, of_k, K, first, held, size):
+def _checked_labels(labels, flags, row, offs_k, K, first, held, size):
     """Where labels are on this rank, their columns, and whether one is wrong, which is flagged."""
-    id_of_label, here, column = _label_columns(labels, row, of_k, K, first, held)
-    wrong = (of_k < K) & ((id_of_label < 0) | (id_of_label >= size))
+    id_of_label, here, column = _label_columns(labels, row, offs_k, K, first, held)
+    wrong = (offs_k < K) & ((id_of_label < 0) | (id_of_label >= size))
     is_wrong = tl.max(wrong.to(tl.int32), 0) != 0
     tl.store(flags, 1, mask=is_wrong)
     tl.store(flags + 1, tl.max(tl.where(wrong, id_of_label, -(2**62)), 0), mask=is_wrong)
@@ -111,9 +111,9 @@ def _checked_labels(labels, flags, row, of_k, K, first, held, size):
 
 
 @triton.jit
-def _is_first(column, of_k):
+def _is_first(column, offs_k):
     """False for a label that another one before it names too."""
-    is_named_before = (column[:, None] == column[None, :]) & (of_k[None, :] < of_k[:, None])
+    is_named_before = (column[:, None] == column[None, :]) & (offs_k[None, :] < offs_k[:, None])
     return tl.max(is_named_before.to(tl.int32), 1) == 0
 
 
@@ -126,7 +126,7 @@ def _statistics(
 ):  # fmt: skip
     """A row of the table for each row of logits. `flags`: see `logprobs.flags`."""
     row = tl.program_id(0).to(tl.int64)
-    of_k = tl.arange(0, LABELS)
+    offs_k = tl.arange(0, LABELS)
     x += row * x_stride
     table += row * (3 + K)
     offsets = tl.arange(0, LANES)[:, None] * PER_LANE + tl.arange(0, PER_LANE)[None, :]
@@ -135,11 +135,11 @@ def _statistics(
             _look_for_probabilities(x, flags, width, LANES, PER_LANE)
     if MASK:
         if _counts(mask, flags, row) == 0:
-            _leave_out(table, of_k, K, first)
+            _leave_out(table, offs_k, K, first)
             return
     if KEEP:
         keep += row * keep_stride
-    here, column, is_wrong = _checked_labels(labels, flags, row, of_k, K, first, held, size)
+    here, column, is_wrong = _checked_labels(labels, flags, row, offs_k, K, first, held, size)
     label = tl.load(x + column, mask=here, other=0).to(tl.float32)
     factor = scale / LN_2
     top = tl.full([LANES], LEAST, tl.float32)
@@ -159,7 +159,7 @@ def _statistics(
     highest = tl.max(top, 0)
     if KEEP:  # a label counts, even where it is not kept: once, if a token names it twice
         kept = tl.load(keep + column, mask=here, other=0) != 0
-        alone = here & (kept == 0) & _is_first(column, of_k)
+        alone = here & (kept == 0) & _is_first(column, offs_k)
         highest = tl.maximum(highest, tl.max(tl.where(alone, label, LEAST), 0))
     shift = tl.maximum((top - highest) * factor, NEVER)
     brought = tl.exp2(shift)
@@ -175,7 +175,7 @@ def _statistics(
     tl.store(table, tl.where(sum_q == 0, float("-inf"), highest))
     tl.store(table + 1, weight)
     tl.store(table + 2, tl.where(is_wrong, float("nan"), sum_q))  # so no step trains on a wrong label
-    tl.store(table + 3 + of_k, tl.where(here, (label - highest) * scale, float("-inf")), mask=of_k < K)
+    tl.store(table + 3 + offs_k, tl.where(here, (label - highest) * scale, float("-inf")), mask=offs_k < K)
 
 
 @triton.jit
@@ -196,7 +196,7 @@ def _statistics_of_kept(
 ):  # fmt: skip
     """As `_statistics` of tokens with ids from bounds[0, row] to bounds[1, row] of `ids`, which alone are read."""
     row = tl.program_id(0).to(tl.int64)
-    of_k = tl.arange(0, LABELS)
+    offs_k = tl.arange(0, LABELS)
     x += row * x_stride
     table += row * (3 + K)
     if FIRST_ROW:
@@ -204,9 +204,9 @@ def _statistics_of_kept(
             _look_for_probabilities(x, flags, width, LANES, PER_LANE)
     if MASK:
         if _counts(mask, flags, row) == 0:
-            _leave_out(table, of_k, K, first)
+            _leave_out(table, offs_k, K, first)
             return
-    here, column, is_wrong = _checked_labels(labels, flags, row, of_k, K, first, held, size)
+    here, column, is_wrong = _checked_labels(labels, flags, row, offs_k, K, first, held, size)
     label = tl.load(x + column, mask=here, other=float("-inf")).to(tl.float32)
     begin = tl.load(bounds + row)
     end = tl.load(bounds + bounds_stride + row)
@@ -218,13 +218,13 @@ def _statistics_of_kept(
         top = tl.maximum(top, values)
         for k in range(0, K):
             is_label = is_here & (id_kept == tl.load(labels + row * K + k).to(tl.int64))
-            named = tl.where(of_k == k, tl.maximum(named, tl.max(is_label.to(tl.int32), 0)), named)
+            named = tl.where(offs_k == k, tl.maximum(named, tl.max(is_label.to(tl.int32), 0)), named)
         wrong = (at + block < end) & (id_kept != NO_ID) & ((id_kept < 0) | (id_kept >= size))
         is_id_wrong = tl.max(wrong.to(tl.int32), 0) != 0
         tl.store(flags + 5, 1, mask=is_id_wrong)
         tl.store(flags + 6, tl.max(tl.where(wrong, id_kept, -(2**62)), 0), mask=is_id_wrong)
         tl.store(flags + 2, size, mask=is_id_wrong)
-    alone = here & (named == 0) & _is_first(column, of_k)  # a label counts, even where it is not kept
+    alone = here & (named == 0) & _is_first(column, offs_k)  # a label counts, even where it is not kept
     highest = tl.maximum(tl.max(top, 0), tl.max(tl.where(alone, label, float("-inf")), 0))
     finite = tl.where(highest == float("-inf"), 0.0, highest)
     factor = scale / LN_2
@@ -245,7 +245,7 @@ def _statistics_of_kept(
     tl.store(table, highest)
     tl.store(table + 1, weight)
     tl.store(table + 2, tl.where(is_wrong, float("nan"), tl.sum(total, 0) + tl.sum(q, 0)))
-    tl.store(table + 3 + of_k, tl.where(here, (label - finite) * scale, float("-inf")), mask=of_k < K)
+    tl.store(table + 3 + offs_k, tl.where(here, (label - finite) * scale, float("-inf")), mask=offs_k < K)
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -254,9 +254,9 @@ def _combine(
 ):  # fmt: skip
     """The tables of all ranks, [ranks, rows, 3 + K], to log-probs [rows, K] and norm [3 + K, rows]."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    of_k = tl.arange(0, LABELS)
+    offs_k = tl.arange(0, LABELS)
     valid = row < rows
-    is_label = valid[:, None] & (of_k < K)[None, :]
+    is_label = valid[:, None] & (offs_k < K)[None, :]
     top = tl.full([ROWS], float("-inf"), tl.float32)
     for rank in range(ranks):
         top = tl.maximum(top, tl.load(tables + (rank * rows + row) * (3 + K), mask=valid, other=0))
@@ -268,22 +268,22 @@ def _combine(
         shift = (tl.load(table, mask=valid, other=0) - top) * scale
         finite = tl.maximum(shift, NEVER)
         factor = tl.exp2(finite / LN_2)
-        of_rank = tl.load(table + 2, mask=valid, other=1)
-        weighted += (tl.load(table + 1, mask=valid, other=0) + of_rank * finite) * factor
-        total += of_rank * factor
-        at_label = tl.load(table[:, None] + 3 + of_k[None, :], mask=is_label, other=0)
+        rank_sum = tl.load(table + 2, mask=valid, other=1)
+        weighted += (tl.load(table + 1, mask=valid, other=0) + rank_sum * finite) * factor
+        total += rank_sum * factor
+        at_label = tl.load(table[:, None] + 3 + offs_k[None, :], mask=is_label, other=0)
         label = tl.maximum(label, at_label + shift[:, None])  # -inf on the ranks without the label
     log_total = tl.log(total)
-    tl.store(log_probs + row[:, None] * K + of_k[None, :], label - log_total[:, None], mask=is_label)
+    tl.store(log_probs + row[:, None] * K + offs_k[None, :], label - log_total[:, None], mask=is_label)
     tl.store(norm + row, top, mask=valid)
     tl.store(norm + rows + row, total, mask=valid)
     tl.store(norm + 2 * rows + row, log_total - weighted / total, mask=valid)
-    tl.store(norm + (3 + of_k)[None, :] * rows + row[:, None], label, mask=is_label)
+    tl.store(norm + (3 + offs_k)[None, :] * rows + row[:, None], label, mask=is_label)
 
 
 @triton.jit(do_not_specialize=COUNTS)
 def _gradient(
-    x, into, mask, keep, norm, of_log_probs, of_entropy,
+    x, into, mask, keep, norm, g_ptr, h_ptr,
     width, held, norm_stride, x_stride, into_stride, keep_stride, g_stride, g_step, h_stride, scale, K,
     MASK: tl.constexpr, KEEP: tl.constexpr, PADDED: tl.constexpr, G: tl.constexpr, H: tl.constexpr,
     LABELS: tl.constexpr, BLOCK: tl.constexpr,
@@ -297,7 +297,7 @@ def _gradient(
             tl.store(into + columns, tl.zeros([BLOCK], tl.float32).to(into.dtype.element_ty), mask=columns < width)
             return
     level, slope, _ = _level_and_slope(
-        norm, of_log_probs, of_entropy, row, norm_stride, g_stride, g_step, h_stride, scale, K, G, H, LABELS
+        norm, g_ptr, h_ptr, row, norm_stride, g_stride, g_step, h_stride, scale, K, G, H, LABELS
     )
     values = _logits(x + row * x_stride, keep + row * keep_stride if KEEP else keep, columns, width, held, KEEP, PADDED)
     z = (values - tl.load(norm + row)) * (scale / LN_2)
@@ -311,7 +311,7 @@ def _gradient(
 
 @triton.jit(do_not_specialize=(*COUNTS, "bounds_stride"))
 def _gradient_of_kept(
-    x, into, mask, ids, bounds, entries, norm, of_log_probs, of_entropy,
+    x, into, mask, ids, bounds, entries, norm, g_ptr, h_ptr,
     width, held, first, bounds_stride, norm_stride, x_stride, into_stride, g_stride, g_step, h_stride, scale, K,
     MASK: tl.constexpr, G: tl.constexpr, H: tl.constexpr, LABELS: tl.constexpr,
     CLEARED: tl.constexpr, BLOCK: tl.constexpr,
@@ -328,7 +328,7 @@ def _gradient_of_kept(
             end = begin
     x += row * x_stride
     level, slope, _ = _level_and_slope(
-        norm, of_log_probs, of_entropy, row, norm_stride, g_stride, g_step, h_stride, scale, K, G, H, LABELS
+        norm, g_ptr, h_ptr, row, norm_stride, g_stride, g_step, h_stride, scale, K, G, H, LABELS
     )
     top = tl.load(norm + row)
     for at in range(begin, end, BLOCK):
@@ -356,7 +356,7 @@ def _gradient_of_kept(
 
 @triton.jit(do_not_specialize=COUNTS)
 def _gradient_at_labels(
-    into, labels, mask, norm, of_log_probs, of_entropy,
+    into, labels, mask, norm, g_ptr, h_ptr,
     held, first, norm_stride, into_stride, g_stride, g_step, h_stride, scale, K,
     MASK: tl.constexpr, G: tl.constexpr, H: tl.constexpr, LABELS: tl.constexpr,
 ):  # fmt: skip
@@ -365,12 +365,12 @@ def _gradient_at_labels(
     if MASK:
         if tl.load(mask + row).to(tl.float64) == 0:
             return
-    of_k = tl.arange(0, LABELS)
-    _, here, column = _label_columns(labels, row, of_k, K, first, held)
+    offs_k = tl.arange(0, LABELS)
+    _, here, column = _label_columns(labels, row, offs_k, K, first, held)
     level, slope, g = _level_and_slope(
-        norm, of_log_probs, of_entropy, row, norm_stride, g_stride, g_step, h_stride, scale, K, G, H, LABELS
+        norm, g_ptr, h_ptr, row, norm_stride, g_stride, g_step, h_stride, scale, K, G, H, LABELS
     )
-    z = tl.load(norm + (3 + of_k) * norm_stride + row, mask=here, other=0) / LN_2
+    z = tl.load(norm + (3 + offs_k) * norm_stride + row, mask=here, other=0) / LN_2
     entries = tl.exp2(z) * (slope * tl.maximum(z, NEVER) + level)
     if G:  # several labels may be one id: each writes the same
         entries += scale * tl.sum(tl.where(column[:, None] == column[None, :], g[None, :], 0.0), 1)
@@ -379,19 +379,19 @@ def _gradient_at_labels(
 
 @triton.jit
 def _level_and_slope(
-    norm, of_log_probs, of_entropy, row, norm_stride, g_stride, g_step, h_stride, scale, K,
+    norm, g_ptr, h_ptr, row, norm_stride, g_stride, g_step, h_stride, scale, K,
     G: tl.constexpr, H: tl.constexpr, LABELS: tl.constexpr,
 ):  # fmt: skip
     """Where no label is, the gradient is q (level + slope z). And the gradients of the row's log-probs."""
     total = tl.load(norm + norm_stride + row)
-    of_k = tl.arange(0, LABELS)
+    offs_k = tl.arange(0, LABELS)
     g = tl.zeros([LABELS], tl.float32)
     level, slope = 0.0, 0.0
     if G:
-        g = tl.load(of_log_probs + row * g_stride + of_k * g_step, mask=of_k < K, other=0).to(tl.float32)
+        g = tl.load(g_ptr + row * g_stride + offs_k * g_step, mask=offs_k < K, other=0).to(tl.float32)
         level += tl.sum(g, 0)
     if H:
-        h = tl.load(of_entropy + row * h_stride).to(tl.float32)
+        h = tl.load(h_ptr + row * h_stride).to(tl.float32)
         level += h * (tl.load(norm + 2 * norm_stride + row) - tl.log(total))
         slope = -scale / total * h * LN_2
     return level * (-scale / total), slope, g
@@ -418,17 +418,17 @@ def statistics(
     table = torch.empty(rows, 3 + k, dtype=torch.float32, device=logits.device)
     wanted: dict[str, Any] = {"MASK": mask is not None, "ENTROPY": entropy, "FIRST_ROW": check_first_row}
     wanted |= {"LABELS": triton.next_power_of_2(k), "LANES": FORWARD["LANES"], "PER_LANE": 16 // logits.element_size()}
-    of_rank = logits.shape[1], held, first, size, logits.stride(0)
+    shard = logits.shape[1], held, first, size, logits.stride(0)
     if rows and kept is not None:
         with _on(logits.device):
             _statistics_of_kept[(rows,)](
                 logits, labels, mask, kept.ids, kept.bounds, table, flags,
-                *of_rank, kept.bounds.stride(0), scale, k, **wanted, **KEPT, num_warps=2,
+                *shard, kept.bounds.stride(0), scale, k, **wanted, **KEPT, num_warps=2,
             )  # fmt: skip
     elif rows:
         with _on(logits.device):
             _statistics[(rows,)](
-                logits, labels, mask, keep, table, flags, *of_rank, _stride_of(keep), scale, k,
+                logits, labels, mask, keep, table, flags, *shard, _stride_of(keep), scale, k,
                 **wanted, KEEP=keep is not None, PADDED=held < logits.shape[1], num_warps=FORWARD["num_warps"],
             )  # fmt: skip
     return table
@@ -456,25 +456,25 @@ def differentiate(
     if not rows:
         return True
     g_strides = (0, 0) if g is None else (g.stride(0), g.stride(1))
-    of_row = *g_strides, 0 if h is None else h.stride(0), scale, k
+    row_arguments = *g_strides, 0 if h is None else h.stride(0), scale, k
     wanted = {"MASK": mask is not None, "G": g is not None, "H": h is not None, "LABELS": triton.next_power_of_2(k)}
     with _on(logits.device):
         if kept is not None:
             entries = torch.empty(len(kept.ids), dtype=torch.float32, device=logits.device)
             _gradient_of_kept[(rows,)](
                 logits, into, mask, kept.ids, kept.bounds, entries, norm, g, h, width, held, first,
-                kept.bounds.stride(0), norm.stride(0), logits.stride(0), into.stride(0), *of_row,
+                kept.bounds.stride(0), norm.stride(0), logits.stride(0), into.stride(0), *row_arguments,
                 **wanted, CLEARED=CLEARED, **KEPT, num_warps=4,
             )  # fmt: skip
         else:
             _gradient[(rows, triton.cdiv(width, BACKWARD["BLOCK"]))](
                 logits, into, mask, keep, norm, g, h,
-                width, held, norm.stride(0), logits.stride(0), into.stride(0), _stride_of(keep), *of_row,
+                width, held, norm.stride(0), logits.stride(0), into.stride(0), _stride_of(keep), *row_arguments,
                 **wanted, KEEP=keep is not None, PADDED=held < width, **BACKWARD,
             )  # fmt: skip
         if g is not None or keep is not None or kept is not None:
             _gradient_at_labels[(rows,)](
-                into, labels, mask, norm, g, h, held, first, norm.stride(0), into.stride(0), *of_row,
+                into, labels, mask, norm, g, h, held, first, norm.stride(0), into.stride(0), *row_arguments,
                 **wanted, num_warps=1 if k <= 32 else 4,
             )  # fmt: skip
     if into.data_ptr() == logits.data_ptr():  # autograd does not see what a kernel writes

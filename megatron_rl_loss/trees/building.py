@@ -80,14 +80,14 @@ class SlotTable(NamedTuple):
         depths: its place in every row that runs through it.
         parents: the slot before it, -1 for none.
         ends: the first slot that does not lie behind it: slot k is before or at slot q iff ``k <= q < ends[k]``.
-        of_tokens: the slot of each token of the rows, which lie end to end, int64 [total_tokens].
+        token_slots: the slot of each token of the rows, which lie end to end, int64 [total_tokens].
     """
 
     tokens: Ints
     depths: Ints
     parents: Ints
     ends: Ints
-    of_tokens: Ints
+    token_slots: Ints
 
 
 def build_slots(rows: JoinedRows, multiple: int) -> SlotTable:
@@ -95,12 +95,12 @@ def build_slots(rows: JoinedRows, multiple: int) -> SlotTable:
     most = len(rows.ids) + multiple
     tokens, depths = np.zeros(most, np.int64), np.zeros(most, np.int64)
     parents, ends = np.full(most, -1, np.int64), np.arange(1, most + 1)
-    of_tokens = np.empty(len(rows.ids), np.int64)
-    path, num_slots = of_tokens[:0], 0
+    token_slots = np.empty(len(rows.ids), np.int64)
+    path, num_slots = token_slots[:0], 0
     for number, common in rows.sorted():
         begin, end = rows.bounds[number : number + 2]
         ends[path[common:]] = num_slots  # no further row runs through these
-        mine = of_tokens[begin:end]
+        mine = token_slots[begin:end]
         mine[:common] = path[:common]
         new = slice(num_slots, num_slots := num_slots + end - begin - common)
         mine[common:] = np.arange(new.start, new.stop)
@@ -115,7 +115,7 @@ def build_slots(rows: JoinedRows, multiple: int) -> SlotTable:
     ends[path] = num_slots
     padded = max(num_slots + -num_slots % multiple, multiple)  # without a row, what a model can run on
     tokens, depths, parents, ends = (values[:padded].copy() for values in (tokens, depths, parents, ends))
-    table = SlotTable(tokens, depths, parents, ends, of_tokens)
+    table = SlotTable(tokens, depths, parents, ends, token_slots)
     for values in table:
         values.setflags(write=False)
     return table
@@ -124,22 +124,22 @@ def build_slots(rows: JoinedRows, multiple: int) -> SlotTable:
 def _as_tensor(number: int, row: Any) -> Tensor:
     """A row as a tensor of ints, on its device."""
     try:
-        given = row if isinstance(row, Tensor) else np.asarray(row)
+        ids = row if isinstance(row, Tensor) else np.asarray(row)
     except (ValueError, TypeError, RuntimeError):  # ragged
-        given = np.asarray(None)
-    is_nested = isinstance(given, Tensor) and (given.is_nested or given.layout != torch.strided)
-    if isinstance(given, Tensor):
-        has_ints = not (given.is_floating_point() or given.is_complex() or given.dtype == torch.bool)
+        ids = np.asarray(None)
+    is_nested = isinstance(ids, Tensor) and (ids.is_nested or ids.layout != torch.strided)
+    if isinstance(ids, Tensor):
+        has_ints = not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
     else:
-        has_ints = given.dtype.kind in "iu"
-    if is_nested or given.ndim != 1 or (not has_ints and given.shape[0]):
-        shown = f"{given.dtype} {'ragged' if is_nested else tuple(given.shape)}"
+        has_ints = ids.dtype.kind in "iu"
+    if is_nested or ids.ndim != 1 or (not has_ints and ids.shape[0]):
+        shown = f"{ids.dtype} {'ragged' if is_nested else tuple(ids.shape)}"
         raise TypeError(
             f"row {number} is {shown}: it must be one row of ints, the token ids of a sample. Pass a 1-D tensor, an "
             "array or a list of ids."
         )
-    if not given.shape[0]:
+    if not ids.shape[0]:
         raise ValueError(f"row {number} has no token: a sample has at least one. Leave the row and its mask out.")
-    if isinstance(given, Tensor):
-        return given.detach().to(torch.int64)
-    return torch.from_numpy(given.astype(np.int64))
+    if isinstance(ids, Tensor):
+        return ids.detach().to(torch.int64)
+    return torch.from_numpy(ids.astype(np.int64))

@@ -212,12 +212,12 @@ class PrefixTree(Layout):
         is_read = np.zeros(self.num_slots, bool)
         is_read[children] = True
         number = np.cumsum(is_read) - 1
-        of_token = np.full(len(positions), -1, np.int64)
-        of_token[asking] = number[children]
+        token_edges = np.full(len(positions), -1, np.int64)
+        token_edges[asking] = number[children]
         first = np.empty(int(is_read.sum()), np.int64)
         first[number[children][::-1]] = asking[::-1]  # the last write is that of the first token
         read = np.flatnonzero(is_read)
-        return Edges(place[self.parents[read]], self.tokens[read], of_token, first, int(place[-1]) + 1)
+        return Edges(place[self.parents[read]], self.tokens[read], token_edges, first, int(place[-1]) + 1)
 
     # --- attention
 

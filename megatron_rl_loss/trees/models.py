@@ -87,17 +87,17 @@ def rotary_by_depth(models: Iterable[nn.Module], depths: Tensor) -> Iterator[Non
     last = int(rows.max()) if len(rows) else 0
 
     def by_depth(module: nn.Module, arguments: Any, output: Any) -> Any:
-        of_places: Tensor = output[0] if isinstance(output, tuple) else output
-        if len(of_places) <= last or len(of_places) != len(rows):
+        embeddings: Tensor = output[0] if isinstance(output, tuple) else output
+        if len(embeddings) <= last or len(embeddings) != len(rows):
             raise ValueError(
-                f"rotary embeddings of {len(of_places)} places for {len(rows)} slots: a rank's model must see all "
+                f"rotary embeddings of {len(embeddings)} places for {len(rows)} slots: a rank's model must see all "
                 "slots of the tree. Leave context parallelism out, and pass the depths of all slots."
             )
-        of_depths = of_places[to_device(rows, of_places.device)]
-        return (of_depths, *output[1:]) if isinstance(output, tuple) else of_depths
+        depth_embeddings = embeddings[to_device(rows, embeddings.device)]
+        return (depth_embeddings, *output[1:]) if isinstance(output, tuple) else depth_embeddings
 
-    found = [part for model in models for name, part in model.named_modules() if name.endswith("rotary_pos_emb")]
-    hooks = [part.register_forward_hook(by_depth) for part in found]
+    rotary_parts = [part for model in models for name, part in model.named_modules() if name.endswith("rotary_pos_emb")]
+    hooks = [part.register_forward_hook(by_depth) for part in rotary_parts]
     try:
         yield
     finally:

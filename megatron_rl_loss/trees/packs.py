@@ -23,12 +23,12 @@ def pack_rows(rows: JoinedRows, max_slots: int, dp_size: int) -> list[list[list[
         packs += _halves(rows, largest)
     packs += [Pack() for _ in range(-len(packs) % dp_size)]
     packs.sort(key=_size, reverse=True)
-    of_ranks, slots = [list[list[int]]() for _ in range(dp_size)], np.zeros(dp_size, np.int64)
+    rank_packs, slots = [list[list[int]]() for _ in range(dp_size)], np.zeros(dp_size, np.int64)
     for begin in range(0, len(packs), dp_size):  # a round: the largest tree to the rank with the fewest slots
         for rank, pack in zip(slots.argsort(kind="stable"), packs[begin : begin + dp_size], strict=True):
-            of_ranks[rank].append(sorted(number for number, _ in pack))
+            rank_packs[rank].append(sorted(number for number, _ in pack))
             slots[rank] += _size(pack)
-    return of_ranks
+    return rank_packs
 
 
 def _first_fit(rows: JoinedRows, max_slots: int) -> list[Pack]:

@@ -73,15 +73,15 @@ CONTROLS: list[Callable[[Slots], None]] = [read_by_one_alone, another_branch, on
 
 def summed_for_one_alone(edges: Edges) -> Tensor:
     """A factor of each token's loss: an edge counts for the first sample through it alone."""
-    factors = torch.zeros(len(edges.of_token), dtype=torch.float64)
+    factors = torch.zeros(len(edges.token_edges), dtype=torch.float64)
     factors[torch.from_numpy(edges.first)] = 1
     return factors
 
 
 def summed_twice(edges: Edges) -> Tensor:
     """A factor of each token's loss: an edge that several samples share counts twice."""
-    readers = np.bincount(edges.of_token[edges.of_token >= 0], minlength=len(edges))
-    return torch.from_numpy(1.0 + ((edges.of_token >= 0) & (readers[edges.of_token.clip(0)] > 1)))
+    readers = np.bincount(edges.token_edges[edges.token_edges >= 0], minlength=len(edges))
+    return torch.from_numpy(1.0 + ((edges.token_edges >= 0) & (readers[edges.token_edges.clip(0)] > 1)))
 
 
 #: Faults of a sum of losses.

@@ -106,7 +106,7 @@ def test_edges_of_further_masks_are_read_too() -> None:
     masks = {"kl": [[1, 0, 0], [0, 0, 0]]}
     edges = tree.edges(Samples([[0, 1, 0], [0, 0, 0]], layout=tree, term_masks=masks).local(0, 1))
     assert (edges.sources.tolist(), np.array(edges.labels).tolist()) == ([0, 1], [2, 3])
-    assert edges.of_token.tolist() == [0, 1, -1, -1, -1, -1]
+    assert edges.token_edges.tolist() == [0, 1, -1, -1, -1, -1]
 
 
 @pytest.mark.parametrize("kind", ["KeptIds", "mask", "mask of all"])
@@ -280,7 +280,7 @@ def test_negative_controls() -> None:
     for wrong in (
         replace(step.edges, labels=np.roll(step.edges.labels, 1)),
         replace(step.edges, sources=np.roll(step.edges.sources, 1)),
-        replace(step.edges, of_token=np.where(step.edges.of_token == 0, 1, step.edges.of_token)),
+        replace(step.edges, token_edges=np.where(step.edges.token_edges == 0, 1, step.edges.token_edges)),
     ):
         with pytest.raises(AssertionError):
             step.check([log_probs_from_hidden(step.hidden(), step.layer, wrong).log_probs], right)

@@ -190,7 +190,7 @@ def test_the_comparison_sees_columns_of_the_first_sample_alone(name: str) -> Non
     """Negative control: tokens that share an edge get the sampler's numbers of the edge's first token."""
 
     def change(of: dict[str, Tensor], edges: Any) -> dict[str, Tensor]:
-        first = torch.from_numpy(edges.first[edges.of_token.clip(0)])
+        first = torch.from_numpy(edges.first[edges.token_edges.clip(0)])
         return of | {key: of[key][first] for key in ("old", "sampled", "log_q", "advantages")}
 
     step = Step(285)
