@@ -42,7 +42,7 @@ def main() -> None:
     options = parser.parse_args()
     expected, steps = resolve("token_mean"), [measure(), measure("--exact")]
     panels = list(zip((STOCK, OURS), steps, strict=True))
-    write_picture([Panel.of_step(step, expected, title=title) for title, step in panels], options.out)
+    write_picture([Panel.from_step(step, expected, title=title) for title, step in panels], options.out)
     for title, step in panels:
         print(f"{title}\n{judge(step, expected)}")
 

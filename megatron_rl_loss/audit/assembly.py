@@ -87,7 +87,7 @@ def measured_step(parts: Sequence[Part], factor: float, split: Split, **fields: 
     by_place: dict[tuple[int, int], list[Part]] = {}
     for part in sorted(parts, key=lambda part: (part.place, part.cp_rank)):
         by_place.setdefault(part.place, []).append(part)
-    microbatches, of_entries = list[PlacedSamples](), [np.zeros(0)]
+    microbatches, entry_weights = list[PlacedSamples](), [np.zeros(0)]
     stray_places, stray_weight = 0, 0.0
     for (dp_rank, microbatch), here in by_place.items():
         samples = here[0].samples
@@ -100,7 +100,7 @@ def measured_step(parts: Sequence[Part], factor: float, split: Split, **fields: 
         slots = slots_of(samples)
         placed = PlacedSamples(dp_rank=dp_rank, microbatch=microbatch, samples=samples, cp_rank=holder[slots])
         microbatches.append(placed)
-        of_entries.append(weights[slots])
+        entry_weights.append(weights[slots])
         weights[slots] = 0  # the rest is on padding, or in other samples' slots
         stray_places += int(np.count_nonzero(weights))
         stray_weight += float(np.abs(weights).sum())
@@ -108,7 +108,7 @@ def measured_step(parts: Sequence[Part], factor: float, split: Split, **fields: 
     if partly := sorted(set().union(*named) - set.intersection(*named)) if named else []:
         why = f"Ids are missing in some micro-batches: {', '.join(partly)}. Give them to all samples, or to none."
         fields["unknown"] = (*fields.get("unknown", ()), why)
-    weights, stray = np.concatenate(of_entries), (stray_places, stray_weight)
+    weights, stray = np.concatenate(entry_weights), (stray_places, stray_weight)
     return MeasuredStep(microbatches=tuple(microbatches), weights=weights, split=split, stray=stray, **fields)
 
 

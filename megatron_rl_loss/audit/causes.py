@@ -50,13 +50,13 @@ class Counts:
 
     def __init__(self, tokens: StepTokens, split: Split) -> None:
         self.split, self.per_token = split, sorted(tokens.per_token)
-        self.of_entry = tokens.groups("sample", "cp_rank", *self.per_token)
-        first = np.unique(self.of_entry, return_index=True)[1]
+        self.entry_cells = tokens.groups("sample", "cp_rank", *self.per_token)
+        first = np.unique(self.entry_cells, return_index=True)[1]
         names = ("sample", "cp_rank", "dp_rank", "microbatch", "rollout", *tokens.ids)
         self.column = {name: tokens.column(name)[first] for name in names}
-        self.num_tokens = np.bincount(self.of_entry, weights=tokens.mask, minlength=len(first))
-        self.num_entries = np.bincount(self.of_entry, minlength=len(first)).astype(float)
-        self.num_nonzero = np.bincount(self.of_entry, weights=tokens.mask != 0, minlength=len(first))
+        self.num_tokens = np.bincount(self.entry_cells, weights=tokens.mask, minlength=len(first))
+        self.num_entries = np.bincount(self.entry_cells, minlength=len(first)).astype(float)
+        self.num_nonzero = np.bincount(self.entry_cells, weights=tokens.mask != 0, minlength=len(first))
         self._groups: dict[tuple[str, ...], Ints] = {}
 
     def group(self, *within: str) -> Ints:
@@ -72,7 +72,7 @@ class Counts:
         first = np.unique(member, return_index=True)[1]
         for name in set(of) & set(self.per_token):
             first = first[self.column[name][first] >= 0]
-        numbers = COUNTED[what](*(of_members[member[first]] for of_members in sums))
+        numbers = COUNTED[what](*(column[member[first]] for column in sums))
         counted: Floats = np.bincount(outer[first], numbers, len(outer))[outer]
         return counted
 
@@ -135,15 +135,15 @@ def rows(t: Counts) -> Iterator[Row]:
     words = "token means of micro-batches, over those of the DP rank that have tokens"
     yield words, 1 / t.tokens(*MICROBATCH) / filled, NONE
     for unit, (what, tail) in itertools.product(t.units, (("all", ""), ("active", " that have tokens"))):
-        whole, of_step = t.tokens(unit), t.count(what, of=(unit,))
-        yield f"{unit} means, over the {unit}s of the step{tail}", 1 / whole / of_step, SIZES
+        whole, step_count = t.tokens(unit), t.count(what, of=(unit,))
+        yield f"{unit} means, over the {unit}s of the step{tail}", 1 / whole / step_count, SIZES
         for words, part in t.real_parts.items():
-            of_part = t.count(what, of=(unit,), within=part) * t.parts(part)
-            yield f"{unit} means, over the {unit}s of {words}{tail}, not of the step", 1 / whole / of_part, SIZES
+            part_count = t.count(what, of=(unit,), within=part) * t.parts(part)
+            yield f"{unit} means, over the {unit}s of {words}{tail}, not of the step", 1 / whole / part_count, SIZES
             if t.group(*part, unit).max() > t.group(unit).max():  # units that lie in several parts
                 inside = t.tokens(*part, unit)
-                yield f"{unit} means inside {words}, over its {unit}s{tail}", 1 / inside / of_part, SIZES
-                yield f"{unit} means inside {words}, over the {unit}s of the step{tail}", 1 / inside / of_step, SIZES
+                yield f"{unit} means inside {words}, over its {unit}s{tail}", 1 / inside / part_count, SIZES
+                yield f"{unit} means inside {words}, over the {unit}s of the step{tail}", 1 / inside / step_count, SIZES
         for group in t.units[t.units.index(unit) + 1 :]:
             inner, outer = t.count(what, of=(unit,), within=(group,)), t.count(what, of=(group,))
             yield f"{group} means of {unit} means, over those{tail or ' of the step'}", 1 / whole / inner / outer, SIZES
@@ -152,7 +152,11 @@ def rows(t: Counts) -> Iterator[Row]:
                 inner = t.count(what, of=(unit,), within=(*part, group))
                 outer = t.count(what, of=(group,), within=part) * t.parts(part)
                 yield f"{group} means of {unit} means inside {words}{tail}", 1 / whole / inner / outer, SIZES
-        yield f"{unit} means over lengths, masked tokens too", 1 / t.count("entries", within=(unit,)) / of_step, SIZES
+        yield (
+            f"{unit} means over lengths, masked tokens too",
+            1 / t.count("entries", within=(unit,)) / step_count,
+            SIZES,
+        )
     for words, part in {"the step": STEP, **t.real_parts}.items():
         likely = SIZES if part else NONE  # of the step it is one number, which others are by chance
         for what, miscount in MISCOUNTS.items():
@@ -303,11 +307,11 @@ def fits(step: Ratios, divisor: float | None, tolerance: float) -> Fits:
         rarer = _RARER * (likely == NONE or "that have tokens" in words)
         # Later rows give this step's tokens the weights of an earlier row, times a constant.
         later = _LATER * any(row for row, _ in causes)
-        factor, of_row = float(np.median(ratio)), (_ROW + number / 1000 + rarer + later) * bool(words)
-        causes[words, "?"] = Cause(words, "", factor, _UNNAMED + of_row)
+        factor, row_price = float(np.median(ratio)), (_ROW + number / 1000 + rarer + later) * bool(words)
+        causes[words, "?"] = Cause(words, "", factor, _UNNAMED + row_price)
         for kind, name, price, log in table:
             if kind in likely and abs(log - math.log(factor)) <= tolerance / math.sqrt(len(ratio)):  # a median
-                causes[words, name] = Cause(words, name, factor, price + of_row, kind == SIZES and not words)
+                causes[words, name] = Cause(words, name, factor, price + row_price, kind == SIZES and not words)
     return causes
 
 

@@ -108,8 +108,8 @@ def find_faults(
 ) -> list[Finding]:
     """One finding for each kind of fault that steps of a cut show, on the smallest such step."""
     shown, findings, compared = dict[FaultKind, list[Finding]](), list[Finding](), list[Compared]()
-    of_weights = -(-draws // 3) if call.fractional_masks else 0  # a quarter of all
-    for number in range(draws + of_weights if call.cp or CUTS[cut] != "C" else 0):
+    fractional_draws = -(-draws // 3) if call.fractional_masks else 0  # a quarter of all
+    for number in range(draws + fractional_draws if call.cp or CUTS[cut] != "C" else 0):
         large, fractional = number % 3 == 1, number >= draws
         step = draw_step(call, CUTS[cut], f"{seed}/{cut}/{number}", is_large=large, is_fractional=fractional)
         try:
@@ -190,8 +190,8 @@ def _by_advantages(measure: Measure, call: LossCall, step: DrawnStep) -> str:
     active = Counter(row[3:5] for row in step.rows if any(row.mask))
     beside = np.repeat([active[row[3:5]] > 1 for row in step.rows], [len(row.mask) for row in step.rows])
 
-    def alike(one: Array, other: Array) -> bool:
-        return bool(np.abs(one - other)[beside].max(initial=0) <= 1e-3 * np.abs(own[beside]).max(initial=0) > 0)
+    def alike(first: Array, second: Array) -> bool:
+        return bool(np.abs(first - second)[beside].max(initial=0) <= 1e-3 * np.abs(own[beside]).max(initial=0) > 0)
 
     if not alike(opposite, -own):  # it does not use them, or not as factors
         return ""
@@ -235,8 +235,10 @@ def _fault_of(
     plain[kept] = weights if cut == UNCUT else measure(DrawnStep(tuple(rows), seed=step.seed)).weights
     asked = plain if mode is None else expected_weights(measured, mode)
     wanted = asked if cut == UNCUT else plain
-    of_mask = bool(((wanted != 0) == (measured.tokens.mask != 0)).all())  # else its own zeros would be read as the mask
-    if of_mask:
+    fits_mask = bool(
+        ((wanted != 0) == (measured.tokens.mask != 0)).all()
+    )  # else its own zeros would be read as the mask
+    if fits_mask:
         compared.append((measured, wanted))
     if deviation_of(measured, wanted) <= TOLERANCE:
         return None
@@ -248,7 +250,7 @@ def _fault_of(
         return Finding(cut, "weights", text, step, tuple(weights.tolist()), tuple(asked.tolist()), fact="selected")
     facts = take_off(measured, wanted, TOLERANCE).misplaced
     facts = sorted(
-        [fact for fact in facts if (of_mask or fact.name == "stray") and fact.name in RANKED],
+        [fact for fact in facts if (fits_mask or fact.name == "stray") and fact.name in RANKED],
         key=lambda fact: RANKED.index(fact.name),
     )
     ratio = weights[wanted != 0] / wanted[wanted != 0]
@@ -260,7 +262,7 @@ def _fault_of(
 def _zero_by_zero(step: DrawnStep, weights: Array) -> str:
     """The likely reason of a gradient that is NaN: a mean over no token."""
     ends = np.cumsum([len(row.mask) for row in step.rows])[:-1]
-    is_lost = [not np.isfinite(of_row).all() for of_row in np.split(weights, ends)]
+    is_lost = [not np.isfinite(row_weights).all() for row_weights in np.split(weights, ends)]
     lost = {row[3:] for row, lost_here in zip(step.rows, is_lost, strict=True) if lost_here}
     beside = [row for row in step.rows if row[3:] in lost]  # in the same micro-batches
     if not any(any(row.mask) for row in beside) and beside:

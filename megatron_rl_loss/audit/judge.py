@@ -118,12 +118,12 @@ def _causes_by_trained_tokens(measured: MeasuredStep, asked: Aggregation, tolera
     """The causes, with the tokens that have weight as the mask; None where some of these are in no unit."""
     mask = np.where(measured.weights != 0, np.where(measured.tokens.mask != 0, measured.tokens.mask, 1.0), 0.0)
     try:
-        of_trained = _with_mask(measured, mask)
-        wanted = expected_weights(of_trained, asked)
+        trained = _with_mask(measured, mask)
+        wanted = expected_weights(trained, asked)
     except ValueError:
         return None
     entries = np.flatnonzero(mask)
-    causes = _causes([(of_trained, wanted, Kept(entries, measured.weights[entries], []))], asked, tolerance)
+    causes = _causes([(trained, wanted, Kept(entries, measured.weights[entries], []))], asked, tolerance)
     if causes == ():
         causes = (Cause("as expected", "", 1.0, 0.0),)
     named = [cause for cause in causes or () if cause.named]
@@ -146,16 +146,17 @@ def _with_mask(measured: MeasuredStep, mask: Floats) -> MeasuredStep:
 def explain(steps: Sequence[MeasuredStep], expected: Aggregation, *, tolerance: float) -> tuple[Cause, ...]:
     """The causes that fit all of these steps at once, the simplest first."""
     wanted = [expected_weights(step, expected) for step in steps]
-    kept = [take_off(step, of_step, tolerance) for step, of_step in zip(steps, wanted, strict=True)]
+    kept = [take_off(step, step_weights, tolerance) for step, step_weights in zip(steps, wanted, strict=True)]
     causes = _causes(list(zip(steps, wanted, kept, strict=True)), expected, tolerance)
     if causes is not None:
         return causes
     for power, words in FRACTIONS.items():
-        masks = [step.tokens.mask[of_step.entries] for step, of_step in zip(steps, kept, strict=True)]
+        masks = [step.tokens.mask[step_kept.entries] for step, step_kept in zip(steps, kept, strict=True)]
         if all(np.isin(mask, (0, 1)).all() for mask in masks):
             break
         rest = [
-            replace(of_step, weights=of_step.weights / mask**power) for of_step, mask in zip(kept, masks, strict=True)
+            replace(step_kept, weights=step_kept.weights / mask**power)
+            for step_kept, mask in zip(kept, masks, strict=True)
         ]
         causes = _causes(list(zip(steps, wanted, rest, strict=True)), expected, tolerance)
         if causes is not None:
@@ -171,14 +172,14 @@ def expected_weights(measured: MeasuredStep, aggregation: Aggregation) -> Floats
 
     Raises ValueError for a mode over ids or labels that the samples do not have.
     """
-    of_microbatches = [placed.samples for placed in measured.microbatches]
-    totals = count_step(of_microbatches, StepGroups(), sums=list(aggregation.mode.sums.values()))
-    of_entries = [np.zeros(0)]
-    for samples in of_microbatches:
+    microbatches = [placed.samples for placed in measured.microbatches]
+    totals = count_step(microbatches, StepGroups(), sums=list(aggregation.mode.sums.values()))
+    entry_weights = [np.zeros(0)]
+    for samples in microbatches:
         local, weights = samples.local(0, 1), np.zeros(samples.total_tokens)  # of the layout's buffer
         weights[local.positions] = weigh(aggregation, local, totals).double().numpy()
-        of_entries.append(weights[slots_of(samples)])
-    return np.concatenate(of_entries)
+        entry_weights.append(weights[slots_of(samples)])
+    return np.concatenate(entry_weights)
 
 
 def _scaled(measured: MeasuredStep, factor: float) -> MeasuredStep:
@@ -234,7 +235,7 @@ def _causes(
 ) -> tuple[Cause, ...] | None:
     """The causes of the kept weights: () if these are as asked, None if no cause fits."""
     ratios = [ratios_of(*step, tolerance) for step in steps]
-    cells = [of_step for of_step in ratios if of_step is not None]
+    cells = [step_ratios for step_ratios in ratios if step_ratios is not None]
     causes = fitting(cells, expected.divisor, 2 * tolerance) if 0 < len(cells) == len(steps) else []
     if causes and not causes[0].row and abs(causes[0].factor - 1) <= 2 * tolerance:
         return ()
@@ -244,7 +245,7 @@ def _causes(
 def ratios_of(measured: MeasuredStep, wanted: Floats, kept: Kept, tolerance: float) -> Ratios | None:
     """One number for each cell; None if tokens of a cell differ, or none is left."""
     counts, mask = Counts(measured.tokens, measured.split), measured.tokens.mask[kept.entries]
-    cell, number = counts.of_entry[kept.entries], len(counts.num_tokens)
+    cell, number = counts.entry_cells[kept.entries], len(counts.num_tokens)
     asked = wanted[kept.entries] / mask  # without the mask
     lowest, highest = extremes(cell, asked, number)
     by_token = bool(((highest - lowest)[cell] > tolerance * asked).any())

@@ -231,7 +231,7 @@ def report(options: Namespace, audit: Any, packing: Any = None) -> tuple[str, in
         verdict = verdicts[name] = judge(step, expected)
         if options.plot is not None and not verdict.unknown:
             title = f"{name}: {verdict.expected}" if len(audit.steps) > 1 else verdict.expected
-            panels.append(Panel.of_step(step, expected, verdict=verdict, title=title))
+            panels.append(Panel.from_step(step, expected, verdict=verdict, title=title))
     texts = [] if audit.log_prob_gap is None else [str(audit.log_prob_gap)]
     texts += [f"Term {name}:\n{verdict}" if len(verdicts) > 1 else str(verdict) for name, verdict in verdicts.items()]
     statuses = {0 if verdict.sound else 2 if verdict.unknown else 1 for verdict in verdicts.values()}

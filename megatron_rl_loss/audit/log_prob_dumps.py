@@ -61,16 +61,16 @@ def compare_dumps(train: Path, rollout: Path) -> LogProbGap:
         )
     pairs = [(right.samples[sample_id], left.samples[sample_id]) for sample_id in ids]
     gap = compare_log_probs(
-        [ours.log_probs for ours, _ in pairs],
-        [theirs.log_probs for _, theirs in pairs],
-        [torch.tensor(ours.mask or theirs.mask or [1.0] * len(ours.log_probs)) for ours, theirs in pairs],
-        total_lengths=[ours.total for ours, _ in pairs],
+        [trained.log_probs for trained, _ in pairs],
+        [sampled.log_probs for _, sampled in pairs],
+        [torch.tensor(trained.mask or sampled.mask or [1.0] * len(trained.log_probs)) for trained, sampled in pairs],
+        total_lengths=[trained.total for trained, _ in pairs],
         ids=ids,
     )
     gap.compared = f"train: {right}, rollout: {left}"
     if alone := sorted({*left.samples} ^ {*right.samples}):
-        of_each = len(left.samples) - len(ids), len(right.samples) - len(ids)
-        counts = f"{of_each[0]} samples of {rollout} alone, {of_each[1]} of {train} alone"
+        num_alone = len(left.samples) - len(ids), len(right.samples) - len(ids)
+        counts = f"{num_alone[0]} samples of {rollout} alone, {num_alone[1]} of {train} alone"
         gap.left_out.append(f"left out: {counts}, first {alone[0]}")
     return gap
 
@@ -128,15 +128,15 @@ def _rows(content: Any) -> Iterable[tuple[Any, Any]]:
 
 def _column_of(fields: Mapping[str, Any], side: str, path: Path) -> str:
     """The one column of that side; an error that names the accepted ones where there are none or several."""
-    found = [name for name in COLUMNS[side] if fields.get(name) is not None]
-    if len(found) == 1:
-        return found[0]
+    fitting = [name for name in COLUMNS[side] if fields.get(name) is not None]
+    if len(fitting) == 1:
+        return fitting[0]
     accepted = f"the {side} side is read from {' or '.join(COLUMNS[side])}"
-    if found:
-        raise _NotRead(f"{path} has {' and '.join(found)}: {accepted}, one of them. Drop the others from the file.")
+    if fitting:
+        raise _NotRead(f"{path} has {' and '.join(fitting)}: {accepted}, one of them. Drop the others from the file.")
     (other,) = {*COLUMNS} - {side}
-    theirs = [name for name in COLUMNS[other] if fields.get(name) is not None]
-    hint = f" It has {' and '.join(theirs)}, of the {other} side: are the files exchanged?" if theirs else ""
+    others = [name for name in COLUMNS[other] if fields.get(name) is not None]
+    hint = f" It has {' and '.join(others)}, of the {other} side: are the files exchanged?" if others else ""
     raise _NotRead(f"{path} has the fields {', '.join(list(map(str, fields))[:8])}: {accepted}.{hint}")
 
 

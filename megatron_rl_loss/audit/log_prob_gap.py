@@ -74,7 +74,7 @@ class LogProbGap:
         quantiles = gap.sort().values[(len(gap) - 1) * torch.tensor([50, 90, 99, 100]) // 100]
         place = _flat([torch.arange(len(row)) / max(len(row), 1) for row in rows])  # within its sample, 0 to 1
         thirds = [part.mean() for part in gap[place.argsort()].tensor_split(3)]
-        of_thirds = "mean |gap|: first third of samples {:.3g}, middle {:.3g}, last {:.3g}".format(*thirds)
+        thirds_in_words = "mean |gap|: first third of samples {:.3g}, middle {:.3g}, last {:.3g}".format(*thirds)
         means = {sample_id: row.mean() for sample_id, row in zip(self.ids, rows, strict=True) if len(row)}
         by_size = sorted(means, key=lambda sample_id: -means[sample_id])
         worst = [f"sample {sample_id}: {means[sample_id]:.3g}" for sample_id in by_size[:3]]
@@ -82,7 +82,7 @@ class LogProbGap:
         return [
             head,
             "|gap|: 50 % {:.3g}, 90 % {:.3g}, 99 % {:.3g}, largest {:.3g}".format(*quantiles),
-            *([of_thirds] if len(gap) >= 3 else []),
+            *([thirds_in_words] if len(gap) >= 3 else []),
             f"mean |gap|, worst: {', '.join(worst)}",
             f"ratio exp(train - rollout): mean {ratio:.3g}, effective sample size / tokens {size / len(gap):.3g}",
         ]
@@ -117,7 +117,9 @@ def compare_log_probs(
             if row.dim() != 1 + (rows is top):
                 raise ValueError(f"sample {sample_id}: {name} of shape {[*row.shape]}: {_SAME}, as a 1-D tensor.")
         own = [len(row) for row in rows]
-        off = [of_sample for of_sample in zip(ids, lengths, own, strict=True) if of_sample[1] != of_sample[2]]
+        off = [
+            sample_sizes for sample_sizes in zip(ids, lengths, own, strict=True) if sample_sizes[1] != sample_sizes[2]
+        ]
         if off:
             sample_id, length, other = off[0]
             order = only_if(
@@ -214,7 +216,7 @@ def _shifts(gap: LogProbGap, _: Context) -> Iterator[tuple[str, str, Tensor, Ten
 
 
 def _shift_of(name: str) -> Callable[[LogProbGap, Context], Iterator[Try]]:
-    return lambda gap, context: (found[1:] for found in _shifts(gap, context) if found[0] == name)
+    return lambda gap, context: (shift[1:] for shift in _shifts(gap, context) if shift[0] == name)
 
 
 def _shifted_behind(gap: LogProbGap, _: Context) -> Iterator[Try]:
@@ -267,8 +269,8 @@ def _placeholders(gap: LogProbGap, _: Context) -> Iterator[Try]:
         empty = (side == 0) & gap.active
         far = empty & (other < -_FAR)
         if far.any():  # then a 0 beside a likely token is one, too
-            found = f"{name} is exactly 0 at {int(far.sum())} tokens where the other side is below -{_FAR:g}"
-            text = f"{found}: placeholders, such as of tool tokens or a lost answer; mask these tokens"
+            zeros_in_words = f"{name} is exactly 0 at {int(far.sum())} tokens where the other side is below -{_FAR:g}"
+            text = f"{zeros_in_words}: placeholders, such as of tool tokens or a lost answer; mask these tokens"
             yield text, gap.gap.masked_fill(empty, 0), gap.active
 
 

@@ -114,8 +114,8 @@ def check_loss(
         )
     for what, by_name in (("ids", ids), ("labels", labels)):
         check_mapping(what, by_name or {}, 'Pass functions of a row: {"task": lambda row: row.prompt // 2}')
-        for name, of_row in (by_name or {}).items():
-            check_callable(f"{what}[{name!r}]", of_row, "it must be a function of a row", "Pass lambda row: row.prompt")
+        for name, read in (by_name or {}).items():
+            check_callable(f"{what}[{name!r}]", read, "it must be a function of a row", "Pass lambda row: row.prompt")
     described = Described(ids or {}, labels or {})
     expected = None if mode is None else resolve(mode, divisor=divisor, units=units)
     if expected is not None:
@@ -207,7 +207,7 @@ def _panel(run: Measure, call: LossCall, expected: Aggregation | None, seed: int
         return None
     beside = "the same step uncut" if expected is None else str(expected)
     cut = f"{step.num_microbatches} micro-batches x DP {step.dp_size}, CP {step.cp_size}"
-    return Panel.of_weights(measured, asked, title="", says=f"a random step, {cut}; lines: {beside}")
+    return Panel.from_weights(measured, asked, title="", says=f"a random step, {cut}; lines: {beside}")
 
 
 def _measure_of(loss_fn: Any, call: LossCall, described: Described) -> Measure:
@@ -235,17 +235,17 @@ def _findings(
     """The faults of uncut steps. If these have no other faults than wrong weights, the faults of the cuts too."""
 
     def look(cut: str) -> list[Finding]:
-        found = find_faults(run, call, expected, draws, seed, cut)
+        findings = find_faults(run, call, expected, draws, seed, cut)
         progress.advance()
-        return found
+        return findings
 
     findings = look(UNCUT)
     if failures := [finding for finding in findings if finding.kind != "weights"]:
         return failures
     if any(finding.fact in OF_ALL_STEPS for finding in findings):  # behind rows they train on others by that fact
         return findings + [finding for cut, over in CUTS.items() if len(over) == 1 for finding in look(cut)]
-    of_cuts = [finding for cut, over in CUTS.items() if len(over) == 1 for finding in look(cut)]
-    return findings + (of_cuts or look(TOGETHER)) + look(PADDED)
+    cut_findings = [finding for cut, over in CUTS.items() if len(over) == 1 for finding in look(cut)]
+    return findings + (cut_findings or look(TOGETHER)) + look(PADDED)
 
 
 def _mode_of_uncut_steps(run: Measure, call: LossCall, seed: int) -> Aggregation | None:
@@ -301,9 +301,9 @@ def _refusal(name: str, call: LossCall, failure: str) -> ValueError:
     if call.returns != "loss":
         result = "(loss, num_tokens, report) or (loss, report) to Megatron's schedule, the loss one number"
     remedy = "Describe its call in LossCall(rows=..., takes=..., names=...), or wrap the function."
-    given = f"{call.takes}, the mask"
+    arguments = f"{call.takes}, the mask"
     if call.rows == "lists":
-        given = f"{call.takes} and masks, which are lists of one tensor per row"
+        arguments = f"{call.takes} and masks, which are lists of one tensor per row"
     if "missing" in failure:
         remedy = (
             f"Parameters named {', '.join([*call.names, *PARAMETERS])} get values. {_elsewhere(failure, call)}{remedy}"
@@ -314,6 +314,6 @@ def _refusal(name: str, call: LossCall, failure: str) -> ValueError:
             '"megatron_per_token" with calculate_per_token_loss.'
         )
     return ValueError(
-        f"{name} with a step of two full rows: {failure}; it must return {result} with a gradient, given {given}, "
+        f"{name} with a step of two full rows: {failure}; it must return {result} with a gradient, given {arguments}, "
         f"and the parameters that help(LossCall) lists. {remedy}"
     )

@@ -101,19 +101,19 @@ def trained_instead(steps: Sequence[tuple[MeasuredStep, Floats]], tolerance: flo
     None where no fact does, or where the right tokens have weight in all of them. A single small step may look like
     several: a mask of one sort, inverted, like one that is shifted or missing.
     """
-    of_steps = []
+    fits_by_step = []
     is_right = True
     for measured, expected in steps:
         sizes, wanted = np.abs(measured.weights), expected != 0
         support = sizes > tolerance * _usual(sizes, np.abs(expected))
         is_right &= bool((support == wanted).all())
-        of_steps.append(
+        fits_by_step.append(
             {words: (name, bool((support == flags).all())) for name, words, flags in _trained(measured.tokens, wanted)}
         )
-    if is_right or not of_steps:
+    if is_right or not fits_by_step:
         return None
-    for words, (name, _) in of_steps[0].items():
-        if all(words in step and step[words][1] for step in of_steps):
+    for words, (name, _) in fits_by_step[0].items():
+        if all(words in step and step[words][1] for step in fits_by_step):
             return name, words
     return None
 

@@ -61,7 +61,7 @@ class Panel:
     begin: Floats
 
     @classmethod
-    def of_step(
+    def from_step(
         cls,
         measured: MeasuredStep,
         expected: Aggregation | None = None,
@@ -82,16 +82,16 @@ class Panel:
         coefficient = measured.facts.get("coefficient") or 1.0
         asked = coefficient * expected_weights(measured, expected or nearest_mode(measured))
         says = "every token weighs what it should" if verdict.sound else verdict.headline.partition("; ")[2]
-        return cls.of_weights(measured, asked, title=title or verdict.expected, says=says)
+        return cls.from_weights(measured, asked, title=title or verdict.expected, says=says)
 
     @classmethod
-    def of_weights(cls, measured: MeasuredStep, asked: Floats, *, title: str, says: str) -> "Panel":
+    def from_weights(cls, measured: MeasuredStep, asked: Floats, *, title: str, says: str) -> "Panel":
         """Measured weights beside others of the same tokens, [num_entries]."""
         columns = {name: measured.tokens.column(name) for name in _PLACE}
-        return cls._of_tokens(title, says, measured.weights, asked, columns)
+        return cls._from_tokens(title, says, measured.weights, asked, columns)
 
     @classmethod
-    def of_plan(cls, plan: Plan, *, title: str = "") -> "Panel":
+    def from_plan(cls, plan: Plan, *, title: str = "") -> "Panel":
         """The weights that the mode of a plan gives the tokens of this rank; nothing is measured or exchanged.
 
         Micro-batches with a `PrefixTree` are left out: `tree_panels` draws them.
@@ -109,20 +109,20 @@ class Panel:
                 "microbatch": number,
                 "cp_rank": -1 if local.copies > 1 else microbatch.cp_rank,
             }
-            of_tokens = {"position": local.positions - starts[local.sample_index]}
-            of_tokens["sample"] = local.sample_index + num_samples
+            own_columns = {"position": local.positions - starts[local.sample_index]}
+            own_columns["sample"] = local.sample_index + num_samples
             for name in _PLACE:
-                columns[name].append(of_tokens.get(name, np.full(len(local), place.get(name))))
+                columns[name].append(own_columns.get(name, np.full(len(local), place.get(name))))
             weights.append(weigh(policy, local, plan.totals).double().numpy())
             num_samples += len(microbatch.samples)
         joined = {name: np.concatenate(column) for name, column in columns.items()}
         says = plan.describe().partition(" | ")[2]  # after the mode
         if plan.record.dp_size * plan.record.cp_size > 1:
             says += "; the tokens of this rank"
-        return cls._of_tokens(title or str(policy), says, np.concatenate(weights), None, joined)
+        return cls._from_tokens(title or str(policy), says, np.concatenate(weights), None, joined)
 
     @classmethod
-    def _of_tokens(
+    def _from_tokens(
         cls, title: str, says: str, weights: Floats, asked: Floats | None, columns: Mapping[str, Ints]
     ) -> "Panel":
         beside = weights if asked is None else asked
@@ -170,8 +170,8 @@ class Panel:
     @property
     def colours(self) -> list[str]:
         """By CP rank; a masked token that is trained has a colour of its own."""
-        of_rank = _COLOURS[self.places["cp_rank"].clip(0) % len(_COLOURS)]
-        return np.where(self.masked, _MASKED, of_rank).tolist()
+        rank_colours = _COLOURS[self.places["cp_rank"].clip(0) % len(_COLOURS)]
+        return np.where(self.masked, _MASKED, rank_colours).tolist()
 
     def spans(self, *names: str) -> list[tuple[int, float, float]]:
         """First bar, left and right edge of each run of bars that agree in these columns of `places`."""
@@ -258,7 +258,7 @@ def plot_weights(
         if expected is not None:
             raise ValueError(f"expected {expected} for a plan: a plan has a mode of its own. Drop expected=.")
         trees = tree_panels(step, title=title)
-        bars = [] if trees and len(trees) == len(step.microbatches) else [Panel.of_plan(step, title=title)]
+        bars = [] if trees and len(trees) == len(step.microbatches) else [Panel.from_plan(step, title=title)]
         write_picture([*bars, *trees], path)
     elif not isinstance(step, MeasuredStep):
         raise TypeError(
@@ -267,7 +267,7 @@ def plot_weights(
         )
     else:
         asked = resolve(expected) if isinstance(expected, str) else expected
-        write_picture([Panel.of_step(step, asked, title=title)], path)
+        write_picture([Panel.from_step(step, asked, title=title)], path)
 
 
 def _is_page(path: str | Path) -> bool:

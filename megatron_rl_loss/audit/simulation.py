@@ -243,8 +243,8 @@ def samples_of(rows: Sequence[DrawnRow], call: LossCall, cp_size: int, described
     labels = {"weight": [0.5 + sum(mask) % 3 for mask in masks], "turns": [np.arange(size) // 3 for size in lengths]}
     # A turn goes on over masked tokens behind the last active one: these are no turn that counts.
     last = [int(np.append(0, np.flatnonzero(mask))[-1]) for mask in masks]
-    of_rows = zip(rollouts, last, lengths, strict=True)
-    turns = [100 * rollout + np.minimum(np.arange(size), end) // 3 for rollout, end, size in of_rows]
+    row_columns = zip(rollouts, last, lengths, strict=True)
+    turns = [100 * rollout + np.minimum(np.arange(size), end) // 3 for rollout, end, size in row_columns]
     ids = {"session": prompts, "turn": turns} | {name: [*map(of, rows)] for name, of in described.ids.items()}
     labels |= {name: [*map(of, rows)] for name, of in described.labels.items()}
     return Samples(masks, layout=layout, rollout_ids=rollouts, prompt_ids=prompts, ids=ids, labels=labels)
@@ -296,12 +296,14 @@ def measure(
     if poisoned:
         losses[torch.tensor(list(chain(*masks))) == 0] = torch.nan
     tokens, (rollouts, prompts) = torch.tensor(list(map(sum, masks))), map(torch.tensor, ids)
-    of_rollouts, of_prompts = (torch.stack([tokens[of == unit].sum() for unit in of]) for of in (rollouts, prompts))
+    rollout_tokens, prompt_tokens = (
+        torch.stack([tokens[of == unit].sum() for unit in of]) for of in (rollouts, prompts)
+    )
     sums = getattr(loss_fn, "sums", ())  # that a mode declares
     totals = None
     if "totals" in asks.values():
         totals = count_step([samples_of(step.rows, call, C, described)], StepGroups(), sums=sums)
-    of_step: dict[str, Any] = {
+    step_facts: dict[str, Any] = {
         "num_microbatches": K, "dp_size": D, "cp_size": C, "world_size": D * C, "totals": totals,
         "step_tokens": tokens.sum(), "step_samples": len(masks), "step_active_samples": int((tokens > 0).sum()),
         "step_rollouts": len(rollouts.unique()), "step_prompts": len(prompts.unique()),
@@ -314,9 +316,9 @@ def measure(
         samples = samples_of([step.rows[i] for i in here], call, C, described)
         whole = samples.in_buffer([rows_of_losses[i] for i in here]).reshape(-1)
         bounds = [*samples.mask_starts, samples.total_tokens]
-        of_microbatch = of_step | {
+        microbatch_facts = step_facts | {
             "rank_tokens": tokens[rank].sum(), "rank_samples": len(rank), "microbatch_tokens": tokens[here].sum(),
-            "sample_tokens": tokens[here], "rollout_tokens": of_rollouts[here], "prompt_tokens": of_prompts[here],
+            "sample_tokens": tokens[here], "rollout_tokens": rollout_tokens[here], "prompt_tokens": prompt_tokens[here],
             "rollout_ids": rollouts[here].tolist(), "prompt_ids": prompts[here].tolist(),
             "sample_advantages": advantages[here], "cu_seqlens": torch.tensor(bounds),
         }  # fmt: skip
@@ -326,7 +328,7 @@ def measure(
             at = torch.tensor(local.sample_index)
             view = partial(_view, call.rows, [int(size) // (C // local.copies) for size in np.diff(bounds)])
             place: dict[str, Any] = {"dp_rank": d, "cp_rank": c, "microbatch": k}
-            have = of_microbatch | place | {
+            have = microbatch_facts | place | {
                 "local": local, "sample_index": view(at), "old_log_probs": view(x.detach().clone()),
                 "advantages": view(advantages[here][at]),
             }  # fmt: skip

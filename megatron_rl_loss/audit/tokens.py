@@ -89,8 +89,8 @@ class StepTokens:
                 ids[name].append(np.append(segments.ids, -1)[segments.in_buffer[slots]])
             num_samples += len(samples)
         joined = {name: np.concatenate([np.zeros(0, np.int64), *column]) for name, column in columns.items()}
-        of_ids = {name: np.concatenate(column) for name, column in ids.items()}
-        return cls(**joined, ids=of_ids, per_token=frozenset(per_token))
+        id_columns = {name: np.concatenate(column) for name, column in ids.items()}
+        return cls(**joined, ids=id_columns, per_token=frozenset(per_token))
 
     def __len__(self) -> int:
         return len(self.mask)

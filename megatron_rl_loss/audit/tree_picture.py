@@ -86,14 +86,14 @@ class TreePanel:
 
 def tree_panels(plan: Plan, *, title: str = "") -> list[TreePanel]:
     """A panel for each micro-batch of this rank whose layout is a `PrefixTree`; nothing is measured or exchanged."""
-    made = list[tuple[int, Microbatch, PrefixTree, Floats]]()
+    drawn = list[tuple[int, Microbatch, PrefixTree, Floats]]()
     for number, microbatch in enumerate(plan.microbatches):
         if isinstance(tree := microbatch.samples.layout, PrefixTree):
-            made.append((number, microbatch, tree, _weights_of_slots(plan, microbatch, tree)))
-    most = max((float(np.abs(weights).max(initial=0.0)) for *_, weights in made), default=0.0)
+            drawn.append((number, microbatch, tree, _weights_of_slots(plan, microbatch, tree)))
+    most = max((float(np.abs(weights).max(initial=0.0)) for *_, weights in drawn), default=0.0)
     dp_rank, heading = rank_in(plan.record.groups.dp_group), title or str(plan.record.modes.policy)
     panels = []
-    for number, microbatch, tree, weights in made:
+    for number, microbatch, tree, weights in drawn:
         blocks, num_lanes = _blocks_of(tree, weights)
         place = {"dp_rank": dp_rank, "microbatch": number, "cp_rank": microbatch.cp_rank}
         says = f"DP {dp_rank}, micro-batch {number}: {tree!r}; colour: weight of a slot, up to {most:.6g}"
@@ -109,9 +109,9 @@ def _weights_of_slots(plan: Plan, microbatch: Microbatch, tree: PrefixTree) -> F
     local = microbatch.tokens_of(None)
     weights = weigh(plan.record.modes.policy, local, plan.totals).double().numpy()
     trained = np.flatnonzero(weights)
-    of_slots = np.zeros(tree.num_slots)
-    np.add.at(of_slots, tree.slots[local.positions[trained] + 1], weights[trained])  # a last token weighs 0
-    return of_slots
+    slot_weights = np.zeros(tree.num_slots)
+    np.add.at(slot_weights, tree.slots[local.positions[trained] + 1], weights[trained])  # a last token weighs 0
+    return slot_weights
 
 
 def _blocks_of(tree: PrefixTree, weights: Floats) -> tuple[Blocks, int]:

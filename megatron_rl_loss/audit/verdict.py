@@ -103,10 +103,14 @@ class Verdict:
         far = sorted(range(len(self.places)), key=lambda i: -_distance(self.places[i]))[: room - 1]
         chosen = [self.places[i] for i in sorted(far)]
         ratios = [list(map(_shown, place.ratios)) for place in chosen]
-        by_cp = any(len(set(of_place)) > 1 for of_place in ratios)
+        by_cp = any(len(set(place_ratios)) > 1 for place_ratios in ratios)
         rows = [
-            [f"DP {place.dp_rank}, micro-batch {place.microbatch}", *(of_place if by_cp else of_place[:1]), place.bar]
-            for place, of_place in zip(chosen, ratios, strict=True)
+            [
+                f"DP {place.dp_rank}, micro-batch {place.microbatch}",
+                *(place_ratios if by_cp else place_ratios[:1]),
+                place.bar,
+            ]
+            for place, place_ratios in zip(chosen, ratios, strict=True)
         ]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(map(str.ljust, row, widths)) for row in rows]

@@ -195,9 +195,9 @@ def _complete(args: Namespace, missing: Sequence[str], parser: ArgumentParser) -
             setattr(args, name, default)
     path = getattr(args, _CONFIG, None)
     for name, value in ({} if path is None else _read_file(path)).items():
-        if name not in missing and (given := getattr(args, name)) != value:
+        if name not in missing and (stated := getattr(args, name)) != value:
             raise ValueError(
-                f"{_flag_of(name)} {given} with {name}: {value} in {path}: the flags must not contradict the file of "
+                f"{_flag_of(name)} {stated} with {name}: {value} in {path}: the flags must not contradict the file of "
                 f"{_flag_of(_CONFIG)}. Drop one of the two."
             )
         setattr(args, name, value)

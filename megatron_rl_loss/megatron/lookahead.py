@@ -131,10 +131,10 @@ def check_packed_bounds(number: int, batch: Any, samples: Samples, cp_size: int)
     for packed in [value for value in values if isinstance(value, PackedSeqParams)]:
         bounds = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
         if isinstance(bounds, Tensor) and bounds.is_cpu:
-            of_model, of_layout = sorted(set(bounds.tolist())), sorted(set(layout.bounds))
-            if of_model != of_layout:
-                only = [bound for bound in of_model if bound not in of_layout]
-                others = [bound for bound in of_layout if bound not in of_model]
+            model_bounds, layout_bounds = sorted(set(bounds.tolist())), sorted(set(layout.bounds))
+            if model_bounds != layout_bounds:
+                only = [bound for bound in model_bounds if bound not in layout_bounds]
+                others = [bound for bound in layout_bounds if bound not in model_bounds]
                 raise ValueError(
                     f"micro-batch {number}: the model's packed bounds have {only[:4]}, and the layout's {others[:4]} "
                     "in their place: context-parallel ranks cut each slot for itself, so losses would get the weights "

@@ -16,12 +16,12 @@ from megatron_rl_loss.megatron.probe import check_ddp, check_finalizing, check_f
 _NEEDED = ("tp", "pp", "cp", "dp", "dp_cp")
 
 
-def groups_of(chunk: Any, of_user: ProcessGroupCollection | None) -> ProcessGroupCollection:
+def groups_of(chunk: Any, user_groups: ProcessGroupCollection | None) -> ProcessGroupCollection:
     """The user's groups, else the model's own, else those of Megatron's parallel state.
 
     Raises ValueError for a collection that lacks one of the groups.
     """
-    groups = of_user
+    groups = user_groups
     if groups is None:
         groups = getattr(unwrap_model(chunk), "pg_collection", None)
         # A model's own collection has the groups that its layers use: T5's has no data-parallel ones.

@@ -75,8 +75,8 @@ def watch_packs(model: Any) -> Iterator[list[str]]:
             return
         for packed in (value for value in (*args, *kwargs.values()) if isinstance(value, PackedSeqParams)):
             # A mixer gets the parameters from its own layer; the model, in versions whose layers drop them.
-            of_call = {name: mixer for name, mixer in mixers.items() if module in (mixer, *chunks)}
-            fault = fault_of(packed, of_call)
+            called_mixers = {name: mixer for name, mixer in mixers.items() if module in (mixer, *chunks)}
+            fault = fault_of(packed, called_mixers)
             if fault:
                 faults.append(fault)
 
@@ -114,8 +114,8 @@ def fault_of(packed: PackedSeqParams, mixers: dict[str, Module]) -> str:
         return _runs_on(unaware, "a pack under a Megatron-Core whose Mamba layers know none", "Use 0.16 or later.")
     delta = {name: mixer for name, mixer in mixers.items() if not _is_mamba(mixer)}
     if delta and packed.qkv_format != "thd":
-        given = f"PackedSeqParams of qkv_format {packed.qkv_format!r}"
-        return _runs_on(delta, given, 'Pass qkv_format="thd", of which these layers read the bounds.')
+        fault = f"PackedSeqParams of qkv_format {packed.qkv_format!r}"
+        return _runs_on(delta, fault, 'Pass qkv_format="thd", of which these layers read the bounds.')
     return ""
 
 
@@ -134,10 +134,10 @@ def _begins_at(seq_idx: Tensor, bounds: Tensor) -> bool:
     return bool(torch.equal((seq_idx[:total].diff() != 0), begins[1:]))
 
 
-def _runs_on(mixers: Sequence[str] | dict[str, Module], given: str, remedy: str) -> str:
+def _runs_on(mixers: Sequence[str] | dict[str, Module], fault: str, remedy: str) -> str:
     names = [*mixers]
     among = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
     return (
-        f"{given}, on a model with layers that have a state ({among}): the state of a sample runs on into the next one "
+        f"{fault}, on a model with layers that have a state ({among}): the state of a sample runs on into the next one "
         f"of its pack, so that gradients depend on the packing. {remedy}"
     )

@@ -91,7 +91,7 @@ class MegatronFirstStep(FirstStep):
         """Raise or print what packs lack, on any rank: a pipeline stage has layers of its own. All ranks call it."""
         faults = list(self._faults or ())
         for group in self._groups:
-            faults = [*dict.fromkeys(fault for of_rank in gather_objects(faults, group) for fault in of_rank)]
+            faults = [*dict.fromkeys(fault for rank_faults in gather_objects(faults, group) for fault in rank_faults)]
         asked = self.asked or (None if plan is None else plan.policy)
         verdict = Verdict([Finding(WRONG, fault) for fault in faults], self.aim(asked))
         self._faults = () if verdict.outcome.stops(self.level) else None  # after a refusal the next step is looked at

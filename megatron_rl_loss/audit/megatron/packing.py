@@ -141,7 +141,7 @@ class KeptBatches:
     def __init__(self, data_iterator: DataIterator) -> None:
         iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
         self._first: list[list[Any] | None] = [None if iterator is None else [] for iterator in iterators]
-        kept = [self._keep(*of_chunk) for of_chunk in zip(iterators, self._first, strict=True)]
+        kept = [self._keep(*chunk_batches) for chunk_batches in zip(iterators, self._first, strict=True)]
         self.data_iterator: DataIterator = kept if isinstance(data_iterator, list) else kept[0]
 
     @staticmethod
@@ -167,8 +167,8 @@ class KeptBatches:
         """
         groups, _ = facts_of(model, None)
         chunks = model if isinstance(model, list) else [model]
-        of_stages = gather_objects(portable(samples) if isinstance(samples, Samples) else None, groups.pp)
-        described = next((of_stage for of_stage in of_stages if of_stage is not None), None)
+        stage_samples = gather_objects(portable(samples) if isinstance(samples, Samples) else None, groups.pp)
+        described = next((samples_here for samples_here in stage_samples if samples_here is not None), None)
 
         def known() -> Samples:
             if described is None:
@@ -236,31 +236,31 @@ def _checked(
             {(dp_rank, *key): layer for key, layer in layers.items()},
         )
 
-    of_ranks = check_together(compared, everywhere)
+    comparisons = check_together(compared, everywhere)
     for group in everywhere:
-        of_ranks = _joined(gather_objects(of_ranks, group))
-    return _report(*of_ranks)
+        comparisons = _joined(gather_objects(comparisons, group))
+    return _report(*comparisons)
 
 
-def _joined(of_ranks: list[Any]) -> Any:
+def _joined(comparisons: list[Any]) -> Any:
     """Of each change the first token, the largest difference and the first layer, over ranks."""
-    found: dict[Any, tuple[int, float]] = {}
+    changes: dict[Any, tuple[int, float]] = {}
     layers: dict[Any, tuple[int, str, bool]] = {}
     rounding = 0.0
-    for values, largest, first in of_ranks:
+    for values, largest, first in comparisons:
         rounding = max(rounding, largest)
         for key, (position, difference) in values.items():
-            before = found.get(key, (position, difference))
-            found[key] = min(before[0], position), max(before[1], difference)
+            before = changes.get(key, (position, difference))
+            changes[key] = min(before[0], position), max(before[1], difference)
         for key, layer in first.items():
             layers[key] = min(layers.get(key, layer), layer)
-    return found, rounding, layers
+    return changes, rounding, layers
 
 
-def _report(found: dict[Any, Any], rounding: float, layers: dict[Any, Any]) -> PackReport:
+def _report(changes: dict[Any, Any], rounding: float, layers: dict[Any, Any]) -> PackReport:
     findings = []
-    for (dp_rank, trial, sample), (position, difference) in sorted(found.items()):
-        if trial == "padding" and (dp_rank, "others", sample) in found:
+    for (dp_rank, trial, sample), (position, difference) in sorted(changes.items()):
+        if trial == "padding" and (dp_rank, "others", sample) in changes:
             continue  # that of others, seen in the same way
         kind = {"padding": PADDING, "positions": POSITIONS, "alone": ALONE}.get(trial, ATTENTION)
         _, layer, has_state = layers.get((dp_rank, trial, sample), (0, "", False))
@@ -331,23 +331,25 @@ class _Pack:
         self, trials: list[_Trial], values: list[Tensor], eps: float
     ) -> tuple[dict[tuple[str, int], tuple[int, float]], float]:
         """By change and sample the first token and the largest difference, and the largest that is rounding."""
-        given, found, rounding = values[0], dict[tuple[str, int], tuple[int, float]](), 0.0
-        bound = _ROUNDINGS * eps * max(1.0, float(given.abs().max())) + 2 * float((values[1] - given).abs().max())
-        for trial, ours in zip(trials[1:], values[1:], strict=True):
+        unchanged, changes, rounding = values[0], dict[tuple[str, int], tuple[int, float]](), 0.0
+        bound = _ROUNDINGS * eps * max(1.0, float(unchanged.abs().max())) + 2 * float(
+            (values[1] - unchanged).abs().max()
+        )
+        for trial, changed in zip(trials[1:], values[1:], strict=True):
             if trial.name == "alone":
                 assert trial.alone is not None
-                back = torch.empty_like(ours)
-                back[self.order(trial.alone)] = ours
-                ours, looked_at = back, self.owner == trial.alone
+                back = torch.empty_like(changed)
+                back[self.order(trial.alone)] = changed
+                changed, looked_at = back, self.owner == trial.alone
             else:
                 looked_at = (self.owner >= 0) & ~(torch.zeros(()).bool() if trial.changed is None else trial.changed)
-            difference = (ours - given).abs().amax(-1).nan_to_num(nan=torch.inf) * looked_at
+            difference = (changed - unchanged).abs().amax(-1).nan_to_num(nan=torch.inf) * looked_at
             rounding = max(rounding, float(difference[difference <= bound].max()) if len(difference) else 0.0)
             for number in self.owner[difference > bound].unique().tolist():
                 is_seen = (self.owner == number) & (difference > bound)
                 seen = int(self.token[is_seen].min()), float(difference[is_seen].max())
-                found[trial.name, number] = seen
-        return found, rounding
+                changes[trial.name, number] = seen
+        return changes, rounding
 
 
 class _Run:
@@ -404,7 +406,7 @@ class _Run:
                 slot = pack.slot_of_sample[trial.alone]
                 size, total = int(pack.bounds[slot + 1] - pack.bounds[slot]), int(pack.bounds[-1])
                 bounds = torch.tensor(sorted({0, size, total}), dtype=torch.int32)
-                further = {"cp_group": of_batch} if (of_batch := getattr(packed, "cp_group", None)) else {}
+                further = {"cp_group": batch_group} if (batch_group := getattr(packed, "cp_group", None)) else {}
                 inputs["packed_seq_params"] = packed_seq_params(bounds, self._chunk, **further)
         return bound.args, bound.kwargs
 
@@ -422,18 +424,18 @@ class _Run:
         pack = self._pack
         for number, layer in enumerate(self._layers):
             sketches = self._sketches[number]
-            given = sketches[0]
-            owner = pack.owner.view(given.shape[0], -1)
+            unchanged = sketches[0]
+            owner = pack.owner.view(unchanged.shape[0], -1)
             changed = [None if t.changed is None else t.changed.view_as(owner) for t in self._trials]
             part = slice(None)
-            if owner.shape[1] != given.shape[1]:  # sequence parallelism
-                part = slice(pack.tp_rank * given.shape[1], (pack.tp_rank + 1) * given.shape[1])
+            if owner.shape[1] != unchanged.shape[1]:  # sequence parallelism
+                part = slice(pack.tp_rank * unchanged.shape[1], (pack.tp_rank + 1) * unchanged.shape[1])
             own = owner[:, part]
-            bound = _ROUNDINGS * eps * max(1.0, float(given.abs().max()))
+            bound = _ROUNDINGS * eps * max(1.0, float(unchanged.abs().max()))
             for trial, mask, sketch in zip(self._trials[1:], changed[1:], sketches[1:], strict=True):
                 if mask is None:
                     continue
-                differs = ((sketch - given).abs() > bound) & (own >= 0) & ~mask[:, part]
+                differs = ((sketch - unchanged).abs() > bound) & (own >= 0) & ~mask[:, part]
                 for sample in own[differs].unique().tolist():
                     has_state = not with_state.isdisjoint(layer.modules())
                     name = f"layer {layer.layer_number} ({type(layer).__name__})"

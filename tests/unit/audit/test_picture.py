@@ -27,7 +27,7 @@ OURS = measured(STEP, exact)
 STOCK = measured(STEP, lambda t: np.where(t.m == 0, 0, own_piece(t)))
 EVERYWHERE = measured(STEP, lambda t: 0 * t.m + 1 / t.T)
 PANELS = [
-    Panel.of_step(step, resolve("token_mean"), title=title)
+    Panel.from_step(step, resolve("token_mean"), title=title)
     for title, step in (("stock", STOCK), ("ours", OURS), ("all", EVERYWHERE))
 ]
 
@@ -140,7 +140,7 @@ def test_a_page_of_many_microbatches_has_the_width_of_a_window_and_names_that_do
 ) -> None:
     rows = [[1.0] * (3 + number % 5) for number in range(num_microbatches)]
     plan = plan_step([Samples([row, row]) for row in rows], "sample_mean", dp_group=None)
-    page = page_of([Panel.of_plan(plan)])
+    page = page_of([Panel.from_plan(plan)])
     (width,) = re.findall(r'<svg width="(\S+)"', page)
     assert (float(width) < 1200) == (num_microbatches == 16)  # the other one scrolls
     named = re.findall(r'<text x="(\S+)" y="\S+" text-anchor="middle">(0\.\d+)</text>', page)
@@ -151,11 +151,11 @@ def test_a_page_of_many_microbatches_has_the_width_of_a_window_and_names_that_do
 
 def test_names_are_escaped() -> None:
     title = 'mine</h2><script>alert("&")</script> $x_1$'
-    page = page_of([Panel.of_step(OURS, resolve("token_mean"), title=title)])
+    page = page_of([Panel.from_step(OURS, resolve("token_mean"), title=title)])
     assert Page(page).tags.count("script") == 1
     assert "mine&lt;/h2&gt;&lt;script&gt;" in page
     pytest.importorskip("matplotlib")
-    (axes,) = figure_of([Panel.of_step(OURS, resolve("token_mean"), title=title)]).axes
+    (axes,) = figure_of([Panel.from_step(OURS, resolve("token_mean"), title=title)]).axes
     assert axes.get_title(loc="left").strip() == title.replace("$", r"\$")
 
 
@@ -163,7 +163,7 @@ def test_negative_and_lost_weights_have_their_bars() -> None:
     weights = np.where(STEP.counted.d == 1, -1.0, 0.0) * OURS.weights
     weights[np.flatnonzero(OURS.weights)[0]] = np.nan
     step = measured(STEP, lambda t: weights)
-    panel = Panel.of_step(step, resolve("token_mean"))
+    panel = Panel.from_step(step, resolve("token_mean"))
     assert int(panel.tokens.sum()) == int((STEP.counted.m != 0).sum())
     assert panel.heights.min() == pytest.approx(-1, rel=1e-5)
     page = Page(page_of([panel]))
@@ -176,7 +176,7 @@ def test_negative_and_lost_weights_have_their_bars() -> None:
 def test_a_coefficient_is_part_of_what_is_expected() -> None:
     twice = measured(STEP, lambda t: 2 * exact(t))
     twice.facts["coefficient"] = 2.0
-    panel = Panel.of_step(twice, resolve("token_mean"))
+    panel = Panel.from_step(twice, resolve("token_mean"))
     assert panel.says == "every token weighs what it should"
     np.testing.assert_allclose(panel.weights, panel.expected, rtol=1e-5)
 
@@ -253,13 +253,13 @@ def test_a_report_draws_a_step_in_all_cuts(tmp_path: Path) -> None:
 def test_a_large_step_is_drawn_in_part() -> None:
     masks = torch.rand(4, 2000).tolist()
     plan = plan_step([Samples([mask]) for mask in masks], "token_mean", dp_group=None)
-    panel = Panel.of_plan(plan)
+    panel = Panel.from_plan(plan)
     assert panel.places["microbatch"].max() == 0  # whole micro-batches
     assert panel.says.endswith("drawn: the first 2,000 of 8,000 tokens")
     halves = plan_step([Samples([mask[:1500]]) for mask in masks], "token_mean", dp_group=None)
-    assert len(Panel.of_plan(halves).begin) == 3000  # as many as are drawn
+    assert len(Panel.from_plan(halves).begin) == 3000  # as many as are drawn
     joined = [entry for mask in masks for entry in mask]
-    alone = Panel.of_plan(plan_step([Samples([joined])], "token_mean", dp_group=None))
+    alone = Panel.from_plan(plan_step([Samples([joined])], "token_mean", dp_group=None))
     assert len(alone.begin) == int(alone.tokens.sum()) == 3000
 
 
