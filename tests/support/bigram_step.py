@@ -71,6 +71,13 @@ def make_batch() -> dict[str, Tensor]:
     }
 
 
+def with_prompts(batch: dict[str, Tensor], ids: Sequence[int]) -> dict[str, Tensor]:
+    """The rows with other prompts, whose tokens tell these ids apart."""
+    tokens, numbers = batch["input_ids"].clone(), torch.tensor(ids)
+    tokens[:, 0], tokens[:, 2] = 1 + numbers % 10, 1 + numbers // 10
+    return batch | {"input_ids": tokens}
+
+
 def rows_in(variable: str) -> list[int]:
     return [int(number) for number in os.environ.get(variable, "").split()]
 

@@ -2,21 +2,18 @@
 
 from typing import Any
 
-import torch
-from bigram_step import ROWS, VOCABULARY, make_batch
+from bigram_step import make_batch, with_prompts
 from torch import Tensor
 
 PROMPT = 3  # the length of prompts
 
 
-def data_of(rank_rows: slice, normalize: Any, convert: Any, split: bool = False) -> dict[str, Tensor]:
+def data_of(rank_rows: slice, normalize: Any, convert: Any, ids: list[int] | None = None) -> dict[str, Tensor]:
     """A rank's rows, as SkyRL lays them out; `normalize` makes advantages of all columns, as its trainer does.
 
-    `split`: the rows of a group have different prompts.
+    `ids`: rows have the prompts of these, whatever the trainer's groups are.
     """
-    batch = make_batch()
-    if split:
-        batch["input_ids"][:, 1] = torch.arange(ROWS) % VOCABULARY
+    batch = make_batch() if ids is None else with_prompts(make_batch(), ids)
     masks, lengths = batch["token_mask"] * batch["sample_mask"][:, None], batch["input_lengths"].tolist()
 
     def responses(values: Tensor) -> list[Any]:

@@ -29,7 +29,6 @@ from bigram_step import (
     ROWS,
     SHORT_ROWS,
     TOLERANCE,
-    VOCABULARY,
     assert_exact,
     assert_proof_changes_nothing,
     bigram_model,
@@ -41,7 +40,7 @@ from bigram_step import (
 )
 from checkouts import NEMO_RL, checkout, load, record_errors
 from plants import Plant, assert_stops, planted, record_plant
-from ranks import RankError, run_ranks
+from ranks import run_ranks
 from replacements import scale_weights, undone
 from table_step import start
 from torch import Tensor
@@ -106,8 +105,7 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
                 stock_loss, loss_fn = loss_fn, aggregate(policy, loss_fn, case["mode"], **settings)
                 if case.get("twice"):
                     aggregate(policy, loss_fn, case["mode"], **settings)
-                prompts = batch["input_ids"][:, :3].roll(case.get("ids", 0), 0)
-                prompts[: case.get("split", 0)] += VOCABULARY  # other ids than those of their groups
+                prompts = torch.tensor(case["ids"])[:, None] if "ids" in case else batch["input_ids"][:, :3]
                 estimator.compute_advantage(prompts, torch.ones(ROWS), batch["token_mask"])
                 if not case.get("by_another_name"):
                     batch = policy.train(batch, stock_loss if case.get("not_passed") else loss_fn, timer=None)
@@ -125,7 +123,9 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
         model, number = bigram_model(per_token=True), {"num_microbatches": len(microbatches)}
         reports = worker.megatron_forward_backward(
             model=model, data_iterator=iter(microbatches), seq_length=LENGTH, mbs=1, **number,
-            post_processing_fn=worker.LossPostProcessor(loss_fn=loss_fn, cfg=cfg, **number),
+            post_processing_fn=worker.LossPostProcessor(
+                loss_fn=loss_fn, cfg=cfg, sampling_params=case.get("sampling"), **number
+            ),
             **{name: counted[name] for name in ("global_valid_seqs", "global_valid_toks")},
         )  # fmt: skip
         reported = ("loss", "kl_penalty", "gen_kl_error", "probs_ratio")
@@ -189,24 +189,12 @@ def test_kl_penalties_of_each_type_are_proved() -> None:
     run_ranks(1, train, checkout(NEMO_RL), 1, [{"mode": "prompt_mean", "settings": {}, "cfg": cfg} for cfg in settings])
 
 
-def test_prompts_at_other_rows_are_not_proved() -> None:
-    """The prompts that NeMo-RL's advantages were computed by: moved by a row, or two of them for one group."""
-    case: dict[str, Any] = {"mode": "prompt_mean", "settings": {}, "outcome": "not proved"}
-    for results in run_ranks(2, train, checkout(NEMO_RL), 1, [case | {"ids": 1}, case | {"split": 2}]):
-        assert all(result["errors"]["gradient"] > 1e-2 for result in results), results
-
-
 def test_a_rank_without_a_token_trains(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(MASKED_ROWS, " ".join(map(str, range(1, ROWS, 2))))
     monkeypatch.setenv(SHORT_ROWS, "0 6 8")
     cases = [{"mode": mode, "settings": {"units": "active"}} for mode in ("prompt_mean", "sample_mean")]
     for results in run_ranks(4, train, checkout(NEMO_RL), 2, cases):
         assert max(result["errors"]["gradient"] for result in results) < TOLERANCE
-
-
-def test_it_is_refused_twice() -> None:
-    with pytest.raises(RankError, match="train, which has a loss aggregation already"):
-        run_ranks(1, train, checkout(NEMO_RL), 1, [{"mode": "token_mean", "settings": {}, "twice": True}])
 
 
 def test_the_proof_changes_nothing() -> None:

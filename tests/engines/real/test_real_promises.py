@@ -11,9 +11,13 @@ from typing import Any
 import checkouts
 import pytest
 from added_terms import CALL, TERMS
+from bigram_step import PROMPTS
+from page_promises import AS_GIVEN, FAULTS, GROUPS, IN_PART, LISTS, STEP, Groups, Launch, Source
+from page_promises import STOPS as STEP_STOPS
 from plants import MORE_TERMS, planted, record_plant
 from promises import EDITS, HOOKS, NOT_CHECKED, NOT_PROVED, NOT_SEEN, PROMISES, SITES, STOPS
 from ranks import RankError, run_ranks
+from test_real_rows import on_these_rows
 
 pytestmark = pytest.mark.slow
 STOPPED = "the first training step does something else|calls of agg_loss|must be a count of the whole step"
@@ -75,3 +79,63 @@ def test_a_change_ends_as_promised(change: str, engine: str, tmp_path: Path, rec
     launched(engine, root, [("", outcome)])
     if outcome != NOT_SEEN:
         record_plant(record_property, framework, change, f"says that it is {outcome.lower()}")
+
+
+LAUNCHES = [
+    pytest.param(page, launch, id=f"{page}: {promise.words}{number or ''}")
+    for page, headings in LISTS.items()
+    for promises in headings.values()
+    for promise in promises
+    for number, launch in enumerate(promise.shown)
+    if isinstance(launch, Launch)
+]
+
+
+@pytest.mark.parametrize(("engine", "launch"), LAUNCHES)
+def test_a_setting_ends_as_the_page_says(engine: str, launch: Launch, tmp_path: Path) -> None:
+    framework, module = vars(checkouts)[engine.upper()], module_of(engine)
+    root = planted(framework, tmp_path, launch.edits) if launch.edits else checkouts.checkout(framework)
+    arguments = launch.world[0], module.train, root, launch.world[1], [launch.case]
+    if not launch.stops:
+        run_ranks(*arguments)
+        return
+    with pytest.raises(RankError, match=launch.says) as caught:
+        run_ranks(*arguments)
+    assert {*caught.value.errors} == {*range(launch.world[0])}
+
+
+SOURCES = [
+    (page, promised)
+    for page, headings in LISTS.items()
+    for promises in headings.values()
+    for promise in promises
+    for promised in promise.shown
+    if isinstance(promised, Source)
+]
+
+
+@pytest.mark.parametrize(("engine", "source"), SOURCES)
+def test_a_file_of_the_engine_lacks_what_the_page_says(engine: str, source: Source) -> None:
+    text = Path(checkouts.checkout(vars(checkouts)[engine.upper()]), source.file).read_text()
+    assert source.lacks not in text
+
+
+@pytest.mark.parametrize("groups", [row for row in GROUPS if row.case is not None], ids=lambda row: " ".join(row.words))
+def test_wrong_ids_of_prompts_end_as_the_page_says(groups: Groups) -> None:
+    """Rows of which each prompt has at most four, by the right ids and by each fault."""
+    outcomes = dict(zip(FAULTS, groups.outcomes, strict=True))
+    step = STEP | (groups.case or {})
+    cases = {fault: step | {"ids": make(PROMPTS)} for fault, make in FAULTS.items()}
+    ends = {AS_GIVEN: "proved", IN_PART: "proved in part"}
+    goes_on = [
+        cases[fault] | {"outcome": ends.get(end, "not proved")} for fault, end in outcomes.items() if end != STEP_STOPS
+    ]
+    right = step | {"ids": PROMPTS, "outcome": "proved in part" if IN_PART in groups.outcomes else "proved"}
+    root = checkouts.checkout(vars(checkouts)[groups.engine.upper()])
+    launch = partial(
+        on_these_rows, groups.engine, {"LATE": [], "INVALID": []}
+    )  # each prompt ends where its mask begins
+    run_ranks(1, launch, root, 1, [right, *goes_on])
+    for fault in [fault for fault, end in outcomes.items() if end == STEP_STOPS]:
+        with pytest.raises(RankError, match=STOPPED):
+            run_ranks(1, launch, root, 1, [cases[fault]])

@@ -8,6 +8,7 @@ Replaced: Ray, the optimizer.
 import importlib
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 from bigram_step import BETA, CLIP_HIGH, CLIP_LOW, LENGTH, TOLERANCE, assert_exact, bigram_model, compare, errors_of, k3
 from checkouts import RLINF, Settings, checkout, load
 from plants import Plant, assert_stops
-from ranks import RankError, run_ranks
+from ranks import run_ranks
 from replacements import aggregated
 from rlinf_rows import LEFT, PROMPT, rollout_of_rank
 from table_step import start
@@ -84,13 +85,16 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
     for case in cases:
         actors.vocab_parallel_entropy_and_log_probs = entropy_and_log_probs if case.get("exact") else of_rlinf
         bigram_step.make_batch = without_empty_rows if case.get("full") else case.get("rows", make_batch)
+        if "ids" in case:
+            bigram_step.make_batch = partial(bigram_step.with_prompts, make_batch(), case["ids"])
         model = bigram_model()
         model.module.pre_process = model.module.post_process = True
         algorithm = Settings(
-            loss_agg_func="token-mean", use_valid_token_scale=case.get("scale", True), loss_type="actor",
+            use_valid_token_scale=case.get("scale", True), loss_type="actor",
+            loss_agg_func=case.get("loss_agg_func", "token-mean"),
             sampling_params=Settings(temperature=1.0), n_minibatches=1, entropy_bonus=case.get("entropy", 0.0),
             group_size=case.get("group_size", 8),
-            **case.get("correction", {}),
+            **case.get("correction", {}), **case.get("config", {}),
         )  # fmt: skip
         algorithm.get = lambda name, default=None, algorithm=algorithm: vars(algorithm).get(name, default)
         actor: Any = object.__new__(type("Actor", (actors.MegatronActor,), {}))
@@ -99,8 +103,8 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
             cfg=Settings(algorithm=algorithm, runner=Settings(task_type="reasoning")), model=[model], role="actor",
             _cfg=Settings(optim=Settings()), transformer_config=model.config, response_len=LENGTH - PROMPT,
             loss_agg_func=bases.masked_mean, clip_ratio_low=CLIP_LOW, clip_ratio_high=CLIP_HIGH, clip_ratio_c=None,
-            calculate_entropy="entropy" in case, calculate_entropy_loss="entropy" in case, kl_beta=BETA,
-            kl_penalty_type=case.get("estimator", "k3"),
+            calculate_entropy="entropy" in case, calculate_entropy_loss="entropy" in case,
+            kl_beta=case.get("beta", BETA), kl_penalty_type=case.get("estimator", "k3"),
             enable_dynamic_batch_size=True, max_tokens_per_mbs=24, variable_seq_lengths=True, use_profiler=False,
             total_batch_size_per_dp=1, optimizer=optimizer, lr_scheduler=Settings(step=lambda increment: None),
         )  # fmt: skip
@@ -109,10 +113,13 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
             state.get_data_parallel_world_size(),
             "correction" in case,
         )
-        batch = rollout_of_rank(dp_rank, dp, results, is_corrected).to_actor_batch(PROMPT + LEFT, LENGTH + LEFT, 0)
+        rollout = rollout_of_rank(dp_rank, dp, results, is_corrected)
+        if case.get("images"):
+            rollout.multi_modal_inputs = [{}] * rollout.num_sequence
+        batch = rollout.to_actor_batch(PROMPT + LEFT, LENGTH + LEFT, 0)
         actor._setup_valid_token_scale(batch)
         with aggregated(type(actor), case):
-            actor.training_step(batch)
+            actor.training_step(iter([batch]) if case.get("pipeline") else batch)
         of_cases.append(
             {
                 "errors": errors_of(
@@ -179,12 +186,6 @@ def test_theirs_is_the_token_mean(record_property: Any) -> None:
     ((same, _),) = compare(record_property, train, RLINF, [case], (2, 1))
     assert same["microbatches"] > 1
     assert same["errors"]["gradient"] < TOLERANCE
-
-
-def test_another_scaling_is_refused_on_all_ranks() -> None:
-    with pytest.raises(RankError, match="use_valid_token_scale=False with a loss aggregation") as caught:
-        run_ranks(2, train, checkout(RLINF), 1, [{"mode": "token_mean", "settings": {}, "scale": False}])
-    assert set(caught.value.errors) == {0, 1}
 
 
 _ACTOR, _WORKER = "rlinf/workers/actor/megatron_actor_worker.py", "rlinf/workers/megatron_worker.py"
