@@ -26,8 +26,9 @@ What the first step observes, and its proof:
   None, and `is_observed` asks for it; `taps_of`: the same, None also where no gradient will reach a value;
   `unobserved`: a ``with`` for a loss function that is tried and does not train
 - `PlanUse`: what became of a plan; `Promises`: what an engine said of its step, for the proof to compare
-- `MegatronFirstStep`, `run_schedules_by`: the proof around Megatron's schedules; `proof_level`: the level that the user
-  asked for; `not_proved`: the verdict on a step of which nothing can be known
+- `MegatronFirstStep`, `run_schedules_by`: the proof around Megatron's schedules, and `chunks_of` what these take as a
+  model; `proof_level`: the level that the user asked for; `not_proved`: the verdict on a step of which nothing can be
+  known
 - `any_flag_given`, `check_command_line`: the flags of this package on the launch's command line
 """
 
@@ -46,7 +47,7 @@ from megatron_rl_loss.core.totals_by_hand import Reducer
 from megatron_rl_loss.proof.findings import not_proved
 from megatron_rl_loss.proof.outcomes import proof_level
 from megatron_rl_loss.proof.promises import Promises
-from megatron_rl_loss.proof.schedules import run_schedules_by
+from megatron_rl_loss.proof.schedules import chunks_of, run_schedules_by
 
 if TYPE_CHECKING:
     from megatron_rl_loss.megatron.flags import any_flag_given, check_command_line
@@ -81,6 +82,7 @@ __all__ = [
     "any_flag_given",
     "available_modes",
     "check_command_line",
+    "chunks_of",
     "count_step",
     "find_mode",
     "groups_of",

@@ -118,6 +118,27 @@ class StepGroups:
         return several(self.dp_group, self.cp_group)
 
 
+@dataclass(frozen=True)
+class ModelGroups:
+    """The process groups of a Megatron model, by the names of its `ProcessGroupCollection`.
+
+    Attributes:
+        embd: of the stages that share an embedding, if it has one.
+    """
+
+    tp: Group
+    pp: Group
+    cp: Group
+    dp: Group
+    dp_cp: Group
+    embd: Group | None = None
+
+    @property
+    def all(self) -> list[Group]:
+        """Over which all ranks of the model agree, one group after the other."""
+        return [self.dp_cp, self.tp, self.pp]
+
+
 def ranks_of(group: Group | None) -> list[int]:
     """Global ranks of the group; this one without a group."""
     return [world_rank()] if group is None else dist.get_process_group_ranks(unwrapped(group))

@@ -49,5 +49,4 @@ def _groups_without_model() -> list[Group]:
     """The groups over which ranks agree: Megatron's; all ranks of an engine that has not set these up."""
     if not parallel_state.model_parallel_is_initialized():
         return [group for group in [dist.group.WORLD] if group is not None and world_size() > 1]
-    groups = groups_of(None, None)
-    return [groups.dp_cp, groups.tp, groups.pp]
+    return groups_of(None, None).all

@@ -10,7 +10,15 @@ from megatron_rl_loss.core.modes import Mode
 from megatron_rl_loss.engines.loss_trials import LossPaths, WeighedMicrobatch
 from megatron_rl_loss.engines.policy_tap import tap_policy
 from megatron_rl_loss.engines.replacing import Function, Replaced, announce
-from megatron_rl_loss.extend import Aggregation, ModeFunction, Promises, proof_level, resolve, run_schedules_by
+from megatron_rl_loss.extend import (
+    Aggregation,
+    ModeFunction,
+    Promises,
+    chunks_of,
+    proof_level,
+    resolve,
+    run_schedules_by,
+)
 
 
 def prove(
@@ -40,8 +48,7 @@ def prove(
 
     def run(schedule: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         model = kwargs["model"]
-        chunk = model[0] if isinstance(model, list) else model
-        own = proofs.setdefault(chunk, copy(proof)) if each_model else proof
+        own = proofs.setdefault(chunks_of(model)[0], copy(proof)) if each_model else proof
         with own.step(model, trains=not (proof.is_over or kwargs.get("forward_only")) and is_ours()):
             result = schedule(*args, **kwargs)
         if proof.is_over:

@@ -11,11 +11,10 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from megatron_rl_loss.core.collectives import Group, attempt, gather_parts, rank_in, several, unwrapped
+from megatron_rl_loss.core.collectives import Group, ModelGroups, attempt, gather_parts, rank_in, several, unwrapped
 from megatron_rl_loss.core.errors import BadBatchError
 from megatron_rl_loss.core.layouts import ZigzagTHD
 from megatron_rl_loss.core.samples import Samples
@@ -29,7 +28,7 @@ def look_ahead(
     iterators: Sequence[Iterator[Any] | None],
     num_microbatches: int,
     samples_of: SamplesOf,
-    groups: ProcessGroupCollection,
+    groups: ModelGroups,
     *,
     scheduled: bool,
 ) -> tuple[list[list[Any] | None], list[Samples] | None]:

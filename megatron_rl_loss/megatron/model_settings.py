@@ -8,20 +8,21 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config, unwrap_model
 
 from megatron_rl_loss.core.carriers import DEFAULT
-from megatron_rl_loss.core.collectives import StepGroups
+from megatron_rl_loss.core.collectives import ModelGroups, StepGroups
 from megatron_rl_loss.core.record import Trainer
 from megatron_rl_loss.megatron.flags import CHANGING_CP
 from megatron_rl_loss.megatron.probe import check_ddp, check_finalizing, check_form, check_model
+from megatron_rl_loss.proof.schedules import chunks_of
 
 _NEEDED = ("tp", "pp", "cp", "dp", "dp_cp")
 
 
-def groups_of(chunk: Any, user_groups: ProcessGroupCollection | None) -> ProcessGroupCollection:
+def groups_of(chunk: Any, pg_collection: ProcessGroupCollection | None) -> ModelGroups:
     """The user's groups, else the model's own, else those of Megatron's parallel state.
 
     Raises ValueError for a collection that lacks one of the groups.
     """
-    groups = user_groups
+    groups = pg_collection
     if groups is None:
         groups = getattr(unwrap_model(chunk), "pg_collection", None)
         # A model's own collection has the groups that its layers use: T5's has no data-parallel ones.
@@ -33,7 +34,17 @@ def groups_of(chunk: Any, user_groups: ProcessGroupCollection | None) -> Process
             f"a ProcessGroupCollection without {', '.join(missing)}: the counts of a step are reduced over these "
             "groups. Set them in the collection."
         )
-    return groups
+    return ModelGroups(**{name: getattr(groups, name) for name in _NEEDED}, embd=getattr(groups, "embd", None))
+
+
+def step_groups(model: Any, pg_collection: ProcessGroupCollection | None = None, *, dynamic_cp: bool) -> StepGroups:
+    """The groups that a step of the model is counted over; arguments as in `plan_step`."""
+    chunk = chunks_of(model)[0]
+    config, groups = get_model_config(chunk), groups_of(chunk, pg_collection)
+    # Where CP groups change, each rank of DP x CP may have samples of its own in each micro-batch.
+    is_dynamic = dynamic_cp or any(getattr(config, name, False) for name in CHANGING_CP)
+    dp_group, cp_group = (groups.dp_cp, None) if is_dynamic else (groups.dp, groups.cp)
+    return StepGroups(dp_group, cp_group, (groups.tp, groups.pp))
 
 
 def trainer_of(
@@ -61,7 +72,7 @@ def trainer_of(
         ContractError: the carriers do not undo the scaling of this Megatron.
         ValueError: a model config under which the loss would not be exact; a collection that lacks a group.
     """
-    chunks = model if isinstance(model, list) else [model]
+    chunks = chunks_of(model)
     config, groups = get_model_config(chunks[0]), groups_of(chunks[0], pg_collection)
     hybrid, dynamic = (getattr(config, name, False) for name in CHANGING_CP)
     dynamic_cp = dynamic_cp or hybrid or dynamic
@@ -83,10 +94,8 @@ def trainer_of(
     if DEFAULT.name not in probed:
         check_ddp(config, chunks, groups)
         check(DEFAULT)
-    # Where CP groups change, each rank of DP x CP may have samples of its own in each micro-batch.
-    dp_group, cp_group = (groups.dp_cp, None) if dynamic_cp else (groups.dp, groups.cp)
     return Trainer(
-        groups=StepGroups(dp_group, cp_group, (groups.tp, groups.pp)),
+        groups=step_groups(model, pg_collection, dynamic_cp=dynamic_cp),
         per_token_loss=bool(config.calculate_per_token_loss),
         check_form=check,
         device=next(chunks[0].parameters()).device,

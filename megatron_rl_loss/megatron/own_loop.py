@@ -13,6 +13,7 @@ from megatron_rl_loss.proof.first_step import Stated
 from megatron_rl_loss.proof.megatron_step import LEFT, before_forward, fresh_failure
 from megatron_rl_loss.proof.outcomes import ProofLevel
 from megatron_rl_loss.proof.reduced_ranks import counted_by, uncounted
+from megatron_rl_loss.proof.schedules import chunks_of
 
 _REMEDY = "Return what microbatch.loss(...) returned, all of it and unchanged; put a coefficient into a Term."
 _STATED = (
@@ -40,7 +41,7 @@ class MegatronProof:
         twice = _STATED if stated.optimizer is not None or stated.loss_scale != 1 else ""
         is_looked_at = self._was_measured and first.is_over and first.level != "off"  # a step that is not measured
         self._was_measured = not first.is_over
-        chunks, left = model if isinstance(model, list) else [model], list[Exception | None]()
+        chunks, left = chunks_of(model), list[Exception | None]()
         with ExitStack() as stack:
             if is_looked_at:
                 stack.enter_context(first.leaving())
@@ -54,5 +55,5 @@ class MegatronProof:
     def _begun(self, model: Any) -> MegatronFirstStep:
         """The proof of a claim."""
         groups, _ = facts_of(model)
-        self._over = [groups.dp_cp, groups.tp, groups.pp]
+        self._over = groups.all
         return MegatronFirstStep(None, "the policy loss", remedy=lambda wrong: _REMEDY, is_own_loop=True)

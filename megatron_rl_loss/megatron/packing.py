@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from megatron_rl_loss.core.transfers import to_device
+from megatron_rl_loss.proof.schedules import chunks_of
 from megatron_rl_loss.trees.models import MAMBA, is_mixer_with_state
 
 _FIELDS = {field.name for field in dataclasses.fields(PackedSeqParams)}
@@ -25,7 +26,7 @@ _FIELDS = {field.name for field in dataclasses.fields(PackedSeqParams)}
 
 def layers_with_state(model: Any) -> dict[str, Module]:
     """The mixers of a model, or list of chunks, whose state runs along the sequence, by their names; of this rank."""
-    chunks = model if isinstance(model, list) else [model]
+    chunks = chunks_of(model)
     return {name: module for chunk in chunks for name, module in chunk.named_modules() if is_mixer_with_state(module)}
 
 
@@ -68,7 +69,7 @@ def watch_packs(model: Any) -> Iterator[list[str]]:
 
     Nothing is raised inside, where one rank alone would leave the others waiting.
     """
-    chunks, faults, mixers = model if isinstance(model, list) else [model], list[str](), layers_with_state(model)
+    chunks, faults, mixers = chunks_of(model), list[str](), layers_with_state(model)
 
     def look(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if faults:  # the first one says it for all layers and micro-batches

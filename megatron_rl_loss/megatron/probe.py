@@ -15,10 +15,9 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.pipeline_parallel import schedules
-from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_rl_loss.core.carriers import DEFAULT, Count, Form, Powers, product
-from megatron_rl_loss.core.collectives import Group, device_of
+from megatron_rl_loss.core.collectives import Group, ModelGroups, device_of, size_of
 from megatron_rl_loss.core.errors import ContractError
 from megatron_rl_loss.megatron.flags import check_megatron_settings
 from megatron_rl_loss.megatron.versions import cp_arguments
@@ -43,9 +42,9 @@ def check_model(config: Any, chunks: Sequence[Any], *, looks_ahead: bool) -> Non
             check_megatron_settings(Namespace(ddp_average_in_collective=average), per_token)
 
 
-def check_finalizing(config: Any, chunks: Sequence[Any], groups: ProcessGroupCollection) -> None:
+def check_finalizing(config: Any, chunks: Sequence[Any], groups: ModelGroups) -> None:
     """Reject a model under Megatron's DDP whose schedule does not reduce gradients over ranks."""
-    several = max(group.size() for group in (groups.dp_cp, groups.tp, groups.pp)) > 1
+    several = max(map(size_of, groups.all)) > 1
     ddp = any(isinstance(chunk, _BaseDataParallel) for chunk in chunks)
     if several and ddp and config.finalize_model_grads_func is None:
         raise ValueError(
@@ -73,7 +72,7 @@ def check_form(config: Any, cp_group: Group, checked: set[str], form: Form) -> N
     checked.add(form.name)
 
 
-def check_ddp(config: Any, chunks: Sequence[Any], groups: ProcessGroupCollection) -> None:
+def check_ddp(config: Any, chunks: Sequence[Any], groups: ModelGroups) -> None:
     """Reject a Megatron whose DDP scales gradients differently from the default form's carrier for this config.
 
     Only Megatron-Core's own DDP exposes its scaling; other wrappers are not checked. Raises as `check_form`.

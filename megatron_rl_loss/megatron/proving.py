@@ -8,7 +8,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
 from megatron_rl_loss.core.aggregation import Aggregation
-from megatron_rl_loss.core.collectives import Group, check_together, gather_objects
+from megatron_rl_loss.core.collectives import Group, ModelGroups, check_together, gather_objects
 from megatron_rl_loss.core.record import PlanUse
 from megatron_rl_loss.megatron.flags import REMAT_SIZES, has_cuda_graphs
 from megatron_rl_loss.megatron.model_settings import groups_of
@@ -16,17 +16,16 @@ from megatron_rl_loss.megatron.packing import watch_packs
 from megatron_rl_loss.proof.findings import WRONG, Finding, Verdict
 from megatron_rl_loss.proof.first_step import FirstStep
 from megatron_rl_loss.proof.megatron_step import MegatronStep
+from megatron_rl_loss.proof.schedules import chunks_of
 
 
-def facts_of(
-    model: Any, pg_collection: ProcessGroupCollection | None = None
-) -> tuple[ProcessGroupCollection, list[str]]:
+def facts_of(model: Any, pg_collection: ProcessGroupCollection | None = None) -> tuple[ModelGroups, list[str]]:
     """The groups of a model, or list of chunks, and reasons why a step of it cannot be measured: of `MegatronStep`.
 
     Args:
         pg_collection: the process groups; default: the model's, else Megatron's parallel state.
     """
-    chunk = model[0] if isinstance(model, list) else model
+    chunk = chunks_of(model)[0]
     groups = groups_of(chunk, pg_collection)
     return groups, _cannot_know(get_model_config(chunk), groups)
 
@@ -68,7 +67,7 @@ class MegatronFirstStep(FirstStep):
 
         def groups_that_agree(model: Any, plan: PlanUse | None) -> list[Group]:
             groups, _ = facts_of(model, pg_collection)
-            return [groups.dp_cp, groups.tp, groups.pp]
+            return groups.all
 
         super().__init__(asked, loss, measure=measure, groups_of=groups_that_agree, **further)
 
@@ -99,7 +98,7 @@ class MegatronFirstStep(FirstStep):
             self._tell(verdict.line(self.level), stops=verdict.outcome.stops(self.level))
 
 
-def _cannot_know(config: Any, groups: ProcessGroupCollection) -> list[str]:
+def _cannot_know(config: Any, groups: ModelGroups) -> list[str]:
     """Reasons against a verdict in the config: hooks that do not run, groups and reductions that are not followed."""
     finalize = config.finalize_model_grads_func
     later = hasattr(getattr(finalize, "__self__", None), "run_pending_grad_sync")

@@ -20,10 +20,9 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
-from megatron_rl_loss.core.collectives import Group, attempt, ranks_of, size_of, world_rank
+from megatron_rl_loss.core.collectives import Group, ModelGroups, attempt, ranks_of, size_of, world_rank
 from megatron_rl_loss.proof.exchange import Exchange
 from megatron_rl_loss.proof.factor import Alike, Fit, Parameter, no_factor
 from megatron_rl_loss.proof.hooks import Failure, watch
@@ -83,7 +82,7 @@ def _holds_parameters(ddp_config: Any) -> bool:
 class BucketGroups:
     """The trainable parameters of a rank's model chunks; a `measurement.Source`."""
 
-    def __init__(self, chunks: Sequence[Any], groups: ProcessGroupCollection) -> None:
+    def __init__(self, chunks: Sequence[Any], groups: ModelGroups) -> None:
         trained = [
             (name, parameter, chunk)
             for chunk in chunks
@@ -264,7 +263,7 @@ class BucketGroups:
         """Add up the gradients of an embedding that stages share; those that hold no part of it take part."""
         if self._groups.pp.size() == 1:
             return
-        group = getattr(self._groups, "embd", None) or parallel_state.get_embedding_group(check_initialized=False)
+        group = self._groups.embd or parallel_state.get_embedding_group(check_initialized=False)
         if group is None:
             for number in tied.nonzero()[:, 0].tolist():
                 self.parameters[number].why = "tied over stages without a known group"
@@ -322,7 +321,7 @@ def _restore(group: Any, replacement: Any) -> None:
         del group.start_grad_sync
 
 
-def _is_tied(parameter: Any, groups: ProcessGroupCollection) -> bool:
+def _is_tied(parameter: Any, groups: ModelGroups) -> bool:
     return bool(getattr(parameter, "shared_embedding", False)) and groups.pp.size() > 1
 
 

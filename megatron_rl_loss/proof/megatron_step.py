@@ -6,16 +6,16 @@ from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel import schedules
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from megatron_rl_loss.core.aggregation import Aggregation, resolve
-from megatron_rl_loss.core.collectives import attempt, failure_of, several
+from megatron_rl_loss.core.collectives import ModelGroups, attempt, failure_of, several
 from megatron_rl_loss.core.record import PlanUse
 from megatron_rl_loss.core.taps import Taps, observed_taps
 from megatron_rl_loss.proof.bucket_groups import BucketGroups, check_fresh_gradients, unseen
 from megatron_rl_loss.proof.measurement import Measurement, Ranks, Source
+from megatron_rl_loss.proof.schedules import chunks_of
 
 LEFT = "another rank has gradients that are not 0 before the step's first micro-batch."
 _BESIDE = (
@@ -48,14 +48,14 @@ class MegatronStep(Measurement):
     def __init__(
         self,
         model: Any,
-        groups: ProcessGroupCollection,
+        groups: ModelGroups,
         *,
         unknown: Sequence[str] = (),
         is_own_loop: bool = False,
         plan: PlanUse | None = None,
         then: Callable[[Exception | None], None] | None = None,
     ) -> None:
-        chunks = model if isinstance(model, list) else [model]
+        chunks = chunks_of(model)
         self.config, self.groups = get_model_config(chunks[0]), groups
         same = several(groups.dp_cp, groups.tp)
         ranks = Ranks(groups.dp, groups.cp, groups.tp, groups.pp, groups.dp_cp, same)

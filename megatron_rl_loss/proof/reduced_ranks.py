@@ -6,6 +6,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_rl_loss.core.collectives import StepGroups, gather_objects, ranks_of, world_rank
+from megatron_rl_loss.proof.schedules import chunks_of
 
 
 def reduced_over(model: Any) -> Iterator[tuple[str, set[int]]]:
@@ -14,7 +15,7 @@ def reduced_over(model: Any) -> Iterator[tuple[str, set[int]]]:
         return
     from torch.distributed.fsdp import FSDPModule
 
-    for chunk in model if isinstance(model, list) else [model]:
+    for chunk in chunks_of(model):
         for module in chunk.modules():
             # torch's DistributedDataParallel has the first, Megatron's the second.
             group = getattr(module, "process_group", None) or getattr(module, "dp_cp_group", None)

@@ -1,4 +1,4 @@
-"""Megatron's schedules, replaced in their module while a step is to be measured. Imports Megatron when it is called."""
+"""What Megatron's schedules take as a model, and the schedules replaced while a step is to be measured."""
 
 import functools
 import importlib
@@ -6,10 +6,16 @@ from collections.abc import Callable
 from typing import Any
 
 
+def chunks_of(model: Any) -> list[Any]:
+    """The model's chunks: itself, or those of a list."""
+    return model if isinstance(model, list) else [model]
+
+
 def run_schedules_by(run: Callable[..., Any]) -> Callable[[], None]:
     """Replace each of Megatron's schedules with ``run(schedule, *args, **kwargs)``.
 
-    Returns a function that restores all schedules that nobody has replaced since. Raises ImportError.
+    Returns a function that restores all schedules that nobody has replaced since. Imports Megatron when it is called;
+    raises ImportError.
     """
     schedules = importlib.import_module("megatron.core.pipeline_parallel.schedules")
     originals = {name: value for name, value in vars(schedules).items() if name.startswith("forward_backward_")}

@@ -129,9 +129,13 @@ def refused_plans() -> dict[str, str]:
         changed = (dp_rank, cp_rank) == (0, 1) or (dp_rank == 1 and name != "a divisor of one rank")
         asked = CONSTANT | (changes if changed else {})
         outcomes[name] = outcome_of(functools.partial(plan_step, good, model=model, **asked))
-    model.config.finalize_model_grads_func = None
+    finalize, model.config.finalize_model_grads_func = model.config.finalize_model_grads_func, None
     plan = functools.partial(plan_step, good, "token_mean", model=model)
     outcomes["to train"] = outcome_of(plan)
+    if dp_rank:
+        model.config.finalize_model_grads_func = finalize
+    outcomes["to train on one rank"] = outcome_of(plan)
+    model.config.finalize_model_grads_func = None
     with torch.no_grad():
         outcomes["to evaluate"] = outcome_of(plan)
     return outcomes
@@ -145,5 +149,6 @@ def test_a_list_or_setting_of_one_rank_and_a_schedule_that_sums_no_gradients_are
         for name in DIFFERENT:
             assert "this rank asks for loss aggregation: constant" in outcomes[name]
             assert "all ranks must aggregate alike" in outcomes[name]
-        assert "a model config without finalize_model_grads_func" in outcomes["to train"]
+        for name in ("to train", "to train on one rank"):
+            assert "a model config without finalize_model_grads_func" in outcomes[name], outcomes[name]
         assert outcomes["to evaluate"] == "accepted"

@@ -22,7 +22,7 @@ from megatron.core.utils import get_model_config, unwrap_model
 from torch import Tensor
 
 from megatron_rl_loss.audit.assembly import portable
-from megatron_rl_loss.core.collectives import check_together, gather_objects, several
+from megatron_rl_loss.core.collectives import ModelGroups, check_together, gather_objects, several
 from megatron_rl_loss.core.layouts import Slots
 from megatron_rl_loss.core.microbatch import Microbatch
 from megatron_rl_loss.core.samples import Samples
@@ -31,6 +31,7 @@ from megatron_rl_loss.megatron.forward_pass import evaluating
 from megatron_rl_loss.megatron.iterator import DataIterator, MicrobatchIterator, batches_of
 from megatron_rl_loss.megatron.packing import layers_with_state, packed_seq_params
 from megatron_rl_loss.megatron.proving import facts_of
+from megatron_rl_loss.proof.schedules import chunks_of
 
 #: So many samples are also run alone, if a layout of slots and no attention mask describes the pack.
 _MOST_ALONE = 4
@@ -112,7 +113,7 @@ def check_packing(
             those of the layout.
     """
     groups, _ = facts_of(model, pg_collection)
-    chunks = model if isinstance(model, list) else [model]
+    chunks = chunks_of(model)
     return _checked(forward_step, [_Again(batch) for _ in chunks], chunks, samples, groups, options)
 
 
@@ -166,7 +167,7 @@ class KeptBatches:
         Raises ValueError on all ranks if they are not known to it, or name a context-parallel group of their own.
         """
         groups, _ = facts_of(model, None)
-        chunks = model if isinstance(model, list) else [model]
+        chunks = chunks_of(model)
         stage_samples = gather_objects(portable(samples) if isinstance(samples, Samples) else None, groups.pp)
         described = next((samples_here for samples_here in stage_samples if samples_here is not None), None)
 
@@ -177,7 +178,7 @@ class KeptBatches:
                 raise ValueError("a context-parallel group of the micro-batch's own: check_packing knows the model's.")
             return described
 
-        described = check_together(known, several(groups.dp_cp, groups.tp, groups.pp))
+        described = check_together(known, several(*groups.all))
         # A stage that read nothing reads nothing again.
         batches = [None if first is None else _Again(next(iter(first), None)) for first in self._first]
         return _checked(forward_step, batches, chunks, described, groups, options)
@@ -188,10 +189,10 @@ def _checked(
     batches: list[_Again | None],
     chunks: list[Any],
     samples: Samples,
-    groups: ProcessGroupCollection,
+    groups: ModelGroups,
     options: dict[str, Any],
 ) -> PackReport:
-    everywhere = several(groups.dp_cp, groups.tp, groups.pp)
+    everywhere = several(*groups.all)
 
     def prepared() -> tuple[_Pack, list[_Trial], list[_Run]]:
         pack = _Pack(samples, *samples.place_in(groups.cp), groups.tp.rank(), groups.tp.size())
