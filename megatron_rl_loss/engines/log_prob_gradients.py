@@ -52,11 +52,11 @@ class LogProbGradients:
 
     @property
     def is_followed(self) -> bool:
-        return all(of_loss.temperature is not None for of_loss in self.log_probs)
+        return all(followed.temperature is not None for followed in self.log_probs)
 
     @property
     def is_replicated(self) -> bool:
-        return any(of_loss.replicated for of_loss in self.log_probs)
+        return any(followed.replicated for followed in self.log_probs)
 
     def keep_output(self, gradient: Tensor) -> None:
         """A hook of the model's output."""
@@ -65,12 +65,12 @@ class LogProbGradients:
     def sent_and_arrived(self, cp: Any) -> Tensor:
         """The two sums of this rank, float64 [2]; all ranks of the CP group call it together."""
         sums = torch.zeros(2, dtype=torch.float64)
-        for of_loss in self.log_probs:
-            gradient = of_loss.gradient.clone()
-            for group in several(cp) if of_loss.replicated else ():
+        for followed in self.log_probs:
+            gradient = followed.gradient.clone()
+            for group in several(cp) if followed.replicated else ():
                 all_reduce(gradient, group)
-            sent = (gradient.abs() * 2 * (1 - of_loss.values.double().exp())).sum() / (of_loss.temperature or 1.0)
-            sums[0] += sent.cpu() / (cp.size() if of_loss.replicated else 1)
+            sent = (gradient.abs() * 2 * (1 - followed.values.double().exp())).sum() / (followed.temperature or 1.0)
+            sums[0] += sent.cpu() / (cp.size() if followed.replicated else 1)
         sums[1] = sum(float(size) for size in self.tapped_sizes or self.output_sizes)
         return sums
 

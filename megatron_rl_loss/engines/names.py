@@ -1,4 +1,4 @@
-"""Other frameworks' names for the modes (``verl:seq-mean-token-mean``), and `of_peer`, which reads one.
+"""Other frameworks' names for the modes (``verl:seq-mean-token-mean``), and `peer_meaning`, which reads one.
 
 `NAMES` is the one table of others' names: a setting's *documented* formula over the whole optimizer step, in each
 known version. Where versions differ, a name has one in it: ``verl@0.9.0:gspo``. tools/check_names.py runs the
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from textwrap import wrap
 from typing import Any, Literal, NamedTuple
 
-from megatron_rl_loss.core.errors import did_you_mean
+from megatron_rl_loss.core.errors import did_you_mean, only_if
 from megatron_rl_loss.extend import COUNTINGS, UnitCounting, available_modes, find_mode, register_names
 
 #: Stands for a name that is itself a number: the divisor.
@@ -42,7 +42,7 @@ class PeerName(NamedTuple):
 
     @property
     def meaning(self) -> tuple[str, float | str | None, UnitCounting | None, bool]:
-        """What `of_peer` gives for the name."""
+        """What `peer_meaning` gives for the name."""
         return self.mode, self.divisor, self.units, bool(self.refused)
 
     @property
@@ -56,7 +56,7 @@ class PeerName(NamedTuple):
     def alias(self) -> str:
         """The name as the library takes it, with the last of its versions if the meaning depends on the version."""
         others = {peer.meaning for peer in NAMES if (peer.framework, peer.name) == (self.framework, self.name)}
-        return f"{self.framework}{f'@{self.versions[-1]}' * (len(others) > 1)}:{self.name}"
+        return f"{self.framework}{only_if(len(others) > 1, f'@{self.versions[-1]}')}:{self.name}"
 
 
 class Framework(NamedTuple):
@@ -281,7 +281,7 @@ def _hint(asked: str) -> str:
     return did_you_mean(asked, available_modes()) + ", or import the module of a mode of your own first"
 
 
-def of_peer(
+def peer_meaning(
     asked: str, divisor: float | None, units: UnitCounting | None, remedy: str = ""
 ) -> tuple[str, float | None, UnitCounting | None]:
     """Our mode, divisor and unit counting of a name that is none of ours; errors as of `resolve`."""
@@ -335,7 +335,7 @@ def versioned(alias: str) -> str:
 def weighable(alias: str) -> str:
     """`versioned`, of the versions that have weights, with the flag of a divisor that the user must give."""
     exact = [peer for peer in _spans(rows_of(alias)) if not peer.refused]
-    return " or ".join(f"{peer.alias}{' --divisor D' * isinstance(peer.divisor, str)}" for peer in exact)
+    return " or ".join(f"{peer.alias}{only_if(isinstance(peer.divisor, str), ' --divisor D')}" for peer in exact)
 
 
 def rows_of(alias: str) -> list[PeerName]:
@@ -387,7 +387,7 @@ def _range(*rows: PeerName) -> str:
 
 
 for _framework in ("", *FRAMEWORKS):
-    register_names(_framework, of_peer)
+    register_names(_framework, peer_meaning)
 
 
 def format_modes() -> str:
@@ -432,8 +432,8 @@ def format_frameworks(names: Iterable[str] = FRAMEWORKS) -> str:
     ]
     for framework in names:
         row = FRAMEWORKS[framework]
-        versions = ", ".join(f"{version} {found}" for version, found in row.versions.items())
-        lines += ["", f"{framework}, {row.setting}" + f", by default {row.default}" * bool(row.default)]
+        versions = ", ".join(f"{version} {how}" for version, how in row.versions.items())
+        lines += ["", f"{framework}, {row.setting}" + only_if(row.default, f", by default {row.default}")]
         lines += [f"    {line}" for line in wrap(f"versions: {versions}; source: {row.source}", 114)]
         lines += [line for peer in NAMES if peer.framework == framework for line in _format_name(peer)]
     return "\n".join(lines)
@@ -464,10 +464,10 @@ def format_versions(alias: str) -> str:
     framework, version, _ = _parts_of(alias)
     row, lines = FRAMEWORKS[framework], list[str]()
     for peer in rows_of(alias):
-        for name, (known, found) in zip(row.names, row.versions.items(), strict=True):
+        for name, (known, how) in zip(row.names, row.versions.items(), strict=True):
             if name in peer.versions and version in ("", name):
-                lines.append(f"{framework} {known}, {found}: {_said(peer)}")
-                lines += [f"    its own code {peer.own_code}"] * bool(peer.own_code)
+                lines.append(f"{framework} {known}, {how}: {_said(peer)}")
+                lines += only_if(peer.own_code, [f"    its own code {peer.own_code}"])
     return "\n".join([*lines, f"source: {row.source}"])
 
 
@@ -483,7 +483,7 @@ def _said(peer: PeerName) -> str:
     if peer.refused:
         return f"refused, it is {peer.refused}; nearest is {peer.mode}"
     divisor = "" if peer.divisor is None else f", divisor {peer.divisor}"
-    return f"{peer.mode}{divisor}" + f", counting {peer.units} units" * (peer.units is not None)
+    return f"{peer.mode}{divisor}" + only_if(peer.units is not None, f", counting {peer.units} units")
 
 
 def _format_name(peer: PeerName) -> list[str]:
@@ -492,6 +492,7 @@ def _format_name(peer: PeerName) -> list[str]:
     else:
         divisor = "its number" if peer.name == NUMBER else "" if peer.divisor is None else peer.divisor
         rows = [f"{peer.alias:<41}{formula_of(peer):<36}{peer.mode:<13}{divisor:<22}{peer.units or ''}".rstrip()]
-    more = [_range(peer)] * bool(peer.since or peer.until) + [f"--policy-loss {peer.loss}"] * bool(peer.loss)
-    more += [f"its own code {peer.own_code}"] * bool(peer.own_code)
+    more = only_if(peer.since or peer.until, [_range(peer)])
+    more += only_if(peer.loss, [f"--policy-loss {peer.loss}"])
+    more += only_if(peer.own_code, [f"its own code {peer.own_code}"])
     return [*rows, *(f"    {line}" for line in wrap("; ".join(more), 114))]

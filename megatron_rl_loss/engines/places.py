@@ -26,7 +26,7 @@ def wrapped(function: Any, call: Call, **beside: Any) -> Any:
     names = [parameter.name for parameter in signature.parameters.values() if parameter.kind is parameter.VAR_KEYWORD]
 
     @functools.wraps(function, updated=())
-    def ours(*args: Any, **kwargs: Any) -> Any:
+    def replacement(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
         arguments = {**owner, **beside, **bound.arguments}
         for name in names:  # arguments by keyword alone
@@ -42,7 +42,7 @@ def wrapped(function: Any, call: Call, **beside: Any) -> Any:
 
         return call(stock, arguments)
 
-    return ours
+    return replacement
 
 
 @contextmanager

@@ -41,7 +41,7 @@ def tap_policy(
     if not is_observed():
         return stock()
     values, keepers = {}, dict[str, list[Tensor]]()
-    for path in (row.log_probs, *[row.entropy] * bool(row.entropy)):
+    for path in filter(None, (row.log_probs, row.entropy)):
         for container, name in places(path, arguments)[:1]:
             values[path], keepers[path] = _kept(value_at(container, name))
     with swapped(arguments, values):

@@ -26,7 +26,7 @@ def prove(
     asked: Aggregation | None,
     loss: str = "policy loss",
     *,
-    is_ours: Callable[[], bool] = lambda: True,
+    trains_policy: Callable[[], bool] = lambda: True,
     each_model: bool = False,
     **words: Any,
 ) -> Any:
@@ -35,7 +35,7 @@ def prove(
     Returns None, and prints that nothing is proved, without Megatron.
 
     Args:
-        is_ours: returns True, on all ranks alike, if the call of a schedule trains the policy.
+        trains_policy: returns True, on all ranks alike, if the call of a schedule trains the policy.
         each_model: prove the next step of each model; a process may hold an actor and a critic.
     """
     if "megatron.core.pipeline_parallel" not in sys.modules:
@@ -49,7 +49,7 @@ def prove(
     def run(schedule: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         model = kwargs["model"]
         own = proofs.setdefault(chunks_of(model)[0], copy(proof)) if each_model else proof
-        with own.step(model, trains=not (proof.is_over or kwargs.get("forward_only")) and is_ours()):
+        with own.step(model, trains=not (proof.is_over or kwargs.get("forward_only")) and trains_policy()):
             result = schedule(*args, **kwargs)
         if proof.is_over:
             put_back()

@@ -65,7 +65,7 @@ class Replaced:
             vars(self).update(state)
 
     def __str__(self) -> str:
-        held = holders([ours for *_, ours in self._all])
+        held = holders([replacement for *_, replacement in self._all])
         places = {f"{module.__name__}.{name}" for each in held for module, name in each}
         places = {place for place in places if place.partition(".")[0] != __name__.partition(".")[0]}
         return f"{self.engine}: replaced {', '.join(sorted(places | {str(function) for function, *_ in self._all}))}"
@@ -96,29 +96,29 @@ class Replaced:
             owner, name = function.owner, function.name
             stock = getattr(owner, name)
             new.append((function, stock, vars(owner).get(name), _wrapped(function, stock)))
-        for function, _, _, ours in new:
-            setattr(function.owner, function.name, ours)
+        for function, _, _, replacement in new:
+            setattr(function.owner, function.name, replacement)
         self._all += new
         self.put_everywhere()
 
-    def ours(self, function: Any) -> Any:
+    def replacement(self, function: Any) -> Any:
         """What took the function's place, for a caller that took the engine's before; else the function itself."""
-        return next((ours for _, stock, _, ours in self._all if stock is function), function)
+        return next((replacement for _, stock, _, replacement in self._all if stock is function), function)
 
     def put_everywhere(self) -> None:
         """Replace the functions in modules that were loaded later, too."""
         held = holders([stock for _, stock, *_ in self._all])
-        for (function, _, _, ours), places in zip(self._all, held, strict=True):
+        for (function, _, _, replacement), places in zip(self._all, held, strict=True):
             for module, name in places:
                 if function.also_in(module.__name__):
-                    setattr(module, name, ours)
+                    setattr(module, name, replacement)
 
     def undo(self) -> None:
         """Restore the engine's functions in every module that holds ours."""
-        held = holders([ours for *_, ours in self._all])
-        for (function, stock, raw, ours), places in zip(self._all, held, strict=True):
+        held = holders([replacement for *_, replacement in self._all])
+        for (function, stock, raw, replacement), places in zip(self._all, held, strict=True):
             owner, name = function.owner, function.name
-            if vars(owner).get(name) is ours:
+            if vars(owner).get(name) is replacement:
                 delattr(owner, name) if raw is None else setattr(owner, name, raw)
             for module, name in places:
                 setattr(module, name, stock)
@@ -190,9 +190,9 @@ def _wrapped(function: Function, stock: Any) -> Any:
     signature = inspect.signature(stock)
 
     @functools.wraps(stock)
-    def ours(*args: Any, **kwargs: Any) -> Any:
+    def replacement(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
         return function.call(lambda: stock(*bound.args, **bound.kwargs), bound.arguments)
 
-    setattr(ours, _MARK, {function.kind, *getattr(stock, _MARK, ())})
-    return ours
+    setattr(replacement, _MARK, {function.kind, *getattr(stock, _MARK, ())})
+    return replacement

@@ -77,10 +77,10 @@ class _Microbatch:
         if has_media and is_by_prompt(modes := LossModes(self.mode_of(term))):
             raise ValueError(f"{modes.describe()}, for {MEDIA}. Choose a mode that does not group by prompt.")
         prompts = prompt_texts(batch["sequences"][held], (real & ~response_tokens(batch))[held])
-        of_samples = [mask.float() for mask, is_sample in zip(masks, held.tolist(), strict=True) if is_sample]
-        slots = Gathered(bounds, filler_slots=len(held) - len(of_samples), **layout)
-        labels = {"row": range(len(of_samples))}
-        return Samples(of_samples, layout=slots, prompt_ids=None if has_media else prompts, labels=labels)
+        loss_masks = [mask.float() for mask, is_sample in zip(masks, held.tolist(), strict=True) if is_sample]
+        slots = Gathered(bounds, filler_slots=len(held) - len(loss_masks), **layout)
+        labels = {"row": range(len(loss_masks))}
+        return Samples(loss_masks, layout=slots, prompt_ids=None if has_media else prompts, labels=labels)
 
     def mode_of(self, term: str) -> Aggregation:
         """The aggregation of a term."""
@@ -219,7 +219,7 @@ def _install_in_worker() -> None:
     entropies = ("vocab_parallel_entropy_packed_sequences", "from_parallel_hidden_to_entropy_packed_sequences")
     drafts = ("draft_soft_ce", "draft_soft_ce_topk")
 
-    def of_term(name: str, parameters: Sequence[str], call: Callable[..., Any]) -> Function:
+    def function(name: str, parameters: Sequence[str], call: Callable[..., Any]) -> Function:
         return Function(module, name, parameters, partial(_in_microbatch, call))
 
     functions = [
@@ -228,18 +228,19 @@ def _install_in_worker() -> None:
     ]
     replaced = Replaced("SkyRL", VERSIONS, functions)
     replaced.later = {
-        "kl": [of_term("masked_mean", ["tensor", "mask", "dim"], _mean)],
-        "entropy": [of_term(name, ["loss_mask"], _entropy) for name in entropies],
+        "kl": [function("masked_mean", ["tensor", "mask", "dim"], _mean)],
+        "entropy": [function(name, ["loss_mask"], _entropy) for name in entropies],
         "mtp": [
-            of_term("shift_mask_for_mtp", ["mask", "mtp_layer_number", "cu_seqlens"], _shift),
-            *(of_term(name, ["mask", "global_normalization_factor"], _draft) for name in drafts),
+            function("shift_mask_for_mtp", ["mask", "mtp_layer_number", "cu_seqlens"], _shift),
+            *(function(name, ["mask", "global_normalization_factor"], _draft) for name in drafts),
         ],
     }
     replaced.proof = prove(
         "SkyRL",
         _SUM,
-        never="SkyRL trained with another loss. Register ours, and set trainer.algorithm.policy_loss_type to its name.",
-        is_ours=lambda: not isinstance(replaced.now, str),
+        never="SkyRL trained with another loss. Register an AggregatedPolicyLoss, and set "
+        "trainer.algorithm.policy_loss_type to its name.",
+        trains_policy=lambda: not isinstance(replaced.now, str),
     )
 
 

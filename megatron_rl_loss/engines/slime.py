@@ -193,9 +193,9 @@ def unit_weights(
 
     The engine divides by that number itself. ``sizes``: D of each sample; None for its own mask sum.
     """
-    of_samples = local.samples.mask_sums if sizes is None else np.asarray(sizes, np.float64)
+    divisors = local.samples.mask_sums if sizes is None else np.asarray(sizes, np.float64)
     with np.errstate(divide="ignore"):  # the weight of a fully masked sample is 0, whatever D is
-        return times_mask(local, 1 / of_samples, "unit sizes", dtype)
+        return times_mask(local, 1 / divisors, "unit sizes", dtype)
 
 
 def _token_divisor(samples: Samples, now: Now, per_token: bool) -> float:
@@ -346,9 +346,9 @@ def _replaced(engine: str, keeps_counts: bool) -> Replaced:
     step = Function(model, "train_one_step", ("args", *needed), counted)
     terms = _Terms(engine, is_over=proof_level() == "off")
     loss = Function(model, "loss_function", ("args", "batch"), partial(_with_mask_tokens, terms))
-    of_losses = f"{engine}.backends.{'training' if engine == 'miles' else 'megatron'}_utils"
-    cp_utils = importlib.import_module(f"{of_losses}.cp_utils")
-    means = Function(cp_utils, "get_sum_of_sample_mean", (), terms.keep, lambda name: name == f"{of_losses}.loss")
+    backend = f"{engine}.backends.{'training' if engine == 'miles' else 'megatron'}_utils"
+    cp_utils = importlib.import_module(f"{backend}.cp_utils")
+    means = Function(cp_utils, "get_sum_of_sample_mean", (), terms.keep, lambda name: name == f"{backend}.loss")
     replaced = terms.replaced = Replaced(engine, versions, [step, loss, means])
     return replaced
 
@@ -447,8 +447,8 @@ class _Terms:
     def compare(self, args: Namespace, dtype: torch.dtype, log: dict[str, Any]) -> None:
         """Compare a micro-batch on the first rank, and print what differs; `dtype` is that of the loss."""
         report = dict(zip(log["keys"], log["values"][1:].tolist(), strict=True))
-        of_kl = args.kl_loss_coef if args.use_kl_loss else 0.0
-        coefs = {"pg_loss": 1.0, "entropy_loss": -args.entropy_coef, "kl_loss": of_kl}
+        kl_coef = args.kl_loss_coef if args.use_kl_loss else 0.0
+        coefs = {"pg_loss": 1.0, "entropy_loss": -args.entropy_coef, "kl_loss": kl_coef}
         parts = {name: coef * report.get(name, math.nan) for name, coef in coefs.items() if coef}
         size, eps = sum(map(abs, parts.values())), torch.finfo(dtype).eps
         total = sum(parts.values())
@@ -481,27 +481,27 @@ class _Terms:
             not_yet = f"; not checked yet, as 0 in this step: {zeros}" if zeros else ""
             proof.amend(f"{_beside(self.engine, args)}{not_yet}")
 
-    def _say(self, of: str, says: str) -> None:
+    def _say(self, what: str, says: str) -> None:
         """In the line that proves the policy loss, so that one line says all; after it, in a line of its own.
 
         Of the weights of all terms, or of one term's mean, once.
         """
         proof = self.replaced.proof
         if proof is not None and not proof.is_over:
-            self.amended[of] = says
+            self.amended[what] = says
             proof.amend("; ".join(self.amended.values()))
             return
-        if not (of in self.amended and proof.outcome == "proved"):
+        if not (what in self.amended and proof.outcome == "proved"):
             announce(f"{self.engine}: the policy loss is as its line says, and {says}", True)
-        self.is_over |= of == "weights"
+        self.is_over |= what == "weights"
 
 
 def _with_mask_tokens(terms: _Terms, stock: Callable[[], Any], arguments: dict[str, Any]) -> Any:
     """The engine's scaled loss; Megatron and the engine's report then divide by the micro-batch's mask tokens."""
     now, args, masks = _now(), arguments["args"], arguments["batch"]["loss_masks"]
-    of_step = now.masks.pop(0) if now.masks else masks
-    is_cut_alike = [*map(len, of_step)] == [*map(len, masks)]  # responses may have been expanded
-    now.loss = args, of_step if is_cut_alike else masks  # for a recomputed loss too
+    step_masks = now.masks.pop(0) if now.masks else masks
+    is_cut_alike = [*map(len, step_masks)] == [*map(len, masks)]  # responses may have been expanded
+    now.loss = args, step_masks if is_cut_alike else masks  # for a recomputed loss too
     with swapped(vars(terms), {"means": []}):
         loss, tokens, log = stock()
         if args.loss_type == "policy_loss" and not terms.is_over and _place(True)[2]:

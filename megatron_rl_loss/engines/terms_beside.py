@@ -78,27 +78,26 @@ def tap_beside(
     weights: dict[str, Tensor] = {}
     left = [slope for side in slopes for slope in side.further]
     if (kl := measured.beside.get("kl")) is not None:
-        of_kl = [_slopes_of(kl.estimator, point) for point in points]
-        weights["kl"] = _weights_of_kl(points[0], *of_kl[0])
-        named = [weights["kl"] * slope for pair in of_kl for slope in pair]
+        kl_slopes = [_slopes_of(kl.estimator, point) for point in points]
+        weights["kl"] = _weights_of_kl(points[0], *kl_slopes[0])
+        named = [weights["kl"] * slope for pair in kl_slopes for slope in pair]
     else:
         named = [torch.zeros_like(side.log_probs) for side in slopes]
-    left += [side.log_probs - of_named for side, of_named in zip(slopes, named, strict=True)]
-    if (of_bonus := measured.beside.get("entropy")) is not None:
+    left += [side.log_probs - kl_slope for side, kl_slope in zip(slopes, named, strict=True)]
+    if (bonus := measured.beside.get("entropy")) is not None:
         weights["entropy"] = slopes[0].entropies
-        if of_bonus.mask is not None and entropies:
-            weights["entropy"] = weights["entropy"].masked_fill((entropies[0] == 0) & (of_bonus.mask == 0), 0)
-    left += [side.entropies - (slopes[0].entropies if of_bonus is not None else 0.0) for side in slopes]
-    for name, of_term in weights.items():
+        if bonus.mask is not None and entropies:
+            weights["entropy"] = weights["entropy"].masked_fill((entropies[0] == 0) & (bonus.mask == 0), 0)
+    left += [side.entropies - (slopes[0].entropies if bonus is not None else 0.0) for side in slopes]
+    for name, weight in weights.items():
         term = measured.beside[name]
-        tapped = tap_sum(
-            loss, of_term, name, samples=term.samples or measured.samples, coef=term.coef, aggregation=term.aggregation
-        )
+        samples = term.samples or measured.samples
+        tapped = tap_sum(loss, weight, name, samples=samples, coef=term.coef, aggregation=term.aggregation)
         if tapped is not None:
             tapped.at_log_probs, tapped.doubt = measured.is_followed, tapped.doubt or term.doubt
     is_explained = _largest(*left) <= 64 * torch.finfo(log_probs.dtype).eps * size
     if not is_explained and not any(term.doubt for term in measured.beside.values()) and (taps := observed_taps()):
-        for known in [known for of_name in taps.losses.values() for known in of_name.values()]:
+        for known in [known for by_microbatch in taps.losses.values() for known in by_microbatch.values()]:
             known.added = _ADDED
 
 
@@ -119,14 +118,17 @@ def _at(
     advantages = torch.zeros_like(like, device=log_probs.device)
     inputs = [leaf, bonus]
     for container, name in places(trials.row.output, trials.arguments) if trials.row.output else ():
-        inputs += [value_at(container, name)] * bool(value_at(container, name).requires_grad)
-    nothing = [torch.zeros_like(of) for of in inputs[:2]] + [leaf.new_zeros(())] * (len(inputs) - 2)  # no logits
+        if value_at(container, name).requires_grad:
+            inputs.append(value_at(container, name))
+    zeros = [*map(torch.zeros_like, inputs[:2]), *(leaf.new_zeros(()) for _ in inputs[2:])]  # the last are of no logits
 
     def slopes_at(distances: Tensor) -> _Slopes:
         old, reference = leaf.detach() - above_old, leaf.detach() - distances
         total = trials.loss(Trial(leaf, old, reference, advantages), bonus)
-        found = torch.autograd.grad(total, inputs, allow_unused=True) if total.requires_grad else [None] * len(inputs)
-        slopes = [none if slope is None else slope for none, slope in zip(nothing, found, strict=True)]
+        if not total.requires_grad:
+            return _Slopes(zeros[0], zeros[1], zeros[2:])
+        gradients = torch.autograd.grad(total, inputs, allow_unused=True)
+        slopes = [zero if slope is None else slope for zero, slope in zip(zeros, gradients, strict=True)]
         return _Slopes(slopes[0], slopes[1], slopes[2:])
 
     return _Point(distances, above_old.exp(), slopes_at(distances), slopes_at(-distances))
@@ -149,4 +151,4 @@ def _weights_of_kl(point: _Point, high: Tensor, low: Tensor) -> Tensor:
 
 
 def _largest(*values: Tensor) -> float:
-    return max((float(of_input.abs().max()) for of_input in values if of_input.numel()), default=0.0)
+    return max((float(value.abs().max()) for value in values if value.numel()), default=0.0)

@@ -86,10 +86,11 @@ def aggregate(
     where = f"{owner.__name__}.{engine.step[0]}"
     never = f"{where} called no policy loss, or was not called. Use {engine.name} {engine.versions}."
 
-    def is_ours() -> bool:
+    def trains_policy() -> bool:
         return replaced.now is not None and engine.trains(replaced.now)
 
-    replaced.proof = prove(engine.name, modes.policy, beside=engine.unmeasured, never=never, is_ours=is_ours)
+    beside = engine.unmeasured
+    replaced.proof = prove(engine.name, modes.policy, beside=beside, never=never, trains_policy=trains_policy)
     if hasattr(owner, "as_controller") and owner.__module__.partition(".")[0] in (*ENGINES, "__main__"):
         owner.as_controller = _refuse_controller
     return replaced

@@ -330,9 +330,9 @@ def _with_every_token(running: _Running, stock: Callable[[], Any], arguments: di
     running.on_megatron = True
     engine, loss_function = arguments["self"], arguments.get("loss_function")
     if isinstance(loss_function, partial):  # a worker may have got verl's own before it installed this
-        ours: Replaced = installed("verl")
+        replaced: Replaced = installed("verl")
         arguments["loss_function"] = partial(
-            ours.ours(loss_function.func), *loss_function.args, **loss_function.keywords
+            replaced.replacement(loss_function.func), *loss_function.args, **loss_function.keywords
         )
     loss, *tokens, output = stock()
     if not tokens or engine.engine_config.dynamic_context_parallel:

@@ -101,15 +101,12 @@ class MegatronFirstStep(FirstStep):
 def _cannot_know(config: Any, groups: ModelGroups) -> list[str]:
     """Reasons against a verdict in the config: hooks that do not run, groups and reductions that are not followed."""
     finalize = config.finalize_model_grads_func
-    later = hasattr(getattr(finalize, "__self__", None), "run_pending_grad_sync")
     has_remat = any((getattr(config, name, 1) or 1) > 1 for name in REMAT_SIZES)
-    reasons = {
-        "CUDA graphs replay a backward pass without its hooks. Audit a step without CUDA graphs.": bool(
-            has_cuda_graphs(config)
-        ),
-        "Weight-rematerialising TP (GTP) reduces over further groups, which the audit does not follow.": has_remat,
-        "The schedule does not finalise gradients: the config has no finalize_model_grads_func.": (
-            finalize is None and groups.dp_cp.size() > 1 and not later
-        ),
-    }  # fmt: skip
-    return [reason for reason, holds in reasons.items() if holds]
+    reasons = []
+    if has_cuda_graphs(config):
+        reasons.append("CUDA graphs replay a backward pass without its hooks. Audit a step without CUDA graphs.")
+    if has_remat:
+        reasons.append("Weight-rematerialising TP (GTP) reduces over further groups, which the audit does not follow.")
+    if finalize is None and groups.dp_cp.size() > 1:
+        reasons.append("The schedule does not finalise gradients: the config has no finalize_model_grads_func.")
+    return reasons

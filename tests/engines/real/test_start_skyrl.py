@@ -212,7 +212,7 @@ def test_a_launch_with_another_loss_stops(tmp_path: Path) -> None:
     """Every worker has the registered loss, whatever the option names."""
     options = {"trainer.algorithm.policy_loss_type": "regular", "trainer.algorithm.use_kl_loss": "false"}
     ((error, *_),) = run_ranks(1, drive, checkout(SKYRL), str(tmp_path), options)
-    assert "SkyRL trained with another loss. Register ours" in error
+    assert "SkyRL trained with another loss. Register an AggregatedPolicyLoss" in error
 
 
 def launched_by(root: str, words: list[str]) -> tuple[str, str, str]:
