@@ -58,7 +58,7 @@ class _CudaMeansCpu(TorchFunctionMode):
             args = (args[0], CPU, *args[2:])
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
             # The optimizers compare it with "torch.cuda.FloatTensor" and so on (optimizer.py:1009, clip_grads.py:174).
-            return func(*args).replace("torch.", "torch.cuda.")
+            return func(*args).replace("torch.cuda.", "torch.").replace("torch.", "torch.cuda.")  # if redirected twice
         return func(*args, **kwargs)
 
 

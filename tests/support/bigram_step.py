@@ -96,6 +96,12 @@ def bigram_model(**options: Any) -> Any:
     return table_model(make_table().flatten().tolist(), forward=logits, **of_model, **options)
 
 
+def right_log_probs() -> Tensor:
+    """Of each token but the first of the rows, in float64."""
+    ids = make_batch()["input_ids"]
+    return make_table().double().log_softmax(-1)[ids[:, :-1], ids[:, 1:]]
+
+
 def k3(log_probs: Tensor, reference: Tensor) -> Tensor:
     return (reference - log_probs).exp() - (reference - log_probs) - 1
 
@@ -114,12 +120,14 @@ def expected(
     corrected: bool = False,
     entropy: float = 0.0,
     weights: list[list[float]] | None = None,
+    table: Tensor | None = None,
 ) -> tuple[float, Tensor, float]:
     """Value, gradient by table entry and scale of the step's loss; `corrected` for the sampler's log-probs.
 
-    `entropy`: the coefficient of its bonus. `weights`: of the policy loss, in the place of the mode.
+    `entropy`: the coefficient of its bonus. `weights`: of the policy loss, in the place of the mode. `table`: after
+    earlier steps.
     """
-    batch, table = make_batch(), make_table().double().requires_grad_()
+    batch, table = make_batch(), (make_table() if table is None else table).double().requires_grad_()
     ids = batch["input_ids"]
     log_probs = table.log_softmax(-1)[ids[:, :-1], ids[:, 1:]]
     old, reference = (batch[name][:, 1:].double() for name in ("prev_logprobs", "reference_policy_logprobs"))

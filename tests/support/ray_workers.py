@@ -22,6 +22,7 @@ from fork_server import PYTHONPATH
 #: Seconds that guard against hangs; `run_ranks` and pytest end a test somewhat later.
 LIMIT = 540
 os.environ.setdefault("RAY_raylet_start_wait_time_s", "200")  # on a busy machine; Ray reads it when it is imported
+os.environ.setdefault("RAY_enable_worker_prestart", "0")  # an idle worker imports as much as one of the engine
 _ENGINE = "TEST_RAY_ENGINE"
 _OF_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _LINE = re.compile(r"^.*?(megatron_rl_loss(?: in [^:]+)?: .*)$", re.MULTILINE)
@@ -125,29 +126,32 @@ def local_ray(
     if not by_engine:
         ray.init({"env_vars": variables or {}})
 
-    def node() -> Any:
-        return importlib.import_module("ray._private.worker")._global_node
-
-    def lines() -> list[str]:
-        logs = sorted(Path(node().get_logs_dir_path()).glob("worker-*.out"))
-        return [*dict.fromkeys(line for log in logs for line in lines_in(log))]
-
     def end() -> None:
         said = f"Watchdog: {module} had not ended after {LIMIT} s. A worker hangs, or the machine is busy."
         os.write(2, f"{said}\n".encode())
-        if node() is not None:
-            os.write(2, "\n".join(["The library's lines until then:", *lines(), ""]).encode())
-            node().kill_all_processes(check_alive=False, allow_graceful=False)
+        if _node() is not None:
+            os.write(2, "\n".join(["The library's lines until then:", *lines_of_workers(), ""]).encode())
+            _node().kill_all_processes(check_alive=False, allow_graceful=False)
         os._exit(1)  # Ray's calls do not return where a worker hangs
 
     watch = threading.Timer(LIMIT, end)
     watch.start()
     try:
-        yield lines
+        yield lines_of_workers
     finally:
         watch.cancel()
         ray.shutdown()
         ray.init = init
+
+
+def _node() -> Any:
+    return importlib.import_module("ray._private.worker")._global_node
+
+
+def lines_of_workers() -> list[str]:
+    """In a driver or a worker: the library's lines of all workers so far, each once for a worker."""
+    logs = sorted(Path(_node().get_logs_dir_path()).glob("worker-*.out"))
+    return [line for log in logs for line in dict.fromkeys(lines_in(log))]
 
 
 def gradients_of(worker: Any) -> list[Any]:

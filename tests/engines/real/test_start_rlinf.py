@@ -1,10 +1,11 @@
 """RLinf from its own start: RLINF_PATH=~/RLinf, and Ray.
 
 Real: the config of RLinf's example with Hydra, `validate_cfg`, `Cluster` with its managers, placement, the page's class
-in `create_group(...).launch(...)`, the worker's `__init__` with Megatron's groups, `init_worker`, and `run_training`
-with its count of valid tokens and its offload and onload of weights and gradients, twice.
+in `create_group(...).launch(...)`, the worker's `__init__` with Megatron's groups, `init_worker`, `run_inference`,
+`run_training` with its count of valid tokens and its offload and onload of weights, gradients and optimizer, twice,
+`save_checkpoint`, and `load_checkpoint` and `run_training` of new workers. Megatron's optimizer is real.
 Stubbed: the GPU, Hugging Face's files, the channel of rollouts, weight transfer, profilers, and the model, a table of
-logits whose optimizer keeps gradients.
+logits.
 """
 
 import dataclasses
@@ -14,26 +15,39 @@ import sys
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 import torch.distributed as dist
-from bigram_step import BETA, CLIP_HIGH, CLIP_LOW, LENGTH, ROWS, TOLERANCE, bigram_model, expected, k3
+from bigram_step import (
+    BETA,
+    CLIP_HIGH,
+    CLIP_LOW,
+    LENGTH,
+    ROWS,
+    TOLERANCE,
+    bigram_model,
+    expected,
+    k3,
+    make_batch,
+    make_table,
+    right_log_probs,
+)  # fmt: skip
 from checkouts import RLINF, checkout, record_errors
 from fork_server import PYTHONPATH
-from logit_table import KeepsGradients
 from pages import code_of
 from ranks import run_ranks
 from ray_workers import after_import, gradients_of, local_ray, redirect_this_thread
 from rlinf_rows import LEFT, PROMPT, rollout_of_rank
+from start_stages import ConstantRate, adam, errors_of_steps, right_gradients
 from table_step import relative_error
 
 ray: Any = pytest.importorskip("ray")
 hydra: Any = pytest.importorskip("hydra")
 pytestmark = pytest.mark.slow
 
-DP, STEPS = 2, 2
+DP = 2
 _REAL = ("rlinf.config", "rlinf.scheduler", *(f"rlinf.utils.{name}" for name in ("flops", "initialize", "logging")))
 _NOT_USED = ("rlinf.data.storage", "rlinf.envs", "datasets", "accelerate", "peft", "huggingface_hub", "safetensors")
 ENGINE = dataclasses.replace(
@@ -55,7 +69,7 @@ SETTINGS = [
     *("actor.optim.fp16=False", "actor.optim.bf16=True", "actor.model.tensor_model_parallel_size=1"),
     *("actor.model.sequence_parallel=False", "actor.megatron.distributed_backend=gloo"),
     "actor.model.apply_rope_fusion=False",
-    *("actor.offload_optimizer=False", "actor.optim.use_distributed_optimizer=False"),
+    *("actor.offload_optimizer=True", "actor.optim.use_distributed_optimizer=False"),
 ]
 
 
@@ -82,6 +96,7 @@ def stub() -> None:
 
     def actor(module: Any) -> None:
         module.MegatronActor.init_worker_customize = lambda self: None  # the transfer of weights to samplers
+        module.MegatronActor.broadcast = lambda self, value, groups: value  # by NCCL, in groups of one here
 
     gpus = "rlinf.scheduler.hardware.accelerators.nvidia_gpu"
     after_import(gpus, lambda module: setattr(module.NvidiaGPUManager, "get_num_devices", staticmethod(lambda: DP)))
@@ -100,34 +115,39 @@ def of_table(cfg: Any, hf_model_path: str) -> Any:
 
 
 def setup_model_and_optimizer(worker: Any) -> None:
+    importlib.import_module("rlinf.utils.initialize").set_megatron_args(worker._cfg)  # which its checkpoints ask
     model = bigram_model(use_distributed_optimizer=True)  # RLinf offloads the buffer of weights, which others lack
     model.module.pre_process = model.module.post_process = True
-    worker.model, worker.optimizer, worker.lr_scheduler = (
-        [model], Optimizer(model), SimpleNamespace(step=lambda increment: None)
-    )  # fmt: skip
-    worker.optimizer.param_groups, worker.optimizer.scale_loss = [{"lr": 0.0}], None
+    worker.model, worker.optimizer, worker.lr_scheduler = [model], adam(model), ConstantRate()
     worker.transformer_config = model.config
 
 
-class Optimizer(KeepsGradients):
-    def step(self) -> tuple[bool, float, int]:
-        """A rank has reduced its own part of the gradients; the others come from their ranks."""
-        for buffer in self.model.buffers:
-            parts = buffer.grad_data.view(DP, -1)
-            gathered = [torch.empty_like(part) for part in parts]
-            dist.all_gather(gathered, parts[dist.get_rank()].contiguous())
-            buffer.grad_data.copy_(torch.cat(gathered))
-        return super().step()
-
-
 class Rollouts:
-    """In the place of RLinf's channel, which moves what is in it between workers by collectives of GPUs."""
+    """In the place of RLinf's channels, which move what is in them between workers by collectives of GPUs."""
 
     is_local = True
 
     def get(self) -> Any:
         results = importlib.import_module("rlinf.data.schema.reasoning_results")
         return rollout_of_rank(dist.get_rank(), DP, results)
+
+
+class Inferred(Rollouts):
+    """What `run_inference` reads, from a channel that is not local, and where it puts its results."""
+
+    is_local = False
+    results: ClassVar[list[Any]] = []
+
+    def put(self, result: Any, async_op: bool) -> None:
+        self.results.append(result)
+
+
+def error_of_inference(worker: Any) -> float:
+    """Of the log-probs of its rows."""
+    (result,) = Inferred.results
+    mask = (make_batch()["token_mask"] * make_batch()["sample_mask"][:, None])[dist.get_rank() :: DP, PROMPT:]
+    right = right_log_probs()[dist.get_rank() :: DP, PROMPT - 1 :] * mask
+    return relative_error(result.recomputed_logprobs[:, : right.shape[1]], right)
 
 
 def in_host_memory(worker: Any, tensor: torch.Tensor) -> torch.Tensor:
@@ -138,8 +158,11 @@ def in_host_memory(worker: Any, tensor: torch.Tensor) -> torch.Tensor:
     return kept
 
 
-def drive(root: str) -> tuple[list[list[torch.Tensor]], list[str]]:
-    """As RLinf's script and runner up to two steps: gradients of each worker, and the workers' lines."""
+def drive(root: str, checkpoint: str, resumed: bool) -> tuple[list[list[torch.Tensor]], list[str], float]:
+    """As RLinf's script and runner, up to a checkpoint after two steps, or from it up to one more.
+
+    Gradients of each worker, the workers' lines, and of a launch that is not resumed the error of its inference.
+    """
     with tempfile.TemporaryDirectory() as folder:
         (shown,) = code_of("engines/rlinf.md")
         Path(folder, "rlinf_actor.py").write_text(shown)
@@ -160,22 +183,42 @@ def drive(root: str) -> tuple[list[list[torch.Tensor]], list[str]]:
                 cluster, name=cfg.actor.group_name, placement_strategy=places.get_strategy("actor")
             )
             group.init_worker().wait()
-            for _ in range(STEPS):
+
+            def of_each(function: Any) -> Any:
+                return ray.get([info.worker.__ray_call__.remote(function) for info in group.worker_info_list])
+
+            evaluated = 0.0
+            if resumed:
+                group.load_checkpoint(checkpoint).wait()
+            else:
+                group.run_inference(Inferred(), Inferred()).wait()
+                evaluated = max(of_each(error_of_inference))
+                assert not any("aggregation" in line for line in lines())
                 group.run_training(Rollouts(), compute_rollout_metrics=False).wait()
-            workers = [info.worker for info in group.worker_info_list]
-            return ray.get([worker.__ray_call__.remote(gradients_of) for worker in workers]), lines()
+            group.run_training(Rollouts(), compute_rollout_metrics=False).wait()
+            if not resumed:
+                group.save_checkpoint(checkpoint, 2).wait()
+            return of_each(gradients_of), lines(), evaluated
 
 
-def test_a_launch_with_the_class_of_the_page(record_property: Any) -> None:
+def test_a_launch_with_the_class_of_the_page(record_property: Any, tmp_path: Path) -> None:
     """RLinf's own class hangs on these rows, of which some are fully masked: a rank then reports other metrics."""
-    ((gradients, lines),) = run_ranks(1, drive, checkout(RLINF))
-    print(*lines, sep="\n")
-    right, of_tokens = (expected(mode, {"kl": "token_mean"}, kl=k3)[1] for mode in ("prompt_mean", "token_mean"))
-    steps = [of_step.view_as(right) for of_worker in gradients for of_step in of_worker]
-    errors = [relative_error(of_step, right) for of_step in steps]
-    assert len(errors) == STEPS * DP
-    assert max(errors) < TOLERANCE < 1e-2 < min(relative_error(of_step, of_tokens) for of_step in steps)
-    assert any(line.startswith("megatron_rl_loss in RLinf worker 0: replaced") for line in lines)
+    launches = [run_ranks(1, drive, checkout(RLINF), str(tmp_path), resumed)[0] for resumed in (False, True)]
+    (gradients, _, evaluated), (of_resumed, _, _) = launches
+
+    def gradient_at(table: torch.Tensor) -> torch.Tensor:
+        return expected("prompt_mean", {"kl": "token_mean"}, kl=k3, table=table)[1]
+
+    right = right_gradients([gradient_at] * 3, make_table())
+    of_tokens = expected("token_mean", {"kl": "token_mean"}, kl=k3)[1]
+    first, woken, resumed = *errors_of_steps(gradients, right[:2]), *errors_of_steps(of_resumed, right[2:])
+    assert max(evaluated, first, woken, resumed) < TOLERANCE < 1e-2 < relative_error(right[0], of_tokens)
     proved = "prompt_mean on RLinf's policy loss, token_mean on kl, aggregation proved on"
-    assert any(proved in line for line in lines)
-    record_errors(record_property, RLINF, "started: two steps, weights offloaded in between", ours=max(errors))
+    for _, lines, _ in launches:
+        print(*lines, sep="\n")
+        assert any(line.startswith("megatron_rl_loss in RLinf worker 0: replaced") for line in lines)
+        assert any(proved in line for line in lines)
+    record_errors(record_property, RLINF, "started: `run_inference`, an evaluation", ours=evaluated)
+    record_errors(record_property, RLINF, "started: first step", ours=first)
+    record_errors(record_property, RLINF, "started: step after sleep", ours=woken)
+    record_errors(record_property, RLINF, "started: step from a checkpoint", ours=resumed)
