@@ -14,8 +14,7 @@ from torch import Tensor
 from megatron_rl_loss.engines.loss_trials import Beside, LossPaths
 from megatron_rl_loss.engines.places import Call, swapped, wrapped
 from megatron_rl_loss.engines.replacing import Function, is_replaced
-from megatron_rl_loss.engines.token_mean_engine import TokenMeanEngine
-from megatron_rl_loss.engines.weighed_batches import GROUPS, Batch, StepArguments
+from megatron_rl_loss.engines.weighed_batches import GROUPS, Batch, StepArguments, TokenMeanEngine
 from megatron_rl_loss.extend import is_observed
 
 

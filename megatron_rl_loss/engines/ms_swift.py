@@ -79,7 +79,7 @@ def aggregate(mode: str | Mode | ModeFunction, **settings: Any) -> Replaced:
     def weigh(trainer: Any, microbatches: Sequence[Any]) -> None:
         batches = [microbatch["grpo_batch"] for microbatch in microbatches]
         step = {"self": trainer, "batches": batches}
-        _, columns, tokens = ENGINE.weigh_and_prove(modes, step, replaced.proof)
+        _, columns, tokens = ENGINE.weigh(modes, step, replaced.proof)
         count = _count(trainer, batches, tokens)
         for batch, own in zip(batches, columns, strict=True):
             vars(batch).update(own, num_items_in_batch=own["advantages"].new_tensor(count))

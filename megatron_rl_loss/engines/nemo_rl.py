@@ -15,6 +15,7 @@ Source: nemo_rl 7ea279ab, algorithms/loss/loss_functions.py (ClippedPGLossFn), a
 import copy
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
@@ -23,16 +24,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megatron_rl_loss.core.counting import StepTotals
-from megatron_rl_loss.core.layouts import Gathered
 from megatron_rl_loss.core.modes import Mode
-from megatron_rl_loss.core.samples import Samples
-from megatron_rl_loss.engines.loss_trials import PENALTIES, Beside, LossPaths, WeighedMicrobatch
+from megatron_rl_loss.engines.loss_trials import PENALTIES, Beside, LossPaths
 from megatron_rl_loss.engines.places import wrapped
-from megatron_rl_loss.engines.policy_tap import tap_policy
 from megatron_rl_loss.engines.prompt_tokens import prompt_texts
 from megatron_rl_loss.engines.proving import prove
 from megatron_rl_loss.engines.replacing import Function, Replaced, announce, once
-from megatron_rl_loss.engines.weighed_batches import FACTORS, IDS, ROWS, Batch, BatchEngine, StepArguments
+from megatron_rl_loss.engines.weighed_batches import FACTORS, IDS, PLAIN, ROWS, BatchEngine, StepArguments, hashed_ids
 from megatron_rl_loss.extend import LossModes, ModeFunction, Promises
 
 __all__ = ["AggregatedPGLossFn", "aggregate"]
@@ -40,26 +38,34 @@ __all__ = ["AggregatedPGLossFn", "aggregate"]
 _WEIGHTS = {"pg": "policy_loss_weights", "kl": "kl_loss_weights"}
 
 
-def _masks(step: StepArguments, data: Batch) -> Sequence[Tensor]:
-    masks = data["token_mask"].float() * data["sample_mask"][:, None]
-    masks[:, 0] = 0  # no log-prob predicts a row's first token
-    return list(masks.cpu())
+def _masks(step: StepArguments, batch: Any) -> Sequence[Tensor]:
+    """Of log-probs, which a row's first token has not; a term's weights may be in the place of the batch's own."""
+    return list((step["data"]["token_mask"][:, 1:] * step["data"]["sample_mask"][:, None]).float())
+
+
+def _facts(step: StepArguments, batch: Any) -> dict[str, Any]:
+    """Gradients by logits are unknown of fused log-probs, and of two kinds of log-probs."""
+    loss, has_two = step["loss"], "curr_logprobs_unfiltered" in batch and "kl" in step["loss"].modes
+    return {"temperature": None if has_two or getattr(loss, "use_fused_linear_logprobs", False) else 1.0}
 
 
 def _divisor(step: StepArguments, totals: StepTotals) -> float:
     return totals.step_tokens if step["loss"].is_token_level else float(step["data"]["sample_mask"].sum())
 
 
-#: A step is one of the driver's, which has all of its rows.
+#: A step is the loss with the data of the driver's step, which has all rows, or of a micro-batch.
 ENGINE = BatchEngine(
     "NeMo-RL", versions="7ea279ab",
     batches=lambda step: [step["data"]],
     masks=_masks,
-    prompts=lambda step, data: step["prompts"],
-    prompt_tokens=lambda data: prompt_texts(data["input_ids"], data["token_mask"].cumsum(-1) == 0),
+    prompts=lambda step, batch: step["prompts"],
+    prompt_tokens=lambda batch: prompt_texts(batch["input_ids"], batch["token_mask"].cumsum(-1) == 0),
     group=lambda step: None,
     divisor=_divisor,
     even=lambda step: "" if step["loss"].is_token_level else "Set token_level_loss=true",
+    facts=_facts,
+    beside=lambda step, batch: step["beside"],
+    loses_masked=True,
     loss=LossPaths(
         "next_token_logprobs", "data.advantages",
         {
@@ -139,9 +145,10 @@ class AggregatedPGLossFn:
     """A `ClippedPGLossFn` whose terms are weighted by columns of the batch; other attributes are that loss's."""
 
     def __init__(self, loss_fn: Any, modes: dict[str, LossModes], group_size: int | None = None) -> None:
-        self._loss_fn, self._modes, self._group_size = loss_fn, modes, group_size
+        self._loss_fn, self.modes, self._group_size = loss_fn, modes, group_size
         self._policy, self._number, self._doubt = copy.copy(loss_fn), uuid4().hex, ""
         self._policy.reference_policy_kl_penalty = 0
+        self.is_token_level = loss_fn.loss_type.value == "token_level"  # else it averages within each sample
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Unpickle in a worker, whose first step is then proved."""
@@ -152,13 +159,13 @@ class AggregatedPGLossFn:
 
     def _prove(self) -> Any:
         words = {"pg": "policy", "kl": "kl"}
-        terms = ", ".join(f"{words[term]} by {modes.policy.mode.name}" for term, modes in self._modes.items())
+        terms = ", ".join(f"{words[term]} by {modes.policy.mode.name}" for term, modes in self.modes.items())
         announce(f"NeMo-RL: {terms}, with the weights that the driver adds to each batch")
         beside = "NeMo-RL aggregates MoE, MTP and draft losses"
         never = "NeMo-RL did not call aggregate(...)'s loss. Pass that loss to grpo_train of NeMo-RL 7ea279ab."
-        proof = prove(ENGINE.name, self._modes["pg"].policy, beside=beside, never=never)
+        proof = prove(ENGINE.name, self.modes["pg"].policy, beside=beside, never=never)
         if proof is not None:
-            proof.terms, proof.promises = [*self._modes], ENGINE.promises({}, self._group_size)
+            proof.terms, proof.promises = [*self.modes], ENGINE.promises({}, self._group_size)
         return proof
 
     def __getattr__(self, name: str) -> Any:
@@ -166,33 +173,28 @@ class AggregatedPGLossFn:
             raise AttributeError(name)
         return getattr(self._loss_fn, name)
 
-    @property
-    def is_token_level(self) -> bool:
-        """The loss sums over tokens, and does not average within each sample."""
-        return bool(self.loss_type.value == "token_level")
-
     def columns(self, data: Any, batch_size: int, prompts: Sequence[str]) -> dict[str, Tensor]:
         """A column per term, [rows, tokens], or [rows] for losses of samples; `batch_size` rows are a step.
 
         Workers hear with it why prompts may stand at other rows, by the tokens before the first trained one.
         """
         num_rows, parts = len(data["sample_mask"]), defaultdict[str, list[Tensor]](list)
-        is_known = len(prompts) == num_rows
+        unknown = "" if len(prompts) == num_rows else "rows whose advantages NeMo-RL did not compute by prompts"
         for start in range(0, num_rows, batch_size):
             rows = slice(start, start + batch_size)
-            own = {name: data[name][rows] for name in ("token_mask", "sample_mask", "advantages")}
-            ids = prompts[rows] if is_known else "rows whose advantages NeMo-RL did not compute by prompts"
-            for term, modes in self._modes.items():
-                _, (columns,), _ = ENGINE.weigh(modes, {"loss": self, "data": own, "prompts": ids})
-                factors = columns[FACTORS]
-                parts[_WEIGHTS[term]].append(factors if self.is_token_level else factors.sum(-1))
-            parts[ROWS].append(columns[ROWS][:, 0] + start)
-            if is_known:
-                parts[IDS].append(columns[IDS][:, 0])
-        whole, modes_of_terms = {"prompts": prompts}, self._modes.values() if is_known else ()
-        doubts = [ENGINE.misplaced(modes, whole, [data], self._group_size) for modes in modes_of_terms]
-        self._doubt = next(filter(None, doubts), "")
-        return {name: torch.cat(columns) for name, columns in parts.items()}
+            own = {name: data[name][rows] for name in ("token_mask", "sample_mask")}
+            step = {"loss": self, "data": own, "prompts": unknown or prompts[rows]}
+            for term, modes in self.modes.items():
+                ((*_, factors),), _ = ENGINE.factors(modes, step)
+                factors = factors.view(len(own["sample_mask"]), -1)
+                parts[_WEIGHTS[term]].append(pad(factors, (1, 0)) if self.is_token_level else factors.sum(-1))
+        written = {name: torch.cat(columns) for name, columns in parts.items()} | {ROWS: torch.arange(num_rows)}
+        self._doubt = ""
+        if not unknown:
+            written[IDS], step = hashed_ids(prompts), {"prompts": prompts}
+            doubts = (ENGINE.misplaced(modes, step, [data], self._group_size) for modes in self.modes.values())
+            self._doubt = next(filter(None, doubts), "")
+        return written
 
     def __call__(
         self, next_token_logprobs: Tensor, data: Any, global_valid_seqs: Tensor, global_valid_toks: Tensor
@@ -206,33 +208,20 @@ class AggregatedPGLossFn:
         counts = {"global_valid_seqs": global_valid_seqs, "global_valid_toks": global_valid_toks}
         with torch.no_grad():
             _, metrics = self._loss_fn(next_token_logprobs.detach(), data, **counts)
-        column, plain = data[_WEIGHTS["pg"]], data["advantages"]
-        factors = (column[:, None] if column.dim() == 1 else column).expand_as(plain)
-        masks = (data["token_mask"][:, 1:] * data["sample_mask"][:, None]).float()
-        layout = Gathered(range(0, masks.numel() + 1, masks.shape[1]))
-        is_unknown = getattr(self, "use_fused_linear_logprobs", False)  # the gradients by logits
-        is_unknown |= "curr_logprobs_unfiltered" in data and "kl" in self._modes
 
-        def call(loss: Any, changed: Mapping[str, Tensor], factors: Tensor | None, beside: Mapping[str, Beside]) -> Any:
+        def call(loss: Any, changed: Mapping[str, Tensor], beside: Mapping[str, Beside]) -> Any:
             """A call of NeMo-RL's loss that is measured: its policy loss by factors, or the terms beside it."""
-
-            def describe() -> WeighedMicrobatch:
-                samples = Samples(list(masks), layout=layout, prompt_ids=data.get(IDS), labels={"row": data[ROWS]})
-                own, temperature = None if factors is None else plain, None if is_unknown else 1.0
-                return WeighedMicrobatch(samples, factors, own, temperature=temperature, beside=beside)
-
-            def tap(stock: Any, arguments: dict[str, Any]) -> Any:
-                return tap_policy(ENGINE.loss, stock, arguments, describe)
-
+            tap = partial(ENGINE.tap, {"loss": self, "data": data, "beside": beside})
             return wrapped(loss, tap)(next_token_logprobs, {**data, **changed}, **counts)
 
-        total, _ = call(self._policy, {"advantages": plain * factors}, factors, {})
-        if "kl" in self._modes:
-            column = data[_WEIGHTS["kl"]]
-            ones = torch.ones_like(data["sample_mask"])
+        column, plain = data[_WEIGHTS["pg"]], data["advantages"]
+        factors = (column[:, None] if column.dim() == 1 else column).expand_as(plain)
+        total, _ = call(self._policy, {"advantages": plain * factors, FACTORS: factors, PLAIN: plain}, {})
+        if "kl" in self.modes:
+            column, ones = data[_WEIGHTS["kl"]], torch.ones_like(data["sample_mask"])
             weighed = {"sample_mask": column} if column.dim() == 1 else {"token_mask": column, "sample_mask": ones}
             weighed["advantages"] = torch.zeros_like(plain)
-            penalty, reported = call(self._loss_fn, weighed, None, {"kl": self._kl()})
+            penalty, reported = call(self._loss_fn, weighed, {"kl": self._kl()})
             total, metrics["kl_penalty"] = total + penalty, reported["kl_penalty"]
         return total, metrics | {"loss": total.item()}
 
@@ -246,5 +235,5 @@ class AggregatedPGLossFn:
         lowest, doubt = (self.kl_input_clamp_value or 1.0, self.kl_output_clamp_value or 1.0), ""
         if lowest[0] < 0.1 or lowest[1] < 0.01:
             doubt = f"NeMo-RL clamps the KL penalty, its input at {lowest[0]:g} and its output at {lowest[1]:g}."
-        aggregation = self._modes["kl"].policy
+        aggregation = self.modes["kl"].policy
         return Beside(self.reference_policy_kl_penalty, aggregation, estimator=expectation, doubt=doubt)

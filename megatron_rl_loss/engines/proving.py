@@ -6,19 +6,11 @@ from copy import copy
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from megatron_rl_loss.core.modes import Mode
+from megatron_rl_loss.core.modes import Mode, ModeFunction
 from megatron_rl_loss.engines.loss_trials import LossPaths, WeighedMicrobatch
 from megatron_rl_loss.engines.policy_tap import tap_policy
 from megatron_rl_loss.engines.replacing import Function, Replaced, announce
-from megatron_rl_loss.extend import (
-    Aggregation,
-    ModeFunction,
-    Promises,
-    chunks_of,
-    proof_level,
-    resolve,
-    run_schedules_by,
-)
+from megatron_rl_loss.extend import Aggregation, Promises, chunks_of, proof_level, resolve, run_schedules_by
 
 
 def prove(

@@ -14,8 +14,7 @@ from megatron_rl_loss.engines.loss_trials import Beside, LossPaths
 from megatron_rl_loss.engines.places import Call, swapped, wrapped
 from megatron_rl_loss.engines.prompt_tokens import MEDIA, prompt_texts
 from megatron_rl_loss.engines.replacing import Function, announce
-from megatron_rl_loss.engines.token_mean_engine import TokenMeanEngine
-from megatron_rl_loss.engines.weighed_batches import Batch, StepArguments
+from megatron_rl_loss.engines.weighed_batches import Batch, StepArguments, TokenMeanEngine
 from megatron_rl_loss.extend import resolve
 
 

@@ -60,7 +60,7 @@ def aggregate(
         if not engine.trains(arguments["self"]):
             return stock()
         proof = replaced.proof
-        batches, columns, _ = engine.weigh_and_prove(modes, arguments, proof, group_size)
+        batches, columns, _ = engine.weigh(modes, arguments, proof, group_size)
         proves = proof is not None and not proof.is_over
         with ExitStack() as stack:
             for batch, own in zip(batches, columns, strict=True):

@@ -5,6 +5,7 @@ any mode if the advantage of each token is multiplied by w * D, where w is the t
 """
 
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -21,9 +22,10 @@ from megatron_rl_loss.core.layouts import Gathered
 from megatron_rl_loss.core.samples import Samples
 from megatron_rl_loss.core.transfers import to_device
 from megatron_rl_loss.engines.loss_trials import Beside, LossPaths, WeighedMicrobatch
-from megatron_rl_loss.engines.places import places, value_at
+from megatron_rl_loss.engines.places import Call, places, value_at
 from megatron_rl_loss.engines.policy_tap import tap_policy
 from megatron_rl_loss.engines.prompt_tokens import ASK_SIZE, is_by_prompt, misplaced_ids
+from megatron_rl_loss.engines.replacing import Function
 from megatron_rl_loss.extend import LossModes, Plan, Promises, Trainer, make_plan, observed_taps
 
 Batch = MutableMapping[str, Any]
@@ -60,7 +62,8 @@ class BatchEngine:
         ask_size: words that ask for that number.
         unproved: the reason why a step cannot be proved, else empty.
         loss, batch: the row of the loss function; the path of the micro-batch, in its arguments or beside them.
-        loses_masked: its policy loss has masked tokens too, whose advantages are 0 by their weights.
+        loses_masked: masked tokens have no advantages in a trial: its policy loss has them too, at advantages of 0 by
+            their weights. Else they have, so that masks are seen.
         correction: what the engine multiplies advantages by before its loss function, which is no weight.
         facts: of a call: coefficient of the loss and temperature of the logits.
         beside: of a call, the terms beside the policy loss, as the config names them; None if they are not measured.
@@ -91,8 +94,13 @@ class BatchEngine:
     whole: LossPaths | None = None
     around: Callable[[StepArguments, Batch], tuple[int, int]] = lambda step, batch: (0, 0)
 
-    def weigh(self, modes: LossModes, step: StepArguments) -> tuple[Sequence[Any], list[dict[str, Tensor]], float]:
-        """Batches of a step, columns with weighed advantages for each, and the engine's divisor; on all ranks."""
+    def factors(
+        self, modes: LossModes, step: StepArguments
+    ) -> tuple[list[tuple[Any, list[Tensor], Sequence[Any] | str, Tensor]], float]:
+        """Batches of a step, each with masks, prompts and by what advantages are multiplied, and the engine's divisor.
+
+        All ranks call it.
+        """
         batches: list[Any] = []
         masks: list[list[Tensor]] = []
         prompts: list[Sequence[Any] | str] = []
@@ -109,19 +117,36 @@ class BatchEngine:
             prompts.extend(self.prompts(step, batch) for batch in batches)
             return described_samples(modes, masks, prompts)
 
+        group, even = self.group(step), self.even(step)
         factors, divisor = advantage_factors(
-            modes, describe, dp_group=self.group(step), even=self.even(step), divisor=lambda t: self.divisor(step, t)
+            modes, describe, dp_group=group, even=even, divisor=lambda totals: self.divisor(step, totals)
         )
-        columns, first = list[dict[str, Tensor]](), 0
-        for batch, factor, rows, ids in zip(batches, factors, masks, prompts, strict=True):
+        return list(zip(batches, masks, prompts, factors, strict=True)), divisor
+
+    def weigh(
+        self, modes: LossModes, step: StepArguments, proof: Any, group_size: int | None = None
+    ) -> tuple[Sequence[Any], list[dict[str, Tensor]], float]:
+        """Batches of a step, columns with weighed advantages for each, and the engine's divisor; on all ranks.
+
+        In the step that the proof measures, columns say by what advantages were weighed, and the proof what of groups.
+        """
+        (weighed, divisor), columns, first = self.factors(modes, step), list[dict[str, Tensor]](), 0
+        batches = [batch for batch, *_ in weighed]
+        if proof is not None and not proof.is_over:
+            proof.promises = self.promises(step, group_size)
+            why = self.unproved(step) or self.misplaced(modes, step, batches, proof.promises.group_size)
+            if why:
+                proof.give_up(why)
+        for batch, rows, ids, factor in weighed:
             plain = value_at(batch, "advantages")
             column = to_device(factor, plain.device).view(len(plain), -1)
-            own = {"advantages": plain * column, FACTORS: column, PLAIN: plain}
-            own[MASKS] = to_device(torch.stack(rows), plain.device)
-            own[ROWS] = _at_tokens(torch.arange(first, first := first + len(rows)), column)
+            columns.append({"advantages": plain * column})
+            if proof is None or proof.is_over:
+                continue
+            columns[-1] |= {FACTORS: column, PLAIN: plain, MASKS: to_device(torch.stack(rows), plain.device)}
+            columns[-1][ROWS] = _at_tokens(torch.arange(first, first := first + len(rows)), column)
             if not isinstance(ids, str):
-                own[IDS] = _at_tokens(torch.from_numpy(as_ids("prompt_ids", [*map(str, ids)], len(ids))), column)
-            columns.append(own)
+                columns[-1][IDS] = _at_tokens(hashed_ids(ids), column)
         return batches, columns, divisor
 
     def promises(self, step: StepArguments, group_size: int | None) -> Promises:
@@ -137,20 +162,6 @@ class BatchEngine:
         texts = [text for batch in batches for text in self.prompt_tokens(batch)]
         return misplaced_ids(ids, texts, self.group(step), group_size)
 
-    def weigh_and_prove(
-        self, modes: LossModes, step: StepArguments, proof: Any, group_size: int | None = None
-    ) -> tuple[Sequence[Any], list[dict[str, Tensor]], float]:
-        """As `weigh`, for a worker that proves its first step; after that with the weighed advantages alone."""
-        batches, columns, divisor = self.weigh(modes, step)
-        if proof is not None and not proof.is_over:
-            proof.promises = self.promises(step, group_size)
-            why = self.unproved(step) or self.misplaced(modes, step, batches, proof.promises.group_size)
-            if why:
-                proof.give_up(why)
-        if proof is None or proof.is_over:
-            columns = [{"advantages": own["advantages"]} for own in columns]
-        return batches, columns, divisor
-
     def tap(self, step: StepArguments, stock: Callable[[], Any], loss: dict[str, Any]) -> Any:
         """The result of a call of the loss function, or of the whole one, whose arguments are `loss`, measured."""
         is_whole = self.whole is not None and self.whole.log_probs.partition(".")[0] in loss
@@ -164,34 +175,68 @@ class BatchEngine:
         """
         (container, name), *_ = places(self.batch, loss)
         batch = value_at(container, name)
-        lengths = [len(row) for row in self.masks(step, batch)]
-        edges = [0, *accumulate(lengths)]
         columns = {column: value_at(batch, column) for column in (FACTORS, PLAIN, MASKS, ROWS, IDS)}
+        masks: Sequence[Tensor] = self.masks(step, batch)
+        lengths = [len(mask) for mask in masks]
+        if columns[MASKS] is not None:
+            masks = columns[MASKS].reshape(-1).split(lengths)
+        firsts = [0, *accumulate(lengths)][:-1]
         rows, ids = (
-            None if column is None else column.reshape(-1)[edges[:-1]] for column in (columns[ROWS], columns[IDS])
+            column if column is None or len(column.shape) == 1 else column.reshape(-1)[firsts]
+            for column in (columns[ROWS], columns[IDS])
         )
-        labels = {} if rows is None else {"row": rows}
-        masks = columns[MASKS].reshape(-1).split(lengths)
         if is_whole:
             before, after = self.around(step, batch)
             masks = [pad(mask, (before, after)) for mask in masks]
-            samples = Samples(masks, layout=Gathered([0, *accumulate(map(len, masks))]), prompt_ids=ids, labels=labels)
-            taps = observed_taps()
-            is_tapped = taps is not None and "pg" in taps.losses  # else the step is wrong
-            return WeighedMicrobatch(samples, None, None, beside=self.beside(step, batch) if is_tapped else None)
-        device = value_at(batch, "advantages").device
-        factors, plain = to_device(columns[FACTORS], device), to_device(columns[PLAIN], device)
-        plain = plain * self.correction(step, batch)
-        if not self.loses_masked:
-            factors, plain = at_masked_tokens(columns[MASKS], factors, plain)
-        samples = Samples(masks, layout=Gathered(edges), prompt_ids=ids, labels=labels)
-        beside = None if self.whole else self.beside(step, batch)
+        layout, labels = Gathered([0, *accumulate(map(len, masks))]), {} if rows is None else {"row": rows}
+        samples = Samples(list(masks), layout=layout, prompt_ids=ids, labels=labels)
+        factors, plain = None if is_whole else columns[FACTORS], None
+        beside = self.beside(step, batch) if is_whole or self.whole is None else None
+        if is_whole and ((taps := observed_taps()) is None or "pg" not in taps.losses):  # the step is wrong
+            beside = None
+        if factors is not None:
+            device = value_at(batch, "advantages").device
+            factors, plain = to_device(factors, device), to_device(columns[PLAIN], device)
+            plain = plain * self.correction(step, batch)
+            if not self.loses_masked:  # a loss function with these masks gives the token the weight 0 all the same
+                is_masked = to_device(columns[MASKS], device) == 0
+                factors, plain = factors.masked_fill(is_masked, 1), plain.masked_fill(is_masked, 0)
         return WeighedMicrobatch(samples, factors, plain, beside=beside, **self.facts(step, batch))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenMeanEngine(BatchEngine):
+    """An engine whose worker is a class with a method that trains a step: a row of `token_mean`.
+
+    Attributes:
+        step: the name of its step method, called once per optimizer step, and parameters that it must have.
+        put: puts a call in place of the loss function, during a call of the step method.
+        mends: `put` mends the engine too, and is needed in every step.
+        trains: True if an instance of the class trains a policy.
+        unmeasured: words for terms beside the policy loss that are not measured.
+        further: other methods that are replaced.
+        checks: functions of the engine that run where workers train without the class; ours refuse it, or say so.
+        runs: another method that calls Megatron's schedule, if the class has it.
+    """
+
+    step: tuple[str, Sequence[str]]
+    put: Callable[[StepArguments, Call], AbstractContextManager[None]]
+    mends: bool = False
+    trains: Callable[[Any], bool] = lambda owner: True
+    unmeasured: str = ""
+    further: Sequence[tuple[str, Sequence[str], Call]] = ()
+    checks: Callable[[Any], Sequence[Function]] = lambda owner: ()
+    runs: str = ""
 
 
 def _at_tokens(numbers: Tensor, column: Tensor) -> Tensor:
     """A number of each row at all of its tokens."""
     return to_device(numbers, column.device)[:, None].expand(column.shape).clone()
+
+
+def hashed_ids(prompt_ids: Sequence[Any]) -> Tensor:
+    """Numbers of ids, which are their texts."""
+    return torch.from_numpy(as_ids("prompt_ids", [*map(str, prompt_ids)], len(prompt_ids)))
 
 
 def step_plan(modes: LossModes, describe: Callable[[], list[Samples]], dp_group: Group | None) -> Plan:
@@ -210,19 +255,18 @@ def advantage_factors(
     """Factors ``w * D`` of tokens, a 1-D host tensor per micro-batch of this rank, and D, what `divisor` returns.
 
     The sum over tokens of factor * loss / D is the step loss of the policy's mode. An error of `divisor` raises on all
-    ranks of the group; so do, with `even`, a remedy, factors that differ within a sample.
+    ranks of the group; so do, with `even`, a remedy, weights that differ within a sample.
     """
     plan = step_plan(modes, describe, dp_group)
     divided_by = float(check_together(lambda: divisor(plan.totals), several(dp_group)))
-    factors = [microbatch.weights * divided_by for microbatch in plan]
 
     def check() -> None:
-        for microbatch, flat in zip(plan, factors, strict=True):
-            check_even(flat.split(microbatch.samples.mask_lengths), microbatch.samples.loss_masks, even)
+        for microbatch in plan:
+            check_even(microbatch.weights, microbatch.samples, even)
 
     if even:
         check_together(check, several(dp_group))
-    return factors, divided_by
+    return [microbatch.weights * divided_by for microbatch in plan], divided_by
 
 
 def described_samples(
@@ -238,19 +282,10 @@ def described_samples(
     return described
 
 
-def at_masked_tokens(masks: Tensor, factors: Tensor, plain: Tensor) -> tuple[Tensor, Tensor]:
-    """Factors and plain advantages for a trial: at masked tokens the trial has an advantage, so that masks are seen.
-
-    A loss function with these masks gives such a token the weight 0 all the same.
-    """
-    is_masked = to_device(masks, factors.device) == 0
-    return factors.masked_fill(is_masked, 1), plain.masked_fill(is_masked, 0)
-
-
-def check_even(factors: Sequence[Tensor], loss_masks: Sequence[Any], remedy: str) -> None:
-    """Refuse factors that differ within a sample, for an engine that averages within each sample."""
-    for factor, mask in zip(map(np.asarray, factors), map(np.asarray, loss_masks), strict=True):
-        if factor.size and (factor != factor.max() * (mask != 0)).any():
+def check_even(weights: Tensor, samples: Samples, remedy: str) -> None:
+    """Refuse weights that differ within a sample, for an engine that averages within each sample."""
+    for own, mask in zip(map(np.asarray, weights.split(samples.mask_lengths)), samples.loss_masks, strict=True):
+        if own.size and (own != own.max() * (np.asarray(mask) != 0)).any():
             raise ValueError(
                 "weights that differ within a sample, or a token mask that is not 0 and 1, for a loss that averages "
                 f"within each sample: all tokens of a sample must have one weight. {remedy}, or choose another mode."

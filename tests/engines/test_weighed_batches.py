@@ -86,9 +86,9 @@ def test_prompts_are_the_tokens_of_their_mask() -> None:
 
 def test_what_is_refused_of_factors_and_prompts() -> None:
     mask = torch.tensor([1.0, 0, 1])
-    check_even([torch.tensor([0.5, 0, 0.5]), torch.zeros(0)], [mask, torch.zeros(0)], "Fix it")
+    check_even(torch.tensor([0.5, 0, 0.5]), Samples([mask, torch.zeros(0)]), "Fix it")
     with pytest.raises(ValueError, match=r"all tokens of a sample must have one weight\. Fix it, or"):
-        check_even([torch.tensor([0.5, 0, 0.4])], [mask], "Fix it")
+        check_even(torch.tensor([0.5, 0, 0.4]), Samples([mask]), "Fix it")
     described_samples(LossModes.resolve("sample_mean"), [[[1]]], [MEDIA])
     described_samples(LossModes.resolve("prompt_mean"), [[[1]]], [["p"]])
     with pytest.raises(ValueError, match="prompts with images or other media"):
