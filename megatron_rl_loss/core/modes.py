@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
+from keyword import iskeyword
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, get_args
 
 import numpy as np
@@ -48,6 +49,8 @@ class Mode:
 
     def __post_init__(self) -> None:
         check_callable(f"mode {self.name!r}", self.function, "it must be a function of ModeInputs", "Pass a function")
+        if not isinstance(self.formula, str):
+            raise TypeError(f"formula of {self.name!r} is {self.formula!r}: it must be a text. Write the step loss.")
         check_choice("divisor of a mode", self.divisor, get_args(TakesDivisor))
         check_mapping(f"sums of the mode {self.name!r}", self.sums, 'Pass {"name": Sum(of=..., by=...)}')
         for name, declared in self.sums.items():
@@ -207,10 +210,12 @@ def register_loss_mode(
     ... def task_mean(step):
     ...     return 1 / (step.tokens("sample") * step.samples("task") * step.units("task"))
 
-    Raises ValueError for a name that is taken or is no identifier, and TypeError for an object that is not callable.
+    Raises ValueError for a name that is taken, a keyword or no identifier, and TypeError for an object that is not
+    callable and a formula that is no text.
     """
-    if not isinstance(name, str) or not name.isidentifier() or name in _MODES:
-        raise ValueError(f"mode name {name!r}: it must be a Python identifier that is not taken. Choose another name.")
+    if not isinstance(name, str) or not name.isidentifier() or iskeyword(name) or name in _MODES:
+        rule = "it must be a Python identifier that is not taken, and no keyword"
+        raise ValueError(f"mode name {name!r}: {rule}. Choose another name.")
 
     def register(function: ModeFunction) -> Mode:
         _MODES[name] = Mode(name=name, function=function, formula=formula, divisor=divisor, sums=sums or {})

@@ -328,11 +328,13 @@ def test_a_mode_is_rehearsed_without_judging_its_numbers() -> None:
     assert [weights for microbatch in plan for weights in microbatch.weights.tolist()] == [1, 1, 1, 0]
 
 
-@pytest.mark.parametrize("name", ["token_mean", "my-sum", "", "1st", None])
+@pytest.mark.parametrize("name", ["token_mean", "my-sum", "", "1st", "class", None])
 def test_names_of_modes(name: Any) -> None:
     with pytest.raises(ValueError, match="must be a Python identifier that is not taken"):
         register_pg_loss_reducer(name)
     with pytest.raises(TypeError, match="mode 'x' is a int: it must be a function"):
         register_pg_loss_reducer("x")(3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="formula of 'x' is 3: it must be a text"):
+        register_pg_loss_reducer("x", formula=3)(numbered)
     assert isinstance(register_pg_loss_reducer("x")(numbered), Mode)
     assert torch.equal(token_weights("x", Samples(MASKS), SIX), token_weights(numbered, Samples(MASKS), SIX))
