@@ -17,10 +17,13 @@ def of_entries() -> tuple[Tensor, Tensor, Tensor]:
     return table, noise / 4 - table, advantages
 
 
-def clipped_samples() -> tuple[list[oracle.Sample], Tensor]:
-    """PPO's loss of the step's tokens, each row a rollout, and its derivative by each entry of the table; float64."""
-    table, old, advantages = (values.double() for values in of_entries())
-    table.requires_grad_()
+def clipped_samples(table: Tensor | None = None) -> tuple[list[oracle.Sample], Tensor]:
+    """PPO's loss of the step's tokens, each row a rollout, and its derivative by each entry of the table; float64.
+
+    `table`: what earlier steps have made of it.
+    """
+    first, old, advantages = (values.double() for values in of_entries())
+    table = (first if table is None else table).clone().requires_grad_()
     ratio = (-table - old).exp()
     losses = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
     (factor,) = torch.autograd.grad(losses.sum(), table)

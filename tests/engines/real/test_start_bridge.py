@@ -1,16 +1,19 @@
 """Megatron-Bridge from its own start: BRIDGE_PATH=~/Megatron-Bridge/src.
 
 Real: `recipes/bridge_grpo.py` as the page calls it, Bridge's `ConfigContainer` with its checks, `pretrain`, its `setup`
-with groups and the recipe's data, its `train` up to the last step. Stubbed: NVRx, Hugging Face's files, the count of
-operations, the optimizer, which keeps gradients, and the model, a table of losses.
+with groups, the recipe's data and the optimizer, its `train` with evaluations between the steps and a checkpoint at the
+end, and another launch of it all from that checkpoint. Stubbed: NVRx, ModelOpt, Hugging Face's files, the count of
+operations, and the model, a table of losses. Bridge has no sleep.
 """
 
 import contextlib
 import dataclasses
 import importlib
 import io
+import itertools
 import sys
 from functools import partial
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -19,10 +22,10 @@ import pytest
 import torch
 from bridge_batches import clipped_samples, grpo_batches, of_entries
 from checkouts import BRIDGE, Settings, checkout, record_errors, stand_in
-from logit_table import KeepsGradients
 from pages import code_of
 from ranks import run_ranks
-from table_step import relative_error, table_chunk
+from start_stages import ADAM, LEARNING_RATE, errors_of_steps, keeping_gradients, right_gradients
+from table_step import table_chunk
 from world import CP, DP
 
 pytestmark = pytest.mark.slow
@@ -34,11 +37,11 @@ ENGINE = dataclasses.replace(
     replaced=("transformers",),  # another version than ms-swift's
     stand_ins=tuple(name for name in BRIDGE.stand_ins if name not in _REAL),
 )
-MICROBATCHES, STEPS = 3, 2
+MICROBATCHES = 3
 TOLERANCE = 2e-6
 
 
-def config_of(per_token: bool) -> Any:
+def config_of(per_token: bool, folder: str, steps: int) -> Any:
     """As one of Bridge's recipes makes it, for a model that is a table."""
     from megatron.core.distributed import DistributedDataParallel
     from megatron.core.transformer import TransformerConfig
@@ -57,11 +60,15 @@ def config_of(per_token: bool) -> Any:
     model.seq_length, model.vocab_size, model.make_vocab_size_divisible_by = 8, 100, 1
     return configs.ConfigContainer(
         train=configs.TrainingConfig(
-            train_iters=STEPS, micro_batch_size=1, global_batch_size=DP * MICROBATCHES, exit_signal_handler=False
+            train_iters=steps, micro_batch_size=1, global_batch_size=DP * MICROBATCHES, exit_signal_handler=False
         ),
-        validation=configs.ValidationConfig(eval_iters=0),
-        model=model, optimizer=configs.OptimizerConfig(lr=0.0), scheduler=configs.SchedulerConfig(), dataset=None,
-        logger=configs.LoggerConfig(), checkpoint=configs.CheckpointConfig(save=None),
+        validation=configs.ValidationConfig(eval_iters=1, eval_interval=1),
+        model=model, optimizer=configs.OptimizerConfig(lr=LEARNING_RATE, min_lr=LEARNING_RATE, **ADAM), dataset=None,
+        scheduler=configs.SchedulerConfig(
+            lr_decay_style="constant", start_weight_decay=0.0, end_weight_decay=0.0, override_opt_param_scheduler=True
+        ),
+        logger=configs.LoggerConfig(),
+        checkpoint=configs.CheckpointConfig(save=folder, load=folder, save_interval=2),
         tokenizer=tokenizers.TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=100),
         dist=configs.DistributedInitConfig(distributed_backend="gloo", use_decentralized_pg=False),
         ddp=configs.DistributedDataParallelConfig(),
@@ -87,52 +94,99 @@ def stock_step(iterator: Any, model: Any) -> Any:
     return model(local["tokens"], local["positions"], None, labels=local["labels"]), loss_func
 
 
-def start(root: str, per_token: bool, ours: bool) -> tuple[list[torch.Tensor], str]:
-    """On a rank, as torchrun starts a user's script: the gradients of its steps, and what it printed."""
+def start(
+    root: str, per_token: bool, ours: bool, folder: str, steps: int
+) -> tuple[list[torch.Tensor], list[float], str]:
+    """On a rank, as torchrun starts a user's script."""
     stand_in(ENGINE, root)
     setup = importlib.import_module(f"{_TRAINING}.setup")
     for name in ("nvidia_resiliency_ext", "nvidia_resiliency_ext.inprocess"):
         sys.modules[name] = ModuleType(name)
     vars(sys.modules["nvidia_resiliency_ext.inprocess"])["CallWrapper"] = object
-    kept = list[Any]()
+    kept, losses = list[Any](), list[float]()
+    own_setup, evaluation = setup.setup_optimizer, importlib.import_module(f"{_TRAINING}.eval")
+    own_evaluate = evaluation.evaluate
 
-    def setup_optimizer(model: list[Any], **_: Any) -> Any:
-        kept.append(KeepsGradients(model[0]))
-        kept[0].param_groups, kept[0].scale_loss = [{"lr": 0.0, "is_decoupled_lr": False}], None
-        return kept[0], SimpleNamespace(step=lambda increment: None)
+    def setup_optimizer(*args: Any, **options: Any) -> Any:
+        optimizer, scheduler = own_setup(*args, **options)
+        kept.append(keeping_gradients(optimizer, options["model"][0]))
+        return optimizer, scheduler
 
+    def evaluate(*args: Any, **options: Any) -> Any:
+        results = own_evaluate(*args, **options)
+        losses.extend(float(loss) for loss in results[0].values())
+        return results
+
+    vars(evaluation)["evaluate"] = evaluate
     initialize = importlib.import_module(f"{_TRAINING}.initialize")
     vars(initialize)["compile_helpers"] = lambda: None  # of datasets
     vars(setup)["initialize_megatron"] = partial(initialize.initialize_megatron, allow_no_cuda=True)
     vars(setup)["setup_optimizer"] = setup_optimizer
     training = importlib.import_module(f"{_TRAINING}.train")
-    vars(training)["get_tensor_shapes_adjust_fn_for_distillation"] = lambda *_, **__: None  # of ModelOpt
+    for module in training, evaluation:
+        vars(module)["get_tensor_shapes_adjust_fn_for_distillation"] = lambda *_, **__: None  # of ModelOpt
     of_model: Any = {"resolve_global_flops_runtime_stats": lambda *_, **__: Settings()}
     of_model |= {"num_floating_point_operations": lambda *_, **__: 0}
     vars(training)["flop_utils"] = SimpleNamespace(**of_model)
+    from megatron.core import mpu
     from recipes import bridge_grpo
 
+    class WithValidation(bridge_grpo.Rollouts):
+        def build_datasets(self, context: Any) -> Any:
+            train, *_ = super().build_datasets(context)
+            return train, self.read(mpu.get_data_parallel_rank()), None
+
+    vars(bridge_grpo)["Rollouts"] = WithValidation
     sys.modules["bridge_grpo"] = bridge_grpo
     (shown,) = code_of("engines/bridge.md")
-    names = {"config": config_of(per_token), "read": lambda dp_rank: iter(grpo_batches(dp_rank) * STEPS)}
+    names = {
+        "config": config_of(per_token, folder, steps),
+        "read": lambda dp_rank: itertools.cycle(grpo_batches(dp_rank)),
+    }
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         if ours:
             exec(shown, names)
         else:
             names["config"].dataset = bridge_grpo.Rollouts(read=names["read"])
             importlib.import_module(f"{_TRAINING}.pretrain").pretrain(names["config"], stock_step)
-    return list(kept[0].gradients), printed.getvalue()
+    return list(kept[0].gradients), losses, printed.getvalue()
+
+
+def value_of(table: torch.Tensor) -> tuple[float, float]:
+    """Of the step's loss, and its scale."""
+    samples, _ = clipped_samples(table)
+    loss, scale = (function("prompt_mean", samples, None) for function in (oracle.step_loss, oracle.step_scale))
+    return float(loss), float(scale)
 
 
 @pytest.mark.parametrize("per_token", [False, True])
-def test_pretrain_with_the_recipe(per_token: bool, record_property: Any) -> None:
-    samples, factor = clipped_samples()
-    right = torch.cat([*oracle.step_gradient("prompt_mean", samples, None), torch.zeros(1)]) * factor
-    for ours in (False, True):
-        by_rank = run_ranks(DP * CP, start, checkout(BRIDGE), per_token, ours)
-        errors = [relative_error(gradient, right) for gradients, _ in by_rank for gradient in gradients]
-        assert len(errors) == STEPS * DP * CP
-        assert max(errors) < TOLERANCE if ours else min(errors) > 1e-2
-        assert ("megatron_rl_loss: prompt_mean" in by_rank[0][1] and "aggregation proved" in by_rank[0][1]) == ours
+def test_pretrain_with_the_recipe(per_token: bool, record_property: Any, tmp_path: Path) -> None:
+    """Two steps, each with an evaluation after it, and another launch for a third from their checkpoint."""
+    tables: list[torch.Tensor] = []
+
+    def gradient_at(table: torch.Tensor) -> torch.Tensor:
+        tables.append(table)
+        samples, factor = clipped_samples(table)
+        return torch.cat([*oracle.step_gradient("prompt_mean", samples, None), torch.zeros(1)]) * factor
+
+    right = right_gradients([gradient_at] * 3, of_entries()[0])
+    root = checkout(BRIDGE)
+    own = run_ranks(DP * CP, start, root, per_token, False, str(tmp_path / "own"), 2)
+    assert min(errors_of_steps([gradients for gradients, *_ in own], right[:2])) > 1e-2
+    assert not any("aggregation proved" in printed for *_, printed in own)
+    launches = [run_ranks(DP * CP, start, root, per_token, True, str(tmp_path / "ours"), steps) for steps in (2, 3)]
+    for by_rank in launches:
+        assert "megatron_rl_loss: prompt_mean" in by_rank[0][-1]
+        assert "aggregation proved" in by_rank[0][-1]
+    of_steps, of_resumed = ([gradients for gradients, *_ in by_rank] for by_rank in launches)
+    first, second, resumed = *errors_of_steps(of_steps, right[:2]), *errors_of_steps(of_resumed, right[2:])
+    losses = next(of_rank for _, of_rank, _ in launches[0] if of_rank)
+    value, scale = value_of(tables[1])
+    print(losses, value)
+    evaluated = abs(losses[0] - value) / scale
+    assert max(first, second, resumed, evaluated) < TOLERANCE
     setting = "started: `pretrain`, prompt mean" + ", per-token loss" * per_token
-    record_errors(record_property, BRIDGE, setting, ours=max(errors))
+    record_errors(record_property, BRIDGE, setting, ours=max(first, second))
+    record_errors(record_property, BRIDGE, "started: `evaluate`, an evaluation", ours=evaluated)
+    record_errors(record_property, BRIDGE, "started: first step", ours=first)
+    record_errors(record_property, BRIDGE, "started: step from a checkpoint", ours=resumed)
