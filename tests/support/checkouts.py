@@ -247,7 +247,7 @@ def record_errors(
     command = ["git", "-C", str(root), "log", "-1", "--abbrev=8", "--format=Version: `%h`"]
     commit = subprocess.run(command, capture_output=True, text=True).stdout
     name = framework.variable.removesuffix("_PATH").lower()
-    metadata = [*(folder / "PKG-INFO" for folder in (root, root.parent)), *root.glob(f"{name}-*.dist-info/METADATA")]
+    metadata = [*(folder / "PKG-INFO" for folder in (root, root.parent)), *root.glob(f"*{name}-*.dist-info/METADATA")]
     of_package = [file for file in metadata if file.exists()]  # of an unpacked sdist or wheel, which is no repository
     version = email.message_from_string(of_package[0].read_text() if of_package else commit)["Version"]
     engine = name.replace("_", "-")
