@@ -36,8 +36,8 @@ def _means_cuda(device: object) -> bool:
     return isinstance(device, int) or (isinstance(device, str) and device.startswith("cuda"))
 
 
-#: Functions that name a device by position, or in their output.
-_NAME_A_DEVICE = {torch.Tensor.cuda, torch.Tensor.to, torch.Tensor.type}
+#: Functions that name a device by position, in their output or in their name.
+_NAME_A_DEVICE = {torch.Tensor.cuda, torch.Tensor.to, torch.Tensor.type, torch.Tensor.pin_memory}
 
 
 class _CudaMeansCpu(TorchFunctionMode):
@@ -54,6 +54,8 @@ class _CudaMeansCpu(TorchFunctionMode):
                 kwargs["device"] = CPU
         if func is torch.Tensor.cuda:
             return args[0]
+        if func is torch.Tensor.pin_memory:
+            return args[0].clone()  # what is offloaded, of which the original's storage is then emptied
         if func is torch.Tensor.to and len(args) > 1 and _means_cuda(args[1]):
             args = (args[0], CPU, *args[2:])
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:

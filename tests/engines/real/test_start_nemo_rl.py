@@ -1,10 +1,11 @@
 """NeMo-RL from its own start: NEMO_RL_PATH=~/RL, and Ray.
 
 Real: NeMo-RL's config file with overrides, `init_ray`, its virtual cluster, `Policy` with its worker group,
-`GRPOAdvantageEstimator`, `Policy.train` with its sharding and sequence packing, Ray's pickling of the loss, and in
-Ray's workers `MegatronPolicyWorker.train` with its micro-batches, schedule and statistics.
-Stubbed: the GPU, the tokenizer, Megatron-Bridge's setup of the model, which is a table of logits whose optimizer keeps
-gradients, and what the pinned Megatron-LM has beside a release.
+`GRPOAdvantageEstimator`, `Policy.train` with its sharding and sequence packing, in `eval_mode` too, Ray's pickling of
+the loss, in Ray's workers `MegatronPolicyWorker.train` with its micro-batches, schedule and statistics, `Policy`'s
+`offload_to_cpu` and `prepare_for_training`, and Megatron's optimizer.
+Stubbed: the GPU, the tokenizer, Megatron-Bridge's setup of the model, which is a table of logits, and what the pinned
+Megatron-LM has beside a release. Not run: a checkpoint, which that setup loads.
 """
 
 import contextlib
@@ -29,11 +30,12 @@ from bigram_step import (
     expected,
     kl_of_nemo_rl,
     make_batch,
+    make_table,
 )
 from checkouts import NEMO_RL, Settings, checkout, record_errors
-from logit_table import KeepsGradients
 from ranks import run_ranks
 from ray_workers import after_import, gradients_of, local_ray, redirect_this_thread
+from start_stages import adam, errors_of_steps, right_gradients
 from table_step import relative_error
 
 ray: Any = pytest.importorskip("ray")
@@ -131,19 +133,19 @@ def model_and_optimizer(*_: Any, **__: Any) -> Any:
     from megatron.core import parallel_state
 
     parallel_state.initialize_model_parallel()
-    model = bigram_model(per_token=True)
-    optimizer: Any = KeepsGradients(model)
-    optimizer.param_groups, optimizer.grad_norms_by_group = [{}], {}
+    model = bigram_model(per_token=True, use_distributed_optimizer=True)
     scheduler = SimpleNamespace(get_lr=lambda group: 0.0, get_wd=lambda: 0.0, step=lambda increment: None)
-    state = SimpleNamespace(straggler_timer=lambda **_: contextlib.nullcontext())
-    return Settings(model=model, optimizer=optimizer, scheduler=scheduler, state=state)
+    state = Settings(straggler_timer=lambda **_: contextlib.nullcontext(), cfg=Settings(checkpoint=Settings()))
+    return Settings(model=model, optimizer=adam(model), scheduler=scheduler, state=state)
 
 
-def drive(root: str) -> tuple[list[list[torch.Tensor]], str, list[str]]:
-    """As run_grpo.py and two steps of `grpo_train`: gradients of a step by NeMo-RL alone and of ours.
+#: Gradients of each worker: a step by NeMo-RL alone and two of ours; the loss of an evaluation before these, and what a
+#: step with the loss that was wrapped says.
+Steps = tuple[list[list[torch.Tensor]], float, str]
 
-    Then what a step with the loss that was wrapped says, and the workers' lines.
-    """
+
+def drive(root: str) -> tuple[Steps, list[str]]:
+    """As run_grpo.py and steps of `grpo_train`; the workers' lines."""
     os.environ |= {"NEMO_RL_PY_EXECUTABLES_SYSTEM": "1", "TORCH_CUDA_ARCH_LIST": "9.0"}
     with local_ray(__name__, root, gpus=DP, by_engine=True) as lines:
         from nemo_rl.algorithms.loss.loss_functions import ClippedPGLossConfig, ClippedPGLossFn
@@ -160,13 +162,13 @@ def drive(root: str) -> tuple[list[list[torch.Tensor]], str, list[str]]:
         tokenizer: Any = SimpleNamespace(pad_token="", eos_token="")
         policy: Any = Policy(cluster, config["policy"], tokenizer, init_reference_model=False)
         try:
-            return *steps_of(policy, ClippedPGLossFn(ClippedPGLossConfig(**config["loss_fn"])), config), lines()
+            return steps_of(policy, ClippedPGLossFn(ClippedPGLossConfig(**config["loss_fn"])), config, lines), lines()
         finally:
             policy.shutdown()  # its destructor would start another Ray
             cluster.shutdown()
 
 
-def steps_of(policy: Any, stock: Any, config: Any) -> tuple[list[list[torch.Tensor]], str]:
+def steps_of(policy: Any, stock: Any, config: Any, lines: Any) -> Steps:
     from nemo_rl.algorithms.advantage_estimator import GRPOAdvantageEstimator
     from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
@@ -177,26 +179,46 @@ def steps_of(policy: Any, stock: Any, config: Any) -> tuple[list[list[torch.Tens
     loss = aggregate(policy, stock, "prompt_mean", kl="token_mean", group_size=4)
     estimator = GRPOAdvantageEstimator(SimpleNamespace(**config["grpo"]), None)
     estimator.compute_advantage(batch["input_ids"][:, :3], torch.ones(ROWS), batch["token_mask"])
+    evaluated = float(policy.train(batch, loss, eval_mode=True)["loss"].sum())
+    assert not any("aggregation proved" in line for line in lines())
+    policy.train(batch, loss)
+    policy.offload_to_cpu()
+    policy.prepare_for_training()
     policy.train(batch, loss)
     gradients = ray.get([worker.__ray_call__.remote(gradients_of) for worker in policy.worker_group.workers])
     with pytest.raises(ValueError) as refused:  # noqa: PT011 - the text is compared in the test
         policy.train(batch, stock)
-    return gradients, str(refused.value)
+    return gradients, evaluated, str(refused.value)
+
+
+def at(table: torch.Tensor, mode: str) -> tuple[float, torch.Tensor, float]:
+    return expected(mode, {"kl": "token_mean"}, kl=kl_of_nemo_rl, table=table)
 
 
 def test_workers_of_a_launch_aggregate_as_asked(record_property: Any) -> None:
-    ((gradients, refused, lines),) = run_ranks(1, drive, checkout(NEMO_RL))
-    print(*lines, refused, sep="\n")
-    settings = {"kl": "token_mean"}
-    _, right, _ = expected("prompt_mean", settings, kl=kl_of_nemo_rl)
-    _, of_tokens, _ = expected("token_mean", settings, kl=kl_of_nemo_rl)
-    assert [len(of_worker) for of_worker in gradients] == [2] * DP
-    own, ours = (
-        max(relative_error(gradient.view_as(wanted), wanted) for gradient in of_step)
-        for of_step, wanted in zip(zip(*gradients, strict=True), (of_tokens, right), strict=True)
+    (((gradients, value, refused), lines),) = run_ranks(1, drive, checkout(NEMO_RL))
+    print(*lines, refused, value, sep="\n")
+    tables: list[torch.Tensor] = []
+
+    def by_prompts(table: torch.Tensor) -> torch.Tensor:
+        tables.append(table)
+        return at(table, "prompt_mean")[1]
+
+    steps = [lambda table: at(table, "token_mean")[1], by_prompts, by_prompts]
+    right = right_gradients(steps, make_table())
+    own, first, woken = errors_of_steps(gradients, right)
+    right_value, _, scale = at(tables[0], "prompt_mean")
+    evaluated = abs(value - right_value) / scale
+    assert (
+        max(own, evaluated, first, woken)
+        < TOLERANCE
+        < 1e-2
+        < relative_error(gradients[0][0].view_as(right[1]), right[1])
     )
-    assert max(own, ours) < TOLERANCE < 1e-2 < relative_error(gradients[0][0].view_as(right), right)
     assert any("NeMo-RL worker 0" in line for line in lines)
     assert any("aggregation proved" in line for line in lines)
     assert "Pass grpo_train the loss that aggregate(...) returned" in refused
-    record_errors(record_property, NEMO_RL, "started: `token_level_loss=true`", own, ours)
+    record_errors(record_property, NEMO_RL, "started: `token_level_loss=true`", own)
+    record_errors(record_property, NEMO_RL, "started: `eval_mode`, an evaluation", ours=evaluated)
+    record_errors(record_property, NEMO_RL, "started: first step", ours=first)
+    record_errors(record_property, NEMO_RL, "started: step after sleep", ours=woken)
