@@ -46,6 +46,11 @@ def load_further_tables() -> None:
         import_module(module)
 
 
+def plot_plan(plan: Any, path: Any, title: str) -> None:
+    """Draw the weights of a plan; `Plan.plot` calls it, as the core knows no picture."""
+    import_module(f"{__name__}.audit.picture").plot_weights(plan, path, title=title)
+
+
 def __getattr__(name: str) -> Any:
     if name in _HOME_OF:
         return getattr(import_module(_HOME_OF[name]), name)

@@ -37,7 +37,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from megatron_rl_loss import OutputLayer, TensorParallel, log_probs_from_hidden, log_probs_from_logits, loss_from_hidden
+from megatron_rl_loss import OutputLayer, log_probs_from_hidden, log_probs_from_logits, loss_from_hidden
 from megatron_rl_loss.audit.progress import Progress
 from megatron_rl_loss.logprobs import choice, first_launch, triton_kernels
 from megatron_rl_loss.logprobs.kept_ids import KeptIds
@@ -104,7 +104,7 @@ class Case:
         else:  # a weight of ones and zeros: the logits are hidden states
             of_layer = {name: options.pop(name) for name in ("temperature", "vocab_size", "chunk_tokens")}
             weight = torch.eye(leaf.shape[1], dtype=dtype, device=device)[self.part(group)]
-            layer = OutputLayer(weight, tensor_parallel=TensorParallel(group=group), **of_layer)
+            layer = OutputLayer(weight, tp_group=group, **of_layer)
             if self.way == "one pass":
                 return self._in_one_pass(leaf, layer, labels, slopes, kernel, options)
             values = log_probs_from_hidden(leaf, layer, labels, kernel=kernel, **options)

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rl_loss import ModeInputs, check_loss, register_loss_mode
+from megatron_rl_loss import check_loss, register_loss_mode
+from megatron_rl_loss.core.modes import ModeInputs
 
 
 @register_loss_mode("root_length")

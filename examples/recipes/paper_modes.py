@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rl_loss import Mode, ModeInputs, Samples, Sum, register_loss_mode
+from megatron_rl_loss import Mode, Samples, Sum, register_loss_mode
+from megatron_rl_loss.core.modes import ModeInputs
 
 
 @register_loss_mode("per_adapter_token_mean")

@@ -9,7 +9,8 @@ import torch
 from verl.workers.utils import losses
 from verl_rows import MODE
 
-from megatron_rl_loss import LossPaths, WeighedMicrobatch, prove_policy_loss
+from megatron_rl_loss.engines.loss_trials import LossPaths, WeighedMicrobatch
+from megatron_rl_loss.engines.proving import prove_policy_loss
 from megatron_rl_loss.engines.verl import install, response_mask_of, response_samples
 
 ROWS = LossPaths(f"{losses.__name__}:no_padding_2_padding", "data.advantages", {"data.old_log_probs": "old"})

@@ -320,8 +320,8 @@ class Plan:
         return counts
 
     def plot(self, path: str | Path, *, title: str = "") -> None:
-        """Draw the weight that the mode gives each token of this rank into a file; as `plot_weights`."""
-        megatron_rl_loss.plot_weights(self, path, title=title)
+        """Draw the weight that the mode gives each token of this rank into a file; as `Audit.plot`."""
+        megatron_rl_loss.plot_plan(self, path, title)
 
     def __repr__(self) -> str:
         return f"Plan({self.describe()})"

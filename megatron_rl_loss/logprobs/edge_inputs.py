@@ -83,8 +83,7 @@ class EdgeInputs:
         if size_of(parallel.group) == 1:
             return self.rows_of(hidden), layer
         whole = _Gathered.apply(hidden, parallel)
-        alone = TensorParallel(group=parallel.group, sum_gradient=False)
-        return self.rows_of(whole), replace(layer, tensor_parallel=alone)
+        return self.rows_of(whole), replace(layer, sequence_parallel=False, sum_gradient=False)
 
     def teacher_of(self, teacher: Teacher, hidden: Tensor, parallel: TensorParallel) -> Teacher:
         """The teacher at each edge's source; hidden states that are a part, as the student's are, are gathered."""

@@ -7,7 +7,7 @@ weights are known beforehand; as Liger's fused linear cross-entropy and Apple's 
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, overload
 
 import numpy as np
 import torch
@@ -38,6 +38,15 @@ from megatron_rl_loss.trees.edges import Edges
 PerTokenLoss = Callable[..., tuple[Tensor, Mapping[str, Tensor]]]
 
 
+class Divergence(NamedTuple):
+    """Log-probs (None without labels), entropy, and per token the divergence from a teacher; as `LogProbs`."""
+
+    log_probs: Tensor | None
+    entropy: Tensor | None
+    divergence: Tensor
+
+
+@overload
 def log_probs_from_hidden(
     hidden: Tensor,
     output_layer: OutputLayer,
@@ -48,24 +57,67 @@ def log_probs_from_hidden(
     token_mask: TokenMask | None = None,
     rest_without: Tensor | None = None,
     kernel: str | None = None,
-) -> LogProbs:
+) -> LogProbs: ...
+
+
+@overload
+def log_probs_from_hidden(
+    hidden: Tensor,
+    output_layer: OutputLayer,
+    labels: Tensor | Edges | None = None,
+    *,
+    teacher: Teacher,
+    keep: Keep | None = None,
+    entropy: bool = False,
+    token_mask: TokenMask | None = None,
+    rest_without: Tensor | None = None,
+    kernel: str | None = None,
+) -> Divergence: ...
+
+
+def log_probs_from_hidden(
+    hidden: Tensor,
+    output_layer: OutputLayer,
+    labels: Tensor | Edges | None = None,
+    *,
+    teacher: Teacher | None = None,
+    keep: Keep | None = None,
+    entropy: bool = False,
+    token_mask: TokenMask | None = None,
+    rest_without: Tensor | None = None,
+    kernel: str | None = None,
+) -> LogProbs | Divergence:
     """`log_probs_from_logits` of ``hidden @ weight.T + bias``, never with the logits of more than a chunk of tokens.
 
     Args:
         hidden: [tokens..., hidden], float; with sequence parallelism the first dimension is this rank's part of them.
         output_layer: its weight and bias, on this rank.
-        labels: integers [...] or [..., K], of all tokens, in the order of the gathered hidden states. Or the edges of a
-            `PrefixTree`, of whose slots the hidden states are: each edge is read once. Then `keep` and `rest_without`
-            are of this rank's tokens, in the order of the samples, and so are the results, [num_local_tokens].
+        labels: integers [...] or [..., K], of all tokens, in the order of the gathered hidden states; None for a
+            divergence alone. Or the edges of a `PrefixTree`, of whose slots the hidden states are: each edge is read
+            once. Then `keep` and `rest_without` are of this rank's tokens, in the order of the samples, and so are the
+            results, [num_local_tokens].
+        teacher: adds each token's divergence of student from teacher, by the formulas of `divergence_at_ids`, over all
+            ids that count; the teacher gets no gradient. ``reverse_kl`` is infinite where the teacher's logit alone is
+            -inf, ``forward_kl`` where the student's alone is. With edges the teacher is of the slots, too.
         keep, entropy, rest_without: as in `log_probs_from_logits`.
         token_mask: as there; the output layer does not run on tokens with 0 either.
         kernel: "torch" forces plain torch where `choice.choose` would take Triton kernels for the chunks' logits.
             "liger" is Liger-Kernel's in this function's place, with chunks of its own: on a GPU, for one id per token,
-            without bias, kept ids, vocab_size and main_gradient.
+            without bias, kept ids, vocab_size, main_gradient and teacher.
 
-    Differentiable towards hidden, weight and bias. Raises ValueError and TypeError as `log_probs_from_logits`, and for
-    hidden states, weight and labels that do not fit each other.
+    Returns (log_probs, entropy), and with a teacher (log_probs, entropy, divergence). Differentiable towards hidden,
+    weight and bias. Raises ValueError and TypeError as `log_probs_from_logits`, and for hidden states, weight, labels
+    and teacher that do not fit each other.
     """
+    if teacher is not None:
+        if kernel not in (None, "torch"):
+            raise ValueError(
+                f"kernel={kernel!r} with a teacher: a divergence reads two sets of logits, which plain torch computes. "
+                "Leave kernel out."
+            )
+        return _with_teacher(hidden, output_layer, labels, teacher, keep, entropy, token_mask, rest_without)
+    if labels is None:
+        raise ValueError("no labels, and no teacher: nothing would be read of the logits. Pass labels, or a teacher.")
     if isinstance(labels, Edges):
         per_edge = EdgeInputs.of(labels, hidden.device, keep, token_mask, rest_without)
         values = log_probs_from_hidden(
@@ -83,50 +135,28 @@ def log_probs_from_hidden(
     return make_log_probs(read, leaves, output_layer.tensor_parallel, output_layer.main_gradient)[0]
 
 
-class Divergence(NamedTuple):
-    """Log-probs (None without labels), entropy, and per token the divergence from a teacher; as `LogProbs`."""
-
-    log_probs: Tensor | None
-    entropy: Tensor | None
-    divergence: Tensor
-
-
-def divergence_from_hidden(
+def _with_teacher(
     hidden: Tensor,
     output_layer: OutputLayer,
-    labels: Tensor | Edges | None = None,
-    *,
+    labels: Tensor | Edges | None,
     teacher: Teacher,
-    keep: Keep | None = None,
-    entropy: bool = False,
-    token_mask: TokenMask | None = None,
-    rest_without: Tensor | None = None,
+    keep: Keep | None,
+    entropy: bool,
+    token_mask: TokenMask | None,
+    rest_without: Tensor | None,
 ) -> Divergence:
-    """Each token's divergence of student from teacher over the whole vocabulary, never with more than a chunk's logits.
-
-    Formulas as in `divergence_at_ids`, over all ids that count: with `keep`, both distributions are over the kept ids.
-    Infinite where the formula is: ``reverse_kl`` where the teacher's logit alone is -inf, ``forward_kl`` where the
-    student's alone is.
-
-    Args:
-        labels: their log-probs are made too, of the same logits. Or a tree's edges, as in `log_probs_from_hidden`; the
-            teacher is then of the slots, too.
-        teacher: gets no gradient.
-        others: as in `log_probs_from_hidden`.
-
-    Raises ValueError and TypeError as `log_probs_from_hidden`, and ValueError for a teacher of other tokens or another
-    shard.
-    """
+    """The log-probs and the divergence, of the same logits; the divergence alone where there are no labels."""
     if isinstance(labels, Edges):
         check_teacher(teacher)
         per_edge = EdgeInputs.of(labels, hidden.device, keep, token_mask, rest_without)
-        values = divergence_from_hidden(
+        values = _with_teacher(
             *per_edge.hidden_of(hidden, output_layer),
             per_edge.labels,
-            teacher=per_edge.teacher_of(teacher, hidden, output_layer.tensor_parallel),
-            keep=per_edge.keep,
-            entropy=entropy,
-            rest_without=per_edge.rest_without,
+            per_edge.teacher_of(teacher, hidden, output_layer.tensor_parallel),
+            per_edge.keep,
+            entropy,
+            None,
+            per_edge.rest_without,
         )
         return Divergence(*map(per_edge.to_tokens, values))
     read, leaves = _read(hidden, output_layer, labels, keep, entropy, token_mask, rest_without, teacher=teacher)

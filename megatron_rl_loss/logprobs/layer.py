@@ -113,7 +113,8 @@ class OutputLayer:
         weight: [vocabulary / TP, hidden], in the dtype of the hidden states; inside ``torch.autocast`` both are cast as
             there.
         bias: [vocabulary / TP].
-        tensor_parallel: how hidden states and vocabulary lie on ranks; by default this rank holds both.
+        tp_group: the ranks that hold the vocabulary together; None for one.
+        sequence_parallel, sum_gradient: as in `TensorParallel`.
         temperature, vocab_size: as in `log_probs_from_logits`.
         chunk_tokens: tokens whose logits are held at a time; they are the peak of memory (in plain torch with scratch
             in float32). Default: 1024 on a host, 4096 on a GPU.
@@ -125,7 +126,9 @@ class OutputLayer:
     weight: Tensor
     bias: Tensor | None = None
     _: KW_ONLY
-    tensor_parallel: TensorParallel = ALONE
+    tp_group: Group | None = None
+    sequence_parallel: bool = False
+    sum_gradient: bool = True
     temperature: float = 1.0
     vocab_size: int | None = None
     chunk_tokens: int | None = None
@@ -137,6 +140,13 @@ class OutputLayer:
             check_float("the output layer's bias", self.bias, "Pass layer.bias, or leave it out")
         if self.chunk_tokens is not None:
             check_int("chunk_tokens", self.chunk_tokens, at_least=1, remedy="Leave it out for a default")
+
+    @property
+    def tensor_parallel(self) -> TensorParallel:
+        """How hidden states and vocabulary lie on ranks."""
+        return TensorParallel(
+            group=self.tp_group, sequence_parallel=self.sequence_parallel, sum_gradient=self.sum_gradient
+        )
 
 
 class Chunks:

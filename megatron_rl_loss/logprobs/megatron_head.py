@@ -23,14 +23,9 @@ from torch import Tensor
 from megatron_rl_loss.core.errors import check_int
 from megatron_rl_loss.core.masks import Array
 from megatron_rl_loss.core.microbatch import Microbatch, Summed
-from megatron_rl_loss.logprobs.hidden import (
-    PerTokenLoss,
-    divergence_from_hidden,
-    log_probs_from_hidden,
-    loss_from_hidden,
-)
+from megatron_rl_loss.logprobs.hidden import PerTokenLoss, log_probs_from_hidden, loss_from_hidden
 from megatron_rl_loss.logprobs.kept_ids import Keep
-from megatron_rl_loss.logprobs.layer import OutputLayer, TensorParallel, WeightGradient
+from megatron_rl_loss.logprobs.layer import OutputLayer, WeightGradient
 from megatron_rl_loss.logprobs.teacher import Teacher, check_teacher
 from megatron_rl_loss.megatron.flags import has_cuda_graphs
 from megatron_rl_loss.megatron.versions import has_plain_forward, remat_size
@@ -159,11 +154,9 @@ class OutputHead:
         layer = OutputLayer(
             weight,
             output_layer.bias,
-            tensor_parallel=TensorParallel(
-                group=output_layer.tp_group,
-                sequence_parallel=output_layer.sequence_parallel,
-                sum_gradient=not output_layer.disable_grad_reduce,
-            ),
+            tp_group=output_layer.tp_group,
+            sequence_parallel=output_layer.sequence_parallel,
+            sum_gradient=not output_layer.disable_grad_reduce,
             temperature=self.temperature / mup,
             vocab_size=self.vocab_size,
             chunk_tokens=self.chunk_tokens,
@@ -185,7 +178,7 @@ class OutputHead:
             if teacher is None:
                 values = log_probs_from_hidden(hidden_states, layer, labels, kernel=self.kernel, **reading)
             else:
-                values = divergence_from_hidden(hidden_states, layer, labels, teacher=teacher, **reading)
+                values = log_probs_from_hidden(hidden_states, layer, labels, teacher=teacher, **reading)
             return tuple(None if value is None else turned(value) for value in values)
         weights = context.microbatch.weights_on(hidden_states.device).view(batch).t()
         inputs = dict(context.inputs)

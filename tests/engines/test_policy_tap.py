@@ -10,12 +10,13 @@ import torch
 from added_terms import TERMS
 from torch import Tensor
 
-from megatron_rl_loss import LossPaths, Samples, WeighedMicrobatch, prove_policy_loss, tap
+from megatron_rl_loss import Samples, tap
 from megatron_rl_loss.core.taps import Tap, Taps, observe
 from megatron_rl_loss.engines import proving
-from megatron_rl_loss.engines.loss_trials import Beside, tap_sum
+from megatron_rl_loss.engines.loss_trials import Beside, LossPaths, WeighedMicrobatch, tap_sum
 from megatron_rl_loss.engines.places import places, swapped, wrapped
 from megatron_rl_loss.engines.policy_tap import tap_policy
+from megatron_rl_loss.engines.proving import prove_policy_loss
 from megatron_rl_loss.extend import Promises, resolve
 
 MASK = torch.tensor([[1.0, 1, 0, 1], [0, 1, 1, 0]])

@@ -41,7 +41,8 @@ def test_names_say_what_they_name(room: str) -> None:
 
 @pytest.mark.parametrize(
     "code", ["of_rank = 1", "def f(of_rank): ...", "def _of_rank(): ...", "self._of_rank = 1", "for one in x: ...",
-             "if (found := 1): ...", "class C:\n    given: int", "import a.of_rank", "lambda made: 1", "ours, theirs = x"],
+             "if (found := 1): ...", "class C:\n    given: int", "import a.of_rank", "lambda made: 1",
+             "ours, theirs = x"],
 )  # fmt: skip
 def test_a_wrong_name_would_be_seen(code: str) -> None:
     """Negative control."""

@@ -7,7 +7,7 @@ import torch
 from head_oracle import VOCABULARY, batch_of, relative
 from ranks import start_process_group
 
-from megatron_rl_loss import OutputLayer, TensorParallel, log_probs_from_hidden, log_probs_from_logits
+from megatron_rl_loss import OutputLayer, log_probs_from_hidden, log_probs_from_logits
 from megatron_rl_loss.logprobs import kernels
 
 
@@ -33,7 +33,7 @@ Errors = tuple[float, ...]
 
 
 def errors_from_hidden(
-    kernel: str | None, group: Any = None, device: str = "cpu", dtype: torch.dtype = torch.float32, **parallel: bool
+    kernel: str | None, group: Any = None, device: str = "cpu", dtype: torch.dtype = torch.float32, **parallel: Any
 ) -> Errors:
     """Relative errors of this rank's part, at a temperature and with entropy; 32 tokens, some of them masked."""
     batch, temperature = batch_of(32, VOCABULARY, 8, dtype), 0.7
@@ -47,9 +47,8 @@ def errors_from_hidden(
     part = slice(rank * 32 // size, (rank + 1) * 32 // size) if parallel.get("sequence_parallel") else slice(None)
     hidden, weight = batch.hidden[part], batch.weight[columns]
     mine = [leaf.detach().to(device, dtype).requires_grad_() for leaf in (hidden, weight)]
-    tensor_parallel = TensorParallel(group=group, **parallel)
     labels = batch.labels.masked_fill(~batch.mask, -7).to(device)
-    output_layer = OutputLayer(mine[1], tensor_parallel=tensor_parallel, temperature=temperature)
+    output_layer = OutputLayer(mine[1], tp_group=group, **parallel, temperature=temperature)
     ours: Any = log_probs_from_hidden(mine[0], output_layer, labels, entropy=True, token_mask=batch.mask, kernel=kernel)
     grads = torch.autograd.grad(((ours.log_probs - 0.3 * ours.entropy) * slopes.to(device)).sum(), mine)
     expected = log_probs, entropy, gradients[0][part], gradients[1][columns]

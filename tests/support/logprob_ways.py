@@ -20,15 +20,7 @@ from head_oracle import (
     relative,
 )
 
-from megatron_rl_loss import (
-    OutputLayer,
-    Teacher,
-    TensorParallel,
-    divergence_from_hidden,
-    log_probs_from_hidden,
-    log_probs_from_logits,
-    loss_from_hidden,
-)
+from megatron_rl_loss import OutputLayer, Teacher, log_probs_from_hidden, log_probs_from_logits, loss_from_hidden
 from megatron_rl_loss.logprobs.kept_ids import KeptIds
 
 WAYS = ("logits", "two passes", "one pass")
@@ -88,13 +80,13 @@ def values_of(
         log_probs, entropy = log_probs_from_logits(logits, labels, tp_group=group, **options)
     else:
         of_layer = {key: options.pop(key) for key in OF_LAYER & options.keys()}
-        layer = OutputLayer(weight, bias, tensor_parallel=TensorParallel(**parallel), **of_layer)
+        layer = OutputLayer(weight, bias, **parallel, **of_layer)
     divergence, taught = None, dict[str, Any]()
     if "teacher" in CASES[name]:
         taught = teacher_of(name, hidden.dtype, device, parallel)
         options["teacher"] = Teacher(**taught)
     if way == "two passes" and taught:
-        log_probs, entropy, divergence = divergence_from_hidden(hidden, layer, labels, **options)
+        log_probs, entropy, divergence = log_probs_from_hidden(hidden, layer, labels, **options)
     elif way == "two passes":
         log_probs, entropy = log_probs_from_hidden(hidden, layer, labels, **options)
     if way == "one pass":

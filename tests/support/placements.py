@@ -10,7 +10,8 @@ import pytest
 import torch
 from oracle import Token
 
-from megatron_rl_loss import Contiguous, Gathered, Layout, PrefixTree, ZigzagBSHD, ZigzagResponse, ZigzagTHD
+from megatron_rl_loss import Contiguous, Gathered, PrefixTree, ZigzagBSHD, ZigzagResponse, ZigzagTHD
+from megatron_rl_loss.core.layouts import Layout
 
 CP_SIZES = (1, 2, 4)
 

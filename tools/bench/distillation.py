@@ -44,14 +44,7 @@ from timing import BACKENDS, Others, commit_of, flags, publish, synchronize
 from torch import Tensor
 
 from checkouts import MS_SWIFT, NEMO_RL, TRL, VERL, Framework, load  # isort: skip
-from megatron_rl_loss import (
-    OutputLayer,
-    Teacher,
-    divergence_at_ids,
-    divergence_from_hidden,
-    log_probs_from_hidden,
-    loss_from_hidden,
-)
+from megatron_rl_loss import OutputLayer, Teacher, divergence_at_ids, log_probs_from_hidden, loss_from_hidden
 
 LIGER = Framework(
     "LIGER_PATH", "src/liger_kernel/chunked_loss/jsd_loss.py", ("liger_kernel", "liger_kernel.chunked_loss"), ()
@@ -150,7 +143,7 @@ def ours_top_k_in_one(chunk_tokens: int, x: Inputs) -> Tensor:
 def ours_whole(chunk_tokens: int, x: Inputs) -> Tensor:
     teacher = Teacher(x.teacher, x.teacher_weight, kind="forward_kl")
     output_layer = OutputLayer(x.weight, chunk_tokens=chunk_tokens)
-    return divergence_from_hidden(x.hidden, output_layer, teacher=teacher).divergence.sum()
+    return log_probs_from_hidden(x.hidden, output_layer, teacher=teacher).divergence.sum()
 
 
 def ours_whole_in_one(chunk_tokens: int, x: Inputs) -> Tensor:

@@ -30,7 +30,7 @@ from megatron_rl_loss import (
     OutputLayer,
     Teacher,
     divergence_at_ids,
-    divergence_from_hidden,
+    log_probs_from_hidden,
     log_probs_from_logits,
 )
 from megatron_rl_loss.losses.divergence import DivergenceKind, Tail
@@ -170,7 +170,7 @@ def ours(case: Case, logits: Tensor, teacher: Tensor, ids: Tensor, **settings: A
     t = case.temperature
     if case.ids == VOCABULARY:  # the logits are hidden states of a layer that changes nothing
         layer = OutputLayer(torch.eye(VOCABULARY), temperature=t)
-        return divergence_from_hidden(logits, layer, teacher=Teacher(teacher, **settings)).divergence
+        return log_probs_from_hidden(logits, layer, teacher=Teacher(teacher, **settings)).divergence
     rest: dict[str, Any] = {"rest_without": torch.ones_like(ids) > 0} if case.tail == "bucket" else {}
     at_ids, _ = log_probs_from_logits(logits, ids, tp_group=dist.group.WORLD, temperature=t, **rest)
     student = AtIds(at_ids[:, :-1], at_ids[:, -1]) if rest else at_ids

@@ -20,14 +20,8 @@ from ranks import run_ranks
 from table_step import relative_error
 from torch import Tensor
 
-from megatron_rl_loss import (
-    Gate,
-    Samples,
-    gdpo_advantages,
-    importance_weights,
-    kl_estimate,
-    policy_loss,
-)
+from megatron_rl_loss import Gate, Samples, importance_weights, kl_estimate, policy_loss
+from megatron_rl_loss.losses.advantages import gdpo_advantages
 
 LENGTHS, BETA = [5, 1, 9, 7], 0.04
 #: Theirs sum and divide in float32.

@@ -19,12 +19,13 @@ import torch
 from counted_steps import Array, Counted, Formula, Row, Step, measured, ragged
 from published import exact, own_mean, own_piece
 
-from megatron_rl_loss import Mode, ModeInputs, Samples, Sum, check_loss
+from megatron_rl_loss import Mode, Samples, Sum, check_loss
 from megatron_rl_loss.audit.judge import explain, judge
 from megatron_rl_loss.audit.tokens import MeasuredStep, PlacedSamples, StepTokens
 from megatron_rl_loss.audit.verdict import Verdict
 from megatron_rl_loss.core.aggregation import resolve
 from megatron_rl_loss.core.counting import COUNTINGS, Counting
+from megatron_rl_loss.core.modes import ModeInputs
 
 DIVISORS = {"constant": 64.0, "token_sum": 32.0}
 

@@ -23,11 +23,12 @@ from refusals import refusal_tests, refusals
 from repository import ROOT
 from torch import Tensor
 
-from megatron_rl_loss import Mode, ModeInputs, Sum, check_loss
+from megatron_rl_loss import Mode, Sum, check_loss
 from megatron_rl_loss.audit import simulation
 from megatron_rl_loss.audit.drawing import PADDED, TOGETHER
 from megatron_rl_loss.audit.simulation import CALLS, PARAMETERS, DrawnRow, DrawnStep, LossCall, measure
 from megatron_rl_loss.core.aggregation import resolve, weigh
+from megatron_rl_loss.core.modes import ModeInputs
 
 pytestmark = pytest.mark.slow  # hundreds of random steps
 

@@ -16,9 +16,9 @@ from counted_steps import measured, ragged
 from published import exact, own_piece
 from ranks import run_ranks, start_process_group
 
-from megatron_rl_loss import Gathered, Samples, ZigzagTHD, check_loss, plan_step, plot_weights
+from megatron_rl_loss import Gathered, Samples, ZigzagTHD, check_loss, plan_step
 from megatron_rl_loss.audit import picture
-from megatron_rl_loss.audit.picture import Panel, figure_of, page_of
+from megatron_rl_loss.audit.picture import Panel, figure_of, page_of, plot_weights
 from megatron_rl_loss.core.aggregation import resolve
 from megatron_rl_loss.core.plan import Plan
 

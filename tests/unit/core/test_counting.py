@@ -21,11 +21,12 @@ from refusals import outcome_of, refusal_tests, refusals
 from repository import ROOT
 from steps import divisor_of, drawn_step, error_of, samples_of, token_weights, weights_of
 
-from megatron_rl_loss import BadBatchError, Contiguous, Samples, StepTotals, Sum, ZigzagTHD
+from megatron_rl_loss import Contiguous, Samples, StepTotals, Sum, ZigzagTHD
 from megatron_rl_loss.core import counting, plan
 from megatron_rl_loss.core.aggregation import LossModes
 from megatron_rl_loss.core.collectives import StepGroups, attempt
 from megatron_rl_loss.core.counting import count_step
+from megatron_rl_loss.core.errors import BadBatchError
 from megatron_rl_loss.core.plan import make_plan
 from megatron_rl_loss.core.record import Trainer
 

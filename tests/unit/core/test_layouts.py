@@ -16,10 +16,10 @@ from refusals import refusal_tests, refusals
 from repository import ROOT
 
 import megatron_rl_loss
-from megatron_rl_loss import Contiguous, Gathered, Layout, PrefixTree, Samples, ZigzagBSHD, ZigzagResponse, ZigzagTHD
+from megatron_rl_loss import Contiguous, Gathered, PrefixTree, Samples, ZigzagBSHD, ZigzagResponse, ZigzagTHD
 from megatron_rl_loss.audit.simulation import DRAWN_LAYOUTS
 from megatron_rl_loss.core import layouts
-from megatron_rl_loss.core.layouts import Slots
+from megatron_rl_loss.core.layouts import Layout, Slots
 from megatron_rl_loss.core.samples import LocalTokens
 
 TE = [[0, 1, 6, 7, 8, 9, 14, 15], [2, 3, 4, 5, 10, 11, 12, 13]]  # Transformer Engine's own expected vector

@@ -16,7 +16,6 @@ from steps import token_weights
 from megatron_rl_loss import (
     Gathered,
     Mode,
-    ModeInputs,
     Samples,
     StepTotals,
     Sum,
@@ -25,7 +24,7 @@ from megatron_rl_loss import (
     register_pg_loss_reducer,
 )
 from megatron_rl_loss.core.aggregation import LossModes, resolve
-from megatron_rl_loss.core.modes import available_modes
+from megatron_rl_loss.core.modes import ModeInputs, available_modes
 
 MASK = [torch.tensor([1.0, 0, 0.5]), torch.tensor([1.0, 1])]
 

@@ -32,7 +32,6 @@ from torch.utils.checkpoint import checkpoint
 from trainers import Split, active_in, trainer_of
 
 from megatron_rl_loss import (
-    BadBatchError,
     Gathered,
     Metric,
     Mode,
@@ -56,6 +55,7 @@ from megatron_rl_loss.core.carriers import (
     product,
 )
 from megatron_rl_loss.core.collectives import StepGroups
+from megatron_rl_loss.core.errors import BadBatchError
 from megatron_rl_loss.core.microbatch import Microbatch
 from megatron_rl_loss.core.plan import Plan, check_active_tokens
 

@@ -16,17 +16,9 @@ from refusals import refusal_tests, refusals
 from steps import divisor_of, ids_of, totals_of
 from torch import Tensor
 
-from megatron_rl_loss import (
-    Gathered,
-    Layout,
-    Samples,
-    StepTotals,
-    ZigzagBSHD,
-    ZigzagResponse,
-    ZigzagTHD,
-    make_pg_loss_reducer,
-)
+from megatron_rl_loss import Gathered, Samples, StepTotals, ZigzagBSHD, ZigzagResponse, ZigzagTHD, make_pg_loss_reducer
 from megatron_rl_loss.core import reducers
+from megatron_rl_loss.core.layouts import Layout
 from megatron_rl_loss.core.reducers import Summand, WeightedSum
 
 INF = float("inf")

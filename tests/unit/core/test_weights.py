@@ -29,7 +29,6 @@ from steps import (
 from megatron_rl_loss import (
     Gathered,
     Mode,
-    ModeInputs,
     Samples,
     StepTotals,
     Sum,
@@ -42,6 +41,7 @@ from megatron_rl_loss import (
 from megatron_rl_loss.core import layouts
 from megatron_rl_loss.core.collectives import StepGroups
 from megatron_rl_loss.core.counting import count_step
+from megatron_rl_loss.core.modes import ModeInputs
 from megatron_rl_loss.core.samples import LocalTokens
 from megatron_rl_loss.core.segments import segments_by
 

@@ -10,15 +10,7 @@ from head_oracle import FP32, batch_of, relative
 from refusals import refusal_tests, refusals
 from torch import Tensor
 
-from megatron_rl_loss import (
-    OutputLayer,
-    Samples,
-    Teacher,
-    ZigzagTHD,
-    divergence_from_hidden,
-    log_probs_from_hidden,
-    loss_from_hidden,
-)
+from megatron_rl_loss import OutputLayer, Samples, Teacher, ZigzagTHD, log_probs_from_hidden, loss_from_hidden
 
 KINDS: dict[str, dict[str, Any]] = {
     "forward_kl": {"kind": "forward_kl"},
@@ -61,7 +53,7 @@ def test_infinite_and_far_logits(kind: str) -> None:
         )
         leaf = logits.detach().float().T.requires_grad_()
         of_teacher = Teacher(taught.float(), **KINDS[kind])
-        divergences = divergence_from_hidden(torch.ones(1, 1), OutputLayer(leaf), teacher=of_teacher).divergence
+        divergences = log_probs_from_hidden(torch.ones(1, 1), OutputLayer(leaf), teacher=of_teacher).divergence
         assert (expected == INF) == (kind in infinite)
         assert divergences.item() == pytest.approx(expected, rel=1e-5, abs=1e-7)
         if kind not in infinite:
@@ -79,7 +71,7 @@ def test_small_divergences_are_not_lost_and_never_negative(kind: str) -> None:
     steps = torch.tensor([0, 1e-3, 3e-3, 1e-2, 1e-1, 1])[:, None]
     student = teacher + steps * torch.randn(6, 32768, generator=generator)
     of_teacher = Teacher(teacher, **KINDS[kind])
-    divergences = divergence_from_hidden(
+    divergences = log_probs_from_hidden(
         torch.eye(6), OutputLayer(student.T.contiguous()), teacher=of_teacher
     ).divergence.double()
     taught = teacher.double() + 0 * steps
@@ -94,16 +86,16 @@ def test_the_teacher_gets_no_gradient_and_may_come_as_logits_or_be_the_student(k
     hidden, weight = (leaf.float().requires_grad_() for leaf in (batch.hidden, batch.weight))
     taught: dict[str, Any] = {key: leaf.float().requires_grad_() for key, leaf in batch.taught.items()}
     layer = OutputLayer(weight, chunk_tokens=4)
-    outputs = divergence_from_hidden(hidden, layer, teacher=Teacher(**taught, **KINDS[kind]))
+    outputs = log_probs_from_hidden(hidden, layer, teacher=Teacher(**taught, **KINDS[kind]))
     assert outputs.log_probs is None
     assert outputs.entropy is None
     outputs.divergence.sum().backward()
     assert all(leaf.grad is None for leaf in taught.values())
     assert hidden.grad is not None
     logits = taught["hidden"] @ taught["weight"].T
-    of_logits = divergence_from_hidden(hidden, layer, teacher=Teacher(logits, **KINDS[kind]))
+    of_logits = log_probs_from_hidden(hidden, layer, teacher=Teacher(logits, **KINDS[kind]))
     torch.testing.assert_close(of_logits.divergence, outputs.divergence)
-    itself = divergence_from_hidden(hidden, layer, teacher=Teacher(hidden, weight, **KINDS[kind])).divergence
+    itself = log_probs_from_hidden(hidden, layer, teacher=Teacher(hidden, weight, **KINDS[kind])).divergence
     assert itself.abs().max() <= ROUNDING
     (gradient,) = torch.autograd.grad(itself.sum(), hidden)
     assert gradient.abs().max() <= 1e-6
@@ -118,7 +110,7 @@ def test_autocast_is_its_casts(to: torch.dtype, kind: str) -> None:
         taught: dict[str, Any] = {key: tensor.to(dtype) for key, tensor in batch.taught.items()}
         teacher = Teacher(**taught, **KINDS[kind])
         layer = OutputLayer(batch.weight.to(dtype))
-        return divergence_from_hidden(batch.hidden.to(dtype), layer, teacher=teacher).divergence
+        return log_probs_from_hidden(batch.hidden.to(dtype), layer, teacher=teacher).divergence
 
     with torch.autocast("cpu", dtype=to):
         inside = divergences_as(torch.float32)
@@ -138,7 +130,7 @@ def test_what_is_kept_for_backward(ids: int, taught: bool) -> None:
     with torch.autograd.graph.saved_tensors_hooks(lambda saved: kept.append(saved) or saved, lambda saved: saved):
         if taught:
             teacher = Teacher(hidden, weight, kind="jsd")
-            divergence_from_hidden(hidden, layer, labels, teacher=teacher)
+            log_probs_from_hidden(hidden, layer, labels, teacher=teacher)
         else:
             log_probs_from_hidden(hidden, layer, labels)
     of_caller = {tensor.untyped_storage().data_ptr() for tensor in (hidden, weight, labels)}
@@ -171,7 +163,7 @@ def test_packed_rows_cut_over_cp(cp_size: int) -> None:
         tokens = samples.local(cp_rank, cp_size)
         local, of_rank = tokens.of, tokens.mask  # `microbatch.local` is the former
         teacher = Teacher(local(taught), its_weight, kind="jsd")
-        outputs = divergence_from_hidden(
+        outputs = log_probs_from_hidden(
             local(hidden), OutputLayer(weight), local(batch.ids), teacher=teacher, token_mask=of_rank
         )
         kept = torch.tensor(of_rank) > 0
@@ -189,7 +181,7 @@ H, W, T, U = torch.zeros(3, 4), torch.zeros(8, 4), torch.zeros(3, 2), torch.zero
 
 def of(*of_model: Tensor, labels: Tensor | None = None, **of_teacher: Any) -> Any:
     teacher = Teacher(*(of_model or (T, U)), **{"kind": "jsd"} | of_teacher)
-    return divergence_from_hidden(H, OutputLayer(W), labels, teacher=teacher)
+    return log_probs_from_hidden(H, OutputLayer(W), labels, teacher=teacher)
 
 
 REFUSALS = refusals(
@@ -255,6 +247,10 @@ def test_misuse_that_shapes_or_types_alone_show() -> None:
     with pytest.raises(TypeError, match=r"output layer's weight is torch\.int64: it must be a float tensor"):
         OutputLayer(layer.weight.long())
     with pytest.raises(TypeError, match="output_layer is a Tensor: it must be an OutputLayer"):
-        log_probs_from_hidden(hidden, layer.weight, labels)  # type: ignore[arg-type]
+        log_probs_from_hidden(hidden, layer.weight, labels)  # type: ignore[call-overload]
+    with pytest.raises(ValueError, match="no labels, and no teacher: nothing would be read of the logits"):
+        log_probs_from_hidden(hidden, layer)  # type: ignore[call-overload]
+    with pytest.raises(ValueError, match="kernel='triton' with a teacher: .* Leave kernel out"):
+        log_probs_from_hidden(hidden, layer, labels, teacher=Teacher(hidden, layer.weight, kind="jsd"), kernel="triton")
     with pytest.raises(ValueError, match="bias without its weight"):
         Teacher(torch.ones(3, 2, 7), bias=torch.ones(7), kind="jsd")

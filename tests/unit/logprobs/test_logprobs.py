@@ -31,14 +31,7 @@ from refusals import refusal_tests, refusals
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_rl_loss import (
-    OutputLayer,
-    Teacher,
-    divergence_from_hidden,
-    log_probs_from_hidden,
-    log_probs_from_logits,
-    loss_from_hidden,
-)
+from megatron_rl_loss import OutputLayer, Teacher, log_probs_from_hidden, log_probs_from_logits, loss_from_hidden
 from megatron_rl_loss.logprobs.kept_ids import KeptIds
 from megatron_rl_loss.logprobs.layer import WeightGradient
 
@@ -537,7 +530,7 @@ def gradient_after_a_change(name: str, change: bool, kernel: Any) -> Tensor | st
     read = logits * 1
     if name == "teacher":
         taught = Teacher(given["teacher"], kind="reverse_kl")
-        values = divergence_from_hidden(read, OutputLayer(torch.eye(6)), labels, teacher=taught).divergence
+        values = log_probs_from_hidden(read, OutputLayer(torch.eye(6)), labels, teacher=taught).divergence
     else:
         values = log_probs_from_logits(read, labels, kernel=kernel, **given).log_probs
     if change:

@@ -24,14 +24,13 @@ from megatron_rl_loss import (
     Gate,
     Samples,
     gae,
-    gdpo_advantages,
     group_relative_advantages,
     importance_weights,
-    keep_sequences,
-    rloo_advantages,
     surviving_masks,
     weights_column,
 )
+from megatron_rl_loss.losses.advantages import gdpo_advantages, rloo_advantages
+from megatron_rl_loss.losses.off_policy import keep_sequences
 
 pytestmark = pytest.mark.filterwarnings("ignore:all rewards are equal", "ignore:every prompt group has one sample")
 NAN = float("nan")

@@ -27,7 +27,6 @@ from megatron_rl_loss import (
     Samples,
     gae,
     importance_weights,
-    keep_sequences,
     kl_estimate,
     policy_loss,
     segment_mean,
@@ -39,6 +38,7 @@ from megatron_rl_loss import (
 )
 from megatron_rl_loss.core.samples import LocalTokens
 from megatron_rl_loss.losses.by_name import POLICY_LOSSES
+from megatron_rl_loss.losses.off_policy import keep_sequences
 from megatron_rl_loss.losses.sequence import gspo_loss
 
 NAN, INF = math.nan, math.inf

@@ -32,19 +32,16 @@ from megatron_rl_loss import (
     divergence_at_ids,
     fold_into_advantages,
     gae,
-    gdpo_advantages,
     group_relative_advantages,
     importance_weights,
     keep_tokens,
     kl_estimate,
     make_pg_loss_reducer,
-    maxrl_advantages,
     measure_tokens,
     pass_gap,
     plan_step,
     policy_loss,
     ppo_clip_loss,
-    rloo_advantages,
     score_centering,
     segment_mean,
     segment_quantile,
@@ -57,6 +54,7 @@ from megatron_rl_loss import (
     weights_column,
     whiten_advantages,
 )
+from megatron_rl_loss.losses.advantages import gdpo_advantages, maxrl_advantages, rloo_advantages
 from megatron_rl_loss.losses.by_name import POLICY_LOSSES
 from megatron_rl_loss.losses.scans import sums_within
 

@@ -25,21 +25,20 @@ from megatron_rl_loss import (
     Samples,
     divergence_at_ids,
     gae,
-    gdpo_advantages,
     group_relative_advantages,
     importance_weights,
-    keep_sequences,
     kl_estimate,
     losses,
     policy_loss,
-    rloo_advantages,
     segment_mean,
     segment_scan,
     surviving_masks,
     to_tokens,
     value_loss,
 )
+from megatron_rl_loss.losses.advantages import gdpo_advantages, rloo_advantages
 from megatron_rl_loss.losses.by_name import POLICY_LOSSES
+from megatron_rl_loss.losses.off_policy import keep_sequences
 from megatron_rl_loss.losses.token import dppo_loss
 
 INF, NAN = float("inf"), float("nan")

@@ -20,7 +20,6 @@ from megatron_rl_loss import (
     Gate,
     OutputLayer,
     Samples,
-    TensorParallel,
     ZigzagTHD,
     log_probs_from_logits,
     loss_from_hidden,
@@ -311,7 +310,7 @@ def share_of(
 
     inputs = {name: batch[name] for name in ("old", "advantages", "log_q")}
     if way == "one pass":
-        layer = OutputLayer(shard, tensor_parallel=TensorParallel(group=tp))
+        layer = OutputLayer(shard, tp_group=tp)
         return loss_from_hidden(hidden, layer, labels, microbatch.weights, per_token, inputs, rest_without=marked)[0]
     # The gradient of hidden states is summed over the vocabulary's ranks, as Megatron's linear layers do.
     leaf = hidden if tp is None else _SumOverTp.apply(hidden, tp)

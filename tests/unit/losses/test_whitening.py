@@ -11,7 +11,8 @@ import torch.distributed as dist
 from ranks import run_ranks, start_process_group
 from refusals import refusal_tests, refusals
 
-from megatron_rl_loss import Samples, ZigzagTHD, maxrl_advantages, plan_step, whiten_advantages
+from megatron_rl_loss import Samples, ZigzagTHD, plan_step, whiten_advantages
+from megatron_rl_loss.losses.advantages import maxrl_advantages
 
 #: Of each of two data-parallel ranks the samples' masks, advantages and prompts; the second has the longest alone.
 MASKS: list[list[list[float]]] = [[[1, 1, 0.5], [0, 1]], [[1, 0, 1, 1, 1, 0, 1]], [[1, 1]], []]

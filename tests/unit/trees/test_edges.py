@@ -24,8 +24,6 @@ from megatron_rl_loss import (
     PrefixTree,
     Samples,
     Teacher,
-    TensorParallel,
-    divergence_from_hidden,
     log_probs_from_hidden,
     log_probs_from_logits,
     loss_from_hidden,
@@ -164,7 +162,7 @@ def test_a_teachers_divergence(by: str) -> None:
             hidden, right_q = step.hidden(other), step.logits_of_rows(other).log_softmax(-1)
             of_slots = (hidden, other.head.weight, other.head.bias) if by == "hidden" else (other.head(hidden),)
         teacher = Teacher(*of_slots, kind="reverse_kl")
-        got = divergence_from_hidden(step.hidden(), step.layer, step.edges, teacher=teacher)
+        got = log_probs_from_hidden(step.hidden(), step.layer, step.edges, teacher=teacher)
         log_p = step.logits_of_rows().log_softmax(-1)
         kl = (log_p.exp() * (log_p - right_q)).sum(-1)
         step.check([got.log_probs, got.divergence], [log_p.gather(1, step.labels[:, None])[:, 0], kl])
@@ -208,8 +206,8 @@ def on_a_rank(sequence_parallel: bool) -> list[tuple[float, int]]:
         whole = step.hidden().detach()
         part = whole.chunk(2)[rank] if sequence_parallel else whole
         hidden = part[:, None].clone().requires_grad_()  # [s, b, h]
-        parallel = TensorParallel(group=group, sequence_parallel=sequence_parallel)
-        layer = OutputLayer(mine, of_bias, tensor_parallel=parallel, vocab_size=WORDS, chunk_tokens=3)
+        parallel: dict[str, Any] = {"tp_group": group, "sequence_parallel": sequence_parallel}
+        layer = OutputLayer(mine, of_bias, **parallel, vocab_size=WORDS, chunk_tokens=3)
         got, entropy = log_probs_from_hidden(hidden, layer, step.edges, entropy=True)
         weights = torch.linspace(-1, 2, len(got), dtype=got.dtype)
         (got * weights + entropy * weights**2).sum().backward()

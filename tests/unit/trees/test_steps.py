@@ -14,7 +14,6 @@ from torch import Tensor
 from tree_oracle import forest, net
 
 from megatron_rl_loss import (
-    BadBatchError,
     OutputLayer,
     PrefixTree,
     Samples,
@@ -26,6 +25,7 @@ from megatron_rl_loss import (
     prove_step,
     whiten_advantages,
 )
+from megatron_rl_loss.core.errors import BadBatchError
 
 SEEDS = (3, 8)
 COEF = 0.1

@@ -14,7 +14,8 @@ import tree_oracle
 from tree_controls import CONTROLS, OF_SUMS, Slots
 from tree_oracle import forest, net
 
-from megatron_rl_loss import BadBatchError, PrefixTree, Samples, plan_step, prove_step, tap
+from megatron_rl_loss import PrefixTree, Samples, plan_step, prove_step, tap
+from megatron_rl_loss.core.errors import BadBatchError
 
 SEED = 285  # branches with trained tokens in both micro-batches
 
