@@ -250,7 +250,7 @@ def test_misuse_that_shapes_or_types_alone_show() -> None:
         log_probs_from_hidden(hidden, layer.weight, labels)  # type: ignore[call-overload]
     with pytest.raises(ValueError, match="no labels, and no teacher: nothing would be read of the logits"):
         log_probs_from_hidden(hidden, layer)  # type: ignore[call-overload]
-    with pytest.raises(ValueError, match="kernel='triton' with a teacher: .* Leave kernel out"):
+    with pytest.raises(ValueError, match=r"kernel='triton' with a teacher: .* Leave kernel out"):
         log_probs_from_hidden(hidden, layer, labels, teacher=Teacher(hidden, layer.weight, kind="jsd"), kernel="triton")
     with pytest.raises(ValueError, match="bias without its weight"):
         Teacher(torch.ones(3, 2, 7), bias=torch.ones(7), kind="jsd")
