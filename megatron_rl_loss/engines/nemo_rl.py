@@ -38,6 +38,11 @@ __all__ = ["AggregatedPGLossFn", "aggregate"]
 _WEIGHTS = {"pg": "policy_loss_weights", "kl": "kl_loss_weights"}
 
 
+def _sums_tokens(loss: Any) -> bool:
+    """Else it averages within each sample."""
+    return bool(loss.loss_type.value == "token_level")
+
+
 def _masks(step: StepArguments, batch: Any) -> Sequence[Tensor]:
     """Of log-probs, which a row's first token has not; a term's weights may be in the place of the batch's own."""
     return list((step["data"]["token_mask"][:, 1:] * step["data"]["sample_mask"][:, None]).float())
@@ -50,7 +55,7 @@ def _facts(step: StepArguments, batch: Any) -> dict[str, Any]:
 
 
 def _divisor(step: StepArguments, totals: StepTotals) -> float:
-    return totals.step_tokens if step["loss"].is_token_level else float(step["data"]["sample_mask"].sum())
+    return totals.step_tokens if _sums_tokens(step["loss"]) else float(step["data"]["sample_mask"].sum())
 
 
 #: A step is the loss with the data of the driver's step, which has all rows, or of a micro-batch.
@@ -62,7 +67,7 @@ ENGINE = BatchEngine(
     prompt_tokens=lambda batch: prompt_texts(batch["input_ids"], batch["token_mask"].cumsum(-1) == 0),
     group=lambda step: None,
     divisor=_divisor,
-    even=lambda step: "" if step["loss"].is_token_level else "Set token_level_loss=true",
+    even=lambda step: "" if _sums_tokens(step["loss"]) else "Set token_level_loss=true",
     facts=_facts,
     beside=lambda step, batch: step["beside"],
     loses_masked=True,
@@ -148,7 +153,6 @@ class AggregatedPGLossFn:
         self._loss_fn, self.modes, self._group_size = loss_fn, modes, group_size
         self._policy, self._number, self._doubt = copy.copy(loss_fn), uuid4().hex, ""
         self._policy.reference_policy_kl_penalty = 0
-        self.is_token_level = loss_fn.loss_type.value == "token_level"  # else it averages within each sample
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Unpickle in a worker, whose first step is then proved."""
@@ -187,7 +191,7 @@ class AggregatedPGLossFn:
             for term, modes in self.modes.items():
                 ((*_, factors),), _ = ENGINE.factors(modes, step)
                 factors = factors.view(len(own["sample_mask"]), -1)
-                parts[_WEIGHTS[term]].append(pad(factors, (1, 0)) if self.is_token_level else factors.sum(-1))
+                parts[_WEIGHTS[term]].append(pad(factors, (1, 0)) if _sums_tokens(self) else factors.sum(-1))
         written = {name: torch.cat(columns) for name, columns in parts.items()} | {ROWS: torch.arange(num_rows)}
         self._doubt = ""
         if not unknown:

@@ -107,6 +107,7 @@ class Groups(NamedTuple):
 
 
 _ALL, _BY_TOKENS = (NOT_PROVED,) * 5, (NOT_PROVED, AS_GIVEN, NOT_PROVED, NOT_PROVED, AS_GIVEN)
+_UNSAID, _BY_TOKENS_UNSAID = (IN_PART, IN_PART, *_ALL[2:]), (IN_PART, IN_PART, NOT_PROVED, IN_PART, IN_PART)
 _NORM: dict[str, Any] = {"config": {"adv_norm": Settings(mean_level="group", group_size=4)}}
 GROUPS = [
     Groups("ms_swift", ("ms-swift", "`num_generations`"), _ALL, {}),
@@ -117,7 +118,11 @@ GROUPS = [
         {"settings": {"group_size": 4}},
     ),
     Groups("areal", ("AReaL", "`group_size` of group normalisation in AReaL's config"), _ALL, _NORM),
-    Groups("areal", ("AReaL", "neither"), (IN_PART, IN_PART, NOT_PROVED, NOT_PROVED, NOT_PROVED), {}),
+    Groups("areal", ("AReaL", "neither"), _UNSAID, {}),
+    Groups("nemo_rl", ("NeMo-RL", "not said"), _UNSAID, {"group_size": None}),
+    Groups("roll", ("ROLL", "not said"), _UNSAID, {"group_size": None}),
+    Groups("rlinf", ("RLinf", "not said"), _BY_TOKENS_UNSAID, {"group_size": None}),
+    Groups("skyrl", ("SkyRL", "not said"), _BY_TOKENS_UNSAID, {"group_size": None}),
     Groups("rlinf", ("RLinf", "`algorithm.group_size`"), _BY_TOKENS, {"group_size": 4}),
     Groups("skyrl", ("SkyRL", "`group_size=` of the loss"), _BY_TOKENS, {"settings": {"group_size": 4}}),
 ]  # fmt: skip
@@ -125,7 +130,7 @@ GROUPS = [
 
 # ---- the lists of each page
 
-_COLUMNS, _COUNTS = "tests/engines/test_columns.py", "tests/engines/test_step_counts.py"
+_COLUMNS, _COUNTS = "tests/engines/test_weighed_batches.py", "tests/engines/test_step_counts.py"
 _REAL = "tests/engines/real/test_real_{}.py"
 _HOOKS, _VERL = _REAL.format("slime_miles"), _REAL.format("verl")
 _GSPO = {"importance_sampling_level": "sequence"}
