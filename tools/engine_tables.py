@@ -1,9 +1,10 @@
-"""Put the rows that a run of the engines' tests printed into docs/bench/engines-cpu.txt.
+"""Put the rows that a run of the engines' tests printed into docs/bench/engines-cpu.txt, and their numbers on the page.
 
-    python tools/engine_tables.py LOG docs/bench/engines-cpu.txt  # as tools/test_engines.sh does
+    python tools/engine_tables.py LOG docs/bench/engines-cpu.txt docs/engines.md  # as tools/test_engines.sh does
 
 Rows of an engine's version that the run has take the place of that version's; other rows stay. So do the counts of
-planted faults of rows with an engine in which the run planted none.
+planted faults of rows with an engine in which the run planted none. The page has the engines' own errors above 1e-5,
+the largest one with this library, and the sums of the counts.
 """
 
 import re
@@ -11,6 +12,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+_OWN = "| engine | version | setting: own error |"
 _ENGINES, _PLANTED = "| engine | version | setting |", "| engine | planted |"
 _OF_LAUNCHES = "`LossAggregation`, a loop of your own"
 
@@ -53,10 +55,32 @@ def table(text: str, head: str, rows: Iterable[tuple[str, ...]]) -> str:
     return text[:begin] + "".join(f"| {' | '.join(row)} |\n" for row in rows) + text[end.start() :]
 
 
-def main(log: str, file: str) -> None:
+def page_of(page: str, errors: list[tuple[str, ...]], counts: list[tuple[str, ...]]) -> str:
+    """The engines' page with the numbers of these rows."""
+    own: dict[tuple[str, str], list[str]] = {}
+    for engine, version, setting, error, _ in errors:
+        if error != "-" and float(error) > 1e-5:
+            own.setdefault((engine, version), []).append(f"{setting}: {error}")
+    page = table(page, _OWN, [(*place, "; ".join(settings)) for place, settings in own.items()])
+    largest = max((row[4] for row in errors if row[4] != "-"), key=float)
+    planted, stopped, said = (sum(int(row[column]) for row in counts) for column in (1, 2, 3))
+    for pattern, number in (
+        (r"(?<=is at most )\S+(?=\.)", largest),
+        (r"(?<=plant \[)\d+(?= faults\])", planted),
+        (r"\d+(?=\s+abort before the optimizer)", stopped),
+        (r"(?<=of )\d+(?= the line says)", said),
+    ):
+        page, number_of_places = re.subn(pattern, str(number), page)
+        assert number_of_places == 1, f"the engines' page must have one place for {pattern}"
+    return page
+
+
+def main(log: str, file: str, page: str) -> None:
     before, printed = Path(file).read_text(), Path(log).read_text()
-    after = table(before, _ENGINES, merged_errors(before.partition("Faults planted")[0], printed))
-    Path(file).write_text(table(after, _PLANTED, merged_counts(before.partition("Faults planted")[2], printed)))
+    errors = merged_errors(before.partition("Faults planted")[0], printed)
+    counts = merged_counts(before.partition("Faults planted")[2], printed)
+    Path(file).write_text(table(table(before, _ENGINES, errors), _PLANTED, counts))
+    Path(page).write_text(page_of(Path(page).read_text(), errors, counts))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Runs the real code of the engines whose checkouts lie in a folder, and writes the tables of docs/bench/engines-cpu.txt.
+# Runs the real code of the engines whose checkouts lie in a folder, and writes the tables of docs/bench/engines-cpu.txt
+# and their numbers on docs/engines.md.
 #
 #   tools/test_engines.sh ~/engines           all of tests/engines/real, and the faults that are planted in launches
 #   tools/test_engines.sh ~/engines -k start  pytest's arguments: prints the tables of these tests, and writes nothing
@@ -34,4 +35,4 @@ trap 'rm -f "$log"' EXIT
 tests=(tests/engines/real)
 (($#)) || tests+=(tests/megatron/test_first_step.py tests/megatron/test_proof_loops.py)
 "$PYTHON" -m pytest -n 0 -q "${tests[@]}" "$@" | tee "$log"
-(($#)) || "$PYTHON" tools/engine_tables.py "$log" docs/bench/engines-cpu.txt
+(($#)) || "$PYTHON" tools/engine_tables.py "$log" docs/bench/engines-cpu.txt docs/engines.md

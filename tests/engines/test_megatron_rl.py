@@ -8,6 +8,7 @@ train_rl.py itself (real/test_real_train_rl.py, which CI skips: it has no checko
 import contextlib
 import io
 import math
+import re
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ import oracle
 import pytest
 import torch
 from logged_means import logged_means
+from page_promises import AS_GIVEN, FAULTS, GROUPS, NOT_PROVED
 from ranks import run_ranks
 from torch import Tensor
 from train_rl_in_small import (
@@ -60,6 +62,7 @@ class Case:
     seed: int = 3
     masks_by: int = 0  # positions that masks are wrong by
     group_size: int | None = None
+    fault: str = ""  # of the prompts' ids
 
     def step(self, dp: int, cp: int) -> tuple[list[Row], list[list[Bin]]]:
         return step_of(self.seed, dp, cp, packed=self.packed, cp_losses=self.cp_losses)
@@ -100,8 +103,11 @@ def run_on_megatron(cp: int, cases: list[Case]) -> list[tuple[Tensor, dict[str, 
             output = model(numbers % len(masks))
             return output, terms(output, masks[numbers])
 
+        ids = [row.prompt for row in rows]
+        ids = FAULTS[case.fault](ids) if case.fault else ids
+
         def prompts(batch: Any) -> dict[str, list[int]]:
-            return {"prompt_ids": [rows[i].prompt for i in bin_of(batch).numbers]}
+            return {"prompt_ids": [ids[i] for i in bin_of(batch).numbers]}
 
         schedule, wrapped = get_forward_backward_func(), forward_step
         if case.mode is not None:
@@ -128,13 +134,15 @@ def printed_on_megatron(cp: int, cases: list[Case]) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("packed", [False, True])
-def test_groups_are_compared_with_the_samples_of_each_prompt(packed: bool) -> None:
-    """A prompt has three rows, of which one may be masked."""
-    for size, says in ((3, "aggregation proved on "), (2, "A prompt has 3 samples where 2 are generated: ")):
-        case = Case("prompt_mean", packed=packed, group_size=size)
-        printed, _ = run_ranks(2, printed_on_megatron, 1, [case])
-        assert says in printed, printed
-        assert ("NOT PROVED" in printed) == ("Give the samples of each generated group" in printed) == (size == 2)
+def test_wrong_ids_of_prompts_are_not_proved(packed: bool) -> None:
+    """A prompt has three rows, of which one may be masked. Ids alone tell of groups that are larger, or of one row."""
+    (row,) = (row for row in GROUPS if row.by is not None and "train_rl.py" in row.words[0])
+    cases = [Case("prompt_mean", packed=packed, group_size=3, fault=fault) for fault in ("", *FAULTS)]
+    printed, _ = run_ranks(2, printed_on_megatron, 1, cases)
+    said = re.findall("aggregation proved on |NOT PROVED", printed)
+    assert said == [
+        {AS_GIVEN: "aggregation proved on ", NOT_PROVED: NOT_PROVED}[end] for end in (AS_GIVEN, *row.outcomes)
+    ]
 
 
 def error_of(gradient: Tensor, expected: list[Tensor]) -> float:

@@ -459,6 +459,14 @@ def test_other_losses_go_by_and_the_loss_travels(driver: Any) -> None:
         nemo_rl.aggregate(driver, loss, "token_mean")
 
 
+def test_workers_of_nemo_rl_without_megatron_are_not_proved(
+    driver: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delitem(sys.modules, "megatron.core.pipeline_parallel", raising=False)
+    pickle.loads(pickle.dumps(nemo_rl.aggregate(driver, Loss(), "token_mean")))
+    assert "NeMo-RL worker 0: NOT PROVED: Megatron-Core is not loaded" in capsys.readouterr().out
+
+
 # ---- SkyRL: what its policy loss refuses
 
 

@@ -1,7 +1,7 @@
 """What the engines' pages promise, in lists and in sentences, and what shows each: the pages' lists are made from here.
 
-A `Launch` and an `Edit` of it run in ``tests/engines/real/test_real_promises.py``, a `Fault` is among the engine's own
-plants, and a `Test` is another test, which has the words `setting`.
+A `Launch` and a `Change` run in ``tests/engines/real/test_real_promises.py``; a `Fault` is a plant of the engine's own
+file there. Of another test, `Tested`, tests/package looks whether it is there.
 """
 
 import textwrap
@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from checkouts import Settings
 from peer_steps import later_tokens_more
+from promises import ADDED, DOUBLED, ENGINES, HOOKS, KL_MEAN, SCALED
 
 STEP: dict[str, Any] = {"mode": "prompt_mean", "settings": {}}
 
@@ -41,8 +42,8 @@ class Fault(NamedTuple):
     engine: str = ""
 
 
-class Test(NamedTuple):
-    """A test by ``path::name``, whose code, or the tables that it names, have those words."""
+class Tested(NamedTuple):
+    """Another test by ``path::name``, whose code, or the tables that it names, have those words."""
 
     where: str
     setting: str
@@ -55,9 +56,19 @@ class Source(NamedTuple):
     lacks: str
 
 
+class Change(NamedTuple):
+    """A change of `promises.PROMISES`, in each of these engines."""
+
+    name: str
+    engines: tuple[str, ...]
+
+
+Shown = Launch | Fault | Tested | Source | Change
+
+
 class Promise(NamedTuple):
     words: str
-    shown: tuple[Launch | Fault | Test | Source, ...]
+    shown: tuple[Shown, ...]
 
 
 def stops(words: str, says: str, *cases: dict[str, Any], world: tuple[int, int] = (1, 1)) -> Promise:
@@ -69,7 +80,7 @@ def unproved(words: str, *cases: dict[str, Any], outcome: str = "not proved") ->
     return Promise(words, tuple(Launch(STEP | {"outcome": outcome} | case) for case in cases))
 
 
-def shown(words: str, *by: Launch | Fault | Test | Source) -> Promise:
+def shown(words: str, *by: Shown) -> Promise:
     return Promise(words, by)
 
 
@@ -103,36 +114,43 @@ class Groups(NamedTuple):
     words: tuple[str, str]
     outcomes: tuple[str, str, str, str, str]
     case: dict[str, Any] | None = None
-    by: Test | None = None
+    by: Tested | None = None
 
 
 _ALL, _BY_TOKENS = (NOT_PROVED,) * 5, (NOT_PROVED, AS_GIVEN, NOT_PROVED, NOT_PROVED, AS_GIVEN)
-_UNSAID, _BY_TOKENS_UNSAID = (IN_PART, IN_PART, *_ALL[2:]), (IN_PART, IN_PART, NOT_PROVED, IN_PART, IN_PART)
 _NORM: dict[str, Any] = {"config": {"adv_norm": Settings(mean_level="group", group_size=4)}}
 GROUPS = [
-    Groups("ms_swift", ("ms-swift", "`num_generations`"), _ALL, {}),
-    Groups("nemo_rl", ("NeMo-RL", "`group_size=` of `aggregate`"), _ALL, {"settings": {"group_size": 4}}),
-    Groups("roll", ("ROLL", "`num_return_sequences_in_group`"), _ALL, {"group_size": 4}),
+    Groups("ms_swift", ("ms-swift's", "`num_generations`"), _ALL, {}),
+    Groups("nemo_rl", ("NeMo-RL's", "`group_size=` of `aggregate`"), _ALL, {"settings": {"group_size": 4}}),
+    Groups("roll", ("ROLL's", "`num_return_sequences_in_group`"), _ALL, {"group_size": 4}),
     Groups(
-        "areal", ("AReaL", "`group_size=` of `aggregate`"), (STOPS, NOT_PROVED, NOT_PROVED, STOPS, NOT_PROVED),
+        "areal", ("AReaL's", "`group_size=` of `aggregate`"), (STOPS, *_ALL[1:]),
         {"settings": {"group_size": 4}},
     ),
-    Groups("areal", ("AReaL", "`group_size` of group normalisation in AReaL's config"), _ALL, _NORM),
-    Groups("areal", ("AReaL", "neither"), _UNSAID, {}),
-    Groups("nemo_rl", ("NeMo-RL", "not said"), _UNSAID, {"group_size": None}),
-    Groups("roll", ("ROLL", "not said"), _UNSAID, {"group_size": None}),
-    Groups("rlinf", ("RLinf", "not said"), _BY_TOKENS_UNSAID, {"group_size": None}),
-    Groups("skyrl", ("SkyRL", "not said"), _BY_TOKENS_UNSAID, {"group_size": None}),
-    Groups("rlinf", ("RLinf", "`algorithm.group_size`"), _BY_TOKENS, {"group_size": 4}),
-    Groups("skyrl", ("SkyRL", "`group_size=` of the loss"), _BY_TOKENS, {"settings": {"group_size": 4}}),
+    Groups("areal", ("AReaL's", "group normalisation"), _ALL, _NORM),
+    Groups("areal", ("AReaL", "with neither"), (IN_PART, IN_PART, NOT_PROVED, NOT_PROVED, NOT_PROVED), {}),
+    Groups("rlinf", ("RLinf's", "`algorithm.group_size`"), _BY_TOKENS, {"group_size": 4}),
+    Groups("skyrl", ("SkyRL's", "`group_size=` of the loss"), _BY_TOKENS, {"settings": {"group_size": 4}}),
+    Groups(
+        "verl", ("verl's recipe", "`actor.rollout_n`"), _BY_TOKENS,
+        by=Tested("tests/engines/real/test_real_verl.py::test_groups_that_rollout_n_does_not_explain_are_not_proved",
+                "one prompt, two ids"),
+    ),
+    Groups(
+        "", ("`train_rl.py`'s `--grpo-group-size`, Megatron-Bridge's", "`group_size=`"), _BY_TOKENS,
+        by=Tested("tests/engines/test_megatron_rl.py::test_wrong_ids_of_prompts_are_not_proved", "FAULTS"),
+    ),
 ]  # fmt: skip
 
 
 # ---- the lists of each page
 
-_COLUMNS, _COUNTS = "tests/engines/test_weighed_batches.py", "tests/engines/test_step_counts.py"
+_COLUMNS, _COUNTS = "tests/engines/test_columns.py", "tests/engines/test_step_counts.py"
 _REAL = "tests/engines/real/test_real_{}.py"
+_OF_ROLL = f"{_REAL.format('roll')}::test_a_worker_that_trains_without_the_class_says_so"
+_START = _REAL.replace("real_", "start_")
 _HOOKS, _VERL = _REAL.format("slime_miles"), _REAL.format("verl")
+_OF_COUNTS = "tests/engines/test_verl.py::test_counts_of_a_part_of_the_step_are_refused"
 _GSPO = {"importance_sampling_level": "sequence"}
 _BY_SAMPLES = {"token_level_loss": False, "sequence_level_importance_ratios": True}
 #: By page and heading, what stands there.
@@ -150,7 +168,7 @@ LISTS: dict[str, dict[str, list[Promise]]] = {
             ),
         ],
         "Not proved": [
-            shown("FSDP", Test(f"{_COLUMNS}::test_areal_trains_on_weighted_advantages", "NOT PROVED")),
+            shown("FSDP", Tested(f"{_COLUMNS}::test_areal_trains_on_weighted_advantages", "NOT PROVED")),
             unproved("one group, or groups of one row, of which nobody said the size", {"ids": [0] * 12},
                      {"ids": [*range(12)]}),
         ],
@@ -184,7 +202,7 @@ LISTS: dict[str, dict[str, list[Promise]]] = {
         ],
         "Not proved": [
             shown("workers other than Megatron's",
-                  Test(f"{_COLUMNS}::test_other_losses_go_by_and_the_loss_travels", "NOT PROVED")),
+                  Tested(f"{_COLUMNS}::test_workers_of_nemo_rl_without_megatron_are_not_proved", "NOT PROVED")),
             Promise("CP above 1 with top-k or top-p and a KL penalty", (Launch(
                 STEP | {"sampling": Settings(top_k=3, top_p=0.9), "outcome": "not proved"}, world=(2, 2)),)),
         ],
@@ -196,11 +214,15 @@ LISTS: dict[str, dict[str, list[Promise]]] = {
             stops("the pipeline mode", "the pipeline mode .* Choose another placement", {"pipeline": True}),
             stops("modes by prompt with images", "for prompts with images or other media", {"images": True}),
             shown("in a driver that imported your class, a worker group of `MegatronActor`",
-                  Test(f"{_REAL.format('rlinf')}::test_a_group_of_another_class_does_not_train_unnoticed", "launch")),
+                  Tested(f"{_REAL.format('rlinf')}::test_a_group_of_another_class_does_not_train_unnoticed", "launch")),
+        ],
+        "Aborts": [
+            stops("`early_stop_imp_ratio`, if it drops a micro-batch of the first step",
+                  "the first training step does something else", {"config": {"early_stop_imp_ratio": 1.01}}),
         ],
         "Not exact": [
             shown("`entropy_bonus`: its weights are right, but `a3816b59` computes a wrong gradient of the entropy",
-                  Test(f"{_REAL.format('rlinf')}::test_terms_beside_the_policy_loss_are_proved", "with_theirs")),
+                  Tested(f"{_REAL.format('rlinf')}::test_terms_beside_the_policy_loss_are_proved", "with_theirs")),
         ],
         "Not proved": [
             Promise("without a KL penalty, what RLinf does to log-probs before it calls `policy_loss`",
@@ -224,7 +246,11 @@ LISTS: dict[str, dict[str, list[Promise]]] = {
             stops("a mode by prompt with images and without `traj_group_id`", "for prompts with images or other media",
                   {"images": True}),
             shown("in a worker that imported your class, training with another strategy than `megatron_train`",
-                  Test(f"{_REAL.format('roll')}::test_a_worker_that_trains_without_the_class_says_so", "fsdp2_train")),
+                  Tested(_OF_ROLL, "fsdp2_train")),
+        ],
+        "Not in force": [
+            shown("another strategy in a worker that trains nothing, which prints `NOT IN FORCE`",
+                  Tested(_OF_ROLL, "NOT IN FORCE")),
         ],
     },
     "skyrl": {
@@ -239,8 +265,153 @@ LISTS: dict[str, dict[str, list[Promise]]] = {
                   world=(2, 1)),
             stops("rows of several samples, as SkyRL's collator for SFT makes them", "rows of several samples",
                   {"mode": "token_mean", "columns": ["sub_seq_lengths"]}),
-            shown("FSDP", Test(f"{_COLUMNS}::test_skyrl_where_it_could_not_be_exact", "trainer.strategy=megatron")),
+            shown("FSDP", Tested(f"{_COLUMNS}::test_skyrl_where_it_could_not_be_exact", "trainer.strategy=megatron")),
         ],
+        "Not proved": [
+            Promise("what SkyRL's functions of packed entropies and of MTP make of the library's weights",
+                    (Launch(STEP | {"outcome": "proved"}, edits={
+                        "skyrl/backends/skyrl_train/distributed/megatron/model_utils.py": (
+                            "entropy_for_loss = local_entropy_sum / global_count",
+                            "entropy_for_loss = 2 * local_entropy_sum / global_count")}),)),
+        ],
+    },
+    "slime_miles_vime": {
+        "Refused": [
+            shown("by `count_steps`, a launch without a hook, since the engines ignore misspelt options",
+                  Fault("option misspelt", "slime_miles"),
+                  Tested(f"{_COUNTS}::test_launches_that_cannot_be_counted_are_refused", "ignores options")),
+            shown("multi-LoRA, and independent DP replicas of miles",
+                  Tested(f"{_COUNTS}::test_launches_that_cannot_be_counted_are_refused", "multi_lora"),
+                  Tested(f"{_COUNTS}::test_launches_that_cannot_be_counted_are_refused", "indep_dp")),
+            shown("`sample_mean` for rollouts that are split into samples", Tested(f"{_HOOKS}::test_refused", "split")),
+            shown("without `count_steps`, `token_mean` if a sample has no token",
+                  Tested(f"{_HOOKS}::test_refused", "masked")),
+            shown("and miles's `bshd` under CP",
+                  Tested("tests/engines/test_slime.py::test_hooks_by_path_ask_megatron_for_the_cp_place_and_the_step",
+                       "bshd")),
+        ],
+        "Aborts": [
+            shown("a first step whose losses are not those of all its data, each once",
+                  Fault("a micro-batch left out", "slime_miles"), Fault("a micro-batch twice", "slime_miles")),
+        ],
+        "Not checked": [
+            shown("a reported KL or entropy that the engine's own reducer did not return",
+                  Change(KL_MEAN, HOOKS)),
+            shown("and one of 0 as yet",
+                  Tested(f"{_COUNTS}::test_reported_terms_are_means_of_the_engines_own_or_not_checked",
+                       "not checked yet")),
+        ],
+        "Not proved": [
+            shown("what the engine does to losses before it calls the hook", Change(DOUBLED, HOOKS)),
+            shown("pipeline parallelism without `count_steps`",
+                  Tested(f"{_HOOKS}::test_a_pipeline_without_counts_is_not_proved", "pipeline_model_parallel_size")),
+            shown("miles's FSDP, which takes `sample_mean` and `constant_L`",
+                  Tested(f"{_REAL.format('miles_fsdp')}::test_fsdp_of_miles", "NOT PROVED")),
+        ],
+    },
+    "bridge": {
+        "Refused": [
+            shown("a forward step with Bridge's own loss",
+                  Tested(f"{_REAL.format('bridge')}::test_its_own_forward_step_is_refused_on_all_ranks",
+                       "did not hand out")),
+        ],
+    },
+    "train_rl": {
+        "Refused": [
+            shown("`--check-for-spiky-loss`",
+                  Tested(f"{_REAL.format('train_rl')}::test_what_is_refused", "--check-for-spiky-loss")),
+            shown("every mode but `token_mean` without `--loss-aggregation-units active`, since `train_rl.py` adds "
+                  "fully masked rows",
+                  Tested(f"{_REAL.format('train_rl')}::test_what_is_refused", "Add --loss-aggregation-units active")),
+        ],
+    },
+    "verl": {
+        "Refused": [
+            shown("`seq-mean-token-sum-norm` without `loss_scale_factor`",
+                  Tested(_OF_COUNTS, "Set actor.loss_scale_fac")),
+            shown("a `batch_num_tokens` or `global_batch_size` that is missing or too small, on all ranks",
+                  Tested(_OF_COUNTS, '"batch_num_tokens": None'), Tested(_OF_COUNTS, '"global_batch_size": None'),
+                  Tested(f"{_VERL}::test_a_count_that_some_ranks_exceed_stops_all_ranks", "DP * CP")),
+            shown("the losses `geo_mean`, `clip_cov` and `kl_cov`",
+                  Tested(f"{_VERL}::test_policy_losses_that_depend_on_the_cut_are_refused",
+                       '"geo_mean", "clip_cov", "kl_cov"')),
+            shown("a term that does not call `agg_loss`",
+                  Tested(f"{_VERL}::test_a_term_by_another_aggregator_is_refused", "kl_loss = agg_loss(")),
+            shown("a KL penalty other than that of `kl_loss_type`", Fault("KL of another estimator")),
+        ],
+        "Aborts": [
+            shown("a loss function that trains on tokens that the batch masks",
+                  Fault("mask shifted in ppo_loss")),
+        ],
+        "Not proved": [
+            shown("FSDP", Tested("tests/engines/test_verl.py::test_steps_of_another_engine_are_said_not_to_be_proved",
+                               "only steps of verl's Megatron engine")),
+            shown("a loss function that leaves out tokens of the batch's mask, as rejection does",
+                  Tested("tests/engines/test_verl.py::test_a_loss_function_may_leave_tokens_of_the_batch_out",
+                       "leaves out")),
+            shown("the gather of log-probs",
+                  Tested(f"{_VERL}::test_what_the_gather_of_log_probs_does_to_gradients_is_not_seen", "cp_rank")),
+            shown("a first step that is a smaller last mini-batch, for which verl divides by too many samples",
+                  Tested(f"{_VERL}::test_a_mini_batch_smaller_than_verl_was_told_is_not_proved", "NOT PROVED")),
+        ],
+    },
+}  # fmt: skip
+
+
+#: By page, further sentences and rows of tables that promise something, as they stand there.
+SENTENCES: dict[str, dict[str, tuple[Shown, ...]]] = {
+    "engines": {
+        "Each engine's page has the lines that give its policy loss a mode, and what they cover and refuse.": (),
+        "| [SkyRL](engines/skyrl.md) | `uv run --with` and the path of this repository; without `uv`, "
+        "`SKYRL_PYTHONPATH_EXPORT=1` and `PYTHONPATH` | the registration left out; with it, another `policy_loss_type` "
+        "aborts the first step |": (
+            Fault("another loss than was registered", "skyrl"),
+            Tested(f"{_START.format('skyrl')}::test_a_launch_with_another_loss_stops", "regular"),
+        ),
+        "After the first step the first worker prints `megatron_rl_loss: prompt_mean on AReaL's policy loss, "
+        "aggregation proved on 74 tokens of 12 samples, ...`, or `NOT PROVED` and the reason.": (
+            Change(DOUBLED, (*ENGINES,)), Change(ADDED, (*ENGINES,)),
+        ),
+        "If a weight is wrong, [the step aborts](proof.md).": (Change(SCALED, (*ENGINES,)),),
+        "*Stops* means that the step ends with an error:": (),
+        "SkyRL's trainer groups the policy loss by ids of its own; its driver's line says NOT PROVED if these disagree "
+        "with the prompt tokens.": (
+            Tested(f"{_REAL.format('skyrl')}::test_prompts_that_other_rows_have_are_not_proved", "NOT PROVED"),
+        ),
+        "*Stops* means that all ranks abort before the optimizer, *NOT PROVED* and *NOT CHECKED* that the line says "
+        "so, *not seen* that the step is proved all the same:": (),
+        "If a loss clamps even this trial, it is not proved.": (
+            Tested(f"{_REAL.format('nemo_rl')}::test_clamps_of_the_kl_penalty_are_no_faults", "not proved"),
+            Tested("tests/engines/test_policy_tap.py::test_clamps_are_no_evidence_and_losses_that_are_not_linear_are",
+                 "clamped"),
+        ),
+    },
+    "ms_swift": {
+        "Pass it to `megatron rlhf`; `swift rollout` and `swift rlhf` refuse it:": (
+            Tested(f"{_START.format('ms_swift')}::"
+                 "test_a_plugin_is_refused_where_another_trainer_runs", "`swift rlhf` and `swift rollout`"),
+        ),
+    },
+    "skyrl": {
+        "If a weight is wrong, the trainer stops.": (Fault("prompt means divided by rows", "skyrl"),),
+    },
+    "slime_miles_vime": {
+        "If a term is added or has another weight, the printed line says that these terms are NOT PROVED; after the "
+        "first step a line of its own does.": (
+            Change(ADDED, HOOKS), Tested(f"{_HOOKS}::test_terms_of_other_weights_are_said", "KL penalty times 10"),
+            Tested(f"{_COUNTS}::test_terms_are_told_in_the_line_of_the_proof_or_after_it", "over before"),
+        ),
+    },
+    "verl": {
+        "Each process that verl starts in Ray imports this module before anything else of verl, or ends with an "
+        "error.": (
+            Tested("tests/engines/real/test_launch_scripts.py::test_a_module_that_is_not_there_ends_a_process_of_verl",
+                 "ends"),
+        ),
+        "| `1dda039b` | every `loss_agg_mode` | refuses `seq-mean-token-mean` in the first update |": (
+            Tested(f"{_VERL}::test_every_mode_in_its_megatron_engine", "seq-mean-token-mean"),
+        ),
+        "The refusal is verl's own.": (Tested(f"{_VERL}::test_every_mode_in_its_megatron_engine", "refused by verl"),),
     },
 }  # fmt: skip
 
@@ -250,3 +421,19 @@ def bullet(heading: str, promises: list[Promise]) -> str:
     head = "[**Not proved**](../engines.md#what-proved-does-not-cover)" if heading == "Not proved" else f"**{heading}**"
     text = f"- {head}: {'; '.join(promise.words for promise in promises)}."
     return textwrap.fill(text, 120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+
+
+def groups_table() -> str:
+    """The page's table of wrong ids; engines that end alike are one row."""
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for row in GROUPS:
+        rows.setdefault(row.outcomes, []).append(" ".join(row.words))
+    lines = ["| number of samples, as said by | ends |", "|---|---|"]
+    for outcomes, words in rows.items():
+        faults: dict[str, list[str]] = {}
+        for fault, end in zip(FAULTS, outcomes, strict=True):
+            if end != NOT_PROVED:
+                faults.setdefault(end, []).append(fault)
+        others = "; ".join(f"{', '.join(those)}: {end}" for end, those in faults.items())
+        lines.append(f"| {'; '.join(words)} | {NOT_PROVED}{others and f'; {others}'} |")
+    return "\n".join(lines) + "\n"

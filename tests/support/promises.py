@@ -67,19 +67,23 @@ SITES = {
 }  # fmt: skip
 
 _TERM = dict.fromkeys(SITES, NOT_PROVED)
-_KL_MEAN, _UNMASKED = "KL penalty by the mean of a micro-batch", "mask dropped in the loss function"
-_SCALED, _RENAMED = "loss scaled", "function or argument renamed"
+KL_MEAN, _UNMASKED = "KL penalty by the mean of a micro-batch", "mask dropped in the loss function"
+_OF_TERM = "term added to the loss function"
+ADDED = f"{_OF_TERM}: {next(iter(TERMS))}"
+DOUBLED = "advantages or losses doubled before the sum"
+SCALED, _RENAMED = "loss scaled", "function or argument renamed"
 _AFTER = "term of {} added after the loss function"
 _AFTER_OF_LOG_PROBS, _AFTER_OF_LOGITS = _AFTER.format("log-probs"), _AFTER.format("logits")
 #: By change and engine, what happens; an engine that is not named has no such place.
 PROMISES: dict[str, dict[str, str]] = {
-    **{f"term added to the loss function: {term}": _TERM for term in TERMS},
-    _KL_MEAN: {
+    **{f"{_OF_TERM}: {term}": _TERM for term in TERMS},
+    KL_MEAN: {
         **dict.fromkeys(("verl", "skyrl", "nemo_rl", "roll", "rlinf", "ms_swift"), STOPS),
         **dict.fromkeys(HOOKS, NOT_CHECKED),
     },
     _UNMASKED: dict.fromkeys(ENGINES, STOPS),
-    _SCALED: dict.fromkeys(ENGINES, STOPS),
+    DOUBLED: dict.fromkeys(ENGINES, STOPS) | dict.fromkeys(HOOKS, NOT_SEEN),
+    SCALED: dict.fromkeys(ENGINES, STOPS),
     _RENAMED: dict.fromkeys(ENGINES, STOPS),
     _AFTER_OF_LOG_PROBS: dict.fromkeys(("verl", "skyrl", "nemo_rl", "areal", "ms_swift"), NOT_SEEN),
     _AFTER_OF_LOGITS: {
@@ -89,9 +93,13 @@ PROMISES: dict[str, dict[str, str]] = {
 }
 #: Names of faults among an engine's own plants.
 OWN: dict[str, dict[str, str]] = {
-    _KL_MEAN: {"skyrl": "KL mean inlined"},
+    KL_MEAN: {"skyrl": "KL mean inlined"},
     _UNMASKED: {"rlinf": "mask of all tokens"},
-    _SCALED: dict.fromkeys(ENGINES, "scaling doubled"),
+    DOUBLED: {
+        "verl": "advantages doubled in the policy loss", "skyrl": "advantages doubled in the worker",
+        "ms_swift": "advantages doubled in the loss",
+    },
+    SCALED: dict.fromkeys(ENGINES, "scaling doubled"),
     _RENAMED: {
         "verl": "argument of agg_loss renamed", "skyrl": "entropy by another function",
         "nemo_rl": "policy.train by another name", "areal": "method renamed", "roll": "argument renamed",
@@ -112,7 +120,7 @@ _BY_MS_SWIFT = "partial(self.loss_func, data=data)"
 _ADDED_BY_MS_SWIFT = "lambda x: (lambda loss, log: (loss + 0.1 * {}.mean(), log))(*self.loss_func(x, data))"
 _MASKS = 'else batch["loss_masks"]\n'
 EDITS: dict[str, dict[str, Edit]] = {
-    _KL_MEAN: {
+    KL_MEAN: {
         "verl": {_VERL: (f"agg_loss(\n            {_LOSSES}\n        )", "kld.mean()")},
         "nemo_rl": {_NEMO_RL: (_OF_TOKENS, "kl = kl.mean()")},
         "roll": {_ROLL: ("= agg_loss(loss_mat=kl_loss", "= (lambda loss_mat, **_: loss_mat.mean())(loss_mat=kl_loss")},
@@ -138,6 +146,13 @@ EDITS: dict[str, dict[str, Edit]] = {
             engine: {file: (_MASKS, f"else [torch.ones_like(mask) for mask in {_MASKS[5:-1]}]\n")}
             for engine, file in _POLICY.items()
         },
+    },
+    DOUBLED: {
+        "nemo_rl": {_NEMO_RL: ('["advantages"][:, 1:]', '["advantages"][:, 1:] * 2')},
+        "areal": {_AREAL: ('advantages = input_data["advantages"]', 'advantages = 2 * input_data["advantages"]')},
+        "roll": {_ROLL: ('advantages = data.batch["advantages"]', 'advantages = 2 * data.batch["advantages"]')},
+        "rlinf": {_RLINF: ('advantages = batch["advantages"]', 'advantages = 2 * batch["advantages"]')},
+        **{engine: {file: ("reducer(pg_loss)", "reducer(2 * pg_loss)")} for engine, file in _POLICY.items()},
     },
     _AFTER_OF_LOG_PROBS: {
         "skyrl": {_OF_SKYRL: (_IN_SKYRL, f"{12 * ' '}policy_loss += 0.1 * action_log_probs.exp().mean()\n{_IN_SKYRL}")},
@@ -201,18 +216,23 @@ def table() -> str:
     """The page's table; changes of one kind that end alike are one row."""
     rows: list[list[str]] = []
     for change, outcomes in PROMISES.items():
-        cells = [outcomes.get(engine, "-") for engine in ENGINES]
+        of_outcome: dict[str, list[str]] = {}
+        for engine, name in ENGINES.items():
+            of_outcome.setdefault(outcomes.get(engine, "no such place"), []).append(name)
+        most = max(of_outcome, key=lambda outcome: len(of_outcome[outcome]))
+        ends = [most, *(f"{', '.join(names)}: {end}" for end, names in of_outcome.items() if end != most)]
         kind, _, what = change.partition(": ")
-        if what and rows and rows[-1][0].startswith(kind) and rows[-1][1:] == cells:
+        if what and rows and rows[-1][0].startswith(kind) and rows[-1][1] == "; ".join(ends):
             rows[-1][0] += f"; {what}"
         else:
-            rows.append([change, *cells])
-    head = [["change in the engine's code", *ENGINES.values()], ["---"] * (len(ENGINES) + 1)]
-    return "\n".join(f"| {' | '.join(row)} |" for row in [*head, *rows]) + "\n"
+            rows.append([change, "; ".join(ends)])
+    return "\n".join(f"| {change} | {ends} |" for change, ends in [["change", "ends"], ["---"] * 2, *rows]) + "\n"
 
 
 def own_faults(module: Any) -> set[str]:
     """The names of an engine's own plants, of its module of tests."""
     of_module: Any = module.PLANTS
+    if hasattr(module, "OF_TRAINER"):
+        of_module = of_module + module.OF_TRAINER
     names = {plant.fault for plant in of_module} if isinstance(of_module, list) else {*of_module}
     return {name[-1] if isinstance(name, tuple) else name for name in names}

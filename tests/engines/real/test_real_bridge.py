@@ -20,7 +20,7 @@ import oracle
 import pytest
 import torch
 from logged_means import logged_means
-from ranks import run_ranks, start_process_group
+from ranks import RankError, run_ranks, start_process_group
 from torch import Tensor
 
 MISSING = [name for name in ("megatron.bridge", "transformers") if importlib.util.find_spec(name) is None]
@@ -110,8 +110,11 @@ def test_the_step_is_that_of_hugging_faces_model(tmp_path: Path) -> None:
         assert float((actual - expected).abs().max() / expected.abs().max()) < bound
 
 
-def steps_of_bridge(root: str, per_token: bool) -> dict[str, list[float]]:
-    """On a rank: errors of the gradient and of the logged loss in `train_step`, of its loss and of ours by mode."""
+def steps_of_bridge(root: str, per_token: bool, own_inside: bool = False) -> dict[str, list[float]]:
+    """On a rank: errors of the gradient and of the logged loss in `train_step`, of its loss and of ours by mode.
+
+    `own_inside`: with Bridge's own forward step where ours is expected.
+    """
     from bridge_batches import clipped_samples, grpo_batches, of_entries
     from checkouts import BRIDGE, Settings, load
     from step_samples import DIVISOR
@@ -144,7 +147,8 @@ def steps_of_bridge(root: str, per_token: bool) -> dict[str, list[float]]:
         masks = torch.cat([*(sample.mask for sample in samples), torch.zeros(1)])
 
         def forward_step(iterator: Iterator[Any], model: Any) -> Any:
-            numbers = next(iterator).local_numbers(cp_rank, CP)
+            batch = next(iterator)
+            numbers = (batch.data if own_inside else batch).local_numbers(cp_rank, CP)
             loss = losses.create_masked_next_token_loss_function(masks[numbers], False, False)
             return model(numbers.cuda()), loss
 
@@ -172,6 +176,9 @@ def steps_of_bridge(root: str, per_token: bool) -> dict[str, list[float]]:
         in_value = abs(float(logged[name]) - value) / oracle.step_scale(mode, samples, divisor)
         return [relative_error(model.module.losses.main_grad.cpu(), expected), in_value]
 
+    if own_inside:
+        with attached(aggregation(mode="token_mean", with_per_token_loss=per_token)):
+            errors("token_mean", stock(flags), flags)
     errors_by_name = {
         name: errors("token_mean", stock(samples), samples)
         for name, samples in (("token mean", flags), ("token mean of fractional masks", STEP))
@@ -191,6 +198,14 @@ def steps_of_bridge(root: str, per_token: bool) -> dict[str, list[float]]:
             errors_by_name[f"recipe, {mode}"] = errors(mode, bridge_grpo.forward_step, clipped, packed, factor)
         assert own._proof.outcome == "proved"
     return errors_by_name
+
+
+def test_its_own_forward_step_is_refused_on_all_ranks() -> None:
+    from checkouts import BRIDGE, checkout
+
+    with pytest.raises(RankError, match="a loss that this micro-batch did not hand out") as caught:
+        run_ranks(4, steps_of_bridge, checkout(BRIDGE), False, True)
+    assert {*caught.value.errors} == {*range(4)}
 
 
 @pytest.mark.parametrize("per_token", [False, True])

@@ -107,7 +107,9 @@ def train(peer: str, root: str, cp: int, cases: list[dict[str, Any]]) -> list[li
                 errors.append(audit_error(measured[-1], launch, step))
         says = [line for line in replacing.active() if line.startswith(f"{peer}: policy loss by {launch['mode']}")]
         assert len(says) == (args.custom_pg_loss_reducer_function_path is not None), replacing.active()
-        if says:  # without counts, the hook is loaded inside the first step
+        if "says" in launch:  # nothing is replaced
+            assert launch["says"] in replacing.active(), replacing.active()
+        elif says:  # without counts, the hook is loaded inside the first step
             (replaced,) = (line for line in replacing._REGISTRY if isinstance(line, replacing.Replaced))
             proof, is_counted = replaced.proof, args.custom_megatron_init_path is not None
             printed = [line or "" for line in (*replacing.active(), proof and proof._beside)]
@@ -413,6 +415,16 @@ def test_refused(peer: str, refused: str) -> None:
         launch, error = case(peer, "sample_mean", "sample_mean", steps, counted=True), "Run without the hook"
     with pytest.raises(RankError, match=error):
         errors(peer, 1, 1, launch)
+
+
+COUNT_STEPS = "add --custom-megatron-init-path megatron_rl_loss.engines.slime.count_steps"
+
+
+@each_peer
+def test_a_pipeline_without_counts_is_not_proved(peer: str) -> None:
+    launch = case(peer, "sample_mean", "sample_mean", [partial(make_step, 5, 1)], pipeline_model_parallel_size=2)
+    says = f"{peer}: NOT PROVED: only the last pipeline stage loads the hook. To measure the first step, {COUNT_STEPS}"
+    errors(peer, 1, 1, launch | {"says": says})
 
 
 LOSS, MODEL = "slime/backends/megatron_utils/loss.py", "slime/backends/megatron_utils/model.py"

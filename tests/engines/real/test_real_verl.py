@@ -780,6 +780,15 @@ def test_a_count_that_some_ranks_exceed_stops_all_ranks(
         assert 0 < len(ranks.split(", ")) < DP * CP
 
 
+def test_what_the_gather_of_log_probs_does_to_gradients_is_not_seen(tmp_path: Path) -> None:
+    """The layout of the samples says what its backward is."""
+    gather = "output_list[cp_rank] = output\n", "output_list[cp_rank] = 2 * output - output.detach()\n"
+    root = planted(VERL, tmp_path, {"verl/models/mcore/util.py": gather})
+    actor, _ = run_ranks(DP * CP, first_steps, root, False, ["token-mean"])[0]
+    assert "aggregation proved on" in actor.printed
+    assert actor.error > 0.5
+
+
 def test_a_term_added_to_the_policy_loss_is_not_proved(tmp_path: Path, record_property: Any) -> None:
     """To the losses before `agg_loss`."""
     call = CALL.format(log_probs="log_prob", old="old_log_prob", mask="response_mask")
@@ -803,13 +812,21 @@ def test_rows_of_sessions_by_the_recipe(per_token: bool, record_property: Any) -
 #: Keys of two sessions of each prompt, and what is said of the first step, which has the prompts a, b, e and f.
 OF_PROMPTS = " ".join(f"{prompt}_{session}_0" for prompt in "abcdefgh" for session in "01")
 GROUPS_OF_PROMPTS = {
+    "one prompt, two ids": (OF_PROMPTS.replace("a_1_0", "z_0_0"), " proved on 25 tokens of 8 samples"),
+    "ids moved by a row": (f"h_1_0 {OF_PROMPTS[:-6]}", " proved on "),
     "right": (OF_PROMPTS, " proved on 25 tokens of 8 samples, 4 prompts of 2"),
-    "merged": (
+    "two prompts, one id": (
         OF_PROMPTS.replace("b_0", "a_2").replace("b_1", "a_3"),
         "NOT PROVED: A prompt has 4 samples where 2 are",
     ),
-    "unequal": (OF_PROMPTS.replace("b_0", "a_2"), "NOT PROVED: A prompt has 3 samples where 2 are generated"),
-    "one per row": (re.sub("(.)_1_0", lambda key: key[0].upper(), OF_PROMPTS), "NOT PROVED: Each of 8 prompts has one"),
+    "a row in the next group": (
+        OF_PROMPTS.replace("b_0", "a_2"),
+        "NOT PROVED: A prompt has 3 samples where 2 are generated",
+    ),
+    "an id for each row": (
+        re.sub("(.)_1_0", lambda key: key[0].upper(), OF_PROMPTS),
+        "NOT PROVED: Each of 8 prompts has one",
+    ),
 }
 
 
