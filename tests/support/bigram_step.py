@@ -6,6 +6,7 @@ mode, as functions of the table.
 No `World`: the engines' own code cuts the rows, calls the model and makes log-probs of its logits.
 """
 
+import importlib
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -30,6 +31,15 @@ STAGES, FROZEN = 1, False  # of the model, see `table_model`
 MASKED_ROWS, SHORT_ROWS = "ROWS_WITHOUT_TOKENS", "ROWS_OF_ONE_TOKEN"
 #: Log-probs are float32 sums over the vocabulary.
 TOLERANCE = 2e-6
+Names = dict[str, Any]  # of this file, with other values
+
+
+def on_these_rows(engine: str, rows: Names, root: str, cp: int, cases: list[Names]) -> Any:
+    """On a rank: what the `train` of the engine's own file of tests returns for a step of other rows."""
+    module = importlib.import_module(f"test_real_{engine}")
+    for names in (globals(), vars(module)):
+        names.update({name: value for name, value in rows.items() if name in names})
+    return module.train(root, cp, cases)
 
 
 def make_batch() -> dict[str, Tensor]:

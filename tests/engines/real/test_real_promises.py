@@ -11,13 +11,12 @@ from typing import Any
 import checkouts
 import pytest
 from added_terms import CALL, TERMS
-from bigram_step import PROMPTS
+from bigram_step import PROMPTS, on_these_rows
 from page_promises import AS_GIVEN, FAULTS, GROUPS, IN_PART, LISTS, STEP, Groups, Launch, Source
 from page_promises import STOPS as STEP_STOPS
 from plants import MORE_TERMS, planted, record_plant
 from promises import EDITS, HOOKS, NOT_CHECKED, NOT_PROVED, NOT_SEEN, PROMISES, SITES, STOPS
 from ranks import RankError, run_ranks
-from test_real_rows import on_these_rows
 
 pytestmark = pytest.mark.slow
 STOPPED = "the first training step does something else|calls of agg_loss|must be a count of the whole step"

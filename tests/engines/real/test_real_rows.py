@@ -10,11 +10,11 @@ import random
 from functools import partial
 from typing import Any, NamedTuple
 
-import bigram_step
 import oracle
 import pytest
 import step_samples
 import world
+from bigram_step import Names, on_these_rows
 from checkouts import BRIDGE, VERL, Framework, checkout, record_errors
 from logit_table import make_step
 from ranks import run_ranks
@@ -22,7 +22,6 @@ from slime_launches import case as slime_case
 
 #: What float32 leaves of a step loss and of a gradient, relative to the largest entry.
 BOUND = 5e-7
-Names = dict[str, Any]  # of `bigram_step`, with other values
 UNEVEN: Names = {
     "SEED": 29, "ROWS": 12, "CUTS": [(0, 2), (2, 3), (3, 5), (5, 6)], "PROMPTS": [0, 1, 1, 1, 1, 2, 2, 2, 3, 4, 4, 4],
     "LATE": [0, 3, 8, 9], "SPARSE": [4, 7], "INVALID": [1, 6], "SHORT": [2, 6, 11],
@@ -64,14 +63,6 @@ ENGINES = [
     Steps("ms_swift", alone={"group_size": 1}),
     Steps("skyrl", uneven={"rows": 2}, alone={"rows": 1, "group_size": 1}),
 ]
-
-
-def on_these_rows(engine: str, rows: Names, root: str, cp: int, cases: list[Names]) -> Any:
-    """On a rank: what the engine's own `train` returns."""
-    module = importlib.import_module(f"test_real_{engine}")
-    for names in (vars(bigram_step), vars(module)):
-        names.update({name: value for name, value in rows.items() if name in names})
-    return module.train(root, cp, cases)
 
 
 def assert_exact(record_property: Any, steps: Steps, rows: Names, launch: tuple[int, int], of_case: Names) -> None:
