@@ -4,22 +4,18 @@ Source: AReaL 2.0.0 (cbff54d6), engine/megatron_engine.py, trainer/ppo/actor.py.
 """
 
 import importlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_rl_loss.engines.loss_trials import Beside, LossPaths
+from megatron_rl_loss.engines.loss_trials import LossPaths
 from megatron_rl_loss.engines.places import Call, swapped, wrapped
 from megatron_rl_loss.engines.replacing import Function, is_replaced
 from megatron_rl_loss.engines.weighed_batches import GROUPS, Batch, StepArguments, TokenMeanEngine
 from megatron_rl_loss.extend import is_observed
-
-
-def _masks(step: StepArguments, batch: Batch) -> Sequence[Tensor]:
-    return [mask.float() for mask in _rows(batch, "loss_mask")]
 
 
 def _prompts(step: StepArguments, batch: Batch) -> Sequence[Any] | str:
@@ -70,16 +66,6 @@ def _facts(step: StepArguments, batch: Batch) -> dict[str, Any]:
     return {"coef": None if coef == 1 else coef, "temperature": temperature}
 
 
-def _beside(step: StepArguments, batch: Batch) -> Mapping[str, Beside] | None:
-    return None if "teacher_logp" in batch else {}
-
-
-def _unproved(step: StepArguments) -> str:
-    engine = step["self"]
-    is_known = isinstance(getattr(engine, "model", None), list)
-    return "" if is_known else "only AReaL's Megatron engine is measured."
-
-
 @contextmanager
 def _put(step: Any, call: Call) -> Iterator[None]:
     """In place of the loss; AReaL calls none for a micro-batch that weighs nothing, so that its weight does."""
@@ -126,7 +112,7 @@ ENGINE = TokenMeanEngine(
         (getattr(step["self"].config, "m2_threshold", None) is not None, "m2_threshold", "Remove m2_threshold")
     ],
     batches=lambda step: step["input_"] if isinstance(step["input_"], list) else [step["input_"]],
-    masks=_masks,
+    masks=lambda step, batch: [mask.float() for mask in _rows(batch, "loss_mask")],
     prompts=_prompts,
     prompt_tokens=_prompt_tokens,
     numbers_groups=True,
@@ -141,9 +127,10 @@ ENGINE = TokenMeanEngine(
     batch="input_data",
     put=_put,
     facts=_facts,
-    beside=_beside,
+    beside=lambda step, batch: None if "teacher_logp" in batch else {},
     unmeasured="a distillation loss keeps AReaL's token mean",
-    unproved=_unproved,
+    unproved=lambda step: ""
+    if isinstance(getattr(step["self"], "model", None), list) else "only AReaL's Megatron engine is measured.",
     group_size=_group_size,
     runs="forward_backward_batch",
     further=[("ppo_update", ["args"], _give_groups)],

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megatron_rl_loss.core.counting import StepTotals
 from megatron_rl_loss.core.modes import Mode
 from megatron_rl_loss.engines.loss_trials import PENALTIES, Beside, LossPaths
 from megatron_rl_loss.engines.places import wrapped
@@ -43,30 +42,23 @@ def _sums_tokens(loss: Any) -> bool:
     return bool(loss.loss_type.value == "token_level")
 
 
-def _masks(step: StepArguments, batch: Any) -> Sequence[Tensor]:
-    """Of log-probs, which a row's first token has not; a term's weights may be in the place of the batch's own."""
-    return list((step["data"]["token_mask"][:, 1:] * step["data"]["sample_mask"][:, None]).float())
-
-
 def _facts(step: StepArguments, batch: Any) -> dict[str, Any]:
     """Gradients by logits are unknown of fused log-probs, and of two kinds of log-probs."""
     loss, has_two = step["loss"], "curr_logprobs_unfiltered" in batch and "kl" in step["loss"].modes
     return {"temperature": None if has_two or getattr(loss, "use_fused_linear_logprobs", False) else 1.0}
 
 
-def _divisor(step: StepArguments, totals: StepTotals) -> float:
-    return totals.step_tokens if _sums_tokens(step["loss"]) else float(step["data"]["sample_mask"].sum())
-
-
 #: A step is the loss with the data of the driver's step, which has all rows, or of a micro-batch.
 ENGINE = BatchEngine(
     "NeMo-RL", versions="7ea279ab",
     batches=lambda step: [step["data"]],
-    masks=_masks,
+    # Of log-probs, which a row's first token has not; in the batch, a term's weights may be in the masks' place.
+    masks=lambda step, batch: list((step["data"]["token_mask"][:, 1:] * step["data"]["sample_mask"][:, None]).float()),
     prompts=lambda step, batch: step["prompts"],
     prompt_tokens=lambda batch: prompt_texts(batch["input_ids"], batch["token_mask"].cumsum(-1) == 0),
     group=lambda step: None,
-    divisor=_divisor,
+    divisor=lambda step, totals: totals.step_tokens
+    if _sums_tokens(step["loss"]) else float(step["data"]["sample_mask"].sum()),
     even=lambda step: "" if _sums_tokens(step["loss"]) else "Set token_level_loss=true",
     facts=_facts,
     beside=lambda step, batch: step["beside"],
@@ -86,14 +78,9 @@ ENGINE = BatchEngine(
 
 
 def aggregate(
-    policy: Any,
-    loss_fn: Any,
-    mode: str | Mode | ModeFunction,
-    *,
-    kl: str | None = None,
-    group_size: int | None = None,
-    **settings: Any,
-) -> "AggregatedPGLossFn":
+    policy: Any, loss_fn: Any, mode: str | Mode | ModeFunction,
+    *, kl: str | None = None, group_size: int | None = None, **settings: Any,
+) -> "AggregatedPGLossFn":  # fmt: skip
     """The loss in that mode; ``policy.train`` of this driver then adds columns of weights to every batch.
 
     Args:
@@ -135,13 +122,10 @@ def aggregate(
             data.update(loss.columns(data, batch_size, prompts))
         return stock()
 
-    estimators = [
-        estimator
-        for estimator in vars(advantage_estimator).values()
-        if "compute_advantage" in getattr(estimator, "__dict__", {})
-    ]
     functions = [Function(policy, "train", ["data", "loss_fn", "gbs"], with_columns)]
-    functions += [Function(estimator, "compute_advantage", ["prompt_ids"], keep_prompts) for estimator in estimators]
+    for estimator in vars(advantage_estimator).values():
+        if "compute_advantage" in getattr(estimator, "__dict__", {}):
+            functions.append(Function(estimator, "compute_advantage", ["prompt_ids"], keep_prompts))
     Replaced(ENGINE.name, ENGINE.versions, functions)
     return loss
 

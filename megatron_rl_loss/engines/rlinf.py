@@ -77,14 +77,6 @@ def _responses(log_probs: Tensor, trial: Trial) -> Tensor:
     return log_probs[:, -trial.advantages.shape[1] - 1 : -1]
 
 
-def _old(trial: Trial) -> Tensor:
-    return _responses(trial.old, trial)
-
-
-def _reference(trial: Trial) -> Tensor:
-    return _responses(trial.reference, trial)
-
-
 @contextmanager
 def _put(step: StepArguments, call: Call) -> Iterator[None]:
     """In place of the loss function of the worker's forward step, and of `policy_loss`, which that function calls.
@@ -142,7 +134,9 @@ ENGINE = TokenMeanEngine(
     whole=LossPaths(
         "output.log_probs", "batch.advantages",
         {
-            "batch.recomputed_logprobs?": _old, "batch.rollout_logprobs?": _old, "batch.ref_logprobs?": _reference,
+            "batch.recomputed_logprobs?": lambda trial: _responses(trial.old, trial),
+            "batch.rollout_logprobs?": lambda trial: _responses(trial.old, trial),
+            "batch.ref_logprobs?": lambda trial: _responses(trial.reference, trial),
             "torch.distributed:all_reduce": "none",  # of metrics
         },
         entropy="output.entropy?",
@@ -151,7 +145,6 @@ ENGINE = TokenMeanEngine(
     beside=_beside,
     batch="batch",
     put=_put,
-    mends=True,
     checks=_groups,
     correction=_correction,
     facts=lambda step, batch: {"temperature": None},  # the model's output is a dict, no logits

@@ -38,6 +38,7 @@ from megatron_rl_loss.extend import (
     Reducer,
     WeightedSum,
     count_step,
+    groups_of,
     is_observed,
     load_function,
     proof_level,
@@ -514,7 +515,6 @@ def _with_mask_tokens(terms: _Terms, stock: Callable[[], Any], arguments: dict[s
 
 def _counts(iterator: Any, num_microbatches: int, num_rollouts: int) -> tuple[StepCounts, list[Sequence[Mask]]]:
     """Counts of the step that comes next in the engine's `DataIterator`, and copies of each micro-batch's masks."""
-    from megatron.core import parallel_state
 
     def describe() -> list[Samples]:
         masks: list[Tensor] = iterator.rollout_data["loss_masks"]
@@ -525,13 +525,10 @@ def _counts(iterator: Any, num_microbatches: int, num_rollouts: int) -> tuple[St
             microbatches = iterator.micro_batch_indices[iterator.offset : iterator.offset + num_microbatches]
         return [Samples([masks[i] for i in indices]) for indices in microbatches]
 
-    groups = StepGroups(
-        parallel_state.get_data_parallel_group(with_context_parallel=False),
-        parallel_state.get_context_parallel_group(),
-        [parallel_state.get_tensor_model_parallel_group(), parallel_state.get_pipeline_model_parallel_group()],
-    )
+    groups = groups_of(None, None)
     microbatches: Any = attempt(describe)
-    totals, rows = count_step(microbatches, groups), iterator.rollout_data.get("max_seq_lens")
+    counted_over = StepGroups(groups.dp, groups.cp, (groups.tp, groups.pp))
+    totals, rows = count_step(microbatches, counted_over), iterator.rollout_data.get("max_seq_lens")
     padded_length = int(rows[0]) if rows else None  # a rank pads all its rows alike
     counts = StepCounts(totals.step_tokens, totals.units["rollout"].number["all"], num_rollouts, padded_length)
     return counts, [samples.loss_masks for samples in microbatches]

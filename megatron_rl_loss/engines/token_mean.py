@@ -67,8 +67,7 @@ def aggregate(
                 stack.enter_context(_instead(batch, own))
                 if not proves:
                     batch.pop(GROUPS, None)
-            if proves or engine.mends:
-                stack.enter_context(engine.put(arguments, partial(engine.tap, arguments)))
+            stack.enter_context(engine.put(arguments, partial(engine.tap, arguments)))
             result = running(stock, arguments)
         if proves and not (proof.outcome or proof.is_over):
             proof.give_up("no schedule of Megatron ran in the step.")
@@ -98,18 +97,16 @@ def aggregate(
 
 @contextmanager
 def _instead(batch: Batch, columns: Mapping[str, Tensor]) -> Iterator[None]:
-    """Those columns in the batch inside a ``with``; a path "advantages" of a batch is its key."""
-    before = {name: batch[name] for name in columns if name in batch.keys()}  # noqa: SIM118  a TensorDict has no `in`
+    """Those columns in the batch inside a ``with``, of which it has "advantages" of its own."""
+    plain = batch["advantages"]
     try:
         for name, column in columns.items():
             batch[name] = column
         yield
     finally:
         for name in columns:
-            if name in before:
-                batch[name] = before[name]
-            else:
-                del batch[name]
+            del batch[name]
+        batch["advantages"] = plain
 
 
 def _refuse_controller(*_: Any, **__: Any) -> Any:

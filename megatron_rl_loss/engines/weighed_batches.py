@@ -211,7 +211,6 @@ class TokenMeanEngine(BatchEngine):
     Attributes:
         step: the name of its step method, called once per optimizer step, and parameters that it must have.
         put: puts a call in place of the loss function, during a call of the step method.
-        mends: `put` mends the engine too, and is needed in every step.
         trains: True if an instance of the class trains a policy.
         unmeasured: words for terms beside the policy loss that are not measured.
         further: other methods that are replaced.
@@ -221,7 +220,6 @@ class TokenMeanEngine(BatchEngine):
 
     step: tuple[str, Sequence[str]]
     put: Callable[[StepArguments, Call], AbstractContextManager[None]]
-    mends: bool = False
     trains: Callable[[Any], bool] = lambda owner: True
     unmeasured: str = ""
     further: Sequence[tuple[str, Sequence[str], Call]] = ()

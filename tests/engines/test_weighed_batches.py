@@ -107,7 +107,7 @@ class Actor:
         (groups,) = args
         self.batch = {name: torch.cat([group[name] for group in groups]) for name in groups[0]}
         advantages = self.batch["advantages"]
-        trained = self.train_batch(self.batch, None, None)
+        trained = self.train_batch(self.batch, lambda: None, lambda: None)
         assert self.batch["advantages"] is advantages
         return trained
 
