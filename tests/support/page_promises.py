@@ -145,7 +145,7 @@ GROUPS = [
 
 # ---- the lists of each page
 
-_COLUMNS, _COUNTS = "tests/engines/test_columns.py", "tests/engines/test_step_counts.py"
+_BATCHES, _COUNTS = "tests/engines/test_weighed_batches.py", "tests/engines/test_step_counts.py"
 _REAL = "tests/engines/real/test_real_{}.py"
 _OF_ROLL = f"{_REAL.format('roll')}::test_a_worker_that_trains_without_the_class_says_so"
 _START = _REAL.replace("real_", "start_")
@@ -168,7 +168,7 @@ LISTS: dict[str, dict[str, list[Promise]]] = {
             ),
         ],
         "Not proved": [
-            shown("FSDP", Tested(f"{_COLUMNS}::test_areal_trains_on_weighted_advantages", "NOT PROVED")),
+            shown("FSDP", Tested(f"{_BATCHES}::test_areal_trains_on_weighted_advantages", "NOT PROVED")),
             unproved("one group, or groups of one row, of which nobody said the size", {"ids": [0] * 12},
                      {"ids": [*range(12)]}),
         ],
@@ -202,7 +202,7 @@ LISTS: dict[str, dict[str, list[Promise]]] = {
         ],
         "Not proved": [
             shown("workers other than Megatron's",
-                  Tested(f"{_COLUMNS}::test_workers_of_nemo_rl_without_megatron_are_not_proved", "NOT PROVED")),
+                  Tested(f"{_BATCHES}::test_workers_of_nemo_rl_without_megatron_are_not_proved", "NOT PROVED")),
             Promise("CP above 1 with top-k or top-p and a KL penalty", (Launch(
                 STEP | {"sampling": Settings(top_k=3, top_p=0.9), "outcome": "not proved"}, world=(2, 2)),)),
         ],
@@ -265,7 +265,7 @@ LISTS: dict[str, dict[str, list[Promise]]] = {
                   world=(2, 1)),
             stops("rows of several samples, as SkyRL's collator for SFT makes them", "rows of several samples",
                   {"mode": "token_mean", "columns": ["sub_seq_lengths"]}),
-            shown("FSDP", Tested(f"{_COLUMNS}::test_skyrl_where_it_could_not_be_exact", "trainer.strategy=megatron")),
+            shown("FSDP", Tested(f"{_BATCHES}::test_skyrl_where_it_could_not_be_exact", "trainer.strategy=megatron")),
         ],
         "Not proved": [
             Promise("what SkyRL's functions of packed entropies and of MTP make of the library's weights",
