@@ -81,7 +81,7 @@ def make_step(
         samples.append(rollout)
     table = torch.tensor([rng.uniform(-1, 1) for _ in range(next_id + 1)])
     step = Step(samples, _deal(rng, len(samples), dp, microbatches), len({sample.rollout for sample in samples}), table)
-    log_probs = _log_probs(step, table.double())
+    log_probs = log_probs_of(step, table.double())
     for sample, current in zip(samples, log_probs, strict=True):
         sample.old_log_probs = (current + sample.old_log_probs).float()  # ratios on both sides of the clip
     return step
@@ -96,7 +96,7 @@ def _deal(rng: random.Random, count: int, dp: int, microbatches: int) -> list[li
     return [slots[rank::dp] for rank in range(dp)]
 
 
-def _log_probs(step: Step, table: Tensor) -> list[Tensor]:
+def log_probs_of(step: Step, table: Tensor) -> list[Tensor]:
     """Log-probs of response tokens: each is the table's entry of the token before it, against zeros."""
     log_probs = []
     for sample in step.samples:
@@ -119,7 +119,7 @@ def expected(
     """
     table = step.table.double().requires_grad_()
     samples = list[oracle.Sample]()
-    for sample, log_probs in zip(step.samples, _log_probs(step, table), strict=True):
+    for sample, log_probs in zip(step.samples, log_probs_of(step, table), strict=True):
         ratio = (log_probs - sample.old_log_probs.double()).exp()
         advantages = sample.advantages.double()
         losses = torch.maximum(-ratio * advantages, -ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH) * advantages)

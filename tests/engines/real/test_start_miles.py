@@ -1,15 +1,16 @@
 """miles from its own start: MILES_PATH=~/miles, and Ray.
 
-Real: miles's command line, placement groups, `RayTrainGroup`, the actor's `__init__`, `init`, `train`, `sleep` and
-`wake_up` in Ray's workers with miles's own `ReloadableProcessGroup`, and all that a training step of theirs calls.
+Real: miles's command line, placement groups, `RayTrainGroup`, the actor's `__init__`, `init`, `compute_log_prob`,
+`train`, `sleep`, `wake_up` and `save_model` in Ray's workers with miles's own `ReloadableProcessGroup`, all that a
+training step of theirs calls, and `init` of new workers with `--load`.
 Stubbed: the GPU, the sampler and its options, Hugging Face's config and tokenizer, weight transfer, Megatron's fused
-cross entropy, and the model, which is a table of logits whose optimizer keeps gradients.
+cross entropy, and the model, a table of logits, by miles's option for a provider of models.
 """
 
 import asyncio
 import dataclasses
 import importlib
-import sys
+import tempfile
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,14 +23,17 @@ from slime_launches import CP, DP, compute_in_float32
 from slime_starts import (
     HOOKS,
     NOT_USED,
-    STARTED,
-    Rollouts,
+    Start,
     allow_offloading,
+    arguments_of,
     data_of,
-    error_of_rollouts,
+    error_of_log_probs,
     group_type,
+    keep_gradients,
     step_of_a_launch,
-    stub_actor,
+    step_to_evaluate,
+    stub_names,
+    stub_transfer,
 )  # fmt: skip
 
 ray: Any = pytest.importorskip("ray")
@@ -47,54 +51,82 @@ def stub() -> None:
     """What a machine without GPU, sampler and checkpoint lacks."""
     compute_in_float32()
     torch.cuda.mem_get_info = lambda *_: (2**40, 2**40)
-    actor, arguments, initialize = (
-        importlib.import_module(f"miles.{name}")
-        for name in ("backends.megatron_utils.actor", "utils.arguments", "backends.megatron_utils.initialize")
-    )
     no_checkpoint: Any = lambda *_, **__: SimpleNamespace(vocab_size=100)  # noqa: E731
     nothing: Any = lambda *_, **__: None  # noqa: E731
-    vars(arguments).update(load_hf_config=no_checkpoint, hf_validate_args=nothing, sglang_validate_args=nothing)
-    vars(initialize).update(register_hf_config_aliases=nothing)
-    vars(actor).update(
-        load_hf_config=no_checkpoint, load_tokenizer=no_checkpoint, verify_megatron_parallel_state=nothing
-    )  # fmt: skip
-    stub_actor("miles")
-    vars(importlib.import_module("miles_plugins.models.cp_utils"))["detect_and_setup_hybrid_cp"] = nothing
+    of_megatron = "miles.backends.megatron_utils"
+    no_options = {"hf_validate_args": nothing, "sglang_validate_args": nothing}
+    stub_names("miles.utils.arguments", load_hf_config=no_checkpoint, **no_options)
+    stub_names(f"{of_megatron}.initialize", register_hf_config_aliases=nothing)
+    of_actor = {"load_hf_config": no_checkpoint, "load_tokenizer": no_checkpoint}
+    stub_names(f"{of_megatron}.actor", verify_megatron_parallel_state=nothing, **of_actor)
+    stub_transfer("miles")
+    stub_names("miles_plugins.models.cp_utils", detect_and_setup_hybrid_cp=nothing)
 
 
-async def trained(group: Any, args: Any) -> tuple[list[list[torch.Tensor]], str]:
-    """Two rollouts, with the workers put to sleep in between."""
-    store = importlib.import_module("miles.utils.object_store").get_instance
+def error_of_evaluation(actor: Any, references: Any) -> float:
+    """In a worker: of the log-probs that its forward-only pass gives."""
+    module = importlib.import_module(type(actor).__module__)
+    data, held = module.get_rollout_data(actor.args, references, witness_info=None)
+    with held:
+        iterator, num_microbatches = module.get_data_iterator(actor.args, actor.model, data)
+        return error_of_log_probs(actor.compute_log_prob(iterator, num_microbatches, rollout_id=0), data)
+
+
+async def trained(launch: Any, lines: Any) -> Start:
+    """An evaluation and two rollouts, with the workers put to sleep in between, and one from their checkpoint."""
+    group, store = launch(), importlib.import_module("miles.utils.object_store").get_instance
+    of_steps, to_evaluate = (
+        [store().put(data_of(step, dp_rank)) for dp_rank in range(DP)]
+        for step in (step_of_a_launch(), step_to_evaluate())
+    )
+
+    def of_each(group: Any, function: Any, *given: Any) -> Any:
+        return ray.get([worker.__ray_call__.remote(function, *given) for worker in group._actor_handles])
+
     await group.init()
-    workers = group._actor_handles
-    references = [store().put(data_of(step_of_a_launch(), dp_rank)) for dp_rank in range(DP)]
-    ray.get([worker.train.remote(0, references) for worker in workers])
-    ray.get([worker.__ray_call__.remote(allow_offloading) for worker in workers])
+    of_each(group, keep_gradients)
+    evaluated, before = max(of_each(group, error_of_evaluation, to_evaluate)), lines()
+    ray.get([worker.train.remote(0, of_steps) for worker in group._actor_handles])
+    of_each(group, allow_offloading)
     await group.offload()
     await group.onload()  # miles's groups are other ones from here on, behind the same objects
-    ray.get([worker.__ray_call__.remote(allow_offloading, False) for worker in workers])
-    ray.get([worker.train.remote(1, references) for worker in workers])
-    gradients = ray.get([worker.__ray_call__.remote(gradients_of) for worker in workers])
-    return gradients, ray.get(workers[0].__ray_call__.remote(group_type))
+    of_each(group, allow_offloading, False)
+    ray.get([worker.train.remote(1, of_steps) for worker in group._actor_handles])
+    await group.save_model(1)
+    gradients, groups = of_each(group, gradients_of), of_each(group, group_type)[0]
+    for worker in group._actor_handles:
+        ray.kill(worker)
+    group = launch(resumed=True)
+    await group.init()
+    of_each(group, keep_gradients)
+    ray.get([worker.train.remote(2, of_steps) for worker in group._actor_handles])
+    return Start(evaluated, before, gradients, of_each(group, gradients_of), lines(), groups)
 
 
-def drive(root: str) -> Rollouts:
-    """As miles's train.py up to two rollouts, with the hook and its counts."""
-    with local_ray(__name__, root, gpus=DP * CP) as lines:
-        sys.argv = ["train.py", *STARTED.split(), *HOOKS]
-        args = importlib.import_module("miles.utils.arguments").parse_args()
-        args.enable_gloo_process_groups = True  # the installed Megatron has another name for it
-        importlib.import_module("miles.utils.object_store").init_instance(args)
+def drive(root: str) -> Start:
+    """As miles's train.py, with the hook and its counts."""
+    with local_ray(__name__, root, gpus=DP * CP) as lines, tempfile.TemporaryDirectory() as folder:
         placement = importlib.import_module("miles.ray.placement_group")
-        group = placement.allocate_train_group(
-            args, args.actor_num_nodes, args.actor_num_gpus_per_node, placement.create_placement_groups(args)["actor"],
-            role="actor", with_ref=False, rollout_manager=None,
-        )  # fmt: skip
-        gradients, groups = asyncio.run(trained(group, args))
-        return gradients, lines(), groups
+        of_workers: list[Any] = []
+
+        def launch(resumed: bool = False) -> Any:
+            loaded = ["--load", f"{folder}/saved"] if resumed else ["--ref-load", folder]
+            args = arguments_of("miles", [*HOOKS, *loaded, "--save", f"{folder}/saved"])
+            if not resumed:
+                importlib.import_module("miles.utils.object_store").init_instance(args)
+            of_workers[:] = of_workers or [placement.create_placement_groups(args)["actor"]]
+            nodes = args.actor_num_nodes, args.actor_num_gpus_per_node
+            no_others: dict[str, Any] = {"role": "actor", "with_ref": False, "rollout_manager": None}
+            return placement.allocate_train_group(args, *nodes, *of_workers, **no_others)
+
+        return asyncio.run(trained(launch, lines))
 
 
 def test_workers_of_a_launch_aggregate_as_asked(record_property: Any) -> None:
-    """Two rollouts, with the workers put to sleep in between, which destroys all groups and builds them again."""
-    error = error_of_rollouts(run_ranks(1, drive, checkout(MILES))[0])
-    record_errors(record_property, MILES, "started: two rollouts, groups built again in between", ours=error)
+    """Sleep destroys all groups, and they are built again when workers wake up; the third rollout is of new workers."""
+    (start,) = run_ranks(1, drive, checkout(MILES))
+    evaluated, (first, woken, resumed) = start.errors()
+    record_errors(record_property, MILES, "started: `compute_log_prob`, an evaluation", ours=evaluated)
+    record_errors(record_property, MILES, "started: first step", ours=first)
+    record_errors(record_property, MILES, "started: step after sleep", ours=woken)
+    record_errors(record_property, MILES, "started: step from a checkpoint", ours=resumed)

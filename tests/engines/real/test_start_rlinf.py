@@ -38,7 +38,7 @@ from checkouts import RLINF, checkout, record_errors
 from fork_server import PYTHONPATH
 from pages import code_of
 from ranks import run_ranks
-from ray_workers import after_import, gradients_of, local_ray, redirect_this_thread
+from ray_workers import LIMIT, after_import, gradients_of, local_ray, redirect_this_thread
 from rlinf_rows import LEFT, PROMPT, rollout_of_rank
 from start_stages import ConstantRate, adam, errors_of_steps, right_gradients
 from table_step import relative_error
@@ -201,6 +201,7 @@ def drive(root: str, checkpoint: str, resumed: bool) -> tuple[list[list[torch.Te
             return of_each(gradients_of), lines(), evaluated
 
 
+@pytest.mark.timeout(2 * LIMIT + 100)
 def test_a_launch_with_the_class_of_the_page(record_property: Any, tmp_path: Path) -> None:
     """RLinf's own class hangs on these rows, of which some are fully masked: a rank then reports other metrics."""
     launches = [run_ranks(1, drive, checkout(RLINF), str(tmp_path), resumed)[0] for resumed in (False, True)]

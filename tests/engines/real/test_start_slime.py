@@ -1,9 +1,10 @@
 """slime from its own start: SLIME_PATH=~/slime, and Ray.
 
-Real: slime's command line, placement groups, `RayTrainGroup`, the actor's `__init__`, `init`, `train`, `sleep` and
-`wake_up` in Ray's workers with slime's own `ReloadableProcessGroup`, and all that a training step of theirs calls.
-Stubbed: the GPU, the sampler, Hugging Face's config and tokenizer, weight transfer, and the model, which is a table of
-logits whose optimizer keeps gradients.
+Real: slime's command line, placement groups, `RayTrainGroup`, the actor's `__init__`, `init`, `compute_log_prob`,
+`train`, `sleep`, `wake_up` and `save_model` in Ray's workers with slime's own `ReloadableProcessGroup`, all that a
+training step of theirs calls, and `init` of new workers with `--load`.
+Stubbed: the GPU, the sampler, Hugging Face's config, tokenizer and weights, weight transfer, and the model, a table of
+logits, by slime's option for a provider of models.
 """
 
 import dataclasses
@@ -19,10 +20,9 @@ from slime_starts import (
     MISSPELT,
     NOT_USED,
     assert_misspelt_option_is_said,
-    error_of_rollouts,
     started,
-    stub_actor,
     stub_checkpoint,
+    stub_transfer,
 )  # fmt: skip
 
 pytest.importorskip("ray")
@@ -44,13 +44,16 @@ def stub() -> None:
         manual_seed=lambda seed: None, distributed_device_id=lambda index=None: None,
     )  # fmt: skip
     stub_checkpoint("slime")
-    stub_actor("slime")
+    stub_transfer("slime")
 
 
 def test_workers_of_a_launch_aggregate_as_asked(record_property: Any) -> None:
-    """Two rollouts, with the workers put to sleep in between, which destroys all groups and builds them again."""
-    error = error_of_rollouts(started(__name__, SLIME, HOOKS))
-    record_errors(record_property, SLIME, "started: two rollouts, groups built again in between", ours=error)
+    """Sleep destroys all groups, and they are built again when workers wake up; the third rollout is of new workers."""
+    evaluated, (first, woken, resumed) = started(__name__, SLIME, HOOKS).errors()
+    record_errors(record_property, SLIME, "started: `compute_log_prob`, an evaluation", ours=evaluated)
+    record_errors(record_property, SLIME, "started: first step", ours=first)
+    record_errors(record_property, SLIME, "started: step after sleep", ours=woken)
+    record_errors(record_property, SLIME, "started: step from a checkpoint", ours=resumed)
 
 
 def test_a_misspelt_option_is_said_in_the_worker() -> None:

@@ -15,10 +15,9 @@ from slime_starts import (
     MISSPELT,
     NOT_USED,
     assert_misspelt_option_is_said,
-    error_of_rollouts,
     started,
-    stub_actor,
     stub_checkpoint,
+    stub_transfer,
 )  # fmt: skip
 
 pytest.importorskip("ray")
@@ -32,13 +31,16 @@ def stub() -> None:
     """What a machine without GPU, sampler and checkpoint lacks."""
     torch.cuda.mem_get_info = lambda *_: (2**40, 2**40)
     stub_checkpoint("vime")
-    stub_actor("vime")
+    stub_transfer("vime")
 
 
 def test_workers_of_a_launch_aggregate_as_asked(record_property: Any) -> None:
-    """Two rollouts, with the workers put to sleep in between, which destroys all groups and builds them again."""
-    error = error_of_rollouts(started(__name__, VIME, HOOKS))
-    record_errors(record_property, VIME, "started: two rollouts, groups built again in between", ours=error)
+    """Sleep destroys all groups, and they are built again when workers wake up; the third rollout is of new workers."""
+    evaluated, (first, woken, resumed) = started(__name__, VIME, HOOKS).errors()
+    record_errors(record_property, VIME, "started: `compute_log_prob`, an evaluation", ours=evaluated)
+    record_errors(record_property, VIME, "started: first step", ours=first)
+    record_errors(record_property, VIME, "started: step after sleep", ours=woken)
+    record_errors(record_property, VIME, "started: step from a checkpoint", ours=resumed)
 
 
 def test_a_misspelt_option_is_said_in_the_worker() -> None:
