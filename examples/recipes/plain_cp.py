@@ -62,8 +62,8 @@ def train_step(
             with contextlib.nullcontext() if is_last else model.no_sync(), cut:
                 tokens, labels, old, advantages = buffers
                 microbatch.check_tokens(tokens)  # torch cuts as ZigzagBSHD
-                of_ids = model(tokens).log_softmax(-1)
-                log_probs = of_ids.gather(-1, labels[..., None])[..., 0]
+                by_id = model(tokens).log_softmax(-1)
+                log_probs = by_id.gather(-1, labels[..., None])[..., 0]
                 policy = ppo_clip_loss(log_probs, old, advantages, microbatch)
                 microbatch.loss(policy.per_token_loss).backward()
     # Clip gradients here.

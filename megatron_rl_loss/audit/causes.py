@@ -307,7 +307,7 @@ def fits(step: Ratios, divisor: float | None, tolerance: float) -> Fits:
         rarer = _RARER * (likely == NONE or "that have tokens" in words)
         # Later rows give this step's tokens the weights of an earlier row, times a constant.
         later = _LATER * any(row for row, _ in causes)
-        factor, row_price = float(np.median(ratio)), (_ROW + number / 1000 + rarer + later) * bool(words)
+        factor, row_price = float(np.median(ratio)), (_ROW + number / 1000 + rarer + later if words else 0.0)
         causes[words, "?"] = Cause(words, "", factor, _UNNAMED + row_price)
         for kind, name, price, log in table:
             if kind in likely and abs(log - math.log(factor)) <= tolerance / math.sqrt(len(ratio)):  # a median

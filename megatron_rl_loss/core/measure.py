@@ -154,7 +154,7 @@ def pass_gap(microbatch: Microbatch, name: str, values: Tensor) -> Tensor:
             f"pass_gap of {name!r}, but forward passes gave {', '.join(microbatch.log_probs) or 'nothing'}: the pass "
             f"of that name must run before the step. Call forward.log_probs({name!r}, ...) in before_step."
         )
-    check_values(f"values beside log_probs[{name!r}]", values, microbatch.tokens)
+    check_values(f"values to compare with log_probs[{name!r}]", values, microbatch.tokens)
     gaps = (values.detach().float() - microbatch.log_probs[name].float().view_as(values)).abs().flatten()
     active = on_device(microbatch.tokens.mask != 0, gaps.device)
     largest = torch.cat([gaps.new_zeros(1), gaps.masked_fill(~active, 0)]).max()

@@ -19,8 +19,8 @@ from megatron_rl_loss.proof.schedules import chunks_of
 
 LEFT = "another rank has gradients that are not 0 before the step's first micro-batch."
 _BESIDE = (
-    "The loss that was returned has something beside the share of microbatch.loss(...): it depends on the model's "
-    "output by another way, whose weights nobody asked for. Put every term into loss({...}), with its coefficient."
+    "The loss that was returned is not that of microbatch.loss(...) alone: it depends on the model's output by another "
+    "way, whose weights nobody asked for. Put every term into loss({...}), with its coefficient."
 )
 _OTHER_COUNT = (
     "The token count that was returned is {}, and microbatch.loss(...) handed out {}: Megatron divides by it. Return "

@@ -32,7 +32,7 @@ _ALONE = "not summed over ranks at all"
 _NOT_ZERO = (
     "Gradients were not 0 before the step, which added to them: those of an earlier step, or of a loss that the plan "
     "does not count. Call optimizer.zero_grad() before every step, and make one plan for all that one optimizer step "
-    "trains on; run the backward pass of a supervised loss beside it after the `with`."
+    "trains on; run the backward pass of a supervised loss after the `with`."
 )
 _MAY_BE_MEANT = (
     "Gradients were not 0 before the step, and nobody measured the step before it: what they are is unknown."
@@ -449,4 +449,6 @@ class Before:
             return ""
         fit = Fit(parameters, self._gradients.final[numbers], now)
         is_held = fit.is_certain and fit.share > 0.9
-        return ("left" if self._is_moved else "added") * is_held
+        if not is_held:
+            return ""
+        return "left" if self._is_moved else "added"

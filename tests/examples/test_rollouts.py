@@ -200,7 +200,7 @@ ANSWERED: dict[str, Any] = {
 @pytest.mark.parametrize("engine", ANSWERED)
 def test_the_pages_lines_read_what_an_engine_answers(engine: str, tmp_path: Path) -> None:
     sampled = [(-0.5, 3, None), (-1.0, 4, None), (-0.25, 1, None)] if engine == "slime" else [-0.5, -1.0, -0.25]
-    names: dict[str, Any] = {"answered": ANSWERED[engine], "of_sampled_tokens": sampled}
+    names: dict[str, Any] = {"answered": ANSWERED[engine], "token_log_probs": sampled}
     exec(code_under("losses.md", "The likeliest ids of an engine"), names)
     assert names["rollout_ids"].tolist() == [[3, 9], [3, 0], [1, 9]]
     assert names["rollout_log_probs"].tolist() == [[-0.5, -2.0], [-0.5, -math.inf], [-0.25, -2.0]]

@@ -892,7 +892,7 @@ LOOPS: dict[str, tuple[Callable[[], list[Step]], list[str]]] = {
         microbatches_of_two_plans, ["NOT PROVED: The step trained on micro-batches of another plan than"]
     ),
     "a term beside the share": (
-        beside_the_share, ["raises The loss that was returned has something beside the share of microbatch.loss"]
+        beside_the_share, ["raises The loss that was returned is not that of microbatch.loss"]
     ),
     "another token count": (
         other_count, [r"raises The token count that was returned is \d+, and microbatch.loss\(...\) handed out \d+"]

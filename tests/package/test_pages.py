@@ -43,6 +43,10 @@ FRAMEWORKS = "\n".join(page.read_text() for page in [*ENGINE_PAGES, ROOT / "docs
 RECIPES = {path.name: path.read_text() for path in sorted((EXAMPLES / "recipes").iterdir()) if path.is_file()}
 
 
+#: Pages that are written to other widths.
+OF_OTHERS = {*ENGINE_PAGES, ROOT / "docs" / "engines.md"}
+
+
 def is_there(module: str, name: str) -> bool:
     """True if a file of the package defines the name; imports from another file do not count."""
     path = ROOT.joinpath(*module.split("."))
@@ -225,6 +229,38 @@ def test_code_fits_the_column_of_a_page(page: Path) -> None:
     for language, code in re.findall(r"^```(\w+)\n(.*?)^```", page.read_text(), flags=re.MULTILINE | re.DOTALL):
         for line in code.splitlines() if language not in ("text", "console") else []:
             assert len(line) <= 78 or (language == "bash" and len(shlex.split(line)) == 1), line
+
+
+def wide_lines(text: str) -> list[str]:
+    """Lines of prose beyond 120 columns; a row of a table, and a picture's text, cannot be broken."""
+    return [line for line in FENCED.sub("", text).splitlines() if len(line) > 120 and line.strip()[0] not in "|![<"]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in OF_OTHERS], ids=lambda page: page.name)
+def test_prose_has_120_columns(page: Path) -> None:
+    assert wide_lines(page.read_text()) == []
+
+
+def test_a_wide_line_would_be_seen() -> None:
+    """Negative control."""
+    wide = "a " * 61
+    assert wide_lines(f"{wide}\n| {wide} |\n```text\n{wide}\n```\n") == [wide]
+
+
+#: Guides to read with a Python prompt at hand: their first block is whole, and shows the use of the page.
+OPENED_BY_AN_EXAMPLE = ["audit.md", "check.md", "logprobs.md", "losses.md", "proof.md", "tasks.md", "trees.md"]
+
+
+@pytest.mark.parametrize("page", OPENED_BY_AN_EXAMPLE)
+def test_a_guide_opens_with_an_example_that_runs_as_it_is(page: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text = (ROOT / "docs" / page).read_text()
+    blocks = re.findall(r"^```(\w+)\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+    language, code = blocks[0]
+    assert language == "python"
+    exec(code, {})
+    printed = capsys.readouterr().out
+    shown = re.findall(r"^print\(.*\)  # (.*)$", code, flags=re.MULTILINE)
+    assert all(line in printed.splitlines() for line in shown)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ The ways:
 - *ms-swift*: `gkd_loss`; from top-k it takes the softmax over the K ids alone, and reads no other logit.
 - *TRL*: `GKDTrainer.generalized_jsd_loss`. *Liger*: `LigerFusedLinearJSDLoss` in chunks of as many tokens as ours, not
   compiled.
-- *ours*: `log_probs_from_hidden` at K ids with `divergence_at_ids`, and `divergence_from_hidden` (two passes);
+- *ours*: `log_probs_from_hidden` at K ids with `divergence_at_ids`, with a teacher (two passes);
   `loss_from_hidden` (one pass).
 
 **Peak extra** is as in logprobs.py. A way that would need more memory than the machine has left is not run: its peak
