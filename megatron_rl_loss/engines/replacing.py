@@ -58,7 +58,7 @@ class Replaced:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Of a method that an engine sends to a worker by value: what that worker has replaced itself, if anything."""
-        return _of_this_process, (self.engine,), vars(self).copy()
+        return _replaced_here, (self.engine,), vars(self).copy()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if not vars(self):
@@ -177,7 +177,7 @@ def installed(engine: str) -> Any:
     return next((entry for entry in _REGISTRY if isinstance(entry, Replaced) and entry.engine == engine), None)
 
 
-def _of_this_process(engine: str) -> Any:
+def _replaced_here(engine: str) -> Any:
     return installed(engine) or object.__new__(Replaced)
 
 

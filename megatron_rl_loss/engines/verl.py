@@ -102,14 +102,14 @@ class _Count(NamedTuple):
     """An argument that counts the whole step, its value, and the micro-batch's own count, which may be on a device."""
 
     name: str
-    of_step: float | Tensor
+    step_count: float | Tensor
     here: Tensor
 
     def check(self) -> None:
         """Raise ValueError if the micro-batch alone has more."""
         require(
-            self.of_step * (1 + 1e-6) >= self.here,  # on a device without making it wait
-            lambda: f"{self.name} is {float(self.of_step):g} where this micro-batch alone has {float(self.here):g}",
+            self.step_count * (1 + 1e-6) >= self.here,  # on a device without making it wait
+            lambda: f"{self.name} is {float(self.step_count):g} where this micro-batch alone has {float(self.here):g}",
             f"{self.name} must be a count of the whole step. {_WHOLE_STEP}",
         )
 
@@ -173,16 +173,18 @@ def _agg_loss(running: _Running, stock: Callable[[], Any], arguments: dict[str, 
             raise ValueError(f"{mode} without {name}: {_WITHOUT[name]}")
     for name in divisors[:1]:
         here = mask.sum() if name == "batch_num_tokens" else (mask != 0).any(-1).sum()
-        arguments[name] = _of_step(running, _Count(name, arguments[name], here))
+        arguments[name] = _step_count(running, _Count(name, arguments[name], here))
     if running.taps and (taps := observed_taps()):
-        of_batch = mask if running.mask is None else running.mask
+        batch_mask = mask if running.mask is None else running.mask
         asked = mode if term == "pg" else running.mode  # a policy loss may have its own
         scale = arguments["loss_scale_factor"] if asked == "seq-mean-token-sum-norm" else None
         aggregation = resolve(f"verl:{asked}", divisor=scale)
-        losses = tap(losses, term, samples=response_samples(of_batch), coef=coef, aggregation=aggregation)
+        losses = tap(losses, term, samples=response_samples(batch_mask), coef=coef, aggregation=aggregation)
         if (tapped := taps.find(losses)) is not None:
             tapped.count = float(arguments["global_batch_size"]) if mode.startswith("seq-mean") else None
-            differ = (mask != 0).int() - (of_batch != 0).int() if mask.shape == of_batch.shape else mask.new_ones(())
+            differ = (
+                (mask != 0).int() - (batch_mask != 0).int() if mask.shape == batch_mask.shape else mask.new_ones(())
+            )
             if differ.min() < 0 and differ.max() == 0:
                 tapped.doubt = "the loss function leaves out tokens of the batch's response_mask."
             running.policy = tapped if term == "pg" else running.policy
@@ -199,14 +201,14 @@ def _kl_penalty(running: _Running, stock: Callable[[], Any], arguments: dict[str
     return penalty
 
 
-def _of_step(running: _Running, count: _Count) -> float | Tensor:
+def _step_count(running: _Running, count: _Count) -> float | Tensor:
     """The count of the whole step, validated against this micro-batch's own; 1 instead of 0."""
     if running.counts is None:
         count.check()
     else:
         running.counts.append(count)
-    of_step = count.of_step
-    return torch.where(of_step == 0, 1, of_step) if isinstance(of_step, Tensor) else of_step or 1
+    step_count = count.step_count
+    return torch.where(step_count == 0, 1, step_count) if isinstance(step_count, Tensor) else step_count or 1
 
 
 def _step(running: _Running, schedule: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -220,7 +222,7 @@ def _step(running: _Running, schedule: Callable[..., Any], *args: Any, **kwargs:
 
     def check() -> None:
         for count in counts:
-            _Count(count.name, float(count.of_step), count.here.cpu()).check()
+            _Count(count.name, float(count.step_count), count.here.cpu()).check()
 
     counts = list[_Count]()
     with swapped(vars(running), {"counts": counts}):
@@ -297,8 +299,8 @@ def _checked(
             f"kl_loss_type names. Use verl {_VERSIONS}, or do not import megatron_rl_loss.engines.verl_install."
         )
     if not left and (taps := observed_taps()):  # calls are no longer told apart
-        for of_term in (of_term for term, of_term in taps.losses.items() if term != "pg"):
-            for tapped in of_term.values():
+        for term, microbatches in taps.losses.items():
+            for tapped in microbatches.values() if term != "pg" else ():
                 tapped.aggregation = None
     return returned
 

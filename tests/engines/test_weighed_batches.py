@@ -605,6 +605,19 @@ def test_rlinf_divides_terms_beside_by_the_tokens_of_all_steps(num_minibatches: 
         assert (beside["kl"].estimator, beside["kl"].coef, beside["entropy"].coef) == (estimator, 0.1, -0.01)
 
 
+@pytest.mark.parametrize("shape", [(5, 5), (1, 25), (25,)])
+def test_ids_and_numbers_of_rows_are_those_of_their_first_tokens(shape: tuple[int, ...]) -> None:
+    """Of padded rows, and of packed ones."""
+    engine = replace(ENGINES["areal"], facts=lambda *_: {}, masks=lambda *_: list(MASKS))
+    batch = {name: torch.ones(shape) for name in ("advantages", weighed_batches.FACTORS, weighed_batches.PLAIN)}
+    numbers = torch.arange(5)[:, None].expand(5, 5).reshape(shape)
+    batch |= {weighed_batches.ROWS: numbers, weighed_batches.IDS: numbers + 7}
+    batch[weighed_batches.MASKS] = MASKS.reshape(shape)
+    samples = engine.measured({}, {"input_data": batch}).samples
+    assert torch.as_tensor(samples.labels["row"]).tolist() == list(range(5))
+    assert samples.parts["prompt"].ids.tolist() == list(range(7, 12))
+
+
 @pytest.mark.parametrize("loses_masked", [False, True])
 def test_a_trial_has_advantages_at_masked_tokens(loses_masked: bool) -> None:
     """Where an engine's loss leaves these out: weighed advantages are 0 there, and would hide another mask."""

@@ -30,7 +30,7 @@ def wrong_names(code: str) -> set[str]:
     return {name for name in names_in(ast.parse(code)) if name.lstrip("_").startswith("of_") or name in VAGUE}
 
 
-@pytest.mark.parametrize("room", ["", *(room for room in ROOMS if room != "engines")])
+@pytest.mark.parametrize("room", ["", *ROOMS])
 def test_names_say_what_they_name(room: str) -> None:
     folder = ROOT / "megatron_rl_loss" / room
     paths = [*(folder.rglob("*.py") if room else folder.glob("*.py"))]

@@ -118,6 +118,7 @@ class Groups(NamedTuple):
 
 
 _ALL, _BY_TOKENS = (NOT_PROVED,) * 5, (NOT_PROVED, AS_GIVEN, NOT_PROVED, NOT_PROVED, AS_GIVEN)
+_UNSAID, _BY_TOKENS_UNSAID = (IN_PART, IN_PART, *_ALL[2:]), (IN_PART, IN_PART, NOT_PROVED, IN_PART, IN_PART)
 _NORM: dict[str, Any] = {"config": {"adv_norm": Settings(mean_level="group", group_size=4)}}
 GROUPS = [
     Groups("ms_swift", ("ms-swift's", "`num_generations`"), _ALL, {}),
@@ -128,7 +129,11 @@ GROUPS = [
         {"settings": {"group_size": 4}},
     ),
     Groups("areal", ("AReaL's", "group normalisation"), _ALL, _NORM),
-    Groups("areal", ("AReaL", "with neither"), (IN_PART, IN_PART, NOT_PROVED, NOT_PROVED, NOT_PROVED), {}),
+    Groups("areal", ("AReaL", "with neither"), _UNSAID, {}),
+    Groups("nemo_rl", ("NeMo-RL", "without it"), _UNSAID, {"group_size": None}),
+    Groups("roll", ("ROLL", "without it"), _UNSAID, {"group_size": None}),
+    Groups("rlinf", ("RLinf", "without it"), _BY_TOKENS_UNSAID, {"group_size": None}),
+    Groups("skyrl", ("SkyRL", "without it"), _BY_TOKENS_UNSAID, {"group_size": None}),
     Groups("rlinf", ("RLinf's", "`algorithm.group_size`"), _BY_TOKENS, {"group_size": 4}),
     Groups("skyrl", ("SkyRL's", "`group_size=` of the loss"), _BY_TOKENS, {"settings": {"group_size": 4}}),
     Groups(
@@ -373,7 +378,11 @@ SENTENCES: dict[str, dict[str, tuple[Shown, ...]]] = {
             Change(DOUBLED, (*ENGINES,)), Change(ADDED, (*ENGINES,)),
         ),
         "If a weight is wrong, [the step aborts](proof.md).": (Change(SCALED, (*ENGINES,)),),
-        "*Stops* means that the step ends with an error:": (),
+        "*Stops* means that the step ends with an error.": (),
+        "If nobody says the number, right ids are PROVED IN PART, too, and groups of one row, or one group, "
+        "NOT PROVED:": (
+            Tested(f"{_REAL.format('rows')}::test_groups_of_which_nobody_said_the_size", "proved in part"),
+        ),
         "SkyRL's trainer groups the policy loss by ids of its own; its driver's line says NOT PROVED if these disagree "
         "with the prompt tokens.": (
             Tested(f"{_REAL.format('skyrl')}::test_prompts_that_other_rows_have_are_not_proved", "NOT PROVED"),
