@@ -132,7 +132,7 @@ def test_wrong_ids_of_prompts_end_as_the_page_says(groups: Groups) -> None:
     right = step | {"ids": PROMPTS, "outcome": "proved in part" if IN_PART in groups.outcomes else "proved"}
     root = checkouts.checkout(vars(checkouts)[groups.engine.upper()])
     launch = partial(
-        importlib.import_module("test_real_rows").on_these_rows, groups.engine, {"LATE": [], "INVALID": []}
+        on_these_rows, groups.engine, {"LATE": [], "INVALID": []}
     )  # each prompt ends where its mask begins
     run_ranks(1, launch, root, 1, [right, *goes_on])
     for fault in [fault for fault, end in outcomes.items() if end == STEP_STOPS]:
