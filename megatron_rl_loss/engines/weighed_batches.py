@@ -182,7 +182,7 @@ class BatchEngine:
             masks = columns[MASKS].reshape(-1).split(lengths)
         firsts = [0, *accumulate(lengths)][:-1]
         rows, ids = (
-            column if column is None or column.numel() == len(firsts) else column.reshape(-1)[firsts]
+            column if column is None else column.reshape(-1)[firsts if column.numel() > len(firsts) else slice(None)]
             for column in (columns[ROWS], columns[IDS])
         )
         if is_whole:

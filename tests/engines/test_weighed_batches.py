@@ -605,19 +605,6 @@ def test_rlinf_divides_terms_beside_by_the_tokens_of_all_steps(num_minibatches: 
         assert (beside["kl"].estimator, beside["kl"].coef, beside["entropy"].coef) == (estimator, 0.1, -0.01)
 
 
-@pytest.mark.parametrize("shape", [(5, 5), (1, 25), (25,)])
-def test_ids_and_numbers_of_rows_are_those_of_their_first_tokens(shape: tuple[int, ...]) -> None:
-    """Of padded rows, and of packed ones."""
-    engine = replace(ENGINES["areal"], facts=lambda *_: {}, masks=lambda *_: list(MASKS))
-    batch = {name: torch.ones(shape) for name in ("advantages", weighed_batches.FACTORS, weighed_batches.PLAIN)}
-    numbers = torch.arange(5)[:, None].expand(5, 5).reshape(shape)
-    batch |= {weighed_batches.ROWS: numbers, weighed_batches.IDS: numbers + 7}
-    batch[weighed_batches.MASKS] = MASKS.reshape(shape)
-    samples = engine.measured({}, {"input_data": batch}).samples
-    assert torch.as_tensor(samples.labels["row"]).tolist() == list(range(5))
-    assert samples.parts["prompt"].ids.tolist() == list(range(7, 12))
-
-
 @pytest.mark.parametrize("loses_masked", [False, True])
 def test_a_trial_has_advantages_at_masked_tokens(loses_masked: bool) -> None:
     """Where an engine's loss leaves these out: weighed advantages are 0 there, and would hide another mask."""
@@ -629,3 +616,25 @@ def test_a_trial_has_advantages_at_masked_tokens(loses_masked: bool) -> None:
     trial = measured.factors_of(batch["advantages"])
     assert (trial[is_masked] == (0 if loses_masked else 1)).all()
     assert (trial[~is_masked] == 3).all()
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("by_token", [False, True])
+def test_a_column_of_ids_has_one_for_each_row_or_for_each_of_its_tokens(by_token: bool, is_packed: bool) -> None:
+    """Engines cut columns as tokens, and AReaL packs them."""
+    engine = replace(ENGINES["areal"], facts=lambda *_: {})
+    columns = {
+        "advantages": MASKS * 1.0,
+        "loss_mask": MASKS,
+        weighed_batches.FACTORS: MASKS,
+        weighed_batches.MASKS: MASKS,
+    }
+    columns[weighed_batches.PLAIN] = MASKS * 1.0
+    ids = torch.tensor(PROMPTS)
+    columns[weighed_batches.IDS] = ids[:, None].expand(5, 5) if by_token else ids
+    if is_packed:
+        columns = {name: values.flatten() for name, values in columns.items()}
+        columns["cu_seqlens"] = torch.arange(0, 26, 5)
+    samples = engine.measured({}, {"input_data": columns}).samples
+    assert len(samples) == len(samples.ids["prompt"]) == 5
+    assert len({*samples.ids["prompt"].tolist()}) == 3
