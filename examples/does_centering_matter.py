@@ -67,19 +67,21 @@ def train(policy: GPT, seed: int, arm: str) -> list[dict[str, float]]:
         advantages = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-6)
         advantages = advantages.view(-1, 1).expand(-1, LIMIT)
         logits = policy(torch.cat([batch.prompts, batch.tokens], 1)[:, :-1])[:, PROMPT - 1 :]
-        of_policy, of_sampler = logits.log_softmax(-1), rounded(logits.detach(), grid).log_softmax(-1)
-        now, at_sampler = (of.gather(-1, batch.tokens[..., None])[..., 0] for of in (of_policy, of_sampler))
+        policy_log_probs, sampler_log_probs = logits.log_softmax(-1), rounded(logits.detach(), grid).log_softmax(-1)
+        now, at_sampler = (
+            of.gather(-1, batch.tokens[..., None])[..., 0] for of in (policy_log_probs, sampler_log_probs)
+        )
         weights = None
         if gate is not None:
             weights = importance_weights((now.detach() - at_sampler) * batch.mask, gate)
         losses = ppo_clip_loss(now, now.detach(), advantages, batch.mask, importance_weights=weights).per_token_loss
         if centres:
-            top = of_sampler.topk(TOP)
-            at_top, of_top = (
+            top = sampler_log_probs.topk(TOP)
+            at_top, sampler_top = (
                 AtIds(of.gather(-1, top.indices), of.scatter(-1, top.indices, -torch.inf).logsumexp(-1))
-                for of in (of_policy, of_sampler)
+                for of in (policy_log_probs, sampler_log_probs)
             )
-            losses = losses + score_centering(at_top, of_top, advantages, batch.mask, gate=gate)
+            losses = losses + score_centering(at_top, sampler_top, advantages, batch.mask, gate=gate)
         optimizer.zero_grad()
         (torch.stack(weights_column("token_mean", list(batch.mask))) * losses).sum().backward()
         optimizer.step()

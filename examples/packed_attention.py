@@ -58,8 +58,8 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
         if packed_seq_params is None:
             raise ValueError("PackedAttention without packed sequences: it runs no others. Pass packed_seq_params.")
         bounds = packed_seq_params.cu_seqlens_q_padded.tolist()
-        of_batch = getattr(packed_seq_params, "cp_group", None)  # where groups change; megatron-core 0.15 has none
-        cp_group = of_batch or self.cp_group
+        own_group = getattr(packed_seq_params, "cp_group", None)  # where groups change; megatron-core 0.15 has none
+        cp_group = own_group or self.cp_group
         layout, cp_size = ZigzagTHD(bounds), cp_group.size()
         cuts = [layout.pieces(rank, cp_size) for rank in range(cp_size)]
         held = [torch.cat([torch.arange(*piece, device=query.device) for piece in pieces]) for pieces in cuts]

@@ -170,8 +170,8 @@ def with_advantages(rollouts: Sequence[Rollout], *, normalize_by_std: bool = Tru
         normalize_by_std=normalize_by_std,
         dp_group=None,  # every rank reads all rollouts
     )
-    of_rollout = dict(zip(by_rollout, advantages.tolist(), strict=True))
-    return [replace(rollout, advantage=of_rollout[rollout.rollout_id]) for rollout in rollouts]
+    by_id = dict(zip(by_rollout, advantages.tolist(), strict=True))
+    return [replace(rollout, advantage=by_id[rollout.rollout_id]) for rollout in rollouts]
 
 
 @dataclass(frozen=True)

@@ -67,10 +67,10 @@ Weights = Sequence[Sequence[float | None]]  # by step and cut, as `ALL`, of each
 
 def name_of(weights: Weights) -> Named:
     """The mode of these weights; else where it is one, or what else was done."""
-    if any(None in of_cut for of_cut in weights):
-        rest = name_of([[weight or 0.0 for weight in of_cut] for of_cut in weights])
+    if any(None in row for row in weights):
+        rest = name_of([[weight or 0.0 for weight in row] for row in weights])
         return Named(f"{rest.words}; NaN in a micro-batch without tokens", exact=False)
-    measured = {where: _measured(STEPS[where[0]], where[1], of_cut) for where, of_cut in zip(ALL, weights, strict=True)}
+    measured = {where: _measured(STEPS[where[0]], where[1], row) for where, row in zip(ALL, weights, strict=True)}
 
     def mode_in(*cuts: str) -> str:
         """The mode of all steps in these cuts."""
@@ -183,9 +183,9 @@ def agrees(peer: PeerName, named: Named, weights: Weights) -> bool:
         return False
     if peer.refused:
         return not named.exact
-    of_code = [words in named.words for said, words in SEEN.items() if said in peer.own_code]
+    named_in_code = [words in named.words for said, words in SEEN.items() if said in peer.own_code]
     has_nan = "NaN" in peer.own_code
-    return named.words != words_of(peer) and any(of_code) and has_nan == ("NaN" in named.words)
+    return named.words != words_of(peer) and any(named_in_code) and has_nan == ("NaN" in named.words)
 
 
 def _is_of_mode(peer: PeerName, weights: Weights) -> bool:
@@ -196,8 +196,8 @@ def _is_of_mode(peer: PeerName, weights: Weights) -> bool:
     scaled = any(said in peer.own_code for said in SCALED)
     modes = [MODES[name] for name in (words, f"{words}, active units") if name in MODES]
     whole = [
-        (_measured(STEPS[number], cut, [weight or 0.0 for weight in of_cut]))
-        for (number, cut), of_cut in zip(ALL, weights, strict=True)
+        (_measured(STEPS[number], cut, [weight or 0.0 for weight in row]))
+        for (number, cut), row in zip(ALL, weights, strict=True)
         if cut == "whole"
     ]
     for mode in modes:
@@ -235,11 +235,11 @@ def run(packages: Path, checkouts: Mapping[str, Path]) -> dict[str, list[dict[st
                 print(f"{framework} {version}: read, not run", file=sys.stderr)
                 continue
             for name, own in load(folder, version):
-                of_name = results.setdefault(f"{framework}:{name}", [])
+                entries = results.setdefault(f"{framework}:{name}", [])
                 weights = weights_of(own)
-                if not of_name or of_name[-1]["weights"] != weights:
-                    of_name.append({"versions": [], "weights": weights})
-                of_name[-1]["versions"].append(version)
+                if not entries or entries[-1]["weights"] != weights:
+                    entries.append({"versions": [], "weights": weights})
+                entries[-1]["versions"].append(version)
     return results
 
 

@@ -102,9 +102,9 @@ class Case:
             logits = far_apart(leaf) if self.is_far and kernel != "torch" and device == "cpu" else leaf * 1
             values = log_probs_from_logits(logits, labels, tp_group=group, kernel=kernel, **options)
         else:  # a weight of ones and zeros: the logits are hidden states
-            of_layer = {name: options.pop(name) for name in ("temperature", "vocab_size", "chunk_tokens")}
+            layer_options = {name: options.pop(name) for name in ("temperature", "vocab_size", "chunk_tokens")}
             weight = torch.eye(leaf.shape[1], dtype=dtype, device=device)[self.part(group)]
-            layer = OutputLayer(weight, tp_group=group, **of_layer)
+            layer = OutputLayer(weight, tp_group=group, **layer_options)
             if self.way == "one pass":
                 return self._in_one_pass(leaf, layer, labels, slopes, kernel, options)
             values = log_probs_from_hidden(leaf, layer, labels, kernel=kernel, **options)
@@ -197,8 +197,8 @@ def compare(
     with Progress("comparing kernels", cases) as progress:
         for number in range(cases):
             case = drawn(draw, 1 if group is None else group.size())
-            of_case = (errors or (lambda case: errors_of(case, device=device, group=group)))(case)
-            for name, error in of_case.items():
+            case_errors = (errors or (lambda case: errors_of(case, device=device, group=group)))(case)
+            for name, error in case_errors.items():
                 worst[name, case.dtype] = max(worst.get((name, case.dtype), 0.0), error)
                 if error > 1:
                     far = ", rows far apart" * case.is_far
@@ -250,13 +250,11 @@ def compare_on_ranks(tp: int, args: argparse.Namespace) -> tuple[dict[tuple[str,
         else:
             start = "fork" if args.device == "cpu" else "spawn"
             mp.start_processes(compare_on_rank, args=(tp, folder, args), nprocs=tp, start_method=start)  # type: ignore[attr-defined, no-untyped-call]
-        of_ranks = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(tp)]
+        by_rank = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(tp)]
     worst: dict[tuple[str, str], float] = {}
-    for name, dtype, error in (row for of_rank in of_ranks for row in of_rank["errors"]):
+    for name, dtype, error in (row for report in by_rank for row in report["errors"]):
         worst[name, dtype] = max(worst.get((name, dtype), 0.0), error)
-    return worst, [
-        f"TP {tp}, rank {rank}: {text}" for rank, of_rank in enumerate(of_ranks) for text in of_rank["beyond"]
-    ]
+    return worst, [f"TP {tp}, rank {rank}: {text}" for rank, report in enumerate(by_rank) for text in report["beyond"]]
 
 
 def main(flags: Sequence[str] | None = None) -> None:
@@ -269,12 +267,12 @@ def main(flags: Sequence[str] | None = None) -> None:
     args = parser.parse_args(flags)
     began, rows, beyond = time.monotonic(), list[dict[str, Any]](), list[str]()
     for tp in args.tp:
-        worst, of_ranks = compare_on_ranks(tp, args)
+        worst, texts = compare_on_ranks(tp, args)
         rows += [
             {"TP": tp, "of": name, "dtype": dtype, "largest error / bound": error}
             for (name, dtype), error in worst.items()
         ]
-        beyond += of_ranks
+        beyond += texts
     from tabulate import tabulate  # which the tests do not need
 
     where = torch.cuda.get_device_name() if args.device == "cuda" else "Triton's interpreter"

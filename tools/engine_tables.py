@@ -38,12 +38,14 @@ def merged_counts(before: str, log: str) -> list[tuple[str, ...]]:
     counted = []
     for row in rows_of(before, 4):
         names = [name.lower().replace("_", "-") for name in row[0].split(", ")]
-        of_row = [outcome for name in names for outcome in outcomes[name]] if {*names} <= outcomes.keys() else []
+        row_outcomes = [outcome for name in names for outcome in outcomes[name]] if {*names} <= outcomes.keys() else []
         if row[0] == _OF_LAUNCHES:
             known = {name.lower() for other in rows_of(before, 4) for name in other[0].split(", ")}
-            of_row = [outcome for name, those in outcomes.items() if name not in known for outcome in those]
-        stopped = of_row.count("stopped")
-        counted.append((row[0], *map(str, (len(of_row), stopped, len(of_row) - stopped))) if of_row else row)
+            row_outcomes = [outcome for name, those in outcomes.items() if name not in known for outcome in those]
+        stopped = row_outcomes.count("stopped")
+        counted.append(
+            (row[0], *map(str, (len(row_outcomes), stopped, len(row_outcomes) - stopped))) if row_outcomes else row
+        )
     return counted
 
 

@@ -153,8 +153,8 @@ def _verl(folder: Path, version: str) -> Iterator[tuple[str, Own]]:
     call = SUM if is_global else MEAN  # before, the actor divided by the accumulation steps
 
     def info(step_tokens: Any, step_samples: int, dp_size: int) -> dict[str, Any]:
-        of_step = {"batch_num_tokens": step_tokens, "global_batch_size": step_samples, "dp_size": dp_size}
-        return {**of_step, "loss_scale_factor": DIVISOR} if is_global else {}
+        step_counts = {"batch_num_tokens": step_tokens, "global_batch_size": step_samples, "dp_size": dp_size}
+        return {**step_counts, "loss_scale_factor": DIVISOR} if is_global else {}
 
     def aggregated(mode: str) -> Any:
         return lambda losses, mask, step_tokens, step_samples, dp_size: own.agg_loss(
@@ -175,8 +175,8 @@ def _verl(folder: Path, version: str) -> Iterator[tuple[str, Own]]:
 
     for name in known:
         if f"compute_policy_loss_{name}" in losses:
-            of_log_probs = LossCall(takes="log_probs", microbatches=call.microbatches)
-            yield name, Own(of_log_probs, _always(policy(name)))
+            log_prob_call = LossCall(takes="log_probs", microbatches=call.microbatches)
+            yield name, Own(log_prob_call, _always(policy(name)))
         else:
             yield name, Own(call, _always(aggregated(name)))
 
@@ -461,16 +461,16 @@ def _prime_rl(folder: Path, version: str) -> Iterator[tuple[str, Own]]:
     )  # fmt: skip
     config = SimpleNamespace(dppo_mask_high=0.2, dppo_mask_low=0.2, ipo_threshold=0.1, adv_tau=1.0, kl_tau=1e-3)
 
-    for name, of_name in losses.items():
+    for name, own_name in losses.items():
 
         def loss(
             log_probs: list[Tensor], masks: list[Tensor], old_log_probs: list[Tensor], advantages: list[Tensor],
-            step_tokens: Any, of_name: str = of_name,
+            step_tokens: Any, own_name: str = own_name,
         ) -> Any:  # fmt: skip
             rows = log_probs, old_log_probs, None, advantages, [mask.bool() for mask in masks]
             scales = {"rl_scale": int(step_tokens), "ce_scale": 1, "ref_kl_scale": 1}
-            of_sample: Any = lambda inputs: getattr(own, of_name)(inputs, config)  # noqa: E731
-            return own.compute_loss(*rows, None, None, None, rl_loss_fn=of_sample, **scales)[0]
+            sample_loss: Any = lambda inputs: getattr(own, own_name)(inputs, config)  # noqa: E731
+            return own.compute_loss(*rows, None, None, None, rl_loss_fn=sample_loss, **scales)[0]
 
         yield name, Own(LossCall(takes="log_probs", rows="lists", dp="sum"), _always(loss))
 
@@ -485,11 +485,11 @@ def _nemo_rl(folder: Path, version: str) -> Iterator[tuple[str, Own]]:
     for name in _known("nemo_rl", version):
 
         def loss(losses: Tensor, mask: Tensor, step_tokens: Any, step_samples: int, name: str = name) -> Any:
-            of_batch = {"global_valid_toks": step_tokens, "global_valid_seqs": step_samples}
-            of_loss = {"self": SimpleNamespace(loss_type=name), "LossType": kinds, "masked_mean": masked_mean}
+            batch_counts = {"global_valid_toks": step_tokens, "global_valid_seqs": step_samples}
+            loss_settings = {"self": SimpleNamespace(loss_type=name), "LossType": kinds, "masked_mean": masked_mean}
             masks = {"mask": mask, "token_mask": mask, "sample_mask": torch.ones(len(mask))}
             values = {"clip_loss": losses, "importance_weights_to_use": torch.ones_like(losses)}
-            return reduce({**of_loss, **of_batch, **masks, **values})["actor_loss"]
+            return reduce({**loss_settings, **batch_counts, **masks, **values})["actor_loss"]
 
         yield name, Own(LossCall(dp="sum"), _always(loss))
 
@@ -508,13 +508,13 @@ def _open_instruct(folder: Path, version: str) -> Iterator[tuple[str, Own]]:
             masks = [[_padded(step)[_rows_at(step, rank, k)] for k in range(number)] for rank in range(step.dp_size)]
 
             def add_other_ranks(counts: Tensor, **_: Any) -> None:
-                counts.copy_(torch.tensor([[of_part.sum() for of_part in of_rank] for of_rank in masks]).sum(0))
+                counts.copy_(torch.tensor([[row.sum() for row in rank_masks] for rank_masks in masks]).sum(0))
 
             dist = SimpleNamespace(all_reduce=add_other_ranks, ReduceOp=SimpleNamespace(SUM=None))
             utils = cut_out(folder / "grpo_utils.py", ["calculate_token_counts"], dist=dist)
 
             def loss(losses: Tensor, mask: Tensor, dp_rank: int, microbatch: int) -> Any:
-                packed = [torch.cat([torch.zeros(1), of_part.flatten()])[None] for of_part in masks[dp_rank]]
+                packed = [torch.cat([torch.zeros(1), row.flatten()])[None] for row in masks[dp_rank]]
                 data = SimpleNamespace(response_masks=packed, query_responses=packed)
                 trainer = SimpleNamespace(args=SimpleNamespace(loss_denominator=denominator))
                 space = {"self": trainer, "grpo_utils": utils, "data_BT": data, "device": "cpu"}

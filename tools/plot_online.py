@@ -78,21 +78,21 @@ def plot(runs: list[dict[str, Any]], png: Path) -> None:
         """Draw the mean over seeds and their range."""
         color, dashes = STYLES[list(by_mode).index(mode) % len(STYLES)]
         steps = sorted(values)
-        of_steps = [list(values[step].values()) for step in steps]
-        axis.plot(steps, [sum(runs) / len(runs) for runs in of_steps], color=color, linestyle=dashes, label=mode)
+        step_values = [list(values[step].values()) for step in steps]
+        axis.plot(steps, [sum(runs) / len(runs) for runs in step_values], color=color, linestyle=dashes, label=mode)
         if len(seeds) > 1:
-            lowest, highest = (list(map(bound, of_steps)) for bound in (min, max))
+            lowest, highest = (list(map(bound, step_values)) for bound in (min, max))
             axis.fill_between(steps, lowest, highest, color=color, alpha=0.12, linewidth=0)
 
     for axis, (name, title) in zip(axes, PANELS.items(), strict=True):
-        for mode, of_mode in by_mode.items():
-            draw(axis, values_by_step(of_mode, name), mode)
+        for mode, mode_runs in by_mode.items():
+            draw(axis, values_by_step(mode_runs, name), mode)
         axis.set_title(title, fontsize=10)
         axis.set_ylim(bottom=0)
     # Warm starts differ more than modes do: what a mode changes is seen within one.
     reference = values_by_step(by_mode.get(REFERENCE, []), "held_out_reward")
-    for mode, of_mode in by_mode.items() if reference and len(by_mode) > 1 else ():
-        values = values_by_step(of_mode, "held_out_reward")
+    for mode, mode_runs in by_mode.items() if reference and len(by_mode) > 1 else ():
+        values = values_by_step(mode_runs, "held_out_reward")
         draw(
             last,
             {step: {k: numbers[k] - reference[step][k] for k in numbers} for step, numbers in values.items()},

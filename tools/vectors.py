@@ -50,13 +50,13 @@ def step_of(seed: int) -> dict[str, Any]:
         modes[mode] = {}
         for units in oracle.BY_MASKS:
             if mode in oracle.BY_IDS:
-                of_tokens = [["" if turn < 0 else turn for turn in row] for row in turns]
-                weights = oracle.weights_by_ids(mode, [sample.mask for sample in samples], sessions, of_tokens, units)
+                token_turns = [["" if turn < 0 else turn for turn in row] for row in turns]
+                weights = oracle.weights_by_ids(mode, [sample.mask for sample in samples], sessions, token_turns, units)
             else:
                 divisor = oracle.divisor_of(mode, DIVISOR, optional=True)
                 weights = oracle.step_weights(mode, samples, divisor, units)
             pairs = zip(weights, losses, strict=True)
-            value = sum(w * loss for row, of_row in pairs for w, loss in zip(row, of_row, strict=True))
+            value = sum(w * loss for row, row_weights in pairs for w, loss in zip(row, row_weights, strict=True))
             modes[mode][units] = {"value": value, "weights": weights}
     return {
         "masks": masks,

@@ -35,11 +35,11 @@ class RowAttention(MegatronModule):  # type: ignore[misc]
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *unused: Any, **keywords: Any) -> Tensor:
         """`query` [local positions, rows, heads, channels] and its keys and values -> [.., rows, heads * channels]."""
         if InferenceMode.is_active():
-            of_keys = torch.arange(key.size(0), device=key.device)
-            of_queries = of_keys[-query.size(0) :]
+            key_places = torch.arange(key.size(0), device=key.device)
+            query_places = key_places[-query.size(0) :]
         else:
-            key, value, of_keys, of_queries = self._gathered(key, value)
-        visible = of_queries[:, None] >= of_keys
+            key, value, key_places, query_places = self._gathered(key, value)
+        visible = query_places[:, None] >= key_places
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         output = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=self.scale)
         return output.permute(2, 0, 1, 3).reshape(*query.shape[:2], -1)

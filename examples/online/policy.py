@@ -85,15 +85,15 @@ def log_probs_of(model: Any, rows: Rows, local: Callable[[Tensor], Tensor]) -> T
     if rows.teacher_ids is None:
         return -model(tokens, position_ids, None, labels=labels)
     ids = torch.cat([labels[..., None], rows.teacher_ids], dim=-1)
-    of_teacher = torch.cat([torch.zeros_like(ids[..., :1]), torch.ones_like(rows.teacher_ids)], dim=-1) > 0
-    rest = Tokens(rest_without=of_teacher)
+    teacher_ids = torch.cat([torch.zeros_like(ids[..., :1]), torch.ones_like(rows.teacher_ids)], dim=-1) > 0
+    rest = Tokens(rest_without=teacher_ids)
     return OutputHead()(model, tokens, position_ids, None, labels=ids, context=rest)[0]
 
 
 def cut(policy: Policy, rows: Rows) -> Callable[[Tensor], Tensor]:
     """Cut a tensor of these rows for this context-parallel rank, as a micro-batch does."""
-    of_rank = rows.samples.local(policy.groups.cp.rank(), policy.groups.cp.size())
-    return lambda values: of_rank.of(values.flatten(0, 1)).unflatten(0, (len(values), -1))
+    own = rows.samples.local(policy.groups.cp.rank(), policy.groups.cp.size())
+    return lambda values: own.of(values.flatten(0, 1)).unflatten(0, (len(values), -1))
 
 
 @torch.no_grad()

@@ -37,7 +37,7 @@ def zero_variance_groups(rollouts: Sequence[Rollout]) -> int:
     rewards: dict[int | str, set[float]] = {}
     for rollout in rollouts:
         rewards.setdefault(rollout.prompt_id, set()).add(rollout.reward)
-    return sum(len(of_group) == 1 for of_group in rewards.values())
+    return sum(len(prompt_rewards) == 1 for prompt_rewards in rewards.values())
 
 
 class Report(AbstractContextManager["Report"]):

@@ -80,16 +80,16 @@ def sample(model: Any, prompts: Tensor, uniforms: Tensor, *, tp_group: Any) -> R
             logits = model(fed, positions, None, inference_context=cache, runtime_gather_output=True)
             cache.increment_sequence_len_offset(fed.size(1))
             position += fed.size(1)
-            of_all = logits[:, -1].float().log_softmax(-1)
-            probabilities = of_all.exp()
+            all_log_probs = logits[:, -1].float().log_softmax(-1)
+            probabilities = all_log_probs.exp()
             below = probabilities.cumsum(-1) <= uniforms[:, step, None]
             # The sum of all may round to less than the number drawn.
-            token = below.sum(-1).clamp(max=of_all.size(-1) - 1)
+            token = below.sum(-1).clamp(max=all_log_probs.size(-1) - 1)
             if tp_group.size() > 1:
                 dist.broadcast(token, src=first_of_tp, group=tp_group)
             tokens[:, step] = torch.where(going_on, token, END)
-            log_probs[:, step] = of_all.gather(-1, token[:, None])[:, 0]
-            entropies[:, step] = -(probabilities * of_all).sum(-1)
+            log_probs[:, step] = all_log_probs.gather(-1, token[:, None])[:, 0]
+            entropies[:, step] = -(probabilities * all_log_probs).sum(-1)
             ends = going_on & (token == END)
             lengths[ends] = step + 1
             going_on &= ~ends

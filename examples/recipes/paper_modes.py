@@ -61,6 +61,6 @@ def rollout_mean_of_turns(step: ModeInputs) -> Any:
 
     ``labels={"turns": [...]}``: the number of each token's turn, from 0 on; a turn lies in one sample.
     """
-    turns, of_rollout = step.label("turns"), step.sum("active") * step.units("rollout")
-    rows = zip(_tokens_of_turns(step.batch), turns, of_rollout, strict=True)
+    turns, rollout_tokens = step.label("turns"), step.sum("active") * step.units("rollout")
+    rows = zip(_tokens_of_turns(step.batch), turns, rollout_tokens, strict=True)
     return [1 / (tokens[turns] * number) for tokens, turns, number in rows]

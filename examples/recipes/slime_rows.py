@@ -21,7 +21,7 @@ def rewards(args: Any, samples: list[Any]) -> tuple[list[float], list[float]]:
     number = {session: i for i, session in enumerate(dict.fromkeys(sessions))}
     steps = [number[session] // args.global_batch_size for session in sessions]
     for step in set(steps):  # slime's optimizer steps, of so many sessions each
-        rows = [i for i, of_row in enumerate(steps) if of_row == step]
+        rows = [i for i, row_step in enumerate(steps) if row_step == step]
         ids = {"session": [sessions[i] for i in rows]}
         whole = Samples([masks[i] for i in rows], prompt_ids=[prompts[i] for i in rows], ids=ids)  # on every rank
         for i, weights in zip(rows, weights_column(MODE, whole, dp_group=None), strict=True):

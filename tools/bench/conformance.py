@@ -40,12 +40,14 @@ def ours(mode: str, divisor: float | None, name: str, settings: dict[str, Any]) 
     def loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, response_mask: Tensor) -> Tensor:
         samples = Samples(list(response_mask.double()))
         reducer = make_pg_loss_reducer(mode, samples, totals=StepTotals.of(samples), divisor=divisor)
-        of_tokens = advantages.repeat_interleave(logprobs.shape[1])
+        token_advantages = advantages.repeat_interleave(logprobs.shape[1])
         if name == "gspo":
             now, old = logprobs.flatten() - 10, old_logprobs.flatten() - 10
-            return reducer(policy_loss(name, now, old, of_tokens, samples.local(0, 1), **settings).per_token_loss)
+            return reducer(
+                policy_loss(name, now, old, token_advantages, samples.local(0, 1), **settings).per_token_loss
+            )
         formula = formula_of(name, dtype=torch.float64, **settings)
-        return reducer(formula(logprobs.flatten(), old_logprobs.flatten(), of_tokens))
+        return reducer(formula(logprobs.flatten(), old_logprobs.flatten(), token_advantages))
 
     return loss
 

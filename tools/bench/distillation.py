@@ -90,11 +90,11 @@ def naive_whole(x: Inputs) -> Tensor:
     return (teacher.exp() * (teacher - student)).sum()
 
 
-def of_verl(module: Any, x: Inputs) -> Tensor:
+def verl_loss(module: Any, x: Inputs) -> Tensor:
     return module._VocabParallelKLDivergence.apply(x.logits()[None], x.log_probs[None], x.ids[None], None)[0].sum()
 
 
-def of_nemo_rl(utils: Any, losses: Any, x: Inputs) -> Tensor:
+def nemo_rl_loss(utils: Any, losses: Any, x: Inputs) -> Tensor:
     cfg = SimpleNamespace(kl_type="forward", mixed_kl_weight=0.5, zero_outside_topk=True)
     teacher, ids = x.log_probs[None], x.ids[None]
     both = utils.get_distillation_topk_logprobs_from_logits(
@@ -104,7 +104,7 @@ def of_nemo_rl(utils: Any, losses: Any, x: Inputs) -> Tensor:
     return losses.DistillationLossFn(cfg)(*both, data, None, x.mask[0])[0]
 
 
-def of_ms_swift(gkd: Any, utils: Any, vocabulary: Any, whole: bool, x: Inputs) -> Tensor:
+def ms_swift_loss(gkd: Any, utils: Any, vocabulary: Any, whole: bool, x: Inputs) -> Tensor:
     kinds = (
         {"full_logits": x.taught()[None]}
         if whole
@@ -115,11 +115,11 @@ def of_ms_swift(gkd: Any, utils: Any, vocabulary: Any, whole: bool, x: Inputs) -
     return gkd.gkd_loss(x.logits()[None], gkd.TeacherOutput(**kinds), labels, 0.0, 1.0, *functions)[0]
 
 
-def of_trl(module: Any, x: Inputs) -> Tensor:
+def trl_loss(module: Any, x: Inputs) -> Tensor:
     return module.GKDTrainer.generalized_jsd_loss(x.logits(), x.taught(), beta=0.0, reduction="sum")
 
 
-def of_liger(module: Any, chunk_tokens: int, x: Inputs) -> Tensor:
+def liger_loss(module: Any, chunk_tokens: int, x: Inputs) -> Tensor:
     loss = module.LigerFusedLinearJSDLoss(
         weight_hard_loss=0.0, weight_soft_loss=1.0, beta=0.0, compiled=False, chunk_size=chunk_tokens
     )
@@ -170,16 +170,16 @@ def ways(args: argparse.Namespace) -> dict[str, dict[str, Way]]:
     ways_by_table: dict[str, dict[str, Way]] = {"top-k": {"naive": naive_top_k}, "whole": {"naive": naive_whole}}
     if args.liger:
         module = load_apart(LIGER, args.liger / "src", "liger_kernel.chunked_loss.jsd_loss")
-        ways_by_table["whole"]["Liger"] = partial(of_liger, module, args.chunk_tokens)
+        ways_by_table["whole"]["Liger"] = partial(liger_loss, module, args.chunk_tokens)
     if args.trl:
-        ways_by_table["whole"]["TRL"] = partial(of_trl, load_apart(TRL, args.trl, "trl.experimental.gkd.gkd_trainer"))
+        ways_by_table["whole"]["TRL"] = partial(trl_loss, load_apart(TRL, args.trl, "trl.experimental.gkd.gkd_trainer"))
     if args.verl:
         ways_by_table["top-k"]["verl"] = partial(
-            of_verl, *load(VERL, str(args.verl), "verl.trainer.distillation.megatron.losses")
+            verl_loss, *load(VERL, str(args.verl), "verl.trainer.distillation.megatron.losses")
         )
     if args.nemo_rl:
         names = "nemo_rl.distributed.model_utils", "nemo_rl.algorithms.loss.loss_functions"
-        ways_by_table["top-k"]["NeMo-RL"] = partial(of_nemo_rl, *load(NEMO_RL, str(args.nemo_rl), *names))
+        ways_by_table["top-k"]["NeMo-RL"] = partial(nemo_rl_loss, *load(NEMO_RL, str(args.nemo_rl), *names))
     if args.ms_swift:
         trainers = "swift.megatron.trainers"
         gkd, utils, vocabulary = load(
@@ -190,7 +190,7 @@ def ways(args: argparse.Namespace) -> dict[str, dict[str, Way]]:
             f"{trainers}.vocab_parallel_utils",
         )
         for table, ways_of_table in ways_by_table.items():
-            ways_of_table["ms-swift"] = partial(of_ms_swift, gkd, utils, vocabulary, table == "whole")
+            ways_of_table["ms-swift"] = partial(ms_swift_loss, gkd, utils, vocabulary, table == "whole")
     for table, two_passes, one_pass in (
         ("top-k", ours_top_k, ours_top_k_in_one),
         ("whole", ours_whole, ours_whole_in_one),
@@ -280,8 +280,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group(BACKENDS[args.device], init_method=f"file://{folder}/store", rank=0, world_size=1)
         parallel_state.initialize_model_parallel()
-        of_tables, sizes = ways(args), [Size.parse(text) for text in args.sizes]
-        tables = {name: [row for size in sizes for row in rows(size, of_tables[name], args)] for name in args.tables}
+        ways_by_table, sizes = ways(args), [Size.parse(text) for text in args.sizes]
+        tables = {
+            name: [row for size in sizes for row in rows(size, ways_by_table[name], args)] for name in args.tables
+        }
         dist.destroy_process_group()
     commits = {name: commit_of(root) for name in PEERS if (root := getattr(args, name))}
     publish("distillation", args, tables, chunk_tokens=args.chunk_tokens, hidden=args.hidden, k=args.k, **commits)

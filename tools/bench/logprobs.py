@@ -247,14 +247,14 @@ def hidden_passes(
 
 def products(hidden: Tensor, weight: Tensor, chunk_tokens: int) -> list[Tensor]:
     """The matrix products of two passes."""
-    of_weight = WeightGradient(torch.zeros_like(weight, dtype=torch.float32))
-    of_hidden = torch.empty_like(hidden)
-    for chunk, into in zip(hidden.split(chunk_tokens), of_hidden.split(chunk_tokens), strict=True):
+    weight_gradient = WeightGradient(torch.zeros_like(weight, dtype=torch.float32))
+    hidden_gradient = torch.empty_like(hidden)
+    for chunk, into in zip(hidden.split(chunk_tokens), hidden_gradient.split(chunk_tokens), strict=True):
         for _ in range(2):
             logits = chunk @ weight.t()
-        of_weight.add_product(logits, chunk)
+        weight_gradient.add_product(logits, chunk)
         torch.mm(logits, weight, out=into)
-    return [of_hidden, of_weight.total]
+    return [hidden_gradient, weight_gradient.total]
 
 
 def our_kernels(args: argparse.Namespace) -> dict[str | None, str]:

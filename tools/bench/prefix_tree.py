@@ -107,8 +107,8 @@ def building(repeats: int, areal: str | None) -> list[str]:
         ours = least(partial(PrefixTree, list(batch)), repeats)
         line = f"| {number} x {length:,} | {ours:.3f} s |"
         if theirs is not None:
-            of_areal = least(partial(theirs, batch), 1)
-            line += f" {of_areal:.1f} s | {ours / of_areal:.4f} |"
+            areal_seconds = least(partial(theirs, batch), 1)
+            line += f" {areal_seconds:.1f} s | {ours / areal_seconds:.4f} |"
         lines.append(line)
     return lines
 
@@ -153,11 +153,11 @@ def main() -> None:
     print("| samples | tokens | slots | fewer | seconds, rows | tree | faster | largest difference |")
     print("|---|---|---|---|---|---|---|---|")
     for name, rows in scenes().items():
-        tree, of_rows, of_tree, difference = compare(rows, settings.repeats)
-        fewer, faster = tree.total_tokens / tree.num_slots, of_rows / of_tree
+        tree, row_seconds, tree_seconds, difference = compare(rows, settings.repeats)
+        fewer, faster = tree.total_tokens / tree.num_slots, row_seconds / tree_seconds
         print(
-            f"| {name} | {tree.total_tokens:,} | {tree.num_slots:,} | {fewer:.1f} | {of_rows:.2f} | {of_tree:.2f} | "
-            f"{faster:.1f} | {difference:.0e} |",
+            f"| {name} | {tree.total_tokens:,} | {tree.num_slots:,} | {fewer:.1f} | {row_seconds:.2f} | {tree_seconds:.2f}"
+            f" | {faster:.1f} | {difference:.0e} |",
             flush=True,
         )
     print("\n| rows | PrefixTree |" + (" AReaL's own | ratio |" if settings.areal else ""))

@@ -61,7 +61,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     sizes = options.layers, options.width, options.microbatches, options.rounds
-    slowest = max(on_ranks(options.ranks, "cpu", measure, *sizes), key=lambda of_rank: of_rank["seconds"]["measured"])
+    slowest = max(on_ranks(options.ranks, "cpu", measure, *sizes), key=lambda row: row["seconds"]["measured"])
     seconds, count, entries = slowest["seconds"], slowest["parameters"], slowest["entries"]
     row = {
         "parameters": count,

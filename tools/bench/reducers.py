@@ -34,7 +34,7 @@ from timing import Others, flags, keep_freed_memory, peers, publish, take_turns
 from torch import Tensor
 
 from megatron_rl_loss import Samples, StepTotals, ZigzagResponse, make_pg_loss_reducer
-from megatron_rl_loss.core import samples as of_samples
+from megatron_rl_loss.core import samples as samples_module
 from megatron_rl_loss.core import totals_by_hand
 
 PARTS = ("whole", "build", "fwd+bwd")
@@ -155,8 +155,8 @@ def measure(case: Case, modules: dict[str, tuple[Any, Any]], place: SimpleNamesp
 PARTS_OF_STEP: tuple[tuple[str, Any, str], ...] = (
     ("layout", ZigzagResponse, "__init__"),
     ("samples", Samples, "__init__"),
-    ("of these, types and shapes of masks", of_samples, "check_masks"),
-    ("of these, entries of masks", of_samples, "is_sound"),
+    ("of these, types and shapes of masks", samples_module, "check_masks"),
+    ("of these, entries of masks", samples_module, "is_sound"),
     ("cut over CP", Samples, "local"),
     ("weights", totals_by_hand, "WeightedSum"),
     ("totals cover the samples", totals_by_hand, "_check_covers"),

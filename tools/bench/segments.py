@@ -50,13 +50,13 @@ class Data:
         terms = [(p[0] - p[1]).double() * mask for p, mask in zip(whole, self.masks, strict=True)]
         lengths = torch.stack([mask.sum() for mask in self.masks]).double()
         means = torch.stack([term.sum() for term in terms]) / lengths
-        of_sample = means * length / lengths
+        slopes = means * length / lengths
         up_to = [term.cumsum(0) * mask for term, mask in zip(terms, self.masks, strict=True)]
         behind = [sums.flip(0).cumsum(0).flip(0) * mask for sums, mask in zip(up_to, self.masks, strict=True)]
         index, mask = torch.from_numpy(self.local.sample_index), torch.from_numpy(self.local.mask).double()
         #: By whether it is a scan: the right result, and by each log-prob the slope of the sum of its squares / 2.
         self.right = {
-            False: (means[index].cpu(), of_sample[index].cpu() * mask),
+            False: (means[index].cpu(), slopes[index].cpu() * mask),
             True: tuple(self.local.of(torch.cat(parts).cpu()) for parts in (up_to, behind)),
         }
 
@@ -128,7 +128,7 @@ def measure(rank: int, args: argparse.Namespace) -> list[dict[str, list[tuple[fl
 def table(args: argparse.Namespace, ranks: Sequence[Any]) -> list[dict[str, Any]]:
     rows = []
     for k, (sequences, length) in enumerate(args.cases):
-        turns = {name: zip(*(of_rank[k][name] for of_rank in ranks), strict=True) for name in ranks[0][k]}
+        turns = {name: zip(*(row[k][name] for row in ranks), strict=True) for name in ranks[0][k]}
         fastest = {name: min(max(ms for ms, *_ in turn) for turn in of) for name, of in turns.items()}
         for name, ms in fastest.items():
             _, calls, sent = ranks[0][k][name][0]

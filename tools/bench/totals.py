@@ -71,12 +71,12 @@ def time_case(
 
 
 def row(ranks: int, case: Case, by_rank: Sequence[Sequence[Any]]) -> dict[str, Any]:
-    sent = max(of_rank[2] for of_rank in by_rank)
+    sent = max(row[2] for row in by_rank)
     return {
         "DP": ranks,
         "samples a rank": case[1],
         "ids": "rollouts and prompts" if case[0] else "none",
-        "ms": max(of_rank[0] for of_rank in by_rank),
+        "ms": max(row[0] for row in by_rank),
         "collectives": by_rank[0][1],
         "bytes sent": sent,
         "bytes received": sent * ranks,
