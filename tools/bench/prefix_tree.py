@@ -156,8 +156,8 @@ def main() -> None:
         tree, row_seconds, tree_seconds, difference = compare(rows, settings.repeats)
         fewer, faster = tree.total_tokens / tree.num_slots, row_seconds / tree_seconds
         print(
-            f"| {name} | {tree.total_tokens:,} | {tree.num_slots:,} | {fewer:.1f} | {row_seconds:.2f} | {tree_seconds:.2f}"
-            f" | {faster:.1f} | {difference:.0e} |",
+            f"| {name} | {tree.total_tokens:,} | {tree.num_slots:,} | {fewer:.1f} | {row_seconds:.2f} | "
+            f"{tree_seconds:.2f} | {faster:.1f} | {difference:.0e} |",
             flush=True,
         )
     print("\n| rows | PrefixTree |" + (" AReaL's own | ratio |" if settings.areal else ""))
