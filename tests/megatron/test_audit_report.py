@@ -14,7 +14,7 @@ import torch
 from counted_steps import measured, ragged
 from published import exact
 
-from megatron_rl_loss import Samples, ZigzagTHD
+from megatron_rl_loss import Audit, Samples, ZigzagTHD
 from megatron_rl_loss.audit.assembly import portable
 from megatron_rl_loss.audit.judge import expected_weights, judge
 from megatron_rl_loss.audit.launch import add_audit_options, report
@@ -260,6 +260,16 @@ def test_a_function_that_stayed_behind_is_no_other_mode(tmp_path: Path, monkeypa
     text, status = report(options_of("--plot", str(out)), audit_of({"pg": None}, expected=own))
     assert text.endswith(f"--plot {out}: there is no verdict, so no weight is known. Mend what the verdict names.")
     assert (status, out.exists()) == (2, False)
+
+
+def test_the_measured_step_is_drawn(tmp_path: Path) -> None:
+    """On the first rank, which has it; another one draws nothing."""
+    step = step_of(sent(losses_of(torch.tensor([1, 1, 1, 1]) / 4)))
+    audit: Any = SimpleNamespace(measured=step)
+    Audit.plot(audit, tmp_path / "step.html", expected="sample_mean", title="Mine")
+    assert all(text in (tmp_path / "step.html").read_text() for text in ("Mine", "0.25"))
+    Audit.plot(SimpleNamespace(measured=None), tmp_path / "other.html")  # type: ignore[arg-type]
+    assert not (tmp_path / "other.html").exists()
 
 
 def test_verdicts_are_written_as_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
