@@ -308,11 +308,11 @@ def count_step(num_samples: int, num_microbatches: int) -> dict[str, Any]:
 
     seen = Launches(staged)
     step("meta")
-    of_passes = {"plan": dict(calls), "launches": len(seen.names), "copies": dict(seen.kinds), "reads": seen.reads}
+    pass_counts = {"plan": dict(calls), "launches": len(seen.names), "copies": dict(seen.kinds), "reads": seen.reads}
     plan = step("cpu")
     calls.clear()
     plan.finish()
-    return of_passes | {"finish": dict(calls)}
+    return pass_counts | {"finish": dict(calls)}
 
 
 COLLECTIVES = (
@@ -324,8 +324,8 @@ COLLECTIVES = (
 def test_what_a_small_step_costs_is_what_a_large_one_costs() -> None:
     """Launches, copies and their kind, collectives, reads back: by the number of micro-batches alone."""
     sizes = (1, 1), (48, 1), (1, 4)
-    (small, of_other), (large, _), (several, _) = (run_ranks(2, count_step, *size) for size in sizes)
-    assert small == of_other == large
+    (small, other), (large, _), (several, _) = (run_ranks(2, count_step, *size) for size in sizes)
+    assert small == other == large
     assert small["plan"] == {"all_gather_single": 1}
     assert small["finish"] == {"all_reduce": 2}  # what ranks noted, and the sums of the report
     assert small["copies"] == {"staged": 1}

@@ -79,10 +79,12 @@ def test_the_sampler_agrees_with_a_whole_forward_pass(alone: dict[str, Any]) -> 
     seen = 0
     for row, length in enumerate(alone["lengths"]):
         for t in range(length):
-            token, of_all = alone["tokens"][row, t], expected[row, t]
-            assert abs(alone["log_probs"][row, t] - of_all[token]) < error
-            assert abs(alone["entropies"][row, t] + (np.exp(of_all) * of_all).sum()) < error * len(VOCABULARY)
-            reached = np.exp(of_all).cumsum()
+            token, all_log_probs = alone["tokens"][row, t], expected[row, t]
+            assert abs(alone["log_probs"][row, t] - all_log_probs[token]) < error
+            assert abs(alone["entropies"][row, t] + (np.exp(all_log_probs) * all_log_probs).sum()) < error * len(
+                VOCABULARY
+            )
+            reached = np.exp(all_log_probs).cumsum()
             below = reached[token - 1] if token else 0.0
             assert below - error <= float(uniforms[row, t]) <= reached[token] + error
             seen += 1

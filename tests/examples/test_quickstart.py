@@ -17,8 +17,8 @@ PRINTED = 0.5e-5 + 3e-7  # five digits are printed of a float32 sum of 11 terms 
 def gradient_of(weights: list[list[float]], responses: list[list[int]], advantages: list[float]) -> list[float]:
     """Of three equal logits: a token of weight w adds -w A (1 at its own logit, less 1/3 at each)."""
     gradient = [0.0, 0.0, 0.0]
-    for of_row, tokens, advantage in zip(weights, responses, advantages, strict=True):
-        for weight, token in zip(of_row, tokens, strict=True):
+    for row_weights, tokens, advantage in zip(weights, responses, advantages, strict=True):
+        for weight, token in zip(row_weights, tokens, strict=True):
             for k in range(3):
                 gradient[k] -= weight * advantage * ((k == token) - 1 / 3)
     return gradient

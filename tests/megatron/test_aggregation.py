@@ -159,13 +159,13 @@ def expected_loss(ask: Ask) -> tuple[Tensor, Numbers]:
     numbers, loss, scale = {}, torch.zeros((), dtype=torch.float64), 0.0
     for name, (of, own, coef, mask) in ask.terms.items():
         mode = own or DECLARED.get(name, ask.mode)
-        of_term = [
+        term_samples = [
             replace(sample, losses=of(part), mask=CORRECT[i] if mask else sample.mask)
             for i, (sample, part) in enumerate(zip(SAMPLES, parts, strict=True))
         ]
-        term = loss_by(mode, of_term, ask.units)
+        term = loss_by(mode, term_samples, ask.units)
         absolute = loss_by(
-            mode, [replace(sample, losses=sample.losses.detach().abs()) for sample in of_term], ask.units
+            mode, [replace(sample, losses=sample.losses.detach().abs()) for sample in term_samples], ask.units
         )
         loss, scale = loss + coef * term, scale + abs(coef) * float(absolute)
         numbers[name] = float(term.detach()), float(absolute)
@@ -204,9 +204,9 @@ def expected_metrics() -> Numbers:
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name == QUICK else slow) for name in CASES])
 def test_gradient_loss_and_metrics_equal_the_oracle(name: str, record_property: Callable[[str, Any], None]) -> None:
     worst = 0.0
-    of_sums = 4 * oracle.sum_error(oracle.num_tokens(SAMPLES))  # moments are float32 sums, two are subtracted
-    for of_rank in run_ranks(4, steps_on, name):
-        for ask, (gradient, logged) in zip(ASKS, of_rank, strict=True):
+    moment_error = 4 * oracle.sum_error(oracle.num_tokens(SAMPLES))  # moments are float32 sums, two are subtracted
+    for rank_steps in run_ranks(4, steps_on, name):
+        for ask, (gradient, logged) in zip(ASKS, rank_steps, strict=True):
             right, numbers = expected_loss(ask)
             numbers |= expected_metrics()
             # Values are float32 functions of the table, their gradients a product or two more, and six are added up.
@@ -215,7 +215,7 @@ def test_gradient_loss_and_metrics_equal_the_oracle(name: str, record_property: 
             assert logged.keys() == numbers.keys()
             assert next(iter(logged)) == ("loss" if ask.several else "pg_loss")
             for number, (value, scale) in numbers.items():
-                assert abs(logged[number] - value) < of_sums * scale, (ask, number)
+                assert abs(logged[number] - value) < moment_error * scale, (ask, number)
     record_property("aggregation_error", worst)
     assert worst < oracle.EXACT
 

@@ -85,7 +85,7 @@ def visited(layout: Layout) -> dict[Ask, list[Outcome]]:
     asks = [in_layout(layout, ask) for ask in [*ASKS, *FURTHER.get(layout, [])]]
     rollouts = {shape: gpt_oracle.rollouts_of(shape) for shape in {ask.case.shape(layout) for ask in asks}}
     by_rank = run_ranks(layout.world_size, functools.partial(run_steps, layout, asks, rollouts))
-    return {ask: [of_rank[k] for of_rank in by_rank] for k, ask in enumerate(asks)}
+    return {ask: [rank_steps[k] for rank_steps in by_rank] for k, ask in enumerate(asks)}
 
 
 def outcomes(layout: Layout, ask: Ask) -> list[Outcome]:

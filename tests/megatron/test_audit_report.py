@@ -43,11 +43,11 @@ def by_kind(inputs: Any) -> Any:
 
 def sent(*tapped: Any, factor: float = 1.0, samples: Samples | None = None, term: str = "pg") -> FromRank:
     """What a rank sends, whose micro-batches were tapped so, after a journey."""
-    of_rank = FromRank(StepState(stages={0: Stage(Factor(factor, 1e-8))}), num_microbatches=1)
+    rank_part = FromRank(StepState(stages={0: Stage(Factor(factor, 1e-8))}), num_microbatches=1)
     for number, losses in enumerate(tapped):
         own = samples or losses.samples or Samples([FOUR])
-        of_rank.add(term, losses, own, 1, None, dp_rank=0, microbatch=number, cp_rank=0)
-    arrived: FromRank = pickle.loads(pickle.dumps(of_rank))
+        rank_part.add(term, losses, own, 1, None, dp_rank=0, microbatch=number, cp_rank=0)
+    arrived: FromRank = pickle.loads(pickle.dumps(rank_part))
     return arrived
 
 
@@ -89,19 +89,19 @@ def share(off: float = 0.0, unseen: str = "") -> Tap:
 
 def test_a_reducer_that_sends_other_gradients_than_its_weights_is_told() -> None:
     """The share weighs what it should; the tokens get twice that."""
-    of_rank = FromRank(StepState(stages={0: Stage(Factor(1.0, 1e-8))}), num_microbatches=1)
+    rank_part = FromRank(StepState(stages={0: Stage(Factor(1.0, 1e-8))}), num_microbatches=1)
     for off, says in ((1e-7, ""), (1.0, "A reducer's backward pass does not send its weights")):
-        of_rank.terms, of_rank.state.findings = {}, []
-        of_rank.add("pg", share(off), Samples([FOUR]), 1, None, dp_rank=0, microbatch=0, cp_rank=0)
-        verdict = judge(step_of(of_rank), "token_mean")
+        rank_part.terms, rank_part.state.findings = {}, []
+        rank_part.add("pg", share(off), Samples([FOUR]), 1, None, dp_rank=0, microbatch=0, cp_rank=0)
+        verdict = judge(step_of(rank_part), "token_mean")
         assert verdict.sound == (not says)
         assert says in str(verdict)
 
 
 def test_what_a_tap_could_not_see_is_a_note() -> None:
-    of_rank = FromRank(StepState(stages={0: Stage(Factor(1.0, 1e-8))}), num_microbatches=1)
-    of_rank.add("pg", share(unseen="compiled"), Samples([FOUR]), 1, None, dp_rank=0, microbatch=0, cp_rank=0)
-    assert "measured from the share on (compiled)" in str(judge(step_of(of_rank), "token_mean"))
+    rank_part = FromRank(StepState(stages={0: Stage(Factor(1.0, 1e-8))}), num_microbatches=1)
+    rank_part.add("pg", share(unseen="compiled"), Samples([FOUR]), 1, None, dp_rank=0, microbatch=0, cp_rank=0)
+    assert "measured from the share on (compiled)" in str(judge(step_of(rank_part), "token_mean"))
     for gradient, is_said in ((0.25, False), (0.5, True)):
         verdict = judge(step_of(sent(losses_of(gradient, doubt="the engine clamps."))), "token_mean")
         assert verdict.sound == (not is_said)
@@ -120,9 +120,9 @@ def test_ids_of_samples_that_were_described_are_compared_with_the_taps() -> None
 
 
 def test_gradients_that_are_not_finite_are_told_with_their_place() -> None:
-    of_rank = sent(losses_of(), losses_of(torch.nan))
-    of_rank.limit("the factor is not known.")
-    (*_, why) = step_of(of_rank).unknown
+    rank_part = sent(losses_of(), losses_of(torch.nan))
+    rank_part.limit("the factor is not known.")
+    (*_, why) = step_of(rank_part).unknown
     assert why == "Gradients of losses are NaN or infinite at DP 0, micro-batch 1, CP 0."
     assert not step_of(sent(losses_of(torch.nan))).unknown  # the verdict shows where
 
@@ -173,11 +173,11 @@ def test_samples_travel_with_what_a_mode_reads_and_nothing_else() -> None:
 def test_a_terms_own_function_is_sent_where_it_can_be(mode: Any) -> None:
     """On another rank than that which prints; a lambda stays behind."""
     losses = losses_of(torch.tensor([1, 1, 3, 3]) / 8, samples=TWO_KINDS, aggregation=resolve(mode))
-    of_rank = sent(losses)
-    (part,) = of_rank.terms["pg"]
+    rank_part = sent(losses)
+    (part,) = rank_part.terms["pg"]
     assert (part.aggregation is None) == (mode is not by_kind)
-    assert judge(step_of(of_rank), resolve(mode)).sound
-    assert not judge(step_of(of_rank), "token_mean").sound
+    assert judge(step_of(rank_part), resolve(mode)).sound
+    assert not judge(step_of(rank_part), "token_mean").sound
 
 
 # ---- which mode a term is judged by

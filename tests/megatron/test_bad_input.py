@@ -159,9 +159,9 @@ def on_ranks() -> dict[str, Verdict]:
     models = [table_model(weights.tolist(), per_token=per_token) for per_token in (False, True)]
     model = models[0]
     for row in STEP_ROWS:
-        of_row = with_kl if "terms" in row.options else right
+        row_loss = with_kl if "terms" in row.options else right
         bad, good = (
-            functools.partial(train, model, data_of(change), of_row, row.options) for change in (row.bad, row.good)
+            functools.partial(train, model, data_of(change), row_loss, row.options) for change in (row.bad, row.good)
         )
         verdicts[row.name] = verdict(bad, model, good, model)
     for row in CONFIG_ROWS:
@@ -173,13 +173,15 @@ def on_ranks() -> dict[str, Verdict]:
         for name, value in row.bad.items():
             if name not in ("wrapper", "average_in_collective"):
                 setattr(changed.config, name, value)
-        bad, good = (functools.partial(train, of_model, data_of(), right, row.options) for of_model in (changed, model))
+        bad, good = (
+            functools.partial(train, own_model, data_of(), right, row.options) for own_model in (changed, model)
+        )
         verdicts[row.name] = verdict(bad, changed, good, model)
     for number, row in enumerate(LOSS_ROWS):
-        of_carrier, settings = models[number % 2], {"mode": "token_mean"}
-        bad = functools.partial(train, of_carrier, data_of(), row.bad, settings, **row.options)
-        good = functools.partial(train, of_carrier, data_of(), row.good or right, settings)
-        verdicts[row.name] = verdict(bad, of_carrier, good, of_carrier)
+        carrier_model, settings = models[number % 2], {"mode": "token_mean"}
+        bad = functools.partial(train, carrier_model, data_of(), row.bad, settings, **row.options)
+        good = functools.partial(train, carrier_model, data_of(), row.good or right, settings)
+        verdicts[row.name] = verdict(bad, carrier_model, good, carrier_model)
         if row.covers == HANDED_OUT:
             evaluated = outcome_of(functools.partial(bad, forward_only=True))
             assert evaluated == verdicts[row.name].outcome, evaluated

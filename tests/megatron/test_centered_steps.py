@@ -45,11 +45,11 @@ pytestmark = pytest.mark.slow
 
 def sampler_of(rollout: Rollout) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probs of the sampled tokens, [length]; ids and log-probs [length, K], of every third token K - 2."""
-    of_all = gpt_oracle.distributions_of(SAMPLER, gpt_oracle.weights_of(SAMPLER), rollout.tokens)
-    top = of_all.topk(K)
+    all_log_probs = gpt_oracle.distributions_of(SAMPLER, gpt_oracle.weights_of(SAMPLER), rollout.tokens)
+    top = all_log_probs.topk(K)
     log_probs = top.values.float()
     log_probs[::3, K - 2 :] = -torch.inf
-    sampled = of_all[torch.arange(len(rollout.tokens)), torch.tensor(rollout.labels)].float()
+    sampled = all_log_probs[torch.arange(len(rollout.tokens)), torch.tensor(rollout.labels)].float()
     return sampled, top.indices, log_probs
 
 
@@ -125,15 +125,15 @@ def expected(mode: str, *, centred: bool = True) -> dict[str, Tensor]:
     weights = {name: weight.requires_grad_() for name, weight in gpt_oracle.weights_of(SHAPE).items()}
     samples = list[oracle.Sample]()
     for rollout in gpt_oracle.rollouts_of(SHAPE):
-        of_all = gpt_oracle.distributions_of(SHAPE, weights, rollout.tokens)
+        all_log_probs = gpt_oracle.distributions_of(SHAPE, weights, rollout.tokens)
         advantages, old = (torch.tensor(values).double() for values in (rollout.advantages, rollout.old_log_probs))
         sampled, ids, log_q = sampler_of(rollout)
-        ratios = (of_all[torch.arange(len(rollout.tokens)), torch.tensor(rollout.labels)] - old).exp()
+        ratios = (all_log_probs[torch.arange(len(rollout.tokens)), torch.tensor(rollout.labels)] - old).exp()
         truncated = (torch.tensor(rollout.old_log_probs) - sampled).double().exp().clamp(max=HIGH)
         losses = -truncated * torch.minimum(ratios * advantages, ratios.clamp(0.8, 1.2) * advantages)
         rows = list[Tensor]()
         for t in range(len(rollout.tokens)):
-            there, log_p = log_q[t] > -torch.inf, of_all[t : t + 1]
+            there, log_p = log_q[t] > -torch.inf, all_log_probs[t : t + 1]
             q = modelled(log_q[t, there].double().exp()[None], ids[t, there][None], log_p.detach().exp())
             rows.append(mean_score(log_p, q, gate)[0])
         losses = losses + advantages * torch.stack(rows) * centred

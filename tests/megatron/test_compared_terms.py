@@ -87,8 +87,8 @@ def test_a_term_over_masked_tokens_proves_nothing_of_a_step_without_a_token() ->
     """As an entropy bonus over whole responses; the proof waits for a step with one."""
 
     def with_entropy(microbatch: Microbatch) -> Tensor:
-        of_responses = Samples([[1] * len(mask) for mask in microbatch.samples.loss_masks])
-        entropies = tap(losses_of(microbatch), "entropy", samples=of_responses, aggregation=resolve("token_mean"))
+        responses = Samples([[1] * len(mask) for mask in microbatch.samples.loss_masks])
+        entropies = tap(losses_of(microbatch), "entropy", samples=responses, aggregation=resolve("token_mean"))
         return microbatch.loss(losses_of(microbatch)) + entropies.sum() / 6
 
     masked = [Samples([[0, 0, 0]]), Samples([[0], [0, 0]])]
@@ -115,9 +115,9 @@ def test_of_several_losses_without_a_name_the_policy_loss_is_the_one_in_the_aske
 
 def test_larger_groups_than_were_generated_are_told() -> None:
     """Two samples of prompt a, where one was generated of each: a fault, or a doubt where prompts may come twice."""
-    for is_sure, of_kind in ((True, faults), (False, doubts)):
+    for is_sure, findings_of_kind in ((True, faults), (False, doubts)):
         _, comparison = compared(loss, mode="prompt_mean", promises=Promises(1, is_group_size_sure=is_sure))
-        assert "A prompt has 2 samples where 1 are generated: prompts share an id" in of_kind(comparison)[0]
+        assert "A prompt has 2 samples where 1 are generated: prompts share an id" in findings_of_kind(comparison)[0]
         assert len(faults(comparison)) == is_sure
 
 
@@ -141,14 +141,14 @@ def test_a_factor_is_told_with_its_place() -> None:
 
 
 def test_other_weights_are_told_with_the_token_that_is_furthest_off() -> None:
-    def of_own(microbatch: Microbatch) -> Tensor:
+    def own_loss(microbatch: Microbatch) -> Tensor:
         weights = microbatch.weights.clone()
         if len(weights) == 3 and len(microbatch.samples) == 2:  # the second micro-batch: the last token weighs thrice
             weights[2] *= 3
         losses = tap(losses_of(microbatch), samples=microbatch.samples)
         return (losses * weights).sum()
 
-    _, comparison = compared(of_own)
+    _, comparison = compared(own_loss)
     assert faults(comparison)[:1] == [
         f"{POLICY}: tokens weigh 1 to 3 times what they should; furthest off: token 1 of sample 1 of micro-batch 1 on "
         "DP 0, CP 0 (rank 0)."
@@ -194,11 +194,11 @@ def test_taps_of_further_terms() -> None:
          "its mode or coefficient differs between micro-batches, or is not known"),
     ):  # fmt: skip
 
-        def of_taps(microbatch: Microbatch, options: dict[str, Any] = options) -> Tensor:
+        def two_taps(microbatch: Microbatch, options: dict[str, Any] = options) -> Tensor:
             tapped = tap(losses_of(microbatch), "kl", samples=microbatch.samples, **options)
             return loss(microbatch) + (tapped * microbatch.weights).sum()
 
-        _, comparison = compared(of_taps)
+        _, comparison = compared(two_taps)
         assert (comparison.proved, gaps(comparison)) == ([POLICY], [f"kl ({reason})"])
 
 
@@ -281,8 +281,8 @@ def test_losses_that_are_divided_before_a_mode_that_averages(mode: Any, divides_
     def divided(microbatch: Microbatch) -> Tensor:
         log_probs = torch.full((len(microbatch.tokens),), -1.0, requires_grad=True) * 1.0
         policy = ppo_clip_loss(log_probs, log_probs.detach(), torch.ones(len(log_probs)), microbatch)
-        of_samples = torch.tensor([1.0, 3.0] if len(microbatch.samples) == 2 else [7.0])
-        sizes = of_samples.repeat_interleave(torch.tensor(microbatch.samples.mask_lengths))
+        sample_factors = torch.tensor([1.0, 3.0] if len(microbatch.samples) == 2 else [7.0])
+        sizes = sample_factors.repeat_interleave(torch.tensor(microbatch.samples.mask_lengths))
         return microbatch.loss(policy.per_token_loss / sizes)
 
     samples = [Samples([[1] * 7], prompt_ids=["a"]), Samples([[1], [1, 1, 1]], prompt_ids=["a", "b"])]

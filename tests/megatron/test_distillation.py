@@ -119,12 +119,12 @@ def gradients(rollouts: list[Rollout]) -> tuple[dict[str, int], list[Outcome]]:
     from recipes.distill import forward_step
 
     place, outcomes = place_in(start_layout(LAYOUT)), []
-    for mode, of_kl, is_hidden in SETTINGS:
+    for mode, kl_mode, is_hidden in SETTINGS:
         case = Case(2, mode, "all", "mean", False, "plain", False, False)
         ready, batches = prepared(LAYOUT, case, rollouts, "packed")
         packs = [pack_of(batch, list(batch._rollouts)) for batch in batches]
         aggregation = LossAggregation(
-            settings_of(case), lambda pack: pack["samples"], terms={"kl": of_kl}, term_masks=["taught"]
+            settings_of(case), lambda pack: pack["samples"], terms={"kl": kl_mode}, term_masks=["taught"]
         )
         step = from_hidden_states if is_hidden else forward_step
         run_batches(LAYOUT, ready, step, packs, aggregation.wrap_schedule)
@@ -133,24 +133,24 @@ def gradients(rollouts: list[Rollout]) -> tuple[dict[str, int], list[Outcome]]:
 
 
 def expected(setting: Setting, tail: str = "bucket") -> dict[str, Tensor]:
-    mode, of_kl, is_hidden = setting
+    mode, kl_mode, is_hidden = setting
     weights = {name: weight.requires_grad_() for name, weight in gpt_oracle.weights_of(SHAPE).items()}
-    of_policy, of_teacher = [], []
+    policy_samples, teacher_samples = [], []
     for rollout in gpt_oracle.rollouts_of(SHAPE):
-        of_all = gpt_oracle.distributions_of(SHAPE, weights, rollout.tokens)
+        all_log_probs = gpt_oracle.distributions_of(SHAPE, weights, rollout.tokens)
         advantages, old = (torch.tensor(values).double() for values in (rollout.advantages, rollout.old_log_probs))
-        ratios = (of_all[torch.arange(len(rollout.tokens)), torch.tensor(rollout.labels)] - old).exp()
+        ratios = (all_log_probs[torch.arange(len(rollout.tokens)), torch.tensor(rollout.labels)] - old).exp()
         losses = -torch.minimum(ratios * advantages, ratios.clamp(0.8, 1.2) * advantages)
         if is_hidden:
             q = (hidden_states(rollout).double() @ teacher_weight().double().T).softmax(-1)
-            kl = divergence(of_all.exp(), q, "reverse_kl")
+            kl = divergence(all_log_probs.exp(), q, "reverse_kl")
         else:
             ids, log_probs = likeliest(rollout)
-            parts = zip(of_all.gather(1, ids).exp(), log_probs.double().exp(), strict=True)
+            parts = zip(all_log_probs.gather(1, ids).exp(), log_probs.double().exp(), strict=True)
             kl = torch.stack([divergence(p[q > 0], q[q > 0], "reverse_kl", tail) for p, q in parts])
-        of_policy.append(oracle.Sample(losses, torch.tensor(rollout.mask), rollout.rollout_id, rollout.prompt_id))
-        of_teacher.append(oracle.Sample(kl, taught(rollout), rollout.rollout_id, rollout.prompt_id))
-    loss = oracle.step_loss(mode, of_policy) + COEF * oracle.step_loss(of_kl, of_teacher)
+        policy_samples.append(oracle.Sample(losses, torch.tensor(rollout.mask), rollout.rollout_id, rollout.prompt_id))
+        teacher_samples.append(oracle.Sample(kl, taught(rollout), rollout.rollout_id, rollout.prompt_id))
+    loss = oracle.step_loss(mode, policy_samples) + COEF * oracle.step_loss(kl_mode, teacher_samples)
     return dict(zip(weights, torch.autograd.grad(loss, list(weights.values())), strict=True))
 
 

@@ -85,7 +85,7 @@ def expected(mode: str, units: str, loss: str) -> tuple[Tensor, float, float]:
     return torch.cat([*slopes, torch.zeros(1)]), float(total.detach()), float(scale)
 
 
-def of_dev(dp_cp: Any) -> Groups:
+def dev_groups(dp_cp: Any) -> Groups:
     """Groups by the scheduler that verl calls, which Megatron-Core dev has."""
     from megatron.core.datasets.data_schedule import DefaultDynamicCPScheduler
 
@@ -130,7 +130,7 @@ def errors(loop: str, tp: int = 1, planted: bool = False, verl: str = "") -> tup
     warnings.filterwarnings("error", message=".*hold samples with the same")
     _, dp_cp, group_of = start_dynamic(tp)
     hybrid, engine = loop == "hybrid", engine_of_verl(verl) if verl else None
-    groups = balanced(dp_cp, LENGTHS) if hybrid else of_dev(dp_cp) if loop == "dev" else PACKS
+    groups = balanced(dp_cp, LENGTHS) if hybrid else dev_groups(dp_cp) if loop == "dev" else PACKS
     hands = hands_of(groups, dp_cp.rank(), hybrid)
     batches = [Batch(STEP, ids, size, cp_group=group_of(size)) for ids, size in hands]
     errors_by_case, verdicts = {}, []
@@ -209,12 +209,12 @@ def changing_groups() -> None:
 def test_every_mode_is_exact(loop: str, tp: int, ranks: int, record_property: Any) -> None:
     if loop in ("hybrid", "dev"):
         skip_without("hybrid" if loop == "hybrid" else "DefaultDynamicCPScheduler")
-    of_sum = oracle.sum_error(oracle.num_tokens(STEP))
+    sum_error = oracle.sum_error(oracle.num_tokens(STEP))
     verl = checkout(VERL) if loop == "verl" else ""
     for rank, (errors_by_case, verdicts) in enumerate(run_ranks(ranks, errors, loop, tp, False, verl)):
-        for case, (of_gradient, of_value) in errors_by_case.items():
-            assert of_gradient < oracle.EXACT, (case, of_gradient)
-            assert of_value < of_sum, (case, of_value)
+        for case, (gradient_error, value_error) in errors_by_case.items():
+            assert gradient_error < oracle.EXACT, (case, gradient_error)
+            assert value_error < sum_error, (case, value_error)
         record_property("dynamic_cp_error", max(error for error, _ in errors_by_case.values()))
         assert len(verdicts) == (len(oracle.MODES) if rank == 0 else 0)
         assert all(verdict.sound for verdict in verdicts), [str(verdict) for verdict in verdicts]
@@ -222,10 +222,15 @@ def test_every_mode_is_exact(loop: str, tp: int, ranks: int, record_property: An
 
 def test_a_sequence_counted_on_each_rank_of_its_group_is_seen() -> None:
     (errors_by_case, verdicts), *_ = run_ranks(RANKS, errors, "packs", 1, True)
-    for (mode, units, loss), (of_gradient, _) in errors_by_case.items():
+    for (mode, units, loss), (gradient_error, _) in errors_by_case.items():
         # Rollouts are told apart by their ids; what is kept is counted anew.
         right = loss == "kept" or mode in ("constant", "token_sum")
-        assert (of_gradient < oracle.EXACT) if right else (of_gradient > 0.05), (mode, units, loss, of_gradient)
+        assert (gradient_error < oracle.EXACT) if right else (gradient_error > 0.05), (
+            mode,
+            units,
+            loss,
+            gradient_error,
+        )
     assert [verdict.sound for verdict in verdicts] == [False, False, False, True, True]
 
 
@@ -243,10 +248,10 @@ def refused() -> dict[str, str]:
         return [Batch(STEP, ids, size, cp_group=group_of(size), **changes).samples for ids, size in hands]
 
     def other() -> list[Samples]:
-        of_microbatches = samples()
+        microbatches = samples()
         if dp_cp.rank() == 1:
-            of_microbatches[1] = Batch(STEP, [2, 1], 2, cp_group=group_of(2)).samples
-        return of_microbatches
+            microbatches[1] = Batch(STEP, [2, 1], 2, cp_group=group_of(2)).samples
+        return microbatches
 
     static = [Batch(STEP, ids, 4).samples for ids, _ in hands]
     staged = SimpleNamespace(tp=dist.group.WORLD, pp=dp_cp, cp=dp_cp, dp=dp_cp, dp_cp=dp_cp)
@@ -254,7 +259,7 @@ def refused() -> dict[str, str]:
     hybrid.config.hybrid_context_parallel = True
     told: Any = {"gradients": "averaged over ranks"}
     plan = plan_step(samples(), "token_mean", model=model, dynamic_cp=True)
-    of_groups = plan_step(samples(), "token_mean", dp_group=dp_cp, **told)
+    grouped_plan = plan_step(samples(), "token_mean", dp_group=dp_cp, **told)
     batch, microbatch = Batch(STEP, *hands[0]), plan[0]
     numbers = batch.local_numbers(microbatch.cp_rank, microbatch.cp_size)
     losses = OLD[numbers].clone().requires_grad_()
@@ -265,11 +270,11 @@ def refused() -> dict[str, str]:
         "no per-token loss": lambda: plan_step(samples(), "token_mean", model=table_model(TABLE), dynamic_cp=True),
         "hybrid over stages": lambda: plan_step(None, "token_mean", model=hybrid, pg_collection=staged),
         "a pair": lambda: plan[0].loss(losses, form="nemo_rl"),
-        "a 3-tuple": lambda: of_groups[0].loss(losses, form="3-tuple"),
+        "a 3-tuple": lambda: grouped_plan[0].loss(losses, form="3-tuple"),
         "the launch's size": lambda: gspo_loss(
             losses, OLD[numbers], ADVANTAGES[numbers], microbatch, state.get_context_parallel_group()
         ),
-        "a loop's": lambda: of_groups[0].loss(losses),
+        "a loop's": lambda: grouped_plan[0].loss(losses),
         "verl": lambda: plan[0].loss(losses, form="verl"),
     }
     return {name: outcome_of(call) for name, call in calls.items()}

@@ -164,8 +164,8 @@ def packed_errors(launch: Launch, planted: bool = False) -> list[tuple[str, int,
                 iterators = data if launch.vp > 1 else [data]
 
                 def whole(iterators: Any = iterators, count: int = count) -> list[Any]:
-                    of_steps = ([next(chunk_data) for chunk_data in iterators] for _ in range(count))
-                    return [functools.reduce(operator.or_, of_chunks) for of_chunks in of_steps]
+                    step_batches = ([next(chunk_data) for chunk_data in iterators] for _ in range(count))
+                    return [functools.reduce(operator.or_, of_chunks) for of_chunks in step_batches]
 
                 batches = from_first_tp_rank(whole, tp_group, pp_group)
                 plan = plan_step([samples_of(rows) for rows in batches], model=model, num_microbatches=count, **named)
@@ -173,8 +173,8 @@ def packed_errors(launch: Launch, planted: bool = False) -> list[tuple[str, int,
                 data = data if launch.vp > 1 else data[0]
             run_schedule(forward_step, data, model, count, wrap)
             right = [torch.zeros(length, dtype=torch.float64) for length in LENGTHS]
-            of_step = oracle.step_gradient(mode, [STEP[i] for i in step], named["divisor"], units)
-            for i, slope in zip(step, of_step, strict=True):
+            step_slopes = oracle.step_gradient(mode, [STEP[i] for i in step], named["divisor"], units)
+            for i, slope in zip(step, step_slopes, strict=True):
                 right[i] = slope
             expected = torch.cat([*right, torch.zeros(1)])
             for chunk in chunks:
@@ -239,8 +239,8 @@ def pretrained(flags: list[str]) -> list[dict[str, float]]:
         names = ("tokens", "position_ids", "labels")
         tokens, positions, labels = (microbatch.local(batch[name])[None].cuda() for name in names)
         cp_group = cp_group_of(batch)
-        of_group = {} if cp_group is None else {"cp_group": cp_group, "local_cp_size": cp_group.size()}
-        packed = packed_seq_params(batch["cu_seqlens_padded"], model, **of_group)
+        group_arguments = {} if cp_group is None else {"cp_group": cp_group, "local_cp_size": cp_group.size()}
+        packed = packed_seq_params(batch["cu_seqlens_padded"], model, **group_arguments)
         return model(tokens, positions, None, labels=labels, packed_seq_params=packed), microbatch.loss
 
     logged: list[dict[str, float]] = []

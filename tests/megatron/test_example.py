@@ -98,14 +98,14 @@ CASES: dict[str, tuple[int, list[str], list[str]]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_a_step_is_the_same_in_every_layout(case: str, runs: Runs) -> None:
     skip_without("pretrain")
-    world_size, of_several, of_both = CASES[case]
-    assert_same_steps(runs.on(world_size, *of_several, *of_both), runs.on(1, *of_both))
+    world_size, layout_flags, common_flags = CASES[case]
+    assert_same_steps(runs.on(world_size, *layout_flags, *common_flags), runs.on(1, *common_flags))
 
 
 def test_modes_losses_and_flags_differ_on_this_data(runs: Runs) -> None:
     """Otherwise agreement between layouts would prove nothing."""
-    of_token_mean = CASES["overlap, chunked, per-token loss alone"][2]
-    modes = [MODES["sample_mean"], MODES["prompt_mean"], of_token_mean, MODES["constant"]]
+    token_mean_flags = CASES["overlap, chunked, per-token loss alone"][2]
+    modes = [MODES["sample_mean"], MODES["prompt_mean"], token_mean_flags, MODES["constant"]]
     steps = [runs.on(1, *mode)[0] for mode in modes]
     for value in ("pg_loss", "grad_norm"):
         values = sorted(abs(step[value]) for step in steps)

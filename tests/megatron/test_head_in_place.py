@@ -130,7 +130,7 @@ def kept_taught_and_folded(model: Any, head: Any, log_p: Tensor, tp: int) -> dic
     weight = torch.randn(gpt_oracle.VOCAB, 4, generator=generator)
 
     kept, *_ = head(model, *arguments, **named, context=Tokens(keep=is_kept.chunk(tp, -1)[rank]))
-    of_kept = log_p.masked_fill(~is_kept, -torch.inf).log_softmax(-1).gather(-1, labels)[..., 0]
+    kept_log_probs = log_p.masked_fill(~is_kept, -torch.inf).log_softmax(-1).gather(-1, labels)[..., 0]
 
     teacher = Teacher(hidden=column, weight=weight.chunk(tp)[rank].contiguous(), kind="reverse_kl")
     *_, divergence = head(model, *arguments, **named, context=Tokens(teacher=teacher))
@@ -143,7 +143,7 @@ def kept_taught_and_folded(model: Any, head: Any, log_p: Tensor, tp: int) -> dic
     loss = plan[0].loss(summed).detach()
     mean = (expected - log_p.gather(-1, labels)[..., 0]).mean()
     return {
-        "kept": float((kept - of_kept).abs().max()),
+        "kept": float((kept - kept_log_probs).abs().max()),
         "divergence": float((divergence - expected).abs().max() / expected.abs().max()),
         "folded": float((loss - mean).abs() / mean.abs()),
     }

@@ -51,8 +51,8 @@ def ways_in(layout: Layout) -> list[dict[str, Any]]:
 def test_every_way_meets_every_setting() -> None:
     for field in Layout._fields:
         for value in {getattr(layout, field) for layout in LAYOUTS} - {4}:
-            of_value = [layout for layout in LAYOUTS if getattr(layout, field) == value]
-            assert all(any(way in ways_in(layout) for layout in of_value) for way in WAYS), (field, value)
+            alike_layouts = [layout for layout in LAYOUTS if getattr(layout, field) == value]
+            assert all(any(way in ways_in(layout) for layout in alike_layouts) for way in WAYS), (field, value)
     assert {way["head"] for way in WAYS} == {"", *HEADS}
     assert len(LAYOUTS) >= 30
 
@@ -141,10 +141,10 @@ def test_experts_and_depths_of_a_hybrid_are_those_of_a_gpt(model: str, ep: int, 
     outcomes = run_ranks(ranks, step_of_experts, model, ep, tp)
     assert max(error for error, *_ in outcomes) < 2e-6
     assert outcomes[0][1].count("proved on") == 2
-    for _, _, names, of_proof in outcomes:
+    for _, _, names, proved_names in outcomes:
         assert any("shared_experts" in name for name in names) == (model == "shared")
         assert any(name.startswith("mtp.") for name in names) == ("mtp" in model)
-        assert {name.removeprefix("module.") for name in of_proof} == names
+        assert {name.removeprefix("module.") for name in proved_names} == names
 
 
 def blocks_of(model: Any) -> dict[str, list[int]]:
@@ -216,7 +216,7 @@ def whole_gradients(by_rank: list[Any], tp: int) -> dict[str, Tensor]:
         parts = [torch.from_numpy(gradients[name]) for gradients, *_ in by_rank[:tp]]
         if dim is not None:
             pieces = [part.split(blocks or [part.shape[dim]], dim) for part in parts]
-            parts = [torch.cat([torch.cat(of_block, dim) for of_block in zip(*pieces, strict=True)], dim)]
+            parts = [torch.cat([torch.cat(block_parts, dim) for block_parts in zip(*pieces, strict=True)], dim)]
         whole[name] = parts[0]
     return whole
 
@@ -237,11 +237,16 @@ def test_a_step_of_layers_with_a_state_is_the_same_in_every_layout(pattern: str,
     errors = {name: float((ours[name] - expected[name]).abs().max() / expected[name].abs().max()) for name in expected}
     assert max(errors.values()) < 1e-5, errors
     assert "proved on" in by_rank[0][2]
-    for *_, of_proof in by_rank:  # also those that Megatron marks as cut by TP, and those of which each rank has a copy
-        assert {name.removeprefix("module.") for name in of_proof} == set(expected)
+    for (
+        *_,
+        proved_names,
+    ) in by_rank:  # also those that Megatron marks as cut by TP, and those of which each rank has a copy
+        assert {name.removeprefix("module.") for name in proved_names} == set(expected)
     mixer = "mixer." if pattern[0] == "M" else "layers.0.self_attention."
-    of_mixers = {re.split("[._]", name.rpartition(mixer)[2], maxsplit=1)[0] for name in expected if mixer in name}
-    assert {"A", "dt", "conv1d"} <= of_mixers
+    mixer_parameters = {
+        re.split("[._]", name.rpartition(mixer)[2], maxsplit=1)[0] for name in expected if mixer in name
+    }
+    assert {"A", "dt", "conv1d"} <= mixer_parameters
 
 
 # ---- Megatron's own builder
@@ -258,10 +263,10 @@ def launched(flags: list[str]) -> Any:
     from megatron.training.models import hybrid
     from tiny_hybrid import hybrid_spec
 
-    seen, of_builder, stack = set[str](), hybrid.HybridModelBuilder.build_model, packed_attention.hybrid_stack_spec
+    seen, original_build, stack = set[str](), hybrid.HybridModelBuilder.build_model, packed_attention.hybrid_stack_spec
 
     def build_model(self: Any, *args: Any, **kwargs: Any) -> Any:
-        model = of_builder(self, *args, **kwargs)
+        model = original_build(self, *args, **kwargs)
         seen.update({type(model).__name__, *(type(layer).__name__ for layer in model.decoder.layers)})
         return model
 
@@ -283,11 +288,11 @@ def test_pretrain_trains_a_hybrid_of_megatrons_own_builder() -> None:
     first, last = run_ranks(2, launched, ["--hybrid-layer-pattern", "*-|*-", *pp])
     assert first[2] == last[2] == {"HybridModel", "TransformerLayer", "MLPLayer"}
     assert "proved on" in first[1]
-    expected, _, of_builder = run_ranks(2, launched, pp)[-1]
-    assert not of_builder  # a GPTModel, of another builder
+    expected, _, original_build = run_ranks(2, launched, pp)[-1]
+    assert not original_build  # a GPTModel, of another builder
     assert [step["iteration"] for step in last[0]] == [1, 2]
-    for step, of_gpt in zip(last[0], expected, strict=True):
-        assert step == pytest.approx(of_gpt, rel=1e-4, abs=1e-7)
+    for step, gpt_step in zip(last[0], expected, strict=True):
+        assert step == pytest.approx(gpt_step, rel=1e-4, abs=1e-7)
 
 
 def test_pretrain_trains_mamba_layers_of_megatrons_own_builder() -> None:

@@ -116,8 +116,8 @@ def attached() -> None:
         schedule = training.get_forward_backward_func()
         assert schedule(forward_step_func=print, data_iterator=batches, **options) == "stored"
         sums: dict[str, Any] = {}
-        for iteration, of_step in enumerate(LOGGED, 1):
-            losses = {name: torch.tensor(value) for name, value in of_step.items()}
+        for iteration, step_values in enumerate(LOGGED, 1):
+            losses = {name: torch.tensor(value) for name, value in step_values.items()}
             assert training.training_log(losses, sums, 0.1, iteration, skipped_iter=iteration == 5) == "logged"
         with pytest.raises(RuntimeError, match=r"attached\(\) inside attached\(\)"), aggregation().attached():
             pass
@@ -231,12 +231,12 @@ def groups_of_models() -> list[Any]:
     alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     one_rank = ProcessGroupCollection(**dict.fromkeys(names, alone))
     lengths: list[Any] = []
-    for collection, of_model in ((None, None), (one_rank, None), (None, one_rank), (whole, one_rank)):
+    for collection, model_groups in ((None, None), (one_rank, None), (None, one_rank), (whole, one_rank)):
         model = table_model([0.0], ddp=False)
-        if of_model is not None:
-            model.pg_collection = of_model
+        if model_groups is not None:
+            model.pg_collection = model_groups
         step = LossAggregation(AggregationSettings.resolve(), lambda batch: batch.samples, pg_collection=collection)
-        cp = 2 if (collection or of_model or whole) is whole else 1
+        cp = 2 if (collection or model_groups or whole) is whole else 1
         lengths.append(len(next(begun(step, iter([Batch(SAMPLES, [0], cp)]), model, 1)).weights))
     partial = ProcessGroupCollection(dp=dist.group.WORLD)
     step = LossAggregation(AggregationSettings.resolve(), lambda batch: batch.samples, pg_collection=partial)

@@ -91,9 +91,12 @@ def grown_by_adapter(cp: int, leak: bool, steps: int) -> list[str]:
     dp_rank = state.get_data_parallel_rank()
     # One model and aggregation for every mode, unit counting and carrier: they live as long as the launch.
     launches = [
-        (table_model([0.0], per_token=per_token, ddp=False), aggregation(as_it_is, **of_mode, with_per_token_loss=True))
+        (
+            table_model([0.0], per_token=per_token, ddp=False),
+            aggregation(as_it_is, **mode_flags, with_per_token_loss=True),
+        )
         for per_token in (False, True)
-        for of_mode in MODES
+        for mode_flags in MODES
     ]
     opened: list[int] = []
     running = torch.zeros((), requires_grad=True)
@@ -108,10 +111,10 @@ def grown_by_adapter(cp: int, leak: bool, steps: int) -> list[str]:
     def step(number: int) -> int:
         torch.manual_seed(number + 1000 * dp_rank)
         nonlocal running
-        model, of_launch = launches[number % len(launches)]
+        model, own_aggregation = launches[number % len(launches)]
         source = batches(random.Random(number + 1000 * dp_rank))
         nodes = set()
-        for microbatch in begun(of_launch, source, model, 3):
+        for microbatch in begun(own_aggregation, source, model, 3):
             losses = torch.randn(len(microbatch.tokens), requires_grad=True)
             loss, _, _ = microbatch.loss(losses, {"twice": 2 * losses.detach()})
             loss.backward()

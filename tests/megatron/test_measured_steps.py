@@ -103,13 +103,13 @@ def expected(name: str) -> tuple[float, dict[str, Tensor], float]:
     """The step loss, its gradient, and the margin."""
     example, rollouts = EXAMPLES[name], gpt_oracle.rollouts_of(SHAPE)
     weights = {key: weight.requires_grad_() for key, weight in gpt_oracle.weights_of(SHAPE).items()}
-    of_rollouts = [gpt_oracle.distributions_of(SHAPE, weights, rollout.tokens) for rollout in rollouts]
+    log_probs = [gpt_oracle.distributions_of(SHAPE, weights, rollout.tokens) for rollout in rollouts]
     sizes = [len(rollout.tokens) for rollout in rollouts]
 
     def joined(field: str) -> Tensor:
         return torch.tensor([value for rollout in rollouts for value in getattr(rollout, field)]).double()
 
-    spread = torch.cat(of_rollouts)
+    spread = torch.cat(log_probs)
     log_ratios = spread[torch.arange(len(spread)), joined("labels").long()] - joined("old_log_probs")
     tokens = StepTokens(joined("mask"), log_ratios.detach(), -(spread.exp() * spread).sum(-1).detach())
     masks, margin = example.stated(tokens)

@@ -127,11 +127,11 @@ def adds_to_the_main_gradient(chunk: Any, model: Any) -> list[bool]:
             microbatch._policy.gradient_scale = scale
             folded = Folded(microbatch, lambda lp, _: (lp, {}))
             output = call(chunk, folded if scale else None, chunk_tokens=5)[0]
-            of_head = microbatch.loss(output) if scale else output.sum()
-            of_head.backward()
+            head_loss = microbatch.loss(output) if scale else output.sum()
+            head_loss.backward()
             itself.append(layer.weight.grad_added_to_main_grad)
             sums.append(layer.weight.main_grad / max(scale, 1))
-            torch.testing.assert_close(of_head, -call(chunk).sum())
+            torch.testing.assert_close(head_loss, -call(chunk).sum())
     assert sums[0].abs().max() > 0
     torch.testing.assert_close(sums, [sums[0]] * 6)
     return itself
@@ -160,9 +160,9 @@ def keeps_rows_apart(chunk: Any, model: Any) -> None:
 
     plan = planned(weights)
     folded = Folded(plan[0], per_token, {"values": values})
-    summed, of_tokens = head.values(*said, folded)
+    summed, token_values = head.values(*said, folded)
     torch.testing.assert_close(summed.share.double(), (expected * values * weights).sum(), rtol=1e-5, atol=1e-6)
-    assert torch.equal(of_tokens["seen"], values * mask)
+    assert torch.equal(token_values["seen"], values * mask)
     plan[0].loss(summed)
     plan.reset()
     row, place = mask.nonzero()[-1].tolist()

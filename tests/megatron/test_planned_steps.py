@@ -44,8 +44,8 @@ def test_a_stage_without_data_plans_too() -> None:
     (tokens, _), (total, is_last) = run_ranks(2, evaluated)
     assert is_last
     assert tokens == sum(int((sample.mask != 0).sum()) for sample in STEP)
-    of_sum = oracle.sum_error(oracle.num_tokens(STEP)) * oracle.step_scale("prompt_mean", STEP)
-    assert total == pytest.approx(float(oracle.step_loss("prompt_mean", STEP)), abs=of_sum)
+    sum_error = oracle.sum_error(oracle.num_tokens(STEP)) * oracle.step_scale("prompt_mean", STEP)
+    assert total == pytest.approx(float(oracle.step_loss("prompt_mean", STEP)), abs=sum_error)
 
 
 def misused() -> dict[str, str]:

@@ -36,8 +36,8 @@ def parsed(presets: dict[str, str]) -> dict[str, tuple[Any, ...]]:
         args = parser.parse_args([*flags.split(), "--rollouts", "none"])
         policy = validate_loss_aggregation_args(args).modes.policy
         check_goes_with(args.policy_loss, policy, **pretrain_grpo.clip_range(args))
-        of_loss = args.policy_loss, args.clip_low, args.clip_high, not args.no_advantage_std
-        settings[name] = (*of_loss, policy.mode.name, policy.divisor, policy.units)
+        loss_flags = args.policy_loss, args.clip_low, args.clip_high, not args.no_advantage_std
+        settings[name] = (*loss_flags, policy.mode.name, policy.divisor, policy.units)
     return settings
 
 

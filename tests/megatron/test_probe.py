@@ -110,9 +110,9 @@ CHANGED: dict[Case, str] = {
 
 def test_the_installed_megatron_keeps_the_contract_and_a_changed_one_is_refused_on_every_rank() -> None:
     for verdict in run_ranks(4, functools.partial(verdicts, [*SOUND, *CHANGED])):
-        of_sound, of_changed = verdict[: len(SOUND)], verdict[len(SOUND) :]
-        assert of_sound == ["accepted"] * len(SOUND)
-        for (case, said), text in zip(CHANGED.items(), of_changed, strict=True):
+        sound_verdicts, changed_verdicts = verdict[: len(SOUND)], verdict[len(SOUND) :]
+        assert sound_verdicts == ["accepted"] * len(SOUND)
+        for (case, said), text in zip(CHANGED.items(), changed_verdicts, strict=True):
             assert text.startswith("ContractError: Megatron's "), (case, text)
             assert said in text, case
             assert "Use megatron-core 0.15 to 0.19, or a megatron_rl_loss made for this version" in text

@@ -951,8 +951,8 @@ def test_a_loop(name: str, record_property: Any) -> None:
     if name in PLANTED:
         outcome = "stopped" if "raises " in words[0][:12] else "not proved, as it says"
         record_property("plant", ("a loop of one's own", name, outcome))
-    for rank, of_rank in enumerate(outcomes()):
-        for step, expected in zip(of_rank[name], words, strict=True):
+    for rank, rank_steps in enumerate(outcomes()):
+        for step, expected in zip(rank_steps[name], words, strict=True):
             if "raises " in expected[:12]:
                 why = expected.replace("raises ", "", 1)
                 assert re.search(f"{why}|{ELSEWHERE}" if rank else why, step.raised), (rank, step)

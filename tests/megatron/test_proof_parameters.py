@@ -378,8 +378,8 @@ def outcomes_of(layout: Layout) -> list[dict[str, Step]]:
 @pytest.mark.parametrize("name", ROWS)
 def test_parameters_of_a_gpt(name: str) -> None:
     row = ROWS[name]
-    for rank, of_rank in enumerate(outcomes_of(row.layout)):
-        step = of_rank[name]
+    for rank, rank_steps in enumerate(outcomes_of(row.layout)):
+        step = rank_steps[name]
         if row.says.startswith("raises "):
             assert re.search(ELSEWHERE if rank else row.says.removeprefix("raises "), step.raised), (rank, step)
         else:

@@ -49,10 +49,10 @@ def worlds_in(layout: Layout) -> list[World]:
         if loop == "pretrain":
             settings = settings[:1] if layout.dp == 1 else settings[1:2]
         for form, per_token in settings:
-            of_table: tuple[str, ...] = oracle.MODES[::3] if loop == "pretrain" else MODES
+            table_modes: tuple[str, ...] = oracle.MODES[::3] if loop == "pretrain" else MODES
             if layout != EVERY_MODE:
-                of_table = (next(in_turn),)
-            worlds += [World(layout, "table", loop, mode, form, per_token) for mode in of_table]
+                table_modes = (next(in_turn),)
+            worlds += [World(layout, "table", loop, mode, form, per_token) for mode in table_modes]
         worlds.append(World(layout, "gpt", loop, next(modes), *settings[-1]))
     return worlds
 

@@ -55,7 +55,7 @@ def test_weights_of_a_mode_are_named_and_others_are_not(mode: str, units: str, d
     assert name_of(weights) == Named(named, exact=True)
     rng = random.Random(0)
     for cut in rng.sample(range(len(ALL)), 3):  # one token of one cut is off by 1e-4
-        changed = [list(of_cut) for of_cut in weights]
+        changed = [list(row) for row in weights]
         changed[cut][0] *= 1 + 1e-4
         assert not name_of(changed).exact
 

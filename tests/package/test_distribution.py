@@ -79,8 +79,8 @@ def test_the_sdist_is_the_repository_and_its_tests_run(sdist: Path) -> None:
     packed = {name for name in files_below(sdist) if ".egg-info/" not in name} - {"PKG-INFO", "setup.cfg"}
     if (ROOT / ".git").exists():
         listed = run("git", "ls-files", "--cached", "--others", "--exclude-standard", cwd=ROOT).stdout.split()
-        of_hosting = (".ci/", ".github/", ".pre-commit-config.yaml")
-        assert packed == {name for name in listed if (ROOT / name).exists() and not name.startswith(of_hosting)}
+        hosting_files = (".ci/", ".github/", ".pre-commit-config.yaml")
+        assert packed == {name for name in listed if (ROOT / name).exists() and not name.startswith(hosting_files)}
     assert {"tests/support/oracle.py", "tools/test.sh", "docs/architecture.md", "constraints.txt"} <= packed
     tests = ["tests/unit/core/test_errors.py", "tests/package/test_structure.py"]
     done = run(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests, cwd=sdist)

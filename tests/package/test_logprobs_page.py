@@ -28,8 +28,8 @@ def test_the_loop_gives_the_gradient_of_policy_and_divergence() -> None:
     teachers: list[Any] = [torch.nn.Embedding(VOCABULARY, 5), torch.nn.Linear(5, VOCABULARY, bias=False)]
     masks: list[list[list[float]]] = [[[1, 1, 0, 1], [1, 0]], [[0, 0], [1, 0.5, 1]]]
     prompts, batches = [["a", "a"], ["a", "b"]], list[dict[str, torch.Tensor]]()
-    for of_batch in masks:
-        total = sum(map(len, of_batch))
+    for batch_masks in masks:
+        total = sum(map(len, batch_masks))
         tokens = {name: torch.randint(VOCABULARY, (total,)) for name in ("tokens", "labels")}
         batches.append(tokens | {"old_log_probs": -1.5 - torch.rand(total), "advantages": torch.randn(total)})
     names: dict[str, Any] = {}
@@ -44,15 +44,15 @@ def test_the_loop_gives_the_gradient_of_policy_and_divergence() -> None:
 
     embedding, head, *taught = (model.weight.detach().double().requires_grad_() for model in [*models, *teachers])
     policy, kl = list[oracle.Sample](), list[oracle.Sample]()
-    for batch, of_batch, of_prompts in zip(batches, masks, prompts, strict=True):
+    for batch, batch_masks, batch_prompts in zip(batches, masks, prompts, strict=True):
         p = (embedding[batch["tokens"]] @ head.T).softmax(-1)
         q = (taught[0][batch["tokens"]] @ taught[1].T).softmax(-1).detach()
         log_p = p[torch.arange(len(p)), batch["labels"]].log()
         ratio, advantages = (log_p - batch["old_log_probs"].double()).exp(), batch["advantages"].double()
         losses = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
-        lengths = [len(mask) for mask in of_batch]
+        lengths = [len(mask) for mask in batch_masks]
         for values, into in ((losses, policy), (divergence(p, q, "reverse_kl"), kl)):
-            parts = zip(values.split(lengths), of_batch, of_prompts, strict=True)
+            parts = zip(values.split(lengths), batch_masks, batch_prompts, strict=True)
             into += [oracle.Sample(part, torch.tensor(mask), None, prompt) for part, mask, prompt in parts]
     loss = oracle.step_loss("prompt_mean", policy) + 0.5 * oracle.step_loss("token_mean", kl)
     for gradient, right in zip(gradients, torch.autograd.grad(loss, [embedding, head]), strict=True):
@@ -78,14 +78,14 @@ def test_the_run_is_that_of_the_file_and_learns() -> None:
 
 def test_memory_and_times_of_log_probs_are_those_of_the_file() -> None:
     tables = json.loads((ROOT / "docs/bench/logprobs-cpu.json").read_text())
-    of_size: dict[str, dict[str, dict[str, Any]]] = {}
+    ways_by_size: dict[str, dict[str, dict[str, Any]]] = {}
     for row in tables["memory from hidden states"]:
         if row["dtype"] == "float32":
-            of_size.setdefault(f"{row['tokens']:,} by {row['vocabulary']:,}", {})[row["way"]] = row
+            ways_by_size.setdefault(f"{row['tokens']:,} by {row['vocabulary']:,}", {})[row["way"]] = row
     shown = re.findall(r"^\| ([\d,]+) \S ([\d,]+) \| (.*) \|$", PAGE, re.MULTILINE)
     assert shown
     for tokens, ids, cells in shown:
-        ways = of_size[f"{tokens} by {ids}"]
+        ways = ways_by_size[f"{tokens} by {ids}"]
         unfused, fused = (ways[f"ours, {way}, entropy"] for way in ("two passes", "one pass"))
         megatron = f"{ways['megatron']['peak extra MB']:,.0f}" if "megatron" in ways else "not run"
         numbers = [
@@ -139,10 +139,8 @@ def test_instructions_per_logit_are_those_of_the_compiled_kernels() -> None:
     assert not any(row["stack"] for row in rows)
     kinds: dict[str, list[float]] = {"unaligned": [], "left out": [], "others": []}
     for row in (row for row in rows if row["instructions"] is not None):
-        of_call = row["call"]
-        kind = (
-            "unaligned" if "32767" in of_call else "left out" if re.search("mask of ids|padding", of_call) else "others"
-        )
+        call = row["call"]
+        kind = "unaligned" if "32767" in call else "left out" if re.search("mask of ids|padding", call) else "others"
         kinds[kind].append(row["instructions"])
     most = {kind: f"{max(instructions):.1f}".removesuffix(".0") for kind, instructions in kinds.items()}
     expected = (

@@ -43,8 +43,8 @@ def test_every_policy_loss_has_its_row_and_paper_and_functions_are_public() -> N
         )
     named = set(re.findall(r"`(\w+(?:_loss|_estimate|_weights|_sequences|_masks|_advantages))\b", PAGE))
     assert named
-    of_modules = set(re.findall(r"`(\w+)` of `megatron_rl_loss\.", PAGE))  # test_pages.py looks for them there
-    assert named <= {"megatron_rl_loss", *vars(megatron_rl_loss)["__all__"]} | of_modules
+    in_modules = set(re.findall(r"`(\w+)` of `megatron_rl_loss\.", PAGE))  # test_pages.py looks for them there
+    assert named <= {"megatron_rl_loss", *vars(megatron_rl_loss)["__all__"]} | in_modules
     in_code = set(re.findall(r'policy_loss\(\s*"(\w+)"', PAGE + (ROOT / "docs/names.md").read_text()))
     assert in_code
     assert in_code <= set(POLICY_LOSSES)
@@ -90,11 +90,11 @@ def test_where_other_frameworks_differ_the_page_says_how_to_have_theirs() -> Non
         flat = now.flatten(), old.flatten(), advantages.flatten(), local
         return policy_loss(name, *flat, importance_weights=weights, **settings).per_token_loss.view(2, 3) * mask
 
-    of_sequences = importance_weights(log_k.flatten(), Gate(high=9.0, level="sequence", action="clamp"), local)
+    sequence_weights = importance_weights(log_k.flatten(), Gate(high=9.0, level="sequence", action="clamp"), local)
     clipped = torch.where(advantages < 0, r.log().clamp(min=-0.4), r.log().clamp(max=0.4))
     geo_mean = -advantages * mean(clipped).exp() * mean(log_k).exp() * mask
     assert "`geo_mean`" in table
-    assert torch.allclose(ours("gmpo", of_sequences), geo_mean)
+    assert torch.allclose(ours("gmpo", sequence_weights), geo_mean)
     assert 'policy_loss("gspo_token", ...)' in table
     gspo = -advantages * mean(r.log()).exp() * k * mask
     weighed = ours("gspo_token", k.flatten(), clip_low=0.9, clip_high=5)
@@ -148,8 +148,8 @@ def test_code_runs() -> None:
     assert gated["weights"].flatten().tolist() == pytest.approx([math.exp(0.001), 1, 1, math.exp(0.5), math.exp(0.5)])
     logits, rollout_ids = torch.zeros(1, 5, 4, requires_grad=True), torch.tensor([[[0, 3]] * 5])
     labels, sampler = torch.ones(1, 5, dtype=torch.int64), torch.full((1, 5, 2), 0.4).log()
-    of_logits = {"logits": logits, "labels": labels, "rollout_ids": rollout_ids, "rollout_log_probs": sampler}
-    exec(centred, names | of_logits | {"torch": torch, "tp_group": None})
+    logit_inputs = {"logits": logits, "labels": labels, "rollout_ids": rollout_ids, "rollout_log_probs": sampler}
+    exec(centred, names | logit_inputs | {"torch": torch, "tp_group": None})
     exec(carried, graphed := dict(names))
     assert graphed["losses"].shape == (1, 5)
     exec(terms, names | dict.fromkeys(("losses", "kl", "entropy"), torch.ones(1, 5)))

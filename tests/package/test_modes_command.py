@@ -71,8 +71,8 @@ def test_a_framework_and_all_of_them_are_printed(
     screen = printed_by([], monkeypatch, capsys)
     everything = printed_by(["--all"], monkeypatch, capsys)
     assert everything.startswith(screen.strip())
-    (of_verl,) = re.findall(r"^(verl, .*?)\n\n", everything, flags=re.MULTILINE | re.DOTALL)
-    assert of_verl in printed_by(["verl"], monkeypatch, capsys)
+    (verl_text,) = re.findall(r"^(verl, .*?)\n\n", everything, flags=re.MULTILINE | re.DOTALL)
+    assert verl_text in printed_by(["verl"], monkeypatch, capsys)
     assert "\nslime, " not in printed_by(["verl"], monkeypatch, capsys)
 
 

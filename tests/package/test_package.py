@@ -100,8 +100,8 @@ def test_host_work_stays_on_the_host_whatever_the_default_device() -> None:
             sizes = placed.mask_lengths or [4, 2]
             padded = [[*mask.tolist(), *[0] * (size - len(mask))] for mask, size in zip(masks, sizes, strict=True)]
             turns = [[*row, *[-1] * (size - len(row))] for row, size in zip(ids["ids"]["turn"], sizes, strict=True)]
-            of_sizes = {**ids, "ids": {**ids["ids"], "turn": turns}}
-            samples = Samples(padded, layout=placed.layout, **of_sizes)
+            sized_ids = {**ids, "ids": {**ids["ids"], "turn": turns}}
+            samples = Samples(padded, layout=placed.layout, **sized_ids)
             for mode in available_modes():
                 rank: Any = {"cp_rank": 1, "cp_size": 2}
                 rank["divisor"] = oracle.divisor_of(mode, 8)

@@ -133,8 +133,8 @@ def test_launches_of_a_page_are_of_an_engine_that_trains_here() -> None:
 def test_each_change_has_one_plant() -> None:
     for change, outcomes in PROMISES.items():
         for engine in outcomes:
-            of_term = change.startswith("term added to the loss function") and engine in SITES
-            plants = [of_term, engine in EDITS.get(change, {}), engine in OWN.get(change, {})]
+            is_term = change.startswith("term added to the loss function") and engine in SITES
+            plants = [is_term, engine in EDITS.get(change, {}), engine in OWN.get(change, {})]
             assert sum(plants) == 1, (change, engine)
     assert all(engine in PROMISES[change] for plants in (EDITS, OWN) for change in plants for engine in plants[change])
 

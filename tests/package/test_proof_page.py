@@ -71,8 +71,8 @@ def test_a_loop_of_the_page_is_proved(number: int, capsys: pytest.CaptureFixture
 
     def losses_of(model: Any, *others: Any) -> Any:
         batch, models = others[-1], [model, *others[:-1]]
-        of_each = [one(batch)[:, 0] ** 2 for one in models]
-        return of_each if len(of_each) > 1 else of_each[0]
+        model_losses = [one(batch)[:, 0] ** 2 for one in models]
+        return model_losses if len(model_losses) > 1 else model_losses[0]
 
     names = {
         **{"prove_step": prove_step, "batches": batches, "losses_of": losses_of, "model": actor, "plan": plans[0]},

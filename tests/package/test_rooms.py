@@ -105,8 +105,8 @@ def test_adapters_use_public_names_and_those_of_extend() -> None:
             if isinstance(node, ast.ImportFrom) and room_of(node.module or "") not in ("", "engines", *SHELVES):
                 names = {alias.name for alias in node.names}
                 used |= names if node.module == f"{PACKAGE}.extend" else set()
-                of_front = node.module and node.module.startswith(PACKAGE) and node.module not in ground
-                beside |= {(module, name) for name in names if of_front and HOME_OF.get(name) != node.module}
+                is_of_front = node.module and node.module.startswith(PACKAGE) and node.module not in ground
+                beside |= {(module, name) for name in names if is_of_front and HOME_OF.get(name) != node.module}
     assert {(module, name) for module, name in beside if name not in extend.__all__} == set()
     assert used == set(extend.__all__)
     assert extend.__doc__ is not None

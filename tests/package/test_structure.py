@@ -17,7 +17,7 @@ OF_MEGATRON = {
 SUPPORT = {path.stem: path for path in (ROOT / "tests" / "support").glob("*.py")}
 
 
-def of_tests(code: str) -> list[str]:
+def imports_of_tests(code: str) -> list[str]:
     """Imports of a file from modules of tests; most files need no parse to show that there are none."""
     if not re.search(r"^\s*(?:from|import)\b.*\btest_", code, re.MULTILINE):
         return []
@@ -37,8 +37,8 @@ def imported(code: str) -> set[str]:
 
 
 def test_nothing_is_imported_from_a_module_of_tests() -> None:
-    assert [path for path in [*TESTS, *SUPPORT.values()] if of_tests(path.read_text())] == []
-    assert of_tests("def f():\n    from test_a import g\n")  # negative control
+    assert [path for path in [*TESTS, *SUPPORT.values()] if imports_of_tests(path.read_text())] == []
+    assert imports_of_tests("def f():\n    from test_a import g\n")  # negative control
 
 
 def test_no_two_modules_have_one_name() -> None:

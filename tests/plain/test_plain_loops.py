@@ -36,8 +36,8 @@ def data(rank: int, lengths: tuple[tuple[int, ...], ...] = ((5, 3), (4, 6))) -> 
 
     generator = torch.Generator().manual_seed(7 + rank)
     samples, inputs = [], []
-    for number, of_microbatch in enumerate(lengths):
-        masks = [torch.ones(length + rank) for length in of_microbatch]
+    for number, mask_lengths in enumerate(lengths):
+        masks = [torch.ones(length + rank) for length in mask_lengths]
         samples.append(Samples(masks, prompt_ids=[f"{rank} {number} {k}" for k in range(len(masks))]))
         inputs.append(torch.randn(sum(map(len, masks)), WIDTH, generator=generator))
     return Data(samples, inputs)
@@ -749,9 +749,9 @@ def outcomes_of(world: int) -> list[dict[str, list[Step]]]:
 def mismatches(name: str) -> Iterator[tuple[int, Step]]:
     """Steps of a row that are not what it says."""
     row, flags = ROWS[name], re.MULTILINE | re.DOTALL
-    for rank, of_rank in enumerate(outcomes_of(row.world)):
-        assert len(of_rank[name]) == len(row.says)
-        for step, says in zip(of_rank[name], row.says, strict=True):
+    for rank, rank_steps in enumerate(outcomes_of(row.world)):
+        assert len(rank_steps[name]) == len(row.says)
+        for step, says in zip(rank_steps[name], row.says, strict=True):
             is_speaker, is_right = rank == row.speaker, False
             if "raises " in says[:12]:
                 why = says.replace("raises ", "", 1)

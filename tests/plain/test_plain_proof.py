@@ -435,8 +435,8 @@ def test_the_plain_proof_needs_no_megatron() -> None:
 @pytest.mark.parametrize("name", RUNS)
 def test_a_loop_in_plain_torch(name: str) -> None:
     run = RUNS[name]
-    for rank, of_rank in enumerate(outcomes_of(run.world)):
-        outcomes, same, left = of_rank[name]
+    for rank, rank_steps in enumerate(outcomes_of(run.world)):
+        outcomes, same, left = rank_steps[name]
         assert len(outcomes) == len(run.says), (rank, outcomes)
         for outcome, says in zip(outcomes, run.says, strict=True):
             if says.startswith("raises "):

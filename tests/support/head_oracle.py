@@ -64,13 +64,13 @@ def log_probs_and_entropy(
     """Oracle for logits [tokens, vocabulary] and labels [tokens] or [tokens, K], float64; over the ids that count."""
     size = labels.shape if rest_without is None else (len(labels), labels.shape[1] + 1)
     log_probs, entropies = [], []
-    for t, of_token in enumerate(labels.view(len(labels), -1).tolist()):
+    for t, token_ids in enumerate(labels.view(len(labels), -1).tolist()):
         ids = list(range(vocab_size or logits.shape[1]))
         if keep is not None:
-            ids = [j for j in ids if keep[t, j] or j in of_token]
+            ids = [j for j in ids if keep[t, j] or j in token_ids]
         row = logits[t, ids] / temperature
         log_q = row - row.max().detach() - (row - row.max().detach()).exp().sum().log()
-        log_probs.append(log_q[[ids.index(label) for label in of_token]])
+        log_probs.append(log_q[[ids.index(label) for label in token_ids]])
         if rest_without is not None:
             marked = labels[t][rest_without[t]].tolist()
             rest = [log_q[k] for k, j in enumerate(ids) if j not in marked]
@@ -84,8 +84,8 @@ def divergence(
 ) -> Tensor:
     """Oracle for logits [tokens, vocabulary] over their temperatures, float64; over the ids that count, in turn."""
     values = []
-    for t, of_token in enumerate(labels.view(len(labels), -1).tolist()):
-        ids = [j for j in range(logits.shape[1]) if keep is None or keep[t, j] or j in of_token]
+    for t, token_ids in enumerate(labels.view(len(labels), -1).tolist()):
+        ids = [j for j in range(logits.shape[1]) if keep is None or keep[t, j] or j in token_ids]
         p, q = (logits[t, ids].softmax(0), taught[t, ids].softmax(0))
         m = beta * q + (1 - beta) * p
         kl = {

@@ -38,8 +38,8 @@ def errors_from_hidden(
     """Relative errors of this rank's part, at a temperature and with entropy; 32 tokens, some of them masked."""
     batch, temperature = batch_of(32, VOCABULARY, 8, dtype), 0.7
     leaves = [leaf.clone().requires_grad_() for leaf in (batch.hidden, batch.weight)]
-    of_head = head_oracle.log_probs_and_entropy(leaves[0] @ leaves[1].T, batch.labels, temperature)
-    log_probs, entropy = (column * batch.mask for column in of_head)
+    expected_head = head_oracle.log_probs_and_entropy(leaves[0] @ leaves[1].T, batch.labels, temperature)
+    log_probs, entropy = (column * batch.mask for column in expected_head)
     slopes = torch.linspace(-1, 2, 32)
     gradients = torch.autograd.grad(((log_probs - 0.3 * entropy) * slopes).sum(), leaves)
     rank, size = (0, 1) if group is None else (group.rank(), group.size())

@@ -123,8 +123,8 @@ def expected(
         ratio = (log_probs - sample.old_log_probs.double()).exp()
         advantages = sample.advantages.double()
         losses = torch.maximum(-ratio * advantages, -ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH) * advantages)
-        of_row = sample.kept if weights is None else torch.tensor(weights[len(samples)], dtype=torch.float64)
-        samples.append(oracle.Sample(losses, of_row, sample.rollout))
+        row_mask = sample.kept if weights is None else torch.tensor(weights[len(samples)], dtype=torch.float64)
+        samples.append(oracle.Sample(losses, row_mask, sample.rollout))
     loss = oracle.step_loss(mode, samples, divisor, units)
     scale = oracle.step_scale(mode, samples, divisor, units)
     if mode == "token_mean":

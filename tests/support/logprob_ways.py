@@ -52,10 +52,10 @@ def teacher_of(name: str, dtype: torch.dtype, device: torch.device, parallel: Pa
     mine = slice(rank * TOKENS // size, (rank + 1) * TOKENS // size)
     mine = mine if parallel.get("sequence_parallel") and "temperature" in CASES[name]["teacher"] else slice(None)
     if CASES[name].get("logits"):
-        of_rank = {"hidden": (taught["hidden"] @ taught["weight"].T)[:, columns]}
+        shard = {"hidden": (taught["hidden"] @ taught["weight"].T)[:, columns]}
     else:
-        of_rank = {"hidden": taught["hidden"][mine].to(dtype), "weight": taught["weight"][columns].to(dtype)}
-    return {key: tensor.to(device) for key, tensor in of_rank.items()} | CASES[name]["teacher"]
+        shard = {"hidden": taught["hidden"][mine].to(dtype), "weight": taught["weight"][columns].to(dtype)}
+    return {key: tensor.to(device) for key, tensor in shard.items()} | CASES[name]["teacher"]
 
 
 def values_of(
@@ -79,8 +79,8 @@ def values_of(
         logits = hidden @ weight.T if bias is None else hidden @ weight.T + bias
         log_probs, entropy = log_probs_from_logits(logits, labels, tp_group=group, **options)
     else:
-        of_layer = {key: options.pop(key) for key in OF_LAYER & options.keys()}
-        layer = OutputLayer(weight, bias, **parallel, **of_layer)
+        layer_options = {key: options.pop(key) for key in OF_LAYER & options.keys()}
+        layer = OutputLayer(weight, bias, **parallel, **layer_options)
     divergence, taught = None, dict[str, Any]()
     if "teacher" in CASES[name]:
         taught = teacher_of(name, hidden.dtype, device, parallel)

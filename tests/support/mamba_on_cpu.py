@@ -32,8 +32,8 @@ def install() -> None:
 def indices_of_rank(cu_seqlens: Tensor, total_tokens: int, cp_size: int, cp_rank: int) -> Tensor:
     """Of each sequence in 2 * CP chunks, the tokens of chunk `cp_rank` and of the one that is as far from the end."""
     assert total_tokens == cu_seqlens[-1]
-    of_sequences = [torch.arange(*bounds).chunk(2 * cp_size) for bounds in pairwise(cu_seqlens.tolist())]
-    held = [part for chunks in of_sequences for part in (chunks[cp_rank], chunks[2 * cp_size - 1 - cp_rank])]
+    sequence_chunks = [torch.arange(*bounds).chunk(2 * cp_size) for bounds in pairwise(cu_seqlens.tolist())]
+    held = [part for chunks in sequence_chunks for part in (chunks[cp_rank], chunks[2 * cp_size - 1 - cp_rank])]
     return torch.cat(held).int()
 
 

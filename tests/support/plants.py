@@ -53,9 +53,9 @@ def patched(framework: Framework, folder: Path, name: str, only: str = "*") -> s
     for top in {path.partition("/")[0] for path in _paths_of(name)}:  # `planted` links what is not the engine's package
         beside = folder / top
         if beside.is_symlink() and beside.is_dir():
-            of_checkout = beside.resolve()
+            original = beside.resolve()
             beside.unlink()
-            shutil.copytree(of_checkout, beside, copy_function=os.symlink)
+            shutil.copytree(original, beside, copy_function=os.symlink)
     write_patch(folder, name, only)
     return root
 

@@ -56,10 +56,10 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
     with tempfile.NamedTemporaryFile(mode="r", suffix=".log") as log:
         for rank in range(world_size):
             connection = connect()
-            of_rank = variables | {"RANK": str(rank), "LOCAL_RANK": str(rank % gpus)}
+            rank_variables = variables | {"RANK": str(rank), "LOCAL_RANK": str(rank % gpus)}
             if world_size > gpus:
-                of_rank |= {"NCCL_HOSTID": f"rank {rank}", "NCCL_SOCKET_IFNAME": "lo"}
-            connection.send_bytes(pickle.dumps((os.getcwd(), sys.path, of_rank, log.name)))
+                rank_variables |= {"NCCL_HOSTID": f"rank {rank}", "NCCL_SOCKET_IFNAME": "lo"}
+            connection.send_bytes(pickle.dumps((os.getcwd(), sys.path, rank_variables, log.name)))
             connection.send_bytes(pickle.dumps((function, args)))
             ranks[connection] = rank
         processes = [pickle.loads(connection.recv_bytes()) for connection in ranks]

@@ -20,14 +20,14 @@ class Fused(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, fault: str) -> Tensor:
         z = hidden @ weight.T
-        of_logits = z.softmax(-1).index_put((torch.arange(len(z)), labels), z.new_tensor(-1.0), accumulate=True)
-        ctx.save_for_backward(hidden, weight, of_logits)
+        logit_slopes = z.softmax(-1).index_put((torch.arange(len(z)), labels), z.new_tensor(-1.0), accumulate=True)
+        ctx.save_for_backward(hidden, weight, logit_slopes)
         ctx.fault = fault
         return cross_entropy(z, labels, reduction="none")
 
     @staticmethod
     def backward(ctx: Any, *above: Tensor) -> tuple[Any, ...]:
-        hidden, weight, of_logits = ctx.saved_tensors
+        hidden, weight, logit_slopes = ctx.saved_tensors
         (g,) = above
         if ctx.fault == "the first token's for all":  # Liger-Kernel #680, #1298
             g = g[:1].expand_as(g)
@@ -37,9 +37,9 @@ class Fused(torch.autograd.Function):
             g = g.sign()
         elif ctx.fault == "the mean":
             g = g.mean().expand_as(g)
-        slopes = of_logits * g[:, None]
-        of_weight = slopes.T @ hidden
-        return slopes @ weight, of_weight * (2 if ctx.fault == "the weight's twice" else 1), None, None
+        slopes = logit_slopes * g[:, None]
+        weight_gradient = slopes.T @ hidden
+        return slopes @ weight, weight_gradient * (2 if ctx.fault == "the weight's twice" else 1), None, None
 
 
 def own(fault: str, dtype: torch.dtype = torch.float32) -> OwnLosses:

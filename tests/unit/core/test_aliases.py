@@ -143,8 +143,8 @@ def ours(alias: str, batch: Batch) -> Tensor:
     for part in (slice(batch.rows // 2), slice(batch.rows // 2, None)):
         samples = Samples(masks[part], prompt_ids=batch.prompts[part], ids={"session": batch.prompts[part]})
         own = token_weights(alias.replace(NUMBER, str(DIVISOR)), samples, totals, divisor=divisor).split(lengths[part])
-        for row, of_row in zip(range(batch.rows)[part], own, strict=True):
-            weights[row, : len(of_row)] = of_row
+        for row, row_weights in zip(range(batch.rows)[part], own, strict=True):
+            weights[row, : len(row_weights)] = row_weights
     return weights
 
 

@@ -47,7 +47,7 @@ def without(name: str, *, on: Callable[[int, int], bool]) -> MetricsOf:
     return lambda rank, n: {k: v for k, v in some_kinds(rank, n).items() if k != name or not on(rank, n)}
 
 
-def of_two_kinds(rank: int, number: int) -> Metrics:
+def two_kinds(rank: int, number: int) -> Metrics:
     return {"x": Metric(values_on(rank), kind="max" if rank == 2 else "mean")}
 
 
@@ -64,7 +64,7 @@ STEPS: dict[str, tuple[MetricsOf, str]] = {
     "missing on a rank": (without("even", on=lambda rank, n: rank == 1), MISSING.format("[01]", "even")),
     "missing in a micro-batch": (without("most", on=lambda rank, n: rank == 0 and n == 1), MISSING.format(1, "most")),
     "on one rank alone": (without("least", on=lambda rank, n: rank != 3), MISSING.format("[01]", "least")),
-    "of two kinds": (of_two_kinds, "a name must have one kind, mask, aggregation and coefficient in a step"),
+    "of two kinds": (two_kinds, "a name must have one kind, mask, aggregation and coefficient in a step"),
     "over two units": (
         lambda rank, n: {"x": Metric(values_on(rank), "tokens" if rank else "samples")},
         "a name must have one",
@@ -155,10 +155,10 @@ def outcomes_on_rank() -> dict[str, Any]:
     plan = plan_step(own, "token_mean", dp_group=dist.group.WORLD, gradients=SUMMED)
     averaged = plan_step(own, "token_mean", dp_group=dist.group.WORLD, gradients=AVERAGED)
     factors = list[float]()
-    for summed, of_average in zip(plan, averaged, strict=True):
+    for summed, averaging in zip(plan, averaged, strict=True):
         values = values_on(rank).requires_grad_()
         loss = summed.loss(values, {"most": Metric(values_on(rank), kind="max")})
-        factors.append(float(of_average.loss(values).detach() / loss.detach()))
+        factors.append(float(averaging.loss(values).detach() / loss.detach()))
     outcomes["dynamic, averaged"] = factors
     outcomes["dynamic"] = {key: float(value) for key, value in plan.finish().items()}
     dist.barrier()
@@ -242,8 +242,8 @@ def test_an_error_of_one_rank_reaches_all(name: str, told: str, by_rank: list[An
 
 def test_values_where_context_parallel_groups_change(by_rank: list[Any]) -> None:
     held, masks = {0: [0, 1, 6, 7], 1: [2, 3, 4, 5]}, [samples.loss_masks[0] for samples in described(0)[:1]]
-    of_first = [k + 10 * rank for rank in range(RANKS) for k, t in enumerate(held[rank % 2]) if masks[0][t]]
-    losses = of_first + [k + 10 * rank for rank in range(RANKS) for k in range(4)]
+    first_losses = [k + 10 * rank for rank in range(RANKS) for k, t in enumerate(held[rank % 2]) if masks[0][t]]
+    losses = first_losses + [k + 10 * rank for rank in range(RANKS) for k in range(4)]
     for outcomes in by_rank:
         assert outcomes["dynamic, averaged"] == [RANKS, RANKS]
         assert outcomes["dynamic"] == pytest.approx({"pg_loss": sum(losses) / len(losses), "most": 33})

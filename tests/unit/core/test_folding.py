@@ -33,7 +33,9 @@ def fold(mode: str = "token_mean", part: slice = slice(None), advantages: Any = 
 @pytest.mark.parametrize(("mode", "units"), COUNTINGS, ids=[f"{m}-{u}" for m, u in COUNTINGS])
 def test_an_advantage_is_times_its_tokens_weight(mode: str, units: Any) -> None:
     """Half of the step folded alone would be another product, but in a plain sum."""
-    weights = [w for of_sample in oracle.step_weights(mode, SAMPLES, divisor_of(mode), units) for w in of_sample]
+    weights = [
+        w for sample_weights in oracle.step_weights(mode, SAMPLES, divisor_of(mode), units) for w in sample_weights
+    ]
     expected = torch.tensor(weights, dtype=torch.float64) * torch.cat(ADVANTAGES)
     folded = torch.cat(fold(mode, units=units))
     torch.testing.assert_close(folded.double(), expected, rtol=oracle.EXACT, atol=0)
@@ -79,7 +81,7 @@ def test_folding_twice_is_refused() -> None:
 PAIR, SOUND = [[1, 0], [1]], ([1.0, 3.0],)
 
 
-def of_two(advantages: Any, mode: Any = "token_mean") -> list[Tensor]:
+def fold_two(advantages: Any, mode: Any = "token_mean") -> list[Tensor]:
     return fold_into_advantages(advantages, PAIR, mode=mode)
 
 
@@ -92,7 +94,7 @@ def laid_out(layout: Any) -> list[Tensor]:
 
 def test_weights_lie_where_the_advantages_do() -> None:
     with torch.device("meta"):
-        folded = of_two([torch.ones(2, device="cpu"), 1.0])
+        folded = fold_two([torch.ones(2, device="cpu"), 1.0])
     assert {row.device.type for row in folded} == {"cpu"}
 
 
@@ -100,14 +102,14 @@ test_refusals = refusal_tests(
     {
         **refusals(laid_out, ((Gathered([0, 2, 3]),), "samples with a layout for columns", (None,))),
         **refusals(
-            of_two,
+            fold_two,
             (([1.0],), "1 advantages for 2 loss masks", SOUND),
             (([torch.ones(2), torch.ones(2)],), r"rows of \[2, 2\] values for loss masks of \[2, 1\]", SOUND),
             (([float("nan"), 1.0],), UNFOLDABLE, (INF_AT_MASKED,)),
             ((SOUND[0], lambda step: [2.0, -1.0]), "token weights down to -1", (SOUND[0], lambda step: [2.0, 1.0])),
         ),
         **refusals(
-            of_two,
+            fold_two,
             (({0: 1.0, 1: 3.0},), "advantages is a dict: there must be one entry", SOUND),
             (([1.0, 1j],), "advantages of sample 1 are complex: they must be real numbers", SOUND),
             (([Decimal(1), 1.0],), "advantages of sample 0 are Decimal", SOUND),

@@ -72,10 +72,10 @@ def on_ranks() -> list[Any]:
         groups: Any = {"dp_group": dp[size][rank % size], "cp_group": cp[size][rank // size]}
         plan = plan_step(described, "token_mean", gradients="summed over ranks", **groups)
         values = {
-            id(microbatch): torch.tensor([value_at(*t) if t else math.nan for t in of_microbatch]).reshape(
+            id(microbatch): torch.tensor([value_at(*t) if t else math.nan for t in held_tokens]).reshape(
                 microbatch.tokens.loss_shapes[-1]
             )
-            for microbatch, of_microbatch in zip(plan, held, strict=True)
+            for microbatch, held_tokens in zip(plan, held, strict=True)
         }
         numbers = measured_in(plan, lambda microbatch: values[id(microbatch)], [0.5])  # noqa: B023
         half = numbers[2]
@@ -99,13 +99,15 @@ def test_in_every_layout_over_ranks() -> None:
             for i, sample in enumerate(step.samples) for t, entry in enumerate(sample.mask.double().tolist())
         ]  # fmt: skip
         tokens, total, half = measured_by_hand(pairs, [0.5])
-        for numbers, _ in (of_cases[seed] for of_cases in by_rank):
+        for numbers, _ in (rank_results[seed] for rank_results in by_rank):
             assert [numbers[0], numbers[2]] == [pytest.approx(tokens, rel=1e-12), half]
             assert numbers[1] == pytest.approx(total, rel=1e-12, abs=1e-12)
         above = [(value, entry) for value, entry in pairs if value > half]
         kept = sum(entry for _, entry in above)
         mean = sum(value * entry for value, entry in above) / kept if kept else 0.0
-        assert sum(of_cases[seed][1] for of_cases in by_rank) == pytest.approx(mean, rel=1e-5, abs=1e-6), CASES[seed]
+        assert sum(rank_results[seed][1] for rank_results in by_rank) == pytest.approx(mean, rel=1e-5, abs=1e-6), CASES[
+            seed
+        ]
 
 
 def collectives() -> tuple[dict[str, list[int]], list[str], bool]:
@@ -149,8 +151,8 @@ def collectives() -> tuple[dict[str, list[int]], list[str], bool]:
                 (lambda microbatch: torch.ones(1)) if rank else lambda microbatch: torch.ones(len(microbatch.tokens))
             )
             errors.append(outcome_of(functools.partial(measure_tokens, plan, bad)))
-    of_stage = [Samples([torch.ones(2)])] if rank else None
-    plan = plan_step(of_stage, "token_mean", dp_group=None, replica_groups=[world], num_microbatches=1)
+    stage_samples = [Samples([torch.ones(2)])] if rank else None
+    plan = plan_step(stage_samples, "token_mean", dp_group=None, replica_groups=[world], num_microbatches=1)
     not_finite: list[Any] = [lambda microbatch: torch.tensor([1.0, math.nan]), None]
     for values in not_finite:
         errors.append(outcome_of(functools.partial(measure_tokens, plan, values if rank else None)))

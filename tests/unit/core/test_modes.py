@@ -273,7 +273,7 @@ def test_functions_of_one_name_are_told_apart() -> None:
     def settings(mode: Any, **options: Any) -> str:
         return LossModes.resolve(mode, **options).describe()
 
-    def of_sum(count: Any) -> Mode:
+    def sum_mode(count: Any) -> Mode:
         return Mode(name="mine", function=scaled, sums={"n": Sum(of=count)})
 
     def unlike_in_code(step: ModeInputs) -> Any:
@@ -290,7 +290,7 @@ def test_functions_of_one_name_are_told_apart() -> None:
         *(counted(key, kind) for key in ("rollout", "prompt") for kind in ("samples", "units")),
         *(lambda step: 1 / step.units("rollout"), lambda step: 1 / len(step.batch)),  # of the step, and of a part of it
         *(lambda step: step.batch.mask_sums, lambda step: step.batch.active_tokens),
-        *(of_sum(count) for count in (lambda samples: samples.mask_sums, lambda samples: samples.active_tokens)),
+        *(sum_mode(count) for count in (lambda samples: samples.mask_sums, lambda samples: samples.active_tokens)),
     ]
     texts = [settings(function) for function in functions]
     assert len(set(texts)) == len(texts)

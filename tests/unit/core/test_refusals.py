@@ -17,7 +17,7 @@ def plan(samples: Any, mode: Any = "token_mean", **options: Any) -> Plan:
     return plan_step(samples, mode, **{"dp_group": None, **options})
 
 
-def of_terms(terms: Callable[[Tensor], Any], metric: Any = None) -> Any:
+def loss_of_terms(terms: Callable[[Tensor], Any], metric: Any = None) -> Any:
     metrics = {} if metric is None else {"kl": metric}
     return plan([Samples([torch.ones(4)])])[0].loss(terms(torch.ones(4, requires_grad=True)), metrics)
 
@@ -32,14 +32,14 @@ def carried(form: Any, per_token_loss: bool = False, losses: Any = None) -> Any:
 
 
 def finish(*reports: Any, trained: bool = True) -> Any:
-    of_step = plan([TWO])
+    whole_plan = plan([TWO])
     if trained:
-        of_step[0].loss(torch.ones(2, requires_grad=True))
-    return of_step.finish(*reports)
+        whole_plan[0].loss(torch.ones(2, requires_grad=True))
+    return whole_plan.finish(*reports)
 
 
-def proved(model: Any, of_step: Any) -> None:
-    with prove_step(model, of_step, level="off"):
+def proved(model: Any, whole_plan: Any) -> None:
+    with prove_step(model, whole_plan, level="off"):
         pass
 
 
@@ -111,7 +111,7 @@ test_refusals = refusal_tests(
             ((None, False, torch.ones(2)), "a loss without a graph", (None,)),
         ),
         **refusals(
-            of_terms,
+            loss_of_terms,
             ((lambda x: {},), "there must be at least one", (pair,)),
             ((lambda x: {"loss": x, "kl": x},), r"a loss of the terms \['loss', 'kl'\]", (pair,)),
             ((pair, Metric(X)), "a metric named 'kl'", (lambda x: {"pg": x}, Metric(X))),
@@ -130,7 +130,7 @@ test_refusals = refusal_tests(
             ((lambda x: x, Metric(X, "prompts")), "'kl': .*samples without prompt_ids", (lambda x: x, Metric(X))),
         ),
         **refusals(
-            of_terms,
+            loss_of_terms,
             ((lambda x: {"pg": x, 1: x},), "losses has the key 1: it must be a dict whose keys are names", (pair,)),
             ((lambda x: pair(x, SimpleNamespace(per_token_loss=x)),), "'kl' is a .*Pass its .per_token_loss", (pair,)),
             ((lambda x: x, X.int()), "the metric 'kl' is torch.int32", (lambda x: x, X.half())),

@@ -25,8 +25,8 @@ def drawn(rng: random.Random) -> Drawn:
         [turn if turn >= 0 or not m else 0 for turn, m in zip(*row, strict=True)]
         for row in zip(turns, masks, strict=True)
     ]
-    of_samples = {key: [rng.randint(0, 2) for _ in lengths] for key in ("prompt", "session")}
-    return {"masks": masks, "turn": turns, **of_samples}
+    sample_ids = {key: [rng.randint(0, 2) for _ in lengths] for key in ("prompt", "session")}
+    return {"masks": masks, "turn": turns, **sample_ids}
 
 
 def stated(given: Drawn, key: str) -> list[tuple[int, Any, list[int]]]:
@@ -37,11 +37,11 @@ def stated(given: Drawn, key: str) -> list[tuple[int, Any, list[int]]]:
             unit = 0 if key == "step" else i if key in ("sample", "rollout") else given[key][i]
             found.append((i, unit, list(range(len(mask)))))
             continue
-        of_sample: dict[Any, list[int]] = {}
+        turns_here: dict[Any, list[int]] = {}
         for t, turn in enumerate(given["turn"][i]):
             if turn >= 0:
-                of_sample.setdefault(turn, []).append(t)
-        found += [(i, turn, entries) for turn, entries in of_sample.items()]
+                turns_here.setdefault(turn, []).append(t)
+        found += [(i, turn, entries) for turn, entries in turns_here.items()]
     return found
 
 
@@ -64,7 +64,7 @@ def test_segments_are_those_of_plain_loops(key: str) -> None:
         masks = [[given["masks"][i][t] for t in entries] for i, _, entries in expected]
         sums = [math.fsum(entries) for entries in masks]
         units = {unit for _, unit, _ in expected}
-        of_unit = [
+        unit_sums = [
             math.fsum(m for m, (_, other, _) in zip(sums, expected, strict=True) if other == unit)
             for _, unit, _ in expected
         ]
@@ -74,7 +74,7 @@ def test_segments_are_those_of_plain_loops(key: str) -> None:
         )
         assert segments.mask_sums.tolist() == pytest.approx(sums, rel=1e-12)
         assert segments.active.tolist() == [any(entries) for entries in masks]
-        assert segments.unit_mask_sums[segments.unit].tolist() == pytest.approx(of_unit, rel=1e-12)
+        assert segments.unit_mask_sums[segments.unit].tolist() == pytest.approx(unit_sums, rel=1e-12)
         assert segments.num_units == len(units)
         assert segments.have_ids == (key not in ("sample", "rollout"))
         places = [-1] * samples.total_tokens

@@ -167,11 +167,11 @@ def test_terms_with_coefficients_and_metrics(num_tokens: int, copies: int) -> No
     ]
     metrics = [(table[:, 3], reducer), (table[:, 4].double(), other), (leaves[1] * 2, other)]
     share, own = reducers.sum_terms(summands)
-    of_metrics = [by.sums([row])[0] for row, by in metrics]
+    metric_values = [by.sums([row])[0] for row, by in metrics]
     rows = [(summand.values, weights if summand.reducer is reducer else others) for summand in summands]
     rows += [(row, weights if by is reducer else others) for row, by in metrics]
-    assert len(own) == len(of_metrics) == 3
-    for value, (row, by) in zip([*own, *of_metrics], rows, strict=True):
+    assert len(own) == len(metric_values) == 3
+    for value, (row, by) in zip([*own, *metric_values], rows, strict=True):
         assert value.dtype == torch.promote_types(row.dtype, torch.float32)
         assert not value.requires_grad
         assert close(value, row, by)

@@ -125,8 +125,8 @@ def test_gradients_of_several_backward_passes_add_up() -> None:
     with observe(taps):
         taps.begin_microbatch()
         loss = (tap(values, "kl") * MASK).sum()
-        of_ppo = ppo_clip_loss(log_probs(), log_probs(), torch.ones(4), MASK).per_token_loss
-        share = reducer(of_ppo * 2)
+        ppo_losses = ppo_clip_loss(log_probs(), log_probs(), torch.ones(4), MASK).per_token_loss
+        share = reducer(ppo_losses * 2)
         assert not any(taps.losses[name][0].is_reached for name in ("kl", "pg"))
         for factor in (2.0, 3.0):
             (factor * (loss + share)).backward(retain_graph=True)
@@ -190,7 +190,7 @@ def test_losses_that_a_checkpoint_computes_again_count_by_the_pass_that_trains(
         checkpoint(loss_of, output * 1.0, use_reentrant=use_reentrant).backward()
         second.sum().backward()
     taps.end(trained=taps.trained)
-    gradients = [tapped.gradient for of_term in taps.losses.values() for tapped in of_term.values()]
+    gradients = [tapped.gradient for term_taps in taps.losses.values() for tapped in term_taps.values()]
     reached = [gradient for gradient in gradients if gradient is not None]
     assert len(reached) == (not is_detached)
     assert all(torch.equal(gradient, MASK) for gradient in reached)

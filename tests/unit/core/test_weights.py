@@ -57,7 +57,7 @@ ROOTS = Sum(of=lambda samples: samples.mask_sums**0.5, by="prompt")
 by_roots = Mode(name="by_roots", function=lambda step: 1 / step.sum("roots").clip(1e-30), sums={"roots": ROOTS})
 
 
-def of_own_modes(samples: list[Sample]) -> dict[Any, list[list[float]]]:
+def own_mode_weights(samples: list[Sample]) -> dict[Any, list[list[float]]]:
     """Weights of `by_roots`; those of `numbered` count positions in a micro-batch."""
     tokens, roots = [float(sample.mask.double().sum()) for sample in samples], dict[Any, float]()
     for sample, number in zip(samples, tokens, strict=True):
@@ -73,19 +73,19 @@ def worst_error(step: Step, place: Any, cp_size: int, units: Any) -> tuple[float
     described = [samples_of(chosen, at) for chosen, at in hands]
     totals = count_step(described, StepGroups(), sums=[ROOTS])
     modes: dict[Any, Any] = {mode: weights_of(mode, step.samples, units) for mode in (*oracle.MODES, *oracle.BY_IDS)}
-    modes |= of_own_modes(step.samples)
+    modes |= own_mode_weights(step.samples)
     number = {id(sample): i for i, sample in enumerate(step.samples)}
     errors, vectors = [0.0], 0
     for (chosen, at), samples in zip(hands, described, strict=True):
         copies = cp_size if isinstance(at.layout, Gathered) else 1
-        of_microbatch = {mode: [weights[number[id(sample)]] for sample in chosen] for mode, weights in modes.items()}
-        of_microbatch[numbered] = [
+        mode_weights = {mode: [weights[number[id(sample)]] for sample in chosen] for mode, weights in modes.items()}
+        mode_weights[numbered] = [
             [(100.0 * i + t + 1) * m for t, m in enumerate(sample.mask.double().tolist())]
             for i, sample in enumerate(chosen)
         ]
         for rank, held in enumerate(at.held):
             check_part(samples.local(rank, cp_size), chosen, held)
-            for mode, weights in of_microbatch.items():
+            for mode, weights in mode_weights.items():
                 asked = {"divisor": divisor_of(mode), "units": units, "cp_rank": rank, "cp_size": cp_size}
                 vector = token_weights(mode, samples, totals, **asked)
                 errors.append(error_of(vector, [weights[t[0]][t[1]] / copies if t else 0.0 for t in held]))
@@ -171,11 +171,13 @@ def test_the_oracle_and_the_weights_give_what_is_worked_out_by_hand(mode: str, u
     """README shows these values."""
     value, divisor = oracle.WORKED_VALUES[mode, units], divisor_of(mode)
     losses = torch.cat([sample.losses for sample in oracle.WORKED])
-    of_loops = torch.tensor([w for sample in oracle.step_weights(mode, oracle.WORKED, divisor, units) for w in sample])
-    assert float(of_loops.double() @ losses) == pytest.approx(value, rel=1e-6)
+    oracle_weights = torch.tensor(
+        [w for sample in oracle.step_weights(mode, oracle.WORKED, divisor, units) for w in sample]
+    )
+    assert float(oracle_weights.double() @ losses) == pytest.approx(value, rel=1e-6)
     assert float(oracle.step_loss(mode, oracle.WORKED, divisor, units)) == pytest.approx(value, rel=1e-14)
     slopes = torch.cat(oracle.step_gradient(mode, oracle.WORKED, divisor, units))
-    torch.testing.assert_close(of_loops.double(), slopes)
+    torch.testing.assert_close(oracle_weights.double(), slopes)
     masks, ids = [sample.mask for sample in oracle.WORKED], ids_of(oracle.WORKED)
     weights = token_weights(mode, Samples(masks, **ids), totals_of(oracle.WORKED), divisor=divisor, units=units)
     assert float(weights.double() @ losses) == pytest.approx(value, rel=1e-6)
@@ -218,15 +220,15 @@ LOSSES = torch.tensor([1.0, 2, 3, 4, 5, 6, NAN, NAN])
 # --- refusals, each beside its nearest legal neighbour
 
 
-def of_ones(*lengths: float, sums: Any = (), **ids: Any) -> StepTotals:
+def totals_of_ones(*lengths: float, sums: Any = (), **ids: Any) -> StepTotals:
     """Totals of masks of ones, the last of which may be a fraction."""
     masks = [[1.0] * int(length) + [length % 1] for length in lengths]
     return StepTotals.of(Samples(masks, **ids), sums=sums)
 
 
 WITH_ROLLOUTS = StepTotals.of(Samples(MASKS, rollout_ids=[0, 0], prompt_ids=[0, 0]))
-PROMPTS = of_ones(8, 6, prompt_ids=[0, 7])
-ONE, TWO, ZERO, SIX = of_ones(9), of_ones(5, 5), of_ones(0, 0), of_ones(3, 3)
+PROMPTS = totals_of_ones(8, 6, prompt_ids=[0, 7])
+ONE, TWO, ZERO, SIX = totals_of_ones(9), totals_of_ones(5, 5), totals_of_ones(0, 0), totals_of_ones(3, 3)
 ROLLOUTS: dict[str, Any] = {"rollout_ids": [0, 0]}
 IDS: dict[str, Any] = {"prompt_ids": [0, 0]}
 BOTH: dict[str, Any] = {**ROLLOUTS, **IDS}
@@ -239,7 +241,7 @@ def reduced(mode: Any, totals: Any, ids: Any = IDS, masks: Any = MASKS, units: A
     return make_pg_loss_reducer(mode, samples, totals=totals, units=units, divisor=divisor)
 
 
-def of_weights(mode: Any, totals: StepTotals, layout: Any = None, cp_size: int = 1, masks: Any = MASKS) -> Any:
+def weigh_by(mode: Any, totals: StepTotals, layout: Any = None, cp_size: int = 1, masks: Any = MASKS) -> Any:
     return token_weights(mode, Samples(masks, layout=layout), totals, cp_size=cp_size)
 
 
@@ -273,14 +275,15 @@ test_refusals = refusal_tests(
             # --- totals without a count
             (("prompt_mean", SIX), "totals without prompt units: 'prompt_mean' needs them", ("prompt_mean", PROMPTS)),
             ((by_roots, PROMPTS), "totals without a declared sum by prompt: 'by_roots'",
-             (by_roots, of_ones(8, 6, prompt_ids=[0, 0], sums=[ROOTS]))),
+             (by_roots, totals_of_ones(8, 6, prompt_ids=[0, 0], sums=[ROOTS]))),
             # --- totals of a part of the step
             (("token_mean", ZERO), "step_tokens of 0 in the totals", ("token_mean", ZERO, IDS, [torch.zeros(4)] * 2)),
-            (("token_mean", of_ones(2, 2)), "step_tokens of 4 in the totals, and 5.5 in these",
+            (("token_mean", totals_of_ones(2, 2)), "step_tokens of 4 in the totals, and 5.5 in these",
              ("token_mean", SIX)),
             (("constant", ONE, {}), r"sample units \(all\) of 1 in the totals, and 2", ("constant", TWO, {})),
-            (("sample_mean", of_ones(5, 9, rollout_ids=[0, 1]), ROLLOUTS), "mask tokens of one rollout of .* and 5.5",
-             ("sample_mean", of_ones(5.5, 9, rollout_ids=[0, 1]), ROLLOUTS)),
+            (("sample_mean", totals_of_ones(5, 9, rollout_ids=[0, 1]), ROLLOUTS),
+             "mask tokens of one rollout of .* and 5.5",
+             ("sample_mean", totals_of_ones(5.5, 9, rollout_ids=[0, 1]), ROLLOUTS)),
             # --- names and settings
             (("token_mean", SIX, IDS, MASKS, "some"), "'some': there is no such unit counting. Choose one of all",
              ("token_mean", SIX, IDS, MASKS, "active")),
@@ -302,7 +305,7 @@ test_refusals = refusal_tests(
             error=TypeError,
         ),
         **refusals(
-            of_weights,
+            weigh_by,
             (("token_mean", SIX, LAID_OUT_TWO, 2), "cp_size=2 without a cp_rank", ("token_mean", SIX, LAID_OUT_TWO)),
         ),
         **refusals(

@@ -69,7 +69,7 @@ def test_plain_torch_goes_on_where_triton_fails(step: str, way: str) -> None:
     assert why == "Triton failed (RuntimeError: no C compiler)"
 
 
-def of_tokens(**options: Any) -> dict[str, Any]:
+def arguments(**options: Any) -> dict[str, Any]:
     """Arguments of a call on 12 tokens and 80 ids."""
     draw = torch.Generator().manual_seed(0)
     logits = torch.randn(12, 80, generator=draw)
@@ -80,22 +80,22 @@ MASK, KEEP = torch.arange(12) % 4 != 0, torch.rand(12, 80, generator=torch.Gener
 KEPT = KeptIds(KEEP.nonzero()[:, 1], torch.cat([torch.zeros(1).long(), KEEP.sum(1).cumsum(0)]))
 #: Kinds of calls, each with a program of its own: what tells its launch from the plain one's.
 KINDS: dict[str, tuple[dict[str, Any], Callable[[dict[str, Any]], bool]]] = {
-    "a token mask": (of_tokens(token_mask=MASK), lambda given: given["mask"] is not None),
-    "a mask of kept ids": (of_tokens(keep=KEEP), lambda given: given["keep"] is not None),
-    "kept ids": (of_tokens(keep=KEPT), lambda given: given["kept"] is not None),
-    "padding": (of_tokens(vocab_size=70), lambda given: given["held"] < 80),
-    "entropy": (of_tokens(entropy=True), lambda given: given.get("entropy", given.get("h") is not None)),
-    "four ids": (of_tokens(labels=torch.arange(48).view(12, 4)), lambda given: given["labels"].shape[1] == 4),
+    "a token mask": (arguments(token_mask=MASK), lambda given: given["mask"] is not None),
+    "a mask of kept ids": (arguments(keep=KEEP), lambda given: given["keep"] is not None),
+    "kept ids": (arguments(keep=KEPT), lambda given: given["kept"] is not None),
+    "padding": (arguments(vocab_size=70), lambda given: given["held"] < 80),
+    "entropy": (arguments(entropy=True), lambda given: given.get("entropy", given.get("h") is not None)),
+    "four ids": (arguments(labels=torch.arange(48).view(12, 4)), lambda given: given["labels"].shape[1] == 4),
     "rows that are not aligned": (
-        of_tokens(logits=torch.randn(12, 81)[:, 1:]), lambda given: given["logits"].data_ptr() % 16 != 0
+        arguments(logits=torch.randn(12, 81)[:, 1:]), lambda given: given["logits"].data_ptr() % 16 != 0
     ),
     "rows of another stride": (
-        of_tokens(logits=torch.randn(12, 84)[:, :80]), lambda given: given["logits"].stride(0) == 84
+        arguments(logits=torch.randn(12, 84)[:, :80]), lambda given: given["logits"].stride(0) == 84
     ),
-    "bfloat16": (of_tokens(logits=torch.randn(12, 80).bfloat16()), lambda given: given["logits"].dtype != torch.float),
-    "labels of int32": (of_tokens(labels=torch.arange(12).int()), lambda given: given["labels"].dtype == torch.int32),
+    "bfloat16": (arguments(logits=torch.randn(12, 80).bfloat16()), lambda given: given["logits"].dtype != torch.float),
+    "labels of int32": (arguments(labels=torch.arange(12).int()), lambda given: given["labels"].dtype == torch.int32),
 }  # fmt: skip
-PLAIN = of_tokens()
+PLAIN = arguments()
 #: Fewer tokens than rows that are compared of a call that has a mask.
 FEW: dict[str, Any] = {"labels": torch.arange(4), "token_mask": [1, 0, 0.5, 1], "keep": KEEP[:4], "entropy": True}
 FEW["logits"] = PLAIN["logits"][:4].bfloat16()
@@ -304,7 +304,7 @@ def flag() -> None:
     log_probs_from_logits(logits.log_softmax(-1), LABELS)
     flags.raise_flagged()
     for mask, is_wrong in (([1, 0.5, 0], False), ([1, -1, 0], True), ([1, torch.nan, 0], True)):
-        of_device: Any = {
+        device_arguments: Any = {
             "mask": torch.tensor(mask),
             "keep": None,
             "kept": None,
@@ -312,7 +312,7 @@ def flag() -> None:
             "check_first_row": False,
         }
         triton_kernels.statistics(
-            logits, LABELS[:, None], first=0, held=8, size=8, scale=1.0, entropy=False, **of_device
+            logits, LABELS[:, None], first=0, held=8, size=8, scale=1.0, entropy=False, **device_arguments
         )
         assert bool(flags.tensor()[4]) == is_wrong
         if is_wrong:
@@ -320,9 +320,9 @@ def flag() -> None:
                 flags.raise_flagged()
     for ids, wrong in (([0, 3, 4, 7, 5, 5], None), ([0, 3, 4, 7, 8, 5], 8), ([0, -1, 4, 7, 2, 5], -1)):
         kept = KeptIds(torch.tensor(ids), torch.tensor([0, 4, 4, 6])).for_kernels(slice(None), 8, torch.device("cpu"))
-        of_rank: Any = {"first": 4, "held": 4, "size": 8, "scale": 1.0, "flags": flags.tensor(), "keep": None}
-        of_rank |= {"entropy": False, "mask": None, "kept": kept, "check_first_row": False}
-        triton_kernels.statistics(logits[:, 4:], LABELS[:, None], **of_rank)
+        shard: Any = {"first": 4, "held": 4, "size": 8, "scale": 1.0, "flags": flags.tensor(), "keep": None}
+        shard |= {"entropy": False, "mask": None, "kept": kept, "check_first_row": False}
+        triton_kernels.statistics(logits[:, 4:], LABELS[:, None], **shard)
         if wrong is None:
             flags.raise_flagged()
         else:

@@ -97,8 +97,8 @@ HIDDEN, WEIGHT = torch.zeros(2, 6), torch.zeros(4, 6)
 TWO_RANKS: Any = SimpleNamespace(size=lambda: 2)  # the part of a group that the kernel uses
 
 
-def of_liger(labels: Tensor = LABELS, kernel: str | None = "liger", keep: Any = None, **of_layer: Any) -> Any:
-    return log_probs_from_hidden(HIDDEN, OutputLayer(WEIGHT, **of_layer), labels, kernel=kernel, keep=keep)
+def by_liger(labels: Tensor = LABELS, kernel: str | None = "liger", keep: Any = None, **layer_options: Any) -> Any:
+    return log_probs_from_hidden(HIDDEN, OutputLayer(WEIGHT, **layer_options), labels, kernel=kernel, keep=keep)
 
 
 def test_a_kernel_is_chosen_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +115,7 @@ REFUSALS: dict[str, Any] = {
         ({"kernel": "cuda"}, "kernel 'cuda': there is no such kernel", {}),
     ),
     **refusals(
-        of_liger,
+        by_liger,
         ({}, "kernel='liger' with tensors on the CPU: ", {"kernel": None}),
         ({"labels": LABELS[:, None]}, "with labels of K ids, tensors", {"labels": LABELS[:, None], "kernel": None}),
         ({"bias": WEIGHT[:, 0], "vocab_size": 4}, "with a bias, vocab_size", {"bias": WEIGHT[:, 0], "kernel": None}),

@@ -40,10 +40,10 @@ def stated(batch: Sequence[tuple[float, Any, Any]], kind: str, epsilon: float = 
     """Advantages from each sample's (reward, prompt, rollout); a rollout counts once in its group."""
     advantages = []
     for reward, group, rollout in batch:
-        of_group = {o: r for r, g, o in batch if g == group}
-        mean = statistics.fmean(of_group.values())
-        std = statistics.stdev(of_group.values()) if len(of_group) > 1 else 0.0
-        others = [r for o, r in of_group.items() if o != rollout]
+        group_rewards = {o: r for r, g, o in batch if g == group}
+        mean = statistics.fmean(group_rewards.values())
+        std = statistics.stdev(group_rewards.values()) if len(group_rewards) > 1 else 0.0
+        others = [r for o, r in group_rewards.items() if o != rollout]
         advantages.append({
             "centred": reward - mean,
             "by std": (reward - mean) / (std + epsilon),
@@ -56,8 +56,10 @@ def stated_together(batches: Sequence[Any], weights: Sequence[float], epsilon: f
     """GDPO, of a batch as above for each reward."""
     parts = [stated(batch, "by std", epsilon) for batch in batches]
     sums = [sum(w * advantage for w, advantage in zip(weights, ones, strict=True)) for ones in zip(*parts, strict=True)]
-    of_rollouts = list({rollout: total for total, (_, _, rollout) in zip(sums, batches[0], strict=True)}.values())
-    mean, std = (statistics.fmean(of_rollouts), statistics.stdev(of_rollouts)) if len(of_rollouts) > 1 else (0, 0)
+    rollout_totals = list({rollout: total for total, (_, _, rollout) in zip(sums, batches[0], strict=True)}.values())
+    mean, std = (
+        (statistics.fmean(rollout_totals), statistics.stdev(rollout_totals)) if len(rollout_totals) > 1 else (0, 0)
+    )
     return [(total - mean) / (std + epsilon) for total in sums]
 
 
@@ -291,8 +293,8 @@ FRACTIONS, NONE = [0.5, 0.25, 1.0], [0, 0, 0]
 )
 def test_surviving_masks(level: Any, bounds: dict[str, Any], expected: list[list[float]]) -> None:
     before = [mask.clone() for mask in MASKS]
-    of_sequence: dict[str, Any] = {} if level == "token" else {"level": "sequence", "aggregate": level}
-    gate = Gate(**bounds, **of_sequence)
+    sequence_settings: dict[str, Any] = {} if level == "token" else {"level": "sequence", "aggregate": level}
+    gate = Gate(**bounds, **sequence_settings)
     survivors = surviving_masks(MASKS, [row.to(DEVICE) for row in RATIOS], gate)
     assert [mask.tolist() for mask in survivors] == expected
     assert [mask.dtype for mask in survivors] == [mask.dtype for mask in MASKS]
@@ -383,8 +385,8 @@ REFUSALS = {
         ({"gamma": 1.1}, r"gamma is 1.1: it must be a number in \[0, 1\]", {"gamma": 1.0}),
         ({"lam": "0.95"}, "lam is '0.95'", {"lam": 0.95}),
         *(
-            ({"lam": of_kind([0.9, 1.5, 0])}, f"lam from 0 to 1.5: {BETWEEN}", {"lam": of_kind([0.9, 1, 0])})
-            for of_kind in (list, np.array, torch.tensor)
+            ({"lam": make([0.9, 1.5, 0])}, f"lam from 0 to 1.5: {BETWEEN}", {"lam": make([0.9, 1, 0])})
+            for make in (list, np.array, torch.tensor)
         ),
         ({"lam": torch.tensor([1.5] * 3), "gamma": 0.5}, f"lam from 1.5 to 1.5: {BETWEEN}", {"lam": torch.tensor(1.0)}),
         ({"lam": [0.9, 0.5]}, r"lam of shape \(2,\) for 3 samples", {"lam": [0.9, 0.5, 1]}),

@@ -36,8 +36,8 @@ LOG_RATIOS = torch.tensor([0.5, -0.1, 1.0, -0.3, 0.1])
     ],
 )
 def test_what_is_clipped(name: str, clip: Any, advantages: Any, clipped: list[float]) -> None:
-    of_tokens = torch.tensor(advantages).float().repeat_interleave(torch.tensor([3, 2]))
-    loss = policy_loss(name, OLDS + LOG_RATIOS, OLDS, of_tokens, HELD, clip_low=clip[0], clip_high=clip[1])
+    token_advantages = torch.tensor(advantages).float().repeat_interleave(torch.tensor([3, 2]))
+    loss = policy_loss(name, OLDS + LOG_RATIOS, OLDS, token_advantages, HELD, clip_low=clip[0], clip_high=clip[1])
     assert loss.clipped[ACTIVE].tolist() == clipped
     assert loss.ppo_kl[ACTIVE].tolist() == pytest.approx((-LOG_RATIOS[ACTIVE]).tolist(), abs=1e-6)
 

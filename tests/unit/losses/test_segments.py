@@ -135,16 +135,16 @@ def test_the_future_kl_of_fipo_counts_positions() -> None:
 
 def test_dtypes_and_none() -> None:
     local = local_of(MASKS)
-    for dtype, of_sum in [(torch.float64,) * 2, (torch.float32,) * 2, (torch.bfloat16, torch.float32)]:
+    for dtype, sum_dtype in [(torch.float64,) * 2, (torch.float32,) * 2, (torch.bfloat16, torch.float32)]:
         values = torch.ones(6, dtype=dtype, requires_grad=True)
         total = segment_sum(values, local)
-        assert total.dtype == of_sum
+        assert total.dtype == sum_dtype
         total.sum().backward()
         assert values.grad.dtype == dtype
     for empty in (torch.zeros(0, requires_grad=True), torch.zeros(1, 0, requires_grad=True)):
-        of_none = segment_mean(empty, local_of([]))
-        assert of_none.shape == (0,)
-        to_tokens(of_none, local_of([])).sum().backward()
+        no_means = segment_mean(empty, local_of([]))
+        assert no_means.shape == (0,)
+        to_tokens(no_means, local_of([])).sum().backward()
         assert segment_scan(empty, local_of([])).shape == empty.grad.shape == empty.shape
 
 
@@ -210,7 +210,7 @@ def sums(values: Any = WHOLE, local: Any = MASKED, **more: Any) -> Tensor:
     return segment_sum(values, local, **more)
 
 
-def of_units(per: str, tokens: dict[str, float]) -> Tensor:
+def unit_sums(per: str, tokens: dict[str, float]) -> Tensor:
     """Segment sums in a step whose units have so many tokens, which their micro-batch knows."""
     masks = [[1.0] * int(number) + [number % 1] for number in tokens.values()]
     totals = StepTotals.of(Samples(masks, ids={per: [*tokens]}))
@@ -235,7 +235,7 @@ REFUSALS = {
         ({"local": CUT}, "no cp_group: a sample's tokens lie on 2 ranks", {"local": AT_CP_2}),
     ),
     **refusals(
-        of_units,
+        unit_sums,
         (
             ("rollout", {"a": 2.125, "b": 1}),
             "rollout of sample 0, 2 of whose 2.125 mask",

@@ -134,15 +134,15 @@ def test_a_short_sequence_is_not_blamed_for_placeholders(at: list[int], caplog: 
     """SkyRL#2148: twelve tokens each, of which the sampler gave one or two as 0."""
     log_ratio = torch.full((8, 12), 0.01)
     log_ratio[:, at] = -9.0
-    of_products = Gate(level="sequence", aggregate="sum", high=2.0, low=0.5)
-    importance_weights(log_ratio.flatten(), of_products, Samples([[1] * 12] * 8).local(0, 1))
+    product_gate = Gate(level="sequence", aggregate="sum", high=2.0, low=0.5)
+    importance_weights(log_ratio.flatten(), product_gate, Samples([[1] * 12] * 8).local(0, 1))
     (record,) = caplog.records
     few = re.search(r"The gap lies at (\d+) of 96 tokens", record.message)
     assert few is not None
     assert 0.9 * 8 * len(at) <= int(few[1]) <= 8 * len(at)
     assert "long sequence" not in record.message
     caplog.clear()
-    importance_weights(torch.full((96,), -1.9), of_products, Samples([[1] * 12] * 8).local(0, 1))
+    importance_weights(torch.full((96,), -1.9), product_gate, Samples([[1] * 12] * 8).local(0, 1))
     (record,) = caplog.records
     assert "|log-ratio| is 1.9 on average. Compare the two sides" in record.message
 
@@ -318,12 +318,12 @@ def test_survivors_of_rollouts_are_judged_together() -> None:
     for aggregate, high in itertools.product(aggregates, (1.2, 1.6, 2.1)):
         gate = Gate(level="rollout", aggregate=aggregate, high=high)
         survivors = surviving_masks(masks, rows, gate, rollout_ids=ids)
-        for i, of_rollout in enumerate(ids):
+        for i, rollout in enumerate(ids):
             members = [
                 (x, m)
                 for k, row in enumerate(rows)
                 for x, m in zip(row, masks[k], strict=True)
-                if ids[k] == of_rollout and m
+                if ids[k] == rollout and m
             ]
             total = math.fsum(x * m for x, m in members)
             judged = {

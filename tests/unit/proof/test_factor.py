@@ -16,8 +16,8 @@ ENTRIES, SIGNS = 256, Signs(2)
 def ring(gradients: Tensor, dtype: torch.dtype) -> Tensor:
     """The sum over ranks [ranks, parameters, entries], one after the other, in a type."""
     total = gradients[0].to(dtype)
-    for of_rank in gradients[1:]:
-        total = (total + of_rank.to(dtype)).to(dtype)
+    for rank_gradients in gradients[1:]:
+        total = (total + rank_gradients.to(dtype)).to(dtype)
     return total
 
 
@@ -52,7 +52,7 @@ def fitted(gradients: Tensor, final: Tensor, dtype: torch.dtype) -> Alike:
         Parameter(f"p{n}", ENTRIES, torch.finfo(dtype).eps, torch.finfo(dtype).smallest_normal, 4.0 + len(gradients))
         for n in range(gradients.shape[1])
     ]
-    given = torch.stack([sketched(of_rank) for of_rank in gradients]).sum(0)
+    given = torch.stack([sketched(rank_gradients) for rank_gradients in gradients]).sum(0)
     return Fit(parameters, given, sketched(final)).alike()
 
 

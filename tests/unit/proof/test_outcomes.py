@@ -37,9 +37,9 @@ def test_only_a_plain_proof_passes_at_strict_and_only_evidence_stops_by_default(
 def test_ranks_join_findings_by_union_in_order_and_bounded() -> None:
     first, second = Finding(WRONG, "first"), Finding(IN_PART, "second")
     assert joined([first], [second, first], []) == [first, second]
-    of_many = joined(*([Finding(NOT_PROVED, f"rank {rank}"), first] for rank in range(1000)))
-    assert len(of_many) < 10
-    assert first in of_many
+    joined_findings = joined(*([Finding(NOT_PROVED, f"rank {rank}"), first] for rank in range(1000)))
+    assert len(joined_findings) < 10
+    assert first in joined_findings
 
 
 @pytest.mark.parametrize(

@@ -67,8 +67,8 @@ def test_attention_by_runs(groups: int, monkeypatch: pytest.MonkeyPatch) -> None
         q, k, v = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes)
         right = scaled_dot_product_attention(q, k, v, attn_mask=tree.visible(), enable_gqa=groups > 1)
         got, ones = tree.attend(q, k, v), torch.randn_like(right)
-        of_right, of_got = (torch.autograd.grad(out, (q, k, v), ones) for out in (right, got))
-        assert tree_oracle.error([got, *of_got], [right, *of_right]) < 1e-12
+        right_gradients, got_gradients = (torch.autograd.grad(out, (q, k, v), ones) for out in (right, got))
+        assert tree_oracle.error([got, *got_gradients], [right, *right_gradients]) < 1e-12
 
 
 def test_a_model_by_runs_is_that_of_whole_samples() -> None:

@@ -37,9 +37,9 @@ def step(change: Any = None, factors_of: Any = None) -> tuple[str, float]:
                 hidden = model.hidden(slots.tokens, slots.depths, slots.visible)
                 edges = slots.edges(tree.edges(microbatch.tokens))
                 log_q = model.head(hidden)[torch.from_numpy(edges.sources)].log_softmax(-1)
-                of_edges = log_q[torch.arange(len(edges)), torch.as_tensor(edges.labels)]
+                edge_log_probs = log_q[torch.arange(len(edges)), torch.as_tensor(edges.labels)]
                 columns = part.columns()
-                losses = tree_oracle.ppo(edges.to_tokens(of_edges), columns["old"], columns["advantages"])
+                losses = tree_oracle.ppo(edges.to_tokens(edge_log_probs), columns["old"], columns["advantages"])
                 losses = tap(losses, samples=microbatch.samples)
                 factors = 1.0 if factors_of is None else factors_of(edges)
                 weights = microbatch.weights.double()
