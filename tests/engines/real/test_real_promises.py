@@ -11,7 +11,7 @@ from typing import Any
 import checkouts
 import pytest
 from added_terms import CALL, TERMS
-from bigram_step import PROMPTS
+from bigram_step import PROMPTS, on_these_rows
 from page_promises import AS_GIVEN, FAULTS, GROUPS, IN_PART, LISTS, STEP, Groups, Launch, Source
 from page_promises import STOPS as STEP_STOPS
 from plants import MORE_TERMS, planted, record_plant
