@@ -466,6 +466,23 @@ def test_the_modes_that_verl_takes_are_those_that_ran() -> None:
         assert under_cp == right
 
 
+def test_the_figures_of_changes_for_upstream_are_the_tables() -> None:
+    """Of verl's count also that of 16k tokens: at CP 2, half a token of a micro-batch is missing on average."""
+    page, errors = (ROOT / "docs/upstream/README.md").read_text(), {row[:3]: row[3:] for row in ENGINES}
+    of_pack, _, rest = page.partition("# Mamba in packs")[0].partition("[verl-mamba-in-packs]")
+    own, _ = errors["verl", "`1dda039b`", "every `loss_agg_mode`, CP 2 with per-token loss"]
+    ((rows, long_rows),) = re.findall(
+        r"by (\S+) of their largest entry on our short rows at CP 2, by (\S+) with 16k", of_pack
+    )
+    assert (rows, float(long_rows)) == (own, float(f"{0.5 / 2**14:.0e}"))
+    ((pack, mended),) = re.findall(r"samples is off by (\S+) from their own; with it, by (\S+)\. \|", rest)
+    for engine, version in (("verl", "`1dda039b`"), ("areal", "`cbff54d6`")):
+        own, ours = errors[engine, version, "a pack on a Mamba layer, `docs/upstream`"]
+        assert (pack, float(mended)) == (own, float(ours))
+    own, _ = errors["skyrl", "`a9564572`", "KL penalty"]
+    assert f"KL is off by {own} from the sample mean" in page
+
+
 def test_the_counts_of_planted_faults_add_up() -> None:
     rows = re.findall(r"\| (\d+) \| (\d+) \| (\d+) \|$", PLANTED, flags=re.MULTILINE)
     planted, stopped, unproved = (sum(map(int, column)) for column in zip(*rows, strict=True))
