@@ -26,8 +26,9 @@ ROWS = [
 
 
 def test_every_engine_that_starts_has_a_row() -> None:
-    started = {engine for engine, setting, _ in RECORDED if setting == "first step"}
-    assert started <= {NAMES.get(engine, engine.lower()) for engine, _ in ROWS}
+    assert {engine for engine, setting, _ in RECORDED if setting == "first step"} <= {
+        NAMES.get(engine, engine.lower()) for engine, _ in ROWS
+    }
 
 
 @pytest.mark.parametrize(("engine", "cells"), ROWS, ids=[engine for engine, _ in ROWS])

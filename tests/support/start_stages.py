@@ -61,6 +61,7 @@ def keeping_gradients(optimizer: Any, model: Any) -> Any:
         return own_step()
 
     optimizer.step = step
+    optimizer.load_state_dict = torch.no_grad()(optimizer.load_state_dict)  # float32 weights are their own masters
     return optimizer
 
 
