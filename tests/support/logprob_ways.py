@@ -80,7 +80,8 @@ def values_of(
         log_probs, entropy = log_probs_from_logits(logits, labels, tp_group=group, **options)
     else:
         layer_options = {key: options.pop(key) for key in OF_LAYER & options.keys()}
-        layer = OutputLayer(weight, bias, **parallel, **layer_options)
+        layer_options |= {name: value for name, value in parallel.items() if name != "group"}
+        layer = OutputLayer(weight, bias, tp_group=group, **layer_options)
     divergence, taught = None, dict[str, Any]()
     if "teacher" in CASES[name]:
         taught = teacher_of(name, hidden.dtype, device, parallel)
