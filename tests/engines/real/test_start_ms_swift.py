@@ -3,10 +3,11 @@
 Real: `megatron rlhf` as its console script runs it, torchrun and its ranks, the arguments as ms-swift's own parser and
 dataclasses read them, the import of `--external_plugins` there, `MegatronRLHF` with its model's config, tokenizer,
 template and dataset, Megatron's groups as ms-swift initialises them, `MegatronGRPOTrainer` from its `__init__` through
-`train`: rewards, encoding, log-probs of the policy and of the reference, advantages, and a training step. With
-`--use_ray`, the process that the command starts, its Ray workers and its driver's `GRPOTrainer`, as far.
-Stubbed: the GPU, the sampler with its weight transfer, mcore-bridge, checkpoints, and the model, which is a table of
-logits whose optimizer keeps gradients.
+`train`: rewards, encoding, log-probs of the policy and of the reference, advantages, training steps, each with
+ms-swift's `offload_context` before it and its `evaluate` after it, its checkpoint of Megatron's shards, and another
+launch from it.
+With `--use_ray`, the process that the command starts, its Ray workers and its driver's `GRPOTrainer`, up to a step.
+Stubbed: the GPU, the sampler with its weight transfer, mcore-bridge, and the model, a table of logits.
 """
 
 import importlib.util
@@ -18,6 +19,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,13 +28,12 @@ import oracle
 import pytest
 import torch
 import torch.distributed as dist
-from bigram_step import TOLERANCE, VOCABULARY, bigram_model, make_table
+from bigram_step import TOLERANCE, VOCABULARY, bigram_model, k3, make_table
 from checkouts import MS_SWIFT, Settings, checkout, record_errors, stand_in
 from fork_server import PYTHONPATH
-from logit_table import KeepsGradients
 from ranks import run_ranks
-from ray_workers import after_import, lines_of, local_ray, of_workers
-from table_step import relative_error
+from ray_workers import LIMIT, after_import, lines_of, local_ray, of_workers
+from start_stages import ConstantRate, adam, errors_of_steps, right_gradients
 
 ray: Any = pytest.importorskip("ray")
 for package in ("transformers", "datasets", "peft", "accelerate", "modelscope"):
@@ -47,7 +48,14 @@ OPTIONS = "--rlhf_type grpo --loss_type dapo --reward_funcs length --scale_rewar
 OPTIONS += f"--vllm_mode server --use_gym_env false --num_generations {SAMPLES} --micro_batch_size 2 --max_length 32 "
 OPTIONS += f"--global_batch_size {PROMPTS * SAMPLES} --train_iters 1 --padding_free true --attention_backend local "
 OPTIONS += "--model_type qwen2 --template dummy --torch_dtype float32 --tuner_type full --finetune true "
-OPTIONS += "--ddp_backend gloo --check_model false --dataloader_num_workers 0 --split_dataset_ratio 0 --temperature 1"
+OPTIONS += "--ddp_backend gloo --check_model false --dataloader_num_workers 0 --split_dataset_ratio 0 --temperature 1 "
+OPTIONS += "--save_safetensors false"
+BETA = 0.03
+#: Of launches that sleep, evaluate and save.
+STAGES = (
+    "--offload_model true --offload_optimizer true --eval_iters 1 --eval_steps 1 --save_steps 2 --save_strategy steps "
+)
+STAGES += "--save_safetensors false"
 TEXTS = [" ".join("1234"[: i + 1]) for i in range(PROMPTS)]
 GRADIENTS = "TEST_GRADIENTS"
 IN_RANKS = """import os
@@ -78,11 +86,17 @@ def response_of(prompt: str, number: int) -> list[int]:
     return [1 + (number + 2 * k + len(prompt)) % (VOCABULARY - 1) for k in range(1 + (3 * number + len(prompt)) % 7)]
 
 
-def options_of(folder: Path, plugins: list[str]) -> dict[str, list[str]]:
+def options_of(folder: Path, plugins: list[str], steps: int = 1, resumed: bool = False) -> dict[str, list[str]]:
     """The command's options, each with its words."""
     words, paths = OPTIONS.split(), {"--model": "model", "--dataset": "data.jsonl", "--output_dir": "output"}
+    if steps > 1:
+        words, paths = words + STAGES.split(), paths | {"--val_dataset": "data.jsonl"}
     options = {name: [value] for name, value in zip(words[::2], words[1::2], strict=True)}
-    return options | {name: [str(folder / path)] for name, path in paths.items()} | {"--external_plugins": plugins}
+    options |= {name: [str(folder / path)] for name, path in paths.items()} | {"--external_plugins": plugins}
+    if resumed:
+        (tracker,) = (folder / "output").rglob("latest_checkpointed_iteration.txt")
+        options |= {"--mcore_model": [str(tracker.parent)], "--finetune": ["false"]}
+    return options | {"--train_iters": [str(steps)]}
 
 
 def write_inputs(folder: Path) -> None:
@@ -108,12 +122,12 @@ def stub() -> None:
     model: list[Any] = []  # made once Megatron's groups are there
 
     def make_model(*_: Any, **__: Any) -> list[Any]:
-        model[:] = [bigram_model()]
+        model[:] = [bigram_model(use_distributed_optimizer=True)]
         model[0].module.config.bridge = Settings(load_weights=lambda *_: None)
         return [model[0].module]
 
     def optimizer_and_scheduler(self: Any) -> tuple[Any, Any]:
-        return Optimizer(model[0]), SimpleNamespace(step=lambda increment: None)
+        return written(adam(model[0])), ConstantRate()
 
     def base(module: Any) -> None:
         vars(module).update(
@@ -121,14 +135,14 @@ def stub() -> None:
             prepare_mcore_model=lambda args, chunk: chunk, warmup_jit_function=lambda *_: None,
         )  # fmt: skip
         module.BaseMegatronTrainer.get_optimizer_and_scheduler = optimizer_and_scheduler
-        module.BaseMegatronTrainer.save_checkpoint = lambda self: None
+        module.BaseMegatronTrainer.evaluate = evaluation_of(module.BaseMegatronTrainer.evaluate)
 
     def rollouts(module: Any) -> None:
         module.is_vllm_available = module.check_vllm_version_ge = lambda *_: True
         module.broadcast_object_list = lambda values, **_: values
         mixin = module.MegatronRolloutMixin
         mixin._move_model_to_vllm = lambda self: None
-        mixin._rollout = lambda self, samples: samples
+        mixin._rollout = rollout
         mixin._postprocess_rollout_outputs = lambda self, samples, outputs: answered(samples)
 
     def gathers(module: Any) -> None:  # accelerate gathers nothing on CPUs
@@ -140,7 +154,11 @@ def stub() -> None:
         module.GRPOTrainer._postprocess_rollout = lambda self, samples, outputs: answered(samples)
         module.GRPOTrainer.ckpt_manager = SimpleNamespace(sync_weights=lambda **_: None)
 
+    def checkpoints(module: Any) -> None:  # of mcore-bridge, which has it from Megatron
+        module.unwrap_model = importlib.import_module("megatron.core.utils").unwrap_model
+
     changes: dict[str, Callable[[Any], None]] = {
+        "megatron.utils.megatron_lm_utils": checkpoints,
         "megatron.arguments.megatron_args": lambda module: setattr(module, "require_version", lambda *_: None),
         "megatron.init": lambda module: setattr(module, "_patch_mcore_bridge", lambda *_: None),
         "megatron.trainers.base": base,
@@ -158,16 +176,34 @@ def stub() -> None:
         after_import(f"swift.{name}", change)
 
 
-class Optimizer(KeepsGradients):
-    """Writes the gradient of the last step into the file of its rank."""
+def rollout(trainer: Any, samples: list[Any]) -> list[Any]:
+    """As beside a sampler on the same GPU."""
+    if trainer.args.offload_model:
+        with trainer.offload_context():
+            return samples
+    return samples
 
-    def __init__(self, model: Any) -> None:
-        super().__init__(model)
-        self.param_groups, self.scale_loss = [{"lr": 0.0, "params": [None]}], None
 
-    def step(self) -> tuple[bool, float, int]:
-        torch.save(self.model.module.losses.main_grad, Path(os.environ[GRADIENTS], f"rank{os.environ['RANK']}.pt"))
-        return super().step()
+def written(optimizer: Any) -> Any:
+    """The optimizer, which writes all gradients so far into the file of its rank."""
+    own_step = optimizer.step
+
+    def step() -> Any:
+        result = own_step()
+        torch.save(optimizer.gradients, Path(os.environ[GRADIENTS], f"rank{os.environ['RANK']}.pt"))
+        return result
+
+    optimizer.step = step
+    return optimizer
+
+
+def evaluation_of(own: Any) -> Any:
+    def evaluate(self: Any, val_data_iterator: Any) -> Any:
+        metrics = own(self, val_data_iterator)
+        print("EVALUATED", {name: float(value) for name, value in metrics.items()}, flush=True)
+        return metrics
+
+    return evaluate
 
 
 def answered(samples: list[Any]) -> list[Any]:
@@ -179,9 +215,9 @@ def answered(samples: list[Any]) -> list[Any]:
     return samples
 
 
-def right_gradient(mode: str) -> torch.Tensor:
-    """Of the first step of GRPO, in which the policy is its reference, with rewards that are response lengths."""
-    table, samples = make_table().double().requires_grad_(), []
+def right_gradient(mode: str, table: torch.Tensor) -> torch.Tensor:
+    """Of a step of GRPO, with rewards that are response lengths; the reference is the policy before the first step."""
+    table, samples, distances = table.clone().requires_grad_(), list[oracle.Sample](), list[oracle.Sample]()
     for number, prompt in enumerate(TEXTS):
         responses = [response_of(prompt, i) for i in range(SAMPLES)]
         for response in responses:
@@ -191,11 +227,14 @@ def right_gradient(mode: str) -> torch.Tensor:
             mask = torch.arange(1, len(ids)) >= len(ids) - len(response)
             losses = -advantage * (log_probs - log_probs.detach()).exp()
             samples.append(oracle.Sample(losses, mask.float(), None, number))
-    (gradient,) = torch.autograd.grad(oracle.step_loss(mode, samples, None), table)
+            kl = k3(log_probs, make_table().double().log_softmax(-1)[ids[:-1], ids[1:]])
+            distances.append(oracle.Sample(kl, mask.float(), None, number))
+    loss = oracle.step_loss(mode, samples, None) + BETA * oracle.step_loss("token_mean", distances, None)
+    (gradient,) = torch.autograd.grad(loss, table)
     return gradient
 
 
-def by_torchrun(root: str, folder: Path, plugins: list[str]) -> list[str]:
+def by_torchrun(root: str, folder: Path, plugins: list[str], *further: Any) -> list[str]:
     """`megatron rlhf`, as its console script, which starts torchrun; the lines that are printed."""
     (folder / "sitecustomize.py").write_text(IN_RANKS)
     with socket.socket() as free:
@@ -204,12 +243,13 @@ def by_torchrun(root: str, folder: Path, plugins: list[str]) -> list[str]:
     variables = {"NPROC_PER_NODE": str(DP), "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", GRADIENTS: str(folder)}
     variables |= {"PYTHONPATH": os.pathsep.join([str(folder), PYTHONPATH, root])}
     script = "from swift.cli._megatron.main import cli_main; cli_main()"
-    options = [word for name, value in options_of(folder, plugins).items() for word in (name, *value)]
+    options = [word for name, value in options_of(folder, plugins, *further).items() for word in (name, *value)]
     ran = subprocess.run(
         [sys.executable, "-c", script, "rlhf", *options], env=os.environ | variables | of_workers(__name__, root),
         text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=400,
     )  # fmt: skip
-    assert ran.returncode == 0, ran.stdout[-3000:]
+    assert ran.returncode == 0, ran.stdout.partition("ChildFailedError")[0][-5000:]
+    print(*[line for line in ran.stdout.splitlines() if "EVALUATED" in line], sep="\n")
     return lines_of(ran.stdout)
 
 
@@ -238,28 +278,54 @@ def by_ray(root: str, folder: Path, plugins: list[str]) -> list[str]:
     return lines
 
 
-@pytest.mark.parametrize(("start", "is_ours"), [(by_torchrun, True), (by_torchrun, False), (by_ray, True)])
-def test_a_launch_with_the_plugin_option(start: Any, is_ours: bool, record_property: Any, tmp_path: Path) -> None:
-    write_inputs(tmp_path)
-    plugins = [str(tmp_path / name) for name in ("rewards.py", "plugin.py")]
-    lines = start(checkout(MS_SWIFT), tmp_path, plugins[: 1 + is_ours])
+def errors_of(folder: Path, mode: str, steps: int, before: int = 0) -> list[float]:
+    """Of the gradients of a launch's steps, by those of steps after `before` others."""
+    by_rank = [torch.load(folder / f"rank{rank}.pt") for rank in range(DP)]
+    right = right_gradients([partial(right_gradient, mode)] * (before + steps), make_table())
+    return errors_of_steps(by_rank, right[before:])
+
+
+def plugins_in(folder: Path, is_ours: bool) -> list[str]:
+    write_inputs(folder)
+    return [str(folder / name) for name in ("rewards.py", "plugin.py")][: 1 + is_ours]
+
+
+REPLACED = "megatron_rl_loss in ms-swift worker 0: replaced"
+PROVED = "prompt_mean on ms-swift's policy loss, token_mean on kl, aggregation proved on"
+
+
+def says(lines: list[str]) -> bool:
+    """Whether the library was loaded and proved its step; both or none."""
     print(*lines, sep="\n")
-    gradients = [torch.load(tmp_path / f"rank{rank}.pt").view(VOCABULARY, -1) for rank in range(DP)]
-    errors = {
-        mode: max(relative_error(gradient, right_gradient(mode)) for gradient in gradients)
-        for mode in ("prompt_mean", "token_mean")
-    }
-    assert any(line.startswith("megatron_rl_loss in ms-swift worker 0: replaced") for line in lines) == is_ours
-    assert (
-        any("prompt_mean on ms-swift's policy loss, token_mean on kl, aggregation proved on" in line for line in lines)
-        == is_ours
-    )
-    if is_ours:
-        assert errors["prompt_mean"] < TOLERANCE
-        record_errors(record_property, MS_SWIFT, "started: `dapo`", ours=errors["prompt_mean"])
-    else:
-        assert errors["prompt_mean"] > 1e-2
-        record_errors(record_property, MS_SWIFT, "started: `dapo`", own=errors["token_mean"])
+    replaced, proved = any(line.startswith(REPLACED) for line in lines), any(PROVED in line for line in lines)
+    assert replaced == proved
+    return proved
+
+
+def test_a_launch_without_the_plugin(record_property: Any, tmp_path: Path) -> None:
+    assert not says(by_torchrun(checkout(MS_SWIFT), tmp_path, plugins_in(tmp_path, is_ours=False)))
+    assert errors_of(tmp_path, "prompt_mean", 1)[0] > 1e-2
+    record_errors(record_property, MS_SWIFT, "started: `dapo`", own=errors_of(tmp_path, "token_mean", 1)[0])
+
+
+@pytest.mark.timeout(2 * LIMIT + 100)
+def test_a_launch_with_the_plugin_option(record_property: Any, tmp_path: Path) -> None:
+    """Two steps, each after a sleep and before an evaluation, and another launch for a third from their checkpoint."""
+    root, plugins = checkout(MS_SWIFT), plugins_in(tmp_path, is_ours=True)
+    assert says(by_torchrun(root, tmp_path, plugins, 2))
+    first, woken = errors_of(tmp_path, "prompt_mean", 2)
+    assert says(by_torchrun(root, tmp_path, plugins, 3, True))
+    (resumed,) = errors_of(tmp_path, "prompt_mean", 1, before=2)
+    assert max(first, woken, resumed) < TOLERANCE
+    record_errors(record_property, MS_SWIFT, "started: `dapo`", ours=first)
+    record_errors(record_property, MS_SWIFT, "started: first step", ours=first)
+    record_errors(record_property, MS_SWIFT, "started: step after sleep", ours=woken)
+    record_errors(record_property, MS_SWIFT, "started: step from a checkpoint", ours=resumed)
+
+
+def test_a_launch_by_ray(tmp_path: Path) -> None:
+    assert says(by_ray(checkout(MS_SWIFT), tmp_path, plugins_in(tmp_path, is_ours=True)))
+    assert errors_of(tmp_path, "prompt_mean", 1)[0] < TOLERANCE
 
 
 def load_plugin(root: str, plugin: str) -> str:
