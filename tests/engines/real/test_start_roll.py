@@ -1,10 +1,12 @@
 """ROLL from its own start, with `offload_nccl`: ROLL_PATH=~/ROLL, and Ray.
 
 Real: ROLL's Hydra config and dataclasses, its resource manager and cluster, the page's worker class by path in Ray,
-`initialize` with its strategy, the dispatch of a batch over DP ranks, `train_step` of worker and strategy, the wrapped
-process groups, destroyed and built again between two steps. Stubbed: the GPU, Hugging Face's files, NCCL, the
-optimizer, which keeps gradients, and the model, a table of logits. No config turns `offload_nccl` on: since ROLL 0.3.0
-`WorkerConfig.__post_init__` sets it to False in every worker's config, without a condition; the test sets it again.
+`initialize` with its strategy, the dispatch of a batch over DP ranks, `compute_log_probs`, `train_step` of worker and
+strategy, the wrapped process groups, destroyed and built again between them, `do_checkpoint`, and `initialize` of new
+workers with `resume_from_checkpoint`. Megatron's optimizer is real, and so are mcore_adapter's checkpoints.
+Stubbed: the GPU and the offload of states from it, Hugging Face's files, NCCL, and the model, a table of logits. No
+config turns `offload_nccl` on: since ROLL 0.3.0 `WorkerConfig.__post_init__` sets it to False in every worker's config,
+without a condition; the test sets it again.
 """
 
 import dataclasses
@@ -13,20 +15,33 @@ import os
 import sys
 import tempfile
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from bigram_step import BETA, CLIP_HIGH, CLIP_LOW, LENGTH, ROWS, TOLERANCE, expected, k3, logits, make_table
+from bigram_step import (
+    BETA,
+    CLIP_HIGH,
+    CLIP_LOW,
+    LENGTH,
+    ROWS,
+    TOLERANCE,
+    expected,
+    k3,
+    logits,
+    make_batch,
+    make_table,
+    right_log_probs,
+)  # fmt: skip
 from checkouts import ROLL, Settings, checkout, record_errors
 from fork_server import PYTHONPATH
-from logit_table import KeepsGradients
 from pages import code_of
 from ranks import run_ranks
-from ray_workers import local_ray
-from roll_rows import LEFT, rows_of_rank
+from ray_workers import LIMIT, local_ray
+from roll_rows import LEFT, PROMPT, rows_of_rank
+from start_stages import ConstantRate, adam, errors_of_steps, right_gradients
 from table_step import relative_error, table_chunk
 
 ray: Any = pytest.importorskip("ray")
@@ -36,7 +51,7 @@ for _package in ("tensordict", "dacite", "more_itertools"):
 pytestmark = pytest.mark.slow
 
 DP, ROWS_OF_A_MICROBATCH = 2, 2
-_REAL = ("roll.configs", "roll.distributed", "roll.pipeline.rlvr", "roll.utils")
+_REAL = ("roll.configs", "roll.distributed", "roll.pipeline.rlvr", "roll.utils", "mcore_adapter.checkpointing")
 _NOT_USED: tuple[str, ...] = ("roll.utils.collective", "roll.utils.cuda_ipc_utils", "roll.utils.checkpoint_manager")
 _NOT_USED += ("huggingface_hub", "opentelemetry.exporter", "roll.third_party.megatron.optimizer")
 ENGINE = dataclasses.replace(
@@ -69,6 +84,8 @@ def stub() -> None:
         return new_group(*args, backend=None if backend == "nccl" else backend, **options)
 
     dist.new_group = without_nccl
+    state: Any = importlib.import_module("megatron.core.parallel_state")
+    state.get_data_modulo_expert_parallel_rank = state.get_expert_data_parallel_rank  # its name in an older Megatron
     for name in ("reset_max_memory_allocated", "reset_max_memory_cached", "device_memory_used"):
         setattr(torch.cuda, name, lambda *_: 0)
     torch._C._cuda_clearCublasWorkspaces = lambda: None
@@ -85,16 +102,16 @@ def stub() -> None:
         importlib.import_module(f"roll.{name}")
         for name in ("distributed.strategy.megatron_strategy", "pipeline.base_worker")
     )
-    vars(workers)["default_actor_model_provider"] = Models
+    vars(workers).update(default_actor_model_provider=Models, download_model=lambda path: path)
     nothing: Any = lambda *_, **__: None  # noqa: E731
     log_probs_of = strategies.vocab_parallel_logprobs
     vars(strategies).update(
         dict.fromkeys(_NOTHING_TO_DO, nothing),
-        get_megatron_optimizer=Optimizer,
-        get_megatron_lr_scheduler=lambda *_, **__: SimpleNamespace(step=lambda: None, get_last_lr=lambda: [0.0]),
+        get_megatron_optimizer=optimizer_of,
+        get_megatron_lr_scheduler=lambda *_, **__: ConstantRate(),
         # It changes logits in place, unless they are of half precision.
         vocab_parallel_logprobs=lambda logits, *args, **options: log_probs_of(logits.clone(), *args, **options),
-        collate_fn_to_dict_list=lambda rows: {name: [row[name] for row in rows] for name in rows[0]},
+        collate_fn_to_dict_list=collated,
     )
 
 
@@ -102,20 +119,37 @@ class Models(list[Any]):
     """As mcore_adapter's models of a worker, which start Megatron's groups: the table of logits."""
 
     def __init__(self, training_args: Any, **_: Any) -> None:
-        from megatron.core import parallel_state
+        from megatron.core import parallel_state, tensor_parallel
         from megatron.core.transformer import TransformerConfig
 
         dist.init_process_group("gloo", rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
         parallel_state.initialize_model_parallel()
-        self.config = TransformerConfig(num_layers=1, hidden_size=4, num_attention_heads=1, use_cpu_initialization=True)
+        tensor_parallel.model_parallel_cuda_manual_seed(1)
+        self.config: Any = TransformerConfig(
+            num_layers=1, hidden_size=4, num_attention_heads=1, use_cpu_initialization=True
+        )
         table = table_chunk(make_table().flatten().tolist(), self.config, logits)
         table.get_batch_on_this_cp_rank = lambda batch, dim3_keys: batch
+        self.config.save_pretrained = lambda folder: None
+        table.save_pretrained = self.save
         super().__init__([table])
 
     def get_models(self) -> list[Any]:
         return list(self)
 
     def train(self) -> None: ...
+
+    def eval(self) -> None: ...
+
+    def save(self, folder: str, ckpt_format: Any) -> None:
+        """As the model that mcore_adapter makes."""
+        checkpoints = importlib.import_module("mcore_adapter.checkpointing")
+        os.makedirs(folder, exist_ok=True)
+        state = {"model": checkpoints.generate_model_state_dict(self[0].module)}
+        checkpoints.save_config_and_state_dict(folder, self.config, state)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self[0].load_state_dict(state["model"])
 
     @property
     def models(self) -> list[Any]:
@@ -126,10 +160,18 @@ class Models(list[Any]):
         self[:] = models
 
 
-class Optimizer(KeepsGradients):
-    def __init__(self, config: Any, models: list[Any]) -> None:
-        super().__init__(models[0])
-        self.reload_states = self.offload_states = lambda **_: None
+def collated(microbatches: list[dict[str, Any]]) -> dict[str, Any]:
+    """As ROLL's own, whose module imports transformers."""
+    columns = {name: [of_microbatch[name] for of_microbatch in microbatches] for name in microbatches[0]}
+    return {
+        name: torch.cat(values) if isinstance(values[0], torch.Tensor) else values for name, values in columns.items()
+    }
+
+
+def optimizer_of(config: Any, models: list[Any]) -> Any:
+    optimizer = adam(models[0])
+    optimizer.reload_states = optimizer.offload_states = lambda **_: None
+    return optimizer
 
 
 def gradients_of(worker: Any) -> list[torch.Tensor]:
@@ -145,10 +187,16 @@ def group_of(worker: Any) -> tuple[str, bool]:
     return type(group).__name__, getattr(group, "group", "") is None
 
 
-def drive(root: str, worker_cls: str) -> tuple[list[list[torch.Tensor]], list[tuple[str, bool]], list[str]]:
-    """As ROLL's script and pipeline up to two steps: gradients of each worker, its groups, the workers' lines."""
+def drive(
+    root: str, worker_cls: str, checkpoint: str, resumed: bool
+) -> tuple[list[list[torch.Tensor]], list[tuple[str, bool]], list[str], float]:
+    """As ROLL's script and pipeline, up to a checkpoint after two steps, or from it up to one more.
+
+    Gradients of each worker, its groups, the workers' lines, and the error of log-probs computed before the first step.
+    """
     with tempfile.TemporaryDirectory() as folder:
         asked_by_user = [*SETTINGS.split(), f"+actor_train.worker_cls={worker_cls}", f"logging_dir={folder}"]
+        asked_by_user += [f"output_dir={checkpoint}"]
         with hydra.initialize_config_dir(str(Path(root, "examples/qwen2.5-7B-rlvr_megatron")), version_base=None):
             asked = hydra.compose("rlvr_config", asked_by_user)
         (shown,) = code_of("engines/roll.md")
@@ -167,32 +215,65 @@ def drive(root: str, worker_cls: str) -> tuple[list[list[torch.Tensor]], list[tu
             )  # fmt: skip
             config = dacite.from_dict(configs.RLVRConfig, omegaconf.OmegaConf.to_container(asked, resolve=True))
             config.actor_train.offload_nccl = True
+            if resumed:
+                (tracker,) = Path(checkpoint).rglob("latest_checkpointed_iteration.txt")
+                config.resume_from_checkpoint = str(tracker.parent)
             manager = resources.ResourceManager(config.num_gpus_per_node, config.num_nodes)
             of_worker = config.actor_train
             cluster = clusters.Cluster("actor_train", of_worker.worker_cls, manager, of_worker)
             cluster.initialize(pipeline_config=config, blocking=True)
-            for _ in range(2):
-                cluster.train_step(rows_of_rank(0, 1, protocol, functionals), blocking=True)
+
+            def rows() -> Any:
+                return rows_of_rank(0, 1, protocol, functionals)
+
+            evaluated = 0.0
+            if not resumed:
+                evaluated = error_of_log_probs(cluster.compute_log_probs(rows(), blocking=True).batch["log_probs"])
+                assert not any("aggregation" in line for line in lines())
+                cluster.train_step(rows(), blocking=True)
+            cluster.train_step(rows(), blocking=True)
             workers = cluster.workers
             gradients, groups = (
                 ray.get([worker.__ray_call__.remote(of) for worker in workers]) for of in (gradients_of, group_of)
             )
-            return gradients, groups, lines()
+            if not resumed:
+                cluster.do_checkpoint(global_step=2, is_last_step=True, blocking=True)
+            return gradients, groups, lines(), evaluated
 
 
+def error_of_log_probs(log_probs: torch.Tensor) -> float:
+    mask = torch.arange(LENGTH) < make_batch()["input_lengths"][:, None]
+    mask[:, :PROMPT] = False
+    return relative_error(log_probs[:, : LENGTH - 1] * mask[:, 1:], right_log_probs() * mask[:, 1:])
+
+
+@pytest.mark.timeout(2 * LIMIT + 100)
 @pytest.mark.parametrize("ours", [False, True])
-def test_a_worker_by_path(ours: bool, record_property: Any) -> None:
+def test_a_worker_by_path(ours: bool, record_property: Any, tmp_path: Path) -> None:
     """After each step ROLL destroys all groups, and builds them again before the next."""
     worker_cls = "roll_actor.RollActor" if ours else "roll.pipeline.rlvr.actor_worker.ActorWorker"
-    ((gradients, groups, lines),) = run_ranks(1, drive, checkout(ROLL), worker_cls)
-    print(*lines, sep="\n")
-    assert groups == [("ReloadableProcessGroup", True)] * DP
-    _, by_entry, _ = expected("prompt_mean", {"kl": "token_mean"}, kl=k3)
-    errors = [relative_error(of_step.view_as(by_entry), by_entry) for of_worker in gradients for of_step in of_worker]
-    assert len(errors) == 2 * DP
-    if ours:
-        record_errors(record_property, ROLL, "started: two steps, groups built again in between", ours=max(errors))
-    assert max(errors) < TOLERANCE if ours else min(errors) > 1e-2
-    assert any(line.startswith("megatron_rl_loss in ROLL worker 0: replaced") for line in lines) == ours
+    resumes = (False, True) if ours else (False,)
+    launches = [run_ranks(1, drive, checkout(ROLL), worker_cls, str(tmp_path), resumed)[0] for resumed in resumes]
     proved = "prompt_mean on ROLL's policy loss, token_mean on kl, aggregation proved on"
-    assert any(proved in line for line in lines) == ours
+    for _, groups, lines, _ in launches:
+        print(*lines, sep="\n")
+        assert groups == [("ReloadableProcessGroup", True)] * DP
+        assert any(line.startswith("megatron_rl_loss in ROLL worker 0: replaced") for line in lines) == ours
+        assert any(proved in line for line in lines) == ours
+
+    def gradient_at(table: torch.Tensor) -> torch.Tensor:
+        return expected("prompt_mean", {"kl": "token_mean"}, kl=k3, table=table)[1]
+
+    right = right_gradients([gradient_at] * 3, make_table())
+    gradients, _, _, evaluated = launches[0]
+    first, woken = errors_of_steps(gradients, right[:2])
+    assert evaluated < TOLERANCE
+    if not ours:
+        assert min(first, woken) > 1e-2
+        return
+    (resumed,) = errors_of_steps(launches[1][0], right[2:])
+    assert max(first, woken, resumed) < TOLERANCE
+    record_errors(record_property, ROLL, "started: `compute_log_probs`, an evaluation", ours=evaluated)
+    record_errors(record_property, ROLL, "started: first step", ours=first)
+    record_errors(record_property, ROLL, "started: step after sleep", ours=woken)
+    record_errors(record_property, ROLL, "started: step from a checkpoint", ours=resumed)
