@@ -2,10 +2,11 @@
 
 Real: the registration in the run script, SkyRL's command line, `validate_cfg`, `initialize_ray` with the runtime
 environment that SkyRL makes, `sync_registries`, its entry point in a Ray task with `BasePPOExp._setup_trainer`,
-`RayPPOTrainer` with `build_models`, `compute_advantages_and_returns` and `train_critic_and_policy`, worker groups, and
-in Ray's workers `MegatronPolicyWorker` with `MegatronStrategy`, and the loss that SkyRL's registry gives there.
-Stubbed: the GPU, the tokenizer, data and sampler, weight transfer, Megatron-Bridge, and the model, which is a table of
-logits whose optimizer keeps gradients.
+`RayPPOTrainer` with `build_models`, `compute_advantages_and_returns`, `train_critic_and_policy`, `save_checkpoints` and
+`load_checkpoints`, its dispatch of `forward` with a loss, worker groups with `offload_to_cpu` and `backload_to_gpu`, in
+Ray's workers `MegatronPolicyWorker` with `MegatronStrategy`, the loss that SkyRL's registry gives there, and Megatron's
+optimizer.
+Stubbed: the GPU, the tokenizer, data and sampler, weight transfer, Megatron-Bridge, and the model, a table of logits.
 """
 
 import importlib
@@ -22,15 +23,26 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from bigram_step import BETA, CLIP_HIGH, CLIP_LOW, PROMPTS, ROWS, TOLERANCE, bigram_model, expected
+from bigram_step import (
+    BETA,
+    CLIP_HIGH,
+    CLIP_LOW,
+    PROMPTS,
+    ROWS,
+    TOLERANCE,
+    bigram_model,
+    expected,
+    make_batch,
+    make_table,
+    right_log_probs,
+)  # fmt: skip
 from checkouts import SKYRL, Settings, checkout, record_errors
-from logit_table import KeepsGradients
 from pages import code_of
 from ranks import run_ranks
-from ray_workers import after_import, gradients_of, lines_in, local_ray, redirect_this_thread
+from ray_workers import LIMIT, after_import, gradients_of, lines_in, local_ray, redirect_this_thread
 from repository import EXAMPLES
 from skyrl_rows import data_of
-from table_step import relative_error
+from start_stages import ConstantRate, adam, errors_of_steps, right_gradients
 
 ray: Any = pytest.importorskip("ray")
 pytest.importorskip("omegaconf")
@@ -94,9 +106,10 @@ def in_worker(module: Any) -> None:
         self.provider, self.enable_router_replay, self.is_vlm = Settings(), False, False
 
     module.MegatronWorker.init_configs = init_configs
-    module.MegatronWorker.make_megatron_module = lambda self, **_: [bigram_model()]
-    module.get_megatron_optimizer = optimizer_of
-    module.get_megatron_optimizer_param_scheduler = lambda **_: SimpleNamespace(step=lambda increment: None)
+    module.MegatronWorker.make_megatron_module = lambda self, **_: [bigram_model(use_distributed_optimizer=True)]
+    module.get_megatron_optimizer = lambda modules, config: adam(modules[0])
+    module.get_megatron_optimizer_param_scheduler = lambda **_: ConstantRate()
+    module.MegatronStrategy.save_hf_configs = lambda *_, **__: None
     for name in ("PolicyWorker", "RefWorker"):
         cls = vars(module)[f"Megatron{name}Base"]
         cls.init_worker_process_group = on_cpu(cls.init_worker_process_group)
@@ -105,12 +118,6 @@ def in_worker(module: Any) -> None:
 
 def no_tokenizer(*_: Any, **__: Any) -> Any:
     return Settings()
-
-
-def optimizer_of(modules: Any, config: Any) -> Any:
-    optimizer: Any = KeepsGradients(modules[0])
-    optimizer.param_groups, optimizer.scale_loss = [{"lr": 0.0}], None
-    return optimizer
 
 
 class LateWorker:
@@ -125,8 +132,11 @@ class LateWorker:
         return str(error.value)
 
 
-def entrypoint(cfg: Any) -> list[list[torch.Tensor]]:
-    """SkyRL's `skyrl_entrypoint`, but for the rollouts before a step: gradients of each worker."""
+def entrypoint(cfg: Any) -> tuple[list[list[torch.Tensor]], float, list[str]]:
+    """SkyRL's `skyrl_entrypoint`, but for the rollouts before a step: two steps and a checkpoint, or one more from it.
+
+    Gradients of each worker, of an evaluation before these the loss, and the workers' lines until then.
+    """
     base: Any = importlib.import_module("skyrl.train.entrypoints.main_base").BasePPOExp
     nothing = ("get_train_dataset", "get_eval_dataset", "get_tracker", "get_inference_client", "get_generator")
     experiment = type("Experiment", (base,), {name: lambda *_: None for name in nothing})(cfg)
@@ -134,28 +144,53 @@ def entrypoint(cfg: Any) -> list[list[torch.Tensor]]:
     batches = importlib.import_module(f"{_BACKEND}.training_batch")
     preprocess = importlib.import_module("skyrl.train.dataset.preprocess")
     convert = preprocess.convert_prompts_responses_to_batch_tensors
-    data = batches.TrainingInputBatch(data_of(slice(None), itemgetter("advantages"), convert))
-    uids = [str(prompt) for prompt in PROMPTS]
-    data.metadata = {
-        "response_length": data["response_mask"].shape[1],
-        "avg_response_length": 0.0,
-        "uids": uids,
-        "policy_mini_batch_boundaries": [(0, ROWS)],
-        "policy_prompt_boundaries": preprocess.compute_prompt_boundaries(uids),
-    }
-    advantages, data["values"] = data["advantages"], None
-    data["rewards"] = torch.zeros_like(advantages)
-    trainer.compute_advantages_and_returns(data)
-    data["advantages"] = advantages  # in the place of those of the rewards
-    trainer.train_critic_and_policy(data)
+
+    def rows() -> Any:
+        data = batches.TrainingInputBatch(data_of(slice(None), itemgetter("advantages"), convert))
+        uids = [str(prompt) for prompt in PROMPTS]
+        data.metadata = {
+            "response_length": data["response_mask"].shape[1],
+            "avg_response_length": 0.0,
+            "uids": uids,
+            "policy_mini_batch_boundaries": [(0, ROWS)],
+            "policy_prompt_boundaries": preprocess.compute_prompt_boundaries(uids),
+        }
+        return data
+
+    def step() -> None:
+        data = rows()
+        advantages, data["values"] = data["advantages"], None
+        data["rewards"] = torch.zeros_like(advantages)
+        trainer.compute_advantages_and_returns(data)
+        data["advantages"] = advantages  # in the place of those of the rewards
+        trainer.train_critic_and_policy(data)
+
+    evaluated, before = 0.0, list[str]()
+    if trainer.load_checkpoints()[0] == 0:
+        evaluated = trainer.dispatch.forward("policy", rows(), loss_fn="cross_entropy").metrics["loss"]
+        before = lines_of_infra(cfg.trainer.log_path)
+        step()
+        trainer.policy_model.offload_to_cpu()
+        trainer.policy_model.backload_to_gpu()
+        step()
+        trainer.global_step = 2
+        vars(importlib.import_module("skyrl.train.trainer"))["asdict"] = lambda cfg: {}  # skyrl_gym's are stand-ins
+        trainer.save_checkpoints()
+    else:
+        step()
     workers = trainer.policy_model._actor_handlers
-    return ray.get([worker.__ray_call__.remote(gradients_of) for worker in workers])
+    return ray.get([worker.__ray_call__.remote(gradients_of) for worker in workers]), evaluated, before
+
+
+def lines_of_infra(folder: str) -> list[str]:
+    """In SkyRL's own logs of its workers."""
+    return [line for log in Path(folder).rglob("infra-*.log") for line in lines_in(log)]
 
 
 def drive(root: str, folder: str, options: dict[str, Any]) -> tuple[Any, list[str], list[str], str]:
-    """As a run script does: gradients, our lines in Ray's logs and in SkyRL's log, and what a late worker says.
+    """As a run script does: what the entry point gives, our lines in Ray's logs and SkyRL's, what a late worker says.
 
-    Of a launch that stops, the error in the place of gradients.
+    Of a launch that stops, the error in the place of the first.
     """
     with local_ray(__name__, root, gpus=WORKERS + 1, by_engine=True) as lines:
         ppo_utils = importlib.import_module(f"{_BACKEND}.utils.ppo_utils")
@@ -168,13 +203,14 @@ def drive(root: str, folder: str, options: dict[str, Any]) -> tuple[Any, list[st
         utils.validate_cfg(cfg)
         utils.initialize_ray(cfg)
         try:
-            gradients = ray.get(ray.remote(num_cpus=1)(entrypoint).remote(cfg))
+            results = ray.get(ray.remote(num_cpus=1)(entrypoint).remote(cfg))
         except ray.exceptions.RayTaskError as error:
             return str(error), lines(), [], ""
-        infra = [line for log in Path(folder).glob("infra-*.log") for line in lines_in(log)]
-        return gradients, lines(), infra, ray.get(ray.remote(num_cpus=1)(LateWorker).remote().loss.remote())
+        late = ray.get(ray.remote(num_cpus=1)(LateWorker).remote().loss.remote())
+        return results, lines(), lines_of_infra(cfg.trainer.log_path), late
 
 
+@pytest.mark.timeout(2 * LIMIT + 100)
 @pytest.mark.parametrize(
     ("mode", "options"),
     [
@@ -192,20 +228,38 @@ def drive(root: str, folder: str, options: dict[str, Any]) -> tuple[Any, list[st
 def test_workers_of_a_launch_aggregate_as_asked(
     mode: str, options: dict[str, Any], record_property: Any, tmp_path: Path
 ) -> None:
-    ((gradients, lines, infra, late),) = run_ranks(1, drive, checkout(SKYRL), str(tmp_path), options)
-    print(*lines, "---", *infra, sep="\n")
-    _, right, _ = expected(mode, TERMS, entropy=ENTROPY)
-    error = max(relative_error(gradient.view_as(right), right) for of_worker in gradients for gradient in of_worker)
-    assert [len(of_worker) for of_worker in gradients] == [1] * WORKERS
-    assert error < TOLERANCE
-    assert any("SkyRL worker 0: replaced MegatronModelWrapper.forward_backward_mini_batch" in line for line in infra)
-    assert any("aggregation proved" in line for line in infra)
+    asked = [options | {"trainer.log_path": str(tmp_path / f"log{i}")} for i in range(2)]
+    launches = [run_ranks(1, drive, checkout(SKYRL), str(tmp_path), of_launch)[0] for of_launch in asked]
     own = options["trainer.algorithm.loss_reduction"]
     says = f"in SkyRL driver: loss_reduction={own}, measured in SkyRL's own division of advantages: each of"
-    assert [line for line in lines if "worker 0" in line] == []  # SkyRL's workers print into its own log
-    assert any(says in line and f"has the weight of {mode}" in line for line in lines)
-    assert "took the loss from SkyRL's registry first" in late
-    record_errors(record_property, SKYRL, "started: policy loss, KL and entropy", ours=error)
+    for results, lines, infra, late in launches:
+        assert not isinstance(results, str), results
+        print(*lines, "---", *infra, sep="\n")
+        assert any(
+            "SkyRL worker 0: replaced MegatronModelWrapper.forward_backward_mini_batch" in line for line in infra
+        )
+        assert any("aggregation proved" in line for line in infra)
+        assert [line for line in lines if "worker 0" in line] == []  # SkyRL's workers print into its own log
+        assert any(says in line and f"has the weight of {mode}" in line for line in lines)
+        assert "took the loss from SkyRL's registry first" in late
+    ((gradients, value, before), *_), ((of_resumed, *_), *_) = launches
+
+    def gradient_at(table: torch.Tensor) -> torch.Tensor:
+        return expected(mode, TERMS, entropy=ENTROPY, table=table)[1]
+
+    right = right_gradients([gradient_at] * 3, make_table())
+    first, woken, resumed = *errors_of_steps(gradients, right[:2]), *errors_of_steps(of_resumed, right[2:])
+    assert len(gradients) == WORKERS
+    masks = (make_batch()["token_mask"] * make_batch()["sample_mask"][:, None])[:, 1:]
+    losses = -right_log_probs() * masks
+    evaluated = abs(value - float(losses.sum())) / float(losses.sum())
+    print(value, float(losses.sum()), evaluated)
+    assert not any("aggregation proved" in line for line in before)
+    assert max(evaluated, first, woken, resumed) < TOLERANCE
+    record_errors(record_property, SKYRL, "started: `forward` with a loss, an evaluation", ours=evaluated)
+    record_errors(record_property, SKYRL, "started: first step", ours=first)
+    record_errors(record_property, SKYRL, "started: step after sleep", ours=woken)
+    record_errors(record_property, SKYRL, "started: step from a checkpoint", ours=resumed)
 
 
 def test_a_launch_with_another_loss_stops(tmp_path: Path) -> None:
