@@ -38,7 +38,6 @@ from megatron_rl_loss.extend import (
     Reducer,
     WeightedSum,
     count_step,
-    groups_of,
     is_observed,
     load_function,
     proof_level,
@@ -524,6 +523,8 @@ def _counts(iterator: Any, num_microbatches: int, num_rollouts: int) -> tuple[St
         else:
             microbatches = iterator.micro_batch_indices[iterator.offset : iterator.offset + num_microbatches]
         return [Samples([masks[i] for i in indices]) for indices in microbatches]
+
+    from megatron_rl_loss.extend import groups_of  # which needs Megatron
 
     groups = groups_of(None, None)
     microbatches: Any = attempt(describe)

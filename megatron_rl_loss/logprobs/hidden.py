@@ -187,8 +187,9 @@ def loss_from_hidden(
     made.
 
     Args:
-        hidden, output_layer, labels: as in `log_probs_from_hidden`; an edge of a tree is read for each sample that asks
-            for it, whose loss may be its own.
+        hidden, output_layer: as in `log_probs_from_hidden`.
+        labels: as there, and never None; an edge of a tree is read for each sample that asks for it, whose loss may be
+            its own.
         weights: one float per token, such as `microbatch.weights`. The sum ignores tokens of weight 0, and has their
             dtype, float32 at least.
         per_token_loss: ``(log_probs, entropy, **inputs) -> (losses, metrics)``, all [tokens of a chunk], differentiated

@@ -38,14 +38,7 @@ Gradients = tuple[Tensor | None, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class TensorParallel:
-    """The layout of hidden states and vocabulary on the ranks of a tensor-parallel group.
-
-    Attributes:
-        group: the ranks that hold the vocabulary together; None for one.
-        sequence_parallel: each rank has its part of the tokens' hidden states: they are gathered, and their gradient is
-            summed and scattered. Otherwise all ranks have all tokens, and their gradient is summed.
-        sum_gradient: False leaves the sum of the gradient over the ranks to the caller; without sequence parallelism.
-    """
+    """The layout of hidden states and vocabulary on the ranks of a tensor-parallel group; attributes: `OutputLayer`."""
 
     group: Group | None = None
     sequence_parallel: bool = False
@@ -114,7 +107,9 @@ class OutputLayer:
             there.
         bias: [vocabulary / TP].
         tp_group: the ranks that hold the vocabulary together; None for one.
-        sequence_parallel, sum_gradient: as in `TensorParallel`.
+        sequence_parallel: each rank has its part of the tokens' hidden states: they are gathered, and their gradient is
+            summed and scattered. Otherwise all ranks have all tokens, and their gradient is summed.
+        sum_gradient: False leaves the sum of the gradient over the ranks to the caller; without sequence parallelism.
         temperature, vocab_size: as in `log_probs_from_logits`.
         chunk_tokens: tokens whose logits are held at a time; they are the peak of memory (in plain torch with scratch
             in float32). Default: 1024 on a host, 4096 on a GPU.

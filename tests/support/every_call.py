@@ -24,10 +24,10 @@ import megatron_rl_loss
 PACKAGE = str(Path(megatron_rl_loss.__file__).parent)
 #: Files of collectives, in which an error is one of a collective.
 COLLECTIVES = ("core/collectives.py", "core/transfers.py", "proof/exchange.py", "proof/leaving.py")
-#: What says through whom other ranks can be told: the plan and its groups, the claim, the context of the step; and what
-#: raises itself where a step is wrong.
+#: What says through whom other ranks can be told: the model and the plan with its groups, the claim, the context of the
+#: step; and what raises itself where a step is wrong.
 NEEDED = (
-    "FirstStep._tell", "StepRecord.groups", "check_plan", "LossModes.describe", "FirstStep.__init__", "observe",
+    "FirstStep._tell", "chunks_of", "StepRecord.groups", "check_plan", "LossModes.describe", "FirstStep.__init__", "observe",
     "expected_aggregation",
     "observed_taps", "TorchGradients._add_parts",  # which exchanges where parameters are cut
 )  # fmt: skip
