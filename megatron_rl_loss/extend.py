@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from megatron_rl_loss.megatron.proving import MegatronFirstStep
 
 #: Names whose files import Megatron, which not every engine has: they load when an adapter asks for them.
-_OF_MEGATRON = {
+_MEGATRON_NAMES = {
     "MegatronFirstStep": "proving",
     "any_flag_given": "flags",
     "check_command_line": "flags",
@@ -104,6 +104,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _OF_MEGATRON:
+    if name not in _MEGATRON_NAMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"megatron_rl_loss.megatron.{_OF_MEGATRON[name]}"), name)
+    return getattr(import_module(f"megatron_rl_loss.megatron.{_MEGATRON_NAMES[name]}"), name)

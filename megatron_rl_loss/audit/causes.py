@@ -190,7 +190,7 @@ class Cause:
         return self.price < _UNNAMED
 
     def __str__(self) -> str:
-        return self.describe(HINTS | OF_MEGATRON)
+        return self.describe(HINTS | MEGATRON_HINTS)
 
     def describe(self, hints: Mapping[tuple[bool | None, str], str]) -> str:
         """The cause in words, with the frequent reason of its constant."""
@@ -221,7 +221,7 @@ HINTS: dict[tuple[bool | None, str], str] = {
     (False, "N_active/N"): "fully masked units were counted",
 }
 #: Reasons in a loss function of Megatron's schedule.
-OF_MEGATRON: dict[tuple[bool | None, str], str] = {
+MEGATRON_HINTS: dict[tuple[bool | None, str], str] = {
     (
         False,
         "CP",

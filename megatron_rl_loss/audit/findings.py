@@ -9,7 +9,7 @@ import numpy as np
 
 from megatron_rl_loss.audit.drawing import CUTS, PADDED, UNCUT, draw_step
 from megatron_rl_loss.audit.judge import deviation_of, expected_weights
-from megatron_rl_loss.audit.misplaced import OF_ALL_STEPS, RANKED, take_off, trained_instead
+from megatron_rl_loss.audit.misplaced import FACTS_OF_ALL_STEPS, RANKED, take_off, trained_instead
 from megatron_rl_loss.audit.simulation import (
     CallFailed,
     DrawnStep,
@@ -149,7 +149,7 @@ def _rank(finding: Finding, instead: tuple[str, str] | None) -> int:
     """What a finding's fact explains, 0 for the most; one of all steps that does not hold in all explains nothing."""
     if instead is not None:
         return int(finding.fact != instead[0])
-    if finding.fact in OF_ALL_STEPS or finding.fact not in RANKED:
+    if finding.fact in FACTS_OF_ALL_STEPS or finding.fact not in RANKED:
         return len(RANKED)
     return RANKED.index(finding.fact)
 
@@ -158,7 +158,7 @@ def _text_of_weights(first: Finding, alike: Sequence[Finding], instead: tuple[st
     """What is wrong with the weights of some steps; no ratio where all that should have weight has the right one."""
     if instead is not None:
         return instead[1]
-    says = "" if first.fact in OF_ALL_STEPS else first.says
+    says = "" if first.fact in FACTS_OF_ALL_STEPS else first.says
     low, high = _extremes([finding for finding in alike if finding.is_fractional == first.is_fractional])
     if says or not first.weights:
         return says
@@ -167,7 +167,7 @@ def _text_of_weights(first: Finding, alike: Sequence[Finding], instead: tuple[st
     if cut != UNCUT and np.allclose(weights, asked, rtol=TOLERANCE, atol=0):
         where = "the padding decides" if cut == PADDED else "the cut decides"
         return f"{where} which tokens have a weight: in this step they have the right one, and uncut another"
-    if first.fact in OF_ALL_STEPS or max(abs(low - 1), abs(high - 1)) <= TOLERANCE:
+    if first.fact in FACTS_OF_ALL_STEPS or max(abs(low - 1), abs(high - 1)) <= TOLERANCE:
         return f"weights lie on the wrong tokens: {extra} that should have none have some, {lost} have none that should"
     apart = f"{low:.4g}" if high - low <= TOLERANCE * abs(high) else f"{low:.3g} to {high:.3g}"
     return f"tokens weigh {apart} times {'what they should' if cut == UNCUT else 'their uncut weight'}"

@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_rl_loss.audit.causes import HINTS, OF_MEGATRON
+from megatron_rl_loss.audit.causes import HINTS, MEGATRON_HINTS
 from megatron_rl_loss.audit.drawing import CUTS, PADDED, TOGETHER, UNCUT, draw_step
 from megatron_rl_loss.audit.findings import TOLERANCE, Finding, Measure, find_faults
 from megatron_rl_loss.audit.judge import deviation_of, expected_weights, explain, nearest_mode
 from megatron_rl_loss.audit.loss_report import LossReport
-from megatron_rl_loss.audit.misplaced import OF_ALL_STEPS
+from megatron_rl_loss.audit.misplaced import FACTS_OF_ALL_STEPS
 from megatron_rl_loss.audit.picture import Panel
 from megatron_rl_loss.audit.progress import Progress
 from megatron_rl_loss.audit.simulation import (
@@ -242,7 +242,7 @@ def _findings(
     findings = look(UNCUT)
     if failures := [finding for finding in findings if finding.kind != "weights"]:
         return failures
-    if any(finding.fact in OF_ALL_STEPS for finding in findings):  # behind rows they train on others by that fact
+    if any(finding.fact in FACTS_OF_ALL_STEPS for finding in findings):  # behind rows they train on others by that fact
         return findings + [finding for cut, over in CUTS.items() if len(over) == 1 for finding in look(cut)]
     cut_findings = [finding for cut, over in CUTS.items() if len(over) == 1 for finding in look(cut)]
     return findings + (cut_findings or look(TOGETHER)) + look(PADDED)
@@ -261,7 +261,7 @@ def _causes(run: Measure, call: LossCall, expected: Aggregation, seed: int) -> t
 
     Steps of zeros and ones first; where their weights are right, steps whose masks hold weights.
     """
-    hints = HINTS if call.returns == "loss" else HINTS | OF_MEGATRON
+    hints = HINTS if call.returns == "loss" else HINTS | MEGATRON_HINTS
     for is_fractional in (False, True)[: 1 + call.fractional_masks]:
         steps = [
             run(draw_step(call, CUTS[TOGETHER], f"{seed}/causes/{i}", is_large=True, is_fractional=is_fractional))

@@ -92,11 +92,11 @@ RANKED = (
     *("sign", "copies", "misaligned", "masked_trained", "missing"),
 )
 #: Facts that say which tokens are trained instead; they hold in every step of a function, or in none.
-OF_ALL_STEPS = frozenset(RANKED[:5])
+FACTS_OF_ALL_STEPS = frozenset(RANKED[:5])
 
 
 def trained_instead(steps: Sequence[tuple[MeasuredStep, Floats]], tolerance: float) -> tuple[str, str] | None:
-    """Name and text of the first fact of `OF_ALL_STEPS` that says which tokens have weight in all of these steps.
+    """Name and text of the first fact of `FACTS_OF_ALL_STEPS` that says which tokens have weight in all of these steps.
 
     None where no fact does, or where the right tokens have weight in all of them. A single small step may look like
     several: a mask of one sort, inverted, like one that is shifted or missing.

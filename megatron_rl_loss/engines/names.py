@@ -158,7 +158,7 @@ _EQUALLY = "averages micro-batches equally: exact only if all have equally many 
 _GENERATED = "divides by the tokens of the generation batch, not of the step"
 _WINDOW = "divides by the tokens of an average window of the generation batch, not of the step"
 _ROLLOUT_BATCH = "divides by the tokens of all steps of the rollout batch, and by micro-batches once more"
-_OF_WIDTH = "divides by the padded length of the micro-batch"
+_PADDED_WIDTH = "divides by the padded length of the micro-batch"
 _AVERAGED = "averages the sums of micro-batches"
 _SEQUENCES = "sums sequences without averaging them"
 _MASKED = "counts one token for each fully masked sample"
@@ -170,7 +170,7 @@ NAMES = (
     PeerName("verl", "seq-mean-token-sum", "constant", 1, "all", until="0.6.1", own_code=_PER_CALL),
     PeerName("verl", "seq-mean-token-sum", "constant", 1, "all", since="0.7.0"),
     PeerName(
-        "verl", "seq-mean-token-sum-norm", "constant", "loss_scale_factor", "all", until="0.6.1", own_code=_OF_WIDTH
+        "verl", "seq-mean-token-sum-norm", "constant", "loss_scale_factor", "all", until="0.6.1", own_code=_PADDED_WIDTH
     ),
     PeerName(
         "verl", "seq-mean-token-sum-norm", "constant", "loss_scale_factor", "all", since="0.7.0", until="0.7.0",
@@ -236,7 +236,7 @@ NAMES = (
     PeerName("roll", "token-mean", "token_mean", own_code="also sums masked positions"),
     PeerName("roll", "seq-mean-token-sum", "constant", 1, "active"),
     PeerName("roll", "seq-mean-token-mean", "sample_mean", None, "active"),
-    PeerName("roll", "seq-mean-token-sum-norm", "token_sum", "response length", own_code=_OF_WIDTH),
+    PeerName("roll", "seq-mean-token-sum-norm", "token_sum", "response length", own_code=_PADDED_WIDTH),
     PeerName("torchrl", "token_mean", "token_mean", until="0.11.1", own_code=_OR_NAN),
     PeerName("torchrl", "token_mean", "token_mean", since="0.14.1", own_code=_PER_CALL),
     PeerName("torchrl", "prompt_mean", "sample_mean", None, "all", own_code=_EQUALLY),
@@ -255,7 +255,7 @@ NAMES = (
 
 
 #: Losses of papers that people ask for as a mode, and the mode of each.
-_OF_PAPERS = {
+_PAPER_NAMES = {
     "grpo": "sample_mean",
     "gspo": "sample_mean",
     "dapo": "token_mean, as DAPO's code, or prompt_mean, as its equation",
@@ -273,8 +273,8 @@ def _hint(asked: str) -> str:
         return f"It is a framework. Write {framework}{at}{version}:SETTING; {listed}"
     plain = asked.lower().replace("-", "").replace("_", "").replace(" ", "")
     peers = {peer.name.replace("-", "").replace("_", ""): peer for peer in reversed(NAMES) if not peer.refused}
-    if plain in _OF_PAPERS:
-        return f"It is {_OF_PAPERS[plain]}. Choose one of {', '.join(available_modes())}"
+    if plain in _PAPER_NAMES:
+        return f"It is {_PAPER_NAMES[plain]}. Choose one of {', '.join(available_modes())}"
     if plain in peers:
         peer = peers[plain]
         return f"Write {peer.mode!r}, or {peer.framework + ':' + peer.name!r} as that framework counts"

@@ -64,7 +64,7 @@ _PPO_LOSS = LossPaths(
     {"data.old_log_probs": "old", "data.rollout_is_weights?": "ones"},
 )
 _Terms = list[tuple[str, float]]  # with their coefficients
-_OF_A_LOSS_OF_YOURS = ("pg", math.nan)
+_UNNAMED_TERM = ("pg", math.nan)
 
 
 @dataclass
@@ -162,7 +162,7 @@ def _replace(running: _Running) -> Replaced:
 
 def _agg_loss(running: _Running, stock: Callable[[], Any], arguments: dict[str, Any]) -> Any:
     """verl's share of the step loss; 0 for a step whose count is 0."""
-    term, coef = running.terms.pop(0) if running.terms else _OF_A_LOSS_OF_YOURS
+    term, coef = running.terms.pop(0) if running.terms else _UNNAMED_TERM
     losses, mask, mode = arguments["loss_mat"], arguments["loss_mask"], arguments["loss_agg_mode"]
     running.is_other_kl |= term == "kl" and losses is not running.kl
     if running.is_rest and term != "pg":
@@ -280,7 +280,7 @@ def _checked(
 ) -> Any:
     """verl's loss; raises if the loss calls `agg_loss` fewer times than it has terms."""
     terms, running.is_other_kl = terms_of(arguments), False
-    running.terms, running.mask = [*terms, _OF_A_LOSS_OF_YOURS], response_mask_of(arguments["data"])
+    running.terms, running.mask = [*terms, _UNNAMED_TERM], response_mask_of(arguments["data"])
     config = arguments.get("config")
     running.mode, running.estimator = getattr(config, "loss_agg_mode", ""), str(getattr(config, "kl_loss_type", ""))
     try:
@@ -319,7 +319,7 @@ def _uncut(running: _Running, stock: Callable[[], Any], arguments: dict[str, Any
             "megatron_rl_loss.engines.verl_install."
         )
     if arguments["name"] == "bypass_mode" and running.terms:  # it may reject tokens that verl has counted
-        running.terms[0] = _OF_A_LOSS_OF_YOURS
+        running.terms[0] = _UNNAMED_TERM
     return stock()
 
 

@@ -30,8 +30,9 @@ from megatron_rl_loss.extend import LossModes, Plan, Promises, Trainer, make_pla
 
 Batch = MutableMapping[str, Any]
 StepArguments = Mapping[str, Any]  # of a call of the function that trains a step, by name
-#: Columns of a batch: a number for each row's prompt; what the advantages were multiplied by; and what they were; the
-#: prompt ids, the masks and the numbers of the rows by which that was.
+#: Columns of a batch. GROUPS: AReaL's number of each row's group. FACTORS: w * D of each token, by which its advantage
+#: is multiplied. PLAIN: the advantages before. IDS, MASKS, ROWS: prompt ids, masks and numbers of the rows by which the
+#: factors were made.
 GROUPS, FACTORS, PLAIN, IDS, MASKS, ROWS = (
     f"_megatron_rl_loss_{name}" for name in ("groups", "factors", "advantages", "prompt_ids", "masks", "rows")
 )
@@ -233,7 +234,7 @@ def _at_tokens(numbers: Tensor, column: Tensor) -> Tensor:
 
 
 def hashed_ids(prompt_ids: Sequence[Any]) -> Tensor:
-    """Numbers of ids, which are their texts."""
+    """An int64 for each id, by its text."""
     return torch.from_numpy(as_ids("prompt_ids", [*map(str, prompt_ids)], len(prompt_ids)))
 
 

@@ -65,7 +65,7 @@ class Before:
     @property
     def _is_of_sample(self) -> bool:
         """True for a count of each sample by itself, by which somebody may weigh on purpose."""
-        return self.division in _OF_SAMPLES
+        return self.division in _SAMPLE_COUNTS
 
     def _divided(self, *, averages: bool) -> str:
         if self.division == _OWN_WEIGHTS:
@@ -103,7 +103,7 @@ _COUNTS = (
     "the number of samples of the micro-batch",
     "the weights of the mode",
 )
-_OF_SAMPLES, _OWN_WEIGHTS = _COUNTS[:1], _COUNTS[-1]
+_SAMPLE_COUNTS, _OWN_WEIGHTS = _COUNTS[:1], _COUNTS[-1]
 
 
 class FactorExtremes:

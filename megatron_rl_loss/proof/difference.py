@@ -21,7 +21,7 @@ class Compared:
     where: str  # the place of the largest difference
     sizes: dict[str, int]  # of the step's split
     before: Before
-    after: Before  # what is done to losses from the reducer on, of whose factors `low` and `high` are extremes
+    after: Before  # what is done from the reducer on to losses that were trained on
     averages: bool  # the asked mode reads numbers of tokens
 
     @property

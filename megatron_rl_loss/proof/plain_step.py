@@ -85,6 +85,8 @@ class TorchStep(Measurement):
         before: Before | None = None,
         optimizer: Any = None,
         plan: PlanUse | None = None,
+        loss_scale: float = 1.0,
+        left_out: str = "",
         then: Callable[[Exception | None], None] | None = None,
     ) -> None:
         why = unseen(model)
@@ -94,14 +96,12 @@ class TorchStep(Measurement):
         ranks = Ranks(groups.dp_group, groups.cp_group, dp_cp=groups.dp_group, same=groups.all)
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         super().__init__(source, ranks, device, unseen=why, plan=plan, then=then)
-        self._model = model
+        self._model, self.loss_scale, self.left_out = model, loss_scale, left_out
         self.gradients = source if isinstance(source, TorchGradients) else None
         self.takes_forms_of = "loop" if is_alone else ""  # on one rank, it does not matter what was said of ranks
 
     def _observe(self, stack: ExitStack) -> None:
         stack.enter_context(_watched_scalers(self.taps))
-
-    left_out = ""
 
     def _further(self) -> None:
         self.exchange.local(self._scale_back, None)
@@ -216,9 +216,11 @@ class PlainProof:
                     self.sent, self._before = known
                 then(failure)
 
-            measured = TorchStep(model, groups, plan=plan, before=before, optimizer=stated.optimizer, then=end)
-            measured.loss_scale, self._was_measured = stated.loss_scale, True
-            measured.left_out = left_out(model, counted)
+            measured = TorchStep(
+                model, groups, plan=plan, before=before, optimizer=stated.optimizer, then=end,
+                loss_scale=stated.loss_scale, left_out=left_out(model, counted),
+            )  # fmt: skip
+            self._was_measured = True
             return measured
 
         if claim not in self._firsts:

@@ -30,9 +30,9 @@ class Promises(NamedTuple):
     Attributes:
         group_size: number of samples of each prompt that the engine was told to generate, if known.
         is_group_size_sure: larger groups are a fault: no prompt comes twice.
-        group_remedy: words for groups that cannot be, appended to these; for whoever gives the ids.
+        group_remedy: the remedy for impossible groups, for the author of the ids.
         data: mask tokens and samples of the step's data, if known: losses of others are a fault.
-        ask_size: words that ask for the number of samples of each prompt, for where nobody said it and somebody can.
+        ask_size: text that asks for the group size where it is unknown.
     """
 
     group_size: int | None = None

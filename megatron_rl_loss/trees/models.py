@@ -16,7 +16,7 @@ MAMBA, DELTA = "MambaMixer", ("GatedDeltaNet", "_GDNBase", "GatedDeltaProductMix
 #: Classes of layers with a state that goes from slot to slot, as transformers, Megatron and others name them.
 _WITH_STATE = re.compile(r"Mamba|GatedDelta|DeltaNet|Rwkv|RWKV|Retention|LinearAttention|Mixer2")
 #: Parameters by which state-space layers are known under any name.
-_OF_A_STATE = {"A_log", "dt_bias"}
+_STATE_PARAMETERS = {"A_log", "dt_bias"}
 _DROPOUTS = ("attention_dropout", "hidden_dropout", "attention_probs_dropout_prob", "hidden_dropout_prob", "attn_pdrop")
 
 
@@ -40,7 +40,7 @@ def check_serves_trees(models: Iterable[nn.Module]) -> None:
             own = {key for key, _ in module.named_parameters(recurse=False)}
             is_convolution = isinstance(module, nn.Conv1d) and module.kernel_size[0] > 1
             is_of_megatron, is_recurrence = is_mixer_with_state(module), isinstance(module, nn.RNNBase)
-            is_stateful = is_of_megatron or is_convolution or is_recurrence or own & _OF_A_STATE
+            is_stateful = is_of_megatron or is_convolution or is_recurrence or own & _STATE_PARAMETERS
             if is_stateful or _WITH_STATE.search(kind):
                 raise ValueError(
                     f"a PrefixTree in a model with {kind} ({name}): its state would go from one branch to the next, "

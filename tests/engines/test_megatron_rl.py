@@ -20,7 +20,8 @@ import oracle
 import pytest
 import torch
 from logged_means import logged_means
-from page_promises import AS_GIVEN, FAULTS, GROUPS, NOT_PROVED
+from page_promises import FAULTS, GROUPS
+from promises import NOT_PROVED, NOT_SEEN
 from ranks import run_ranks
 from torch import Tensor
 from train_rl_in_small import (
@@ -141,7 +142,7 @@ def test_wrong_ids_of_prompts_are_not_proved(packed: bool) -> None:
     printed, _ = run_ranks(2, printed_on_megatron, 1, cases)
     said = re.findall("aggregation proved on |NOT PROVED", printed)
     assert said == [
-        {AS_GIVEN: "aggregation proved on ", NOT_PROVED: NOT_PROVED}[end] for end in (AS_GIVEN, *row.outcomes)
+        {NOT_SEEN: "aggregation proved on ", NOT_PROVED: NOT_PROVED}[end] for end in (NOT_SEEN, *row.outcomes)
     ]
 
 

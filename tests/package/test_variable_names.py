@@ -27,7 +27,7 @@ def names_in(tree: ast.AST) -> Iterator[str]:
 
 
 def wrong_names(code: str) -> set[str]:
-    return {name for name in names_in(ast.parse(code)) if name.lstrip("_").startswith("of_") or name in VAGUE}
+    return {name for name in names_in(ast.parse(code)) if name.lower().lstrip("_").startswith("of_") or name in VAGUE}
 
 
 @pytest.mark.parametrize("room", ["", *ROOMS])
@@ -42,7 +42,7 @@ def test_names_say_what_they_name(room: str) -> None:
 @pytest.mark.parametrize(
     "code", ["of_rank = 1", "def f(of_rank): ...", "def _of_rank(): ...", "self._of_rank = 1", "for one in x: ...",
              "if (found := 1): ...", "class C:\n    given: int", "import a.of_rank", "lambda made: 1",
-             "ours, theirs = x"],
+             "ours, theirs = x", "_OF_RANKS = 1"],
 )  # fmt: skip
 def test_a_wrong_name_would_be_seen(code: str) -> None:
     """Negative control."""

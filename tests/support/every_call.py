@@ -27,9 +27,9 @@ COLLECTIVES = ("core/collectives.py", "core/transfers.py", "proof/exchange.py", 
 #: What says through whom other ranks can be told: the model and the plan with its groups, the claim, the context of the
 #: step; and what raises itself where a step is wrong.
 NEEDED = (
-    "FirstStep._tell", "chunks_of", "StepRecord.groups", "check_plan", "LossModes.describe", "FirstStep.__init__", "observe",
-    "expected_aggregation",
-    "observed_taps", "TorchGradients._add_parts",  # which exchanges where parameters are cut
+    "FirstStep._tell", "chunks_of", "StepRecord.groups", "check_plan", "LossModes.describe", "FirstStep.__init__",
+    "observe", "expected_aggregation", "observed_taps",
+    "TorchGradients._add_parts",  # which exchanges where parameters are cut
 )  # fmt: skip
 WAIT = datetime.timedelta(seconds=20)
 

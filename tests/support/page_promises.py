@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from checkouts import Settings
 from peer_steps import later_tokens_more
-from promises import ADDED, DOUBLED, ENGINES, HOOKS, KL_MEAN, SCALED
+from promises import ADDED, DOUBLED, ENGINES, HOOKS, KL_MEAN, NOT_PROVED, NOT_SEEN, SCALED, STOPS
 
 STEP: dict[str, Any] = {"mode": "prompt_mean", "settings": {}}
 
@@ -95,13 +95,13 @@ def _with(row: int, prompt_id: int, ids: Ids) -> Ids:
 
 #: By fault, the ids of rows that were generated for the prompts of these ids, in their order.
 FAULTS: dict[str, Callable[[Ids], Ids]] = {
-    "two prompts, one id": lambda ids: [ids[0] if i == ids[ids.count(ids[0])] else i for i in ids],
-    "one prompt, two ids": lambda ids: _with(0, 1 + max(ids), ids),
+    "two prompts with one id": lambda ids: [ids[0] if i == ids[ids.count(ids[0])] else i for i in ids],
+    "one prompt with two ids": lambda ids: _with(0, 1 + max(ids), ids),
     "an id for each row": lambda ids: [*range(len(ids))],
     "a row in the next group": lambda ids: _with(ids.count(ids[0]), ids[0], ids),
     "ids moved by a row": lambda ids: ids[-1:] + ids[:-1],
 }
-STOPS, NOT_PROVED, IN_PART, AS_GIVEN, NEVER = "stops", "NOT PROVED", "PROVED IN PART", "not seen", "cannot occur"
+IN_PART = "PROVED IN PART"
 
 
 class Groups(NamedTuple):
@@ -117,7 +117,7 @@ class Groups(NamedTuple):
     by: Tested | None = None
 
 
-_ALL, _BY_TOKENS = (NOT_PROVED,) * 5, (NOT_PROVED, AS_GIVEN, NOT_PROVED, NOT_PROVED, AS_GIVEN)
+_ALL, _BY_TOKENS = (NOT_PROVED,) * 5, (NOT_PROVED, NOT_SEEN, NOT_PROVED, NOT_PROVED, NOT_SEEN)
 _UNSAID, _BY_TOKENS_UNSAID = (IN_PART, IN_PART, *_ALL[2:]), (IN_PART, IN_PART, NOT_PROVED, IN_PART, IN_PART)
 _NORM: dict[str, Any] = {"config": {"adv_norm": Settings(mean_level="group", group_size=4)}}
 GROUPS = [
@@ -129,17 +129,17 @@ GROUPS = [
         {"settings": {"group_size": 4}},
     ),
     Groups("areal", ("AReaL's", "group normalisation"), _ALL, _NORM),
-    Groups("areal", ("AReaL", "with neither"), _UNSAID, {}),
-    Groups("nemo_rl", ("NeMo-RL", "without it"), _UNSAID, {"group_size": None}),
-    Groups("roll", ("ROLL", "without it"), _UNSAID, {"group_size": None}),
-    Groups("rlinf", ("RLinf", "without it"), _BY_TOKENS_UNSAID, {"group_size": None}),
-    Groups("skyrl", ("SkyRL", "without it"), _BY_TOKENS_UNSAID, {"group_size": None}),
+    Groups("areal", ("AReaL", "if nobody says it"), _UNSAID, {}),
+    Groups("nemo_rl", ("NeMo-RL", "if nobody says it"), _UNSAID, {"group_size": None}),
+    Groups("roll", ("ROLL", "if nobody says it"), _UNSAID, {"group_size": None}),
+    Groups("rlinf", ("RLinf", "if nobody says it"), _BY_TOKENS_UNSAID, {"group_size": None}),
+    Groups("skyrl", ("SkyRL", "if nobody says it"), _BY_TOKENS_UNSAID, {"group_size": None}),
     Groups("rlinf", ("RLinf's", "`algorithm.group_size`"), _BY_TOKENS, {"group_size": 4}),
     Groups("skyrl", ("SkyRL's", "`group_size=` of the loss"), _BY_TOKENS, {"settings": {"group_size": 4}}),
     Groups(
         "verl", ("verl's recipe", "`actor.rollout_n`"), _BY_TOKENS,
         by=Tested("tests/engines/real/test_real_verl.py::test_groups_that_rollout_n_does_not_explain_are_not_proved",
-                "one prompt, two ids"),
+                "one prompt with two ids"),
     ),
     Groups(
         "", ("`train_rl.py`'s `--grpo-group-size`, Megatron-Bridge's", "`group_size=`"), _BY_TOKENS,

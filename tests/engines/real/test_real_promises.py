@@ -12,8 +12,7 @@ import checkouts
 import pytest
 from added_terms import CALL, TERMS
 from bigram_step import PROMPTS, on_these_rows
-from page_promises import AS_GIVEN, FAULTS, GROUPS, IN_PART, LISTS, STEP, Groups, Launch, Source
-from page_promises import STOPS as STEP_STOPS
+from page_promises import FAULTS, GROUPS, IN_PART, LISTS, STEP, Groups, Launch, Source
 from plants import MORE_TERMS, planted, record_plant
 from promises import EDITS, HOOKS, NOT_CHECKED, NOT_PROVED, NOT_SEEN, PROMISES, SITES, STOPS
 from ranks import RankError, run_ranks
@@ -125,9 +124,9 @@ def test_wrong_ids_of_prompts_end_as_the_page_says(groups: Groups) -> None:
     outcomes = dict(zip(FAULTS, groups.outcomes, strict=True))
     step = STEP | (groups.case or {})
     cases = {fault: step | {"ids": make(PROMPTS)} for fault, make in FAULTS.items()}
-    ends = {AS_GIVEN: "proved", IN_PART: "proved in part"}
+    ends = {NOT_SEEN: "proved", IN_PART: "proved in part"}
     goes_on = [
-        cases[fault] | {"outcome": ends.get(end, "not proved")} for fault, end in outcomes.items() if end != STEP_STOPS
+        cases[fault] | {"outcome": ends.get(end, "not proved")} for fault, end in outcomes.items() if end != STOPS
     ]
     right = step | {"ids": PROMPTS, "outcome": "proved in part" if IN_PART in groups.outcomes else "proved"}
     root = checkouts.checkout(vars(checkouts)[groups.engine.upper()])
@@ -135,6 +134,6 @@ def test_wrong_ids_of_prompts_end_as_the_page_says(groups: Groups) -> None:
         on_these_rows, groups.engine, {"LATE": [], "INVALID": []}
     )  # each prompt ends where its mask begins
     run_ranks(1, launch, root, 1, [right, *goes_on])
-    for fault in [fault for fault, end in outcomes.items() if end == STEP_STOPS]:
+    for fault in [fault for fault, end in outcomes.items() if end == STOPS]:
         with pytest.raises(RankError, match=STOPPED):
             run_ranks(1, launch, root, 1, [cases[fault]])

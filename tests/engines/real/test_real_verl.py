@@ -812,7 +812,7 @@ def test_rows_of_sessions_by_the_recipe(per_token: bool, record_property: Any) -
 #: Keys of two sessions of each prompt, and what is said of the first step, which has the prompts a, b, e and f.
 OF_PROMPTS = " ".join(f"{prompt}_{session}_0" for prompt in "abcdefgh" for session in "01")
 GROUPS_OF_PROMPTS = {
-    "one prompt, two ids": (OF_PROMPTS.replace("a_1_0", "z_0_0"), " proved on 25 tokens of 8 samples"),
+    "one prompt with two ids": (OF_PROMPTS.replace("a_1_0", "z_0_0"), " proved on 25 tokens of 8 samples"),
     "ids moved by a row": (f"h_1_0 {OF_PROMPTS[:-6]}", " proved on "),
     "right": (OF_PROMPTS, " proved on 25 tokens of 8 samples, 4 prompts of 2"),
     "two prompts, one id": (
