@@ -362,6 +362,12 @@ class LossModes:
 
     def with_terms(self, modes: Mapping[str, str | Mode | ModeFunction | None]) -> "LossModes":
         """With a mode for each term by name; None leaves the term the policy loss's."""
+        for name in modes:
+            if name in ("pg", "loss", ""):
+                raise ValueError(
+                    f"terms with {name!r}: terms are those beside the policy loss, whose mode is the plan's own. Pass "
+                    'that as the mode, and name the term for what it is, such as "kl".'
+                )
         declared = {name: self.term_aggregation(name, mode) for name, mode in modes.items() if mode is not None}
         return replace(self, terms={**self.terms, **declared})
 

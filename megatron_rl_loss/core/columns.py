@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl_loss.core.aggregation import LossModes
-from megatron_rl_loss.core.collectives import Group, StepGroups, attempt, stated_dp_group
+from megatron_rl_loss.core.collectives import Group, StepGroups, attempt, check_together, stated_dp_group
 from megatron_rl_loss.core.counting import UnitCounting
 from megatron_rl_loss.core.errors import check_one_each, check_sized
 from megatron_rl_loss.core.masks import Mask
@@ -73,18 +73,29 @@ def _rows(flat: Tensor, lengths: list[int]) -> list[Tensor]:
 
 def _real(sample: int, advantages: Any) -> Tensor:
     """The advantages of a sample, or its only one, as a tensor; TypeError for what are no real numbers."""
+    if isinstance(advantages, np.ma.MaskedArray):
+        raise TypeError(f"advantages of sample {sample} are a MaskedArray: {_FILLED}")
     if isinstance(advantages, Tensor):
-        is_real = not advantages.is_complex() and advantages.dtype != torch.bool
+        is_plain = type(advantages) in (Tensor, torch.nn.Parameter) and advantages.layout == torch.strided
+        is_plain &= not (advantages.is_nested or advantages.is_meta or advantages.is_quantized)
+        dtype = advantages.dtype
+        is_float = dtype.is_floating_point and dtype.itemsize > 1
+        if is_plain and (is_float or not (dtype.is_floating_point or advantages.is_complex() or dtype == torch.bool)):
+            return advantages.detach()
+        kind = f"{dtype}" if is_plain else f"a {advantages.layout} {type(advantages).__name__} on {advantages.device}"
     else:
-        is_real = np.asarray(advantages).dtype.kind in "iuf" and not isinstance(advantages, np.ma.MaskedArray)
-    if not is_real:
+        try:
+            array = np.asarray(advantages)
+        except (ValueError, TypeError, RuntimeError):  # ragged, or tensors that NumPy cannot read
+            array = np.empty(0, object)
+        if array.dtype.kind in "iuf":
+            own = np.ascontiguousarray(array, array.dtype.newbyteorder("=") if array.itemsize <= 8 else np.float64)
+            return torch.tensor(advantages if isinstance(advantages, list | tuple | float | int) else own, device="cpu")
         kind = getattr(advantages, "dtype", type(advantages).__name__)
-        raise TypeError(
-            f"advantages of sample {sample} are {kind}: they must be real numbers. Pass floats, or a float tensor."
-        )
-    return advantages.detach() if isinstance(advantages, Tensor) else torch.tensor(advantages, device="cpu")
+    raise TypeError(f"advantages of sample {sample} are {kind}: they must be real numbers. Pass floats, or a tensor.")
 
 
+_FILLED = "entries that it masks would count by what lies under them. Pass advantages.filled(0)."
 _MARK = "_folded_by_megatron_rl_loss"
 
 
@@ -118,6 +129,8 @@ def fold_into_advantages(
 
     def described() -> Samples:
         check_sized("advantages", advantages)
+        if isinstance(advantages, np.ma.MaskedArray):
+            raise TypeError(f"advantages are a MaskedArray: {_FILLED}")
         if any(hasattr(column, _MARK) for column in advantages):
             raise ValueError(
                 "advantages that were folded already: folding them again would divide by the step's counts twice. Fold "
@@ -131,15 +144,19 @@ def fold_into_advantages(
         return whole
 
     weights, lengths = _weights(described, mode, divisor, units, dp_group)
-    (flat,) = columns
-    flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
-    weights = to_device(weights, flat.device)
-    if not bool(torch.isfinite(flat[weights != 0]).all()):
-        raise ValueError(
-            "advantages with NaN or Inf at active tokens: folding takes finite advantages. Mask such tokens, or "
-            "aggregate the losses with a plan."
-        )
-    folded = _rows((flat * weights).masked_fill(weights == 0, 0), lengths)
+
+    def fold() -> list[Tensor]:
+        (flat,) = columns
+        flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
+        own = to_device(weights, flat.device)
+        if not bool(torch.isfinite(flat[own != 0]).all()):
+            raise ValueError(
+                "advantages with NaN or Inf at active tokens: folding takes finite advantages. Mask such tokens, or "
+                "aggregate the losses with a plan."
+            )
+        return _rows((flat * own).masked_fill(own == 0, 0), lengths)
+
+    folded = check_together(fold, StepGroups(stated_dp_group(dp_group, "weights")).all)
     for part in folded:
         setattr(part, _MARK, True)
     return folded

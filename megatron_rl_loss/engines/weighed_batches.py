@@ -274,6 +274,10 @@ def described_samples(
     """Samples of micro-batches. `prompts` are ids, or the reason why ids are unknown: modes by prompt then raise."""
     described = []
     for rows, ids in zip(masks, prompts, strict=True):
+        if not isinstance(ids, str) and any(prompt_id is None or prompt_id != prompt_id for prompt_id in ids):
+            raise ValueError(
+                "prompt ids with None or NaN: each row must have the id of its prompt. Give every row one."
+            )
         known = ["unknown"] * len(rows) if isinstance(ids, str) else [str(prompt_id) for prompt_id in ids]
         described.append(Samples(rows, prompt_ids=known))
         if isinstance(ids, str) and "prompt" in modes.rehearse(described[-1]):

@@ -158,12 +158,15 @@ def _counts_of(tokens: LocalTokens, weights: Floats) -> Iterator[Floats]:
     yield np.divide(1.0, weights, out=np.zeros(mask.shape), where=weights != 0)
 
 
-def before_of(numbers: Sequence[float], made_by: set[str]) -> Before:
+def before_of(numbers: Sequence[float], made_by: set[str], *, is_plain: bool = False) -> Before:
     """What the extremes of all ranks show: a division where the factors of tokens, times a count, are one number.
 
     If the factors are one number themselves, then the count is one too. Losses were divided by it if the product is 1.
     A factor of two digits at most may be somebody's coefficient: 0.1, say, where each sample has ten tokens. So may be
-    any factor of samples of one length. One that varies with a count is none.
+    any factor of samples of one length. One that varies with a count is none, unless it makes a loss larger.
+
+    Args:
+        is_plain: a division has no coefficient beside it.
     """
     *extremes, lacks = numbers
     if not made_by:
@@ -173,7 +176,12 @@ def before_of(numbers: Sequence[float], made_by: set[str]) -> Before:
     factor, varies = float(high[0]), not bool(is_alike[0])
     division, is_odd = "", False
     for name, alike, product in zip(_COUNTS, is_alike[1:], high[1:], strict=True):
-        if alike and not division and (varies or (abs(product - 1) <= _ALIKE and factor < 0.5)):
+        is_one, is_smaller = abs(product - 1) <= _ALIKE, 0 < factor <= 1
+        if (
+            alike
+            and not division
+            and ((varies and is_smaller and not is_plain) or (is_one and (varies or factor < 0.5)))
+        ):
             division = name
             has_digits = not math.isclose(factor, float(f"{factor:.2g}"), rel_tol=1e-5)
             is_odd = not varies and has_digits

@@ -37,7 +37,7 @@ _ALIKE = 8.0
 #: As many names of parameters are told as say something new.
 MOST_NAMES = 3
 
-_ZERO, _NO_MULTIPLE = "its final gradient is 0", "no multiple of the sum over ranks"
+ZERO, _NO_MULTIPLE = "its final gradient is 0", "no multiple of the sum over ranks"
 _REDUCE = "Reduce every gradient once, over all ranks of the plan and inside the measured step, and zero it before"
 _AS_IF = "those of ranks or micro-batches were scaled, clipped or left out, or were not 0 before the step"
 
@@ -245,7 +245,7 @@ class Fit:
     def _in_words(self, number: int) -> str:
         """What a parameter's final gradient is in place of f times the sum."""
         if not bool(self.final[number, -1] > 0):
-            return _ZERO
+            return ZERO
         if not bool(self.summed[number, -1] > 0):
             return "its final gradient came from no backward pass that was seen"
         ratio = self.multiple(number)
@@ -263,7 +263,7 @@ class Fit:
             said, few = set(alike.unlike.values()), [*alike.unlike.items()][:MOST_NAMES]
             names, each = ", ".join(name for name, _ in few), ", ".join(f"{name} ({what})" for name, what in few)
             subject = f"the final gradients of {len(alike.unlike)} of {alike.total} parameters"
-            if said == {_ZERO}:
+            if said == {ZERO}:
                 says = (
                     "all final gradients are 0, as if they were zeroed before the measured step was over. End the "
                     "`with` before optimizer.zero_grad()"

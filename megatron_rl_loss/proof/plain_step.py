@@ -4,7 +4,6 @@ The measurement, the findings and the words are those of the proof under Megatro
 another place (`torch_gradients`).
 """
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -17,9 +16,9 @@ from megatron_rl_loss.core.collectives import StepGroups, attempt, size_of
 from megatron_rl_loss.core.plan import Plan
 from megatron_rl_loss.core.record import PlanUse
 from megatron_rl_loss.core.taps import LossScale, Taps, backward_pass
-from megatron_rl_loss.proof.difference import Compared
+from megatron_rl_loss.proof.difference import Compared, named
 from megatron_rl_loss.proof.exchange import Exchange
-from megatron_rl_loss.proof.factor import no_factor
+from megatron_rl_loss.proof.factor import ZERO, no_factor
 from megatron_rl_loss.proof.first_step import FirstStep, Stated
 from megatron_rl_loss.proof.measurement import Measurement, Ranks
 from megatron_rl_loss.proof.outcomes import ProofLevel
@@ -27,11 +26,9 @@ from megatron_rl_loss.proof.own_tokens import own_losses
 from megatron_rl_loss.proof.reduced_ranks import counted_by, left_out, uncounted, unreduced
 from megatron_rl_loss.proof.torch_gradients import Before, TorchGradients, unseen
 
-_UNCHANGED = "Call backward on what loss() returned, and do not divide it by the number of micro-batches{}."
-_ONE_NUMBER = (
-    "End the `with` before gradients are clipped. A scale of your own, which you divide out after the `with`, is "
-    "prove_step(..., loss_scale=...)."
-)
+_UNCHANGED = "Call backward once on what each micro-batch's loss() returned, unchanged."
+_CLIPPED = "End the `with` before gradients are clipped."
+_OWN_SCALE = "A scale of your own, which you divide out after the `with`, is prove_step(..., loss_scale=...)."
 _GRADIENTS = (
     'plan_step(..., gradients=...) says what your trainer does: "averaged over ranks" under DistributedDataParallel or '
     'fully_shard, "summed over ranks" where you add gradients up yourself.'
@@ -54,12 +51,16 @@ _SCALES = (
 
 
 def _remedy(wrong: Compared) -> str:
-    """What to do about weights that are not as asked, by what they are times these."""
-    has_ranks = math.prod(size for name, size in wrong.sizes.items() if name != "micro-batches") > 1
-    texts = [_UNCHANGED.format(" or ranks" if has_ranks else "")]
-    if wrong.is_one_number:
-        texts = [*([_GRADIENTS] if has_ranks else []), *texts, _ONE_NUMBER]
-    elif has_ranks:
+    """What to do about weights that are not as asked, by what they are in the place of these."""
+    ranks = {name: size for name, size in wrong.sizes.items() if name != "micro-batches" and size > 1}
+    texts = [_UNCHANGED]
+    if wrong.is_one_number and not wrong.after.as_if:
+        if named(wrong.high, ranks):
+            texts = [_GRADIENTS, _UNCHANGED]
+        elif not named(wrong.high, wrong.sizes):
+            texts += [_CLIPPED] if 0 < wrong.high < 1 else []
+            texts += [_OWN_SCALE] if wrong.high > 0 else []
+    elif ranks and not wrong.after.as_if:
         texts.append(_REDUCTION)
     return " ".join(texts)
 
@@ -112,7 +113,8 @@ class TorchStep(Measurement):
 
     def _doubt_sync(self) -> None:
         """Gradients that FSDP2 has not reduced yet are not those that somebody zeroed."""
-        if self.alike.gradient == "finite" and self.alike.factor is None and (why := unreduced(self._model)):
+        are_all_zero = self.alike.factor is None and {*self.alike.unlike.values()} == {ZERO}
+        if self.alike.gradient == "finite" and are_all_zero and (why := unreduced(self._model)):
             self.alike.problem = no_factor(why)
 
     def _doubt_zeros(self) -> None:

@@ -38,8 +38,8 @@ def finish(*reports: Any, trained: bool = True) -> Any:
     return whole_plan.finish(*reports)
 
 
-def proved(model: Any, whole_plan: Any) -> None:
-    with prove_step(model, whole_plan, level="off"):
+def proved(model: Any, whole_plan: Any, own_losses: Any = None) -> None:
+    with prove_step(model, whole_plan, level="off", own_losses=own_losses):
         pass
 
 
@@ -92,6 +92,11 @@ test_refusals = refusal_tests(
             (([TWO], {"mode": "mean"}), "there is no such mode", ([TWO], {})),
             (([TWO], {"mode": "constant"}), "without a divisor", ([TWO], {"mode": "constant", "divisor": 2})),
             (([TWO], {"empty_step": "stop"}), "there is no such empty_step", ([TWO], {"empty_step": "error"})),
+            *(
+                (([TWO], {"terms": {name: "token_mean"}}), f"terms with '{name}': terms are those beside the policy",
+                 ([TWO], {"terms": {"kl": "token_mean"}}))
+                for name in ("pg", "loss", "")
+            ),
             (([TWO], {"term_masks": ["kl"]}), "the samples have no mask 'kl'", ([TWO], {})),
             (([TWO], {"dynamic_cp": True}), "pg_collection or dynamic_cp without a model", ([TWO], {})),
             (([TWO], {"model": TWO, "per_token_loss": True}), "model= together with groups", ([TWO], {})),
@@ -150,6 +155,9 @@ test_refusals = refusal_tests(
             ((STEP, MODULE), "model is a Plan: .* Pass the model first and the plan second", (MODULE, STEP)),
             ((MODULE, STEP[0]), "plan is a Microbatch: it must be the plan of this step", (MODULE, STEP)),
             ((MODULE, None), "plan is a NoneType", (MODULE, STEP)),
+            (("net", STEP), "model is a str: .* Pass the model first", (MODULE, STEP)),
+            ((torch.nn.Linear(1, 1), STEP, lambda: X), r"own_losses is a function: it must be OwnLosses\(",
+             (MODULE, STEP, None)),
             error=TypeError,
         ),
         **refusals(

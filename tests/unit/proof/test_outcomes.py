@@ -104,10 +104,10 @@ def test_weights_of_a_plan_by_hand_are_not_seen(capsys: pytest.CaptureFixture[st
     model, plan = torch.nn.Linear(2, 1, bias=False), plan_step([Samples([[1, 1]])], "token_mean", dp_group=None)
     with prove_step(model, plan):
         (model.weight[0] * plan[0].weights).sum().backward()
-    assert (
-        "NOT PROVED: The losses of the plan's micro-batches were made where no gradient can be seen"
-        in capsys.readouterr().out
+    says = (
+        "NOT PROVED: No loss of the plan's micro-batches has a gradient that can be seen: microbatch.loss(...) was not"
     )
+    assert says in capsys.readouterr().out
 
 
 def loss(weights: torch.Tensor, microbatch: Any) -> torch.Tensor:
