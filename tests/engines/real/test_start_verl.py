@@ -1,16 +1,18 @@
 """verl's policy and critic from their own start: VERL_PATH=~/verl, and Ray.
 
 Real: verl's example script, its Hydra config, dataclasses and `main`, which starts Ray, its trainer's `init` with
-resource pools and worker groups, the workers of policy and critic in Ray, TransferQueue, the trainer's `_update_actor`
-and `_update_critic`, the Megatron engine's `train_batch` with its forward function, its cut of rows over CP ranks and
-its gather, `ppo_loss` and `value_loss`. Stubbed: `uv`, the GPU, the sampler and what manages it, rewards, the data
-loader, Hugging Face's config and tokenizer, and the models, tables of logits and of values whose optimizers keep
-gradients.
+resource pools and worker groups, the workers of policy and critic in Ray, TransferQueue, the trainer's
+`_compute_old_log_prob`, `_update_actor`, `_update_critic`, `_save_checkpoint` and `_load_checkpoint`, the Megatron
+engine's `initialize` and `train_batch` with its forward function, its cut of rows over CP ranks and its gather, its
+offload and load of weights and optimizer around each step, its checkpoints, `ppo_loss` and `value_loss`, and Megatron's
+optimizer. Stubbed: `uv`, the GPU, the sampler and what manages it, rewards, the data loader, Hugging Face's config and
+tokenizer, and the models, tables of logits and of values.
 """
 
 import importlib
 import os
 import threading
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,9 +24,10 @@ import torch
 import torch.distributed as dist
 import verl_launch
 from checkouts import VERL, checkout, record_errors
-from logit_table import KeepsGradients, logits
+from logit_table import logits
 from ranks import run_ranks
-from ray_workers import local_ray
+from ray_workers import LIMIT, lines_of_workers, local_ray
+from start_stages import ConstantRate, adam, errors_of_steps, right_gradients
 from table_step import relative_error, table_model
 from verl_launch import RECIPE, main, overrides_of
 
@@ -38,7 +41,7 @@ CP, ROWS_OF_A_MICROBATCH = 2, 2
 ENGINE = verl_launch.ENGINE
 INSTALL = "megatron_rl_loss.engines.verl_install"
 TOLERANCE = 2e-6
-CLIP, CLIP_C, ENTROPY, KL = 0.2, 3.0, 0.01, 0.1
+CLIP, CLIP_C, CLIP_VALUE, ENTROPY, KL = 0.2, 3.0, 0.5, 0.01, 0.1
 #: Of each row: tokens of the prompt, and the mask of its response.
 ROWS: list[tuple[int, list[int]]] = [
     (1, [1, 1, 0]),
@@ -49,19 +52,22 @@ ROWS: list[tuple[int, list[int]]] = [
     (2, [1, 1]),
 ]
 TOKENS = sum(prompt + len(mask) for prompt, mask in ROWS)
-TABLE = torch.linspace(-1, 1, TOKENS + 1)  # the value, and the logit of the next token, at each token; the last pads
+#: The value, and the logit of the next token, at each token; then what pads, and makes part of it of each rank's.
+VOCABULARY = 100
+TABLE = torch.cat([torch.linspace(-1, 1, TOKENS), torch.zeros(VOCABULARY - TOKENS)])
 RETURNS = torch.linspace(1, -1, TOKENS).roll(3)
 ADVANTAGES = torch.linspace(-2, 2, TOKENS).roll(5)
-OLD, REFERENCE = (-3.4 + torch.linspace(-1, 1, TOKENS).roll(shift) for shift in (2, 9))
+OLD, REFERENCE = (-4.5 + torch.linspace(-1, 1, TOKENS).roll(shift) for shift in (2, 9))
 _OF_BOTH: tuple[str, ...] = (
     f"ppo_micro_batch_size_per_gpu={ROWS_OF_A_MICROBATCH}",
     "ppo_mini_batch_size=6",
     "loss_agg_mode=token-mean",
 )
-_OF_BOTH += (f"megatron.context_parallel_size={CP}",)
+_OF_BOTH += (f"megatron.context_parallel_size={CP}", "megatron.use_dist_checkpointing=True")
+_OF_BOTH += tuple(f"megatron.{state}_offload=True" for state in ("param", "grad", "optimizer"))
 SETTINGS = [
     *("algorithm.adv_estimator=gae", "data.train_batch_size=6", f"trainer.n_gpus_per_node={CP}", "trainer.nnodes=1"),
-    *("trainer.resume_mode=disable", "critic.model.path=none", *(f"critic.{setting}" for setting in _OF_BOTH)),
+    *("critic.model.path=none", *(f"critic.{setting}" for setting in _OF_BOTH)),
     *(f"actor_rollout_ref.actor.{setting}" for setting in _OF_BOTH),
     *(
         f"actor_rollout_ref.{setting}"
@@ -89,6 +95,7 @@ SMALL += ["actor_rollout_ref.rollout.n=1"]
 
 def stub() -> None:
     """What a machine without a GPU and checkpoints lacks."""
+    torch.cuda.mem_get_info = lambda *_: (2**40, 2**40)
     model = importlib.import_module("verl.workers.config.model")
     config = SimpleNamespace(architectures=["Table"], tie_word_embeddings=False)
     nothing = dict.fromkeys(
@@ -102,11 +109,14 @@ def stub() -> None:
     vars(workers).update(
         initialize_global_process_group_ray=initialize_process_group, set_numa_affinity=lambda: None,
         FlopsCounter=lambda config: SimpleNamespace(estimate_flops=lambda *_, **__: (1.0, 1.0)),
-        get_device_name=lambda: "cpu",
     )  # fmt: skip
     engine = importlib.import_module("verl.workers.engine.megatron.transformer_impl")
-    vars(engine).update(get_device_id=lambda: torch.device("cpu"), get_device_name=lambda: "cpu")
-    vars(engine)["MegatronEngine"].initialize = initialize
+    vars(engine)["get_device_id"] = lambda: torch.device("cpu")
+    of_engine = vars(engine)["MegatronEngine"]
+    of_engine.initialize = on_this_thread(of_engine.initialize)
+    of_engine._build_tf_config, of_engine._build_megatron_module = build_config, build_table
+    of_engine._build_optimizer = lambda self: adam(self.module[0])
+    of_engine._build_lr_scheduler = lambda self: ConstantRate()
 
 
 def initialize_process_group(timeout_second: Any) -> None:
@@ -114,16 +124,32 @@ def initialize_process_group(timeout_second: Any) -> None:
         dist.init_process_group("gloo", rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
 
 
-def initialize(engine: Any) -> None:
-    """As the engine's own, on the thread on which Ray runs an actor's methods where one of them is a coroutine."""
-    if threading.current_thread() is not threading.main_thread():
-        megatron_on_cpu.redirect_this_thread()
-    of_values = "Value" in type(engine).__name__
-    model = table_model(TABLE.tolist(), per_token=True, forward=values if of_values else logits)
+def on_this_thread(initialize: Any) -> Any:
+    """For the thread on which Ray runs an actor's methods where one of them is a coroutine."""
+
+    def call(self: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            megatron_on_cpu.redirect_this_thread()
+        initialize(self)
+
+    return call
+
+
+def build_config(engine: Any) -> None:
+    from megatron.core import tensor_parallel
+
+    tensor_parallel.model_parallel_cuda_manual_seed(1)  # verl's own seed is of a GPU
+    engine.is_value_model = engine.model_config.model_type == "value_model"
+    engine.share_embeddings_and_output_weights, engine.param_dtype = False, torch.float32
+    engine.bridge = engine.provider = engine.peft_cls = engine.tf_config = None
+
+
+def build_table(engine: Any) -> list[Any]:
+    forward = values if engine.is_value_model else logits
+    model = table_model(TABLE.tolist(), per_token=True, forward=forward, use_distributed_optimizer=True)
     model.module.pre_process = model.module.post_process = True
-    engine.module, engine.optimizer = [model], KeepsGradients(model)
-    engine.lr_scheduler, engine.optimizer.param_groups = SimpleNamespace(step=lambda increment: None), [{"lr": 0.0}]
     engine.tf_config = model.config
+    return [model]
 
 
 def values(table: torch.Tensor, input_ids: torch.Tensor) -> torch.Tensor:
@@ -154,25 +180,36 @@ def fields() -> Any:
     )  # fmt: skip
 
 
-def right_gradients() -> dict[str, torch.Tensor]:
-    """Of the token means of the policy's loss with its terms and of half the critic's squared error, in float64."""
-    gradients = {}
-    for role in ("policy", "critic"):
-        table, begin, samples = TABLE.double().requires_grad_(), 0, []
-        for prompt, mask in ROWS:
-            at = torch.arange(begin + prompt - 1, begin + prompt - 1 + len(mask))  # of the token before each
-            losses = policy_losses(table[at], at) if role == "policy" else 0.5 * (table[at] - RETURNS[at].double()) ** 2
-            samples.append(oracle.Sample(losses, torch.tensor(mask).float()))
-            begin += prompt + len(mask)
-        (gradients[role],) = torch.autograd.grad(oracle.step_loss("token_mean", samples, None), table)
-    return gradients
+def gradient_of(role: str, table: torch.Tensor) -> torch.Tensor:
+    """Of the token mean of the policy's loss with its terms, or of the critic's loss, in float64."""
+    table = table.clone().requires_grad_()
+    samples = []
+    for at, mask in entries_before():
+        losses = policy_losses(table[at], at) if role == "policy" else value_losses(table[at], at)
+        samples.append(oracle.Sample(losses, mask.float()))
+    (gradient,) = torch.autograd.grad(oracle.step_loss("token_mean", samples, None), table)
+    return gradient
+
+
+def entries_before() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Of each row: the entries of the tokens before those of its response, and its mask."""
+    begins = torch.tensor([0, *(prompt + len(mask) for prompt, mask in ROWS)]).cumsum(0).tolist()
+    return [
+        (torch.arange(begin + prompt - 1, begin + prompt - 1 + len(mask)), torch.tensor(mask))
+        for begin, (prompt, mask) in zip(begins, ROWS, strict=False)
+    ]
+
+
+def log_probs_and_normalizer(entries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each logit stands beside zeros."""
+    normalizer = torch.log(entries.exp() + VOCABULARY - 1)
+    return entries - normalizer, normalizer
 
 
 def policy_losses(entries: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
-    """PPO's clipped loss with an entropy bonus and a KL penalty; each logit stands beside TOKENS logits of 0."""
+    """PPO's clipped loss with an entropy bonus and a KL penalty."""
     old, reference, advantages = (column[at].double() for column in (OLD, REFERENCE, ADVANTAGES))
-    normalizer = torch.log(entries.exp() + TOKENS)
-    log_probs = entries - normalizer
+    log_probs, normalizer = log_probs_and_normalizer(entries)
     ratio = (log_probs - old).exp()
     losses = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - CLIP, 1 + CLIP))
     losses = torch.where(advantages < 0, torch.minimum(-advantages * CLIP_C, losses), losses)
@@ -180,11 +217,24 @@ def policy_losses(entries: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
     return losses - ENTROPY * entropy + KL * (log_probs - reference)
 
 
-def gradients_of(worker: Any) -> dict[str, torch.Tensor]:
+def value_losses(entries: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+    """Half the squared error, of values or of those clipped near what they were in the rollout, the larger."""
+    old, returns = TABLE[at].double(), RETURNS[at].double()
+    near = torch.maximum(torch.minimum(entries, old + CLIP_VALUE), old - CLIP_VALUE)
+    return 0.5 * torch.maximum((entries - returns) ** 2, (near - returns) ** 2)
+
+
+def error_of_log_probs(rows: Any) -> float:
+    """Of the log-probs of responses, a row each."""
+    right = torch.cat([log_probs_and_normalizer(TABLE[at].double())[0] for at, _ in entries_before()])
+    return relative_error(torch.cat([*rows.unbind()]), right)
+
+
+def gradients_of(worker: Any) -> dict[str, list[torch.Tensor]]:
     """By the role of each model that a worker trains."""
     workers = {role: getattr(inner, "actor", inner) for role, inner in worker.worker_dict.items()}
     kept = {role: inner.engine.optimizer.gradients for role, inner in workers.items()}
-    return {"critic" if role == "critic" else "policy": gradients[0] for role, gradients in kept.items() if gradients}
+    return {"critic" if role == "critic" else "policy": gradients for role, gradients in kept.items() if gradients}
 
 
 def make_trainer(config: Any, critic_apart: bool) -> Any:
@@ -194,7 +244,8 @@ def make_trainer(config: Any, critic_apart: bool) -> Any:
     v1 = importlib.import_module("verl.trainer.ppo.v1.trainer_sync")
 
     class Trainer(v1.PPOTrainerSync):  # type: ignore[misc,name-defined]
-        def _init_dataloader(self) -> None: ...
+        def _init_dataloader(self) -> None:
+            self.train_dataloader = SimpleNamespace(state_dict=dict, load_state_dict=lambda state: None)
 
         def _init_resource_pool_mgr(self) -> None:
             super()._init_resource_pool_mgr()
@@ -206,10 +257,13 @@ def make_trainer(config: Any, critic_apart: bool) -> Any:
 
 
 class Runner:
-    """In place of verl's `TaskRunnerV1`, which would sample: a step of policy and critic on `fields`."""
+    """In place of verl's `TaskRunnerV1`, which would sample: steps of policy and critic on `fields`.
+
+    Two up to a checkpoint, after log-probs, or one from it.
+    """
 
     def __init__(self, critic_apart: bool) -> None:
-        self.critic_apart = critic_apart
+        self.critic_apart, self.evaluated, self.before = critic_apart, 0.0, list[str]()
 
     def run(self, config: Any) -> None:
         tq = importlib.import_module("transfer_queue")
@@ -219,18 +273,31 @@ class Runner:
         trainer.init()
         keys = [f"row {i}" for i in range(len(ROWS))]
         batch = tq.kv_batch_put(keys, "train", fields(), [{} for _ in keys])
-        trainer._update_actor(batch, {})
-        trainer._update_critic(batch, {})
+        resumed = trainer.global_steps > 0
+        if not resumed:
+            others = [f"to evaluate {i}" for i in range(len(ROWS))]
+            sampled = fields()
+            sampled["rollout_log_probs"] = sampled["old_log_probs"]  # which verl compares
+            evaluated = tq.kv_batch_put(others, "train", sampled, [{} for _ in others])
+            trainer._compute_old_log_prob(evaluated, {})
+            data = tq.kv_batch_get(keys=others, partition_id="train", select_fields=["old_log_probs"])
+            self.evaluated, self.before = error_of_log_probs(data["old_log_probs"]), lines_of_workers()
+        for _ in range(1 if resumed else 2):
+            trainer._update_actor(batch, {})
+            trainer._update_critic(batch, {})
         workers = {w for group in (trainer.actor_rollout_wg, trainer.critic_wg) for w in group.workers}
         self.gradients = ray.get([worker.__ray_call__.remote(gradients_of) for worker in workers])
+        if not resumed:
+            trainer.global_steps = 2
+            trainer._save_checkpoint()
         tq.close()
 
     def result(self) -> Any:
-        return self.gradients
+        return self.gradients, self.evaluated, self.before
 
 
-def drive(root: str, overrides: list[str], critic_apart: bool) -> tuple[list[dict[str, torch.Tensor]], list[str]]:
-    """verl's `main` up to a step of its policy and critic: gradients by role, workers' lines."""
+def drive(root: str, overrides: list[str], critic_apart: bool) -> tuple[Any, list[str]]:
+    """verl's `main` up to steps of its policy and critic: the runner's result, workers' lines."""
     runners: list[Any] = []
 
     def remote() -> Any:
@@ -242,6 +309,7 @@ def drive(root: str, overrides: list[str], critic_apart: bool) -> tuple[list[dic
         return ray.get(runners[0].result.remote()), lines()
 
 
+@pytest.mark.timeout(2 * LIMIT + 100)
 @pytest.mark.parametrize(("way", "critic_apart"), [(OWN, False), (LIB, False), (LIB, True), (SCRIPT, False)])
 def test_a_policy_and_its_critic(way: str, critic_apart: bool, tmp_path: Path, record_property: Any) -> None:
     """The worker of a critic that is apart never imports `external_lib`: verl's driver sends it its loss and config.
@@ -249,22 +317,42 @@ def test_a_policy_and_its_critic(way: str, critic_apart: bool, tmp_path: Path, r
     What the script sets reaches any process.
     """
     root = checkout(VERL)
-    overrides = ["model_engine=megatron", *SETTINGS]
+    overrides, of_stages = ["model_engine=megatron", *SETTINGS], dict[str, list[float]]()
     if way == LIB:
         overrides += EXTERNAL_LIB
     elif way == SCRIPT:
         overrides = [*overrides_of(RECIPE, root, tmp_path), *SETTINGS, *SMALL]
-    ((gradients, lines),) = run_ranks(1, drive, root, overrides, critic_apart)
-    print(*lines, sep="\n")
-    for role, right in right_gradients().items():
-        errors = [relative_error(of_worker[role], right) for of_worker in gradients if role in of_worker]
-        assert len(errors) == CP
+    overrides += [f"trainer.default_local_dir={tmp_path}/checkpoints"]
+    asked = run_ranks(1, drive, root, [*overrides, "trainer.resume_mode=disable"], critic_apart)
+    if way == LIB and not critic_apart:
+        asked += run_ranks(1, drive, root, [*overrides, "trainer.resume_mode=auto"], critic_apart)
+    (_, evaluated, before), _ = asked[0]
+    assert evaluated < TOLERANCE
+    assert not any("aggregation proved" in line for line in before)
+    for role in "policy", "critic":
+        right = right_gradients([partial(gradient_of, role)] * 3, TABLE)
+        steps = [2, 1]
+        errors = list[float]()
+        for (gradients, *_), _ in asked:
+            of_role = [of_worker[role] for of_worker in gradients if role in of_worker]
+            assert len(of_role) == CP
+            errors += errors_of_steps(of_role, right[len(errors) : len(errors) + steps.pop(0)])
         assert max(errors) < TOLERANCE if way != OWN else min(errors) > 1e-2
         setting = {"critic": "started: critic", "policy": "started: policy"}[role] + ", CP 2 with per-token loss"
-        record_errors(record_property, VERL, setting, **{"own" if way == OWN else "ours": max(errors)})
+        record_errors(record_property, VERL, setting, **{"own" if way == OWN else "ours": errors[0]})
+        if len(errors) == 3:
+            of_stages[role] = errors
+    if of_stages:
+        first, woken, resumed = map(max, zip(*of_stages.values(), strict=True))
+        record_errors(record_property, VERL, "started: `_compute_old_log_prob`, an evaluation", ours=evaluated)
+        record_errors(record_property, VERL, "started: first step", ours=first)
+        record_errors(record_property, VERL, "started: step after sleep", ours=woken)
+        record_errors(record_property, VERL, "started: step from a checkpoint", ours=resumed)
     of_policy, of_critic = (
         f"megatron_rl_loss: {', '.join(f'token_mean on {term}' for term in terms)}, aggregation proved on"
         for terms in (("verl's loss", "entropy", "kl", "advantages"), ("verl's loss",))
     )
-    for line in "megatron_rl_loss in verl worker 0: replaced", of_policy, of_critic:
-        assert any(found.startswith(line) for found in lines) == (way != OWN), (line, lines)
+    for _, lines in asked:
+        print(*lines, sep="\n")
+        for line in "megatron_rl_loss in verl worker 0: replaced", of_policy, of_critic:
+            assert any(found.startswith(line) for found in lines) == (way != OWN), (line, lines)
