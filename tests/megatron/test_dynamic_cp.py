@@ -254,7 +254,8 @@ def refused() -> dict[str, str]:
         return microbatches
 
     static = [Batch(STEP, ids, 4).samples for ids, _ in hands]
-    staged = SimpleNamespace(tp=dist.group.WORLD, pp=dp_cp, cp=dp_cp, dp=dp_cp, dp_cp=dp_cp)
+    alone = [dist.new_group([rank]) for rank in range(RANKS)][dist.get_rank()]
+    staged = SimpleNamespace(tp=alone, pp=dp_cp, cp=alone, dp=alone, dp_cp=alone)
     hybrid = table_model(TABLE, per_token=True)
     hybrid.config.hybrid_context_parallel = True
     told: Any = {"gradients": "averaged over ranks"}

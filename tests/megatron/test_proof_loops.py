@@ -821,7 +821,7 @@ LOOPS: dict[str, tuple[Callable[[], list[Step]], list[str]]] = {
         gathered_over_cp, [rf"{PROVED} 37 .*; the backward of the gather over CP as given"]
     ),
     "a plan that is over": (
-        plan_that_is_over, ["not proved yet: no token of the step", "NOT PROVED: The losses of the plan's micro-b"]
+        plan_that_is_over, ["not proved yet: no token of the step", "NOT PROVED: No loss of the plan's micro-b"]
     ),
     "levels that differ": (levels_that_differ, [rf"differs between ranks \(error, off\): error\n.*{PROVED} 37"]),
     "planned by fewer ranks": (
