@@ -117,7 +117,8 @@ class _Count(NamedTuple):
 def install(*, proves: bool = True) -> Replaced:
     """Guard verl's `agg_loss` in every loaded module that imported it, by whatever name.
 
-    Trainers keep verl's function, for a metric of a whole batch. Modules loaded later import the guard; a second call
+    Trainers keep verl's function, for a metric of a whole batch: of values without counts and without a graph the guard
+    has it too, for a trainer that is loaded later. Modules loaded later import the guard; a second call
     guards modules that were loaded meanwhile. With per-token loss verl's Megatron engine then reports every token to
     Megatron. Policy losses that depend on how the step is cut raise in use, and so do losses with a term that does not
     call `agg_loss`.
@@ -162,6 +163,7 @@ def _replace(running: _Running) -> Replaced:
 
 def _agg_loss(running: _Running, stock: Callable[[], Any], arguments: dict[str, Any]) -> Any:
     """verl's share of the step loss; 0 for a step whose count is 0."""
+    is_metric = not running.terms and not arguments["loss_mat"].requires_grad
     term, coef = running.terms.pop(0) if running.terms else _UNNAMED_TERM
     losses, mask, mode = arguments["loss_mat"], arguments["loss_mask"], arguments["loss_agg_mode"]
     running.is_other_kl |= term == "kl" and losses is not running.kl
@@ -170,6 +172,8 @@ def _agg_loss(running: _Running, stock: Callable[[], Any], arguments: dict[str, 
     divisors = _DIVISORS.get(mode, ["global_batch_size"])
     for name in divisors:
         if arguments.get(name) is None:
+            if is_metric:  # of a trainer, for a whole batch, whose module was loaded after the guard
+                return stock()
             raise ValueError(f"{mode} without {name}: {_WITHOUT[name]}")
     for name in divisors[:1]:
         here = mask.sum() if name == "batch_num_tokens" else (mask != 0).any(-1).sum()

@@ -145,7 +145,13 @@ def test_a_term_beside_the_policy_loss_has_the_mode_of_the_config(term: str, ask
 )
 def test_counts_of_a_part_of_the_step_are_refused(mode: str, changes: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
-        call(mode, **changes)
+        call(mode, LOSSES.clone().requires_grad_(), **changes)
+
+
+def test_a_trainers_metric_of_a_whole_batch_is_verls_own() -> None:
+    """It has no counts and no graph; a trainer that is loaded after the guard calls the guard."""
+    arguments: dict[str, Any] = {"loss_mat": LOSSES, "loss_mask": MASK, "loss_agg_mode": "token-mean"}
+    assert verl._agg_loss(verl._Running(), lambda: "verl's own", arguments) == "verl's own"
 
 
 # ---- the installer, on modules of verl's names

@@ -334,7 +334,8 @@ LISTS: dict[str, dict[str, list[Promise]]] = {
         "Refused": [
             shown("`seq-mean-token-sum-norm` without `loss_scale_factor`",
                   Tested(_OF_COUNTS, "Set actor.loss_scale_fac")),
-            shown("a `batch_num_tokens` or `global_batch_size` that is missing or too small, on all ranks",
+            shown("a `batch_num_tokens` or `global_batch_size` that is missing or, on all ranks of Megatron's engine, "
+                  "too small",
                   Tested(_OF_COUNTS, '"batch_num_tokens": None'), Tested(_OF_COUNTS, '"global_batch_size": None'),
                   Tested(f"{_VERL}::test_a_count_that_some_ranks_exceed_stops_all_ranks", "DP * CP")),
             shown("the losses `geo_mean`, `clip_cov` and `kl_cov`",
