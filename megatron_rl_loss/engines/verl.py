@@ -117,11 +117,10 @@ class _Count(NamedTuple):
 def install(*, proves: bool = True) -> Replaced:
     """Guard verl's `agg_loss` in every loaded module that imported it, by whatever name.
 
-    Trainers keep verl's function, for a metric of a whole batch: of values without counts and without a graph the guard
-    has it too, for a trainer that is loaded later. Modules loaded later import the guard; a second call
-    guards modules that were loaded meanwhile. With per-token loss verl's Megatron engine then reports every token to
-    Megatron. Policy losses that depend on how the step is cut raise in use, and so do losses with a term that does not
-    call `agg_loss`.
+    Modules loaded later import the guard; a second call guards modules that were loaded meanwhile. Trainers keep verl's
+    function, for a metric of a whole batch; one that is loaded later gets it from the guard, for values without counts
+    and without a graph. With per-token loss verl's Megatron engine then reports every token to Megatron. Policy losses
+    that depend on how the step is cut raise in use, and so do losses with a term that does not call `agg_loss`.
 
     Args:
         proves: prove the first step of each model by verl's own mode; False for a recipe that proves another mode.
