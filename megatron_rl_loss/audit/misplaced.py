@@ -118,6 +118,9 @@ def trained_instead(steps: Sequence[tuple[MeasuredStep, Floats]], tolerance: flo
     return None
 
 
+_NO_MASK = "as if no mask were applied (or, in a loop with `tap`, before it), all masked tokens are"
+
+
 def _trained(tokens: StepTokens, wanted: Flags) -> Iterator[tuple[str, str, Flags]]:
     """Name and text of each fact, and the tokens that it says have weight, [num_entries]."""
     yield "inverted", "the mask is inverted: masked tokens are trained, active ones are not", ~wanted
@@ -127,8 +130,7 @@ def _trained(tokens: StepTokens, wanted: Flags) -> Iterator[tuple[str, str, Flag
     number = int(tokens.sample.max(initial=-1)) + 1
     first = extremes(tokens.sample[wanted], position[wanted], number)[0][tokens.sample]
     yield "prompt_trained", "tokens before the response are trained", wanted | (np.isfinite(first) & (position < first))
-    whole = "as if no mask were applied (or, in a loop with `tap`, before it), all masked tokens are trained"
-    yield "mask_ignored", whole, np.ones_like(wanted)
+    yield "mask_ignored", f"{_NO_MASK} trained", np.ones_like(wanted)
     yield "masked_samples_trained", "fully masked samples are trained", wanted | ~np.isfinite(first)
 
 
@@ -211,10 +213,7 @@ def _masked(measured: MeasuredStep, expected: Floats, extra: Flags) -> Misplaced
     elif (np.isfinite(first) & (positions < first))[extra].all():
         name, what = "prompt_trained", "tokens before the response are"
     elif extra[~wanted].all():
-        name, what = (
-            "mask_ignored",
-            "as if no mask were applied (or, in a loop with `tap`, before it), all masked tokens are",
-        )
+        name, what = "mask_ignored", _NO_MASK
     else:
         name, what = "masked_trained", "some masked tokens are"
     number, share = int(extra.sum()), 100 * float(sizes[extra].sum() / np.nansum(sizes))

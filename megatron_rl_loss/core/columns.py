@@ -38,7 +38,7 @@ def weights_column(
 
     Returns a float32 tensor per sample, as long as its mask. Arguments and errors as in `plan_step`.
     """
-    weights, lengths = _weights(lambda: _whole(samples), mode, divisor, units, dp_group)
+    weights, lengths = _weights(lambda: _whole(samples), mode, divisor, units, _groups(dp_group))
     return _rows(weights, lengths)
 
 
@@ -52,17 +52,20 @@ def _whole(samples: Samples | Iterable[Mask]) -> Samples:
     return whole
 
 
+def _groups(dp_group: Group | EllipsisType | None) -> StepGroups:
+    return StepGroups(stated_dp_group(dp_group, "weights"))
+
+
 def _weights(
     describe: Callable[[], Samples],
     mode: str | Mode | ModeFunction,
     divisor: float | None,
     units: UnitCounting | None,
-    dp_group: Group | EllipsisType | None,
+    groups: StepGroups,
 ) -> tuple[Tensor, list[int]]:
     """The weights of the samples that `describe` makes, and their lengths; its error is raised on all ranks."""
-    trainer = Trainer(groups=StepGroups(stated_dp_group(dp_group, "weights")))
     modes = attempt(lambda: LossModes.resolve(mode, divisor=divisor, units=units))
-    (microbatch,) = make_plan(lambda: [describe()], modes, trainer)
+    (microbatch,) = make_plan(lambda: [describe()], modes, Trainer(groups=groups))
     return microbatch.weights, list(microbatch.samples.mask_lengths)
 
 
@@ -143,7 +146,8 @@ def fold_into_advantages(
         columns.append(flat if isinstance(flat, Tensor) else torch.from_numpy(flat))  # of no samples it is an array
         return whole
 
-    weights, lengths = _weights(described, mode, divisor, units, dp_group)
+    groups = _groups(dp_group)
+    weights, lengths = _weights(described, mode, divisor, units, groups)
 
     def fold() -> list[Tensor]:
         (flat,) = columns
@@ -156,7 +160,7 @@ def fold_into_advantages(
             )
         return _rows((flat * own).masked_fill(own == 0, 0), lengths)
 
-    folded = check_together(fold, StepGroups(stated_dp_group(dp_group, "weights")).all)
+    folded = check_together(fold, groups.all)
     for part in folded:
         setattr(part, _MARK, True)
     return folded
