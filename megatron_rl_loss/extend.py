@@ -24,7 +24,8 @@ What the first step observes, and its proof:
 
 - `Tap`: the losses of one term of one micro-batch; `observed_taps`: all taps of the step that is being measured, or
   None, and `is_observed` asks for it; `taps_of`: the same, None also where no gradient will reach a value;
-  `unobserved`: a ``with`` for a loss function that is tried and does not train
+  `unobserved`: a ``with`` for a loss function that is tried and does not train; `part_of_loss`: notes a part of the
+  loss that is measured, or that the engine aggregates, so that what somebody adds beside the parts is seen
 - `PlanUse`: what became of a plan; `Promises`: what an engine said of its step, for the proof to compare
 - `MegatronFirstStep`, `run_schedules_by`: the proof around Megatron's schedules, and `chunks_of` what these take as a
   model; `proof_level`: the level that the user asked for; `not_proved`: the verdict on a step of which nothing can be
@@ -42,7 +43,7 @@ from megatron_rl_loss.core.modes import ModeFunction, available_modes, find_mode
 from megatron_rl_loss.core.plan import Plan, make_plan
 from megatron_rl_loss.core.record import PlanUse, Trainer
 from megatron_rl_loss.core.reducers import WeightedSum
-from megatron_rl_loss.core.taps import Tap, is_observed, observed_taps, taps_of, unobserved
+from megatron_rl_loss.core.taps import Tap, is_observed, observed_taps, part_of_loss, taps_of, unobserved
 from megatron_rl_loss.core.totals_by_hand import Reducer
 from megatron_rl_loss.proof.findings import not_proved
 from megatron_rl_loss.proof.outcomes import proof_level
@@ -91,6 +92,7 @@ __all__ = [
     "make_plan",
     "not_proved",
     "observed_taps",
+    "part_of_loss",
     "proof_level",
     "register_form",
     "register_names",

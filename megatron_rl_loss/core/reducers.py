@@ -20,7 +20,7 @@ from megatron_rl_loss.core.collectives import world_rank
 from megatron_rl_loss.core.counting import UnitCounting
 from megatron_rl_loss.core.modes import Mode, ModeFunction
 from megatron_rl_loss.core.samples import LocalTokens, check_values
-from megatron_rl_loss.core.taps import SummedShare, Tap, observed_taps, tap
+from megatron_rl_loss.core.taps import SummedShare, Tap, observed_taps, part_of_loss, tap, taps_of
 from megatron_rl_loss.core.transfers import to_device
 
 logger = logging.getLogger(__name__)
@@ -129,8 +129,9 @@ class WeightedSum:
 
         Of values that nobody else has, gradients are compared with the weights, so that this sum's backward is seen.
         """
-        if (taps := observed_taps()) is None or not (torch.is_grad_enabled() and share.requires_grad):
+        if (taps := taps_of(share)) is None:
             return
+        part_of_loss(share)
         if summand is not None and summand.term is None and taps.find(summand.values):  # the user's tap sees more
             tap(summand.values, self.name, samples=self.local.samples)
             return
@@ -138,7 +139,6 @@ class WeightedSum:
         outputs = [] if summand is None else taps.outputs_of(summand.values)
         hooked = SummedShare(self, self.gradient_scale * coef, unseen, outputs)
         tapped = Tap(tuple(self.weights.shape), samples=self.local.samples, share=hooked)
-        taps.shares.append(share.grad_fn)
         share.register_hook(hooked.see)
         share.register_hook(taps.training_hook(hooked.add, tapped.scales))
         if values is not None and values.requires_grad and coef:

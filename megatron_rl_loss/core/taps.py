@@ -203,7 +203,7 @@ class Taps:
         plans: those of the steps that ran, one inside the other, when losses were tapped.
         scales: by backward pass, what a gradient scaler multiplied its loss by.
         unscaled: ids of the scalers that divided gradients again.
-        shares: nodes of the graph of this micro-batch's shares.
+        parts: of this micro-batch's loss, as far as `part_of_loss` was told.
         receipt: of what this micro-batch handed out; None for nothing.
     """
 
@@ -215,7 +215,7 @@ class Taps:
     plans: set[Any] = field(default_factory=set)
     scales: dict[int, LossScale] = field(default_factory=dict)
     unscaled: set[int] = field(default_factory=set)
-    shares: list[Any] = field(default_factory=list)
+    parts: list["LossPart"] = field(default_factory=list)
     receipt: Any = None
     _waiting: dict[int, list[Callable[[], None]]] = field(default_factory=dict)
     _trained: set[int] = field(default_factory=set)
@@ -273,14 +273,14 @@ class Taps:
 
     def end(self, *, trained: bool) -> None:
         """Count the passes that trained nothing, if none did on any rank (`trained`)."""
-        self.outputs, self.shares = [], []
+        self.outputs, self.parts = [], []
         waiting, self._waiting = self._waiting, {}
         for count in itertools.chain.from_iterable(waiting.values()) if not trained else ():
             count()
 
     def begin_microbatch(self) -> None:
         self.num_microbatches += 1
-        self.outputs, self.shares, self.receipt = [], [], None  # nodes of graphs are freed
+        self.outputs, self.parts, self.receipt = [], [], None  # nodes of graphs are freed
 
     def add_output(self, per_token_loss: Tensor, made_by: str) -> None:
         """Record what reaches the losses that a loss function returned."""
@@ -395,6 +395,23 @@ def is_observed() -> bool:
 def taps_of(value: Tensor) -> Taps | None:
     """`observed_taps`, unless no gradient will reach the value."""
     return observed_taps() if torch.is_grad_enabled() and value.requires_grad else None
+
+
+class LossPart(NamedTuple):
+    """The node of the graph of a part of a loss, and the nodes that it may be made of; None for any."""
+
+    node: Any
+    inputs: list[Any] | None
+
+
+def part_of_loss(value: Tensor, inputs: Sequence[Tensor] | None = None) -> Tensor:
+    """The value unchanged, a part of this micro-batch's loss: it is measured, or somebody says who aggregates it.
+
+    `inputs` are all by which it may depend on the model; None for any.
+    """
+    if (taps := taps_of(value)) is not None:
+        taps.parts.append(LossPart(value.grad_fn, None if inputs is None else [held.grad_fn for held in inputs]))
+    return value
 
 
 def reports_output(loss_function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:

@@ -63,7 +63,6 @@ class LossPaths(NamedTuple):
         distance: a trial's distances to the reference, at most 3/4, are multiplied by it; small where they are clamped.
         clamps: the engine clamps ratios near 1: a trial's ratios are then e^-3.
         entropy: path of the entropies, or of the function that computes them.
-        output: path of the model's output, by which nothing but log-probs and entropies may have a slope.
     """
 
     log_probs: str
@@ -74,7 +73,6 @@ class LossPaths(NamedTuple):
     distance: float = 1.0
     clamps: bool = False
     entropy: str = ""
-    output: str = ""
 
 
 class Beside(NamedTuple):

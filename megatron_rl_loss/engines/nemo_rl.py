@@ -30,7 +30,7 @@ from megatron_rl_loss.engines.prompt_tokens import prompt_texts
 from megatron_rl_loss.engines.proving import prove
 from megatron_rl_loss.engines.replacing import Function, Replaced, announce, once
 from megatron_rl_loss.engines.weighed_batches import FACTORS, IDS, PLAIN, ROWS, BatchEngine, StepArguments, hashed_ids
-from megatron_rl_loss.extend import LossModes, ModeFunction, Promises
+from megatron_rl_loss.extend import LossModes, ModeFunction, Promises, part_of_loss
 
 __all__ = ["AggregatedPGLossFn", "aggregate"]
 #: The column of a term's weights.
@@ -130,6 +130,14 @@ def aggregate(
     return loss
 
 
+def _know_draft() -> Replaced:
+    """In a worker that trains a draft model: the loss of that model is a part of the loss that NeMo-RL aggregates."""
+    from nemo_rl.algorithms.loss.loss_functions import DraftCrossEntropyLossFn
+
+    draft = Function(DraftCrossEntropyLossFn, "__call__", ["student_logits"], lambda stock, _: part_of_loss(stock()))
+    return Replaced("NeMo-RL draft", ENGINE.versions, [draft])
+
+
 class AggregatedPGLossFn:
     """A `ClippedPGLossFn` whose terms are weighted by columns of the batch; other attributes are that loss's."""
 
@@ -193,6 +201,8 @@ class AggregatedPGLossFn:
                 "a NeMo-RL batch without our weights: policy.train of the driver adds them, and was not called. Train "
                 "by grpo_train with data_plane.enabled=false."
             )
+        if "student_logits" in data:
+            once("NeMo-RL draft", _know_draft)
         counts = {"global_valid_seqs": global_valid_seqs, "global_valid_toks": global_valid_toks}
         with torch.no_grad():
             _, metrics = self._loss_fn(next_token_logprobs.detach(), data, **counts)

@@ -12,7 +12,7 @@ from megatron_rl_loss.engines.log_prob_gradients import follow
 from megatron_rl_loss.engines.loss_trials import LossPaths, Trial, Trials, WeighedMicrobatch, first_of, tap_sum
 from megatron_rl_loss.engines.places import places, swapped, value_at
 from megatron_rl_loss.engines.terms_beside import tap_beside
-from megatron_rl_loss.extend import Tap, is_observed, taps_of
+from megatron_rl_loss.extend import Tap, is_observed, part_of_loss, taps_of
 
 #: Each further trial has advantages that are smaller by this.
 _SMALLER = 16
@@ -58,6 +58,9 @@ def tap_policy(
             replicated = layout is not None and layout.is_whole
             follow(seen[0], replicated=replicated, temperature=measured.temperature)
     if measured.beside is not None:
+        exchanged = [value_at(*place) for path in row.trial for place in places(path, arguments)]
+        known = [*exchanged, *(value for kept in keepers.values() for value in kept)]
+        part_of_loss(loss, [value for value in known if isinstance(value, Tensor) and value.requires_grad])
         tap_beside(trials, measured, seen[0], [*keepers.get(row.entropy, ())], loss)
     return result
 

@@ -35,7 +35,7 @@ def prove(
         return None
     from megatron_rl_loss.engines.engine_step import EngineStep
 
-    proof = EngineStep(asked, f"{engine}'s {loss}", level=proof_level(), **words)
+    proof = EngineStep(asked, f"{engine}'s {loss}", level=proof_level(), is_of_engine=True, **words)
     proofs: WeakKeyDictionary[Any, EngineStep] = WeakKeyDictionary()  # an address is used again
 
     def run(schedule: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -110,7 +110,6 @@ ENGINE = TokenMeanEngine(
             "data.batch.ref_log_probs?": "reference",
         },
         entropy="self.strategy.op_compute_entropy",
-        output="output_tensor",
     ),
     batch="data.batch",
     put=_put,

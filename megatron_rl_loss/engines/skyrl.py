@@ -41,7 +41,16 @@ from megatron_rl_loss.engines.proving import prove
 from megatron_rl_loss.engines.replacing import Function, Replaced, installed
 from megatron_rl_loss.engines.skyrl_trainer import ASK, VERSIONS, Division, mode_of_trainer, response_tokens
 from megatron_rl_loss.engines.weighed_batches import step_plan
-from megatron_rl_loss.extend import Aggregation, LossModes, ModeFunction, Promises, is_observed, observed_taps, resolve
+from megatron_rl_loss.extend import (
+    Aggregation,
+    LossModes,
+    ModeFunction,
+    Promises,
+    is_observed,
+    observed_taps,
+    part_of_loss,
+    resolve,
+)
 
 __all__ = ["AggregatedPolicyLoss"]
 _WORKER = "skyrl.backends.skyrl_train.workers.megatron.megatron_model_wrapper"
@@ -279,7 +288,7 @@ def _mean(stock: Any, arguments: dict[str, Any], now: _Microbatch) -> Any:
         tap(values, term, samples=now.samples(term, now.batch["loss_mask"]), **now.facts(term))
         if (tapped := taps.find(values)) is not None:
             tapped.at_log_probs = term == "kl"
-    total = (values * weights).sum(dim)
+    total = part_of_loss((values * weights).sum(dim))
     return total if term == "entropy" else total * len(values)  # SkyRL averages over rows
 
 
@@ -292,7 +301,7 @@ def _entropy(stock: Any, arguments: dict[str, Any], now: _Microbatch) -> Any:
     if is_observed():  # each CP rank has the gradient of its own tokens
         samples = now.samples("entropy", now.batch["loss_mask"], backward="slice")
         tap_sum(mine, weights, "entropy", samples=samples, **now.facts("entropy"))
-    return whole, whole.detach() + mine - mine.detach()  # the gradient is that of this CP rank's tokens
+    return whole, part_of_loss(whole.detach() + mine - mine.detach())  # the gradient is that of this CP rank's tokens
 
 
 def _shift(stock: Any, arguments: dict[str, Any], now: _Microbatch) -> Any:
@@ -312,4 +321,4 @@ def _draft(stock: Any, arguments: dict[str, Any], now: _Microbatch) -> Any:
     if is_observed() and now.drafts:
         term, samples = now.drafts[-1]
         tap_sum(loss, arguments["mask"], term, samples=samples, **now.facts(term))
-    return loss
+    return part_of_loss(loss)

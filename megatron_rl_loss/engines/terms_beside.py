@@ -9,7 +9,6 @@ from torch import Tensor
 
 from megatron_rl_loss.core.transfers import to_device
 from megatron_rl_loss.engines.loss_trials import PENALTIES, Penalty, Trial, Trials, WeighedMicrobatch, tap_sum
-from megatron_rl_loss.engines.places import places, value_at
 from megatron_rl_loss.extend import observed_taps
 
 _ADDED = (
@@ -46,11 +45,10 @@ _DRAWS = _drawn(1, 61), _drawn(2, 61)
 
 
 class _Slopes(NamedTuple):
-    """Slopes of a trial's loss by log-probs, by entropies, and by further inputs, those of the model's output."""
+    """Slopes of a trial's loss by log-probs and by entropies."""
 
     log_probs: Tensor
     entropies: Tensor
-    further: list[Tensor]
 
 
 class _Point(NamedTuple):
@@ -74,16 +72,15 @@ def tap_beside(
     assert measured.beside is not None
     points = [_at(draws, trials, measured, log_probs, entropies) for draws in _DRAWS]
     slopes = [side for point in points for side in (point.above, point.below)]
-    size = _largest(*(slope for side in slopes for slope in (side.log_probs, side.entropies, *side.further)))
+    size = _largest(*(slope for side in slopes for slope in side))
     weights: dict[str, Tensor] = {}
-    left = [slope for side in slopes for slope in side.further]
     if (kl := measured.beside.get("kl")) is not None:
         kl_slopes = [_slopes_of(kl.estimator, point) for point in points]
         weights["kl"] = _weights_of_kl(points[0], *kl_slopes[0])
         named = [weights["kl"] * slope for pair in kl_slopes for slope in pair]
     else:
         named = [torch.zeros_like(side.log_probs) for side in slopes]
-    left += [side.log_probs - kl_slope for side, kl_slope in zip(slopes, named, strict=True)]
+    left = [side.log_probs - kl_slope for side, kl_slope in zip(slopes, named, strict=True)]
     if (bonus := measured.beside.get("entropy")) is not None:
         weights["entropy"] = slopes[0].entropies
         if bonus.mask is not None and entropies:
@@ -116,20 +113,13 @@ def _at(
     distances = trials.row.distance * column(lambda draw: draw.above_reference, log_probs)
     like = trials.advantages if measured.factors is None else measured.factors
     advantages = torch.zeros_like(like, device=log_probs.device)
-    inputs = [leaf, bonus]
-    for container, name in places(trials.row.output, trials.arguments) if trials.row.output else ():
-        if value_at(container, name).requires_grad:
-            inputs.append(value_at(container, name))
-    zeros = [*map(torch.zeros_like, inputs[:2]), *(leaf.new_zeros(()) for _ in inputs[2:])]  # the last are of no logits
 
     def slopes_at(distances: Tensor) -> _Slopes:
         old, reference = leaf.detach() - above_old, leaf.detach() - distances
         total = trials.loss(Trial(leaf, old, reference, advantages), bonus)
         if not total.requires_grad:
-            return _Slopes(zeros[0], zeros[1], zeros[2:])
-        gradients = torch.autograd.grad(total, inputs, allow_unused=True)
-        slopes = [zero if slope is None else slope for zero, slope in zip(zeros, gradients, strict=True)]
-        return _Slopes(slopes[0], slopes[1], slopes[2:])
+            return _Slopes(torch.zeros_like(leaf), torch.zeros_like(bonus))
+        return _Slopes(*torch.autograd.grad(total, (leaf, bonus), materialize_grads=True))
 
     return _Point(distances, above_old.exp(), slopes_at(distances), slopes_at(-distances))
 

@@ -39,7 +39,7 @@ class MegatronFirstStep(FirstStep):
     Args:
         asked, loss, further: as of `FirstStep`.
         pg_collection: as of `facts_of`.
-        is_own_loop: as of `MegatronStep`.
+        is_own_loop, is_of_engine: as of `MegatronStep`.
     """
 
     def __init__(
@@ -49,6 +49,7 @@ class MegatronFirstStep(FirstStep):
         *,
         pg_collection: ProcessGroupCollection | None = None,
         is_own_loop: bool = False,
+        is_of_engine: bool = False,
         **further: Any,
     ) -> None:
         #: What packs of the step that runs lack on this rank; None once a step showed that they lack nothing.
@@ -62,7 +63,10 @@ class MegatronFirstStep(FirstStep):
                 then(failure)
                 self._faults = None
 
-            measured = MegatronStep(model, groups, unknown=unknown, plan=plan, is_own_loop=is_own_loop, then=conclude)
+            measured = MegatronStep(
+                model, groups, unknown=unknown, is_own_loop=is_own_loop, is_of_engine=is_of_engine, plan=plan,
+                then=conclude,
+            )  # fmt: skip
             return measured
 
         def groups_that_agree(model: Any, plan: PlanUse | None) -> list[Group]:

@@ -14,6 +14,7 @@ from megatron_rl_loss.core.collectives import ModelGroups, attempt, failure_of, 
 from megatron_rl_loss.core.record import PlanUse
 from megatron_rl_loss.core.taps import Taps, observed_taps
 from megatron_rl_loss.proof.bucket_groups import BucketGroups, check_fresh_gradients, unseen
+from megatron_rl_loss.proof.loss_parts import has_more
 from megatron_rl_loss.proof.measurement import Measurement, Ranks, Source
 from megatron_rl_loss.proof.schedules import chunks_of
 
@@ -21,6 +22,10 @@ LEFT = "another rank has gradients that are not 0 before the step's first micro-
 _BESIDE = (
     "The loss that was returned is not that of microbatch.loss(...) alone: it depends on the model's output by another "
     "way, whose weights nobody asked for. Put every term into loss({...}), with its coefficient."
+)
+_ADDED = (
+    "The loss has more than the terms that the config names: the model's output reaches it by a way that nobody "
+    "measures. Somebody added a term after the loss function, or aggregated one by another function."
 )
 _OTHER_COUNT = (
     "The token count that was returned is {}, and microbatch.loss(...) handed out {}: Megatron divides by it. Return "
@@ -40,6 +45,7 @@ class MegatronStep(Measurement):
         groups: the process groups of the model.
         unknown: reasons of the launch against a verdict, such as CUDA graphs.
         is_own_loop: nobody else looks at gradients before the step, and at what loss functions return.
+        is_of_engine: an engine's adapter notes the parts of the loss (`part_of_loss`); what is beside them is unknown.
         plan, then: as in `Measurement`.
     """
 
@@ -52,6 +58,7 @@ class MegatronStep(Measurement):
         *,
         unknown: Sequence[str] = (),
         is_own_loop: bool = False,
+        is_of_engine: bool = False,
         plan: PlanUse | None = None,
         then: Callable[[Exception | None], None] | None = None,
     ) -> None:
@@ -64,6 +71,7 @@ class MegatronStep(Measurement):
         device = next(chunks[0].parameters()).device
         super().__init__(source, ranks, device, unseen=why, unknown=unknown, plan=plan, then=then)
         self._is_own_loop, self._chunks, self._returned = is_own_loop, chunks, dict[str, None]()
+        self._is_of_engine = is_of_engine
 
     @property
     def expected(self) -> Aggregation | None:
@@ -73,10 +81,14 @@ class MegatronStep(Measurement):
     def _observe(self, stack: ExitStack) -> None:
         passes = _Backward(schedules.backward_step)
         stack.enter_context(_put_in_place("backward_step", passes))
-        see = self._see_returned if self._is_own_loop else None
-        stack.enter_context(
-            _put_in_place("forward_step_calc_loss", _Numbered(schedules.forward_step_calc_loss, self.taps, passes, see))
-        )
+        numbered = _Numbered(schedules.forward_step_calc_loss, self.taps, passes)
+        stack.enter_context(_put_in_place("forward_step_calc_loss", numbered))
+
+    def _look(self, stack: ExitStack) -> None:
+        see = self._see_returned if self._is_own_loop else self._see_parts if self._is_of_engine else None
+        if see is not None:
+            seen = _Seen(schedules.forward_step_calc_loss, self.taps, see)
+            stack.enter_context(_put_in_place("forward_step_calc_loss", seen))
         if self._is_own_loop:
             stack.enter_context(before_forward(self._look_at_gradients))
 
@@ -94,8 +106,15 @@ class MegatronStep(Measurement):
         handed = receipt.tensors["num_tokens"]() if "num_tokens" in receipt.tensors else None
         if isinstance(count, Tensor) and isinstance(handed, Tensor) and not torch.equal(count.to(handed), handed):
             self._returned[_OTHER_COUNT.format(count.item(), handed.item())] = None
-        if isinstance(loss, Tensor) and isinstance(output, Tensor) and _is_beside(loss, output, self.taps.shares):
+        if has_more(loss, output, self.taps.parts):
             self._returned[_BESIDE] = None
+
+    def _see_parts(self, returned: Any, output: Any) -> None:
+        """Note at each tapped loss that the engine's loss has more than the parts that its adapter knows."""
+        loss = returned[0] if isinstance(returned, tuple) else returned
+        if self.taps.parts and has_more(loss, output, self.taps.parts):
+            for tapped in [tapped for by_microbatch in self.taps.losses.values() for tapped in by_microbatch.values()]:
+                tapped.added = tapped.added or _ADDED
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         # SkyRL finalises gradients after the schedule, by this method of the object whose method the config names as
@@ -155,24 +174,6 @@ class MegatronStep(Measurement):
         if sums[0]:
             self.evidence(f"Gradients of log-probs arrive {path:.6g} times at the model's output, not once.")
         return 1.0
-
-
-#: A graph between what a loss function returned and the shares that it is made of has a few nodes.
-_MOST_NODES = 4096
-
-
-def _is_beside(loss: Tensor, output: Tensor, shares: Sequence[Any]) -> bool:
-    """True if the model's output reaches the loss by a way that does not lead through a share."""
-    nodes, seen = [loss.grad_fn], set[Any](shares)
-    while nodes and len(seen) < _MOST_NODES:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        if node is output.grad_fn or type(node).__name__ == "AccumulateGrad":
-            return True
-        seen.add(node)
-        nodes += [before for before, _ in node.next_functions]
-    return bool(nodes)
 
 
 def fresh_failure(chunks: Sequence[Any]) -> Exception | None:
@@ -250,17 +251,14 @@ class _Numbered(_Wrapped):
 
     Args:
         passes: the schedule's backward passes, which train once they reach the model's output.
-        see: called with what a loss function returned, and the model's output.
     """
 
-    def __init__(
-        self, calculate: Any, taps: Taps, passes: _Backward, see: Callable[[Any, Any], object] | None = None
-    ) -> None:
+    def __init__(self, calculate: Any, taps: Taps, passes: _Backward) -> None:
         super().__init__(calculate)
-        self.taps, self.passes, self.see = taps, passes, see
+        self.taps, self.passes = taps, passes
 
     def __call__(self, model: Any, output_tensor: Any, loss_func: Any, *args: Any, **kwargs: Any) -> Any:
-        taps, passes, see = self.taps, self.passes, self.see
+        taps, passes = self.taps, self.passes
 
         def reach(gradient: Tensor) -> None:
             if passes.is_running and taps.is_counted:
@@ -269,16 +267,34 @@ class _Numbered(_Wrapped):
                 taps.log_prob_gradients.keep_output(gradient)
 
         def numbered_loss_func(output: Any, **further: Any) -> Any:
-            trains = torch.is_grad_enabled() and getattr(output, "requires_grad", True)  # else a probe, or no training
-            if not trains:
-                return loss_func(output, **further)
-            taps.begin_microbatch()
-            if isinstance(output, Tensor) and output.requires_grad:
-                output.register_hook(reach)
-            returned = loss_func(output, **further)
-            if see is not None:
-                see(returned, output)
-            return returned
+            if _trains(output):
+                taps.begin_microbatch()
+                if isinstance(output, Tensor) and output.requires_grad:
+                    output.register_hook(reach)
+            return loss_func(output, **further)
 
         is_ours = loss_func is not None and observed_taps() is taps
         return self.calculate(model, output_tensor, numbered_loss_func if is_ours else loss_func, *args, **kwargs)
+
+
+class _Seen(_Wrapped):
+    """Megatron's ``forward_step_calc_loss``: `see` is called with what a training loss returned, and its output."""
+
+    def __init__(self, calculate: Any, taps: Taps, see: Callable[[Any, Any], object]) -> None:
+        super().__init__(calculate)
+        self.taps, self.see = taps, see
+
+    def __call__(self, model: Any, output_tensor: Any, loss_func: Any, *args: Any, **kwargs: Any) -> Any:
+        def seen_loss_func(output: Any, **further: Any) -> Any:
+            returned = loss_func(output, **further)
+            if _trains(output):
+                self.see(returned, output)
+            return returned
+
+        is_ours = loss_func is not None and observed_taps() is self.taps
+        return self.calculate(model, output_tensor, seen_loss_func if is_ours else loss_func, *args, **kwargs)
+
+
+def _trains(output: Any) -> bool:
+    """False for a probe, or where nothing is trained."""
+    return torch.is_grad_enabled() and bool(getattr(output, "requires_grad", True))

@@ -151,7 +151,7 @@ def test_clamps_are_no_evidence_and_losses_that_are_not_linear_are(
 
 # --- terms beside the policy loss
 
-WHOLE = LOSS._replace(trial={**LOSS.trial, "batch.reference": "reference"}, entropy="entropy_of", output="output")
+WHOLE = LOSS._replace(trial={**LOSS.trial, "batch.reference": "reference"}, entropy="entropy_of")
 PENALTIES: dict[str, Callable[[Tensor], Tensor]] = {
     "k1": lambda d: d,
     "abs": torch.abs,
@@ -234,7 +234,6 @@ FURTHER: dict[str, dict[str, Any]] = {
     "of log-probs": {"added": lambda output, log_probs, old: 1e-3 * (log_probs * MASK).sum()},
     "of a thousandth of the largest slope": {"added": lambda output, log_probs, old: 8e-5 * (log_probs * MASK).sum()},
     "of log-probs, squared": {"added": lambda output, log_probs, old: 1e-3 * log_probs.square().mean()},
-    "of the output": {"added": lambda output, log_probs, old: 1e-3 * output.square().mean()},
     **{name: {"added": partial(mean_of_term, term)} for name, term in TERMS.items()},
     "KL without a coefficient": {"beside": {"entropy": NAMED["entropy"]}},
     "entropy without a coefficient": {"beside": {"kl": NAMED["kl"]}},
@@ -264,19 +263,6 @@ def test_an_entropy_of_0_has_the_weight_of_its_token(masked_by: str) -> None:
     of_entropy = terms_of(NAMED | {"entropy": bonus}, entropy_of=entropy_of, **of_loss)["entropy"].gradient
     assert of_entropy is not None
     assert torch.allclose(of_entropy, (-0.25 * 3 * MASK / 4).flatten())
-
-
-def test_an_output_without_a_slope_takes_no_memory() -> None:
-    """Logits are the largest tensor of a step; zeros like these would take 4 TiB."""
-    logits = torch.zeros((), requires_grad=True).expand(1 << 40)
-    batch = SimpleNamespace(advantages=PLAIN * FACTORS, old=PLAIN, reference=PLAIN, rollout=None, seen=[])
-    beside = WeighedMicrobatch(Samples(list(MASK)), FACTORS, PLAIN, is_followed=False, beside=NAMED)
-    tapped = wrapped(with_terms, lambda stock, arguments: tap_policy(WHOLE, stock, arguments, lambda: beside))
-    taps = Taps()
-    with observe(taps):
-        taps.begin_microbatch()
-        tapped(logits, torch.zeros(2, 4, requires_grad=True) * 1.0, batch, lambda _: torch.ones(2, 4))
-    assert {*taps.losses} == {"pg", "kl", "entropy"}
 
 
 def test_terms_that_nobody_named_are_not_measured() -> None:
