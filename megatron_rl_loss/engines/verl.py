@@ -25,20 +25,15 @@ from megatron_rl_loss.core.errors import require
 from megatron_rl_loss.core.layouts import Gathered
 from megatron_rl_loss.core.samples import Samples
 from megatron_rl_loss.core.taps import tap
-from megatron_rl_loss.engines.loss_trials import LossPaths, WeighedMicrobatch
+from megatron_rl_loss.engines.loss_trials import LossPaths, WeighedMicrobatch, first_of
 from megatron_rl_loss.engines.places import swapped
 from megatron_rl_loss.engines.policy_tap import tap_policy
 from megatron_rl_loss.engines.proving import prove
 from megatron_rl_loss.engines.replacing import Function, Replaced, announce, installed
-from megatron_rl_loss.extend import is_observed, observed_taps, resolve, run_schedules_by
+from megatron_rl_loss.extend import is_observed, observed_taps, part_of_loss, resolve, run_schedules_by
 
 __all__ = ["install", "response_mask_of", "response_samples"]
 
-_TRAINERS = (
-    "verl.trainer.ppo.ray_trainer",
-    "verl.trainer.ppo.v1.trainer_base",
-    "verl.experimental.separation.ray_trainer",
-)
 _VERSIONS = "0.9.1, or 1dda039b (2026-08-22)"
 _CUT = {
     "geo_mean": "averages the sequences of each micro-batch separately",
@@ -117,10 +112,10 @@ class _Count(NamedTuple):
 def install(*, proves: bool = True) -> Replaced:
     """Guard verl's `agg_loss` in every loaded module that imported it, by whatever name.
 
-    Modules loaded later import the guard; a second call guards modules that were loaded meanwhile. Trainers keep verl's
-    function, for a metric of a whole batch; one that is loaded later gets it from the guard, for values without counts
-    and without a graph. With per-token loss verl's Megatron engine then reports every token to Megatron. Policy losses
-    that depend on how the step is cut raise in use, and so do losses with a term that does not call `agg_loss`.
+    Modules loaded later import the guard; a second call guards modules that were loaded meanwhile. A trainer's metric
+    of a whole batch, of values without counts and without a graph, is verl's own. With per-token loss verl's Megatron
+    engine then reports every token to Megatron. Policy losses that depend on how the step is cut raise in use, and so
+    do losses with a term that does not call `agg_loss`.
 
     Args:
         proves: prove the first step of each model by verl's own mode; False for a recipe that proves another mode.
@@ -142,7 +137,7 @@ def _replace(running: _Running) -> Replaced:
     losses = importlib.import_module("verl.workers.utils.losses")
     needed = ["loss_mat", "loss_mask", "loss_agg_mode", "batch_num_tokens", "global_batch_size", "loss_scale_factor"]
     functions = [
-        Function(core_algos, "agg_loss", needed, partial(_agg_loss, running), lambda module: module not in _TRAINERS),
+        Function(core_algos, "agg_loss", needed, partial(_agg_loss, running), bool),
         Function(core_algos, "get_policy_loss_fn", ("name",), partial(_uncut, running), bool),
         Function(core_algos, "kl_penalty", ["kl_penalty"], partial(_kl_penalty, running), bool),
         Function(losses, "ppo_loss", ("config", "model_output", "data"), partial(_ppo_loss, running), bool),
@@ -171,7 +166,7 @@ def _agg_loss(running: _Running, stock: Callable[[], Any], arguments: dict[str, 
     divisors = _DIVISORS.get(mode, ["global_batch_size"])
     for name in divisors:
         if arguments.get(name) is None:
-            if is_metric:  # of a trainer, for a whole batch, whose module was loaded after the guard
+            if is_metric:
                 return stock()
             raise ValueError(f"{mode} without {name}: {_WITHOUT[name]}")
     for name in divisors[:1]:
@@ -305,6 +300,8 @@ def _checked(
         for term, microbatches in taps.losses.items():
             for tapped in microbatches.values() if term != "pg" else ():
                 tapped.aggregation = None
+    if running.taps:
+        part_of_loss(first_of(returned))
     return returned
 
 

@@ -101,8 +101,13 @@ def test_what_a_loss_leaves_behind_is_not_the_next_ones(calls: int) -> None:
     """Also where it raises, for want of a call: a call of agg_loss by itself has no term and no batch."""
     running = verl._Running()
     checked = functools.partial(verl._checked, running, lambda arguments: [("pg", 0.5)])
+
+    def loss() -> Tensor:
+        del running.terms[:calls]
+        return torch.zeros(())
+
     with contextlib.suppress(ValueError):
-        checked(lambda: running.terms[:calls] and running.terms.pop(0), {"data": {"response_mask": MASK}})
+        checked(loss, {"data": {"response_mask": MASK}})
     assert (running.terms, running.mask) == ([], None)
 
 
@@ -149,7 +154,7 @@ def test_counts_of_a_part_of_the_step_are_refused(mode: str, changes: dict[str, 
 
 
 def test_a_trainers_metric_of_a_whole_batch_is_verls_own() -> None:
-    """It has no counts and no graph; a trainer that is loaded after the guard calls the guard."""
+    """It has no counts and no graph."""
     arguments: dict[str, Any] = {"loss_mat": LOSSES, "loss_mask": MASK, "loss_agg_mode": "token-mean"}
     assert verl._agg_loss(verl._Running(), lambda: "verl's own", arguments) == "verl's own"
 
@@ -179,18 +184,17 @@ def core_algos(monkeypatch: pytest.MonkeyPatch) -> Any:
     return modules[3]
 
 
-def test_importing_the_installer_guards_agg_loss_everywhere_but_in_trainers(
+def test_importing_the_installer_guards_agg_loss_everywhere(
     core_algos: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A module that imported it by another name is guarded too; one that imports it later, by a second call."""
     losses, trainer, own = sys.modules[LOSSES_MODULE], sys.modules[TRAINER], core_algos.agg_loss
     importlib.import_module("megatron_rl_loss.engines.verl_install")
-    assert core_algos.agg_loss is losses._aggregate
-    assert trainer.agg_loss is own
+    assert core_algos.agg_loss is losses._aggregate is trainer.agg_loss
     assert float(core_algos.agg_loss(LOSSES, MASK, "token-mean", **WHOLE)) == pytest.approx(7 / 12)
     of_algos = ", ".join(f"{core_algos.__name__}.{name}" for name in ("agg_loss", "get_policy_loss_fn", "kl_penalty"))
     of_losses = ", ".join(f"{LOSSES_MODULE}.{name}" for name in ("_aggregate", "ppo_loss", "value_loss"))
-    line = f"verl: replaced {of_algos}, {of_losses}"
+    line = f"verl: replaced {of_algos}, {TRAINER}.agg_loss, {of_losses}"
     assert replacing.active() == [line]
     losses._aggregate = own  # type: ignore[attr-defined]
     replaced = verl.install()
