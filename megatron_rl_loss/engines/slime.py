@@ -40,6 +40,8 @@ from megatron_rl_loss.extend import (
     count_step,
     is_observed,
     load_function,
+    observed_taps,
+    part_of_loss,
     proof_level,
     resolve,
     times_mask,
@@ -54,12 +56,6 @@ _HOOKS = (
     "integer above 0). Other modes need more of the step than a hook's four arguments carry: fold the weights into the "
     "advantages (fold_into_advantages), multiply by the global batch size, and use ...slime.constant_1."
 )
-#: Versions known, and the name of the step's rollouts in `train_one_step`.
-_ENGINES = {
-    "slime": ("624b824a (2026-08-21)", "step_global_batch_size"),
-    "miles": ("31f1ca96 (2026-08-21)", "num_rollouts"),
-    "vime": ("c0ed6d83 (2026-07-21)", "step_global_batch_size"),
-}
 _NO_COUNTS_NEEDED = "Drop --custom-megatron-init-path; ...slime.sample_mean and ...slime.constant_40960 need no counts."
 
 
@@ -90,14 +86,62 @@ class Now:
     masks: list[Sequence[Mask]] = field(default_factory=list)
 
 
-def _engine() -> str:
-    """The name of this process's engine."""
-    return next((name for name in ("miles", "vime") if name in sys.modules), "slime")
+class HookEngine(NamedTuple):
+    """What the library knows of an engine that calls a hook: a row of `ENGINES`.
+
+    Attributes:
+        num_rollouts: the name of the step's rollouts in `train_one_step`.
+        losses: the package below ``backends`` that has the loss function.
+        uncountable: a launch's args -> the reason why nobody can count its steps; empty if they can be counted.
+        fsdp: the parallel state of a backend that runs without Megatron; None elsewhere.
+    """
+
+    name: str
+    versions: str
+    num_rollouts: str = "step_global_batch_size"
+    losses: str = "megatron_utils"
+    uncountable: Callable[[Namespace], str] = lambda args: ""
+    fsdp: Callable[[], Any] = lambda: None
+
+    def check_countable(self, args: Namespace) -> None:
+        if rule := self.uncountable(args):
+            raise ValueError(f"counting steps {rule}. {_NO_COUNTS_NEEDED}")
+
+
+def _uncountable_by_miles(args: Namespace) -> str:
+    from miles.backends.training_utils import parallel
+    from miles.utils.multi_lora import is_multi_lora_enabled
+
+    if is_multi_lora_enabled(args):
+        return "with multi-LoRA: every adapter has a batch of its own, and miles divides by that batch"
+    if parallel._parallel_state is not None and parallel._parallel_state.indep_dp.size > 1:
+        return "with independent data-parallel replicas: Megatron's groups span one replica only"
+    return ""
+
+
+def _fsdp_of_miles() -> Any:
+    parallel = sys.modules.get("miles.backends.training_utils.parallel")
+    state = getattr(parallel, "_parallel_state", None)
+    return state if state is not None and "fsdp" in state.meshes else None
+
+
+ENGINES = (
+    HookEngine(
+        "miles", "31f1ca96 (2026-08-21)", "num_rollouts", "training_utils", _uncountable_by_miles, _fsdp_of_miles
+    ),
+    HookEngine("vime", "c0ed6d83 (2026-07-21)"),
+    HookEngine("slime", "624b824a (2026-08-21)"),
+)
+
+
+def _engine() -> HookEngine:
+    """This process's engine; by default slime."""
+    return next((engine for engine in ENGINES if engine.name in sys.modules), ENGINES[-1])
 
 
 def _now() -> Now:
     """What is known of the step that the engine is in."""
-    replaced = installed(_engine())
+    replaced = installed(_engine().name)
     return replaced.now if replaced is not None and replaced.now is not None else Now()
 
 
@@ -156,15 +200,17 @@ class Hook:
             )
         weigh = partial(unit_weights, local, None if divisor is None else [divisor] * len(samples))
         engine, theirs = _engine(), "token" if calculate_per_token_loss else "sample"
-        announce(f"{engine}: policy loss by {self}; KL and entropy keep {engine}'s own {theirs} mean", is_first)
-        if counts is None and installed(engine) is None:
+        announce(
+            f"{engine.name}: policy loss by {self}; KL and entropy keep {engine.name}'s own {theirs} mean", is_first
+        )
+        if counts is None and installed(engine.name) is None:
             _prove_next_step(engine, is_first)
         reducer = WeightedSum(weigh, local, self.aggregation)
         if not is_observed():
             return reducer
         if now.loss is not None and not _rejects(now.loss[0]):
             samples = Samples(now.loss[1], layout=layout)  # whatever masks the hook was given
-        return lambda losses: reducer(tap(losses, samples=samples))
+        return lambda losses: part_of_loss(reducer(tap(losses, samples=samples)))
 
     def _check_flag(self, per_token: bool, counts: StepCounts | None) -> None:
         if self.mode != "token_mean":
@@ -173,7 +219,7 @@ class Hook:
                     f"{self} with calculate_per_token_loss on: the sum would be divided by the step's tokens, not by "
                     "its rollouts. Drop --calculate-per-token-loss, or use ...slime.token_mean."
                 )
-        elif _fsdp_of_miles() is not None:
+        elif _engine().fsdp() is not None:
             raise ValueError(
                 f"{self} on miles's FSDP backend: that backend never divides by the step's tokens, and count_steps "
                 "needs Megatron. Use ...slime.sample_mean or ...slime.constant_40960 (your divisor), or "
@@ -212,8 +258,8 @@ def _token_divisor(samples: Samples, now: Now, per_token: bool) -> float:
         return now.counts.step_tokens / max(now.counts.num_rollouts, 1)
     if now.loss is None:
         raise ValueError(
-            f"a hook called outside of {_engine()}'s loss_function: count_steps replaced that function, and another "
-            f"caller may divide by another token count. Use {_engine()} {_ENGINES[_engine()][0]}."
+            f"a hook called outside of {_engine().name}'s loss_function: count_steps replaced that function, and "
+            f"another caller may divide by another token count. Use {_engine().name} {_engine().versions}."
         )
     return 1.0
 
@@ -246,16 +292,9 @@ def _constant(divisor: int) -> Hook:
     return make_hook("constant", divisor=divisor)
 
 
-def _fsdp_of_miles() -> Any:
-    """The parallel state of miles's FSDP backend, which runs without Megatron; None elsewhere."""
-    parallel = sys.modules.get("miles.backends.training_utils.parallel")
-    state = getattr(parallel, "_parallel_state", None)
-    return state if state is not None and "fsdp" in state.meshes else None
-
-
 def _place(row_length_is_known: bool) -> tuple[int, int, bool]:
     """CP rank, CP size, True on the first rank with a loss; refuses padded rows of unknown length if ranks cut rows."""
-    if (fsdp := _fsdp_of_miles()) is not None:
+    if (fsdp := _engine().fsdp()) is not None:
         return fsdp.cp.rank, fsdp.cp.size, world_rank() == 0
     from megatron.core import parallel_state as state
 
@@ -290,50 +329,31 @@ def count_steps(args: Namespace) -> None:
     a step, independent data-parallel replicas; BadBatchError on every rank, in a step, if one rank cannot count its
     samples, or if tokens of the first step have weights that the hook's mode does not ask for.
     """
+    engine = _engine()
     if args.loss_type == "policy_loss" and args.custom_pg_loss_reducer_function_path is None:
         raise ValueError(
-            f"count_steps without {_OPTION}: {_engine()} ignores options that it does not know. Check the spelling; "
+            f"count_steps without {_OPTION}: {engine.name} ignores options that it does not know. Check the spelling; "
             f"{_HOOKS}"
         )
-    _check_countable(args)
+    engine.check_countable(args)
     if "MEGATRON_RL_LOSS_AUDIT" in os.environ:
         importlib.import_module("megatron_rl_loss.audit.attach")
-    _replace(_engine(), keeps_counts=True)
+    _replace(engine, keeps_counts=True)
 
 
-def _check_countable(args: Namespace) -> None:
-    if rule := _why_uncountable(args):
-        raise ValueError(f"counting steps {rule}. {_NO_COUNTS_NEEDED}")
-
-
-def _why_uncountable(args: Namespace) -> str:
-    """Why nobody can count this launch's steps; empty if they can be counted."""
-    if _engine() != "miles":
-        return ""
-    from miles.backends.training_utils import parallel
-    from miles.utils.multi_lora import is_multi_lora_enabled
-
-    if is_multi_lora_enabled(args):
-        return "with multi-LoRA: every adapter has a batch of its own, and miles divides by that batch"
-    if parallel._parallel_state is not None and parallel._parallel_state.indep_dp.size > 1:
-        return "with independent data-parallel replicas: Megatron's groups span one replica only"
-    return ""
-
-
-def _replace(engine: str, *, keeps_counts: bool) -> None:
+def _replace(engine: HookEngine, *, keeps_counts: bool) -> None:
     """Replace the engine's step and loss, once. With `keeps_counts` hooks use the counts too, else the proof alone."""
-    once((engine, keeps_counts), lambda: _replaced(engine, keeps_counts))
+    once((engine.name, keeps_counts), lambda: _replaced(engine, keeps_counts))
 
 
-def _replaced(engine: str, keeps_counts: bool) -> Replaced:
-    versions, num_rollouts = _ENGINES[engine]
-    model = importlib.import_module(f"{engine}.backends.megatron_utils.model")
-    needed = ("data_iterator", "num_microbatches", num_rollouts)
+def _replaced(engine: HookEngine, keeps_counts: bool) -> Replaced:
+    model = importlib.import_module(f"{engine.name}.backends.megatron_utils.model")
+    needed = ("data_iterator", "num_microbatches", engine.num_rollouts)
 
     def counted(stock: Callable[[], Any], arguments: dict[str, Any]) -> Any:
         args = arguments["args"]
         if keeps_counts:
-            _check_countable(args)
+            engine.check_countable(args)
         elif replaced.proof is not None and replaced.proof.is_over:
             return stock()
         iterators, num_microbatches, rollouts = (arguments[name] for name in needed)
@@ -346,43 +366,49 @@ def _replaced(engine: str, keeps_counts: bool) -> Replaced:
     step = Function(model, "train_one_step", ("args", *needed), counted)
     terms = _Terms(engine, is_over=proof_level() == "off")
     loss = Function(model, "loss_function", ("args", "batch"), partial(_with_mask_tokens, terms))
-    backend = f"{engine}.backends.{'training' if engine == 'miles' else 'megatron'}_utils"
-    cp_utils = importlib.import_module(f"{backend}.cp_utils")
-    means = Function(cp_utils, "get_sum_of_sample_mean", (), terms.keep, lambda name: name == f"{backend}.loss")
-    replaced = terms.replaced = Replaced(engine, versions, [step, loss, means])
+    losses = f"{engine.name}.backends.{engine.losses}"
+    cp_utils = importlib.import_module(f"{losses}.cp_utils")
+    means = Function(cp_utils, "get_sum_of_sample_mean", (), _note_means, lambda name: name == f"{losses}.loss")
+    replaced = terms.replaced = Replaced(engine.name, engine.versions, [step, loss, means])
     return replaced
 
 
-def _prove_next_step(engine: str, is_first: bool) -> None:
+def _note_means(stock: Callable[[], Any], arguments: dict[str, Any]) -> Reducer:
+    """The engine's reducer, each of whose means is a part of the loss, or a metric."""
+    reduce = stock()
+    return lambda values: part_of_loss(reduce(values))
+
+
+def _prove_next_step(engine: HookEngine, is_first: bool) -> None:
     """Measure the next step, for a hook without `count_steps`: the engine loads the hook inside the first step."""
-    if _fsdp_of_miles() is not None:
-        says = "NOT PROVED: gradients on miles's FSDP backend are not measured"
-    elif f"{engine}.backends.megatron_utils.model" not in sys.modules:
+    if engine.fsdp() is not None:
+        says = f"NOT PROVED: gradients on {engine.name}'s FSDP backend are not measured"
+    elif f"{engine.name}.backends.megatron_utils.model" not in sys.modules:
         return
     else:
         from megatron.training.global_vars import get_args
 
         says = (
-            f"count_steps did not run in this worker, so the next step is measured; {engine} ignores options that it "
-            f"does not know. To measure the first step, check the spelling: {_COUNT_STEPS}"
+            f"count_steps did not run in this worker, so the next step is measured; {engine.name} ignores options that "
+            f"it does not know. To measure the first step, check the spelling: {_COUNT_STEPS}"
         )
         if get_args().pipeline_model_parallel_size > 1:
             says = f"NOT PROVED: only the last pipeline stage loads the hook. To measure the first step, {_COUNT_STEPS}"
-        elif rule := _why_uncountable(get_args()):
+        elif rule := engine.uncountable(get_args()):
             says = f"NOT PROVED: counting steps {rule}"
         else:
             _replace(engine, keeps_counts=False)
-    announce(f"{engine}: {says}", is_first)
+    announce(f"{engine.name}: {says}", is_first)
 
 
-def _prove(replaced: Replaced, engine: str, args: Namespace, counts: StepCounts) -> None:
+def _prove(replaced: Replaced, engine: HookEngine, args: Namespace, counts: StepCounts) -> None:
     """Measure the step, unless one was proved already."""
     if replaced.proof is not None and replaced.proof.is_over:
         return
     path = args.custom_pg_loss_reducer_function_path
     hook = load_function(path, _OPTION, "it must be a hook", "Make it by make_hook", Hook)
     if not isinstance(hook, Hook):
-        announce(f"{engine}: NOT PROVED: {path} is not made by make_hook")
+        announce(f"{engine.name}: NOT PROVED: {path} is not made by make_hook")
         return
     asked = hook.aggregation
     if hook.mode == "token_mean" and _rejects(args):  # over the tokens before rejection
@@ -390,16 +416,13 @@ def _prove(replaced: Replaced, engine: str, args: Namespace, counts: StepCounts)
     elif hook.mode == "constant" and counts.num_samples != counts.num_rollouts:
         asked = resolve("token_sum", divisor=(asked.divisor or 0) * counts.num_rollouts)
     if replaced.proof is None:
-        never = f"{engine}'s policy loss never called {path}. Use {engine} {_ENGINES[engine][0]}."
-        replaced.proof = prove(engine, asked, beside=_beside(engine, args), never=never)
+        never = f"{engine.name}'s policy loss never called {path}. Use {engine.name} {engine.versions}."
+        theirs = "token" if args.calculate_per_token_loss else "sample"
+        beside = f"KL and entropy keep {engine.name}'s {theirs} mean"
+        replaced.proof = prove(engine.name, asked, beside=beside, never=never)
     replaced.proof.asked = asked
     data = None if _rejects(args) else (counts.step_tokens, counts.num_samples)
     replaced.proof.promises = Promises(data=data)
-
-
-def _beside(engine: str, args: Namespace) -> str:
-    """Words for what becomes of the terms beside the policy loss."""
-    return f"KL and entropy keep {engine}'s {'token' if args.calculate_per_token_loss else 'sample'} mean"
 
 
 def _rejects(args: Namespace) -> bool:
@@ -411,41 +434,24 @@ def _rejects(args: Namespace) -> bool:
 class _Terms:
     """The engine's loss against ``pg_loss - entropy_coef * entropy_loss + kl_loss_coef * kl_loss`` of its report.
 
-    The proof measures the policy loss alone; a KL penalty of another weight, or a loss that is added, shows here. A
-    reported term that is none of the means that the engine's reducer returned may be another mean: it is not checked.
-    The penalty is 0 as long as the policy is its reference, so micro-batches are compared until no term is.
+    The proof measures the policy loss alone, and sees what is none of the engine's own means; a mean of another weight
+    shows here. A penalty is 0 as long as the policy is its reference, so micro-batches are compared until no term is.
 
     Attributes:
         is_over: nothing is left to compare.
         remaining: micro-batches to compare at most, since a penalty may stay 0 and each waits for the device.
         replaced: has the proof of the policy loss.
-        amended: what the line of that proof, once printed, says of all weights, or of one term.
-        means: what the engine's reducers returned in the loss function that runs.
-        unchecked: terms with a coefficient that were none of these means yet; None before the first micro-batch.
+        is_amended: the line of that proof, once printed, says what differs.
     """
 
-    engine: str
+    engine: HookEngine
     is_over: bool = False
     remaining: int = 4096
     replaced: Any = None
-    amended: dict[str, str] = field(default_factory=dict)
-    means: list[Tensor] = field(default_factory=list)
-    unchecked: set[str] | None = None
-
-    def keep(self, stock: Callable[[], Any], arguments: dict[str, Any]) -> Reducer:
-        """The engine's reducer, which keeps what it returns."""
-        reduce, means = stock(), self.means
-
-        def kept(values: Tensor) -> Tensor:
-            mean: Tensor = reduce(values)
-            if not self.is_over and isinstance(mean, Tensor):
-                means.append(mean.detach())
-            return mean
-
-        return kept
+    is_amended: bool = False
 
     def compare(self, args: Namespace, dtype: torch.dtype, log: dict[str, Any]) -> None:
-        """Compare a micro-batch on the first rank, and print what differs; `dtype` is that of the loss."""
+        """Compare a micro-batch on the first rank, and print if it differs; `dtype` is that of the loss."""
         report = dict(zip(log["keys"], log["values"][1:].tolist(), strict=True))
         kl_coef = args.kl_loss_coef if args.use_kl_loss else 0.0
         coefs = {"pg_loss": 1.0, "entropy_loss": -args.entropy_coef, "kl_loss": kl_coef}
@@ -455,45 +461,24 @@ class _Terms:
         if abs(report.get("loss", math.nan) - total) > 8 * eps * size:
             terms = " + ".join(f"{coef:g} * {name}" for name, coef in coefs.items() if coef)
             self._say(
-                "weights",
                 f"NOT PROVED are the terms beside it: the loss is {report['loss']:.6g} where {terms} is {total:.6g}, "
-                f"so one has another weight, or one is added. Use {self.engine} {_ENGINES[self.engine][0]}",
+                f"so one has another weight, or one is added. Use {self.engine.name} {self.engine.versions}"
             )
         else:
-            named = {name: report.get(name, math.nan) for name in parts if name != "pg_loss"}
-            self._find_means(args, named, 8 * eps)
+            self.is_over |= all(abs(part) > 64 * eps * size for name, part in parts.items() if name != "pg_loss")
         self.remaining -= 1
         self.is_over |= not self.remaining
-        self.is_over |= all(abs(part) > 64 * eps * size for name, part in parts.items() if name != "pg_loss")
 
-    def _find_means(self, args: Namespace, reported: dict[str, float], tolerance: float) -> None:
-        """Say of reported terms if they are means of the engine's own; one that is 0 may be any mean."""
-        self.unchecked = {*reported} if self.unchecked is None else self.unchecked
-        to_check = [name for name in sorted(self.unchecked) if reported[name]]
-        means = torch.stack(self.means).tolist() if to_check and self.means else []
-        for name in to_check:
-            if not any(math.isclose(mean, reported[name], rel_tol=tolerance) for mean in means):
-                self._say(name, f"{name} is NOT CHECKED: it is none of the means that get_sum_of_sample_mean returned")
-            self.unchecked.discard(name)
-        proof = self.replaced.proof
-        if proof is not None and not proof.is_over and not self.amended:
-            zeros = ", ".join(sorted(self.unchecked))
-            not_yet = f"; not checked yet, as 0 in this step: {zeros}" if zeros else ""
-            proof.amend(f"{_beside(self.engine, args)}{not_yet}")
-
-    def _say(self, what: str, says: str) -> None:
-        """In the line that proves the policy loss, so that one line says all; after it, in a line of its own.
-
-        Of the weights of all terms, or of one term's mean, once.
-        """
+    def _say(self, says: str) -> None:
+        """In the line that proves the policy loss, so that one line says all; else in a line of its own."""
         proof = self.replaced.proof
         if proof is not None and not proof.is_over:
-            self.amended[what] = says
-            proof.amend("; ".join(self.amended.values()))
+            self.is_amended = True
+            proof.amend(says)
             return
-        if not (what in self.amended and proof.outcome == "proved"):
-            announce(f"{self.engine}: the policy loss is as its line says, and {says}", True)
-        self.is_over |= what == "weights"
+        if not (self.is_amended and proof.outcome == "proved"):
+            announce(f"{self.engine.name}: the policy loss is as its line says, and {says}", True)
+        self.is_over = True
 
 
 def _with_mask_tokens(terms: _Terms, stock: Callable[[], Any], arguments: dict[str, Any]) -> Any:
@@ -502,10 +487,11 @@ def _with_mask_tokens(terms: _Terms, stock: Callable[[], Any], arguments: dict[s
     step_masks = now.masks.pop(0) if now.masks else masks
     is_cut_alike = [*map(len, step_masks)] == [*map(len, masks)]  # responses may have been expanded
     now.loss = args, step_masks if is_cut_alike else masks  # for a recomputed loss too
-    with swapped(vars(terms), {"means": []}):
-        loss, tokens, log = stock()
-        if args.loss_type == "policy_loss" and not terms.is_over and _place(True)[2]:
-            terms.compare(args, loss.dtype, log)
+    loss, tokens, log = stock()
+    if args.recompute_loss_function and (taps := observed_taps()):
+        taps.parts.clear()  # to see more of a graph that is computed again would compute it now
+    if args.loss_type == "policy_loss" and not terms.is_over and _place(True)[2]:
+        terms.compare(args, loss.dtype, log)
     if args.calculate_per_token_loss and now.counts is not None:
         tokens = sum((mask.sum() for mask in masks), start=tokens * 0)
         log["values"][0] = tokens

@@ -199,57 +199,21 @@ def test_terms_are_compared_with_the_coefficients(
     assert ("NOT PROVED" in printed) == bool(says)
 
 
-#: Of micro-batches: entropy_loss and kl_loss that are reported, what the engine's reducer returned, what is then said.
-MEANS: dict[str, tuple[list[tuple[float, float, list[float]]], str]] = {
-    "both": ([(2, 3, [0.5, 2, 3])], "KL and entropy keep slime's sample mean"),
-    "KL by another mean": ([(2, 3, [0.5, 2])], "kl_loss is NOT CHECKED: it is none of the means"),
-    "in a later micro-batch": ([(2, 3, [2, 3]), (2, 4, [2])], "KL and entropy keep slime's sample mean"),
-    "no reducer called": ([(2, 3, [])], "entropy_loss is NOT CHECKED: it is none of the means"),
-    "KL of the reference itself": (
-        [(2, 0, [2, 0])],
-        "keep slime's sample mean; not checked yet, as 0 in this step: kl_loss",
-    ),
-    "a mean first": ([(2, 3, [2, 3]), (2, 3, [2])], "KL and entropy keep slime's sample mean"),
-    "and then another": ([(2, 0, [2, 0]), (2, 3, [2])], "kl_loss is NOT CHECKED"),
-    "and then its own": ([(2, 0, [2, 0]), (2, 3, [2, 3])], "KL and entropy keep slime's sample mean"),
-}
-
-
-@pytest.mark.parametrize("name", MEANS)
-def test_reported_terms_are_means_of_the_engines_own_or_not_checked(name: str, args: Any) -> None:
-    microbatches, says = MEANS[name]
-    vars(args).update(entropy_coef=0.1, kl_loss_coef=0.2, use_kl_loss=True, calculate_per_token_loss=False)
-    said = list[str]()
-    proof = SimpleNamespace(is_over=False, amend=said.append)
-    terms = slime._Terms("slime", replaced=SimpleNamespace(proof=proof))
-    for entropy, kl, means in microbatches:
-        if terms.is_over:
-            break
-        terms.means = []
-        reduce = terms.keep(sum_of_sample_mean, {})
-        for mean in means:
-            reduce(torch.tensor([mean]))
-        values = torch.tensor([3.0, 0.5 - 0.1 * entropy + 0.2 * kl, 0.5, entropy, kl])
-        log = {"keys": ["loss", "pg_loss", "entropy_loss", "kl_loss"], "values": values}
-        terms.compare(args, torch.float32, log)
-    assert said[-1].endswith(says) if "keep" in says else says in said[-1]
-
-
 @pytest.mark.parametrize("outcome", ["proved", "unknown", "over before"])
 def test_terms_are_told_in_the_line_of_the_proof_or_after_it(outcome: str, capsys: Any) -> None:
     """One line says both, unless it is printed already, or says that nothing is proved."""
     replacing._REGISTRY.clear()
     amended = list[str]()
     proof = SimpleNamespace(is_over=outcome == "over before", outcome="proved", amend=amended.append)
-    terms = slime._Terms("slime", replaced=SimpleNamespace(proof=proof))
+    terms = slime._Terms(slime.ENGINES[-1], replaced=SimpleNamespace(proof=proof))
     for _ in range(2):  # of two micro-batches of the measured step
-        terms._say("weights", "NOT PROVED are the terms beside it")
+        terms._say("NOT PROVED are the terms beside it")
     assert len(amended) == 2 * (outcome != "over before")
     assert terms.is_over == (outcome == "over before")
     assert ("NOT PROVED" in capsys.readouterr().out) == (outcome == "over before")
     if outcome != "over before":
         proof.is_over, proof.outcome = True, outcome
-        terms._say("weights", "NOT PROVED are the terms beside it")
+        terms._say("NOT PROVED are the terms beside it")
         assert terms.is_over
         assert ("NOT PROVED" in capsys.readouterr().out) == (outcome == "unknown")
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from added_terms import TERMS
 
-STOPS, NOT_PROVED, NOT_CHECKED, NOT_SEEN = "stops", "NOT PROVED", "NOT CHECKED", "not seen"
+STOPS, NOT_PROVED, NOT_SEEN = "stops", "NOT PROVED", "not seen"
 ENGINES = {
     "verl": "verl", "skyrl": "SkyRL", "nemo_rl": "NeMo-RL", "areal": "AReaL", "roll": "ROLL", "rlinf": "RLinf",
     "ms_swift": "ms-swift", "slime": "slime", "miles": "miles", "vime": "vime",
@@ -79,16 +79,16 @@ PROMISES: dict[str, dict[str, str]] = {
     **{f"{_OF_TERM}: {term}": _TERM for term in TERMS},
     KL_MEAN: {
         **dict.fromkeys(("verl", "skyrl", "nemo_rl", "roll", "rlinf", "ms_swift"), STOPS),
-        **dict.fromkeys(HOOKS, NOT_CHECKED),
+        **dict.fromkeys(HOOKS, NOT_PROVED),
     },
     _UNMASKED: dict.fromkeys(ENGINES, STOPS),
     DOUBLED: dict.fromkeys(ENGINES, STOPS) | dict.fromkeys(HOOKS, NOT_SEEN),
     SCALED: dict.fromkeys(ENGINES, STOPS),
     _RENAMED: dict.fromkeys(ENGINES, STOPS),
-    _AFTER_OF_LOG_PROBS: dict.fromkeys(("verl", "skyrl", "nemo_rl", "areal", "ms_swift"), NOT_SEEN),
+    _AFTER_OF_LOG_PROBS: dict.fromkeys(("verl", "skyrl", "nemo_rl", "areal", "ms_swift"), NOT_PROVED),
     _AFTER_OF_LOGITS: {
         **dict.fromkeys(("nemo_rl", "areal", "roll"), STOPS),
-        **dict.fromkeys(("skyrl", "ms_swift", *HOOKS), NOT_SEEN),
+        **dict.fromkeys(("skyrl", "ms_swift", *HOOKS), NOT_PROVED),
     },
 }
 #: Names of faults among an engine's own plants.

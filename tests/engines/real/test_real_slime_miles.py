@@ -28,7 +28,7 @@ import torch
 from checkouts import MILES, SLIME, VIME, checkout, load, record_errors
 from logit_table import KeepsGradients, Step, errors_of, logit_model, make_step, reject
 from logit_table import rollout_data as data_of
-from plants import assert_stopped, planted, record_plant
+from plants import MORE_TERMS, assert_stopped, planted, record_plant
 from ranks import RankError, run_ranks
 from repository import EXAMPLES
 from slime_launches import TOLERANCE, MakeStep, arguments, case, compute_in_float32, with_steps
@@ -524,11 +524,19 @@ def test_a_fault_stops_the_first_step(peer: str, name: str, tmp_path: Path, reco
 
 
 IN_TERMS = {"slime": LOSS, "miles": LOSSES, "vime": OF_VIME}
-#: What stands in the policy loss, and what comes in its place; the KL penalty is not 0.
+OTHER_WEIGHT = (
+    r"aggregation proved .* NOT PROVED are the terms beside it: the loss is .* where 1 \* pg_loss \+ 0.1 \* kl"
+)
+#: What stands in the policy loss, what comes in its place, and what is said; the KL penalty is not 0.
 TERMS = {
-    "KL penalty times 10": ("loss + args.kl_loss_coef", "loss + 10 * args.kl_loss_coef"),
-    "a loss added beside": ("loss + args.kl_loss_coef * kl_loss", "loss + args.kl_loss_coef * kl_loss + kl.sum()"),
-}
+    "KL penalty times 10": ("loss + args.kl_loss_coef", "loss + 10 * args.kl_loss_coef", OTHER_WEIGHT),
+    "the engine's mean of KL added": (
+        "loss + args.kl_loss_coef * kl_loss", "loss + args.kl_loss_coef * kl_loss + kl_loss", OTHER_WEIGHT
+    ),
+    "a loss added beside": (
+        "loss + args.kl_loss_coef * kl_loss", "loss + args.kl_loss_coef * kl_loss + kl.sum()", MORE_TERMS
+    ),
+}  # fmt: skip
 
 
 @each_peer
@@ -537,8 +545,8 @@ def test_terms_of_other_weights_are_said(peer: str, name: str, tmp_path: Path, r
     framework, steps = PEERS[peer], [partial(make_step, 7, 1)]
     flags: dict[str, Any] = {"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "low_var_kl"}
     launch = case(peer, "sample_mean", "sample_mean", steps, counted=True, **flags)
-    root = planted(framework, tmp_path, {IN_TERMS[peer]: TERMS[name]})
-    says = r"aggregation proved .* NOT PROVED are the terms beside it: the loss is .* where 1 \* pg_loss \+ 0.1 \* kl"
+    *edit, says = TERMS[name]
+    root = planted(framework, tmp_path, {IN_TERMS[peer]: (edit[0], edit[1])})
     with pytest.raises(RankError, match=says):
         run_ranks(1, train, peer, root, 1, [launch])
     record_plant(record_property, framework, name, "says that it is not proved")
