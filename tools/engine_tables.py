@@ -3,8 +3,8 @@
     python tools/engine_tables.py LOG docs/bench/engines-cpu.txt docs/engines.md  # as tools/test_engines.sh does
 
 Rows of an engine's version that the run has take the place of that version's; other rows stay. So do the counts of
-planted faults of rows with an engine in which the run planted none. The page has the engines' own errors above 1e-5,
-the largest one with this library, and the sums of the counts.
+planted faults of rows with an engine in which the run planted none. The page has the engines' own errors above 1e-5, in
+one row for versions with the same ones, the largest error with this library, and the sums of the counts.
 """
 
 import re
@@ -63,7 +63,11 @@ def page_of(page: str, errors: list[tuple[str, ...]], counts: list[tuple[str, ..
     for engine, version, setting, error, _ in errors:
         if error != "-" and float(error) > 1e-5:
             own.setdefault((engine, version), []).append(f"{setting}: {error}")
-    page = table(page, _OWN, [(*place, "; ".join(settings)) for place, settings in own.items()])
+    versions: dict[tuple[str, str], list[str]] = {}
+    for (engine, version), settings in own.items():
+        versions.setdefault((engine, "; ".join(settings)), []).append(version)
+    rows = [(engine, ", ".join(of_all), settings) for (engine, settings), of_all in versions.items()]
+    page = table(page, _OWN, rows)
     largest = max((row[4] for row in errors if row[4] != "-"), key=float)
     planted, stopped, said = (sum(int(row[column]) for row in counts) for column in (1, 2, 3))
     for pattern, number in (
