@@ -429,9 +429,10 @@ def bullet(heading: str, promises: list[Promise]) -> str:
 
 def groups_table() -> str:
     """The page's table of wrong ids; engines that end alike are one row."""
-    rows: dict[tuple[str, ...], list[str]] = {}
+    rows: dict[tuple[str, ...], dict[str, list[str]]] = {}
     for row in GROUPS:
-        rows.setdefault(row.outcomes, []).append(" ".join(row.words))
+        engine, said_by = row.words
+        rows.setdefault(row.outcomes, {}).setdefault(said_by, []).append(engine)
     lines = ["| number of samples, as said by | ends |", "|---|---|"]
     for outcomes, words in rows.items():
         faults: dict[str, list[str]] = {}
@@ -439,5 +440,6 @@ def groups_table() -> str:
             if end != NOT_PROVED:
                 faults.setdefault(end, []).append(fault)
         others = "; ".join(f"{', '.join(those)}: {end}" for end, those in faults.items())
-        lines.append(f"| {'; '.join(words)} | {NOT_PROVED}{others and f'; {others}'} |")
+        said = "; ".join(f"{', '.join(engines)} {said_by}" for said_by, engines in words.items())
+        lines.append(f"| {said} | {NOT_PROVED}{others and f'; {others}'} |")
     return "\n".join(lines) + "\n"
