@@ -331,8 +331,7 @@ LISTS: dict[str, dict[str, list[Promise]]] = {
         "Refused": [
             shown("`seq-mean-token-sum-norm` without `loss_scale_factor`",
                   Tested(_OF_COUNTS, "Set actor.loss_scale_fac")),
-            shown("a `batch_num_tokens` or `global_batch_size` that is missing or, on all ranks of Megatron's engine, "
-                  "too small",
+            shown("a missing or too small `batch_num_tokens` or `global_batch_size`",
                   Tested(_OF_COUNTS, '"batch_num_tokens": None'), Tested(_OF_COUNTS, '"global_batch_size": None'),
                   Tested(f"{_VERL}::test_a_count_that_some_ranks_exceed_stops_all_ranks", "DP * CP")),
             shown("the losses `geo_mean`, `clip_cov` and `kl_cov`",
@@ -365,9 +364,8 @@ LISTS: dict[str, dict[str, list[Promise]]] = {
 SENTENCES: dict[str, dict[str, tuple[Shown, ...]]] = {
     "engines": {
         "Each engine's page has the lines that give its policy loss a mode, and what they cover and refuse.": (),
-        "| [SkyRL](engines/skyrl.md) | `uv run --with` and the path of this repository; without `uv`, "
-        "`SKYRL_PYTHONPATH_EXPORT=1` and `PYTHONPATH` | the registration left out; with it, another `policy_loss_type` "
-        "aborts the first step |": (
+        "| [SkyRL](engines/skyrl.md) | `uv run --with`; without `uv`, `SKYRL_PYTHONPATH_EXPORT=1` and `PYTHONPATH` | "
+        "the registration left out; with it, another `policy_loss_type` aborts the first step |": (
             Fault("another loss than was registered", "skyrl"),
             Tested(f"{_START.format('skyrl')}::test_a_launch_with_another_loss_stops", "regular"),
         ),
@@ -377,7 +375,7 @@ SENTENCES: dict[str, dict[str, tuple[Shown, ...]]] = {
         ),
         "If a weight is wrong, [the step aborts](proof.md).": (Change(SCALED, (*ENGINES,)),),
         "*Stops* means that the step ends with an error.": (),
-        "If nobody says the number, right ids are PROVED IN PART, too, and groups of one row, or one group, "
+        "If nobody says the number, right ids are PROVED IN PART, too, and one id for all rows, or an id for each row, "
         "NOT PROVED:": (
             Tested(f"{_REAL.format('rows')}::test_groups_of_which_nobody_said_the_size", "proved in part"),
         ),
