@@ -67,7 +67,7 @@ def _facts(step: StepArguments, batch: Batch) -> dict[str, Any]:
 
 
 @contextmanager
-def _put(step: Any, call: Call) -> Iterator[None]:
+def _replace_loss(step: Any, call: Call) -> Iterator[None]:
     """In place of the loss; AReaL calls none for a micro-batch that weighs nothing, so that its weight does."""
 
     def weigh(stock: Callable[[], Any], arguments: dict[str, Any]) -> Any:
@@ -108,7 +108,7 @@ def _updates(owner: Any) -> list[Function]:
 # the groups that ppo_update numbers, then stay for all other modes, over a `loss_aggregation` of token_mean.
 ENGINE = TokenMeanEngine(
     "AReaL", versions="1.0.4 or 2.0.0 (cbff54d6)", step=("train_batch", ["input_", "loss_fn", "loss_weight_fn"]),
-    wrong=lambda step: [
+    refusals=lambda step: [
         (getattr(step["self"].config, "m2_threshold", None) is not None, "m2_threshold", "Remove m2_threshold")
     ],
     batches=lambda step: step["input_"] if isinstance(step["input_"], list) else [step["input_"]],
@@ -117,7 +117,7 @@ ENGINE = TokenMeanEngine(
     prompt_tokens=_prompt_tokens,
     numbers_groups=True,
     group=lambda step: step["self"].data_parallel_group,
-    even=lambda step: "Set importance_sampling_level=token"
+    uneven=lambda step: "Set importance_sampling_level=token"
     if getattr(step["self"].config, "importance_sampling_level", None) == "sequence" else "",
     loss=LossPaths(
         "logprobs", "input_data.advantages", {"input_data.logprobs": "old", "input_data.prox_logp?": "old"},
@@ -125,14 +125,14 @@ ENGINE = TokenMeanEngine(
         entropy="entropy?",
     ),
     batch="input_data",
-    put=_put,
+    replace_loss=_replace_loss,
     facts=_facts,
     beside=lambda step, batch: None if "teacher_logp" in batch else {},
     unmeasured="a distillation loss keeps AReaL's token mean",
     unproved=lambda step: ""
     if isinstance(getattr(step["self"], "model", None), list) else "only AReaL's Megatron engine is measured.",
     group_size=_group_size,
-    runs="forward_backward_batch",
+    schedule="forward_backward_batch",
     further=[("ppo_update", ["args"], _give_groups)],
     checks=_updates,
 )  # fmt: skip

@@ -139,7 +139,7 @@ def _mask(step: StepArguments, batch: Any) -> Sequence[Tensor]:
     return list((batch.completion_mask & ~dropped[:, None]).float())
 
 
-def _wrong(step: StepArguments) -> Sequence[tuple[bool, str, str]]:
+def _refusals(step: StepArguments) -> Sequence[tuple[bool, str, str]]:
     kind = step["self"].loss_type
     remedy = "Use --loss_type dapo (the clipped loss of grpo, bnpo and dr_grpo) or cispo"
     return [(kind not in ("dapo", "cispo"), f"--loss_type {kind}", remedy)]
@@ -153,7 +153,7 @@ def _beside(step: StepArguments, batch: Any) -> Mapping[str, Beside]:
 
 ENGINE = BatchEngine(
     "ms-swift", versions="4.6.0 or 3602360a",
-    wrong=_wrong,
+    refusals=_refusals,
     batches=lambda step: step["batches"],
     masks=_mask,
     prompts=lambda step, batch: batch.prompts,

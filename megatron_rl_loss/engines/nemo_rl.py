@@ -59,10 +59,10 @@ ENGINE = BatchEngine(
     group=lambda step: None,
     divisor=lambda step, totals: totals.step_tokens
     if _sums_tokens(step["loss"]) else float(step["data"]["sample_mask"].sum()),
-    even=lambda step: "" if _sums_tokens(step["loss"]) else "Set token_level_loss=true",
+    uneven=lambda step: "" if _sums_tokens(step["loss"]) else "Set token_level_loss=true",
     facts=_facts,
     beside=lambda step, batch: step["beside"],
-    loses_masked=True,
+    sums_masked=True,
     loss=LossPaths(
         "next_token_logprobs", "data.advantages",
         {
@@ -181,14 +181,14 @@ class AggregatedPGLossFn:
             own = {name: data[name][rows] for name in ("token_mask", "sample_mask")}
             step = {"loss": self, "data": own, "prompts": unknown or prompts[rows]}
             for term, modes in self.modes.items():
-                ((*_, factors),), _ = ENGINE.factors(modes, step)
-                factors = factors.view(len(own["sample_mask"]), -1)
+                ((*_, of_tokens),), _ = ENGINE.factors(modes, step)
+                factors = of_tokens.view(len(own["sample_mask"]), -1)
                 parts[_WEIGHTS[term]].append(pad(factors, (1, 0)) if _sums_tokens(self) else factors.sum(-1))
         written = {name: torch.cat(columns) for name, columns in parts.items()} | {ROWS: torch.arange(num_rows)}
         self._doubt = ""
         if not unknown:
-            written[IDS], step = hashed_ids(prompts), {"prompts": prompts}
-            doubts = (ENGINE.misplaced(modes, step, [data], self._group_size) for modes in self.modes.values())
+            written[IDS], known = hashed_ids(prompts), [(data, prompts)]
+            doubts = (ENGINE.misplaced(modes, {}, known, self._group_size) for modes in self.modes.values())
             self._doubt = next(filter(None, doubts), "")
         return written
 

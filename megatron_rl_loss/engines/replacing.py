@@ -12,6 +12,8 @@ from megatron_rl_loss.core.errors import print_text
 from megatron_rl_loss.engines.places import Call
 
 _MARK = "_replaced_by_megatron_rl_loss"
+#: The kind of a replacement that changes what is trained.
+AGGREGATION = "a loss aggregation"
 #: What this process did to engines: `Replaced` and announced lines by themselves, proofs by the number of their loss.
 #: A registry of the process, since engines call what we put into their modules, and unpickle losses at every step.
 _REGISTRY: dict[object, object] = {}
@@ -30,7 +32,7 @@ class Function(NamedTuple):
     parameters: Sequence[str]
     call: Call
     also_in: Callable[[str], bool] = lambda module: False
-    kind: str = "a loss aggregation"
+    kind: str = AGGREGATION
 
     def __str__(self) -> str:
         return f"{getattr(self.owner, '__name__', type(self.owner).__name__)}.{self.name}"
@@ -128,7 +130,7 @@ class Replaced:
             del _REGISTRY[key]
 
 
-def is_replaced(owner: Any, name: str, kind: str = Function._field_defaults["kind"]) -> bool:
+def is_replaced(owner: Any, name: str, kind: str = AGGREGATION) -> bool:
     """True if that function of the owner, or of a base class, has a replacement of the kind."""
     bases = getattr(owner, "__mro__", type(owner).__mro__)
     return any(kind in getattr(vars(each).get(name), _MARK, ()) for each in (owner, *bases))

@@ -20,7 +20,7 @@ from megatron_rl_loss.engines.weighed_batches import Batch, StepArguments, Token
 from megatron_rl_loss.extend import resolve
 
 
-def _wrong(step: StepArguments) -> Sequence[tuple[bool, str, str]]:
+def _refusals(step: StepArguments) -> Sequence[tuple[bool, str, str]]:
     config, batch = step["self"].cfg.algorithm, step["batch"]
     is_pipeline = not isinstance(batch, Mapping)
     return (
@@ -78,7 +78,7 @@ def _responses(log_probs: Tensor, trial: Trial) -> Tensor:
 
 
 @contextmanager
-def _put(step: StepArguments, call: Call) -> Iterator[None]:
+def _replace_loss(step: StepArguments, call: Call) -> Iterator[None]:
     """In place of the loss function of the worker's forward step, and of `policy_loss`, which that function calls.
 
     RLinf skips the loss of a micro-batch whose first row is fully masked, and logs other metrics for it, for which
@@ -125,7 +125,7 @@ def _groups(owner: Any) -> list[Function]:
 
 ENGINE = TokenMeanEngine(
     "RLinf", versions="a3816b59", step=("training_step", ["batch"]),
-    wrong=_wrong,
+    refusals=_refusals,
     batches=lambda step: [step["batch"]],
     masks=lambda step, batch: batch["response_mask"][:, -step["self"].response_len :].float(),
     prompts=_prompts,
@@ -141,13 +141,13 @@ ENGINE = TokenMeanEngine(
         },
         entropy="output.entropy?",
     ),
-    around=lambda step, batch: (batch["input_ids"].shape[1] - step["self"].response_len - 1, 1),
+    padding=lambda step, batch: (batch["input_ids"].shape[1] - step["self"].response_len - 1, 1),
     beside=_beside,
     batch="batch",
-    put=_put,
+    replace_loss=_replace_loss,
     checks=_groups,
     correction=_correction,
     facts=lambda step, batch: {"temperature": None},  # the model's output is a dict, no logits
-    runs="run_forward_backward",
+    schedule="run_forward_backward",
     divisor=_divisor,
 )  # fmt: skip

@@ -24,7 +24,7 @@ def _is_critic(worker: Any) -> bool:
     return isinstance(worker, CriticWorker)
 
 
-def _wrong(step: StepArguments) -> Sequence[tuple[bool, str, str]]:
+def _refusals(step: StepArguments) -> Sequence[tuple[bool, str, str]]:
     config, scales = step["self"].worker.pipeline_config, step["self"].worker_config.apply_loss_scale
     mode, is_kimi = config.loss_agg_mode, getattr(config, "pg_variant", None) == "kimi15"
     weighs = any(getattr(config, f"{what}_loss_weight", None) for what in ("difficulty", "length"))
@@ -68,7 +68,7 @@ def _beside(step: StepArguments, batch: Batch) -> Mapping[str, Beside]:
 
 
 @contextmanager
-def _put(step: Any, call: Call) -> Iterator[None]:
+def _replace_loss(step: Any, call: Call) -> Iterator[None]:
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     step["self"].forward_backward_func = get_forward_backward_func()  # ROLL keeps one from before the proof
@@ -96,7 +96,7 @@ def _strategies(owner: Any) -> list[Function]:
 
 ENGINE = TokenMeanEngine(
     "ROLL", versions="8eb27cc2", step=("train_step", ["batch", "loss_func"]),
-    wrong=_wrong,
+    refusals=_refusals,
     batches=lambda step: [step["batch"].batch],
     masks=_masks,
     prompts=_prompts,
@@ -112,13 +112,13 @@ ENGINE = TokenMeanEngine(
         entropy="self.strategy.op_compute_entropy",
     ),
     batch="data.batch",
-    put=_put,
+    replace_loss=_replace_loss,
     facts=_facts,
     beside=_beside,
-    loses_masked=True,
+    sums_masked=True,
     trains=lambda strategy: not _is_critic(strategy.worker),
     checks=_strategies,
     group_size=lambda step: getattr(step["self"].worker.pipeline_config, "num_return_sequences_in_group", None),
-    even=lambda step: "Set importance_sampling: token"
+    uneven=lambda step: "Set importance_sampling: token"
     if step["self"].worker.pipeline_config.importance_sampling == "seq" else "",
 )  # fmt: skip

@@ -67,7 +67,7 @@ def aggregate(
                 stack.enter_context(_instead(batch, own))
                 if not proves:
                     batch.pop(GROUPS, None)
-            stack.enter_context(engine.put(arguments, partial(engine.tap, arguments)))
+            stack.enter_context(engine.replace_loss(arguments, partial(engine.tap, arguments)))
             result = running(stock, arguments)
         if proves and not (proof.outcome or proof.is_over):
             proof.give_up("no schedule of Megatron ran in the step.")
@@ -78,8 +78,8 @@ def aggregate(
             return stock()
 
     further = [Function(owner, *function) for function in engine.further]
-    if hasattr(owner, engine.runs or "-"):
-        further.append(Function(owner, engine.runs, [], running))
+    if engine.schedule and hasattr(owner, engine.schedule):
+        further.append(Function(owner, engine.schedule, [], running))
     checks = [check for check in engine.checks(owner) if not is_replaced(check.owner, check.name, check.kind)]
     replaced = Replaced(engine.name, engine.versions, [Function(owner, *engine.step, step), *further, *checks])
     where = f"{owner.__name__}.{engine.step[0]}"

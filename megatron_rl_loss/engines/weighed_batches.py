@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -45,12 +45,21 @@ def megatron_group(step: StepArguments) -> Group:
     return parallel_state.get_data_parallel_group()
 
 
+class WeighedBatch(NamedTuple):
+    """A batch with a mask and an id for each sample, or why ids are unknown, and by what advantages are multiplied."""
+
+    batch: Any
+    masks: list[Tensor]
+    prompts: Sequence[Any] | str
+    factors: Tensor
+
+
 @dataclass(frozen=True, kw_only=True)
 class BatchEngine:
     """What the library knows of an engine whose batches are padded rows with "advantages": functions of its step.
 
     Attributes:
-        wrong: conditions under which the engine divides by another number, each with words for the error and a remedy.
+        refusals: conditions under which the engine divides by another number, with words for the error and a remedy.
         batches: this rank's, of a step.
         masks: a row for each sample of a batch; asked for each micro-batch, too.
         prompts: an id for each sample of a batch, or the reason why prompts are unknown.
@@ -58,23 +67,23 @@ class BatchEngine:
         numbers_groups: the library numbers the groups itself, so that the user's group size is sure.
         group: the data-parallel group.
         divisor: the engine's own, if that is not the number of the step's active tokens.
-        even: the remedy for a loss that averages within each sample, else empty.
+        uneven: the remedy for weights that differ in a sample, of a loss that averages within each, else empty.
         group_size: the number of rows to generate for a prompt, if the engine's config has it.
         ask_size: words that ask for that number.
         unproved: the reason why a step cannot be proved, else empty.
         loss, batch: the row of the loss function; the path of the micro-batch, in its arguments or beside them.
-        loses_masked: masked tokens have no advantages in a trial: its policy loss has them too, at advantages of 0 by
-            their weights. Else they have, so that masks are seen.
+        sums_masked: its policy loss has masked tokens too, at advantages of 0 by their weights, and in a trial none.
+            Else they have advantages in a trial, so that masks are seen.
         correction: what the engine multiplies advantages by before its loss function, which is no weight.
         facts: of a call: coefficient of the loss and temperature of the logits.
         beside: of a call, the terms beside the policy loss, as the config names them; None if they are not measured.
         whole: the row of the function that calls the policy loss and adds other terms, if that is another function.
-        around: log-probs before and after those of the masks, in the whole loss function.
+        padding: log-probs before and after those of the masks, in the whole loss function.
     """
 
     name: str = field(kw_only=False)
     versions: str
-    wrong: Callable[[StepArguments], Sequence[tuple[bool, str, str]]] = lambda step: ()
+    refusals: Callable[[StepArguments], Sequence[tuple[bool, str, str]]] = lambda step: ()
     batches: Callable[[StepArguments], Sequence[Any]]
     masks: Callable[[StepArguments, Any], Sequence[Tensor]]
     prompts: Callable[[StepArguments, Any], Sequence[Any] | str]
@@ -82,33 +91,28 @@ class BatchEngine:
     numbers_groups: bool = False
     group: Callable[[StepArguments], Group | None] = megatron_group
     divisor: Callable[[StepArguments, StepTotals], float] = lambda step, totals: totals.step_active_tokens
-    even: Callable[[StepArguments], str] = lambda step: ""
+    uneven: Callable[[StepArguments], str] = lambda step: ""
     group_size: Callable[[StepArguments], int | None] = lambda step: None
     ask_size: str = ASK_SIZE.format("aggregate(...)")
     unproved: Callable[[StepArguments], str] = lambda step: ""
     loss: LossPaths
     batch: str
-    loses_masked: bool = False
+    sums_masked: bool = False
     correction: Callable[[StepArguments, Batch], Tensor | float] = lambda step, batch: 1.0
     facts: Callable[[StepArguments, Batch], dict[str, Any]] = lambda step, batch: {}
     beside: Callable[[StepArguments, Batch], Mapping[str, Beside] | None] = lambda step, batch: None
     whole: LossPaths | None = None
-    around: Callable[[StepArguments, Batch], tuple[int, int]] = lambda step, batch: (0, 0)
+    padding: Callable[[StepArguments, Batch], tuple[int, int]] = lambda step, batch: (0, 0)
 
-    def factors(
-        self, modes: LossModes, step: StepArguments
-    ) -> tuple[list[tuple[Any, list[Tensor], Sequence[Any] | str, Tensor]], float]:
-        """Batches of a step, each with masks, prompts and by what advantages are multiplied, and the engine's divisor.
-
-        All ranks call it.
-        """
+    def factors(self, modes: LossModes, step: StepArguments) -> tuple[list[WeighedBatch], float]:
+        """The batches of a step, and the engine's divisor. All ranks call it."""
         batches: list[Any] = []
         masks: list[list[Tensor]] = []
         prompts: list[Sequence[Any] | str] = []
 
         def describe() -> list[Samples]:
-            for is_wrong, what, remedy in self.wrong(step):
-                if is_wrong:
+            for is_so, what, remedy in self.refusals(step):
+                if is_so:
                     raise ValueError(
                         f"{what} with a loss aggregation: {self.name} must train on the mean over the step's tokens. "
                         f"{remedy}."
@@ -118,11 +122,11 @@ class BatchEngine:
             prompts.extend(self.prompts(step, batch) for batch in batches)
             return described_samples(modes, masks, prompts)
 
-        group, even = self.group(step), self.even(step)
+        group, uneven = self.group(step), self.uneven(step)
         factors, divisor = advantage_factors(
-            modes, describe, dp_group=group, even=even, divisor=lambda totals: self.divisor(step, totals)
+            modes, describe, dp_group=group, uneven=uneven, divisor=lambda totals: self.divisor(step, totals)
         )
-        return list(zip(batches, masks, prompts, factors, strict=True)), divisor
+        return list(map(WeighedBatch, batches, masks, prompts, factors)), divisor
 
     def weigh(
         self, modes: LossModes, step: StepArguments, proof: Any, group_size: int | None = None
@@ -132,10 +136,10 @@ class BatchEngine:
         In the step that the proof measures, columns say by what advantages were weighed, and the proof what of groups.
         """
         (weighed, divisor), columns, first = self.factors(modes, step), list[dict[str, Tensor]](), 0
-        batches = [batch for batch, *_ in weighed]
         if proof is not None and not proof.is_over:
             proof.promises = self.promises(step, group_size)
-            why = self.unproved(step) or self.misplaced(modes, step, batches, proof.promises.group_size)
+            prompts = [(batch, ids) for batch, _, ids, _ in weighed]
+            why = self.unproved(step) or self.misplaced(modes, step, prompts, proof.promises.group_size)
             if why:
                 proof.give_up(why)
         for batch, rows, ids, factor in weighed:
@@ -148,19 +152,25 @@ class BatchEngine:
             columns[-1][ROWS] = _at_tokens(torch.arange(first, first := first + len(rows)), column)
             if not isinstance(ids, str):
                 columns[-1][IDS] = _at_tokens(hashed_ids(ids), column)
-        return batches, columns, divisor
+        return [batch for batch, *_ in weighed], columns, divisor
 
     def promises(self, step: StepArguments, group_size: int | None) -> Promises:
         """What the user, or else the engine's config, says of the groups of prompts."""
         is_sure = self.numbers_groups and group_size is not None
         return Promises(group_size or self.group_size(step), is_group_size_sure=is_sure, ask_size=self.ask_size)
 
-    def misplaced(self, modes: LossModes, step: StepArguments, batches: Sequence[Any], group_size: int | None) -> str:
-        """As `misplaced_ids`, of a step's batches; empty for a mode that does not group by prompt."""
+    def misplaced(
+        self,
+        modes: LossModes,
+        step: StepArguments,
+        prompts: Sequence[tuple[Any, Sequence[Any] | str]],
+        group_size: int | None,
+    ) -> str:
+        """As `misplaced_ids`, of a step's batches and their ids; empty for a mode that does not group by prompt."""
         if self.prompt_tokens is None or not is_by_prompt(modes):
             return ""
-        ids = [str(prompt_id) for batch in batches for prompt_id in self.prompts(step, batch)]
-        texts = [text for batch in batches for text in self.prompt_tokens(batch)]
+        ids = [str(prompt_id) for _, known in prompts for prompt_id in known]
+        texts = [text for batch, _ in prompts for text in self.prompt_tokens(batch)]
         return misplaced_ids(ids, texts, self.group(step), group_size)
 
     def tap(self, step: StepArguments, stock: Callable[[], Any], loss: dict[str, Any]) -> Any:
@@ -187,8 +197,7 @@ class BatchEngine:
             for column in (columns[ROWS], columns[IDS])
         )
         if is_whole:
-            before, after = self.around(step, batch)
-            masks = [pad(mask, (before, after)) for mask in masks]
+            masks = [pad(mask, self.padding(step, batch)) for mask in masks]
         layout, labels = Gathered([0, *accumulate(map(len, masks))]), {} if rows is None else {"row": rows}
         samples = Samples(list(masks), layout=layout, prompt_ids=ids, labels=labels)
         factors, plain = None if is_whole else columns[FACTORS], None
@@ -199,7 +208,7 @@ class BatchEngine:
             device = value_at(batch, "advantages").device
             factors, plain = to_device(factors, device), to_device(columns[PLAIN], device)
             plain = plain * self.correction(step, batch)
-            if not self.loses_masked:  # a loss function with these masks gives the token the weight 0 all the same
+            if not self.sums_masked:  # a loss function with these masks gives the token the weight 0 all the same
                 is_masked = to_device(columns[MASKS], device) == 0
                 factors, plain = factors.masked_fill(is_masked, 1), plain.masked_fill(is_masked, 0)
         return WeighedMicrobatch(samples, factors, plain, beside=beside, **self.facts(step, batch))
@@ -211,21 +220,21 @@ class TokenMeanEngine(BatchEngine):
 
     Attributes:
         step: the name of its step method, called once per optimizer step, and parameters that it must have.
-        put: puts a call in place of the loss function, during a call of the step method.
+        replace_loss: puts a call in place of the loss function, during a call of the step method.
         trains: True if an instance of the class trains a policy.
         unmeasured: words for terms beside the policy loss that are not measured.
         further: other methods that are replaced.
         checks: functions of the engine that run where workers train without the class; ours refuse it, or say so.
-        runs: another method that calls Megatron's schedule, if the class has it.
+        schedule: another method that calls Megatron's schedule, if the class has it.
     """
 
     step: tuple[str, Sequence[str]]
-    put: Callable[[StepArguments, Call], AbstractContextManager[None]]
+    replace_loss: Callable[[StepArguments, Call], AbstractContextManager[None]]
     trains: Callable[[Any], bool] = lambda owner: True
     unmeasured: str = ""
     further: Sequence[tuple[str, Sequence[str], Call]] = ()
     checks: Callable[[Any], Sequence[Function]] = lambda owner: ()
-    runs: str = ""
+    schedule: str = ""
 
 
 def _at_tokens(numbers: Tensor, column: Tensor) -> Tensor:
@@ -248,22 +257,22 @@ def advantage_factors(
     describe: Callable[[], list[Samples]],
     *,
     dp_group: Group | None,
-    even: str = "",
-    divisor: Callable[[StepTotals], float] = lambda totals: totals.step_active_tokens,
+    uneven: str,
+    divisor: Callable[[StepTotals], float],
 ) -> tuple[list[Tensor], float]:
     """Factors ``w * D`` of tokens, a 1-D host tensor per micro-batch of this rank, and D, what `divisor` returns.
 
     The sum over tokens of factor * loss / D is the step loss of the policy's mode. An error of `divisor` raises on all
-    ranks of the group; so do, with `even`, a remedy, weights that differ within a sample.
+    ranks of the group; so do, with `uneven`, a remedy, weights that differ within a sample.
     """
     plan = step_plan(modes, describe, dp_group)
     divided_by = float(check_together(lambda: divisor(plan.totals), several(dp_group)))
 
     def check() -> None:
         for microbatch in plan:
-            check_even(microbatch.weights, microbatch.samples, even)
+            check_even(microbatch.weights, microbatch.samples, uneven)
 
-    if even:
+    if uneven:
         check_together(check, several(dp_group))
     return [microbatch.weights * divided_by for microbatch in plan], divided_by
 
@@ -272,16 +281,16 @@ def described_samples(
     modes: LossModes, masks: Sequence[Sequence[Any]], prompts: Sequence[Sequence[Any] | str]
 ) -> list[Samples]:
     """Samples of micro-batches. `prompts` are ids, or the reason why ids are unknown: modes by prompt then raise."""
-    described = []
+    by_prompt, described = is_by_prompt(modes), []
     for rows, ids in zip(masks, prompts, strict=True):
+        if isinstance(ids, str) and by_prompt:
+            raise ValueError(f"{modes.describe()}, for {ids}. Choose a mode that does not group by prompt.")
         if not isinstance(ids, str) and any(prompt_id is None or prompt_id != prompt_id for prompt_id in ids):
             raise ValueError(
                 "prompt ids with None or NaN: each row must have the id of its prompt. Give every row one."
             )
         known = ["unknown"] * len(rows) if isinstance(ids, str) else [str(prompt_id) for prompt_id in ids]
         described.append(Samples(rows, prompt_ids=known))
-        if isinstance(ids, str) and "prompt" in modes.rehearse(described[-1]):
-            raise ValueError(f"{modes.describe()}, for {ids}. Choose a mode that does not group by prompt.")
     return described
 
 

@@ -59,8 +59,9 @@ def test_factors_are_weights_times_the_tokens(mode: Any) -> None:
     """A mode over sums of the step is among them."""
     masks = list(MASKS.float())
     (factors,), tokens = advantage_factors(
-        LossModes.resolve(mode), lambda: [Samples(masks, prompt_ids=PROMPTS)], dp_group=None
-    )
+        LossModes.resolve(mode), lambda: [Samples(masks, prompt_ids=PROMPTS)], dp_group=None, uneven="",
+        divisor=lambda totals: totals.step_active_tokens,
+    )  # fmt: skip
     assert tokens == 8
     right = torch.stack(weights_column(mode, masks)) if mode is BY_LENGTH else expected(mode, MASKS, PROMPTS)
     assert_close(factors, 8 * right.double().flatten())
@@ -570,7 +571,7 @@ def test_settings_that_break_the_token_mean(engine: str, changed: dict[str, Any]
     config = SimpleNamespace(**means | {"apply_loss_scale": True, "use_valid_token_scale": True} | changed)
     worker = SimpleNamespace(pipeline_config=config)
     owner = SimpleNamespace(worker=worker, worker_config=config, cfg=SimpleNamespace(algorithm=config))
-    wrong = ENGINES[engine].wrong({"self": owner, "batch": changed.get("batch", {})})
+    wrong = ENGINES[engine].refusals({"self": owner, "batch": changed.get("batch", {})})
     assert [text for is_wrong, _, text in wrong if is_wrong] == [remedy] * bool(remedy)
 
 
@@ -606,16 +607,16 @@ def test_rlinf_divides_terms_beside_by_the_tokens_of_all_steps(num_minibatches: 
         assert (beside["kl"].estimator, beside["kl"].coef, beside["entropy"].coef) == (estimator, 0.1, -0.01)
 
 
-@pytest.mark.parametrize("loses_masked", [False, True])
-def test_a_trial_has_advantages_at_masked_tokens(loses_masked: bool) -> None:
+@pytest.mark.parametrize("sums_masked", [False, True])
+def test_a_trial_has_advantages_at_masked_tokens(sums_masked: bool) -> None:
     """Where an engine's loss leaves these out: weighed advantages are 0 there, and would hide another mask."""
-    engine = replace(ENGINES["areal"], facts=lambda *_: {}, loses_masked=loses_masked)
+    engine = replace(ENGINES["areal"], facts=lambda *_: {}, sums_masked=sums_masked)
     plain, factors, is_masked = torch.full((5, 5), 2.0), MASKS * 3.0, MASKS == 0
     weighed = {"advantages": plain * factors, weighed_batches.FACTORS: factors, weighed_batches.PLAIN: plain}
     batch = {**weighed, weighed_batches.MASKS: MASKS, "loss_mask": MASKS}
     measured = engine.measured({}, {"input_data": batch})
     trial = measured.factors_of(batch["advantages"])
-    assert (trial[is_masked] == (0 if loses_masked else 1)).all()
+    assert (trial[is_masked] == (0 if sums_masked else 1)).all()
     assert (trial[~is_masked] == 3).all()
 
 
