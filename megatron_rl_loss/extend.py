@@ -1,4 +1,4 @@
-"""What an adapter of an engine needs beside the public names. The adapters in `engines/` use nothing else of the front.
+"""What an adapter of an engine needs beside the public names and `core/`. The adapters in `engines/` use nothing else.
 
 An adapter of your own, in a repository of your own, imports from here and from `megatron_rl_loss`. `help(name)` tells
 the rest. These names may change with a minor version; the public names may not.
@@ -25,7 +25,8 @@ What the first step observes, and its proof:
 - `Tap`: the losses of one term of one micro-batch; `observed_taps`: all taps of the step that is being measured, or
   None, and `is_observed` asks for it; `taps_of`: the same, None also where no gradient will reach a value;
   `unobserved`: a ``with`` for a loss function that is tried and does not train; `part_of_loss`: notes a part of the
-  loss that is measured, or that the engine aggregates, so that what somebody adds beside the parts is seen
+  loss that is measured, or that the engine aggregates, so that what somebody adds beside the parts is seen, and
+  `MORE_TERMS` is how this is said
 - `PlanUse`: what became of a plan; `Promises`: what an engine said of its step, for the proof to compare
 - `MegatronFirstStep`, `run_schedules_by`: the proof around Megatron's schedules, and `chunks_of` what these take as a
   model; `proof_level`: the level that the user asked for; `not_proved`: the verdict on a step of which nothing can be
@@ -46,6 +47,7 @@ from megatron_rl_loss.core.reducers import WeightedSum
 from megatron_rl_loss.core.taps import Tap, is_observed, observed_taps, part_of_loss, taps_of, unobserved
 from megatron_rl_loss.core.totals_by_hand import Reducer
 from megatron_rl_loss.proof.findings import not_proved
+from megatron_rl_loss.proof.loss_parts import MORE_TERMS
 from megatron_rl_loss.proof.outcomes import proof_level
 from megatron_rl_loss.proof.promises import Promises
 from megatron_rl_loss.proof.schedules import chunks_of, run_schedules_by
@@ -66,6 +68,7 @@ _MEGATRON_NAMES = {
 __all__ = [
     "COUNTINGS",
     "DDP_MEAN",
+    "MORE_TERMS",
     "Aggregation",
     "Carrier",
     "Form",

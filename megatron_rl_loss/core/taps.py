@@ -48,7 +48,6 @@ class Declared:
         coef: the factor of the term in the loss; NaN where there may be any; None where nobody said it.
         doubt: why a difference of weights is no evidence; "" for none.
         count: the samples by which an engine divides; None where nobody said it.
-        added: what a loss has beside its terms, so that the step is not proved; "" for nothing.
     """
 
     mode: str = ""
@@ -56,7 +55,6 @@ class Declared:
     coef: float | None = None
     doubt: str = ""
     count: float | None = None
-    added: str = ""
 
 
 class GradientSum:
@@ -136,7 +134,7 @@ class Tap:
     Attributes:
         shape, dtype: of the losses.
         samples: of the losses.
-        coef, doubt, count, added: as in `Declared`.
+        coef, doubt, count: as in `Declared`.
         aggregation: the term's own.
         share: of losses that a reducer of this package summed, whose gradients it knows; other losses are hooked.
         hooked: the gradients that reached other losses.
@@ -162,7 +160,6 @@ class Tap:
     scales: set[LossScale | None] = field(default_factory=set)
     doubt: str = ""
     count: float | None = None
-    added: str = ""
 
     @property
     def gradient(self) -> Tensor | None:
@@ -187,7 +184,7 @@ class Tap:
         has_policys_mode = plan is not None and self.aggregation is not None and self.aggregation == plan.policy
         mode = "" if self.aggregation is None else self.aggregation.describe()
         coef = None if self.coef is None else float(self.coef)
-        return Declared(mode, has_policys_mode, coef, self.doubt, self.count, self.added)
+        return Declared(mode, has_policys_mode, coef, self.doubt, self.count)
 
 
 @dataclass
@@ -204,6 +201,7 @@ class Taps:
         scales: by backward pass, what a gradient scaler multiplied its loss by.
         unscaled: ids of the scalers that divided gradients again.
         parts: of this micro-batch's loss, as far as `part_of_loss` was told.
+        added: what a loss of the step has beside its terms, in words; the step is then not proved.
         receipt: of what this micro-batch handed out; None for nothing.
     """
 
@@ -216,6 +214,7 @@ class Taps:
     scales: dict[int, LossScale] = field(default_factory=dict)
     unscaled: set[int] = field(default_factory=set)
     parts: list["LossPart"] = field(default_factory=list)
+    added: set[str] = field(default_factory=set)
     receipt: Any = None
     _waiting: dict[int, list[Callable[[], None]]] = field(default_factory=dict)
     _trained: set[int] = field(default_factory=set)

@@ -29,10 +29,6 @@ class EngineStep(MegatronFirstStep):
         with super().step(model, trains=trains, plan=plan, **further):
             yield
 
-    def amend(self, beside: str) -> None:
-        """Let the line to come say this of parts that are not proved, in the place of the words from before."""
-        self._beside = beside
-
     def give_up(self, why: str) -> None:
         """Print on the first rank that nothing is proved, unless the level of all ranks is ``off``; all call it."""
         if not self.is_agreed:

@@ -57,10 +57,13 @@ def tap_policy(
             layout = measured.samples.layout
             replicated = layout is not None and layout.is_whole
             follow(seen[0], replicated=replicated, temperature=measured.temperature)
+    known = None
     if measured.beside is not None:
         exchanged = [value_at(*place) for path in row.trial for place in places(path, arguments)]
-        known = [*exchanged, *(value for kept in keepers.values() for value in kept)]
-        part_of_loss(loss, [value for value in known if isinstance(value, Tensor) and value.requires_grad])
+        inputs = [*exchanged, *(value for kept in keepers.values() for value in kept)]
+        known = [value for value in inputs if isinstance(value, Tensor) and value.requires_grad]
+    part_of_loss(loss, known)
+    if measured.beside is not None:
         tap_beside(trials, measured, seen[0], [*keepers.get(row.entropy, ())], loss)
     return result
 

@@ -25,6 +25,12 @@ def is_by_prompt(modes: LossModes) -> bool:
     return "prompt" in modes.rehearse(Samples([np.ones(1)], prompt_ids=["0"]))
 
 
+def check_prompts(modes: LossModes, unknown: str) -> None:
+    """Refuse a mode that needs ids of prompts, where a reason says why they are unknown."""
+    if unknown and is_by_prompt(modes):
+        raise ValueError(f"{modes.describe()}, for {unknown}. Choose a mode that does not group by prompt.")
+
+
 def misplaced_ids(
     prompt_ids: Sequence[str], prompts: Sequence[str], dp_group: Group | None, group_size: int | None = None
 ) -> str:

@@ -36,7 +36,7 @@ from megatron_rl_loss.engines.log_prob_gradients import tap_output
 from megatron_rl_loss.engines.loss_trials import LossPaths, WeighedMicrobatch, tap_sum
 from megatron_rl_loss.engines.places import wrapped
 from megatron_rl_loss.engines.policy_tap import tap_policy
-from megatron_rl_loss.engines.prompt_tokens import MEDIA, is_by_prompt, prompt_texts
+from megatron_rl_loss.engines.prompt_tokens import MEDIA, check_prompts, prompt_texts
 from megatron_rl_loss.engines.proving import prove
 from megatron_rl_loss.engines.replacing import Function, Replaced, installed
 from megatron_rl_loss.engines.skyrl_trainer import ASK, VERSIONS, Division, mode_of_trainer, response_tokens
@@ -83,8 +83,7 @@ class _Microbatch:
         batch, bounds = self.batch, list(accumulate(map(len, masks), initial=0))
         real, has_media = batch["attention_mask"] != 0, batch.get("pixel_values") is not None
         held = (real.sum(-1) > 1) | (batch["loss_mask"] != 0).any(-1)
-        if has_media and is_by_prompt(modes := LossModes(self.mode_of(term))):
-            raise ValueError(f"{modes.describe()}, for {MEDIA}. Choose a mode that does not group by prompt.")
+        check_prompts(LossModes(self.mode_of(term)), MEDIA if has_media else "")
         prompts = prompt_texts(batch["sequences"][held], (real & ~response_tokens(batch))[held])
         loss_masks = [mask.float() for mask, is_sample in zip(masks, held.tolist(), strict=True) if is_sample]
         slots = Gathered(bounds, filler_slots=len(held) - len(loss_masks), **layout)
@@ -206,7 +205,7 @@ class AggregatedPolicyLoss:
         is_silent = {"kl": not has_kl, "entropy": not has_entropy}
         replaced.proof.terms = ["pg", *(term for term in masks if not is_silent.get(term))]
         replaced.proof.promises = Promises(self._group_size, ask_size=ASK)
-        replaced.proof.amend(
+        replaced.proof.beside = (
             f"advantages bring the weights of loss_reduction={algorithm.loss_reduction}: SkyRL's trainer proves these "
             "in a line of its own (SkyRL driver), or nobody does; SkyRL aggregates MoE losses"
         )

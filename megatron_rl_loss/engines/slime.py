@@ -474,7 +474,7 @@ class _Terms:
         proof = self.replaced.proof
         if proof is not None and not proof.is_over:
             self.is_amended = True
-            proof.amend(says)
+            proof.beside = says
             return
         if not (self.is_amended and proof.outcome == "proved"):
             announce(f"{self.engine.name}: the policy loss is as its line says, and {says}", True)

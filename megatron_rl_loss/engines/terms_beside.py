@@ -9,11 +9,11 @@ from torch import Tensor
 
 from megatron_rl_loss.core.transfers import to_device
 from megatron_rl_loss.engines.loss_trials import PENALTIES, Penalty, Trial, Trials, WeighedMicrobatch, tap_sum
-from megatron_rl_loss.extend import observed_taps
+from megatron_rl_loss.extend import MORE_TERMS, observed_taps
 
 _ADDED = (
-    "The loss has more than the terms that the config names: with advantages of 0, it has gradients that these do not "
-    "explain. Somebody added a term, or the KL penalty has another estimator."
+    f"{MORE_TERMS}: with advantages of 0, it has gradients that these do not explain. Somebody added a term, or the KL "
+    "penalty has another estimator."
 )
 
 
@@ -94,8 +94,7 @@ def tap_beside(
             tapped.at_log_probs, tapped.doubt = measured.is_followed, tapped.doubt or term.doubt
     is_explained = _largest(*left) <= 64 * torch.finfo(log_probs.dtype).eps * size
     if not is_explained and not any(term.doubt for term in measured.beside.values()) and (taps := observed_taps()):
-        for known in [known for by_microbatch in taps.losses.values() for known in by_microbatch.values()]:
-            known.added = _ADDED
+        taps.added.add(_ADDED)
 
 
 def _at(

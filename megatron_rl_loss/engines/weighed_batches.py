@@ -24,7 +24,7 @@ from megatron_rl_loss.core.transfers import to_device
 from megatron_rl_loss.engines.loss_trials import Beside, LossPaths, WeighedMicrobatch
 from megatron_rl_loss.engines.places import Call, places, value_at
 from megatron_rl_loss.engines.policy_tap import tap_policy
-from megatron_rl_loss.engines.prompt_tokens import ASK_SIZE, is_by_prompt, misplaced_ids
+from megatron_rl_loss.engines.prompt_tokens import ASK_SIZE, check_prompts, is_by_prompt, misplaced_ids
 from megatron_rl_loss.engines.replacing import Function
 from megatron_rl_loss.extend import LossModes, Plan, Promises, Trainer, make_plan, observed_taps
 
@@ -281,10 +281,9 @@ def described_samples(
     modes: LossModes, masks: Sequence[Sequence[Any]], prompts: Sequence[Sequence[Any] | str]
 ) -> list[Samples]:
     """Samples of micro-batches. `prompts` are ids, or the reason why ids are unknown: modes by prompt then raise."""
-    by_prompt, described = is_by_prompt(modes), []
+    described = []
     for rows, ids in zip(masks, prompts, strict=True):
-        if isinstance(ids, str) and by_prompt:
-            raise ValueError(f"{modes.describe()}, for {ids}. Choose a mode that does not group by prompt.")
+        check_prompts(modes, ids if isinstance(ids, str) else "")
         if not isinstance(ids, str) and any(prompt_id is None or prompt_id != prompt_id for prompt_id in ids):
             raise ValueError(
                 "prompt ids with None or NaN: each row must have the id of its prompt. Give every row one."

@@ -7,6 +7,8 @@ from torch import Tensor
 
 from megatron_rl_loss.core.taps import LossPart
 
+#: How what is said of a loss with further terms begins.
+MORE_TERMS = "The loss has more than the terms that the config names"
 #: A graph between a loss and the parts that it is made of has a few nodes; behind more lies the model.
 _MOST_NODES = 4096
 

@@ -14,7 +14,7 @@ from megatron_rl_loss.core.collectives import ModelGroups, attempt, failure_of, 
 from megatron_rl_loss.core.record import PlanUse
 from megatron_rl_loss.core.taps import Taps, observed_taps
 from megatron_rl_loss.proof.bucket_groups import BucketGroups, check_fresh_gradients, unseen
-from megatron_rl_loss.proof.loss_parts import has_more
+from megatron_rl_loss.proof.loss_parts import MORE_TERMS, has_more
 from megatron_rl_loss.proof.measurement import Measurement, Ranks, Source
 from megatron_rl_loss.proof.schedules import chunks_of
 
@@ -24,8 +24,8 @@ _BESIDE = (
     "way, whose weights nobody asked for. Put every term into loss({...}), with its coefficient."
 )
 _ADDED = (
-    "The loss has more than the terms that the config names: the model's output reaches it by a way that nobody "
-    "measures. Somebody added a term after the loss function, or aggregated one by another function."
+    f"{MORE_TERMS}: the model's output reaches it by a way that nobody measures. Somebody added a term after the loss "
+    "function, or aggregated one by another function."
 )
 _OTHER_COUNT = (
     "The token count that was returned is {}, and microbatch.loss(...) handed out {}: Megatron divides by it. Return "
@@ -110,11 +110,10 @@ class MegatronStep(Measurement):
             self._returned[_BESIDE] = None
 
     def _see_parts(self, returned: Any, output: Any) -> None:
-        """Note at each tapped loss that the engine's loss has more than the parts that its adapter knows."""
+        """Note that the engine's loss has more than the parts that its adapter knows."""
         loss = returned[0] if isinstance(returned, tuple) else returned
         if self.taps.parts and has_more(loss, output, self.taps.parts):
-            for tapped in [tapped for by_microbatch in self.taps.losses.values() for tapped in by_microbatch.values()]:
-                tapped.added = tapped.added or _ADDED
+            self.taps.added.add(_ADDED)
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         # SkyRL finalises gradients after the schedule, by this method of the object whose method the config names as

@@ -110,6 +110,7 @@ class StepState:
         dtypes: of tapped losses.
         asked: the policy loss's aggregation, by each rank that computes losses.
         tokens: of the model's ids compared with the samples', and different.
+        added: what losses have beside their terms.
         uses_plan: some rank's plan weighed losses.
         is_dynamic: some micro-batches have a context-parallel group of their own.
         over: the ranks that the step's tokens are spread over, once ranks have joined.
@@ -123,6 +124,7 @@ class StepState:
     dtypes: set[str] = field(default_factory=set)
     asked: set[str] = field(default_factory=set)
     tokens: tuple[int, int] = (0, 0)
+    added: set[str] = field(default_factory=set)
     uses_plan: bool = False
     is_dynamic: bool = False
     over: StepGroups = field(default_factory=StepGroups)
@@ -150,6 +152,7 @@ class StepState:
             self.dtypes | other.dtypes,
             self.asked | other.asked,
             (self.tokens[0] + other.tokens[0], self.tokens[1] + other.tokens[1]),
+            self.added | other.added,
             self.uses_plan or other.uses_plan,
             self.is_dynamic or other.is_dynamic,
         )

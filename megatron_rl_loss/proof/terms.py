@@ -95,6 +95,7 @@ def compare_terms(
         if name not in state.terms or f"{name}#2" in state.terms:
             where = "several times in a micro-batch" if name in state.terms else "in no micro-batch"
             comparison.find(WRONG, f"The {name} term went through a reducer of this library {where}.")
+    comparison.find(NOT_PROVED, *sorted(state.added))
     first = "pg" if "pg" in state.terms else next(iter(state.terms))
     names = sorted(state.terms, key=lambda name: name != first)
     # What a rank knows of a term's mode may be its own; what is compared is what all ranks can compare.
@@ -128,7 +129,7 @@ def _declared(state: StepState, name: str) -> Declared:
 def _why_not(name: str, state: StepState, own: OwnTokens, *, is_first: bool) -> str:
     """Why a term is not compared; empty if it can be."""
     declared, asked = _declared(state, name), own.aggregation(name)
-    others = {replace(said, doubt="", added="") for said in state.terms[name].declared}
+    others = {replace(said, doubt="") for said in state.terms[name].declared}
     if not is_first and not declared.mode:
         return "no mode of its own"
     if len(state.asked) > 1 and (declared.has_policys_mode or not declared.mode):
@@ -193,9 +194,7 @@ def _judge(
         comparison.find(NOT_PROVED, *ids.doubts)
         comparison.find(IN_PART, *ids.assumptions)
         doubt = doubt or other_count(declared.count, compared)
-    added = sorted({said.added for said in state.terms[name].declared} - {""})
-    comparison.find(NOT_PROVED, *added)
-    if added and compared.deviation < _ROUNDED:
+    if state.added and compared.deviation < _ROUNDED:
         doubt = doubt or "The slopes of what was added round those by which it was measured."
     comparison.add(aim, compared, state, doubt or may_be_clipped(compared, state.factor), own.returned)
 

@@ -203,12 +203,11 @@ def test_terms_are_compared_with_the_coefficients(
 def test_terms_are_told_in_the_line_of_the_proof_or_after_it(outcome: str, capsys: Any) -> None:
     """One line says both, unless it is printed already, or says that nothing is proved."""
     replacing._REGISTRY.clear()
-    amended = list[str]()
-    proof = SimpleNamespace(is_over=outcome == "over before", outcome="proved", amend=amended.append)
+    proof = SimpleNamespace(is_over=outcome == "over before", outcome="proved", beside="")
     terms = slime._Terms(slime.ENGINES[-1], replaced=SimpleNamespace(proof=proof))
     for _ in range(2):  # of two micro-batches of the measured step
         terms._say("NOT PROVED are the terms beside it")
-    assert len(amended) == 2 * (outcome != "over before")
+    assert bool(proof.beside) == (outcome != "over before")
     assert terms.is_over == (outcome == "over before")
     assert ("NOT PROVED" in capsys.readouterr().out) == (outcome == "over before")
     if outcome != "over before":

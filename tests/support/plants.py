@@ -11,9 +11,11 @@ from checkouts import Framework, checkout
 from ranks import RankError, run_ranks
 from repository import ROOT
 
+from megatron_rl_loss import extend
+
 UPSTREAM = ROOT / "docs" / "upstream"
 #: What the first step says of a loss with a term that the engine's config does not name.
-MORE_TERMS = "NOT PROVED: The loss has more than the terms that the config names"
+MORE_TERMS = f"NOT PROVED: {extend.MORE_TERMS}"
 
 
 class Plant(NamedTuple):

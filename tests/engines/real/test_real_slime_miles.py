@@ -112,7 +112,7 @@ def train(peer: str, root: str, cp: int, cases: list[dict[str, Any]]) -> list[li
         elif says:  # without counts, the hook is loaded inside the first step
             (replaced,) = (line for line in replacing._REGISTRY if isinstance(line, replacing.Replaced))
             proof, is_counted = replaced.proof, args.custom_megatron_init_path is not None
-            printed = [line or "" for line in (*replacing.active(), proof and proof._beside)]
+            printed = [line or "" for line in (*replacing.active(), proof and proof.beside)]
             of_terms = [line for line in printed if re.search("NOT (PROVED|CHECKED)", line)]
             assert not of_terms, of_terms
             assert (proof and proof.outcome) == ("proved" if is_counted or len(steps) > 1 else None)
