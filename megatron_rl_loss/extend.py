@@ -27,6 +27,8 @@ What the first step observes, and its proof:
   `unobserved`: a ``with`` for a loss function that is tried and does not train; `part_of_loss`: notes a part of the
   loss that is measured, or that the engine aggregates, so that what somebody adds beside the parts is seen, and
   `MORE_TERMS` is how this is said
+- `follow_log_probs`, `tap_output`: the way of a loss's gradient from log-probs to the model's output, which a gather
+  over ranks multiplies
 - `PlanUse`: what became of a plan; `Promises`: what an engine said of its step, for the proof to compare
 - `MegatronFirstStep`, `run_schedules_by`: the proof around Megatron's schedules, and `chunks_of` what these take as a
   model; `proof_level`: the level that the user asked for; `not_proved`: the verdict on a step of which nothing can be
@@ -47,6 +49,7 @@ from megatron_rl_loss.core.reducers import WeightedSum
 from megatron_rl_loss.core.taps import Tap, is_observed, observed_taps, part_of_loss, taps_of, unobserved
 from megatron_rl_loss.core.totals_by_hand import Reducer
 from megatron_rl_loss.proof.findings import not_proved
+from megatron_rl_loss.proof.log_prob_gradients import follow_log_probs, tap_output
 from megatron_rl_loss.proof.loss_parts import MORE_TERMS
 from megatron_rl_loss.proof.outcomes import proof_level
 from megatron_rl_loss.proof.promises import Promises
@@ -89,6 +92,7 @@ __all__ = [
     "chunks_of",
     "count_step",
     "find_mode",
+    "follow_log_probs",
     "groups_of",
     "is_observed",
     "load_function",
@@ -101,6 +105,7 @@ __all__ = [
     "register_names",
     "resolve",
     "run_schedules_by",
+    "tap_output",
     "taps_of",
     "times_mask",
     "unobserved",

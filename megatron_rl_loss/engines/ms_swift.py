@@ -24,14 +24,13 @@ import torch
 from torch import Tensor
 
 from megatron_rl_loss.core.modes import Mode
-from megatron_rl_loss.engines.log_prob_gradients import tap_output
 from megatron_rl_loss.engines.loss_trials import Beside, LossPaths
 from megatron_rl_loss.engines.places import swapped
 from megatron_rl_loss.engines.prompt_tokens import MEDIA
 from megatron_rl_loss.engines.proving import prove
 from megatron_rl_loss.engines.replacing import Function, Replaced
 from megatron_rl_loss.engines.weighed_batches import FACTORS, BatchEngine, StepArguments
-from megatron_rl_loss.extend import LossModes, ModeFunction, resolve
+from megatron_rl_loss.extend import LossModes, ModeFunction, resolve, tap_output
 
 __all__ = ["aggregate"]
 

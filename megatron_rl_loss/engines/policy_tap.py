@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from megatron_rl_loss.core.transfers import to_device
-from megatron_rl_loss.engines.log_prob_gradients import follow
 from megatron_rl_loss.engines.loss_trials import LossPaths, Trial, Trials, WeighedMicrobatch, first_of, tap_sum
 from megatron_rl_loss.engines.places import places, swapped, value_at
 from megatron_rl_loss.engines.terms_beside import tap_beside
-from megatron_rl_loss.extend import Tap, is_observed, part_of_loss, taps_of
+from megatron_rl_loss.extend import Tap, follow_log_probs, is_observed, part_of_loss, taps_of
 
 #: Each further trial has advantages that are smaller by this.
 _SMALLER = 16
@@ -56,7 +55,7 @@ def tap_policy(
             tapped.at_log_probs = True
             layout = measured.samples.layout
             replicated = layout is not None and layout.is_whole
-            follow(seen[0], replicated=replicated, temperature=measured.temperature)
+            follow_log_probs(seen[0], replicated=replicated, temperature=measured.temperature)
     known = None
     if measured.beside is not None:
         exchanged = [value_at(*place) for path in row.trial for place in places(path, arguments)]

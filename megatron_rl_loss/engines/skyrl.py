@@ -32,7 +32,6 @@ from megatron_rl_loss.core.modes import Mode
 from megatron_rl_loss.core.samples import Samples
 from megatron_rl_loss.core.taps import tap
 from megatron_rl_loss.core.transfers import to_device
-from megatron_rl_loss.engines.log_prob_gradients import tap_output
 from megatron_rl_loss.engines.loss_trials import LossPaths, WeighedMicrobatch, tap_sum
 from megatron_rl_loss.engines.places import wrapped
 from megatron_rl_loss.engines.policy_tap import tap_policy
@@ -50,6 +49,7 @@ from megatron_rl_loss.extend import (
     observed_taps,
     part_of_loss,
     resolve,
+    tap_output,
 )
 
 __all__ = ["AggregatedPolicyLoss"]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl_loss.core.collectives import all_reduce, several
-from megatron_rl_loss.extend import taps_of
+from megatron_rl_loss.core.taps import taps_of
 
 #: The entries of a block whose absolute values are summed at once.
 _BLOCK = 2**22
@@ -75,7 +75,7 @@ class LogProbGradients:
         return sums
 
 
-def follow(log_probs: Tensor, *, replicated: bool, temperature: float | None) -> None:
+def follow_log_probs(log_probs: Tensor, *, replicated: bool, temperature: float | None) -> None:
     """Follow the gradient of log-probs to the model's output, once."""
     if (taps := taps_of(log_probs)) is not None:
         taps.log_prob_gradients = taps.log_prob_gradients or LogProbGradients()
