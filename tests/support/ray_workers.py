@@ -10,14 +10,17 @@ import json
 import os
 import re
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import megatron_on_cpu
 from checkouts import stand_in
 from fork_server import PYTHONPATH
+from pages import code_of
 
 #: Seconds that guard against hangs; `run_ranks` and pytest end a test somewhat later.
 LIMIT = 540
@@ -51,6 +54,15 @@ def after_import(name: str, change: Callable[[Any], None]) -> None:
         sys.meta_path.insert(0, _AfterImport(name, change))
 
 
+def stub_names(module: str, **names: Any) -> None:
+    """In `stub()`: put the names into the module when the engine imports it."""
+    after_import(module, lambda imported: vars(imported).update(names))
+
+
+def nothing(*_: Any, **__: Any) -> None:
+    """In the place of an engine's function that has nothing to do here."""
+
+
 class _AfterImport:
     def __init__(self, name: str, change: Callable[[Any], None]) -> None:
         self.name, self.change = name, change
@@ -70,16 +82,22 @@ class _AfterImport:
         return spec
 
 
-def redirect_this_thread() -> None:
-    """Make CUDA the CPU in another thread than the main one, in which Ray runs an actor that has async methods."""
-    mode: Any = importlib.import_module("megatron_on_cpu")._CudaMeansCpu()
-    mode.__enter__()
+def on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, which makes CUDA the CPU in its thread: Ray's for an actor that has async methods, or an engine's.
+
+    The main thread of a process has that from its start.
+    """
+
+    def call(*args: Any, **options: Any) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            megatron_on_cpu.redirect_this_thread()
+        return function(*args, **options)
+
+    return call
 
 
 def set_up_worker() -> None:
     """Called by Ray in every new worker, before it has any of the engine's code."""
-    import megatron_on_cpu
-
     megatron_on_cpu.install()
     prepare(*json.loads(os.environ[_ENGINE]))
 
@@ -93,6 +111,19 @@ def forget_torchrun() -> None:
     """In a driver: drop the variables that `run_ranks` gave it, since an engine sets those of its workers."""
     for variable in [*_OF_TORCHRUN, *(key for key in os.environ if key.startswith("TORCHELASTIC"))]:
         os.environ.pop(variable, None)
+
+
+@contextmanager
+def class_of_page(engine: str) -> Iterator[tuple[str, dict[str, str]]]:
+    """A new folder with the engine's page's code as `{engine}_actor`, which this process and workers can import.
+
+    For workers that needs the variables which are given beside the folder.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        (shown,) = code_of(f"engines/{engine}.md")
+        Path(folder, f"{engine}_actor.py").write_text(shown)
+        sys.path.insert(0, folder)
+        yield folder, {"PYTHONPATH": os.pathsep.join([folder, PYTHONPATH])}
 
 
 @contextmanager
@@ -154,8 +185,15 @@ def lines_of_workers() -> list[str]:
     return [line for log in logs for line in dict.fromkeys(lines_in(log))]
 
 
+def on_each(workers: Any, function: Callable[..., Any], *given: Any) -> list[Any]:
+    """Of each of Ray's workers, what `function(worker, *given)` returns there."""
+    ray: Any = importlib.import_module("ray")
+    results: list[Any] = ray.get([worker.__ray_call__.remote(function, *given) for worker in workers])
+    return results
+
+
 def gradients_of(worker: Any) -> list[Any]:
-    """In a worker: what its optimizer, a `KeepsGradients`, was handed."""
+    """In a worker: what its optimizer, of `keeping_gradients`, was handed."""
     return list(worker.optimizer.gradients)
 
 

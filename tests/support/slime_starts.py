@@ -6,19 +6,20 @@ slime and vime have one driver, `drive`: vime is a fork of slime.
 
 import dataclasses
 import importlib
+import itertools
 import sys
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from checkouts import Framework, checkout
 from logit_table import Step, expected, log_probs_of, logits, make_step, rollout_data
 from ranks import run_ranks
-from ray_workers import after_import, gradients_of, local_ray
-from slime_launches import CP, DP, OURS, TOLERANCE
-from start_stages import ADAM, LEARNING_RATE, errors_of_steps, keeping_gradients, right_gradients
+from ray_workers import gradients_of, local_ray, on_each, stub_names
+from slime_launches import CP, DP, OURS
+from start_stages import ADAM, LEARNING_RATE, Launch, errors_of_stages, keeping_gradients, record_stages, run_stages
 from table_step import table_chunk
 
 #: What their modules import and a launch without a GPU, a sampler and checkpoints does not use.
@@ -49,8 +50,8 @@ def stub_transfer(engine: str) -> None:
     stub_names(f"{engine}.backends.megatron_utils.actor", UpdateWeightFromDistributed=nothing)
 
 
-def stub_checkpoint(engine: str) -> None:
-    """slime and vime: Hugging Face's config, tokenizer and weights, and the version of NumPy that their stack wants."""
+def stub_files(engine: str) -> None:
+    """slime and vime: Hugging Face's config, tokenizer and weights, the transfer of weights, and NumPy's version."""
     import numpy as np
 
     no_checkpoint = SimpleNamespace(from_pretrained=lambda *_, **__: SimpleNamespace(vocab_size=100))
@@ -59,11 +60,7 @@ def stub_checkpoint(engine: str) -> None:
         stub_names(f"{of_megatron}.{name}", AutoConfig=no_checkpoint, AutoTokenizer=no_checkpoint)
     stub_names(f"{of_megatron}.checkpoint", _load_checkpoint_hf=lambda **_: (0, 0))
     stub_names(f"{of_megatron}.initialize", np=SimpleNamespace(__version__="1.26.4", random=np.random))
-
-
-def stub_names(module: str, **names: Any) -> None:
-    """In the module once the engine imports it: not all of Ray's workers do."""
-    after_import(module, lambda imported: vars(imported).update(names))
+    stub_transfer(engine)
 
 
 def table_of_logits(pre_process: bool, post_process: bool) -> Any:
@@ -106,13 +103,6 @@ def step_to_evaluate() -> Step:
     return step
 
 
-def error_of_evaluation(actor: Any, references: Any) -> float:
-    """In a worker: of the log-probs that its forward-only pass gives, in slime and vime."""
-    data = actor._get_rollout_data(references)
-    iterator = importlib.import_module(type(actor).__module__).get_data_iterator(data)
-    return error_of_log_probs(actor.compute_log_prob(iterator, data["num_microbatches"]), data)
-
-
 def error_of_log_probs(results: dict[str, list[torch.Tensor]], data: dict[str, list[torch.Tensor]]) -> float:
     log_probs, right = (torch.cat(values) for values in (results["log_probs"], data["rollout_log_probs"]))
     return float((log_probs - right).abs().max() / right.abs().max())
@@ -132,36 +122,6 @@ def group_type(actor: Any) -> str:
     return type(parallel_state.get_data_parallel_group()).__name__
 
 
-class Start(NamedTuple):
-    """What launches did: the error of an evaluation and the library's lines until then, gradients of each worker.
-
-    Those of two rollouts, with sleep in between, and of one of new workers; then all lines, and the groups' type.
-    """
-
-    evaluated: float
-    before: list[str]
-    gradients: list[list[torch.Tensor]]
-    resumed: list[list[torch.Tensor]]
-    lines: list[str]
-    groups: str
-
-    def errors(self) -> tuple[float, list[float]]:
-        """Of the evaluation, and of a launch with `HOOKS` in its three rollouts, after checks of what each shows."""
-        print(self.groups, *self.before, "---", *self.lines, sep="\n")
-        assert self.groups == "ReloadableProcessGroup"
-        assert not any("aggregation" in line for line in self.before)
-        assert sum("aggregation proved" in line for line in self.lines) == 2  # of both launches
-        step = step_of_a_launch()
-
-        def gradient_at(table: torch.Tensor) -> torch.Tensor:
-            return expected(dataclasses.replace(step, table=table), "constant", 40.0)[1]
-
-        right = right_gradients([gradient_at] * 3, step.table)
-        errors = [*errors_of_steps(self.gradients, right[:2]), *errors_of_steps(self.resumed, right[2:])]
-        assert max(*errors, self.evaluated) < TOLERANCE
-        return self.evaluated, errors
-
-
 def arguments_of(engine: str, flags: list[str]) -> Any:
     sys.argv = ["train.py", *STARTED.split(), *flags]
     args = importlib.import_module(f"{engine}.utils.arguments").parse_args()
@@ -172,57 +132,93 @@ def arguments_of(engine: str, flags: list[str]) -> Any:
     return args
 
 
-def drive(test: str, engine: str, root: str, flags: list[str]) -> Start:
-    """As slime's and vime's train.py up to two rollouts, and again from their checkpoint up to a third."""
+class Calls:
+    """Those of slime's and vime's train.py, with a group of workers."""
+
+    handles, start = "_actor_handlers", "create"
+    of_group: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self, engine: str, args: Any) -> None:
+        self.engine, self.ray = engine, importlib.import_module("ray")
+        Path(args.ref_load, "weights").touch()  # of Hugging Face
+
+    def put(self, data: dict[str, Any]) -> Any:
+        return importlib.import_module(f"{self.engine}.utils.misc").Box(self.ray.put(data))
+
+    def train(self, group: Any, rollout: int, data: list[Any]) -> Any:
+        return self.ray.get(group.async_train(rollout, data))
+
+    def wait(self, result: Any) -> None:
+        """For what another method of the group returns: these have waited."""
+
+    @staticmethod
+    def error_of_evaluation(actor: Any, references: Any) -> float:
+        """In a worker: of the log-probs that its forward-only pass gives."""
+        data = actor._get_rollout_data(references)
+        iterator = importlib.import_module(type(actor).__module__).get_data_iterator(data)
+        return error_of_log_probs(actor.compute_log_prob(iterator, data["num_microbatches"]), data)
+
+
+def drive(test: str, engine: str, root: str, flags: list[str], calls_of: type[Calls]) -> list[Launch]:
+    """As the engine's train.py up to two rollouts, and again from their checkpoint up to a third."""
     with local_ray(test, root, gpus=DP * CP) as lines, tempfile.TemporaryDirectory() as folder:
-        ray: Any = importlib.import_module("ray")
         placement = importlib.import_module(f"{engine}.ray.placement_group")
-        boxed = importlib.import_module(f"{engine}.utils.misc").Box
+        flags = [*flags, "--ref-load", folder, "--save", f"{folder}/saved"]
+        args = arguments_of(engine, flags)
+        calls, places = calls_of(engine, args), placement.create_placement_groups(args)["actor"]
         of_steps, to_evaluate = (
-            [boxed(ray.put(data_of(step, dp_rank))) for dp_rank in range(DP)]
+            [calls.put(data_of(step, dp_rank)) for dp_rank in range(DP)]
             for step in (step_of_a_launch(), step_to_evaluate())
         )
-        Path(folder, "weights").touch()  # of Hugging Face
-        of_workers: list[Any] = []
 
-        def launch(*further: str) -> Any:
-            args = arguments_of(engine, [*flags, *further, "--ref-load", folder, "--save", f"{folder}/saved"])
-            of_workers[:] = of_workers or [placement.create_placement_groups(args)["actor"]]
+        def launch(args: Any, resumed: bool) -> Launch:
             nodes = args.actor_num_nodes, args.actor_num_gpus_per_node
-            group = placement.allocate_train_group(args, *nodes, *of_workers)
-            group.create()
-            of_each(group, keep_gradients)
-            return group
+            group = placement.allocate_train_group(args, *nodes, places, **calls.of_group)
+            calls.wait(getattr(group, calls.start)())
+            workers, rollouts = getattr(group, calls.handles), itertools.count(2 if resumed else 0)
+            on_each(workers, keep_gradients)
 
-        def of_each(group: Any, function: Any, *given: Any) -> Any:
-            return ray.get([worker.__ray_call__.remote(function, *given) for worker in group._actor_handlers])
+            def sleep() -> None:
+                on_each(workers, allow_offloading)
+                calls.wait(group.offload())
+                calls.wait(group.onload())  # the groups are other ones from here on, behind the same objects
+                on_each(workers, allow_offloading, False)
 
-        group = launch()
-        evaluated = max(of_each(group, error_of_evaluation, to_evaluate))
-        before = lines()
-        ray.get(group.async_train(0, of_steps))
-        of_each(group, allow_offloading)
-        group.offload()
-        group.onload()  # the groups are other ones from here on, behind the same objects
-        of_each(group, allow_offloading, False)
-        ray.get(group.async_train(1, of_steps))
-        group.save_model(1)
-        gradients, groups = of_each(group, gradients_of), of_each(group, group_type)[0]
-        group.release()
-        group = launch("--load", f"{folder}/saved")
-        ray.get(group.async_train(2, of_steps))
-        return Start(evaluated, before, gradients, of_each(group, gradients_of), lines(), groups)
+            launched = run_stages(
+                resumed, lines=lines, step=lambda: calls.train(group, next(rollouts), of_steps), sleep=sleep,
+                evaluate=lambda: max(on_each(workers, calls.error_of_evaluation, to_evaluate)),
+                gradients=lambda: on_each(workers, gradients_of), save=lambda: calls.wait(group.save_model(1)),
+            )  # fmt: skip
+            assert set(on_each(workers, group_type)) == {"ReloadableProcessGroup"}
+            for worker in workers:
+                calls.ray.kill(worker)
+            return launched
+
+        return [launch(args, False), launch(arguments_of(engine, [*flags, "--load", f"{folder}/saved"]), True)]
 
 
-def started(test: str, framework: Framework, options: list[str]) -> Start:
+def started(test: str, framework: Framework, options: list[str], calls_of: type[Calls] = Calls) -> list[Launch]:
     """`drive` of the engine of that checkout, with the stubs of a test's module, in a process of its own."""
     engine = framework.variable.removesuffix("_PATH").lower()
-    (start,) = run_ranks(1, drive, test, engine, checkout(framework), options)
-    assert isinstance(start, Start)
-    return start
+    (launches,) = run_ranks(1, drive, test, engine, checkout(framework), options, calls_of)
+    assert isinstance(launches, list)
+    return launches
 
 
-def assert_misspelt_option_is_said(start: Start, engine: str) -> None:
+def record_start(record_property: Any, framework: Framework, launches: list[Launch]) -> None:
+    """Of launches with `HOOKS`, each of which proves its first step."""
+    step, lines = step_of_a_launch(), launches[-1].lines
+    print(*lines, sep="\n")
+    assert sum("aggregation proved" in line for line in lines) == len(launches)
+
+    def gradient_at(table: torch.Tensor) -> torch.Tensor:
+        return expected(dataclasses.replace(step, table=table), "constant", 40.0)[1]
+
+    start = errors_of_stages(launches, DP * CP, gradient_at, step.table)
+    record_stages(record_property, framework, "`compute_log_prob`", start)
+
+
+def assert_misspelt_option_is_said(launches: list[Launch], engine: str) -> None:
     """The engine ignores options that it does not know: without `count_steps` a hook is proved in the second step."""
-    assert len(start.gradients) == DP * CP
-    assert f"{engine} worker 0: count_steps did not run in this worker" in "".join(start.lines)
+    assert len(launches[0].gradients) == DP * CP
+    assert f"{engine} worker 0: count_steps did not run in this worker" in "".join(launches[0].lines)

@@ -5,10 +5,13 @@ Between steps the table learns, by Megatron's own Adam without memory: from othe
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from bigram_step import expected, make_table
+from checkouts import Framework, record_errors
+from ray_workers import nothing
 from table_step import relative_error
 from torch import Tensor
 
@@ -16,6 +19,96 @@ from torch import Tensor
 LEARNING_RATE = 5.0
 #: By these a weight moves by LEARNING_RATE * gradient / (|gradient| + 1), which rounding moves little.
 ADAM = {"adam_beta1": 0.0, "adam_beta2": 0.0, "adam_eps": 1.0, "weight_decay": 0.0, "clip_grad": 0.0}
+#: Losses and gradients are float32.
+TOLERANCE = 2e-6
+
+
+class Launch(NamedTuple):
+    """What a launch did: the gradients of each worker's steps, the library's lines, and the error of an evaluation."""
+
+    gradients: list[Any]
+    lines: list[str]
+    evaluated: float | None = None
+
+
+class Start(NamedTuple):
+    """The errors of an engine's stages; None is for one that the engine does not have, or that did not run."""
+
+    evaluated: float | None
+    first: float
+    woken: float | None = None
+    resumed: float | None = None
+
+    def check(self, is_ours: bool = True) -> None:
+        """An evaluation is exact in every launch; steps are with the library, and far from it without."""
+        assert self.evaluated is None or self.evaluated < TOLERANCE, self
+        errors = [error for error in self[1:] if error is not None]
+        assert max(errors) < TOLERANCE if is_ours else min(errors) > 1e-2, self
+
+
+def run_stages(
+    resumed: bool,
+    *,
+    evaluate: Callable[[], float],
+    step: Callable[[], Any],
+    gradients: Callable[[], list[Any]],
+    lines: Callable[[], list[str]],
+    sleep: Callable[[], Any] = nothing,
+    save: Callable[[], Any] = nothing,
+    load: Callable[[], Any] = nothing,
+) -> Launch:
+    """By the engine's own calls: a launch up to its checkpoint after two steps, or from there to a third.
+
+    `sleep`, which wakes the workers up again, is for an engine that does not sleep around each step by itself.
+    """
+    if resumed:
+        load()
+        step()
+        return Launch(gradients(), lines())
+    evaluated = evaluate()
+    proved = [line for line in lines() if "aggregation" in line]
+    assert not proved, f"An evaluation was taken for a training step: {proved}"
+    step()
+    sleep()
+    step()
+    of_workers = gradients()
+    save()
+    return Launch(of_workers, lines(), evaluated)
+
+
+def errors_of_stages(
+    launches: Sequence[Launch], workers: int, gradient_at: Callable[[Tensor], Tensor], table: Tensor
+) -> Start:
+    """Of a launch and, if there are two, of the one that resumes it."""
+    right, errors = right_gradients([gradient_at] * 3, table), list[float]()
+    for launch, of_launch in zip(launches, (right[:2], right[2:]), strict=False):
+        assert len(launch.gradients) == workers
+        errors += errors_of_steps(launch.gradients, of_launch)
+    return Start(launches[0].evaluated, *errors)
+
+
+def errors_on_rows(launches: Sequence[Launch], workers: int, mode: str, terms: dict[str, str], **options: Any) -> Start:
+    """Of launches that train on the rows of `bigram_step`; `options` as of its `expected`."""
+    return errors_of_stages(
+        launches, workers, lambda table: expected(mode, terms, table=table, **options)[1], make_table()
+    )
+
+
+def assert_said(lines: list[str], engine: str, proved: str, is_ours: bool = True) -> None:
+    """Worker 0 says what the library replaced and what it proved; neither is said in a launch without the library."""
+    print(*lines, sep="\n")
+    replaced = f"megatron_rl_loss in {engine} worker 0: replaced"
+    for beginning in replaced, f"megatron_rl_loss: {proved}, aggregation proved on":
+        assert any(line.startswith(beginning) for line in lines) == is_ours, (beginning, lines)
+
+
+def record_stages(record_property: Any, framework: Framework, evaluation: str | None, start: Start) -> None:
+    """Of a launch as asked, which is checked. `evaluation` names the engine's own function."""
+    start.check()
+    stages = (f"{evaluation}, an evaluation", "first step", "step after sleep", "step from a checkpoint")
+    for stage, error in zip(stages, start, strict=True):
+        if error is not None:
+            record_errors(record_property, framework, f"started: {stage}", ours=error)
 
 
 def adam(model: Any, **settings: Any) -> Any:
@@ -84,16 +177,22 @@ def right_gradients(steps: Sequence[Callable[[Tensor], Tensor]], table: Tensor) 
     table, gradients = table.double(), list[Tensor]()
     for gradient_at in steps:
         gradients.append(gradient_at(table))
-        moved = gradients[-1] / (gradients[-1].abs() + 1)
-        table = table - LEARNING_RATE * moved.view_as(table)
+        table = after_step(table, gradients[-1])
     assert all(relative_error(after, before) > 1e-3 for before, after in itertools.pairwise(gradients))
     return gradients
 
 
+def after_step(table: Tensor, gradient: Tensor) -> Tensor:
+    """What a step makes of the table, in float64."""
+    return table.detach().double() - LEARNING_RATE * (gradient / (gradient.abs() + 1)).view_as(table)
+
+
 def errors_of_steps(by_worker: Sequence[Sequence[Tensor]], right: Sequence[Tensor]) -> list[float]:
-    """Of each step, the worst of its workers' errors."""
+    """Of each step; its workers have one gradient, to the bit."""
     assert [len(of_worker) for of_worker in by_worker] == [len(right)] * len(by_worker)
+    for of_step in zip(*by_worker, strict=True):
+        assert all(torch.equal(gradient, of_step[0]) for gradient in of_step)
     return [
-        max(relative_error(of_worker[step].view_as(gradient), gradient) for of_worker in by_worker)
-        for step, gradient in enumerate(right)
+        relative_error(gradient.view_as(of_oracle), of_oracle)
+        for gradient, of_oracle in zip(by_worker[0], right, strict=True)
     ]

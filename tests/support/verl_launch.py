@@ -5,14 +5,13 @@ Real: the script, verl's Hydra config and `main`. Replaced: `uv`, by which the s
 
 import dataclasses
 import importlib
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 from checkouts import VERL
 from repository import EXAMPLES
+from uv_here import words_of_uv
 
 #: What a launch without a GPU, a sampler, data and checkpoints does not use.
 _NOT_USED: tuple[str, ...] = ("transformers", "datasets", "orjson", "pandas", "peft", "pyarrow", "accelerate")
@@ -26,14 +25,8 @@ RECIPE = (EXAMPLES / "recipes" / "verl.sh").read_text()
 
 
 def overrides_of(command: str, root: str, folder: Path) -> list[str]:
-    """What verl's script hands to Hydra, of a shell's command in verl's checkout; `folder` is for another `uv`."""
-    uv = folder / "uv"
-    uv.write_text('#!/bin/sh\nprintf "%s\\0" "$@"\n')
-    uv.chmod(0o755)
-    variables = {"PATH": f"{folder}:{os.environ['PATH']}", "HOME": str(folder)}
-    bash = ["bash", "-ec", command]
-    printed = subprocess.run(bash, capture_output=True, text=True, check=True, env=variables, cwd=root).stdout
-    words = printed.rstrip("\0").split("\0")
+    """What verl's script hands to Hydra, of a shell's command in verl's checkout."""
+    words = words_of_uv(["-ec", command], folder, root)
     module = words.index("verl.trainer.main_ppo")
     assert words[module - 2 : module] == ["python3", "-m"]
     return words[module + 1 :]

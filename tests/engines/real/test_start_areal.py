@@ -13,33 +13,30 @@ import dataclasses
 import importlib
 import os
 import sys
-import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import megatron_on_cpu
 import pytest
 import ray_workers
 import slurm_here
 import torch
 from areal_groups import groups_of_rank
-from bigram_step import (
-    CLIP_HIGH,
-    CLIP_LOW,
-    PROMPTS,
-    TOLERANCE,
-    bigram_model,
-    expected,
-    make_batch,
-    make_table,
-    right_log_probs,
-)  # fmt: skip
-from checkouts import AREAL, checkout, record_errors
+from bigram_step import CLIP_HIGH, CLIP_LOW, PROMPTS, bigram_model, make_batch, right_log_probs
+from checkouts import AREAL, checkout
 from fork_server import PYTHONPATH
-from pages import code_of
 from ranks import run_ranks
-from start_stages import ADAM, LEARNING_RATE, errors_of_steps, keeping_gradients, right_gradients
+from refusals import outcome_of
+from start_stages import (
+    ADAM,
+    LEARNING_RATE,
+    Launch,
+    assert_said,
+    errors_on_rows,
+    keeping_gradients,
+    record_stages,
+    run_stages,
+)
 from table_step import relative_error
 
 _NEEDED: tuple[str, ...] = ("aiofiles", "aiohttp", "colorlog", "flask", "httpx", "hydra", "lark", "orjson")
@@ -75,20 +72,15 @@ SETTINGS = [
 
 def stub() -> None:
     """What a machine without GPUs and checkpoints lacks."""
-    engine = importlib.import_module("areal.engine.megatron_engine")
-    nothing: Any = lambda *_, **__: None  # noqa: E731
+    engine, nothing = importlib.import_module("areal.engine.megatron_engine"), ray_workers.nothing
     vars(engine).update(
         load_hf_tokenizer=nothing, make_mcore_model=lambda **_: [bigram_model(use_distributed_optimizer=True)],
         torch_memory_saver=SimpleNamespace(pause=nothing, resume=nothing), is_tms_enabled=lambda: True,
         configure_pipeline_layer_splits=lambda parallel, hf_config, tf_config: tf_config,
         make_hf_and_mcore_config=lambda *_, **__: (SimpleNamespace(model_type="table"), SimpleNamespace()),
     )  # fmt: skip
-    create_process_group = engine.MegatronEngine.create_process_group
+    on_this_thread = ray_workers.on_cpu(engine.MegatronEngine.create_process_group)
     create_optimizer = engine.MegatronEngine._create_optimizer
-
-    def on_this_thread(self: Any, parallel_strategy: Any = None) -> None:
-        megatron_on_cpu.redirect_this_thread()
-        create_process_group(self, parallel_strategy)
 
     def keep_gradients(self: Any, ft_spec: Any) -> None:
         create_optimizer(self, ft_spec)
@@ -104,18 +96,11 @@ def kept_gradients(engine: Any) -> list[list[float]]:
     return [gradient.tolist() for gradient in engine.optimizer.gradients]
 
 
-#: Gradients of each worker, the workers' lines, the error of log-probs that were computed before the first step, the
-#: lines until then, and what AReaL's own trainer says in a script that imported the page's class.
-Launched = tuple[list[list[list[float]]], list[str], float, list[str], str]
-
-
-def drive(root: str, kind: str, ours: bool, checkpoint: str = "", resumed: bool = False) -> Launched:
-    """As AReaL's script and trainer, up to a step; with a checkpoint, up to it after two, or from it to one more."""
+def drive(root: str, kind: str, ours: bool, checkpoint: str, resumed: bool) -> tuple[Launch, str]:
+    """As AReaL's script and trainer; also what AReaL's own trainer says in a script that imported the page's class."""
     with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory())
-        (shown,) = code_of("engines/areal.md")
-        Path(folder, "areal_actor.py").write_text(shown)
-        sys.path[:0] = [folder, *PYTHONPATH.split(os.pathsep)]
+        folder, _ = stack.enter_context(ray_workers.class_of_page("areal"))
+        sys.path[1:1] = PYTHONPATH.split(os.pathsep)
         if kind == "ray":
             stack.enter_context(ray_workers.local_ray(__name__, root, gpus=DP, by_engine=True))
         else:
@@ -144,35 +129,36 @@ def drive(root: str, kind: str, ours: bool, checkpoint: str = "", resumed: bool 
         actor = trainer._create_train_engine(config.actor, allocation)
         stack.callback(scheduler.delete_workers)
         actor.initialize(role="actor", addr=None, ft_spec=apis.FinetuneSpec(1, 12, 12))
-        evaluated, before, meta = 0.0, list[str](), apis.SaveLoadMeta(checkpoint, "dcp", with_optim=True)
-        if resumed:
-            actor.load(meta)
-        elif checkpoint:
+        meta = apis.SaveLoadMeta(checkpoint, "dcp", with_optim=True)
+
+        def evaluate() -> float:
             log_probs = actor.compute_logp(groups_of_rank(0, 1))
-            evaluated = error_of_log_probs([of_group.to_local() for of_group in log_probs])
-            before = lines_of(folder)
-            actor.ppo_update(groups_of_rank(0, 1))
+            return error_of_log_probs([of_group.to_local() for of_group in log_probs])
+
+        def sleep() -> None:
             actor.offload()
             actor.onload()
-        actor.ppo_update(groups_of_rank(0, 1))
-        if checkpoint and not resumed:
-            actor.save(meta)
-        gradients = [
-            concurrent.run_async_task(
-                scheduler.async_call_engine, worker.id, "kept_gradients", actor._engine_name(rank)
-            )
-            for rank, worker in enumerate(actor.workers)
-        ]
+
+        def gradients() -> list[Any]:
+            call, name = scheduler.async_call_engine, actor._engine_name
+            of_workers = [
+                concurrent.run_async_task(call, worker.id, "kept_gradients", name(rank))
+                for rank, worker in enumerate(actor.workers)
+            ]
+            return [[torch.tensor(gradient) for gradient in of_worker] for of_worker in of_workers]
+
+        launch = run_stages(
+            resumed, lines=lambda: lines_of(folder), gradients=gradients, evaluate=evaluate, sleep=sleep,
+            step=lambda: actor.ppo_update(groups_of_rank(0, 1)), save=lambda: actor.save(meta),
+            load=lambda: actor.load(meta),
+        )  # fmt: skip
         if kind == "slurm":
             (script,) = Path(folder).rglob("actor.sh")
             assert "singularity exec --no-home --writable-tmpfs --nv --bind /storage:/storage " in script.read_text()
-        lines, refused = lines_of(folder), ""
-        if ours:
-            own = trainers.PPOTrainer._create_train_engine(trainer, config.actor, allocation)
-            with pytest.raises(ValueError) as caught:  # noqa: PT011 - the text is compared in the test
-                own.ppo_update(groups_of_rank(0, 1))
-            refused = str(caught.value)
-        return gradients, lines, evaluated, before, refused
+        if not ours:
+            return launch, ""
+        own = trainers.PPOTrainer._create_train_engine(trainer, config.actor, allocation)
+        return launch, outcome_of(lambda: own.ppo_update(groups_of_rank(0, 1)))
 
 
 def lines_of(folder: str) -> list[str]:
@@ -194,29 +180,14 @@ def error_of_log_probs(groups: list[torch.Tensor]) -> float:
 def test_a_class_by_path(kind: str, ours: bool, record_property: Any, tmp_path: Path) -> None:
     if kind == "ray":
         pytest.importorskip("ray")
-    staged = ours and kind == "local"
-    asked = [(str(tmp_path), resumed) for resumed in (False, True)] if staged else [("", False)]
-    launches = [run_ranks(1, drive, checkout(AREAL), kind, ours, *of_launch)[0] for of_launch in asked]
+    resumes = (False, True) if ours and kind == "local" else (False,)
+    asked = [(kind, ours, str(tmp_path), resumed) for resumed in resumes]
+    launches, refused = zip(*(run_ranks(1, drive, checkout(AREAL), *of_launch)[0] for of_launch in asked), strict=True)
+    for launch, outcome in zip(launches, refused, strict=True):
+        assert_said(launch.lines, "AReaL", "prompt_mean on AReaL's policy loss", ours)
+        assert outcome.startswith("ValueError: ppo_update of MegatronPPOActor, beside aggregate(Actor, ...)") == ours
 
-    def gradient_at(table: torch.Tensor) -> torch.Tensor:
-        return expected("prompt_mean", {}, kl=None, table=table)[1]
-
-    right = right_gradients([gradient_at] * 3, make_table())
-    if staged:
-        (of_steps, _, evaluated, before, _), (of_resumed, *_) = launches
-        steps = [[[torch.tensor(of_step) for of_step in worker] for worker in of] for of in (of_steps, of_resumed)]
-        first, woken, resumed = *errors_of_steps(steps[0], right[:2]), *errors_of_steps(steps[1], right[2:])
-        assert max(evaluated, first, woken, resumed) < TOLERANCE
-        assert not any("aggregation proved" in line for line in before)
-        record_errors(record_property, AREAL, "started: `compute_logp`, an evaluation", ours=evaluated)
-        record_errors(record_property, AREAL, "started: first step", ours=first)
-        record_errors(record_property, AREAL, "started: step after sleep", ours=woken)
-        record_errors(record_property, AREAL, "started: step from a checkpoint", ours=resumed)
-    for gradients, lines, _, _, refused in launches:
-        print(*lines, sep="\n")
-        assert len(gradients) == DP
-        errors = [relative_error(torch.tensor(of_worker[0]).view_as(right[0]), right[0]) for of_worker in gradients]
-        assert staged or (max(errors) < TOLERANCE if ours else min(errors) > 1e-2)
-        assert refused.startswith("ppo_update of MegatronPPOActor, beside aggregate(Actor, ...)") == ours
-        assert any(line.startswith("megatron_rl_loss in AReaL worker 0: replaced") for line in lines) == ours
-        assert any("prompt_mean on AReaL's policy loss, aggregation proved on" in line for line in lines) == ours
+    start = errors_on_rows(launches, DP, "prompt_mean", {}, kl=None)
+    start.check(ours)
+    if ours:
+        record_stages(record_property, AREAL, "`compute_logp`", start)

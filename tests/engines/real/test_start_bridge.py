@@ -24,7 +24,8 @@ from bridge_batches import clipped_samples, grpo_batches, of_entries
 from checkouts import BRIDGE, Settings, checkout, record_errors, stand_in
 from pages import code_of
 from ranks import run_ranks
-from start_stages import ADAM, LEARNING_RATE, errors_of_steps, keeping_gradients, right_gradients
+from ray_workers import lines_of, nothing
+from start_stages import ADAM, LEARNING_RATE, Launch, after_step, errors_of_stages, keeping_gradients, record_stages
 from table_step import table_chunk
 from world import CP, DP
 
@@ -38,7 +39,6 @@ ENGINE = dataclasses.replace(
     stand_ins=tuple(name for name in BRIDGE.stand_ins if name not in _REAL),
 )
 MICROBATCHES = 3
-TOLERANCE = 2e-6
 
 
 def config_of(per_token: bool, folder: str, steps: int) -> Any:
@@ -119,12 +119,12 @@ def start(
 
     vars(evaluation)["evaluate"] = evaluate
     initialize = importlib.import_module(f"{_TRAINING}.initialize")
-    vars(initialize)["compile_helpers"] = lambda: None  # of datasets
+    vars(initialize)["compile_helpers"] = nothing  # of datasets
     vars(setup)["initialize_megatron"] = partial(initialize.initialize_megatron, allow_no_cuda=True)
     vars(setup)["setup_optimizer"] = setup_optimizer
     training = importlib.import_module(f"{_TRAINING}.train")
     for module in training, evaluation:
-        vars(module)["get_tensor_shapes_adjust_fn_for_distillation"] = lambda *_, **__: None  # of ModelOpt
+        vars(module)["get_tensor_shapes_adjust_fn_for_distillation"] = nothing  # of ModelOpt
     of_model: Any = {"resolve_global_flops_runtime_stats": lambda *_, **__: Settings()}
     of_model |= {"num_floating_point_operations": lambda *_, **__: 0}
     vars(training)["flop_utils"] = SimpleNamespace(**of_model)
@@ -159,34 +159,35 @@ def value_of(table: torch.Tensor) -> tuple[float, float]:
     return float(loss), float(scale)
 
 
+def gradient_at(table: torch.Tensor) -> torch.Tensor:
+    samples, factor = clipped_samples(table)
+    return torch.cat([*oracle.step_gradient("prompt_mean", samples, None), torch.zeros(1)]) * factor
+
+
+def launched(per_token: bool, ours: bool, folder: Path, steps: int) -> tuple[Launch, float]:
+    """With the loss of its first evaluation; the lines are those of rank 0."""
+    by_rank = run_ranks(DP * CP, start, checkout(BRIDGE), per_token, ours, str(folder), steps)
+    gradients, losses, printed = zip(*by_rank, strict=True)
+    assert ours or not any("aggregation proved" in of_rank for of_rank in printed)
+    evaluated, *_ = next(of_rank for of_rank in losses if of_rank)
+    return Launch(list(gradients), lines_of(printed[0])), evaluated
+
+
 @pytest.mark.parametrize("per_token", [False, True])
 def test_pretrain_with_the_recipe(per_token: bool, record_property: Any, tmp_path: Path) -> None:
     """Two steps, each with an evaluation after it, and another launch for a third from their checkpoint."""
-    tables: list[torch.Tensor] = []
-
-    def gradient_at(table: torch.Tensor) -> torch.Tensor:
-        tables.append(table)
-        samples, factor = clipped_samples(table)
-        return torch.cat([*oracle.step_gradient("prompt_mean", samples, None), torch.zeros(1)]) * factor
-
-    right = right_gradients([gradient_at] * 3, of_entries()[0])
-    root = checkout(BRIDGE)
-    own = run_ranks(DP * CP, start, root, per_token, False, str(tmp_path / "own"), 2)
-    assert min(errors_of_steps([gradients for gradients, *_ in own], right[:2])) > 1e-2
-    assert not any("aggregation proved" in printed for *_, printed in own)
-    launches = [run_ranks(DP * CP, start, root, per_token, True, str(tmp_path / "ours"), steps) for steps in (2, 3)]
-    for by_rank in launches:
-        assert "megatron_rl_loss: prompt_mean" in by_rank[0][-1]
-        assert "aggregation proved" in by_rank[0][-1]
-    of_steps, of_resumed = ([gradients for gradients, *_ in by_rank] for by_rank in launches)
-    first, second, resumed = *errors_of_steps(of_steps, right[:2]), *errors_of_steps(of_resumed, right[2:])
-    losses = next(of_rank for _, of_rank, _ in launches[0] if of_rank)
-    value, scale = value_of(tables[1])
-    print(losses, value)
-    evaluated = abs(losses[0] - value) / scale
-    assert max(first, second, resumed, evaluated) < TOLERANCE
+    table = of_entries()[0]
+    own, _ = launched(per_token, False, tmp_path / "own", 2)
+    errors_of_stages([own], DP * CP, gradient_at, table).check(is_ours=False)
+    launches, losses = zip(*(launched(per_token, True, tmp_path / "ours", steps) for steps in (2, 3)), strict=True)
+    for launch in launches:
+        print(*launch.lines, sep="\n")
+        assert any(line.startswith("megatron_rl_loss: prompt_mean") for line in launch.lines)
+        assert any("aggregation proved" in line for line in launch.lines)
+    value, scale = value_of(after_step(table, gradient_at(table)))
+    of_stages = errors_of_stages(launches, DP * CP, gradient_at, table)
+    of_stages.check()
     setting = "started: `pretrain`, prompt mean" + ", per-token loss" * per_token
-    record_errors(record_property, BRIDGE, setting, ours=max(first, second))
-    record_errors(record_property, BRIDGE, "started: `evaluate`, an evaluation", ours=evaluated)
-    record_errors(record_property, BRIDGE, "started: first step", ours=first)
-    record_errors(record_property, BRIDGE, "started: step from a checkpoint", ours=resumed)
+    record_errors(record_property, BRIDGE, setting, ours=max(of_stages.first, of_stages.woken))
+    stages = of_stages._replace(evaluated=abs(losses[0] - value) / scale, woken=None)
+    record_stages(record_property, BRIDGE, "`evaluate`", stages)

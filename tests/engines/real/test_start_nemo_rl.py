@@ -12,6 +12,7 @@ import contextlib
 import importlib
 import os
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,22 +26,32 @@ from bigram_step import (
     CLIP_LOW,
     LENGTH,
     ROWS,
-    TOLERANCE,
     bigram_model,
     expected,
     kl_of_nemo_rl,
     make_batch,
     make_table,
-)
+)  # fmt: skip
 from checkouts import NEMO_RL, Settings, checkout, record_errors
 from ranks import run_ranks
-from ray_workers import after_import, gradients_of, local_ray, redirect_this_thread
-from start_stages import adam, errors_of_steps, right_gradients
+from ray_workers import after_import, gradients_of, local_ray, nothing, on_cpu, on_each, stub_names
+from refusals import outcome_of
+from start_stages import (
+    TOLERANCE,
+    Launch,
+    Start,
+    adam,
+    after_step,
+    assert_said,
+    errors_of_steps,
+    record_stages,
+    right_gradients,
+    run_stages,
+)  # fmt: skip
 from table_step import relative_error
 
-ray: Any = pytest.importorskip("ray")
-pytest.importorskip("hydra")
-pytest.importorskip("tensordict")
+for _package in ("ray", "hydra", "tensordict"):
+    pytest.importorskip(_package)
 pytestmark = pytest.mark.slow
 
 _REAL = {"ray", "pydantic", "omegaconf", "hydra", "tensordict", "requests", "prometheus_client", "PIL"}
@@ -76,13 +87,10 @@ def stub() -> None:
     """What a machine without a GPU, Megatron-Bridge and the pinned Megatron-LM lacks."""
     vars(importlib.import_module("transformers"))["__version__"] = "5.0"
     adapter = "megatron.core.distributed.fsdp.mcore_fsdp_adapter"
-    after_import(
-        adapter, lambda module: vars(module).update(FullyShardedDataParallelV1=V1, FullyShardedDataParallelV2=V2)
-    )
-    after_import("nemo_rl.models.policy.lm_policy", lambda module: setattr(module, "get_default_hf_config", no_flops))
+    stub_names(adapter, FullyShardedDataParallelV1=V1, FullyShardedDataParallelV2=V2)
+    stub_names("nemo_rl.models.policy.lm_policy", get_default_hf_config=no_flops)
     after_import("nemo_rl.models.policy.workers.megatron_policy_worker", in_worker)
-    numa = "nemo_rl.distributed.numa_utils"
-    after_import(numa, lambda module: setattr(module, "bind_to_gpu_numa", lambda rank: None))
+    stub_names("nemo_rl.distributed.numa_utils", bind_to_gpu_numa=nothing)
     vars(torch.cuda)["get_device_name"] = lambda: "cpu"
 
 
@@ -94,7 +102,6 @@ def in_worker(module: Any) -> None:
     of_device = torch.cuda.current_device
 
     def setup_distributed() -> None:
-        redirect_this_thread()
         dist.init_process_group("gloo")
         vars(torch.cuda)["current_device"] = lambda: int(os.environ["LOCAL_RANK"])  # compared in the next line
 
@@ -105,10 +112,10 @@ def in_worker(module: Any) -> None:
     def identity(value: Any, mp_group: Any) -> Any:
         return value
 
-    nothing = ("apply_transformer_engine_patch", "handle_model_import", "log_gpu_memory_diagnostics")
+    unused = ("apply_transformer_engine_patch", "handle_model_import", "log_gpu_memory_diagnostics")
     vars(module).update(
-        dict.fromkeys(nothing, lambda *_, **__: None),
-        setup_distributed=setup_distributed,
+        dict.fromkeys(unused, nothing),
+        setup_distributed=on_cpu(setup_distributed),
         validate_model_paths=validate_model_paths,
         validate_and_set_config=lambda *_: Settings(
             megatron_cfg=SimpleNamespace(
@@ -139,13 +146,8 @@ def model_and_optimizer(*_: Any, **__: Any) -> Any:
     return Settings(model=model, optimizer=adam(model), scheduler=scheduler, state=state)
 
 
-#: Gradients of each worker: a step by NeMo-RL alone and two of ours; the loss of an evaluation before these, and what a
-#: step with the loss that was wrapped says.
-Steps = tuple[list[list[torch.Tensor]], float, str]
-
-
-def drive(root: str) -> tuple[Steps, list[str]]:
-    """As run_grpo.py and steps of `grpo_train`; the workers' lines."""
+def drive(root: str) -> tuple[Launch, str]:
+    """As run_grpo.py and steps of `grpo_train`, with what a step with the loss that was wrapped says."""
     os.environ |= {"NEMO_RL_PY_EXECUTABLES_SYSTEM": "1", "TORCH_CUDA_ARCH_LIST": "9.0"}
     with local_ray(__name__, root, gpus=DP, by_engine=True) as lines:
         from nemo_rl.algorithms.loss.loss_functions import ClippedPGLossConfig, ClippedPGLossFn
@@ -162,13 +164,14 @@ def drive(root: str) -> tuple[Steps, list[str]]:
         tokenizer: Any = SimpleNamespace(pad_token="", eos_token="")
         policy: Any = Policy(cluster, config["policy"], tokenizer, init_reference_model=False)
         try:
-            return steps_of(policy, ClippedPGLossFn(ClippedPGLossConfig(**config["loss_fn"])), config, lines), lines()
+            return steps_of(policy, ClippedPGLossFn(ClippedPGLossConfig(**config["loss_fn"])), config, lines)
         finally:
             policy.shutdown()  # its destructor would start another Ray
             cluster.shutdown()
 
 
-def steps_of(policy: Any, stock: Any, config: Any, lines: Any) -> Steps:
+def steps_of(policy: Any, stock: Any, config: Any, lines: Any) -> tuple[Launch, str]:
+    """A step by NeMo-RL alone, and stages of ours from there."""
     from nemo_rl.algorithms.advantage_estimator import GRPOAdvantageEstimator
     from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
@@ -179,46 +182,39 @@ def steps_of(policy: Any, stock: Any, config: Any, lines: Any) -> Steps:
     loss = aggregate(policy, stock, "prompt_mean", kl="token_mean", group_size=4)
     estimator = GRPOAdvantageEstimator(SimpleNamespace(**config["grpo"]), None)
     estimator.compute_advantage(batch["input_ids"][:, :3], torch.ones(ROWS), batch["token_mask"])
-    evaluated = float(policy.train(batch, loss, eval_mode=True)["loss"].sum())
-    assert not any("aggregation proved" in line for line in lines())
-    policy.train(batch, loss)
-    policy.offload_to_cpu()
-    policy.prepare_for_training()
-    policy.train(batch, loss)
-    gradients = ray.get([worker.__ray_call__.remote(gradients_of) for worker in policy.worker_group.workers])
-    with pytest.raises(ValueError) as refused:  # noqa: PT011 - the text is compared in the test
-        policy.train(batch, stock)
-    return gradients, evaluated, str(refused.value)
+
+    def evaluate() -> float:
+        value = float(policy.train(batch, loss, eval_mode=True)["loss"].sum())
+        right, _, scale = right_step("prompt_mean", after_step(make_table(), gradient_of("token_mean", make_table())))
+        return abs(value - right) / scale
+
+    def sleep() -> None:
+        policy.offload_to_cpu()
+        policy.prepare_for_training()
+
+    launch = run_stages(
+        False, lines=lines, evaluate=evaluate, step=lambda: policy.train(batch, loss), sleep=sleep,
+        gradients=lambda: on_each(policy.worker_group.workers, gradients_of),
+    )  # fmt: skip
+    return launch, outcome_of(lambda: policy.train(batch, stock))
 
 
-def at(table: torch.Tensor, mode: str) -> tuple[float, torch.Tensor, float]:
+def right_step(mode: str, table: torch.Tensor) -> tuple[float, torch.Tensor, float]:
     return expected(mode, {"kl": "token_mean"}, kl=kl_of_nemo_rl, table=table)
 
 
+def gradient_of(mode: str, table: torch.Tensor) -> torch.Tensor:
+    return right_step(mode, table)[1]
+
+
 def test_workers_of_a_launch_aggregate_as_asked(record_property: Any) -> None:
-    (((gradients, value, refused), lines),) = run_ranks(1, drive, checkout(NEMO_RL))
-    print(*lines, refused, value, sep="\n")
-    tables: list[torch.Tensor] = []
-
-    def by_prompts(table: torch.Tensor) -> torch.Tensor:
-        tables.append(table)
-        return at(table, "prompt_mean")[1]
-
-    steps = [lambda table: at(table, "token_mean")[1], by_prompts, by_prompts]
-    right = right_gradients(steps, make_table())
-    own, first, woken = errors_of_steps(gradients, right)
-    right_value, _, scale = at(tables[0], "prompt_mean")
-    evaluated = abs(value - right_value) / scale
-    assert (
-        max(own, evaluated, first, woken)
-        < TOLERANCE
-        < 1e-2
-        < relative_error(gradients[0][0].view_as(right[1]), right[1])
-    )
-    assert any("NeMo-RL worker 0" in line for line in lines)
-    assert any("aggregation proved" in line for line in lines)
+    ((launch, refused),) = run_ranks(1, drive, checkout(NEMO_RL))
+    print(refused)
+    assert_said(launch.lines, "NeMo-RL", "prompt_mean on NeMo-RL's policy loss, token_mean on kl")
+    right = right_gradients([partial(gradient_of, mode) for mode in ("token_mean", *["prompt_mean"] * 2)], make_table())
+    own, first, woken = errors_of_steps(launch.gradients, right)
+    assert own < TOLERANCE < 1e-2 < relative_error(right[0], gradient_of("prompt_mean", make_table()))
+    assert refused.startswith("ValueError")
     assert "Pass grpo_train the loss that aggregate(...) returned" in refused
     record_errors(record_property, NEMO_RL, "started: `token_level_loss=true`", own)
-    record_errors(record_property, NEMO_RL, "started: `eval_mode`, an evaluation", ours=evaluated)
-    record_errors(record_property, NEMO_RL, "started: first step", ours=first)
-    record_errors(record_property, NEMO_RL, "started: step after sleep", ours=woken)
+    record_stages(record_property, NEMO_RL, "`eval_mode`", Start(launch.evaluated, first, woken))

@@ -11,8 +11,6 @@ logits.
 import dataclasses
 import importlib
 import os
-import sys
-import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -20,30 +18,15 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.distributed as dist
-from bigram_step import (
-    BETA,
-    CLIP_HIGH,
-    CLIP_LOW,
-    LENGTH,
-    ROWS,
-    TOLERANCE,
-    bigram_model,
-    expected,
-    k3,
-    make_batch,
-    make_table,
-    right_log_probs,
-)  # fmt: skip
-from checkouts import RLINF, checkout, record_errors
-from fork_server import PYTHONPATH
-from pages import code_of
+from bigram_step import BETA, CLIP_HIGH, CLIP_LOW, LENGTH, ROWS, bigram_model, make_batch, right_log_probs
+from checkouts import RLINF, checkout
 from ranks import run_ranks
-from ray_workers import LIMIT, after_import, gradients_of, local_ray, redirect_this_thread
+from ray_workers import LIMIT, after_import, class_of_page, gradients_of, local_ray, on_cpu, on_each, stub_names
 from rlinf_rows import LEFT, PROMPT, rollout_of_rank
-from start_stages import ConstantRate, adam, errors_of_steps, right_gradients
+from start_stages import ConstantRate, Launch, adam, assert_said, errors_on_rows, record_stages, run_stages
 from table_step import relative_error
 
-ray: Any = pytest.importorskip("ray")
+pytest.importorskip("ray")
 hydra: Any = pytest.importorskip("hydra")
 pytestmark = pytest.mark.slow
 
@@ -76,20 +59,8 @@ SETTINGS = [
 def stub() -> None:
     """What a machine without GPUs and checkpoints lacks, once RLinf imports the module of it."""
 
-    def config(module: Any) -> None:
-        module.validate_model_cfg_by_hf_config = of_table
-
-    def initialize(module: Any) -> None:
-        own = module.initialize_megatron
-
-        def on_this_thread(cfg: Any) -> None:
-            redirect_this_thread()
-            own(cfg)
-
-        module.initialize_megatron = on_this_thread
-
     def manager(module: Any) -> None:
-        initialize(module)
+        module.initialize_megatron = on_cpu(module.initialize_megatron)
         module.hf_tokenizer = lambda *_, **__: SimpleNamespace(eos_token_id=0)
         module.MegatronModelManager.setup_model_and_optimizer = setup_model_and_optimizer
         module.MegatronModelManager._get_pinned_buffer = in_host_memory
@@ -100,7 +71,7 @@ def stub() -> None:
 
     gpus = "rlinf.scheduler.hardware.accelerators.nvidia_gpu"
     after_import(gpus, lambda module: setattr(module.NvidiaGPUManager, "get_num_devices", staticmethod(lambda: DP)))
-    after_import("rlinf.config", config)
+    stub_names("rlinf.config", validate_model_cfg_by_hf_config=of_table)
     after_import("rlinf.hybrid_engines.megatron.megatron_model_manager", manager)
     after_import("rlinf.workers.actor.megatron_actor_worker", actor)
 
@@ -158,18 +129,11 @@ def in_host_memory(worker: Any, tensor: torch.Tensor) -> torch.Tensor:
     return kept
 
 
-def drive(root: str, checkpoint: str, resumed: bool) -> tuple[list[list[torch.Tensor]], list[str], float]:
-    """As RLinf's script and runner, up to a checkpoint after two steps, or from it up to one more.
-
-    Gradients of each worker, the workers' lines, and of a launch that is not resumed the error of its inference.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        (shown,) = code_of("engines/rlinf.md")
-        Path(folder, "rlinf_actor.py").write_text(shown)
-        sys.path.insert(0, folder)
-        variables = {"PYTHONPATH": os.pathsep.join([folder, PYTHONPATH])}
-        os.environ["PYTHONPATH"] = variables["PYTHONPATH"]
-        with local_ray(__name__, root, gpus=DP, variables=variables, by_engine=True) as lines:
+def drive(root: str, checkpoint: str, resumed: bool) -> Launch:
+    """As RLinf's script and runner."""
+    with class_of_page("rlinf") as (folder, variables):
+        os.environ |= variables
+        with local_ray(__name__, root, gpus=DP, by_engine=True) as lines:
             names = ("config", "scheduler", "utils.placement")
             config, scheduler, placement = (importlib.import_module(f"rlinf.{name}") for name in names)
             folder_of_example = str(Path(root, "examples/reasoning/config/math"))
@@ -183,43 +147,27 @@ def drive(root: str, checkpoint: str, resumed: bool) -> tuple[list[list[torch.Te
                 cluster, name=cfg.actor.group_name, placement_strategy=places.get_strategy("actor")
             )
             group.init_worker().wait()
+            workers = [info.worker for info in group.worker_info_list]
 
-            def of_each(function: Any) -> Any:
-                return ray.get([info.worker.__ray_call__.remote(function) for info in group.worker_info_list])
-
-            evaluated = 0.0
-            if resumed:
-                group.load_checkpoint(checkpoint).wait()
-            else:
+            def evaluate() -> float:
                 group.run_inference(Inferred(), Inferred()).wait()
-                evaluated = max(of_each(error_of_inference))
-                assert not any("aggregation" in line for line in lines())
-                group.run_training(Rollouts(), compute_rollout_metrics=False).wait()
-            group.run_training(Rollouts(), compute_rollout_metrics=False).wait()
-            if not resumed:
-                group.save_checkpoint(checkpoint, 2).wait()
-            return of_each(gradients_of), lines(), evaluated
+                return max(on_each(workers, error_of_inference))
+
+            return run_stages(
+                resumed, lines=lines, gradients=lambda: on_each(workers, gradients_of), evaluate=evaluate,
+                step=lambda: group.run_training(Rollouts(), compute_rollout_metrics=False).wait(),
+                save=lambda: group.save_checkpoint(checkpoint, 2).wait(),
+                load=lambda: group.load_checkpoint(checkpoint).wait(),
+            )  # fmt: skip
 
 
 @pytest.mark.timeout(2 * LIMIT + 100)
 def test_a_launch_with_the_class_of_the_page(record_property: Any, tmp_path: Path) -> None:
     """RLinf's own class hangs on these rows, of which some are fully masked: a rank then reports other metrics."""
     launches = [run_ranks(1, drive, checkout(RLINF), str(tmp_path), resumed)[0] for resumed in (False, True)]
-    (gradients, _, evaluated), (of_resumed, _, _) = launches
+    for launch in launches:
+        assert_said(launch.lines, "RLinf", "prompt_mean on RLinf's policy loss, token_mean on kl")
 
-    def gradient_at(table: torch.Tensor) -> torch.Tensor:
-        return expected("prompt_mean", {"kl": "token_mean"}, kl=k3, table=table)[1]
-
-    right = right_gradients([gradient_at] * 3, make_table())
-    of_tokens = expected("token_mean", {"kl": "token_mean"}, kl=k3)[1]
-    first, woken, resumed = *errors_of_steps(gradients, right[:2]), *errors_of_steps(of_resumed, right[2:])
-    assert max(evaluated, first, woken, resumed) < TOLERANCE < 1e-2 < relative_error(right[0], of_tokens)
-    proved = "prompt_mean on RLinf's policy loss, token_mean on kl, aggregation proved on"
-    for _, lines, _ in launches:
-        print(*lines, sep="\n")
-        assert any(line.startswith("megatron_rl_loss in RLinf worker 0: replaced") for line in lines)
-        assert any(proved in line for line in lines)
-    record_errors(record_property, RLINF, "started: `run_inference`, an evaluation", ours=evaluated)
-    record_errors(record_property, RLINF, "started: first step", ours=first)
-    record_errors(record_property, RLINF, "started: step after sleep", ours=woken)
-    record_errors(record_property, RLINF, "started: step from a checkpoint", ours=resumed)
+    assert errors_on_rows(launches, DP, "token_mean", {"kl": "token_mean"}).first > 1e-2
+    start = errors_on_rows(launches, DP, "prompt_mean", {"kl": "token_mean"})
+    record_stages(record_property, RLINF, "`run_inference`", start)

@@ -13,7 +13,6 @@ import dataclasses
 import importlib
 import os
 import sys
-import tempfile
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,32 +20,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from bigram_step import (
-    BETA,
-    CLIP_HIGH,
-    CLIP_LOW,
-    LENGTH,
-    ROWS,
-    TOLERANCE,
-    expected,
-    k3,
-    logits,
-    make_batch,
-    make_table,
-    right_log_probs,
-)  # fmt: skip
-from checkouts import ROLL, Settings, checkout, record_errors
-from fork_server import PYTHONPATH
-from pages import code_of
+from bigram_step import BETA, CLIP_HIGH, CLIP_LOW, LENGTH, ROWS, logits, make_batch, make_table, right_log_probs
+from checkouts import ROLL, Settings, checkout
 from ranks import run_ranks
-from ray_workers import LIMIT, local_ray
+from ray_workers import LIMIT, class_of_page, local_ray, nothing, on_each
 from roll_rows import LEFT, PROMPT, rows_of_rank
-from start_stages import ConstantRate, adam, errors_of_steps, right_gradients
+from start_stages import ConstantRate, Launch, adam, assert_said, errors_on_rows, record_stages, run_stages
 from table_step import relative_error, table_chunk
 
-ray: Any = pytest.importorskip("ray")
 hydra: Any = pytest.importorskip("hydra")
-for _package in ("tensordict", "dacite", "more_itertools"):
+for _package in ("ray", "tensordict", "dacite", "more_itertools"):
     pytest.importorskip(_package)
 pytestmark = pytest.mark.slow
 
@@ -103,7 +86,6 @@ def stub() -> None:
         for name in ("distributed.strategy.megatron_strategy", "pipeline.base_worker")
     )
     vars(workers).update(default_actor_model_provider=Models, download_model=lambda path: path)
-    nothing: Any = lambda *_, **__: None  # noqa: E731
     log_probs_of = strategies.vocab_parallel_logprobs
     vars(strategies).update(
         dict.fromkeys(_NOTHING_TO_DO, nothing),
@@ -187,24 +169,15 @@ def group_of(worker: Any) -> tuple[str, bool]:
     return type(group).__name__, getattr(group, "group", "") is None
 
 
-def drive(
-    root: str, worker_cls: str, checkpoint: str, resumed: bool
-) -> tuple[list[list[torch.Tensor]], list[tuple[str, bool]], list[str], float]:
-    """As ROLL's script and pipeline, up to a checkpoint after two steps, or from it up to one more.
-
-    Gradients of each worker, its groups, the workers' lines, and the error of log-probs computed before the first step.
-    """
-    with tempfile.TemporaryDirectory() as folder:
+def drive(root: str, worker_cls: str, checkpoint: str, resumed: bool) -> Launch:
+    """As ROLL's script and pipeline."""
+    with class_of_page("roll") as (folder, variables):
         asked_by_user = [*SETTINGS.split(), f"+actor_train.worker_cls={worker_cls}", f"logging_dir={folder}"]
         asked_by_user += [f"output_dir={checkpoint}"]
         with hydra.initialize_config_dir(str(Path(root, "examples/qwen2.5-7B-rlvr_megatron")), version_base=None):
             asked = hydra.compose("rlvr_config", asked_by_user)
-        (shown,) = code_of("engines/roll.md")
-        Path(folder, "roll_actor.py").write_text(shown)
-        variables = {"PYTHONPATH": os.pathsep.join([folder, PYTHONPATH]), "ROLL_LOG_DIR": folder}
         os.environ["ROLL_LOG_DIR"] = folder
-        sys.path.insert(0, folder)
-        with local_ray(__name__, root, gpus=DP, variables=variables) as lines:
+        with local_ray(__name__, root, gpus=DP, variables=variables | {"ROLL_LOG_DIR": folder}) as lines:
             omegaconf, dacite = importlib.import_module("omegaconf"), importlib.import_module("dacite")
             resources, clusters, protocol, functionals, configs = (
                 importlib.import_module(f"roll.{name}")
@@ -226,25 +199,22 @@ def drive(
             def rows() -> Any:
                 return rows_of_rank(0, 1, protocol, functionals)
 
-            evaluated = 0.0
-            if not resumed:
-                evaluated = error_of_log_probs(cluster.compute_log_probs(rows(), blocking=True).batch["log_probs"])
-                assert not any("aggregation" in line for line in lines())
-                cluster.train_step(rows(), blocking=True)
-            cluster.train_step(rows(), blocking=True)
-            workers = cluster.workers
-            gradients, groups = (
-                ray.get([worker.__ray_call__.remote(of) for worker in workers]) for of in (gradients_of, group_of)
-            )
-            if not resumed:
-                cluster.do_checkpoint(global_step=2, is_last_step=True, blocking=True)
-            return gradients, groups, lines(), evaluated
+            def gradients() -> list[Any]:
+                groups = on_each(cluster.workers, group_of)
+                assert groups == [("ReloadableProcessGroup", True)] * DP, groups
+                return on_each(cluster.workers, gradients_of)
+
+            return run_stages(
+                resumed, lines=lines, gradients=gradients, step=lambda: cluster.train_step(rows(), blocking=True),
+                evaluate=lambda: error_of_log_probs(cluster.compute_log_probs(rows(), blocking=True)),
+                save=lambda: cluster.do_checkpoint(global_step=2, is_last_step=True, blocking=True),
+            )  # fmt: skip
 
 
-def error_of_log_probs(log_probs: torch.Tensor) -> float:
+def error_of_log_probs(evaluated: Any) -> float:
     mask = torch.arange(LENGTH) < make_batch()["input_lengths"][:, None]
     mask[:, :PROMPT] = False
-    return relative_error(log_probs[:, : LENGTH - 1] * mask[:, 1:], right_log_probs() * mask[:, 1:])
+    return relative_error(evaluated.batch["log_probs"][:, : LENGTH - 1] * mask[:, 1:], right_log_probs() * mask[:, 1:])
 
 
 @pytest.mark.timeout(2 * LIMIT + 100)
@@ -254,26 +224,10 @@ def test_a_worker_by_path(ours: bool, record_property: Any, tmp_path: Path) -> N
     worker_cls = "roll_actor.RollActor" if ours else "roll.pipeline.rlvr.actor_worker.ActorWorker"
     resumes = (False, True) if ours else (False,)
     launches = [run_ranks(1, drive, checkout(ROLL), worker_cls, str(tmp_path), resumed)[0] for resumed in resumes]
-    proved = "prompt_mean on ROLL's policy loss, token_mean on kl, aggregation proved on"
-    for _, groups, lines, _ in launches:
-        print(*lines, sep="\n")
-        assert groups == [("ReloadableProcessGroup", True)] * DP
-        assert any(line.startswith("megatron_rl_loss in ROLL worker 0: replaced") for line in lines) == ours
-        assert any(proved in line for line in lines) == ours
+    for launch in launches:
+        assert_said(launch.lines, "ROLL", "prompt_mean on ROLL's policy loss, token_mean on kl", ours)
 
-    def gradient_at(table: torch.Tensor) -> torch.Tensor:
-        return expected("prompt_mean", {"kl": "token_mean"}, kl=k3, table=table)[1]
-
-    right = right_gradients([gradient_at] * 3, make_table())
-    gradients, _, _, evaluated = launches[0]
-    first, woken = errors_of_steps(gradients, right[:2])
-    assert evaluated < TOLERANCE
-    if not ours:
-        assert min(first, woken) > 1e-2
-        return
-    (resumed,) = errors_of_steps(launches[1][0], right[2:])
-    assert max(first, woken, resumed) < TOLERANCE
-    record_errors(record_property, ROLL, "started: `compute_log_probs`, an evaluation", ours=evaluated)
-    record_errors(record_property, ROLL, "started: first step", ours=first)
-    record_errors(record_property, ROLL, "started: step after sleep", ours=woken)
-    record_errors(record_property, ROLL, "started: step from a checkpoint", ours=resumed)
+    start = errors_on_rows(launches, DP, "prompt_mean", {"kl": "token_mean"})
+    start.check(ours)
+    if ours:
+        record_stages(record_property, ROLL, "`compute_log_probs`", start)

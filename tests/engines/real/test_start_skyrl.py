@@ -10,9 +10,7 @@ Stubbed: the GPU, the tokenizer, data and sampler, weight transfer, Megatron-Bri
 """
 
 import importlib
-import os
 import runpy
-import subprocess
 import sys
 from dataclasses import replace
 from operator import itemgetter
@@ -23,26 +21,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from bigram_step import (
-    BETA,
-    CLIP_HIGH,
-    CLIP_LOW,
-    PROMPTS,
-    ROWS,
-    TOLERANCE,
-    bigram_model,
-    expected,
-    make_batch,
-    make_table,
-    right_log_probs,
-)  # fmt: skip
-from checkouts import SKYRL, Settings, checkout, record_errors
+from bigram_step import BETA, CLIP_HIGH, CLIP_LOW, PROMPTS, ROWS, bigram_model, make_batch, right_log_probs
+from checkouts import SKYRL, Settings, checkout
 from pages import code_of
 from ranks import run_ranks
-from ray_workers import LIMIT, after_import, gradients_of, lines_in, local_ray, redirect_this_thread
+from ray_workers import LIMIT, after_import, gradients_of, lines_in, local_ray, nothing, on_cpu, on_each, stub_names
+from refusals import outcome_of
 from repository import EXAMPLES
 from skyrl_rows import data_of
-from start_stages import ConstantRate, adam, errors_of_steps, right_gradients
+from start_stages import ConstantRate, Launch, adam, assert_said, errors_on_rows, record_stages, run_stages
+from uv_here import words_of_uv
 
 ray: Any = pytest.importorskip("ray")
 pytest.importorskip("omegaconf")
@@ -89,18 +77,17 @@ OPTIONS = {
 def stub() -> None:
     """What a machine without a GPU, a sampler, checkpoints and Megatron-Bridge lacks."""
     after_import(f"{_BACKEND}.workers.megatron.megatron_worker", in_worker)
-    after_import("skyrl.train.entrypoints.main_base", lambda module: setattr(module, "get_tokenizer", no_tokenizer))
-    after_import("skyrl.train.utils.utils", lambda module: setattr(module, "peer_access_supported", lambda **_: True))
+    stub_names("skyrl.train.entrypoints.main_base", get_tokenizer=no_tokenizer)
+    stub_names("skyrl.train.utils.utils", peer_access_supported=lambda **_: True)
 
 
 def in_worker(module: Any) -> None:
-    def on_cpu(start: Any) -> Any:
+    def by_gloo(start: Any) -> Any:
         def call(self: Any) -> Any:
-            redirect_this_thread()
             dist.init_process_group("gloo")  # of which SkyRL makes one with NCCL if there is none
             return start(self)
 
-        return call
+        return on_cpu(call)
 
     def init_configs(self: Any, *_: Any, **__: Any) -> None:
         self.provider, self.enable_router_replay, self.is_vlm = Settings(), False, False
@@ -109,10 +96,10 @@ def in_worker(module: Any) -> None:
     module.MegatronWorker.make_megatron_module = lambda self, **_: [bigram_model(use_distributed_optimizer=True)]
     module.get_megatron_optimizer = lambda modules, config: adam(modules[0])
     module.get_megatron_optimizer_param_scheduler = lambda **_: ConstantRate()
-    module.MegatronStrategy.save_hf_configs = lambda *_, **__: None
+    module.MegatronStrategy.save_hf_configs = nothing
     for name in ("PolicyWorker", "RefWorker"):
         cls = vars(module)[f"Megatron{name}Base"]
-        cls.init_worker_process_group = on_cpu(cls.init_worker_process_group)
+        cls.init_worker_process_group = by_gloo(cls.init_worker_process_group)
         setattr(module, name, ray.remote(num_gpus=1)(cls))  # as SkyRL does: Ray has kept the methods as they were
 
 
@@ -127,19 +114,14 @@ class LateWorker:
         loss = importlib.import_module(f"{_BACKEND}.utils.ppo_utils").PolicyLossRegistry.get("mine")
         importlib.import_module(f"{_BACKEND}.workers.megatron.megatron_model_wrapper")
         rows = torch.zeros(2, 3)
-        with pytest.raises(ValueError) as error:  # noqa: PT011 - the text is compared in the test
-            loss(rows, rows, rows, Settings())
-        return str(error.value)
+        return outcome_of(lambda: loss(rows, rows, rows, Settings()))
 
 
-def entrypoint(cfg: Any) -> tuple[list[list[torch.Tensor]], float, list[str]]:
-    """SkyRL's `skyrl_entrypoint`, but for the rollouts before a step: two steps and a checkpoint, or one more from it.
-
-    Gradients of each worker, of an evaluation before these the loss, and the workers' lines until then.
-    """
+def entrypoint(cfg: Any) -> Launch:
+    """SkyRL's `skyrl_entrypoint`, but for the rollouts before a step, with the lines of SkyRL's own logs."""
     base: Any = importlib.import_module("skyrl.train.entrypoints.main_base").BasePPOExp
-    nothing = ("get_train_dataset", "get_eval_dataset", "get_tracker", "get_inference_client", "get_generator")
-    experiment = type("Experiment", (base,), {name: lambda *_: None for name in nothing})(cfg)
+    unused = ("get_train_dataset", "get_eval_dataset", "get_tracker", "get_inference_client", "get_generator")
+    experiment = type("Experiment", (base,), dict.fromkeys(unused, nothing))(cfg)
     trainer = experiment._setup_trainer()
     batches = importlib.import_module(f"{_BACKEND}.training_batch")
     preprocess = importlib.import_module("skyrl.train.dataset.preprocess")
@@ -165,21 +147,26 @@ def entrypoint(cfg: Any) -> tuple[list[list[torch.Tensor]], float, list[str]]:
         data["advantages"] = advantages  # in the place of those of the rewards
         trainer.train_critic_and_policy(data)
 
-    evaluated, before = 0.0, list[str]()
-    if trainer.load_checkpoints()[0] == 0:
-        evaluated = trainer.dispatch.forward("policy", rows(), loss_fn="cross_entropy").metrics["loss"]
-        before = lines_of_infra(cfg.trainer.log_path)
-        step()
+    def evaluate() -> float:
+        loss = trainer.dispatch.forward("policy", rows(), loss_fn="cross_entropy").metrics["loss"]
+        mask = (make_batch()["token_mask"] * make_batch()["sample_mask"][:, None])[:, 1:]
+        right = -float((right_log_probs() * mask).sum())
+        return abs(loss - right) / right
+
+    def sleep() -> None:
         trainer.policy_model.offload_to_cpu()
         trainer.policy_model.backload_to_gpu()
-        step()
+
+    def save() -> None:
         trainer.global_step = 2
         vars(importlib.import_module("skyrl.train.trainer"))["asdict"] = lambda cfg: {}  # skyrl_gym's are stand-ins
         trainer.save_checkpoints()
-    else:
-        step()
-    workers = trainer.policy_model._actor_handlers
-    return ray.get([worker.__ray_call__.remote(gradients_of) for worker in workers]), evaluated, before
+
+    return run_stages(
+        trainer.load_checkpoints()[0] > 0, lines=lambda: lines_of_infra(cfg.trainer.log_path), evaluate=evaluate,
+        step=step, sleep=sleep, save=save,
+        gradients=lambda: on_each(trainer.policy_model._actor_handlers, gradients_of),
+    )  # fmt: skip
 
 
 def lines_of_infra(folder: str) -> list[str]:
@@ -187,8 +174,8 @@ def lines_of_infra(folder: str) -> list[str]:
     return [line for log in Path(folder).rglob("infra-*.log") for line in lines_in(log)]
 
 
-def drive(root: str, folder: str, options: dict[str, Any]) -> tuple[Any, list[str], list[str], str]:
-    """As a run script does: what the entry point gives, our lines in Ray's logs and SkyRL's, what a late worker says.
+def drive(root: str, folder: str, options: dict[str, Any]) -> tuple[Any, list[str], str]:
+    """As a run script does: what the entry point gives, our lines in Ray's logs, and what a late worker says.
 
     Of a launch that stops, the error in the place of the first.
     """
@@ -203,11 +190,11 @@ def drive(root: str, folder: str, options: dict[str, Any]) -> tuple[Any, list[st
         utils.validate_cfg(cfg)
         utils.initialize_ray(cfg)
         try:
-            results = ray.get(ray.remote(num_cpus=1)(entrypoint).remote(cfg))
+            launch = ray.get(ray.remote(num_cpus=1)(entrypoint).remote(cfg))
         except ray.exceptions.RayTaskError as error:
-            return str(error), lines(), [], ""
+            return str(error), lines(), ""
         late = ray.get(ray.remote(num_cpus=1)(LateWorker).remote().loss.remote())
-        return results, lines(), lines_of_infra(cfg.trainer.log_path), late
+        return launch, lines(), late
 
 
 @pytest.mark.timeout(2 * LIMIT + 100)
@@ -229,37 +216,23 @@ def test_workers_of_a_launch_aggregate_as_asked(
     mode: str, options: dict[str, Any], record_property: Any, tmp_path: Path
 ) -> None:
     asked = [options | {"trainer.log_path": str(tmp_path / f"log{i}")} for i in range(2)]
-    launches = [run_ranks(1, drive, checkout(SKYRL), str(tmp_path), of_launch)[0] for of_launch in asked]
+    launches = list[Launch]()
     own = options["trainer.algorithm.loss_reduction"]
     says = f"in SkyRL driver: loss_reduction={own}, measured in SkyRL's own division of advantages: each of"
-    for results, lines, infra, late in launches:
-        assert not isinstance(results, str), results
-        print(*lines, "---", *infra, sep="\n")
-        assert any(
-            "SkyRL worker 0: replaced MegatronModelWrapper.forward_backward_mini_batch" in line for line in infra
-        )
-        assert any("aggregation proved" in line for line in infra)
+    for of_launch in asked:
+        launch, lines, late = run_ranks(1, drive, checkout(SKYRL), str(tmp_path), of_launch)[0]
+        assert isinstance(launch, Launch), launch
+        launches.append(launch)
+        print(*lines, "---", sep="\n")
+        assert_said(launch.lines, "SkyRL", "token_sum with divisor 1 on SkyRL's policy loss")
+        assert any("replaced MegatronModelWrapper.forward_backward_mini_batch" in line for line in launch.lines)
         assert [line for line in lines if "worker 0" in line] == []  # SkyRL's workers print into its own log
         assert any(says in line and f"has the weight of {mode}" in line for line in lines)
+        assert late.startswith("ValueError")
         assert "took the loss from SkyRL's registry first" in late
-    ((gradients, value, before), *_), ((of_resumed, *_), *_) = launches
 
-    def gradient_at(table: torch.Tensor) -> torch.Tensor:
-        return expected(mode, TERMS, entropy=ENTROPY, table=table)[1]
-
-    right = right_gradients([gradient_at] * 3, make_table())
-    first, woken, resumed = *errors_of_steps(gradients, right[:2]), *errors_of_steps(of_resumed, right[2:])
-    assert len(gradients) == WORKERS
-    masks = (make_batch()["token_mask"] * make_batch()["sample_mask"][:, None])[:, 1:]
-    losses = -right_log_probs() * masks
-    evaluated = abs(value - float(losses.sum())) / float(losses.sum())
-    print(value, float(losses.sum()), evaluated)
-    assert not any("aggregation proved" in line for line in before)
-    assert max(evaluated, first, woken, resumed) < TOLERANCE
-    record_errors(record_property, SKYRL, "started: `forward` with a loss, an evaluation", ours=evaluated)
-    record_errors(record_property, SKYRL, "started: first step", ours=first)
-    record_errors(record_property, SKYRL, "started: step after sleep", ours=woken)
-    record_errors(record_property, SKYRL, "started: step from a checkpoint", ours=resumed)
+    start = errors_on_rows(launches, WORKERS, mode, TERMS, entropy=ENTROPY)
+    record_stages(record_property, SKYRL, "`forward` with a loss", start)
 
 
 def test_a_launch_with_another_loss_stops(tmp_path: Path) -> None:
@@ -294,14 +267,9 @@ def test_skyrls_script_with_the_entry_point_of_the_page(tmp_path: Path) -> None:
     theirs = "uv run --isolated --extra megatron -m skyrl.train.entrypoints.main_base"
     text = Path(root, "examples/train/megatron/run_megatron.sh").read_text()
     assert text.count(theirs) == 1
-    script, uv = tmp_path / "run.sh", tmp_path / "uv"
+    script = tmp_path / "run.sh"
     script.write_text(text.replace(theirs, command.rstrip() + " " + " ".join(settings)))
-    uv.write_text('#!/bin/sh\nprintf "%s\\0" "$@"\n')
-    uv.chmod(0o755)
-    variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "HOME": str(tmp_path)}
-    run = ["bash", str(script), "trainer.logger=console"]
-    of_uv = subprocess.run(run, capture_output=True, text=True, check=True, env=variables).stdout
-    words = of_uv.rstrip("\0").split("\0")
+    words = words_of_uv([str(script), "trainer.logger=console"], tmp_path)
     assert words[words.index("--with") + 1].endswith("/megatron_rl_loss")
     assert words[words.index("-m") + 1] == "skyrl_main"
     launched = run_ranks(1, launched_by, root, words[words.index("-m") + 2 :])[0]

@@ -14,16 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from checkouts import SLIME, record_errors
-from slime_starts import (
-    HOOKS,
-    MISSPELT,
-    NOT_USED,
-    assert_misspelt_option_is_said,
-    started,
-    stub_checkpoint,
-    stub_transfer,
-)  # fmt: skip
+from checkouts import SLIME
+from slime_starts import HOOKS, MISSPELT, NOT_USED, assert_misspelt_option_is_said, record_start, started, stub_files
 
 pytest.importorskip("ray")
 pytestmark = pytest.mark.slow
@@ -43,17 +35,12 @@ def stub() -> None:
         resolve_visible_device_id=int, communication_backend=lambda default: default, supports=lambda capability: False,
         manual_seed=lambda seed: None, distributed_device_id=lambda index=None: None,
     )  # fmt: skip
-    stub_checkpoint("slime")
-    stub_transfer("slime")
+    stub_files("slime")
 
 
 def test_workers_of_a_launch_aggregate_as_asked(record_property: Any) -> None:
     """Sleep destroys all groups, and they are built again when workers wake up; the third rollout is of new workers."""
-    evaluated, (first, woken, resumed) = started(__name__, SLIME, HOOKS).errors()
-    record_errors(record_property, SLIME, "started: `compute_log_prob`, an evaluation", ours=evaluated)
-    record_errors(record_property, SLIME, "started: first step", ours=first)
-    record_errors(record_property, SLIME, "started: step after sleep", ours=woken)
-    record_errors(record_property, SLIME, "started: step from a checkpoint", ours=resumed)
+    record_start(record_property, SLIME, started(__name__, SLIME, HOOKS))
 
 
 def test_a_misspelt_option_is_said_in_the_worker() -> None:

@@ -11,13 +11,11 @@ tokenizer, and the models, tables of logits and of values.
 
 import importlib
 import os
-import threading
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import megatron_on_cpu
 import oracle
 import pytest
 import torch
@@ -26,8 +24,8 @@ import verl_launch
 from checkouts import VERL, checkout, record_errors
 from logit_table import logits
 from ranks import run_ranks
-from ray_workers import LIMIT, lines_of_workers, local_ray
-from start_stages import ConstantRate, adam, errors_of_steps, right_gradients
+from ray_workers import LIMIT, lines_of_workers, local_ray, nothing, on_cpu, on_each
+from start_stages import ConstantRate, Launch, Start, adam, assert_said, errors_of_stages, record_stages, run_stages
 from table_step import relative_error, table_model
 from verl_launch import RECIPE, main, overrides_of
 
@@ -40,7 +38,6 @@ pytestmark = pytest.mark.slow
 CP, ROWS_OF_A_MICROBATCH = 2, 2
 ENGINE = verl_launch.ENGINE
 INSTALL = "megatron_rl_loss.engines.verl_install"
-TOLERANCE = 2e-6
 CLIP, CLIP_C, CLIP_VALUE, ENTROPY, KL = 0.2, 3.0, 0.5, 0.01, 0.1
 #: Of each row: tokens of the prompt, and the mask of its response.
 ROWS: list[tuple[int, list[int]]] = [
@@ -98,10 +95,8 @@ def stub() -> None:
     torch.cuda.mem_get_info = lambda *_: (2**40, 2**40)
     model = importlib.import_module("verl.workers.config.model")
     config = SimpleNamespace(architectures=["Table"], tie_word_embeddings=False)
-    nothing = dict.fromkeys(
-        ["copy_to_local", "hf_tokenizer", "hf_processor", "get_generation_config", "update_model_config"]
-    )
-    vars(model).update({name: lambda *_, **__: None for name in nothing})
+    unused = ("copy_to_local", "hf_tokenizer", "hf_processor", "get_generation_config", "update_model_config")
+    vars(model).update(dict.fromkeys(unused, nothing))
     ids = SimpleNamespace(bos_token_id=0, eos_token_id=0, pad_token_id=0, chat_template=None)
     vars(model)["hf_tokenizer"] = lambda *_, **__: ids
     vars(model)["AutoConfig"] = SimpleNamespace(from_pretrained=lambda *_, **__: config)
@@ -113,7 +108,7 @@ def stub() -> None:
     engine = importlib.import_module("verl.workers.engine.megatron.transformer_impl")
     vars(engine)["get_device_id"] = lambda: torch.device("cpu")
     of_engine = vars(engine)["MegatronEngine"]
-    of_engine.initialize = on_this_thread(of_engine.initialize)
+    of_engine.initialize = on_cpu(of_engine.initialize)
     of_engine._build_tf_config, of_engine._build_megatron_module = build_config, build_table
     of_engine._build_optimizer = lambda self: adam(self.module[0])
     of_engine._build_lr_scheduler = lambda self: ConstantRate()
@@ -122,17 +117,6 @@ def stub() -> None:
 def initialize_process_group(timeout_second: Any) -> None:
     if not dist.is_initialized():
         dist.init_process_group("gloo", rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
-
-
-def on_this_thread(initialize: Any) -> Any:
-    """For the thread on which Ray runs an actor's methods where one of them is a coroutine."""
-
-    def call(self: Any) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            megatron_on_cpu.redirect_this_thread()
-        initialize(self)
-
-    return call
 
 
 def build_config(engine: Any) -> None:
@@ -257,13 +241,10 @@ def make_trainer(config: Any, critic_apart: bool) -> Any:
 
 
 class Runner:
-    """In place of verl's `TaskRunnerV1`, which would sample: steps of policy and critic on `fields`.
-
-    Two up to a checkpoint, after log-probs, or one from it.
-    """
+    """In place of verl's `TaskRunnerV1`, which would sample: stages of policy and critic on `fields`."""
 
     def __init__(self, critic_apart: bool) -> None:
-        self.critic_apart, self.evaluated, self.before = critic_apart, 0.0, list[str]()
+        self.critic_apart = critic_apart
 
     def run(self, config: Any) -> None:
         tq = importlib.import_module("transfer_queue")
@@ -273,40 +254,45 @@ class Runner:
         trainer.init()
         keys = [f"row {i}" for i in range(len(ROWS))]
         batch = tq.kv_batch_put(keys, "train", fields(), [{} for _ in keys])
-        resumed = trainer.global_steps > 0
-        if not resumed:
-            others = [f"to evaluate {i}" for i in range(len(ROWS))]
-            sampled = fields()
+
+        def evaluate() -> float:
+            others, sampled = [f"to evaluate {i}" for i in range(len(ROWS))], fields()
             sampled["rollout_log_probs"] = sampled["old_log_probs"]  # which verl compares
-            evaluated = tq.kv_batch_put(others, "train", sampled, [{} for _ in others])
-            trainer._compute_old_log_prob(evaluated, {})
+            trainer._compute_old_log_prob(tq.kv_batch_put(others, "train", sampled, [{} for _ in others]), {})
             data = tq.kv_batch_get(keys=others, partition_id="train", select_fields=["old_log_probs"])
-            self.evaluated, self.before = error_of_log_probs(data["old_log_probs"]), lines_of_workers()
-        for _ in range(1 if resumed else 2):
+            return error_of_log_probs(data["old_log_probs"])
+
+        def step() -> None:
             trainer._update_actor(batch, {})
             trainer._update_critic(batch, {})
-        workers = {w for group in (trainer.actor_rollout_wg, trainer.critic_wg) for w in group.workers}
-        self.gradients = ray.get([worker.__ray_call__.remote(gradients_of) for worker in workers])
-        if not resumed:
+
+        def save() -> None:
             trainer.global_steps = 2
             trainer._save_checkpoint()
+
+        workers = {w for group in (trainer.actor_rollout_wg, trainer.critic_wg) for w in group.workers}
+        self.launch = run_stages(
+            trainer.global_steps > 0, lines=lines_of_workers, gradients=lambda: on_each(workers, gradients_of),
+            evaluate=evaluate, step=step, save=save,
+        )  # fmt: skip
         tq.close()
 
-    def result(self) -> Any:
-        return self.gradients, self.evaluated, self.before
+    def launched(self) -> Launch:
+        return self.launch
 
 
-def drive(root: str, overrides: list[str], critic_apart: bool) -> tuple[Any, list[str]]:
-    """verl's `main` up to steps of its policy and critic: the runner's result, workers' lines."""
+def drive(root: str, overrides: list[str], critic_apart: bool) -> Launch:
+    """verl's `main` up to steps of its policy and critic."""
     runners: list[Any] = []
 
     def remote() -> Any:
         runners.append(ray.remote(Runner).remote(critic_apart))
         return runners[0]
 
-    with local_ray(__name__, root, gpus=CP * (1 + critic_apart), by_engine=True) as lines:
+    with local_ray(__name__, root, gpus=CP * (1 + critic_apart), by_engine=True):
         main(overrides, SimpleNamespace(remote=remote))
-        return ray.get(runners[0].result.remote()), lines()
+        launch: Launch = ray.get(runners[0].launched.remote())
+        return launch
 
 
 @pytest.mark.timeout(2 * LIMIT + 100)
@@ -317,42 +303,27 @@ def test_a_policy_and_its_critic(way: str, critic_apart: bool, tmp_path: Path, r
     What the script sets reaches any process.
     """
     root = checkout(VERL)
-    overrides, of_stages = ["model_engine=megatron", *SETTINGS], dict[str, list[float]]()
+    overrides, starts = ["model_engine=megatron", *SETTINGS], list[Start]()
     if way == LIB:
         overrides += EXTERNAL_LIB
     elif way == SCRIPT:
         overrides = [*overrides_of(RECIPE, root, tmp_path), *SETTINGS, *SMALL]
     overrides += [f"trainer.default_local_dir={tmp_path}/checkpoints"]
-    asked = run_ranks(1, drive, root, [*overrides, "trainer.resume_mode=disable"], critic_apart)
-    if way == LIB and not critic_apart:
-        asked += run_ranks(1, drive, root, [*overrides, "trainer.resume_mode=auto"], critic_apart)
-    (_, evaluated, before), _ = asked[0]
-    assert evaluated < TOLERANCE
-    assert not any("aggregation proved" in line for line in before)
+    resumes = ["trainer.resume_mode=disable", "trainer.resume_mode=auto"][: 1 + (way == LIB and not critic_apart)]
+    launches = [run_ranks(1, drive, root, [*overrides, resume], critic_apart)[0] for resume in resumes]
     for role in "policy", "critic":
-        right = right_gradients([partial(gradient_of, role)] * 3, TABLE)
-        steps = [2, 1]
-        errors = list[float]()
-        for (gradients, *_), _ in asked:
-            of_role = [of_worker[role] for of_worker in gradients if role in of_worker]
-            assert len(of_role) == CP
-            errors += errors_of_steps(of_role, right[len(errors) : len(errors) + steps.pop(0)])
-        assert max(errors) < TOLERANCE if way != OWN else min(errors) > 1e-2
-        setting = {"critic": "started: critic", "policy": "started: policy"}[role] + ", CP 2 with per-token loss"
-        record_errors(record_property, VERL, setting, **{"own" if way == OWN else "ours": errors[0]})
-        if len(errors) == 3:
-            of_stages[role] = errors
-    if of_stages:
-        first, woken, resumed = map(max, zip(*of_stages.values(), strict=True))
-        record_errors(record_property, VERL, "started: `_compute_old_log_prob`, an evaluation", ours=evaluated)
-        record_errors(record_property, VERL, "started: first step", ours=first)
-        record_errors(record_property, VERL, "started: step after sleep", ours=woken)
-        record_errors(record_property, VERL, "started: step from a checkpoint", ours=resumed)
-    of_policy, of_critic = (
-        f"megatron_rl_loss: {', '.join(f'token_mean on {term}' for term in terms)}, aggregation proved on"
-        for terms in (("verl's loss", "entropy", "kl", "advantages"), ("verl's loss",))
-    )
-    for _, lines in asked:
-        print(*lines, sep="\n")
-        for line in "megatron_rl_loss in verl worker 0: replaced", of_policy, of_critic:
-            assert any(found.startswith(line) for found in lines) == (way != OWN), (line, lines)
+        of_role = [
+            launch._replace(gradients=[of_worker[role] for of_worker in launch.gradients if role in of_worker])
+            for launch in launches
+        ]
+        start = errors_of_stages(of_role, CP, partial(gradient_of, role), TABLE)
+        start.check(way != OWN)
+        setting = f"started: {role}, CP 2 with per-token loss"
+        record_errors(record_property, VERL, setting, **{"own" if way == OWN else "ours": start.first})
+        starts.append(start)
+    if len(launches) == 2:
+        record_stages(record_property, VERL, "`_compute_old_log_prob`", Start(*map(max, zip(*starts, strict=True))))
+    of_policy = ", ".join(f"token_mean on {term}" for term in ("verl's loss", "entropy", "kl", "advantages"))
+    for launch in launches:
+        for proved in of_policy, "token_mean on verl's loss":
+            assert_said(launch.lines, "verl", proved, way != OWN)
