@@ -94,12 +94,11 @@ def errors_on_rows(launches: Sequence[Launch], workers: int, mode: str, terms: d
     )
 
 
-def assert_said(lines: list[str], engine: str, proved: str, is_ours: bool = True) -> None:
-    """Worker 0 says what the library replaced and what it proved; neither is said in a launch without the library."""
+def assert_said(lines: list[str], engine: str, proved: str, is_ours: bool = True, does: str = "replaced") -> None:
+    """Worker 0 says what the library does there and what it proved; neither is said in a launch without the library."""
     print(*lines, sep="\n")
-    replaced = f"megatron_rl_loss in {engine} worker 0: replaced"
-    for beginning in replaced, f"megatron_rl_loss: {proved}, aggregation proved on":
-        assert any(line.startswith(beginning) for line in lines) == is_ours, (beginning, lines)
+    for said in f" in {engine} worker 0: {does}", f": {proved}, aggregation proved on":
+        assert any(line.startswith(f"megatron_rl_loss{said}") for line in lines) == is_ours, (said, lines)
 
 
 def record_stages(record_property: Any, framework: Framework, evaluation: str | None, start: Start) -> None:

@@ -210,7 +210,8 @@ def gradient_of(mode: str, table: torch.Tensor) -> torch.Tensor:
 def test_workers_of_a_launch_aggregate_as_asked(record_property: Any) -> None:
     ((launch, refused),) = run_ranks(1, drive, checkout(NEMO_RL))
     print(refused)
-    assert_said(launch.lines, "NeMo-RL", "prompt_mean on NeMo-RL's policy loss, token_mean on kl")
+    proved = "prompt_mean on NeMo-RL's policy loss, token_mean on kl"
+    assert_said(launch.lines, "NeMo-RL", proved, does="policy by prompt_mean, kl by token_mean")
     right = right_gradients([partial(gradient_of, mode) for mode in ("token_mean", *["prompt_mean"] * 2)], make_table())
     own, first, woken = errors_of_steps(launch.gradients, right)
     assert own < TOLERANCE < 1e-2 < relative_error(right[0], gradient_of("prompt_mean", make_table()))

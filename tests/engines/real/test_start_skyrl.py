@@ -219,13 +219,13 @@ def test_workers_of_a_launch_aggregate_as_asked(
     launches = list[Launch]()
     own = options["trainer.algorithm.loss_reduction"]
     says = f"in SkyRL driver: loss_reduction={own}, measured in SkyRL's own division of advantages: each of"
+    proved = "token_sum with divisor 1 on SkyRL's policy loss"
     for of_launch in asked:
         launch, lines, late = run_ranks(1, drive, checkout(SKYRL), str(tmp_path), of_launch)[0]
         assert isinstance(launch, Launch), launch
         launches.append(launch)
         print(*lines, "---", sep="\n")
-        assert_said(launch.lines, "SkyRL", "token_sum with divisor 1 on SkyRL's policy loss")
-        assert any("replaced MegatronModelWrapper.forward_backward_mini_batch" in line for line in launch.lines)
+        assert_said(launch.lines, "SkyRL", proved, does="replaced MegatronModelWrapper.forward_backward_mini_batch")
         assert [line for line in lines if "worker 0" in line] == []  # SkyRL's workers print into its own log
         assert any(says in line and f"has the weight of {mode}" in line for line in lines)
         assert late.startswith("ValueError")
