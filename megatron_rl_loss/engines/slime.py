@@ -376,7 +376,12 @@ def _replaced(engine: HookEngine, keeps_counts: bool) -> Replaced:
 def _note_means(stock: Callable[[], Any], arguments: dict[str, Any]) -> Reducer:
     """The engine's reducer, each of whose means is a part of the loss, or a metric."""
     reduce = stock()
-    return lambda values: part_of_loss(reduce(values))
+
+    def noted(values: Tensor) -> Tensor:
+        mean = reduce(values)
+        return part_of_loss(mean) if isinstance(mean, Tensor) else mean  # a number, of no sample
+
+    return noted
 
 
 def _prove_next_step(engine: HookEngine, is_first: bool) -> None:

@@ -85,8 +85,10 @@ class MegatronStep(Measurement):
         stack.enter_context(_put_in_place("forward_step_calc_loss", numbered))
 
     def _look(self, stack: ExitStack) -> None:
-        see = self._see_returned if self._is_own_loop else self._see_parts if self._is_of_engine else None
-        if see is not None:
+        if self._is_own_loop or self._is_of_engine:
+            look = self._see_returned if self._is_own_loop else self._see_parts
+            # An error of this rank alone would leave the others waiting.
+            see = lambda returned, output: self.fail(attempt(lambda: look(returned, output)))  # noqa: E731
             seen = _Seen(schedules.forward_step_calc_loss, self.taps, see)
             stack.enter_context(_put_in_place("forward_step_calc_loss", seen))
         if self._is_own_loop:
