@@ -11,8 +11,12 @@ from megatron_rl_loss.core.transfers import to_device
 from megatron_rl_loss.engines.loss_trials import LossPaths, Trial, Trials, WeighedMicrobatch, first_of, tap_sum
 from megatron_rl_loss.engines.places import places, swapped, value_at
 from megatron_rl_loss.engines.terms_beside import tap_beside
-from megatron_rl_loss.extend import Tap, follow_log_probs, is_observed, part_of_loss, taps_of
+from megatron_rl_loss.extend import MORE_TERMS, Tap, follow_log_probs, is_observed, observed_taps, part_of_loss, taps_of
 
+_EVEN = (
+    f"{MORE_TERMS}: a part of its gradients does not change its sign with the advantages, as a policy loss's does. "
+    "Somebody added a term of the advantages' sizes."
+)
 #: Each further trial has advantages that are smaller by this.
 _SMALLER = 16
 
@@ -108,12 +112,25 @@ def _tap_by_advantages(trials: Trials, measured: WeighedMicrobatch, log_probs: T
     else:
         weights, smaller = weights_of(row.size, 0.0), weights_of(row.size / _SMALLER, 0.0)
         is_clamped = not _agree(weights, smaller) and _agree(smaller, weights_of(row.size / _SMALLER**2, 0.0))
+        if measured.is_followed and (taps := observed_taps()) and _has_even(trials, leaf, factors, weights):
+            taps.added.add(_EVEN)
     tapped = tap_sum(
         loss, weights, measured.name, samples=measured.samples, coef=measured.coef, aggregation=measured.aggregation
     )
     if tapped is not None and is_clamped:
         tapped.doubt = "the engine clamps what a trial of its loss changes, so that its slopes are not its weights."
     return tapped
+
+
+def _has_even(trials: Trials, leaf: Tensor, factors: Tensor, weights: Tensor) -> bool:
+    """True if slopes at a ratio of 1 have a part that does not change its sign with the advantages."""
+    size, same = trials.row.size, leaf.detach()
+    above, below, at_zero = (trials.loss(Trial(leaf, same, same, factors * signed)) for signed in (size, -size, 0.0))
+    even = above + below - 2 * at_zero
+    if not even.requires_grad or not leaf.numel():
+        return False
+    (slopes,) = torch.autograd.grad(even, leaf, materialize_grads=True)
+    return bool(slopes.abs().max() > 64 * torch.finfo(leaf.dtype).eps * size * weights.abs().max())
 
 
 def _agree(weights: Tensor, others: Tensor) -> bool:

@@ -42,7 +42,6 @@ from megatron_rl_loss.extend import (
     load_function,
     observed_taps,
     part_of_loss,
-    proof_level,
     resolve,
     times_mask,
 )
@@ -79,11 +78,15 @@ class Now:
         counts: the step's, if kept.
         loss: args and whole masks of the micro-batch whose loss is computed.
         masks: whole masks of each micro-batch that is still to come, as the step's iterator has them.
+        policy: the share of the policy loss that our reducer made in the loss function that runs.
+        means: those that the engine's reducers made in that function, of a measured step.
     """
 
     counts: StepCounts | None = None
     loss: tuple[Namespace, Sequence[Mask]] | None = None
     masks: list[Sequence[Mask]] = field(default_factory=list)
+    policy: Tensor | None = None
+    means: list[Tensor] = field(default_factory=list)
 
 
 class HookEngine(NamedTuple):
@@ -210,7 +213,12 @@ class Hook:
             return reducer
         if now.loss is not None and not _rejects(now.loss[0]):
             samples = Samples(now.loss[1], layout=layout)  # whatever masks the hook was given
-        return lambda losses: part_of_loss(reducer(tap(losses, samples=samples)))
+
+        def observed(losses: Tensor) -> Tensor:
+            now.policy = part_of_loss(reducer(tap(losses, samples=samples)))
+            return now.policy
+
+        return observed
 
     def _check_flag(self, per_token: bool, counts: StepCounts | None) -> None:
         if self.mode != "token_mean":
@@ -364,12 +372,13 @@ def _replaced(engine: HookEngine, keeps_counts: bool) -> Replaced:
             return stock()
 
     step = Function(model, "train_one_step", ("args", *needed), counted)
-    terms = _Terms(engine, is_over=proof_level() == "off")
-    loss = Function(model, "loss_function", ("args", "batch"), partial(_with_mask_tokens, terms))
+    loss = Function(model, "loss_function", ("args", "batch"), partial(_with_mask_tokens, engine))
     losses = f"{engine.name}.backends.{engine.losses}"
     cp_utils = importlib.import_module(f"{losses}.cp_utils")
-    means = Function(cp_utils, "get_sum_of_sample_mean", (), _note_means, lambda name: name == f"{losses}.loss")
-    replaced = terms.replaced = Replaced(engine.name, engine.versions, [step, loss, means])
+    means = Function(
+        cp_utils, "get_sum_of_sample_mean", (), _note_means, lambda name: name.startswith(f"{losses}.loss")
+    )
+    replaced = Replaced(engine.name, engine.versions, [step, loss, means])
     return replaced
 
 
@@ -379,7 +388,9 @@ def _note_means(stock: Callable[[], Any], arguments: dict[str, Any]) -> Reducer:
 
     def noted(values: Tensor) -> Tensor:
         mean = reduce(values)
-        return part_of_loss(mean) if isinstance(mean, Tensor) else mean  # a number, of no sample
+        if isinstance(mean, Tensor) and mean.requires_grad and is_observed():
+            _now().means.append(part_of_loss(mean))
+        return mean
 
     return noted
 
@@ -424,6 +435,8 @@ def _prove(replaced: Replaced, engine: HookEngine, args: Namespace, counts: Step
         never = f"{engine.name}'s policy loss never called {path}. Use {engine.name} {engine.versions}."
         theirs = "token" if args.calculate_per_token_loss else "sample"
         beside = f"KL and entropy keep {engine.name}'s {theirs} mean"
+        if args.recompute_loss_function:
+            beside = "KL and entropy are not measured with --recompute-loss-function"
         replaced.proof = prove(engine.name, asked, beside=beside, never=never)
     replaced.proof.asked = asked
     data = None if _rejects(args) else (counts.step_tokens, counts.num_samples)
@@ -435,68 +448,41 @@ def _rejects(args: Namespace) -> bool:
     return bool(args.use_tis or args.get_mismatch_metrics)
 
 
-@dataclass
-class _Terms:
-    """The engine's loss against ``pg_loss - entropy_coef * entropy_loss + kl_loss_coef * kl_loss`` of its report.
+def _check_factors(engine: HookEngine, args: Namespace, loss: Tensor, now: Now) -> None:
+    """Note a loss that is not ``pg_loss - entropy_coef * entropy_loss + kl_loss_coef * kl_loss``, by its slopes.
 
-    The proof measures the policy loss alone, and sees what is none of the engine's own means; a mean of another weight
-    shows here. A penalty is 0 as long as the policy is its reference, so micro-batches are compared until no term is.
-
-    Attributes:
-        is_over: nothing is left to compare.
-        remaining: micro-batches to compare at most, since a penalty may stay 0 and each waits for the device.
-        replaced: has the proof of the policy loss.
-        is_amended: the line of that proof, once printed, says what differs.
+    These show a mean that is 0 too, as a KL penalty is while the policy is its reference.
     """
-
-    engine: HookEngine
-    is_over: bool = False
-    remaining: int = 4096
-    replaced: Any = None
-    is_amended: bool = False
-
-    def compare(self, args: Namespace, dtype: torch.dtype, log: dict[str, Any]) -> None:
-        """Compare a micro-batch on the first rank, and print if it differs; `dtype` is that of the loss."""
-        report = dict(zip(log["keys"], log["values"][1:].tolist(), strict=True))
-        kl_coef = args.kl_loss_coef if args.use_kl_loss else 0.0
-        coefs = {"pg_loss": 1.0, "entropy_loss": -args.entropy_coef, "kl_loss": kl_coef}
-        parts = {name: coef * report.get(name, math.nan) for name, coef in coefs.items() if coef}
-        size, eps = sum(map(abs, parts.values())), torch.finfo(dtype).eps
-        total = sum(parts.values())
-        if abs(report.get("loss", math.nan) - total) > 8 * eps * size:
-            terms = " + ".join(f"{coef:g} * {name}" for name, coef in coefs.items() if coef)
-            self._say(
-                f"NOT PROVED are the terms beside it: the loss is {report['loss']:.6g} where {terms} is {total:.6g}, "
-                f"so one has another weight, or one is added. Use {self.engine.name} {self.engine.versions}"
-            )
-        else:
-            self.is_over |= all(abs(part) > 64 * eps * size for name, part in parts.items() if name != "pg_loss")
-        self.remaining -= 1
-        self.is_over |= not self.remaining
-
-    def _say(self, says: str) -> None:
-        """In the line that proves the policy loss, so that one line says all; else in a line of its own."""
-        proof = self.replaced.proof
-        if proof is not None and not proof.is_over:
-            self.is_amended = True
-            proof.beside = says
-            return
-        if not (self.is_amended and proof.outcome == "proved"):
-            announce(f"{self.engine.name}: the policy loss is as its line says, and {says}", True)
-        self.is_over = True
+    taps = observed_taps()
+    if taps is None or now.policy is None:
+        return
+    if args.recompute_loss_function:
+        taps.parts.clear()  # to see more of a graph that is computed again would compute it now
+        return
+    own, *others = torch.autograd.grad(loss, [now.policy, *now.means], retain_graph=True, allow_unused=True)
+    if own is None:
+        return
+    factors = sorted(float(slope / own) for slope in others if slope is not None and slope)
+    asked = sorted(coef for coef in (args.kl_loss_coef * bool(args.use_kl_loss), -args.entropy_coef) if coef)
+    is_right = len(factors) == len(asked)
+    if not (is_right and all(math.isclose(*pair, rel_tol=1e-5) for pair in zip(factors, asked, strict=True))):
+        found, wanted = (", ".join(f"{factor:.6g}" for factor in sizes) or "none" for sizes in (factors, asked))
+        taps.added.add(
+            f"Beside the policy loss, {engine.name}'s means have these factors in the loss: {found}; by --kl-loss-coef "
+            f"and --entropy-coef they are: {wanted}. A term has another weight, or somebody added one. Use "
+            f"{engine.name} {engine.versions}."
+        )
 
 
-def _with_mask_tokens(terms: _Terms, stock: Callable[[], Any], arguments: dict[str, Any]) -> Any:
+def _with_mask_tokens(engine: HookEngine, stock: Callable[[], Any], arguments: dict[str, Any]) -> Any:
     """The engine's scaled loss; Megatron and the engine's report then divide by the micro-batch's mask tokens."""
     now, args, masks = _now(), arguments["args"], arguments["batch"]["loss_masks"]
     step_masks = now.masks.pop(0) if now.masks else masks
     is_cut_alike = [*map(len, step_masks)] == [*map(len, masks)]  # responses may have been expanded
     now.loss = args, step_masks if is_cut_alike else masks  # for a recomputed loss too
+    now.policy, now.means = None, []
     loss, tokens, log = stock()
-    if args.recompute_loss_function and (taps := observed_taps()):
-        taps.parts.clear()  # to see more of a graph that is computed again would compute it now
-    if args.loss_type == "policy_loss" and not terms.is_over and _place(True)[2]:
-        terms.compare(args, loss.dtype, log)
+    _check_factors(engine, args, loss, now)
     if args.calculate_per_token_loss and now.counts is not None:
         tokens = sum((mask.sum() for mask in masks), start=tokens * 0)
         log["values"][0] = tokens

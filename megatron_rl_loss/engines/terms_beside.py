@@ -22,7 +22,7 @@ class _Draw(NamedTuple):
 
     Attributes:
         log_prob: p log p has a slope at each but -1.
-        above_old: log-prob less the old policy's; below 0, so that no ratio reaches a limit for large ones.
+        above_old: log-prob less the old policy's: below 0 in one draw, above in the other.
         above_reference: log-prob less the reference's; a trial has it with both signs.
         entropy: the token's.
     """
@@ -33,15 +33,17 @@ class _Draw(NamedTuple):
     entropy: float
 
 
-def _drawn(seed: int, length: int) -> list[_Draw]:
+def _drawn(seed: int, length: int, sign: int) -> list[_Draw]:
     rng = random.Random(seed)
     log_probs = [eighth / 8 for eighth in range(-24, -1) if eighth != -8]
     few = [eighth / 8 for eighth in range(2, 7)]
-    return [_Draw(rng.choice(log_probs), -rng.choice(few), rng.choice(few), rng.choice(few)) for _ in range(length)]
+    return [
+        _Draw(rng.choice(log_probs), sign * rng.choice(few), rng.choice(few), rng.choice(few)) for _ in range(length)
+    ]
 
 
 #: Two draws of a table, from which tokens take what they have by their numbers; prime, so that columns of rows differ.
-_DRAWS = _drawn(1, 61), _drawn(2, 61)
+_DRAWS = _drawn(1, 61, -1), _drawn(2, 61, 1)
 
 
 class _Slopes(NamedTuple):

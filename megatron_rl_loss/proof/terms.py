@@ -95,7 +95,7 @@ def compare_terms(
         if name not in state.terms or f"{name}#2" in state.terms:
             where = "several times in a micro-batch" if name in state.terms else "in no micro-batch"
             comparison.find(WRONG, f"The {name} term went through a reducer of this library {where}.")
-    comparison.find(NOT_PROVED, *sorted(state.added))
+    exchange.local(lambda: comparison.find(NOT_PROVED, *sorted(state.added)), None)
     first = "pg" if "pg" in state.terms else next(iter(state.terms))
     names = sorted(state.terms, key=lambda name: name != first)
     # What a rank knows of a term's mode may be its own; what is compared is what all ranks can compare.

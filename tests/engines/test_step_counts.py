@@ -4,11 +4,9 @@ slime and miles themselves are run by real/test_real_slime_miles.py and test_rea
 no checkout.
 """
 
-import math
-import re
 import sys
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -16,9 +14,11 @@ from typing import Any
 import pytest
 import torch
 from ranks import RankError, run_ranks
+from torch import Tensor
 
+from megatron_rl_loss.core.taps import Taps, observe
 from megatron_rl_loss.engines import replacing, slime
-from megatron_rl_loss.engines.slime import StepCounts, count_steps
+from megatron_rl_loss.engines.slime import Now, StepCounts, count_steps
 
 MASKS = [torch.tensor(mask, dtype=torch.int32) for mask in ([1, 0, 1], [0, 0], [1], [1, 1, 1, 1], [0], [1, 1])]
 
@@ -154,67 +154,32 @@ def test_a_step_divides_by_mask_tokens_while_it_is_counted(args: Any, monkeypatc
 # --- terms beside the policy loss
 
 
-#: Of micro-batches: the loss, pg_loss, entropy_loss and kl_loss that the engine reports; what a process says of them.
-REPORTS: dict[str, tuple[list[tuple[float, float, float, float]], str]] = {
-    "as configured": ([(0.5 - 0.1 * 2 + 0.2 * 3, 0.5, 2, 3)], ""),
-    "KL times 10": (
-        [(0.5 - 0.1 * 2 + 2.0 * 3, 0.5, 2, 3)],
-        "6.3 where 1 [*] pg_loss .* is 0.9, so one has",
-    ),
-    "KL times 10 after a step with the reference": (
-        [(0.5 - 0.1 * 2, 0.5, 2, 0), (0.5 - 0.1 * 2 + 2e-3, 0.5, 2, 1e-3)],
-        "the loss is 0.302 where .* is 0.3002",
-    ),
-    "added": ([(0.5 - 0.1 * 2 + 1, 0.5, 2, 0)], "the loss is 1.3 where .* [+] -0.1 [*] entropy_loss"),
-    "of another report": ([(math.nan, math.nan, math.nan, math.nan)], ""),
+#: What the loss function makes of pg_loss and of the engine's means, of KL and entropy; the factors that are then told.
+LOSSES: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], str]] = {
+    "as configured": (lambda pg, entropy, kl: pg - 0.1 * entropy + 0.2 * kl, ""),
+    "scaled": (lambda pg, entropy, kl: 7 * (pg - 0.1 * entropy + 0.2 * kl) / 3, ""),
+    "KL times 10": (lambda pg, entropy, kl: pg - 0.1 * entropy + 2.0 * kl, "loss: -0.1, 2; "),
+    "KL detached": (lambda pg, entropy, kl: pg - 0.1 * entropy + 0.2 * kl.detach(), "loss: -0.1; "),
+    "KL twice, by its gradient": (lambda pg, entropy, kl: pg - 0.1 * entropy + 0.4 * kl - 0.2 * kl.detach(), "0.4; "),
+    "the sign of the bonus": (lambda pg, entropy, kl: pg + 0.1 * entropy + 0.2 * kl, "loss: 0.1, 0.2; "),
+    "neither": (lambda pg, entropy, kl: pg * 1, "loss: none; "),
 }
 
 
-@pytest.mark.parametrize("engine", ["slime", "miles"])
-@pytest.mark.parametrize("name", REPORTS)
-def test_terms_are_compared_with_the_coefficients(
-    name: str, engine: str, args: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    reports, says = REPORTS[name]
-    vars(args).update(
-        loss_type="policy_loss", custom_pg_loss_reducer_function_path="ours", entropy_coef=0.1, kl_loss_coef=0.2,
-        use_kl_loss=True,
-    )  # fmt: skip
-    model, left = install(engine), iter(reports)
-    losses: Any = sys.modules[f"{engine}.backends.{'training' if engine == 'miles' else 'megatron'}_utils.cp_utils"]
-
-    def reporting(args: Any, batch: dict[str, Any], logits: Any) -> Any:
-        values, reduce = torch.tensor([3.0, *next(left)]), losses.get_sum_of_sample_mean()
-        for mean in values[3:]:
-            reduce(mean)
-        return values[1], 3, {"keys": ["loss", "pg_loss", "entropy_loss", "kl_loss"], "values": values}
-
-    model.loss_function = reporting
-    monkeypatch.setattr(slime, "_place", lambda is_known: (0, 1, True))
-    count_steps(args)
-    for _ in reports:
-        model.loss_function(args, {"loss_masks": MASKS[:2]}, None)
-    printed = capsys.readouterr().out
-    assert bool(re.search(rf"NOT PROVED are the terms beside it: .*{says}", printed)) == bool(says), printed
-    assert ("NOT PROVED" in printed) == bool(says)
-
-
-@pytest.mark.parametrize("outcome", ["proved", "unknown", "over before"])
-def test_terms_are_told_in_the_line_of_the_proof_or_after_it(outcome: str, capsys: Any) -> None:
-    """One line says both, unless it is printed already, or says that nothing is proved."""
-    replacing._REGISTRY.clear()
-    proof = SimpleNamespace(is_over=outcome == "over before", outcome="proved", beside="")
-    terms = slime._Terms(slime.ENGINES[-1], replaced=SimpleNamespace(proof=proof))
-    for _ in range(2):  # of two micro-batches of the measured step
-        terms._say("NOT PROVED are the terms beside it")
-    assert bool(proof.beside) == (outcome != "over before")
-    assert terms.is_over == (outcome == "over before")
-    assert ("NOT PROVED" in capsys.readouterr().out) == (outcome == "over before")
-    if outcome != "over before":
-        proof.is_over, proof.outcome = True, outcome
-        terms._say("NOT PROVED are the terms beside it")
-        assert terms.is_over
-        assert ("NOT PROVED" in capsys.readouterr().out) == (outcome == "unknown")
+@pytest.mark.parametrize("kl_value", [0.0, 3.0])
+@pytest.mark.parametrize("name", LOSSES)
+def test_terms_have_the_factors_of_the_flags(name: str, kl_value: float, args: Any) -> None:
+    """Whatever a term's value is in the step."""
+    make, says = LOSSES[name]
+    vars(args).update(entropy_coef=0.1, kl_loss_coef=0.2, use_kl_loss=True)
+    policy, entropy, kl = (torch.tensor(value, requires_grad=True) for value in (0.5, 2.0, kl_value))
+    taps = Taps()
+    with observe(taps):
+        slime._check_factors(
+            slime.ENGINES[-1], args, make(policy, entropy, kl), Now(policy=policy, means=[entropy, kl])
+        )
+    assert len(taps.added) == bool(says)
+    assert all(f"{says}by --kl-loss-coef and --entropy-coef they are: -0.1, 0.2" in told for told in taps.added)
 
 
 # --- what is refused

@@ -524,12 +524,17 @@ def test_a_fault_stops_the_first_step(peer: str, name: str, tmp_path: Path, reco
 
 
 IN_TERMS = {"slime": LOSS, "miles": LOSSES, "vime": OF_VIME}
-OTHER_WEIGHT = (
-    r"aggregation proved .* NOT PROVED are the terms beside it: the loss is .* where 1 \* pg_loss \+ 0.1 \* kl"
-)
+OTHER_WEIGHT = "NOT PROVED: Beside the policy loss, .* means have these factors"
 #: What stands in the policy loss, what comes in its place, and what is said; the KL penalty is not 0.
 TERMS = {
     "KL penalty times 10": ("loss + args.kl_loss_coef", "loss + 10 * args.kl_loss_coef", OTHER_WEIGHT),
+    "KL penalty without a gradient": (
+        "loss + args.kl_loss_coef * kl_loss", "loss + args.kl_loss_coef * kl_loss.detach()", OTHER_WEIGHT
+    ),
+    "a mean of the engine's own added, of the value 0": (
+        "loss + args.kl_loss_coef * kl_loss",
+        "loss + args.kl_loss_coef * kl_loss + sum_of_sample_mean(kl - kl.detach())", OTHER_WEIGHT
+    ),
     "the engine's mean of KL added": (
         "loss + args.kl_loss_coef * kl_loss", "loss + args.kl_loss_coef * kl_loss + kl_loss", OTHER_WEIGHT
     ),

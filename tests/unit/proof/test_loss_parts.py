@@ -21,7 +21,7 @@ INSIDE: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], bool]] = {
 AFTER: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], bool]] = {
     "scaled": (lambda loss, log_probs, output: 3 * loss / 2, False),
     "connected": (lambda loss, log_probs, output: loss + 0.0 * output.sum(), False),
-    "times a 0 of its own": (lambda loss, log_probs, output: loss + output.sum() * torch.zeros(()), False),
+    "times a tensor that is 0 now": (lambda loss, log_probs, output: loss + output.sum() * torch.zeros(()), True),
     "a term of log-probs": (lambda loss, log_probs, output: loss + 0.1 * log_probs.exp().mean(), True),
     "a term of the output": (lambda loss, log_probs, output: loss + 0.1 * output.sigmoid().mean(), True),
     "detached": (lambda loss, log_probs, output: loss + log_probs.detach().mean(), False),
@@ -42,6 +42,19 @@ def judged(inside: str, after: str, *, knows_inputs: bool = True) -> bool:
 @pytest.mark.parametrize("inside", INSIDE)
 def test_a_term_is_seen_by_its_way_to_the_model(inside: str, after: str) -> None:
     assert judged(inside, after) == (INSIDE[inside][1] or AFTER[after][1])
+
+
+def test_an_output_may_be_a_dict_and_a_loss_may_have_many_parts() -> None:
+    """As of verl, and of a loss that is called for each of many sequences."""
+    weight, taps = torch.ones(4, requires_grad=True), Taps()
+    log_probs, entropy = weight * 2, (weight * 3).exp()
+    output = {"log_probs": log_probs, "entropy": [entropy]}
+    with observe(taps):
+        parts = [part_of_loss(log_probs[i % 4].exp(), [log_probs]) for i in range(3000)]
+        loss = sum(parts, start=torch.zeros(()))
+    assert not has_more(loss, output, taps.parts)
+    assert has_more(loss + log_probs.exp().mean(), output, taps.parts)
+    assert has_more(loss + entropy.mean(), output, taps.parts)
 
 
 @pytest.mark.parametrize("inside", INSIDE)
