@@ -219,7 +219,7 @@ def test_workers_of_a_launch_aggregate_as_asked(
     launches = list[Launch]()
     own = options["trainer.algorithm.loss_reduction"]
     says = f"in SkyRL driver: loss_reduction={own}, measured in SkyRL's own division of advantages: each of"
-    proved = "token_sum with divisor 1 on SkyRL's policy loss"
+    proved = "token_sum with divisor 1 on SkyRL's policy loss, sample_mean on entropy, token_mean on kl"
     for of_launch in asked:
         launch, lines, late = run_ranks(1, drive, checkout(SKYRL), str(tmp_path), of_launch)[0]
         assert isinstance(launch, Launch), launch
