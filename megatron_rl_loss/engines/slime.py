@@ -463,7 +463,7 @@ def _check_factors(engine: HookEngine, args: Namespace, loss: Tensor, now: Now) 
     if own is None:
         return
     factors = sorted(float(slope / own) for slope in others if slope is not None and slope)
-    asked = sorted(coef for coef in (args.kl_loss_coef * bool(args.use_kl_loss), -args.entropy_coef) if coef)
+    asked = sorted(coef for coef in (args.use_kl_loss and args.kl_loss_coef, -args.entropy_coef) if coef)
     is_right = len(factors) == len(asked)
     if not (is_right and all(math.isclose(*pair, rel_tol=1e-5) for pair in zip(factors, asked, strict=True))):
         found, wanted = (", ".join(f"{factor:.6g}" for factor in sizes) or "none" for sizes in (factors, asked))

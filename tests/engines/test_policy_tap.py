@@ -241,6 +241,23 @@ FURTHER: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.parametrize("is_added", [True, False])
+def test_a_term_of_the_advantages_sizes_is_noted(is_added: bool) -> None:
+    """It is 0 at advantages of 0, and cancels where their signs differ."""
+
+    def with_sizes(log_probs: Tensor, batch: Any) -> Tensor:
+        losses = -(log_probs - batch.old).exp() * batch.advantages
+        return ((losses + is_added * 0.1 * batch.advantages.abs() * log_probs) * MASK).sum() / 4
+
+    table, taps = torch.zeros(2, 4, requires_grad=True), Taps()
+    batch = SimpleNamespace(advantages=PLAIN * FACTORS, old=torch.zeros(2, 4), rollout=None, seen=[])
+    describe = lambda: WeighedMicrobatch(Samples(list(MASK)), FACTORS, PLAIN, beside={})  # noqa: E731
+    with observe(taps):
+        taps.begin_microbatch()
+        wrapped(with_sizes, lambda stock, arguments: tap_policy(LOSS, stock, arguments, describe))(table * 1.0, batch)
+    assert [told.startswith(MORE_TERMS) for told in taps.added] == [True] * is_added
+
+
 @pytest.mark.parametrize("further", FURTHER)
 def test_a_further_term_is_noted(further: str) -> None:
     """Beside weights that are right."""

@@ -15,6 +15,7 @@ TERMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "k3 to the old policy": lambda log_probs, old: (old - log_probs).exp() - (old - log_probs) - 1,
     "(ratio - 1)^2": lambda log_probs, old: ((log_probs - old).exp() - 1) ** 2,
     "ratio * log-prob": lambda log_probs, old: (log_probs - old).exp() * log_probs,
+    "max(ratio - 1, 0)": lambda log_probs, old: ((log_probs - old).exp() - 1).relu(),
     "log-prob": lambda log_probs, old: 0.01 * log_probs,
 }
 #: What stands in a copy of an engine's code, with the names of its variables.

@@ -336,7 +336,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"use_opsm": True, "opsm_delta": 0.1},
     {"eps_clip_c": 3.0},
     {"recompute_loss_function": True},
-    {"get_mismatch_metrics": True, "tis_clip": 2.0, "tis_clip_low": 0.0},
+    {"get_mismatch_metrics": True, "tis_clip": 2.0, "tis_clip_low": 0.0, "entropy_coef": 0.01},
     {"use_rollout_logprobs": True},
 ]
 

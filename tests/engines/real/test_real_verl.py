@@ -447,13 +447,18 @@ def first_steps(
     def forward_step(iterator: Any, model: Any, loss: Any) -> Any:
         rows = next(iterator)
         batch, masks = Batch(STEP, rows, CP), [STEP[i].mask for i in rows]
+        output = model(batch.local_numbers(cp_rank, CP).cuda())
 
-        def loss_func(output: Tensor) -> Any:
+        def outputs() -> dict[str, Tensor]:
+            """What the last stage of verl's engine hands the schedule: a dict."""
             edges = torch.tensor([0, *(len(slot) for slot in batch.numbers)]).cumsum(0)
             ids = torch.nested.nested_tensor(masks, layout=torch.jagged)
             packed = SimpleNamespace(cu_seqlens_q_padded=edges)
             whole = util.postprocess_thd_engine(output.flatten()[None], packed, ids, len(rows))
             flat = torch.cat([torch.cat([row, torch.zeros(1)]) for row in whole.unbind()])  # behind prompts of a token
+            return {"log_probs": flat, "values": flat, "entropy": 0.5 * flat}
+
+        def loss_func(output: dict[str, Tensor]) -> Any:
             lengths = [len(mask) for mask in masks]
             attention = torch.tensor([[1] * (1 + length) + [0] * (max(lengths) - length) for length in lengths])
             responses = padded(masks)
@@ -462,10 +467,9 @@ def first_steps(
                 "input_ids": torch.zeros(sum(lengths), dtype=torch.int64), "response_mask": responses}
             )  # fmt: skip
             data |= {name: padded([column[i] for i in rows]) for name, column in columns.items()}
-            outputs = {"log_probs": flat, "values": flat, "entropy": 0.5 * flat}
-            return own.postprocess_micro_batch_func(engine, outputs, data, forward_only=False, loss_function=loss)
+            return own.postprocess_micro_batch_func(engine, output, data, forward_only=False, loss_function=loss)
 
-        return model(batch.local_numbers(cp_rank, CP).cuda()), loss_func
+        return outputs() if state.is_pipeline_last_stage() else output, loss_func
 
     def train(model: Any, loss: Any, right: Tensor) -> FirstSteps:
         for _ in range(2):
