@@ -95,6 +95,11 @@ def aggregate(
     """
     from nemo_rl.algorithms import advantage_estimator
 
+    if isinstance(loss_fn, type) or not hasattr(loss_fn, "positive_example_nll_weight"):
+        raise TypeError(
+            f"loss_fn is a {getattr(loss_fn, '__name__', type(loss_fn).__name__)}: it must be a ClippedPGLossFn. Call "
+            "aggregate(policy, loss_fn, mode) with what setup(...) returned."
+        )
     modes = {"pg": LossModes.resolve(mode, **settings)}
     modes["kl"] = modes["pg"] if kl is None else LossModes.resolve(kl)
     if loss_fn.positive_example_nll_weight > 0:

@@ -458,6 +458,9 @@ def test_other_losses_go_by_and_the_loss_travels(driver: Any) -> None:
     loss.positive_example_nll_weight = 0.5
     with pytest.raises(ValueError, match="grpo_train passes no rewards"):
         nemo_rl.aggregate(driver, loss, "token_mean")
+    for other in (None, Loss, driver):
+        with pytest.raises(TypeError, match=r"loss_fn is a .*: it must be a ClippedPGLossFn. Call aggregate\(policy"):
+            nemo_rl.aggregate(driver, other, "token_mean")
 
 
 def test_workers_of_nemo_rl_without_megatron_are_not_proved(
