@@ -108,7 +108,8 @@ class MegatronStep(Measurement):
         handed = receipt.tensors["num_tokens"]() if "num_tokens" in receipt.tensors else None
         if isinstance(count, Tensor) and isinstance(handed, Tensor) and not torch.equal(count.to(handed), handed):
             self._returned[_OTHER_COUNT.format(count.item(), handed.item())] = None
-        if has_more(loss, output, self.taps.parts):
+        # An output head hands out several tensors, and may have summed the share before the loss function began.
+        if isinstance(output, Tensor) and has_more(loss, output, self.taps.parts):
             self._returned[_BESIDE] = None
 
     def _see_parts(self, returned: Any, output: Any) -> None:
