@@ -186,8 +186,8 @@ class AggregatedPGLossFn:
             own = {name: data[name][rows] for name in ("token_mask", "sample_mask")}
             step = {"loss": self, "data": own, "prompts": unknown or prompts[rows]}
             for term, modes in self.modes.items():
-                ((*_, of_tokens),), _ = ENGINE.factors(modes, step)
-                factors = of_tokens.view(len(own["sample_mask"]), -1)
+                ((*_, token_factors),), _ = ENGINE.factors(modes, step)
+                factors = token_factors.view(len(own["sample_mask"]), -1)
                 parts[_WEIGHTS[term]].append(pad(factors, (1, 0)) if _sums_tokens(self) else factors.sum(-1))
         written = {name: torch.cat(columns) for name, columns in parts.items()} | {ROWS: torch.arange(num_rows)}
         self._doubt = ""

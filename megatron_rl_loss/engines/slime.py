@@ -466,9 +466,9 @@ def _check_factors(engine: HookEngine, args: Namespace, loss: Tensor, now: Now) 
     asked = sorted(coef for coef in (args.use_kl_loss and args.kl_loss_coef, -args.entropy_coef) if coef)
     is_right = len(factors) == len(asked)
     if not (is_right and all(math.isclose(*pair, rel_tol=1e-5) for pair in zip(factors, asked, strict=True))):
-        found, wanted = (", ".join(f"{factor:.6g}" for factor in sizes) or "none" for sizes in (factors, asked))
+        shown, wanted = (", ".join(f"{factor:.6g}" for factor in sizes) or "none" for sizes in (factors, asked))
         taps.added.add(
-            f"Beside the policy loss, {engine.name}'s means have these factors in the loss: {found}; by --kl-loss-coef "
+            f"Beside the policy loss, {engine.name}'s means have these factors in the loss: {shown}; by --kl-loss-coef "
             f"and --entropy-coef they are: {wanted}. A term has another weight, or somebody added one. Use "
             f"{engine.name} {engine.versions}."
         )
