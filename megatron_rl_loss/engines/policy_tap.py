@@ -60,14 +60,13 @@ def tap_policy(
             layout = measured.samples.layout
             replicated = layout is not None and layout.is_whole
             follow_log_probs(seen[0], replicated=replicated, temperature=measured.temperature)
-    known = None
-    if measured.beside is not None:
-        exchanged = [value_at(*place) for path in row.trial for place in places(path, arguments)]
-        inputs = [*exchanged, *(value for kept in keepers.values() for value in kept)]
-        known = [value for value in inputs if isinstance(value, Tensor) and value.requires_grad]
-    part_of_loss(loss, known)
-    if measured.beside is not None:
-        tap_beside(trials, measured, seen[0], [*keepers.get(row.entropy, ())], loss)
+    if measured.beside is None:  # whatever else the loss is made of
+        part_of_loss(loss)
+        return result
+    exchanged = [value_at(*place) for path in row.trial for place in places(path, arguments)]
+    inputs = [*exchanged, *(value for kept in keepers.values() for value in kept)]
+    part_of_loss(loss, [value for value in inputs if isinstance(value, Tensor) and value.requires_grad])
+    tap_beside(trials, measured, seen[0], [*keepers.get(row.entropy, ())], loss)
     return result
 
 

@@ -126,7 +126,7 @@ class BatchEngine:
         factors, divisor = advantage_factors(
             modes, describe, dp_group=group, uneven=uneven, divisor=lambda totals: self.divisor(step, totals)
         )
-        return list(map(WeighedBatch, batches, masks, prompts, factors)), divisor
+        return [WeighedBatch(*row) for row in zip(batches, masks, prompts, factors, strict=True)], divisor
 
     def weigh(
         self, modes: LossModes, step: StepArguments, proof: Any, group_size: int | None = None
