@@ -30,16 +30,18 @@ from megatron_rl_loss.engines.prompt_tokens import MEDIA
 from megatron_rl_loss.engines.proving import prove
 from megatron_rl_loss.engines.replacing import Function, Replaced
 from megatron_rl_loss.engines.weighed_batches import FACTORS, BatchEngine, StepArguments
-from megatron_rl_loss.extend import LossModes, ModeFunction, resolve, tap_output
+from megatron_rl_loss.extend import LossModes, ModeFunction, UnitCounting, resolve, tap_output
 
 __all__ = ["aggregate"]
 
 
-def aggregate(mode: str | Mode | ModeFunction, **settings: Any) -> Replaced:
+def aggregate(
+    mode: str | Mode | ModeFunction, *, divisor: float | None = None, units: UnitCounting | None = None
+) -> Replaced:
     """Make ms-swift's `MegatronGRPOTrainer` and its Ray workers train on the mode.
 
     Args:
-        mode, settings: the mode, its `divisor` and `units`, as in `make_pg_loss_reducer`.
+        mode, divisor, units: as in `make_pg_loss_reducer`.
 
     Raises:
         ValueError, TypeError: a trainer that has an aggregation; unusable settings; in a step, fewer tokens than
@@ -55,7 +57,7 @@ def aggregate(mode: str | Mode | ModeFunction, **settings: Any) -> Replaced:
     from swift.megatron.trainers import grpo_trainer
     from swift.rlhf_trainers import utils
 
-    modes = LossModes.resolve(mode, **settings)
+    modes = LossModes.resolve(mode, divisor=divisor, units=units)
 
     def with_ids(stock: Any, arguments: dict[str, Any]) -> Any:
         """Before generation, the messages of a sample are its prompt."""

@@ -30,7 +30,7 @@ from megatron_rl_loss.engines.prompt_tokens import prompt_texts
 from megatron_rl_loss.engines.proving import prove
 from megatron_rl_loss.engines.replacing import Function, Replaced, announce, once
 from megatron_rl_loss.engines.weighed_batches import FACTORS, IDS, PLAIN, ROWS, BatchEngine, StepArguments, hashed_ids
-from megatron_rl_loss.extend import LossModes, ModeFunction, Promises, part_of_loss
+from megatron_rl_loss.extend import LossModes, ModeFunction, Promises, UnitCounting, part_of_loss
 
 __all__ = ["AggregatedPGLossFn", "aggregate"]
 #: The column of a term's weights.
@@ -79,7 +79,8 @@ ENGINE = BatchEngine(
 
 def aggregate(
     policy: Any, loss_fn: Any, mode: str | Mode | ModeFunction,
-    *, kl: str | None = None, group_size: int | None = None, **settings: Any,
+    *, kl: str | None = None, group_size: int | None = None,
+    divisor: float | None = None, units: UnitCounting | None = None,
 ) -> "AggregatedPGLossFn":  # fmt: skip
     """The loss in that mode; ``policy.train`` of this driver then adds columns of weights to every batch.
 
@@ -88,7 +89,7 @@ def aggregate(
         mode: of the policy loss, and of the KL penalty unless `kl` names another.
         group_size: ``num_generations_per_prompt``, which the proof compares. If it is not known, a mode by prompt is
             proved in part.
-        settings: `divisor` and `units` of the policy loss, as in `weights_column`.
+        divisor, units: of the policy loss, as in `weights_column`.
 
     Raises ValueError and TypeError for unusable settings, ``positive_example_nll_weight``, and a driver that has an
     aggregation; in training, as `weights_column`.
@@ -100,7 +101,7 @@ def aggregate(
             f"loss_fn is a {getattr(loss_fn, '__name__', type(loss_fn).__name__)}: it must be a ClippedPGLossFn. Call "
             "aggregate(policy, loss_fn, mode) with what setup(...) returned."
         )
-    modes = {"pg": LossModes.resolve(mode, **settings)}
+    modes = {"pg": LossModes.resolve(mode, divisor=divisor, units=units)}
     modes["kl"] = modes["pg"] if kl is None else LossModes.resolve(kl)
     if loss_fn.positive_example_nll_weight > 0:
         raise ValueError(

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from megatron_rl_loss.core.transfers import to_device
 from megatron_rl_loss.engines.loss_trials import LossPaths, Trial, Trials, WeighedMicrobatch, first_of, tap_sum
 from megatron_rl_loss.engines.places import places, swapped, value_at
-from megatron_rl_loss.engines.terms_beside import tap_beside
+from megatron_rl_loss.engines.terms_beside import largest, tap_beside
 from megatron_rl_loss.extend import MORE_TERMS, Tap, follow_log_probs, is_observed, observed_taps, part_of_loss, taps_of
 
 _EVEN = (
@@ -88,15 +89,19 @@ def _tap_by_advantages(trials: Trials, measured: WeighedMicrobatch, log_probs: T
     factors = to_device(measured.factors_of(trials.advantages), log_probs.device)
     row, leaf = trials.row, log_probs.detach().requires_grad_()
 
-    def weights_of(size: float, lower: float) -> Tensor:
-        """The weights by trials of advantages of that size, with old log-probs raised by `lower`."""
+    @cache
+    def slopes_of(size: float, lower: float) -> Tensor:
+        """The slopes of a trial with advantages of that size, and old log-probs raised by `lower`."""
         at, reference = leaf.detach() + lower, leaf.detach()  # at which a KL penalty has no slope
-        sizes = size, 0.0 if row.clamps else -size
-        above, below = (trials.loss(Trial(leaf, at, reference, factors * signed)) for signed in sizes)
-        width = size * math.exp(-lower) * (1 if row.clamps else 2)
-        difference = below - above
-        slopes = torch.autograd.grad(difference, leaf, allow_unused=True)[0] if difference.requires_grad else None
-        return torch.zeros_like(leaf) if slopes is None else slopes / width
+        total = trials.loss(Trial(leaf, at, reference, factors * size))
+        if not total.requires_grad:
+            return torch.zeros_like(leaf)
+        return torch.autograd.grad(total, leaf, materialize_grads=True)[0]
+
+    def weights_of(size: float, lower: float) -> Tensor:
+        """The weights by trials of advantages of that size."""
+        other, width = (0.0, 1) if row.clamps else (-size, 2)
+        return (slopes_of(other, lower) - slopes_of(size, lower)) / (size * math.exp(-lower) * width)
 
     is_clamped = False
     if not log_probs.requires_grad:  # exchanged with old log-probs: no gradient goes to these
@@ -111,25 +116,17 @@ def _tap_by_advantages(trials: Trials, measured: WeighedMicrobatch, log_probs: T
     else:
         weights, smaller = weights_of(row.size, 0.0), weights_of(row.size / _SMALLER, 0.0)
         is_clamped = not _agree(weights, smaller) and _agree(smaller, weights_of(row.size / _SMALLER**2, 0.0))
-        if measured.is_followed and (taps := observed_taps()) and _has_even(trials, leaf, factors, weights):
-            taps.added.add(_EVEN)
+        if measured.is_followed and (taps := observed_taps()):
+            above, below, at_zero = (slopes_of(signed * row.size, 0.0) for signed in (1, -1, 0))
+            rounded = 64 * torch.finfo(leaf.dtype).eps * largest(above, below, at_zero)
+            if largest(above + below - 2 * at_zero) > rounded:
+                taps.added.add(_EVEN)
     tapped = tap_sum(
         loss, weights, measured.name, samples=measured.samples, coef=measured.coef, aggregation=measured.aggregation
     )
     if tapped is not None and is_clamped:
         tapped.doubt = "the engine clamps what a trial of its loss changes, so that its slopes are not its weights."
     return tapped
-
-
-def _has_even(trials: Trials, leaf: Tensor, factors: Tensor, weights: Tensor) -> bool:
-    """True if slopes at a ratio of 1 have a part that does not change its sign with the advantages."""
-    size, same = trials.row.size, leaf.detach()
-    above, below, at_zero = (trials.loss(Trial(leaf, same, same, factors * signed)) for signed in (size, -size, 0.0))
-    even = above + below - 2 * at_zero
-    if not even.requires_grad or not leaf.numel():
-        return False
-    (slopes,) = torch.autograd.grad(even, leaf, materialize_grads=True)
-    return bool(slopes.abs().max() > 64 * torch.finfo(leaf.dtype).eps * size * weights.abs().max())
 
 
 def _agree(weights: Tensor, others: Tensor) -> bool:

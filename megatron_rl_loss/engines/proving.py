@@ -10,7 +10,15 @@ from megatron_rl_loss.core.modes import Mode, ModeFunction
 from megatron_rl_loss.engines.loss_trials import LossPaths, WeighedMicrobatch
 from megatron_rl_loss.engines.policy_tap import tap_policy
 from megatron_rl_loss.engines.replacing import Function, Replaced, announce
-from megatron_rl_loss.extend import Aggregation, Promises, chunks_of, proof_level, resolve, run_schedules_by
+from megatron_rl_loss.extend import (
+    Aggregation,
+    Promises,
+    UnitCounting,
+    chunks_of,
+    proof_level,
+    resolve,
+    run_schedules_by,
+)
 
 
 def prove(
@@ -60,7 +68,8 @@ def prove_policy_loss(
     *,
     engine: str = "this engine",
     group_size: int | Callable[[dict[str, Any]], int] | None = None,
-    **settings: Any,
+    divisor: float | None = None,
+    units: UnitCounting | None = None,
 ) -> Replaced:
     """Prove the first training step of an engine into which you multiplied weights yourself.
 
@@ -76,7 +85,7 @@ def prove_policy_loss(
             batch as it was sent, so that changes inside are measured too. It returns the loss of a micro-batch, or a
             tuple that begins with it. Modules that imported the function get the measured one too.
         row: where the function finds log-probs, advantages and old log-probs.
-        mode, settings: the mode that was asked for, its `divisor` and `units`.
+        mode, divisor, units: as they were asked for, in `weights_column`.
         describe: the function's arguments by name -> `WeighedMicrobatch`: masks and ids as your batch has them, not as
             the engine's code does inside; the factors; and the advantages before they were multiplied.
         engine: words for the printed line.
@@ -88,7 +97,12 @@ def prove_policy_loss(
             paths that the function's arguments do not have, and `WeighedMicrobatch` without plain advantages.
         BadBatchError: on every rank, in the first training step, for wrong weights.
     """
-    asked = resolve(mode, **settings)
+    asked = resolve(mode, divisor=divisor, units=units)
+    if not callable(describe):
+        raise TypeError(
+            f"describe is a {type(describe).__name__}: it must be a function of the loss function's arguments by name. "
+            "Return a WeighedMicrobatch of them."
+        )
     sure_size = None if callable(group_size) else Promises.checked_size(group_size)
 
     def measured(arguments: dict[str, Any]) -> WeighedMicrobatch:
@@ -107,7 +121,7 @@ def prove_policy_loss(
         return tap_policy(row, stock, arguments, lambda: measured(arguments))
 
     function = Function(owner, name, (), call, bool, kind="a proof")
-    replaced = Replaced(f"proof of {engine}", "of the version that the row was written for", [function])
+    replaced = Replaced(f"proof of {engine}", "in the version that its row was written for", [function])
     replaced.proof = prove(engine, asked, beside="other terms are not measured", never=f"{name} was not called.")
     if replaced.proof is not None and not callable(group_size):
         replaced.proof.promises = Promises(sure_size, is_group_size_sure=True)

@@ -46,7 +46,8 @@ class Replaced:
         later: functions that `add` replaces when a run needs them, by name.
         now: what the engine computes, for those of its functions that are called meanwhile; None between steps.
 
-    Raises ValueError for a function that is missing, lacks a parameter, or is replaced already, in a base class too.
+    Raises ValueError for a function that is missing, lacks a parameter, or is replaced already, in a base class or
+    a subclass too.
     """
 
     def __init__(self, engine: str, versions: str, functions: Sequence[Function]) -> None:
@@ -88,7 +89,7 @@ class Replaced:
                     f"{self.engine} with {'no ' if stock is None else ''}{function}({', '.join(parameters)}): this "
                     f"package expects {name}({', '.join(function.parameters)}). Use {self.engine} {self.versions}."
                 )
-            if is_replaced(owner, name, function.kind):
+            if any(is_replaced(each, name, function.kind) for each in _with_subclasses(owner)):
                 raise ValueError(
                     f"{function}, which has {function.kind} already: a second one would apply or measure weights "
                     "twice. Do it once, for a class or for its subclass."
@@ -134,6 +135,11 @@ def is_replaced(owner: Any, name: str, kind: str = AGGREGATION) -> bool:
     """True if that function of the owner, or of a base class, has a replacement of the kind."""
     bases = getattr(owner, "__mro__", type(owner).__mro__)
     return any(kind in getattr(vars(each).get(name), _MARK, ()) for each in (owner, *bases))
+
+
+def _with_subclasses(owner: Any) -> list[Any]:
+    subclasses: list[type] = type.__subclasses__(owner) if isinstance(owner, type) else []
+    return [owner, *(below for subclass in subclasses for below in _with_subclasses(subclass))]
 
 
 def holders(functions: Sequence[Any]) -> list[list[tuple[Any, str]]]:

@@ -48,9 +48,14 @@ class Division:
 
     @classmethod
     def register(cls, estimators: Any, group_size: int | None) -> None:
-        """Register one in SkyRL's registry, once."""
+        """Register one in SkyRL's registry, once; ValueError for a second group size."""
         if _NAME not in estimators.list_available():
             estimators.register(_NAME, cls(group_size))
+        elif (other := estimators.get(_NAME)._group_size) != group_size:
+            raise ValueError(
+                f"group_size={group_size} beside a loss with group_size={other}: each loss must have "
+                "generator.n_samples_per_prompt. Pass that number to both."
+            )
 
     def __call__(self, *_: Any, **__: Any) -> None:
         raise ValueError(f"advantage_estimator={_NAME}: it estimates nothing. Choose one of SkyRL's estimators.")

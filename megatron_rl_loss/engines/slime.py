@@ -106,6 +106,9 @@ class HookEngine(NamedTuple):
     uncountable: Callable[[Namespace], str] = lambda args: ""
     fsdp: Callable[[], Any] = lambda: None
 
+    def says_of_terms(self, per_token: bool) -> str:
+        return f"KL and entropy keep {self.name}'s own {'token' if per_token else 'sample'} mean"
+
     def check_countable(self, args: Namespace) -> None:
         if rule := self.uncountable(args):
             raise ValueError(f"counting steps {rule}. {_NO_COUNTS_NEEDED}")
@@ -202,10 +205,8 @@ class Hook:
                 "averages whole rollouts by rollout_mask_sums."
             )
         weigh = partial(unit_weights, local, None if divisor is None else [divisor] * len(samples))
-        engine, theirs = _engine(), "token" if calculate_per_token_loss else "sample"
-        announce(
-            f"{engine.name}: policy loss by {self}; KL and entropy keep {engine.name}'s own {theirs} mean", is_first
-        )
+        engine = _engine()
+        announce(f"{engine.name}: policy loss by {self}; {engine.says_of_terms(calculate_per_token_loss)}", is_first)
         if counts is None and installed(engine.name) is None:
             _prove_next_step(engine, is_first)
         reducer = WeightedSum(weigh, local, self.aggregation)
@@ -433,8 +434,7 @@ def _prove(replaced: Replaced, engine: HookEngine, args: Namespace, counts: Step
         asked = resolve("token_sum", divisor=(asked.divisor or 0) * counts.num_rollouts)
     if replaced.proof is None:
         never = f"{engine.name}'s policy loss never called {path}. Use {engine.name} {engine.versions}."
-        theirs = "token" if args.calculate_per_token_loss else "sample"
-        beside = f"KL and entropy keep {engine.name}'s {theirs} mean"
+        beside = engine.says_of_terms(args.calculate_per_token_loss)
         if args.recompute_loss_function:
             beside = "KL and entropy are not measured with --recompute-loss-function"
         replaced.proof = prove(engine.name, asked, beside=beside, never=never)

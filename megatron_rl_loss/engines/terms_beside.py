@@ -74,7 +74,7 @@ def tap_beside(
     assert measured.beside is not None
     points = [_at(draws, trials, measured, log_probs, entropies) for draws in _DRAWS]
     slopes = [side for point in points for side in (point.above, point.below)]
-    size = _largest(*(slope for side in slopes for slope in side))
+    size = largest(*(slope for side in slopes for slope in side))
     weights: dict[str, Tensor] = {}
     if (kl := measured.beside.get("kl")) is not None:
         kl_slopes = [_slopes_of(kl.estimator, point) for point in points]
@@ -94,7 +94,7 @@ def tap_beside(
         tapped = tap_sum(loss, weight, name, samples=samples, coef=term.coef, aggregation=term.aggregation)
         if tapped is not None:
             tapped.at_log_probs, tapped.doubt = measured.is_followed, tapped.doubt or term.doubt
-    is_explained = _largest(*left) <= 64 * torch.finfo(log_probs.dtype).eps * size
+    is_explained = largest(*left) <= 64 * torch.finfo(log_probs.dtype).eps * size
     if not is_explained and not any(term.doubt for term in measured.beside.values()) and (taps := observed_taps()):
         taps.added.add(_ADDED)
 
@@ -141,5 +141,6 @@ def _weights_of_kl(point: _Point, high: Tensor, low: Tensor) -> Tensor:
     return torch.where(is_odd, (first - second) / torch.where(is_odd, high - low, 1), (first + second) / (high + low))
 
 
-def _largest(*values: Tensor) -> float:
+def largest(*values: Tensor) -> float:
+    """The largest size of a number in these tensors, 0 without one."""
     return max((float(value.abs().max()) for value in values if value.numel()), default=0.0)

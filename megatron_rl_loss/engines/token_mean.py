@@ -25,7 +25,7 @@ from megatron_rl_loss.engines.places import swapped
 from megatron_rl_loss.engines.proving import prove
 from megatron_rl_loss.engines.replacing import Function, Replaced, is_replaced
 from megatron_rl_loss.engines.weighed_batches import GROUPS, Batch, StepArguments
-from megatron_rl_loss.extend import LossModes, ModeFunction, Promises
+from megatron_rl_loss.extend import LossModes, ModeFunction, Promises, UnitCounting
 
 __all__ = ["aggregate"]
 #: By the package of the class.
@@ -33,7 +33,12 @@ ENGINES = {"areal": areal.ENGINE, "roll": roll.ENGINE, "rlinf": rlinf.ENGINE}
 
 
 def aggregate(
-    owner: Any, mode: str | Mode | ModeFunction, *, group_size: int | None = None, **settings: Any
+    owner: Any,
+    mode: str | Mode | ModeFunction,
+    *,
+    group_size: int | None = None,
+    divisor: float | None = None,
+    units: UnitCounting | None = None,
 ) -> Replaced:
     """Make workers of that class train on the mode.
 
@@ -42,7 +47,7 @@ def aggregate(
             ROLL: ``MegatronTrainStrategy``. RLinf: a subclass of ``MegatronActor``.
         group_size: rows generated for each prompt, which the proof compares; default: the engine's setting. If neither
             is known, a mode by prompt is proved in part.
-        mode, settings: the mode, its `divisor` and `units`, as in `make_pg_loss_reducer`.
+        mode, divisor, units: as in `make_pg_loss_reducer`.
 
     Raises:
         ValueError, TypeError: a class that has an aggregation, or of another engine; unusable settings.
@@ -50,7 +55,7 @@ def aggregate(
             where prompts are unknown; weights that differ within a sample for losses of sequences; a first step in
             which a token has a weight that the mode does not ask for.
     """
-    modes, group_size = LossModes.resolve(mode, **settings), Promises.checked_size(group_size)
+    modes, group_size = LossModes.resolve(mode, divisor=divisor, units=units), Promises.checked_size(group_size)
     packages = [base.__module__.partition(".")[0] for base in getattr(owner, "__mro__", ())]
     engine = next((ENGINES[package] for package in packages if package in ENGINES), None)
     if engine is None:

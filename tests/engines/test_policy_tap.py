@@ -330,6 +330,8 @@ def test_a_proof_asks_for_the_advantages_before_weighing(capsys: Any) -> None:
     assert home.loss is ppo
     with pytest.raises(ValueError, match="group_size is 0: it must be an int >= 1"):
         prove_policy_loss(home, "loss", LOSS, "prompt_mean", lambda arguments: None, group_size=0)
+    with pytest.raises(TypeError, match="describe is a NoneType: it must be a function"):
+        prove_policy_loss(home, "loss", LOSS, "token_mean", None)
     assert home.loss is ppo
     assert "megatron_rl_loss in proof of mine worker 0: replaced SimpleNamespace.loss" in capsys.readouterr().out
 

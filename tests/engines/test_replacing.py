@@ -162,14 +162,18 @@ def test_methods_of_a_class_and_of_one_object() -> None:
 
 @pytest.mark.parametrize(("first", "second"), [(Trainer, Trainer), (Trainer, Actor), (Trainer, Overriding)])
 def test_twice_is_refused(first: Any, second: Any) -> None:
-    """A subclass, which overrides the method or not, and an object are refused, too; after `undo` neither is."""
+    """A subclass, which overrides the method or not, a base class and an object are refused too, until `undo`."""
     replaced = replace(first, "step")
     for owner in (second, second()):
         with pytest.raises(ValueError, match=r"\.step, which has a loss aggregation already"):
             replace(owner, "step")
     assert active() == ["Engine: replaced Trainer.step"]
     replaced.undo()
-    replace(second, "step").undo()
+    replaced = replace(second, "step")
+    with pytest.raises(ValueError, match=r"Trainer\.step, which has a loss aggregation already"):
+        replace(first, "step")
+    replaced.undo()
+    replace(first, "step").undo()
 
 
 def test_another_version_is_refused_and_nothing_replaced(engine: Any) -> None:

@@ -145,5 +145,5 @@ def test_faults_that_are_named_are_among_the_engines_own(engine: str, monkeypatc
     module = importlib.import_module(f"test_real_{'slime_miles' if engine in HOOKS else engine}")
     named = {faults[engine] for faults in OWN.values() if engine in faults}
     named |= {by.name for page, _, by in ALL if isinstance(by, Fault) and (by.engine or page) == engine}
-    assert named <= own_faults(module)
+    assert named <= own_faults(module, engine)
     assert NOT_SEEN not in [PROMISES[change][engine] for change, faults in OWN.items() if engine in faults]

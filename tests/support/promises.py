@@ -30,11 +30,11 @@ _VERL, _NEMO_RL = "verl/workers/utils/losses.py", "nemo_rl/algorithms/loss/loss_
 _AREAL, _ROLL = "areal/trainer/ppo/actor.py", "roll/pipeline/rlvr/actor_worker.py"
 _RLINF, _MS_SWIFT = "rlinf/workers/actor/megatron_actor_worker.py", "swift/megatron/trainers/grpo_trainer.py"
 _SKYRL = "skyrl/backends/skyrl_train/utils/ppo_utils.py"
-_OF_SKYRL = "skyrl/backends/skyrl_train/workers/megatron/megatron_model_wrapper.py"
+_SKYRL_WORKER = "skyrl/backends/skyrl_train/workers/megatron/megatron_model_wrapper.py"
 _SLIME, _VIME = (f"{engine}/backends/megatron_utils/loss.py" for engine in ("slime", "vime"))
-_MILES, _OF_MILES = (f"miles/backends/training_utils/{name}.py" for name in ("loss_hub/losses", "loss"))
-_DISTILLATION, _OF_KL = "    # Joint Distillation KL Loss\n", "loss + args.kl_loss_coef * kl_loss"
-_OF_HOOKS = ("log_probs", "old_log_probs", "torch.ones_like(log_probs)")
+_MILES, _MILES_LOSS_FUNCTION = (f"miles/backends/training_utils/{name}.py" for name in ("loss_hub/losses", "loss"))
+_DISTILLATION, _LOSS_WITH_KL = "    # Joint Distillation KL Loss\n", "loss + args.kl_loss_coef * kl_loss"
+_HOOK_NAMES = ("log_probs", "old_log_probs", "torch.ones_like(log_probs)")
 SITES = {
     "verl": Site(
         _VERL, "return policy_loss,", "return policy_loss + {},", ("log_prob", "old_log_prob", "response_mask")
@@ -61,22 +61,22 @@ SITES = {
         _SKYRL, "    clip_pg_losses1 = loss\n", "    clip_pg_losses1 = loss = loss + {}\n",
         ("log_probs", "old_log_probs", "loss_mask"),
     ),
-    "slime": Site(_SLIME, _OF_KL, f"{_OF_KL} + {{}}", _OF_HOOKS),
-    "miles": Site(_MILES, _OF_KL, f"{_OF_KL} + {{}}", _OF_HOOKS),
-    "vime": Site(_VIME, _OF_KL, f"{_OF_KL} + {{}}", _OF_HOOKS),
+    "slime": Site(_SLIME, _LOSS_WITH_KL, f"{_LOSS_WITH_KL} + {{}}", _HOOK_NAMES),
+    "miles": Site(_MILES, _LOSS_WITH_KL, f"{_LOSS_WITH_KL} + {{}}", _HOOK_NAMES),
+    "vime": Site(_VIME, _LOSS_WITH_KL, f"{_LOSS_WITH_KL} + {{}}", _HOOK_NAMES),
 }  # fmt: skip
 
 _TERM = dict.fromkeys(SITES, NOT_PROVED)
 KL_MEAN, _UNMASKED = "KL penalty by the mean of a micro-batch", "mask dropped in the loss function"
-_OF_TERM = "term added to the loss function"
-ADDED = f"{_OF_TERM}: {next(iter(TERMS))}"
+_TERM_ADDED = "term added to the loss function"
+ADDED = f"{_TERM_ADDED}: {next(iter(TERMS))}"
 DOUBLED = "advantages or losses doubled before the sum"
 SCALED, _RENAMED = "loss scaled", "function or argument renamed"
 _AFTER = "term of {} added after the loss function"
-_AFTER_OF_LOG_PROBS, _AFTER_OF_LOGITS = _AFTER.format("log-probs"), _AFTER.format("logits")
+_AFTER_LOG_PROBS, _AFTER_LOGITS = _AFTER.format("log-probs"), _AFTER.format("logits")
 #: By change and engine, what happens; an engine that is not named has no such place.
 PROMISES: dict[str, dict[str, str]] = {
-    **{f"{_OF_TERM}: {term}": _TERM for term in TERMS},
+    **{f"{_TERM_ADDED}: {term}": _TERM for term in TERMS},
     KL_MEAN: {
         **dict.fromkeys(("verl", "skyrl", "nemo_rl", "roll", "rlinf", "ms_swift"), STOPS),
         **dict.fromkeys(HOOKS, NOT_PROVED),
@@ -85,8 +85,8 @@ PROMISES: dict[str, dict[str, str]] = {
     DOUBLED: dict.fromkeys(ENGINES, STOPS) | dict.fromkeys(HOOKS, NOT_SEEN),
     SCALED: dict.fromkeys(ENGINES, STOPS),
     _RENAMED: dict.fromkeys(ENGINES, STOPS),
-    _AFTER_OF_LOG_PROBS: dict.fromkeys(("verl", "skyrl", "nemo_rl", "areal", "ms_swift"), NOT_PROVED),
-    _AFTER_OF_LOGITS: {
+    _AFTER_LOG_PROBS: dict.fromkeys(("verl", "skyrl", "nemo_rl", "areal", "ms_swift"), NOT_PROVED),
+    _AFTER_LOGITS: {
         **dict.fromkeys(("nemo_rl", "areal", "roll"), STOPS),
         **dict.fromkeys(("skyrl", "ms_swift", *HOOKS), NOT_PROVED),
     },
@@ -108,7 +108,7 @@ OWN: dict[str, dict[str, str]] = {
     },
 }  # fmt: skip
 _IN_SKYRL = f"{12 * ' '}# Decoupled MTP / draft loss"
-_OF_TOKENS = (
+_NEMO_RL_KL_MEAN = (
     "kl = masked_mean(\n                    kl, mask, global_normalization_factor=global_valid_toks\n                )"
 )
 _LOSSES = "loss_mat=kld, loss_mask=response_mask, loss_agg_mode=config.loss_agg_mode, **config.global_batch_info"
@@ -122,7 +122,7 @@ _MASKS = 'else batch["loss_masks"]\n'
 EDITS: dict[str, dict[str, Edit]] = {
     KL_MEAN: {
         "verl": {_VERL: (f"agg_loss(\n            {_LOSSES}\n        )", "kld.mean()")},
-        "nemo_rl": {_NEMO_RL: (_OF_TOKENS, "kl = kl.mean()")},
+        "nemo_rl": {_NEMO_RL: (_NEMO_RL_KL_MEAN, "kl = kl.mean()")},
         "roll": {_ROLL: ("= agg_loss(loss_mat=kl_loss", "= (lambda loss_mat, **_: loss_mat.mean())(loss_mat=kl_loss")},
         "rlinf": {_RLINF: ("self.loss_agg_func(kld, mask)", "kld.mean()")},
         "ms_swift": {_MS_SWIFT: ("self.beta * per_token_kl", "self.beta * per_token_kl.mean()")},
@@ -131,7 +131,7 @@ EDITS: dict[str, dict[str, Edit]] = {
     _UNMASKED: {
         "verl": {_VERL: ('data["response_mask"].to(bool)', 'torch.ones_like(data["response_mask"]).to(bool)')},
         "nemo_rl": {_NEMO_RL: ("= token_mask * sample_mask", "= torch.ones_like(token_mask) * sample_mask")},
-        "skyrl": {_OF_SKYRL: ('= data["loss_mask"]', '= torch.ones_like(data["loss_mask"])')},
+        "skyrl": {_SKYRL_WORKER: ('= data["loss_mask"]', '= torch.ones_like(data["loss_mask"])')},
         "areal": {_AREAL: ('input_data["loss_mask"].bool()', 'torch.ones_like(input_data["loss_mask"]).bool()')},
         "roll": {
             _ROLL: (
@@ -154,8 +154,10 @@ EDITS: dict[str, dict[str, Edit]] = {
         "rlinf": {_RLINF: ('advantages = batch["advantages"]', 'advantages = 2 * batch["advantages"]')},
         **{engine: {file: ("reducer(pg_loss)", "reducer(2 * pg_loss)")} for engine, file in _POLICY.items()},
     },
-    _AFTER_OF_LOG_PROBS: {
-        "skyrl": {_OF_SKYRL: (_IN_SKYRL, f"{12 * ' '}policy_loss += 0.1 * action_log_probs.exp().mean()\n{_IN_SKYRL}")},
+    _AFTER_LOG_PROBS: {
+        "skyrl": {
+            _SKYRL_WORKER: (_IN_SKYRL, f"{12 * ' '}policy_loss += 0.1 * action_log_probs.exp().mean()\n{_IN_SKYRL}")
+        },
         "nemo_rl": {
             "nemo_rl/algorithms/loss/wrapper.py": (
                 "loss_accum += loss\n", "loss_accum += loss + 0.1 * loss_input['next_token_logprobs'].exp().mean()\n"
@@ -179,14 +181,14 @@ EDITS: dict[str, dict[str, Edit]] = {
             )
         },
     },
-    _AFTER_OF_LOGITS: {
+    _AFTER_LOGITS: {
         "ms_swift": {
             _MS_SWIFT: (
                 _BY_MS_SWIFT,
                 _ADDED_BY_MS_SWIFT.format("logits_packed.sigmoid()"),
             )
         },
-        "skyrl": {_OF_SKYRL: (_IN_SKYRL, f"{12 * ' '}policy_loss += 0.1 * logits.sigmoid().mean()\n{_IN_SKYRL}")},
+        "skyrl": {_SKYRL_WORKER: (_IN_SKYRL, f"{12 * ' '}policy_loss += 0.1 * logits.sigmoid().mean()\n{_IN_SKYRL}")},
         "areal": {
             "areal/engine/megatron_engine.py": (
                 "return loss * loss_scale", "return loss * loss_scale + 0.1 * output.sigmoid().mean()"
@@ -194,7 +196,7 @@ EDITS: dict[str, dict[str, Edit]] = {
         },
         **{
             engine: {file: (_LOSS_FUNCTION, f"{_LOSS_FUNCTION}    loss = loss + 0.1 * logits.sigmoid().mean()\n")}
-            for engine, file in (_POLICY | {"miles": _OF_MILES}).items()
+            for engine, file in (_POLICY | {"miles": _MILES_LOSS_FUNCTION}).items()
         },
         "nemo_rl": {
             "nemo_rl/models/megatron/train.py": (
@@ -229,10 +231,9 @@ def table() -> str:
     return "\n".join(f"| {change} | {ends} |" for change, ends in [["change", "ends"], ["---"] * 2, *rows]) + "\n"
 
 
-def own_faults(module: Any) -> set[str]:
-    """The names of an engine's own plants, of its module of tests."""
-    of_module: Any = module.PLANTS
-    if hasattr(module, "OF_TRAINER"):
-        of_module = of_module + module.OF_TRAINER
-    names = {plant.fault for plant in of_module} if isinstance(of_module, list) else {*of_module}
-    return {name[-1] if isinstance(name, tuple) else name for name in names}
+def own_faults(module: Any, engine: str) -> set[str]:
+    """The names of an engine's own plants, of its module of tests; those of all engines of a module of several."""
+    plants = module.PLANTS
+    if isinstance(plants, dict):
+        plants = plants.get(engine) or [plant for those in plants.values() for plant in those]
+    return {plant.fault for plant in (*plants, *getattr(module, "OF_TRAINER", ()))}

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import added_terms
 import numpy as np
@@ -28,7 +28,7 @@ import torch
 from checkouts import MILES, SLIME, VIME, checkout, load, record_errors
 from logit_table import KeepsGradients, Step, errors_of, logit_model, make_step, reject
 from logit_table import rollout_data as data_of
-from plants import MORE_TERMS, assert_stopped, planted, record_plant
+from plants import MORE_TERMS, Plant, assert_stopped, planted, record_plant
 from ranks import RankError, run_ranks
 from repository import EXAMPLES
 from slime_launches import TOLERANCE, MakeStep, arguments, case, compute_in_float32, with_steps
@@ -453,58 +453,70 @@ REDUCED, READS = "pg_loss = pg_loss_reducer(pg_loss)", "custom_pg_loss_reducer_f
 OWN, TWICE = "sum_of_sample_mean(pg_loss)", (REDUCED, f"{REDUCED} + pg_loss_reducer(pg_loss)")
 
 
-class Plant(NamedTuple):
-    """A planted fault: the edit (file, old text, new text), the error that a rank then raises, hook, and DP, CP."""
-
-    edit: tuple[str, str, str] | None
-    says: str = "the first training step does something else"
-    hook: str | None = "sample_mean"
-    ranks: tuple[int, int] = (1, 1)
-
-
 REFUSED = "this package expects train_one_step"
 PLANTS = {
-    ("slime", "scaling doubled"): Plant((LOSS, PER_STEP, "* num_microbatches * 2\n")),
-    ("slime", "scaling doubled, per-token loss"): Plant(
-        (LOSS, "loss * mpu.get_context", "loss * 2 * mpu.get_context"), hook="token_mean"
-    ),
-    ("slime", "counts of one rank"): Plant(
-        (LOSS, "/ step_global_batch_size", "/ len(batch['loss_masks'])"), ranks=(2, 1)
-    ),
-    ("slime", "CP ranks scaled 1.5 and 0.5"): Plant(
-        (LOSS, PER_STEP, "* num_microbatches * (1.5 - mpu.get_context_parallel_rank())\n"), ranks=(1, 2)
-    ),
-    ("slime", "option renamed"): Plant((LOSS, f'args, "{READS}"', 'args, "custom_reducer"'), "never called"),
-    ("slime", "option misspelt"): Plant(None, "slime ignores options that it does not know", hook=None),
-    ("slime", "hook called twice"): Plant((LOSS, *TWICE)),
-    ("slime", "hook for the report alone"): Plant(
-        (LOSS, REDUCED, f"{REDUCED}.detach() + {OWN} - {OWN}.detach()"), hook="constant_40"
-    ),
-    ("slime", "loss not linear"): Plant((LOSS, REDUCED, f"{REDUCED} ** 2")),
-    ("slime", "masks changed for the hook"): Plant(
-        (LOSS, LAST_MASKS, 'else [torch.ones_like(one) for one in batch["loss_masks"]]\n')
-    ),
-    ("slime", "arguments of the hook swapped"): Plant(
-        (LOSS, f"{ARGUMENTS}, pg_loss_masks", "response_lengths, total_lengths, pg_loss_masks"), "leave a prompt token"
-    ),
-    ("slime", "train_one_step renamed"): Plant((MODEL, "def train_one_step(", "def train_a_step("), REFUSED),
-    ("slime", "its argument renamed"): Plant((MODEL, "step_global_batch_size: int", "global_size: int"), REFUSED),
-    ("slime", "our weights times 1.25"): Plant(None),
-    ("miles", "masks shifted in a batch"): Plant((MODEL_OF_MILES, OF_BATCH, f"{OF_BATCH}        {SHIFTED}\n")),
-    ("miles", "masks changed in place, per-token loss"): Plant(
-        (MODEL_OF_MILES, OF_BATCH, f"{OF_BATCH}        [mask.__setitem__(0, 1) for mask in batch['loss_masks']]\n"),
-        hook="token_mean",
-    ),
-    ("miles", "scaling doubled"): Plant((OF_MILES, "* num_microbatches", "* num_microbatches * 2")),
-    ("miles", "a micro-batch left out"): Plant(
-        (MODEL_OF_MILES, FEWER, FEWER.replace("=num_microbatches", "=num_microbatches - 1")), NOT_ALL_DATA
-    ),
-    ("miles", "a micro-batch twice"): Plant((DATA_OF_MILES, NEXT, f"{NEXT}{TWICE_THE_SAME}"), NOT_ALL_DATA),
-    ("miles", "option renamed"): Plant((LOSSES, f"if args.{READS}", "if args.custom_reducer"), "never called"),
-    ("miles", "hook called twice"): Plant((LOSSES, *TWICE)),
-    ("vime", "scaling doubled"): Plant((OF_VIME, PER_STEP, "* num_microbatches * 2\n")),
-    ("vime", "option renamed"): Plant((OF_VIME, f'args, "{READS}"', 'args, "custom_reducer"'), "never called"),
-    ("vime", "hook called twice"): Plant((OF_VIME, *TWICE)),
+    "slime": [
+        Plant("scaling doubled", {LOSS: (PER_STEP, "* num_microbatches * 2\n")}),
+        Plant(
+            "scaling doubled, per-token loss",
+            {LOSS: ("loss * mpu.get_context", "loss * 2 * mpu.get_context")},
+            case={"hook": "token_mean"},
+        ),
+        Plant("counts of one rank", {LOSS: ("/ step_global_batch_size", "/ len(batch['loss_masks'])")}, world=(2, 1)),
+        Plant(
+            "CP ranks scaled 1.5 and 0.5",
+            {LOSS: (PER_STEP, "* num_microbatches * (1.5 - mpu.get_context_parallel_rank())\n")},
+            world=(2, 2),
+        ),
+        Plant("option renamed", {LOSS: (f'args, "{READS}"', 'args, "custom_reducer"')}, "never called"),
+        Plant("option misspelt", {}, "slime ignores options that it does not know", case={"hook": None}),
+        Plant("hook called twice", {LOSS: TWICE}),
+        Plant(
+            "hook for the report alone",
+            {LOSS: (REDUCED, f"{REDUCED}.detach() + {OWN} - {OWN}.detach()")},
+            case={"hook": "constant_40"},
+        ),
+        Plant("loss not linear", {LOSS: (REDUCED, f"{REDUCED} ** 2")}),
+        Plant(
+            "masks changed for the hook",
+            {LOSS: (LAST_MASKS, 'else [torch.ones_like(one) for one in batch["loss_masks"]]\n')},
+        ),
+        Plant(
+            "arguments of the hook swapped",
+            {LOSS: (f"{ARGUMENTS}, pg_loss_masks", "response_lengths, total_lengths, pg_loss_masks")},
+            "leave a prompt token",
+        ),
+        Plant("train_one_step renamed", {MODEL: ("def train_one_step(", "def train_a_step(")}, REFUSED),
+        Plant("its argument renamed", {MODEL: ("step_global_batch_size: int", "global_size: int")}, REFUSED),
+        Plant("our weights times 1.25", {}),
+    ],
+    "miles": [
+        Plant("masks shifted in a batch", {MODEL_OF_MILES: (OF_BATCH, f"{OF_BATCH}        {SHIFTED}\n")}),
+        Plant(
+            "masks changed in place, per-token loss",
+            {
+                MODEL_OF_MILES: (
+                    OF_BATCH,
+                    f"{OF_BATCH}        [mask.__setitem__(0, 1) for mask in batch['loss_masks']]\n",
+                )
+            },
+            case={"hook": "token_mean"},
+        ),
+        Plant("scaling doubled", {OF_MILES: ("* num_microbatches", "* num_microbatches * 2")}),
+        Plant(
+            "a micro-batch left out",
+            {MODEL_OF_MILES: (FEWER, FEWER.replace("=num_microbatches", "=num_microbatches - 1"))},
+            NOT_ALL_DATA,
+        ),
+        Plant("a micro-batch twice", {DATA_OF_MILES: (NEXT, f"{NEXT}{TWICE_THE_SAME}")}, NOT_ALL_DATA),
+        Plant("option renamed", {LOSSES: (f"if args.{READS}", "if args.custom_reducer")}, "never called"),
+        Plant("hook called twice", {LOSSES: TWICE}),
+    ],
+    "vime": [
+        Plant("scaling doubled", {OF_VIME: (PER_STEP, "* num_microbatches * 2\n")}),
+        Plant("option renamed", {OF_VIME: (f'args, "{READS}"', 'args, "custom_reducer"')}, "never called"),
+        Plant("hook called twice", {OF_VIME: TWICE}),
+    ],
 }
 
 
@@ -512,15 +524,18 @@ def too_large(*passed: Any) -> torch.Tensor:
     return 1.25 * unit_weights(*passed)
 
 
-@pytest.mark.parametrize(("peer", "name"), PLANTS)
-def test_a_fault_stops_the_first_step(peer: str, name: str, tmp_path: Path, record_property: Any) -> None:
-    plant, framework = PLANTS[peer, name], PEERS[peer]
-    mode, (dp, cp) = "constant" if plant.hook == "constant_40" else plant.hook or "sample_mean", plant.ranks
-    steps, per_token = [partial(make_step, 7, dp)], plant.hook == "token_mean"
-    launch = case(peer, mode, plant.hook, steps, counted=True, calculate_per_token_loss=per_token)
-    launch |= {"weights": too_large} if "our weights" in name else {}
-    root = planted(framework, tmp_path, {plant.edit[0]: plant.edit[1:]}) if plant.edit else checkout(framework)
-    assert_stopped(record_property, framework, name, plant.says, dp * cp, train, peer, root, cp, [launch])
+@pytest.mark.parametrize(
+    ("peer", "plant"),
+    [(peer, plant) for peer, plants in PLANTS.items() for plant in plants],
+    ids=lambda value: getattr(value, "fault", value),
+)
+def test_a_fault_stops_the_first_step(peer: str, plant: Plant, tmp_path: Path, record_property: Any) -> None:
+    framework, hook, (ranks, cp) = PEERS[peer], plant.case.get("hook", "sample_mean"), plant.world
+    mode, steps = "constant" if hook == "constant_40" else hook or "sample_mean", [partial(make_step, 7, ranks // cp)]
+    launch = case(peer, mode, hook, steps, counted=True, calculate_per_token_loss=hook == "token_mean")
+    launch |= {"weights": too_large} if "our weights" in plant.fault else {}
+    root = planted(framework, tmp_path, plant.edits) if plant.edits else checkout(framework)
+    assert_stopped(record_property, framework, plant.fault, plant.match, ranks, train, peer, root, cp, [launch])
 
 
 IN_TERMS = {"slime": LOSS, "miles": LOSSES, "vime": OF_VIME}

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from added_terms import CALL
 from checkouts import VERL, Settings, checkout, load, record_errors
-from plants import MORE_TERMS, assert_stopped, patched, planted, record_plant
+from plants import MORE_TERMS, Plant, assert_stopped, patched, planted, record_plant
 from ranks import RankError, run_ranks, start_process_group
 from repository import EXAMPLES
 from step_samples import dealt
@@ -720,53 +720,65 @@ TERMS, OTHER = "verl/workers/utils/losses.py", "the first training step does som
 REFUSED, BATCHES = "this package expects agg_loss", 'data["num_micro_batch"]'
 MASK = '["response_mask"].to(bool)\n    # compute'
 LOG_PROBS = 'log_prob = no_padding_2_padding(model_output["log_probs"], data)'
-#: A file, what stands there, what comes in its place, and what a rank then says; the second with per-token loss.
-PLANTS = {
-    "scaling doubled": (ENGINE, BATCHES, f"2 * {BATCHES}", OTHER),
-    "scaling doubled, per-token loss": (ENGINE, "local_sum = loss", "local_sum = 2 * loss", OTHER),
-    "CP ranks scaled 1.5 and 0.5": (ENGINE, BATCHES, f"(1.5 - mpu.get_context_parallel_rank()) * {BATCHES}", OTHER),
-    "agg_loss without the ranks": (ALGORITHMS, "/ batch_num_tokens * dp_size", "/ batch_num_tokens", OTHER),
-    "counts of a micro-batch": (TERMS, '= data["batch_num_tokens"]', '= data["response_mask"].bool().sum()', OTHER),
-    "entropy doubled": (TERMS, "-= entropy_coeff", "-= 2 * entropy_coeff", "on entropy: tokens weigh"),
-    "entropy left out": (TERMS, "policy_loss -= entropy_coeff * entropy_loss", "pass", "no gradient reaches it"),
-    "advantages doubled in the policy loss": (
-        ALGORITHMS,
-        "pg_losses1 = -advantages",
-        "advantages = 2 * advantages; pg_losses1 = -advantages",
+PLANTS = [
+    Plant("scaling doubled", {ENGINE: (BATCHES, f"2 * {BATCHES}")}),
+    Plant(
+        "scaling doubled, per-token loss",
+        {ENGINE: ("local_sum = loss", "local_sum = 2 * loss")},
+        case={"per_token": True},
+    ),
+    Plant("CP ranks scaled 1.5 and 0.5", {ENGINE: (BATCHES, f"(1.5 - mpu.get_context_parallel_rank()) * {BATCHES}")}),
+    Plant("agg_loss without the ranks", {ALGORITHMS: ("/ batch_num_tokens * dp_size", "/ batch_num_tokens")}),
+    Plant("counts of a micro-batch", {TERMS: ('= data["batch_num_tokens"]', '= data["response_mask"].bool().sum()')}),
+    Plant("entropy doubled", {TERMS: ("-= entropy_coeff", "-= 2 * entropy_coeff")}, "on entropy: tokens weigh"),
+    Plant(
+        "entropy left out", {TERMS: ("policy_loss -= entropy_coeff * entropy_loss", "pass")}, "no gradient reaches it"
+    ),
+    Plant(
+        "advantages doubled in the policy loss",
+        {ALGORITHMS: ("pg_losses1 = -advantages", "advantages = 2 * advantages; pg_losses1 = -advantages")},
         "on advantages: tokens weigh 2 times",
     ),
-    "log-probs half detached": (
-        TERMS,
-        LOG_PROBS,
-        f"{LOG_PROBS}; log_prob = (log_prob + log_prob.detach()) / 2",
+    Plant(
+        "log-probs half detached",
+        {TERMS: (LOG_PROBS, f"{LOG_PROBS}; log_prob = (log_prob + log_prob.detach()) / 2")},
         "on advantages: tokens weigh 0.5",
     ),
-    "KL of another estimator": (TERMS, "kl_penalty=config.kl_loss_type", 'kl_penalty="k2"', "is not the kl of kl_pen"),
-    "KL clamped": (TERMS, "loss_mat=kld,", "loss_mat=kld.clamp(max=0.1),", "a KL penalty that is not the kl of kl_pen"),
-    "KL of another mode": (
-        TERMS,
-        "loss_mat=kld, loss_mask=response_mask, loss_agg_mode=config.loss_agg_mode",
-        'loss_mat=kld, loss_mask=response_mask, loss_agg_mode="token-sum"',
+    Plant(
+        "KL of another estimator",
+        {TERMS: ("kl_penalty=config.kl_loss_type", 'kl_penalty="k2"')},
+        "is not the kl of kl_pen",
+    ),
+    Plant(
+        "KL clamped",
+        {TERMS: ("loss_mat=kld,", "loss_mat=kld.clamp(max=0.1),")},
+        "a KL penalty that is not the kl of kl_pen",
+    ),
+    Plant(
+        "KL of another mode",
+        {
+            TERMS: (
+                "loss_mat=kld, loss_mask=response_mask, loss_agg_mode=config.loss_agg_mode",
+                'loss_mat=kld, loss_mask=response_mask, loss_agg_mode="token-sum"',
+            )
+        },
         "token_mean on kl: tokens weigh",
     ),
-    "KL not linear": (TERMS, "kl_loss * config", "kl_loss ** 2 * config", "on kl: tokens weigh"),
-    "value loss doubled": (ALGORITHMS, "vf_loss = 0.5 * agg_loss(", "vf_loss = agg_loss(", OTHER),
-    "mask shifted in ppo_loss": (
-        TERMS,
-        '["response_mask"].to(bool)\n    # compute',
-        '["response_mask"].to(bool).roll(1, 1)\n    #',
-        OTHER,
+    Plant("KL not linear", {TERMS: ("kl_loss * config", "kl_loss ** 2 * config")}, "on kl: tokens weigh"),
+    Plant("value loss doubled", {ALGORITHMS: ("vf_loss = 0.5 * agg_loss(", "vf_loss = agg_loss(")}),
+    Plant(
+        "mask shifted in ppo_loss",
+        {TERMS: ('["response_mask"].to(bool)\n    # compute', '["response_mask"].to(bool).roll(1, 1)\n    #')},
     ),
-    "ppo_loss renamed": (TERMS, "def ppo_loss(", "def loss_of_ppo(", "this package expects ppo_loss"),
-    "argument of agg_loss renamed": (ALGORITHMS, "loss_mat: torch.Tensor", "losses: torch.Tensor", REFUSED),
-}
+    Plant("ppo_loss renamed", {TERMS: ("def ppo_loss(", "def loss_of_ppo(")}, "this package expects ppo_loss"),
+    Plant("argument of agg_loss renamed", {ALGORITHMS: ("loss_mat: torch.Tensor", "losses: torch.Tensor")}, REFUSED),
+]
 
 
-@pytest.mark.parametrize("name", PLANTS)
-def test_a_fault_stops_the_first_step(name: str, tmp_path: Path, record_property: Any) -> None:
-    path, old, new, says = PLANTS[name]
-    launch = first_steps, planted(VERL, tmp_path, {path: (old, new)}), "per-token" in name, ["token-mean"]
-    assert_stopped(record_property, VERL, name, says, DP * CP, *launch)
+@pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.fault)
+def test_a_fault_stops_the_first_step(plant: Plant, tmp_path: Path, record_property: Any) -> None:
+    launch = first_steps, planted(VERL, tmp_path, plant.edits), plant.case.get("per_token", False), ["token-mean"]
+    assert_stopped(record_property, VERL, plant.fault, plant.match, DP * CP, *launch)
 
 
 @pytest.mark.parametrize("proof", ["off", "error"])
