@@ -14,8 +14,15 @@ from torch import Tensor
 from megatron_rl_loss.engines.loss_trials import LossPaths
 from megatron_rl_loss.engines.places import Call, swapped, wrapped
 from megatron_rl_loss.engines.replacing import Function, is_replaced
-from megatron_rl_loss.engines.weighed_batches import GROUPS, Batch, StepArguments, TokenMeanEngine
+from megatron_rl_loss.engines.weighed_batches import Batch, StepArguments, TokenMeanEngine
 from megatron_rl_loss.extend import is_observed
+
+#: A column of a batch: the number of each row's group, which is one prompt's.
+GROUPS = "_megatron_rl_loss_groups"
+
+
+def _batches(step: StepArguments) -> Sequence[Batch]:
+    return step["input_"] if isinstance(step["input_"], list) else [step["input_"]]
 
 
 def _prompts(step: StepArguments, batch: Batch) -> Sequence[Any] | str:
@@ -68,7 +75,12 @@ def _facts(step: StepArguments, batch: Batch) -> dict[str, Any]:
 
 @contextmanager
 def _replace_loss(step: Any, call: Call) -> Iterator[None]:
-    """In place of the loss; AReaL calls none for a micro-batch that weighs nothing, so that its weight does."""
+    """In place of the loss; AReaL calls none for a micro-batch that weighs nothing, so that its weight does.
+
+    Groups were read by then: what AReaL cuts into micro-batches, and sends, has them no more.
+    """
+    for batch in _batches(step):
+        batch.pop(GROUPS, None)
 
     def weigh(stock: Callable[[], Any], arguments: dict[str, Any]) -> Any:
         weight, (batch, *_) = stock(), arguments.values()
@@ -111,7 +123,7 @@ ENGINE = TokenMeanEngine(
     refusals=lambda step: [
         (getattr(step["self"].config, "m2_threshold", None) is not None, "m2_threshold", "Remove m2_threshold")
     ],
-    batches=lambda step: step["input_"] if isinstance(step["input_"], list) else [step["input_"]],
+    batches=_batches,
     masks=lambda step, batch: [mask.float() for mask in _rows(batch, "loss_mask")],
     prompts=_prompts,
     prompt_tokens=_prompt_tokens,

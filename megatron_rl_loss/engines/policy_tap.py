@@ -116,7 +116,7 @@ def _tap_by_advantages(trials: Trials, measured: WeighedMicrobatch, log_probs: T
     else:
         weights, smaller = weights_of(row.size, 0.0), weights_of(row.size / _SMALLER, 0.0)
         is_clamped = not _agree(weights, smaller) and _agree(smaller, weights_of(row.size / _SMALLER**2, 0.0))
-        if measured.is_followed and (taps := observed_taps()):
+        if taps := observed_taps():
             above, below, at_zero = (slopes_of(signed * row.size, 0.0) for signed in (1, -1, 0))
             rounded = 64 * torch.finfo(leaf.dtype).eps * largest(above, below, at_zero)
             if largest(above + below - 2 * at_zero) > rounded:

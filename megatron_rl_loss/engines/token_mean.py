@@ -24,7 +24,7 @@ from megatron_rl_loss.engines import areal, rlinf, roll
 from megatron_rl_loss.engines.places import swapped
 from megatron_rl_loss.engines.proving import prove
 from megatron_rl_loss.engines.replacing import Function, Replaced, is_replaced
-from megatron_rl_loss.engines.weighed_batches import GROUPS, Batch, StepArguments
+from megatron_rl_loss.engines.weighed_batches import Batch, StepArguments
 from megatron_rl_loss.extend import LossModes, ModeFunction, Promises, UnitCounting
 
 __all__ = ["aggregate"]
@@ -70,8 +70,6 @@ def aggregate(
         with ExitStack() as stack:
             for batch, own in zip(batches, columns, strict=True):
                 stack.enter_context(_instead(batch, own))
-                if not proves:
-                    batch.pop(GROUPS, None)
             stack.enter_context(engine.replace_loss(arguments, partial(engine.tap, arguments)))
             result = running(stock, arguments)
         if proves and not (proof.outcome or proof.is_over):

@@ -75,7 +75,7 @@ class _Running:
         is_other_kl: another one was aggregated.
         policy: what the policy loss was tapped as, if it was.
         taps: losses are measured.
-        is_rest: of the terms, the loss has those alone that the config does not name.
+        is_trial: the loss has the policy loss, and terms that the config does not name, without the named ones.
         on_megatron: a step of verl's Megatron engine came.
         counts: of that step, each count of the whole step with the micro-batch's own; None outside of such a step.
     """
@@ -88,7 +88,7 @@ class _Running:
     is_other_kl: bool = False
     policy: Any = None
     taps: bool = True
-    is_rest: bool = False
+    is_trial: bool = False
     on_megatron: bool = False
     counts: "list[_Count] | None" = None
 
@@ -161,7 +161,7 @@ def _agg_loss(running: _Running, stock: Callable[[], Any], arguments: dict[str, 
     term, coef = running.terms.pop(0) if running.terms else _UNNAMED_TERM
     losses, mask, mode = arguments["loss_mat"], arguments["loss_mask"], arguments["loss_agg_mode"]
     running.is_other_kl |= term == "kl" and losses is not running.kl
-    if running.is_rest and term != "pg":
+    if running.is_trial and term != "pg":
         return losses.sum() * 0
     divisors = _DIVISORS.get(mode, ["global_batch_size"])
     for name in divisors:
@@ -253,9 +253,8 @@ def _ppo_loss(running: _Running, stock: Callable[[], Any], arguments: dict[str, 
         return checked()
 
     def tried() -> Any:
-        """The loss; a trial, which nobody observes, with advantages of 0 is that of terms beside the policy loss."""
-        is_rest = not is_observed() and not arguments["data"]["advantages"].any()
-        with swapped(vars(running), {"is_rest": is_rest}):
+        """The loss; a trial, which nobody observes, is without the terms whose losses are tapped in `_agg_loss`."""
+        with swapped(vars(running), {"is_trial": not is_observed()}):
             return checked()
 
     def measured() -> WeighedMicrobatch:

@@ -30,11 +30,10 @@ from megatron_rl_loss.extend import LossModes, Plan, Promises, Trainer, make_pla
 
 Batch = MutableMapping[str, Any]
 StepArguments = Mapping[str, Any]  # of a call of the function that trains a step, by name
-#: Columns of a batch. GROUPS: AReaL's number of each row's group. FACTORS: w * D of each token, by which its advantage
-#: is multiplied. PLAIN: the advantages before. IDS, MASKS, ROWS: prompt ids, masks and numbers of the rows by which the
-#: factors were made.
-GROUPS, FACTORS, PLAIN, IDS, MASKS, ROWS = (
-    f"_megatron_rl_loss_{name}" for name in ("groups", "factors", "advantages", "prompt_ids", "masks", "rows")
+#: Columns of a batch. FACTORS: w * D of each token, by which its advantage is multiplied. PLAIN: the advantages before.
+#: IDS, MASKS, ROWS: prompt ids, masks and numbers of the rows by which the factors were made.
+FACTORS, PLAIN, IDS, MASKS, ROWS = (
+    f"_megatron_rl_loss_{name}" for name in ("factors", "advantages", "prompt_ids", "masks", "rows")
 )
 
 

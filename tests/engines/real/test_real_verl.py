@@ -817,6 +817,13 @@ def test_a_term_added_to_the_policy_loss_is_not_proved(tmp_path: Path, record_pr
         record_plant(record_property, VERL, f"a term added to the policy loss: {term}", "says that it is not proved")
 
 
+def test_a_term_of_the_advantages_sizes_is_not_proved(tmp_path: Path, record_property: Any) -> None:
+    added = "return policy_loss,", "return policy_loss + 0.1 * (advantages.abs() * log_prob * response_mask).mean(),"
+    actor, _ = run_ranks(DP * CP, first_steps, planted(VERL, tmp_path, {TERMS: added}), False, ["token-mean"])[0]
+    assert MORE_TERMS in actor.printed, actor.printed
+    record_plant(record_property, VERL, "a term of the advantages' sizes", "says that it is not proved")
+
+
 @pytest.mark.parametrize("per_token", [False, True])
 def test_rows_of_sessions_by_the_recipe(per_token: bool, record_property: Any) -> None:
     """`session_mean` and `prompt_mean` by verl's registries, proved."""
