@@ -117,7 +117,9 @@ def write_inputs(folder: Path) -> None:
     sizes = dict.fromkeys(["num_hidden_layers", "num_attention_heads", "num_key_value_heads"], 1)
     config: Any = Qwen2Config(vocab_size=VOCABULARY, hidden_size=8, intermediate_size=8, **sizes)
     config.save_pretrained(folder / "model")
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({str(i): i for i in range(VOCABULARY)}, unk_token="0"))
+    # transformers may take Qwen2's tokenizer for it, which knows no other word than these; ms-swift encodes an "a".
+    ids = {str(i): i for i in range(VOCABULARY - 1)} | {"a": VOCABULARY - 1}
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(ids, unk_token="0"))
     words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     special = dict.fromkeys(["eos_token", "pad_token", "unk_token"], "0")
     PreTrainedTokenizerFast(tokenizer_object=words, **special).save_pretrained(folder / "model")
