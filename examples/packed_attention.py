@@ -6,6 +6,7 @@ with more memory and a loop over sequences: every context-parallel rank gathers 
 """
 
 import itertools
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -118,13 +119,27 @@ def hybrid_stack_spec(num_experts: int | None = None) -> ModuleSpec:
         mlp = get_gpt_layer_local_spec(num_experts=num_experts).submodules.mlp
         return TransformerLayerSubmodules(pre_mlp_layernorm=_RMSNorm, mlp=mlp, mlp_bda=get_bias_dropout_add)
 
-    submodules = hybrid_block.HybridStackSubmodules(
+    kinds = [field.name for field in fields(hybrid_block.HybridStackSubmodules) if field.name.endswith("_layer")]
+    submodules = hybrid_block.HybridStackSubmodules(**dict.fromkeys(kinds, ModuleSpec(module=_NotHere)))
+    submodules = replace(
+        submodules,
         attention_layer=ModuleSpec(module=TransformerLayer, submodules=attention),
         mlp_layer=ModuleSpec(module=MLPLayer, submodules=feed_forward(None)),
     )
     if num_experts:
         submodules.moe_layer = ModuleSpec(module=TransformerLayer, submodules=feed_forward(num_experts))
     return ModuleSpec(module=hybrid_block.HybridStack, submodules=submodules)
+
+
+class _NotHere(torch.nn.Module):
+    """In the place of the layers that Megatron has for GPUs alone."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        raise ValueError(
+            "a layer pattern with another layer than attention (*), MLP (-) and, with --num-experts, experts (E): "
+            "there are no others without Transformer Engine. Take these, or launch with --transformer-impl "
+            "transformer_engine on a GPU."
+        )
 
 
 def _packed_layer() -> ModuleSpec:

@@ -237,14 +237,16 @@ def report(options: Namespace, audit: Any, packing: Any = None) -> tuple[str, in
     statuses = {0 if verdict.sound else 2 if verdict.unknown else 1 for verdict in verdicts.values()}
     if packing is not None:
         texts.append(f"Packing was not checked. {packing}" if isinstance(packing, Exception) else f"Packing: {packing}")
-        statuses.add(2 if isinstance(packing, Exception) else int(bool(packing.findings)))
+        is_decided = not isinstance(packing, Exception) and not packing.undecided
+        statuses.add(int(bool(packing.findings)) if is_decided else 2)
     status = 1 if 1 in statuses else max(statuses)
     if options.json is not None:
         data: dict[str, Any] = {
             name: verdict.to_dict() | {"facts": audit.steps[name].facts} for name, verdict in verdicts.items()
         }
         if packing is not None:
-            data["packing"] = [str(packing)] if isinstance(packing, Exception) else [*map(str, packing.findings)]
+            is_told = isinstance(packing, Exception) or packing.undecided
+            data["packing"] = [str(packing)] if is_told else [*map(str, packing.findings)]
         try:
             options.json.write_text(json.dumps(data, indent=1) + "\n")
         except OSError as error:

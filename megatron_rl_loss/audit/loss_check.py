@@ -26,6 +26,7 @@ from megatron_rl_loss.audit.progress import Progress
 from megatron_rl_loss.audit.simulation import (
     CALLS,
     DRAWN_LAYOUTS,
+    LOG_PROB_PARAMETERS,
     PARAMETERS,
     CallFailed,
     Described,
@@ -292,6 +293,9 @@ def _elsewhere(failure: str, call: LossCall) -> str:
         if f"'{name}'" in failure:
             trainers = [f"call={trainer!r}" for trainer, other in CALLS.items() if name in other.names]
             return f"{name} gets one with {' or '.join(trainers)}. "
+    if call.takes == "losses":
+        for name in (name for name in LOG_PROB_PARAMETERS if f"'{name}'" in failure):
+            return f'{name} gets one with LossCall(takes="log_probs"), for a function of log-probs and the mask. '
     return ""
 
 
@@ -301,13 +305,12 @@ def _refusal(name: str, call: LossCall, failure: str) -> ValueError:
     if call.returns != "loss":
         result = "(loss, num_tokens, report) or (loss, report) to Megatron's schedule, the loss one number"
     remedy = "Describe its call in LossCall(rows=..., takes=..., names=...), or wrap the function."
-    arguments = f"{call.takes}, the mask"
+    arguments = f"{call.takes} as the first argument, the mask as the second"
     if call.rows == "lists":
-        arguments = f"{call.takes} and masks, which are lists of one tensor per row"
+        arguments = f"{call.takes} and masks as the first two arguments, which are lists of one tensor per row"
     if "missing" in failure:
-        remedy = (
-            f"Parameters named {', '.join([*call.names, *PARAMETERS])} get values. {_elsewhere(failure, call)}{remedy}"
-        )
+        others = [name for name in PARAMETERS if call.takes != "losses" or name not in LOG_PROB_PARAMETERS]
+        remedy = f"Parameters named {', '.join([*call.names, *others])} get values. {_elsewhere(failure, call)}{remedy}"
     if "returns a tuple" in failure:
         remedy = (
             'Megatron scales a tuple such as (loss, num_tokens, report): pass call="megatron", or '

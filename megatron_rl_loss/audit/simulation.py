@@ -35,7 +35,8 @@ PARAMETERS = (
     *("dp_size", "cp_size", "world_size", "microbatch", "dp_rank", "cp_rank", "rollout_ids", "prompt_ids"),
     *("cu_seqlens", "sample_index", "local", "totals", "old_log_probs", "advantages", "sample_advantages"),
 )
-_LOG_PROB_PARAMETERS = PARAMETERS[-3:]
+#: Those of them that have a value with ``takes="log_probs"`` alone.
+LOG_PROB_PARAMETERS = PARAMETERS[-3:]
 #: Kinds of faults: weights that are wrong, or depend on losses or chance; calls that raise, or return no usable loss.
 FaultKind = Literal["weights", "values", "chance", "raises", "no loss", "no graph", "NaN", "backward"]
 
@@ -187,7 +188,7 @@ def asked_for(loss_fn: Any, call: LossCall) -> dict[str, str]:
     """The parameters of a loss function beside losses and mask, as names of `PARAMETERS`."""
     check_callable("loss_fn", loss_fn, "it must be a function of losses and masks", "Pass the function, not its result")
     known = {name: name for name in PARAMETERS} | dict(call.names)
-    bound = [*getattr(loss_fn, "keywords", ()), *(_LOG_PROB_PARAMETERS if call.takes == "losses" else ())]
+    bound = [*getattr(loss_fn, "keywords", ()), *(LOG_PROB_PARAMETERS if call.takes == "losses" else ())]
     beside = list(inspect.signature(loss_fn).parameters)[2:]
     return {name: known[name] for name in beside if name in known and name not in bound}
 

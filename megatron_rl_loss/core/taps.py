@@ -21,8 +21,32 @@ from torch import Tensor
 from megatron_rl_loss.core.aggregation import Aggregation
 from megatron_rl_loss.core.samples import Samples
 
-#: The search from the losses of a reducer back to a loss function ends after so many nodes: behind it lies the model.
-_MOST_NODES = 256
+#: A graph between a loss, or the losses of a reducer, and what they are made of has a few nodes; behind more lies the
+#: model.
+_MOST_NODES = 4096
+
+
+def nodes_before(node: Any, is_end: Callable[[Any], bool]) -> Iterator[Any]:
+    """A graph's nodes from this one back, none behind an end; None in the place of what lies behind thousands."""
+    nodes, seen, number = [node], set[Any]([None]), 0
+    while nodes:
+        node = nodes.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        yield node
+        if is_end(node):
+            continue
+        if number == _MOST_NODES:
+            yield None
+            return
+        number += 1
+        nodes += [before for before, _ in node.next_functions]
+
+
+def is_of_model(node: Any) -> bool:
+    """True for a parameter, and for what `nodes_before` gives where a graph goes on."""
+    return node is None or type(node).__name__ == "AccumulateGrad"
 
 
 def backward_pass() -> int:
@@ -89,12 +113,20 @@ class SummedShare:
         scale: of the gradient of a token: the share's times this times the token's weight.
         unseen: why the way from the losses to the share is not seen; "" where it is.
         outputs: of loss functions, which the losses were made of.
+        has_more: the losses depend on the model beside these outputs.
         slope: the gradient of the share, 0-dim; None before the backward pass.
         off: the largest error of a token's gradient, relative to the largest gradient, 0-dim.
     """
 
-    def __init__(self, reducer: "Weighing", scale: float, unseen: str = "", outputs: Sequence[LossOutput] = ()) -> None:
-        self.reducer, self.scale, self.unseen, self.outputs = reducer, scale, unseen, outputs
+    def __init__(
+        self,
+        reducer: "Weighing",
+        scale: float,
+        unseen: str = "",
+        outputs: Sequence[LossOutput] = (),
+        has_more: bool = False,
+    ) -> None:
+        self.reducer, self.scale, self.unseen, self.outputs, self.has_more = reducer, scale, unseen, outputs, has_more
         self.slope: Tensor | None = None
         self.off: Tensor | None = None
 
@@ -288,20 +320,11 @@ class Taps:
             per_token_loss.register_hook(self.training_hook(output.gradient.add))
             self.outputs.append((per_token_loss.grad_fn, output))
 
-    def outputs_of(self, losses: Tensor) -> list[LossOutput]:
-        """The outputs that the losses were made of, as their graph says."""
-        by_node, nodes, seen = dict(self.outputs), [losses.grad_fn], set[Any]()
-        reached = []
-        while nodes and len(seen) < _MOST_NODES:
-            node = nodes.pop(0)
-            if node is None or node in seen:
-                continue
-            seen.add(node)
-            if node in by_node:
-                reached.append(by_node[node])
-            else:
-                nodes += [before for before, _ in node.next_functions]
-        return reached
+    def outputs_of(self, losses: Tensor) -> tuple[list[LossOutput], bool]:
+        """The outputs that the losses were made of, as their graph says; True if they depend on the model beside."""
+        by_node = dict(self.outputs)
+        nodes = list(nodes_before(losses.grad_fn, by_node.__contains__)) if by_node else []
+        return [by_node[node] for node in nodes if node in by_node], any(map(is_of_model, nodes))
 
     def find(self, losses: Tensor) -> Tap | None:
         """The tap of these very losses in this micro-batch, if there is one."""

@@ -27,7 +27,7 @@ class Before:
         division: the count that losses were divided by; "" for none.
         varies: the factor is not one number.
         is_odd: the factor is one number, and none that somebody would choose.
-        lacks: some losses were made by no loss function of this package.
+        lacks: some losses, or a term added to them, were made by no loss function of this package.
     """
 
     made_by: tuple[str, ...] = ()
@@ -58,11 +58,6 @@ class Before:
         return self._divided(averages=averages) if self.varies or (self.is_odd and not self._is_of_sample) else ""
 
     @property
-    def gap(self) -> str:
-        """The words for what is not known to be meant; empty where losses are as their function returned them."""
-        return "" if self.is_one else f"not covered: {self}"
-
-    @property
     def _is_of_sample(self) -> bool:
         """True for a count of each sample by itself, by which somebody may weigh on purpose."""
         return self.division in _SAMPLE_COUNTS
@@ -78,9 +73,14 @@ class Before:
         return f"{what}. Pass per_token_loss to the reducer as the loss function returned it."
 
     @property
+    def is_constant(self) -> bool:
+        return self.high - self.low <= 1e-5 * abs(self.high)
+
+    @property
     def _factors(self) -> str:
-        is_alike = self.high - self.low <= 1e-5 * abs(self.high)
-        return f"a factor of {self.high:.4g}" if is_alike else f"factors of {self.low:.3g} to {self.high:.3g}"
+        if self.is_constant:
+            return f"a factor of {self.high:.4g}"
+        return f"factors of {self.low:.3g} to {self.high:.3g}"
 
     @property
     def as_if(self) -> str:
@@ -121,6 +121,7 @@ class FactorExtremes:
         if share is None or not share.outputs:
             self._lacks = True
             return
+        self._lacks |= share.has_more
         sent = share.gradient()
         for output in share.outputs:
             reached = output.gradient.total

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from itertools import combinations
 
 from megatron_rl_loss.core.counting import StepTotals
+from megatron_rl_loss.core.errors import only_if
 from megatron_rl_loss.proof.before_reducer import Before
 from megatron_rl_loss.proof.factor import Factor
 
@@ -40,6 +41,16 @@ class Compared:
     def is_as_asked(self, level_tolerance: float, each_tolerance: float) -> bool:
         """True within these tolerances: of what all weights are multiplied by, and of each against the others."""
         return self.deviation <= level_tolerance and not self.unevenness > each_tolerance
+
+    @property
+    def gap(self) -> str:
+        """What is not known to be meant, in words; empty where losses are as their function returned them."""
+        before = self.before
+        if before.is_one:
+            return ""
+        is_coef = before.is_constant and not before.division
+        meant = f"{named(before.high, self.sizes)}: if it is meant, make it the coef of a Term; else leave it out"
+        return f"not covered: {before}{only_if(is_coef, meant)}"
 
     def __str__(self) -> str:
         return in_words(self)

@@ -6,12 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl_loss.core.taps import LossPart
+from megatron_rl_loss.core.taps import LossPart, is_of_model, nodes_before
 
 #: How what is said of a loss with further terms begins.
 MORE_TERMS = "The loss has more than the terms that the config names"
-#: A graph between a loss and the parts that it is made of has a few nodes; behind more lies the model.
-_MOST_NODES = 4096
 
 
 def has_more(loss: Any, output: Any, parts: Sequence[LossPart]) -> bool:
@@ -42,17 +40,13 @@ def _reaches(
     node: Any, ends: set[Any], passed_by: Sequence[Any], stops_at: Callable[[Any], bool] = lambda node: False
 ) -> bool:
     """True if a way leads from the node to an end, or to a parameter, through no node that is passed by."""
-    nodes, seen, number = [node], {None, *passed_by}, 0
-    while nodes and number < _MOST_NODES:
-        node = nodes.pop()
-        if node in seen or stops_at(node):
-            continue
-        if node in ends or type(node).__name__ == "AccumulateGrad":
-            return True
-        seen.add(node)
-        number += 1
-        nodes += [before for before, _ in node.next_functions]
-    return bool(nodes)
+    passed = {*passed_by}
+
+    def is_passed(node: Any) -> bool:
+        return node in passed or stops_at(node)
+
+    ways = nodes_before(node, is_passed)
+    return any(is_of_model(node) or (node in ends and not is_passed(node)) for node in ways)
 
 
 def _is_times_zero(node: Any) -> bool:

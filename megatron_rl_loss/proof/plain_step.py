@@ -4,6 +4,7 @@ The measurement, the findings and the words are those of the proof under Megatro
 another place (`torch_gradients`).
 """
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -18,7 +19,7 @@ from megatron_rl_loss.core.record import PlanUse
 from megatron_rl_loss.core.taps import LossScale, Taps, backward_pass
 from megatron_rl_loss.proof.difference import Compared, named
 from megatron_rl_loss.proof.exchange import Exchange
-from megatron_rl_loss.proof.factor import ZERO, no_factor
+from megatron_rl_loss.proof.factor import ZERO, Factor, no_factor
 from megatron_rl_loss.proof.first_step import FirstStep, Stated
 from megatron_rl_loss.proof.measurement import Measurement, Ranks
 from megatron_rl_loss.proof.outcomes import ProofLevel
@@ -27,6 +28,10 @@ from megatron_rl_loss.proof.reduced_ranks import counted_by, left_out, uncounted
 from megatron_rl_loss.proof.torch_gradients import Before, TorchGradients, unseen
 
 _UNCHANGED = "Call backward once on what each micro-batch's loss() returned, unchanged."
+_CHANGED = (
+    "The final gradients are {:.4g} times the sum of what backward passes gave: something multiplied .grad. Leave it "
+    "as it is inside the `with`."
+)
 _CLIPPED = "End the `with` before gradients are clipped."
 _OWN_SCALE = "A scale of your own, which you divide out after the `with`, is prove_step(..., loss_scale=...)."
 _GRADIENTS = (
@@ -50,10 +55,17 @@ _SCALES = (
 )
 
 
-def _remedy(wrong: Compared) -> str:
-    """What to do about weights that are not as asked, by what they are in the place of these."""
+def _remedy(wrong: Compared, factor: Factor) -> str:
+    """What to do about weights that are not as asked, by what they and the factor of gradients are."""
     ranks = {name: size for name, size in wrong.sizes.items() if name != "micro-batches" and size > 1}
-    texts = [_UNCHANGED]
+    rounding = max(1e-4, factor.rounding)
+
+    def is_by_ranks(value: float) -> bool:
+        return math.isclose(value, 1, rel_tol=rounding) or bool(named(value, ranks, rounding))
+
+    # Not the loss was multiplied before the backward pass, but gradients after it.
+    is_changed = wrong.is_one_number and not is_by_ranks(factor.value) and is_by_ranks(wrong.high / factor.value)
+    texts = [_CHANGED.format(factor.value) if is_changed else _UNCHANGED]
     if wrong.is_one_number and not wrong.after.as_if:
         if named(wrong.high, ranks):
             texts = [_GRADIENTS, _UNCHANGED]

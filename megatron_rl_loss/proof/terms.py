@@ -64,8 +64,8 @@ class Comparison:
             self.find(WRONG, f"{aim}: {fault}")
         elif compared.totals.step_active_tokens:
             self.proved.append(aim)
-            if before.gap:
-                self.find(IN_PART, before.gap)
+            if compared.gap:
+                self.find(IN_PART, compared.gap)
             if before.lacks:
                 self.find(GIVEN, "losses as given")
 

@@ -34,6 +34,10 @@ _NOT_ZERO = (
     "does not count. Call optimizer.zero_grad() before every step, and make one plan for all that one optimizer step "
     "trains on; run the backward pass of a supervised loss after the `with`."
 )
+_EMPTIED = (
+    "Gradients were set to None between backward passes of the step, and what is left is not their sum. Call "
+    "optimizer.zero_grad() once for each step, before its first micro-batch."
+)
 _MAY_BE_MEANT = (
     "Gradients were not 0 before the step, and nobody measured the step before it: what they are is unknown."
 )
@@ -111,6 +115,7 @@ class TorchGradients:
         self.final = torch.zeros(0)
         self._undo: list[Callable[[], None]] = []
         self._is_seen = self._is_taken = False  # a backward pass came to a parameter; it added to `.grad`
+        self._taken, self._is_emptied = set[int](), False  # those whose `.grad` has a part of the step; it was lost
 
     @property
     def leaves(self) -> list[Any]:
@@ -155,6 +160,7 @@ class TorchGradients:
     def _take(self, number: int, take: Callable[[], None]) -> None:
         take()
         self._is_taken = True
+        self._taken.add(number)
         self._backward.take(number)
 
     def _see(self, number: int, gradient: Tensor) -> None:
@@ -162,6 +168,8 @@ class TorchGradients:
         if self._held is None:  # the step's first gradient
             self._held = self.held()
         self._is_seen = True
+        trained = self._trained[number]
+        self._is_emptied |= number in self._taken and trained.leaf is trained.tensor and trained.tensor.grad is None
         known = self.parameters[number]
         if gradient.layout != torch.strided:
             known.why = "its gradient is sparse"
@@ -238,6 +246,8 @@ class TorchGradients:
                 "the optimizer has it, and the model that was given has not"
             )
         alike.total += len(self._missing)
+        if alike.factor is None and self._is_emptied:
+            alike.faults.append(_EMPTIED)
         if chosen.words:
             alike.faults.append(
                 f"Gradients are {chosen.words}: what other ranks hold weighs 0 in this rank's optimizer."

@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from missing import skip_without
-from ranks import run_ranks, start_process_group
+from ranks import RankError, run_ranks, start_process_group
 from repository import EXAMPLES, ROOT
 from scripts import printed_by
 from step_samples import DIVISOR, dealt, step_samples
@@ -298,6 +298,15 @@ def test_a_loop_of_ones_own_runs_as_it_is_launched(pattern: list[str], tmp_path:
     losses = [float(value) for value in re.findall(r"tensor\((-?\d\.\d+)", done)]
     assert len(losses) == 6
     assert sorted(losses, reverse=True)[::2] == sorted(set(losses), reverse=True)  # three steps, alike on both ranks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pattern", ["M*-", "*E*-"])
+def test_layers_that_the_loop_has_not_are_refused(pattern: str, tmp_path: Path) -> None:
+    skip_without("HybridModel")
+    copy_example("own_loop", tmp_path)
+    with pytest.raises(RankError, match=r"a layer pattern with another layer than attention \(\*\), MLP \(-\)"):
+        run_ranks(2, printed_by, tmp_path, "own_loop.py", pattern)
 
 
 # ---- a mode of one's own

@@ -58,6 +58,8 @@ class Run(NamedTuple):
         reduce: called with the bare model inside the ``with``, after backward.
         times: of the loss, by rank.
         over: of the loss, what it is divided by in a micro-batch.
+        changed: of losses and log-probs, what the micro-batch gets as its losses.
+        zeroes_each: gradients are zeroed before each micro-batch.
     """
 
     says: tuple[str, ...]
@@ -85,6 +87,8 @@ class Run(NamedTuple):
     cp: int = 1
     times: Callable[[int], float] = lambda rank: 1.0
     over: Callable[[Any], float] = lambda microbatch: 1.0
+    changed: Callable[[Tensor, Tensor], Tensor] = lambda losses, log_probs: losses
+    zeroes_each: bool = False
     change: Callable[[Any], Any] | None = None
     reduce: Callable[[Any], Any] | None = None
     late: Callable[[Any], Any] | None = None
@@ -171,7 +175,7 @@ def share_of(run: Run, model: Any, batch: dict[str, Any], microbatch: Any) -> Te
     labels = tokens.roll(-1)
     log_probs = model(tokens).log_softmax(-1).gather(-1, labels[..., None])[..., 0]
     losses = ppo_clip_loss(log_probs, old, advantages, microbatch).per_token_loss
-    share: Tensor = microbatch.loss(losses)
+    share: Tensor = microbatch.loss(run.changed(losses, log_probs))
     return share
 
 
@@ -236,6 +240,8 @@ def steps_of(run: Run, level: Any) -> tuple[list[Any], list[Any], int]:
                         context = model.no_sync()
                     if run.kind == "fsdp":
                         model.set_requires_gradient_sync((is_last and not run.syncs_none) or run.syncs_all)
+                    if run.zeroes_each:
+                        optimizer.zero_grad()
                     with context:
                         loss = share_of(run, net if run.outside else model, batch, microbatch)
                         loss = loss * run.times(rank) / run.over(microbatch)
@@ -299,6 +305,13 @@ RIGHT = {
     "sums by hand": Run((ALL, MEAN), kind="own", gradients=SUMMED, reduce=all_reduced),
     "means by hand": Run((ALL,), kind="own", reduce=functools.partial(all_reduced, mean=True)),
     "one process": Run((ALL, MEAN), world=1, kind="own"),
+    "one process, gradients x 0.5": Run(
+        (r"raises (?s)0.5 = 1/micro-batches\); [^\n]*\nThe final gradients are 0.5 times the sum of what backward",),
+        world=1, kind="own", reduce=scaled,
+    ),
+    "a penalty added to losses": Run(
+        (f"{PROVED}.*; losses as given",), changed=lambda losses, log_probs: losses + log_probs.exp().mean()
+    ),
     "one process, loss / tokens": Run(
         (r"raises (?s)as if divided by the number of tokens of the micro-batch; .*\nCall backward (?!.*gradients=)",),
         world=1,
@@ -363,6 +376,21 @@ WRONG = {
     "loss x 2 on a rank": Run((r"raises tokens weigh 1 to 2 times",), times=lambda rank: 2.0 - rank),
     "loss x 0.3": Run((r"raises tokens weigh 0.3 times",), times=lambda rank: 0.3),
     "FSDP2, loss x 2": Run((f"raises {TWICE}",), kind="fsdp", times=lambda rank: 2.0),
+    "losses halved": Run(
+        (r"PROVED IN PART .*: a factor of 0.5 on tokens .* reducer \(0.5 = .*1/micro-batches.*\): if it is meant",),
+        changed=lambda losses, log_probs: losses / 2,
+    ),
+    **{
+        f"{kind}, gradients zeroed before each micro-batch": Run(
+            ("raises Gradients were set to None between backward passes of the step",),
+            world=world, kind=kind, zeroes_each=True,
+        )
+        for kind, world in (("own", 1), ("ddp", 2))
+    },
+    "gradients x 0.5 on a rank": Run(
+        ("raises The final gradients are 0.25 or 0.5 times the sum, on different ranks, so that copies of the model",),
+        reduce=lambda net: scaled(net, 1 - 0.5 * dist.get_rank()),
+    ),
     "gradients x 0.5 inside": Run((r"raises tokens weigh 0.5 times",), reduce=scaled),
     "hooks of all parameters x 2": Run((f"raises {TWICE}",), change=functools.partial(hooked, factor=2.0)),
     "one parameter's hook x 0.5": Run(

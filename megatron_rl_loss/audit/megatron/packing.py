@@ -67,13 +67,18 @@ class PackFinding(NamedTuple):
 
 @dataclass
 class PackReport:
-    """The findings of all ranks, and the largest change of a value that is taken for rounding."""
+    """The findings of all ranks, and the largest change of a value that is taken for rounding.
+
+    Attributes:
+        undecided: why a sample may depend on its pack all the same; empty if none does, or some do.
+    """
 
     findings: list[PackFinding] = field(default_factory=list)
     rounding: float = 0.0
+    undecided: str = ""
 
     def __str__(self) -> str:
-        says = [str(finding) for finding in self.findings] or ["No sample depends on its pack"]
+        says = [str(finding) for finding in self.findings] or [self.undecided or "No sample depends on its pack"]
         return "\n".join([*says, f"Rounding: {self.rounding:.1e}"])
 
 
@@ -220,7 +225,8 @@ def _checked(
             collect_non_loss_data=True,
             **options,
         )
-    eps = torch.finfo(get_model_config(chunks[0]).params_dtype).eps
+    dtype = get_model_config(chunks[0]).params_dtype
+    eps = torch.finfo(dtype).eps
 
     def compared() -> Any:
         """Of this rank: by change and sample what its values show, their rounding, and the first layers."""
@@ -229,36 +235,39 @@ def _checked(
             run.raise_fault()
             layers |= {key: first for key, first in run.first_layers(eps).items() if key not in layers}
         values = [pack.values(output) for output in outputs or ()]
-        changes, rounding = pack.compared(trials, values, eps) if values else ({}, 0.0)
+        changes, rounding, is_coarse = pack.compared(trials, values, eps) if values else ({}, 0.0, False)
         dp_rank = groups.dp.rank()
         return (
             {(dp_rank, *key): change for key, change in changes.items()},
             rounding,
+            is_coarse,
             {(dp_rank, *key): layer for key, layer in layers.items()},
         )
 
     comparisons = check_together(compared, everywhere)
     for group in everywhere:
         comparisons = _joined(gather_objects(comparisons, group))
-    return _report(*comparisons)
+    return _report(str(dtype).removeprefix("torch."), *comparisons)
 
 
 def _joined(comparisons: list[Any]) -> Any:
     """Of each change the first token, the largest difference and the first layer, over ranks."""
     changes: dict[Any, tuple[int, float]] = {}
     layers: dict[Any, tuple[int, str, bool]] = {}
-    rounding = 0.0
-    for values, largest, first in comparisons:
-        rounding = max(rounding, largest)
+    rounding, is_coarse = 0.0, False
+    for values, largest, exceeds, first in comparisons:
+        rounding, is_coarse = max(rounding, largest), is_coarse or exceeds
         for key, (position, difference) in values.items():
             before = changes.get(key, (position, difference))
             changes[key] = min(before[0], position), max(before[1], difference)
         for key, layer in first.items():
             layers[key] = min(layers.get(key, layer), layer)
-    return changes, rounding, layers
+    return changes, rounding, is_coarse, layers
 
 
-def _report(changes: dict[Any, Any], rounding: float, layers: dict[Any, Any]) -> PackReport:
+def _report(
+    dtype: str, changes: dict[Any, Any], rounding: float, is_coarse: bool, layers: dict[Any, Any]
+) -> PackReport:
     findings = []
     for (dp_rank, trial, sample), (position, difference) in sorted(changes.items()):
         if trial == "padding" and (dp_rank, "others", sample) in changes:
@@ -269,7 +278,12 @@ def _report(changes: dict[Any, Any], rounding: float, layers: dict[Any, Any]) ->
             kind = STATE
         findings.append(PackFinding(dp_rank, sample, kind, position, difference, layer))
     explained = {(finding.dp_rank, finding.sample) for finding in findings if finding.kind != ALONE}
-    return PackReport([f for f in findings if f.kind != ALONE or (f.dp_rank, f.sample) not in explained], rounding)
+    findings = [f for f in findings if f.kind != ALONE or (f.dp_rank, f.sample) not in explained]
+    undecided = (
+        f"Not decided: values change by up to {rounding:.2g}, which may be rounding of {dtype}, or what a sample sees "
+        "of its pack. Run the check in float32."
+    )
+    return PackReport(findings, rounding, undecided if is_coarse and not findings else "")
 
 
 class _Pack:
@@ -330,11 +344,15 @@ class _Pack:
 
     def compared(
         self, trials: list[_Trial], values: list[Tensor], eps: float
-    ) -> tuple[dict[tuple[str, int], tuple[int, float]], float]:
-        """By change and sample the first token and the largest difference, and the largest that is rounding."""
+    ) -> tuple[dict[tuple[str, int], tuple[int, float]], float, bool]:
+        """By change and sample the first token and the largest difference, and the largest that is rounding.
+
+        Also True if that exceeds rounding of float32.
+        """
         unchanged, changes, rounding = values[0], dict[tuple[str, int], tuple[int, float]](), 0.0
-        bound = _ROUNDINGS * eps * max(1.0, float(unchanged.abs().max())) + 2 * float(
-            (values[1] - unchanged).abs().max()
+        scale, again = max(1.0, float(unchanged.abs().max())), float((values[1] - unchanged).abs().max())
+        bound, fine = (
+            _ROUNDINGS * each * scale + 2 * again for each in (eps, min(eps, torch.finfo(torch.float32).eps))
         )
         for trial, changed in zip(trials[1:], values[1:], strict=True):
             if trial.name == "alone":
@@ -350,7 +368,7 @@ class _Pack:
                 is_seen = (self.owner == number) & (difference > bound)
                 seen = int(self.token[is_seen].min()), float(difference[is_seen].max())
                 changes[trial.name, number] = seen
-        return changes, rounding
+        return changes, rounding, rounding > fine
 
 
 class _Run:

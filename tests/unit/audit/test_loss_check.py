@@ -683,10 +683,18 @@ def test_a_failed_call_tells_what_its_trainer_passes() -> None:
 
     with pytest.raises(ValueError, match=r"num_items_in_batch gets one with call='transformers' or call='trl'[.]"):
         check_loss(of_another)
+
+    def of_log_probs(losses: Tensor, mask: Tensor, advantages: Tensor) -> Tensor:
+        return -(losses * advantages * mask).sum()
+
+    takes = r'totals get values[.] advantages gets one with LossCall\(takes="log_probs"\), for a function of log-probs'
+    with pytest.raises(ValueError, match=takes):
+        check_loss(of_log_probs)
     (cause, *_) = check_loss(of_another, "token_mean", call="transformers", draws=2).causes
     assert "x 1/K" in cause
     with pytest.raises(
-        ValueError, match="given losses and masks, which are lists of one tensor per row, and the param"
+        ValueError,
+        match="given losses and masks as the first two arguments, which are lists of one tensor per row, and",
     ):
         check_loss(lambda losses, mask: losses[mask.bool()].sum(), call="prime_rl")
 
