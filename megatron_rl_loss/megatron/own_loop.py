@@ -56,4 +56,4 @@ class MegatronProof:
         """The proof of a claim."""
         groups, _ = facts_of(model)
         self._over = groups.all
-        return MegatronFirstStep(None, "the policy loss", remedy=lambda wrong: _REMEDY, is_own_loop=True)
+        return MegatronFirstStep(None, "the policy loss", remedy=lambda wrong, factor: _REMEDY, is_own_loop=True)
