@@ -136,9 +136,9 @@ class _NotHere(torch.nn.Module):
 
     def __init__(self, *_: Any, **__: Any) -> None:
         raise ValueError(
-            "a layer pattern with another layer than attention (*), MLP (-) and, with --num-experts, experts (E): "
-            "there are no others without Transformer Engine. Take these, or launch with --transformer-impl "
-            "transformer_engine on a GPU."
+            "a layer pattern with another layer than attention (*), MLP (-) and, in a launch with --num-experts, "
+            "experts (E): there are no others without Transformer Engine. Take these; a launch on a GPU with "
+            "--transformer-impl transformer_engine has all."
         )
 
 

@@ -136,8 +136,8 @@ class WeightedSum:
             tap(summand.values, self.name, samples=self.local.samples)
             return
         coef, term = (1.0, None) if summand is None else (summand.coef, summand.term)
-        outputs = ([], False) if summand is None else taps.outputs_of(summand.values)
-        hooked = SummedShare(self, self.gradient_scale * coef, unseen, *outputs)
+        outputs, is_beside = ([], False) if summand is None else taps.outputs_of(summand.values)
+        hooked = SummedShare(self, self.gradient_scale * coef, unseen, outputs, is_beside)
         tapped = Tap(tuple(self.weights.shape), samples=self.local.samples, share=hooked)
         share.register_hook(hooked.see)
         share.register_hook(taps.training_hook(hooked.add, tapped.scales))

@@ -7,6 +7,7 @@ loss scale. What happens to gradients afterwards they do not see.
 """
 
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -28,9 +29,9 @@ _MOST_NODES = 4096
 
 def nodes_before(node: Any, is_end: Callable[[Any], bool]) -> Iterator[Any]:
     """A graph's nodes from this one back, none behind an end; None in the place of what lies behind thousands."""
-    nodes, seen, number = [node], set[Any]([None]), 0
+    nodes, seen, number = deque([node]), set[Any]([None]), 0
     while nodes:
-        node = nodes.pop()
+        node = nodes.popleft()  # the near ones first
         if node in seen:
             continue
         seen.add(node)
@@ -113,7 +114,7 @@ class SummedShare:
         scale: of the gradient of a token: the share's times this times the token's weight.
         unseen: why the way from the losses to the share is not seen; "" where it is.
         outputs: of loss functions, which the losses were made of.
-        has_more: the losses depend on the model beside these outputs.
+        is_beside: the losses depend on the model beside these outputs.
         slope: the gradient of the share, 0-dim; None before the backward pass.
         off: the largest error of a token's gradient, relative to the largest gradient, 0-dim.
     """
@@ -124,9 +125,9 @@ class SummedShare:
         scale: float,
         unseen: str = "",
         outputs: Sequence[LossOutput] = (),
-        has_more: bool = False,
+        is_beside: bool = False,
     ) -> None:
-        self.reducer, self.scale, self.unseen, self.outputs, self.has_more = reducer, scale, unseen, outputs, has_more
+        self.reducer, self.scale, self.unseen, self.outputs, self.is_beside = reducer, scale, unseen, outputs, is_beside
         self.slope: Tensor | None = None
         self.off: Tensor | None = None
 

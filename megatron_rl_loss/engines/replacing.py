@@ -89,10 +89,10 @@ class Replaced:
                     f"{self.engine} with {'no ' if stock is None else ''}{function}({', '.join(parameters)}): this "
                     f"package expects {name}({', '.join(function.parameters)}). Use {self.engine} {self.versions}."
                 )
-            if any(is_replaced(each, name, function.kind) for each in _with_subclasses(owner)):
+            for holder in [each for each in _with_subclasses(owner) if is_replaced(each, name, function.kind)]:
                 raise ValueError(
-                    f"{function}, which has {function.kind} already: a second one would apply or measure weights "
-                    "twice. Do it once, for a class or for its subclass."
+                    f"{function._replace(owner=holder)}, which has {function.kind} already: a second one would apply "
+                    "or measure weights twice. Do it once, for a class or for its subclass."
                 )
         new = []
         for function in functions:

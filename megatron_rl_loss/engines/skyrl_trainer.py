@@ -51,10 +51,10 @@ class Division:
         """Register one in SkyRL's registry, once; ValueError for a second group size."""
         if _NAME not in estimators.list_available():
             estimators.register(_NAME, cls(group_size))
-        elif (other := estimators.get(_NAME)._group_size) != group_size:
+        elif None not in (other := estimators.get(_NAME)._group_size, group_size) and other != group_size:
             raise ValueError(
                 f"group_size={group_size} beside a loss with group_size={other}: each loss must have "
-                "generator.n_samples_per_prompt. Pass that number to both."
+                "generator.n_samples_per_prompt. Pass that number to both, in a new process."
             )
 
     def __call__(self, *_: Any, **__: Any) -> None:

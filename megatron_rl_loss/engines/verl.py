@@ -162,7 +162,7 @@ def _agg_loss(running: _Running, stock: Callable[[], Any], arguments: dict[str, 
     losses, mask, mode = arguments["loss_mat"], arguments["loss_mask"], arguments["loss_agg_mode"]
     running.is_other_kl |= term == "kl" and losses is not running.kl
     if running.is_trial and term != "pg":
-        return losses.sum() * 0
+        return losses.reshape(-1)[:0].sum()
     divisors = _DIVISORS.get(mode, ["global_batch_size"])
     for name in divisors:
         if arguments.get(name) is None:

@@ -121,7 +121,7 @@ class FactorExtremes:
         if share is None or not share.outputs:
             self._lacks = True
             return
-        self._lacks |= share.has_more
+        self._lacks |= share.is_beside
         sent = share.gradient()
         for output in share.outputs:
             reached = output.gradient.total

@@ -40,7 +40,7 @@ MOST_NAMES = 3
 ZERO, _NO_MULTIPLE = "its final gradient is 0", "no multiple of the sum over ranks"
 _REDUCE = "Reduce every gradient once, over all ranks of the plan and inside the measured step, and zero it before"
 _AS_IF = (
-    "those of ranks or micro-batches were scaled, clipped or left out, or were zeroed between micro-batches, or not "
+    "those of ranks or micro-batches were scaled, clipped or left out, or zeroed between micro-batches, or were not 0 "
     "before the step"
 )
 

@@ -29,8 +29,8 @@ from megatron_rl_loss.proof.torch_gradients import Before, TorchGradients, unsee
 
 _UNCHANGED = "Call backward once on what each micro-batch's loss() returned, unchanged."
 _CHANGED = (
-    "The final gradients are {:.4g} times the sum of what backward passes gave: something multiplied .grad. Leave it "
-    "as it is inside the `with`."
+    "Gradients were multiplied by {:.4g} after the backward passes that gave them. Leave .grad as it is inside the "
+    "`with`."
 )
 _CLIPPED = "End the `with` before gradients are clipped."
 _OWN_SCALE = "A scale of your own, which you divide out after the `with`, is prove_step(..., loss_scale=...)."
@@ -63,9 +63,9 @@ def _remedy(wrong: Compared, factor: Factor) -> str:
     def is_by_ranks(value: float) -> bool:
         return math.isclose(value, 1, rel_tol=rounding) or bool(named(value, ranks, rounding))
 
-    # Not the loss was multiplied before the backward pass, but gradients after it.
-    is_changed = wrong.is_one_number and not is_by_ranks(factor.value) and is_by_ranks(wrong.high / factor.value)
-    texts = [_CHANGED.format(factor.value) if is_changed else _UNCHANGED]
+    if wrong.is_one_number and not is_by_ranks(factor.value) and is_by_ranks(wrong.high / factor.value):
+        return _CHANGED.format(wrong.high)
+    texts = [_UNCHANGED]
     if wrong.is_one_number and not wrong.after.as_if:
         if named(wrong.high, ranks):
             texts = [_GRADIENTS, _UNCHANGED]

@@ -245,7 +245,7 @@ class StepState:
         if self.factors and sum(stage.num_unlike for stage in self.stages.values()):
             whole = _total([*self.stages.values()])
             is_none = whole.num_unlike >= whole.total  # each rank has a factor, and no two the same one
-            findings.append(Finding(WRONG if is_none else IN_PART, unlike_in_words(self)))
+            findings.append(Finding(NOT_PROVED if is_none else IN_PART, unlike_in_words(self)))
         return findings
 
 
@@ -290,10 +290,8 @@ def unlike_in_words(state: StepState) -> str:
     """The parameters that have not the factor of the others."""
     whole = _total([*state.stages.values()])
     if whole.num_unlike >= whole.total and (apart := whole.unlike.get("all of them")):
-        return (
-            f"The final gradients are {apart}, so that copies of the model take different steps. Change gradients on "
-            "all ranks alike, before they are reduced or after."
-        )
+        why = f"the final gradients are {apart}. Copies of a model that all take a step are then no longer equal"
+        return no_factor(why)
     names = [f"{name} ({what})" for name, what in whole.unlike.items()]
     more = only_if(whole.num_unlike > len(names), f", and {whole.num_unlike - len(names)} more")
     if "all of them" in whole.unlike:

@@ -35,9 +35,10 @@ _NOT_ZERO = (
     "trains on; run the backward pass of a supervised loss after the `with`."
 )
 _EMPTIED = (
-    "Gradients were set to None between backward passes of the step, and what is left is not their sum. Call "
+    "Gradients were set to None between backward passes of the step: those of the micro-batches before are lost. Call "
     "optimizer.zero_grad() once for each step, before its first micro-batch."
 )
+_LEFT_OUT = "Gradients are {}: what other ranks hold weighs 0 in this rank's optimizer."
 _MAY_BE_MEANT = (
     "Gradients were not 0 before the step, and nobody measured the step before it: what they are is unknown."
 )
@@ -72,7 +73,7 @@ class _Trained:
 class _Sum:
     """A sum of backward's gradients over some ranks, which the final ones may be a multiple of."""
 
-    words: str  # what is wrong with it; empty for that over all ranks
+    fault: str  # what is wrong with it, in words; empty for that over all ranks
     summed: Tensor
     final: Tensor
 
@@ -115,7 +116,8 @@ class TorchGradients:
         self.final = torch.zeros(0)
         self._undo: list[Callable[[], None]] = []
         self._is_seen = self._is_taken = False  # a backward pass came to a parameter; it added to `.grad`
-        self._taken, self._is_emptied = set[int](), False  # those whose `.grad` has a part of the step; it was lost
+        self._taken = set[int]()  # parameters whose `.grad` has a part of the step
+        self._lost: Tensor | None = None  # the table of what came before `.grad` was set to None
 
     @property
     def leaves(self) -> list[Any]:
@@ -169,7 +171,10 @@ class TorchGradients:
             self._held = self.held()
         self._is_seen = True
         trained = self._trained[number]
-        self._is_emptied |= number in self._taken and trained.leaf is trained.tensor and trained.tensor.grad is None
+        if number in self._taken and trained.leaf is trained.tensor and trained.tensor.grad is None:
+            self._backward.flush()
+            self._lost = self._backward.table.clone()
+            self._taken.clear()
         known = self.parameters[number]
         if gradient.layout != torch.strided:
             known.why = "its gradient is sparse"
@@ -221,7 +226,7 @@ class TorchGradients:
         final = self._add_parts(exchange, self.final)
         assert self._held is not None
         self._whole_final = final
-        has_held, is_meant = self._look_at_held(exchange, own)
+        has_held, is_meant, has_lost = self._look_before(exchange, own)
         for parameter in self.parameters:
             parameter.roundings = 3.0 + num_terms + sum(group.size() for group in self._groups.loss_groups)
         by_group, right = self._right_sums(exchange, own, final, has_held=has_held, is_meant=is_meant)
@@ -229,7 +234,7 @@ class TorchGradients:
         tried = [(of, 0.0) for of in right]
         fits = self._fit(exchange, tried)
         if (best := self._best(exchange, fits, tried, own)) is None:  # all ranks agree on it
-            partial_sums = self._partial_sums(exchange, own, final, by_group)
+            partial_sums = self._partial_sums(exchange, own, final, by_group, has_lost=has_lost)
             further = [(of, 0.0) for of in partial_sums] + [(of, _HALF) for of in (*right, *partial_sums)]
             tried, fits = tried + further, fits + self._fit(exchange, further)
             best = self._best(exchange, fits, tried, own)
@@ -246,12 +251,8 @@ class TorchGradients:
                 "the optimizer has it, and the model that was given has not"
             )
         alike.total += len(self._missing)
-        if alike.factor is None and self._is_emptied:
-            alike.faults.append(_EMPTIED)
-        if chosen.words:
-            alike.faults.append(
-                f"Gradients are {chosen.words}: what other ranks hold weighs 0 in this rank's optimizer."
-            )
+        if chosen.fault:
+            alike.faults.append(chosen.fault)
         self._explain(exchange, alike, own)
         return alike
 
@@ -274,16 +275,20 @@ class TorchGradients:
         uncertain = exchange.largest([-certain for certain in is_certain], self._all)
         return next((number for number, most in enumerate(uncertain) if most < 0), None)
 
-    def _look_at_held(self, exchange: Exchange, own: Tensor) -> tuple[bool, bool]:
-        """On all ranks: some parameter that was trained on had a gradient before; it is meant to be added to."""
+    def _look_before(self, exchange: Exchange, own: Tensor) -> tuple[bool, bool, bool]:
+        """On all ranks: some parameter that was trained on had a gradient before; it is meant to be added to.
+
+        Also True if `.grad` was set to None between backward passes of some rank.
+        """
 
         def look() -> list[float]:
             assert self._held is not None
             is_held = self._held[:, -1] > 0
-            return [float((is_held & (own[:, -1] > 0)).any()), -float(self._before.is_added_to(self._held))]
+            is_added = -float(self._before.is_added_to(self._held))
+            return [float((is_held & (own[:, -1] > 0)).any()), is_added, float(self._lost is not None)]
 
-        has_held, minus_meant = exchange.largest(exchange.local(look, [0.0, 0.0]), self._all)
-        return has_held > 0, minus_meant < 0
+        has_held, minus_meant, has_lost = exchange.largest(exchange.local(look, [0.0, 0.0, 0.0]), self._all)
+        return has_held > 0, minus_meant < 0, has_lost > 0
 
     def _right_sums(
         self, exchange: Exchange, own: Tensor, final: Tensor, *, has_held: bool, is_meant: bool
@@ -304,16 +309,24 @@ class TorchGradients:
             self._whole_final = final = less
         return first_sum, [_Sum("", whole, final)] + ([_Sum("", whole, less)] if has_held else [])
 
-    def _partial_sums(self, exchange: Exchange, own: Tensor, final: Tensor, dp_sum: Tensor) -> list[_Sum]:
-        """Sums over some ranks alone, of which the final gradients are multiples where others are left out."""
+    def _partial_sums(
+        self, exchange: Exchange, own: Tensor, final: Tensor, dp_sum: Tensor, *, has_lost: bool
+    ) -> list[_Sum]:
+        """Sums of which the final gradients are multiples where some ranks, or micro-batches, are left out."""
         sums = []
+        if has_lost:
+            lost = torch.zeros_like(own) if self._lost is None else self._lost.cpu()
+            later = own - self._add_parts(exchange, lost, are_leaves=True)
+            for group in self._groups.loss_groups:
+                exchange.reduce(later, group)
+            sums.append(_Sum(_EMPTIED, later, final))
         if len(self._groups.loss_groups) == 2:
             cp_sum = own.clone()
             exchange.reduce(cp_sum, self._groups.cp_group)
-            sums.append(_Sum("summed over the DP ranks alone, not over CP", dp_sum, final))
-            sums.append(_Sum("summed over the CP ranks alone, not over DP", cp_sum, final))
+            sums.append(_Sum(_LEFT_OUT.format("summed over the DP ranks alone, not over CP"), dp_sum, final))
+            sums.append(_Sum(_LEFT_OUT.format("summed over the CP ranks alone, not over DP"), cp_sum, final))
         if self._groups.loss_groups:
-            sums.append(_Sum(_ALONE, own, final))
+            sums.append(_Sum(_LEFT_OUT.format(_ALONE), own, final))
         return sums
 
     def _add_parts(self, exchange: Exchange, table: Tensor, *, are_leaves: bool = False) -> Tensor:

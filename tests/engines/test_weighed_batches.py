@@ -482,12 +482,12 @@ def test_skyrl_where_it_could_not_be_exact(monkeypatch: pytest.MonkeyPatch) -> N
     for name in names:
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     losses = SimpleNamespace(get=lambda name: lambda *_, **__: name)
-    estimators = SimpleNamespace(list_available=lambda: ["megatron_rl_loss"], get=lambda name: Division(None))
+    estimators = SimpleNamespace(list_available=lambda: ["megatron_rl_loss"], get=lambda name: Division(4))
     vars(sys.modules[names[-1]]).update(PolicyLossRegistry=losses, AdvantageEstimatorRegistry=estimators)
     loss, ones = AggregatedPolicyLoss("regular"), torch.ones(2, 3)
     with pytest.raises(ValueError, match=r"a micro-batch without weights.*trainer.strategy=megatron"):
         loss(ones, ones, ones, SimpleNamespace(), loss_mask=ones)
-    with pytest.raises(ValueError, match=r"group_size=8 beside a loss with group_size=None: .* Pass that number"):
+    with pytest.raises(ValueError, match=r"group_size=8 beside a loss with group_size=4: .* Pass that number"):
         AggregatedPolicyLoss("regular", group_size=8)
     worker: Any = SimpleNamespace(
         MegatronModelWrapper=SimpleNamespace(forward_backward_mini_batch=lambda loss_fn: None)

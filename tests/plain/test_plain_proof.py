@@ -305,10 +305,6 @@ RIGHT = {
     "sums by hand": Run((ALL, MEAN), kind="own", gradients=SUMMED, reduce=all_reduced),
     "means by hand": Run((ALL,), kind="own", reduce=functools.partial(all_reduced, mean=True)),
     "one process": Run((ALL, MEAN), world=1, kind="own"),
-    "one process, gradients x 0.5": Run(
-        (r"raises (?s)0.5 = 1/micro-batches\); [^\n]*\nThe final gradients are 0.5 times the sum of what backward",),
-        world=1, kind="own", reduce=scaled,
-    ),
     "a penalty added to losses": Run(
         (f"{PROVED}.*; losses as given",), changed=lambda losses, log_probs: losses + log_probs.exp().mean()
     ),
@@ -376,6 +372,10 @@ WRONG = {
     "loss x 2 on a rank": Run((r"raises tokens weigh 1 to 2 times",), times=lambda rank: 2.0 - rank),
     "loss x 0.3": Run((r"raises tokens weigh 0.3 times",), times=lambda rank: 0.3),
     "FSDP2, loss x 2": Run((f"raises {TWICE}",), kind="fsdp", times=lambda rank: 2.0),
+    "one process, gradients x 0.5": Run(
+        (r"raises (?s)0.5 = 1/micro-batches\); [^\n]*\nGradients were multiplied by 0.5 after the backward",),
+        world=1, kind="own", reduce=scaled,
+    ),
     "losses halved": Run(
         (r"PROVED IN PART .*: a factor of 0.5 on tokens .* reducer \(0.5 = .*1/micro-batches.*\): if it is meant",),
         changed=lambda losses, log_probs: losses / 2,
@@ -388,10 +388,13 @@ WRONG = {
         for kind, world in (("own", 1), ("ddp", 2))
     },
     "gradients x 0.5 on a rank": Run(
-        ("raises The final gradients are 0.25 or 0.5 times the sum, on different ranks, so that copies of the model",),
+        ("NOT PROVED: .*the final gradients are 0.25 or 0.5 times the sum, on different ranks. Copies of a model",),
         reduce=lambda net: scaled(net, 1 - 0.5 * dist.get_rank()),
     ),
-    "gradients x 0.5 inside": Run((r"raises tokens weigh 0.5 times",), reduce=scaled),
+    "gradients x 0.5 inside": Run(
+        (r"raises (?s)tokens weigh 0.5 times.*\nGradients were multiplied by 0.5 after the backward (?!.*gradients=)",),
+        reduce=scaled,
+    ),
     "hooks of all parameters x 2": Run((f"raises {TWICE}",), change=functools.partial(hooked, factor=2.0)),
     "one parameter's hook x 0.5": Run(
         (IN_PART.format(r"hidden.weight \(0.5 times the others\)"),),

@@ -177,7 +177,10 @@ LISTS: dict[str, dict[str, list[Promise]]] = {
             unproved("one group, or groups of one row, of which nobody said the size", {"ids": [0] * 12},
                      {"ids": [*range(12)]}),
         ],
-        "Proved in part": [unproved("other groups of which nobody said the size", {}, outcome="proved in part")],
+        "Proved in part": [
+            unproved("groups of which nobody said the size, but for those of the next line", {},
+                     outcome="proved in part"),
+        ],
     },
     "ms_swift": {
         "Refused": [
@@ -257,7 +260,7 @@ LISTS: dict[str, dict[str, list[Promise]]] = {
                   Tested(_OF_ROLL, "fsdp2_train")),
         ],
         "Not in force": [
-            shown("another strategy in a worker that trains nothing, which prints `NOT IN FORCE`",
+            shown("a worker that trains nothing may have another strategy, and prints `NOT IN FORCE`",
                   Tested(_OF_ROLL, "NOT IN FORCE")),
         ],
     },
@@ -375,8 +378,7 @@ SENTENCES: dict[str, dict[str, tuple[Shown, ...]]] = {
         ),
         "If a weight is wrong, [the step aborts](proof.md).": (Change(SCALED, (*ENGINES,)),),
         "*Stops* means that the step ends with an error.": (),
-        "If nobody says the number, right ids are PROVED IN PART, too, and one id for all rows, or an id for each row, "
-        "NOT PROVED:": (
+        "If nobody says the number, right ids give PROVED IN PART.": (
             Tested(f"{_REAL.format('rows')}::test_groups_of_which_nobody_said_the_size", "proved in part"),
         ),
         "SkyRL's trainer groups the policy loss by ids of its own; its driver's line says NOT PROVED if these disagree "

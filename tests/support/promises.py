@@ -232,7 +232,7 @@ def table() -> str:
 
 
 def own_faults(module: Any, engine: str) -> set[str]:
-    """The names of an engine's own plants, of its module of tests; those of all engines of a module of several."""
+    """The names of an engine's own plants, of its module of tests; of "slime_miles" those of its three engines."""
     plants = module.PLANTS
     if isinstance(plants, dict):
         plants = plants.get(engine) or [plant for those in plants.values() for plant in those]

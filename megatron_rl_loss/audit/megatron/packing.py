@@ -79,7 +79,7 @@ class PackReport:
 
     def __str__(self) -> str:
         says = [str(finding) for finding in self.findings] or [self.undecided or "No sample depends on its pack"]
-        return "\n".join([*says, f"Rounding: {self.rounding:.1e}"])
+        return "\n".join([*says, *([] if self.undecided else [f"Rounding: {self.rounding:.1e}"])])
 
 
 class _Trial(NamedTuple):
