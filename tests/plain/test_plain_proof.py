@@ -387,6 +387,14 @@ WRONG = {
         )
         for kind, world in (("own", 1), ("ddp", 2))
     },
+    "gradients kept elsewhere": Run(
+        ("NOT PROVED: .*all final gradients are 0",), world=1, kind="own", zeroes_each=True,
+        reduce=lambda net: net.zero_grad(),
+    ),
+    "gradients made anew": Run(
+        ("NOT PROVED: .*no multiple of the sum",), world=1, kind="own", zeroes_each=True,
+        reduce=lambda net: [parameter.grad.normal_() for parameter in net.parameters()],
+    ),
     "gradients x 0.5 on a rank": Run(
         ("NOT PROVED: .*the final gradients are 0.25 or 0.5 times the sum, on different ranks. Copies of a model",),
         reduce=lambda net: scaled(net, 1 - 0.5 * dist.get_rank()),

@@ -156,7 +156,24 @@ def test_a_share_names_the_loss_functions_that_its_losses_came_from() -> None:
         assert share is not None
         assert {output.made_by for output in share.outputs} == {"ppo_clip_loss", "kl_estimate"}
         assert len(share.outputs) == 2
+        assert not share.is_beside
     assert len(taps.outputs) == 3
+
+
+def test_a_deep_model_hides_no_loss_function_beside_it() -> None:
+    """Its thousands of nodes come after those that are near; the losses have a part that no loss function made."""
+    taps, reducer = Taps(), make_pg_loss_reducer("token_mean", [MASK], totals=StepTotals.of([MASK]))
+    with observe(taps):
+        taps.begin_microbatch()
+        now = log_probs()
+        entropy = now
+        for _ in range(5000):
+            entropy = entropy + 1
+        reducer(ppo_clip_loss(now, now.detach(), torch.ones(4), MASK).per_token_loss / 2 + entropy).backward()
+    (share,) = (tapped.share for tapped in taps.losses["pg"].values())
+    assert share is not None
+    assert [output.made_by for output in share.outputs] == ["ppo_clip_loss"]
+    assert share.is_beside
 
 
 def test_what_a_step_is_asked_for_is_known_while_it_runs() -> None:
