@@ -6,7 +6,7 @@ with more memory and a loop over sequences: every context-parallel rank gathers 
 """
 
 import itertools
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -121,11 +121,8 @@ def hybrid_stack_spec(num_experts: int | None = None) -> ModuleSpec:
 
     kinds = [field.name for field in fields(hybrid_block.HybridStackSubmodules) if field.name.endswith("_layer")]
     submodules = hybrid_block.HybridStackSubmodules(**dict.fromkeys(kinds, ModuleSpec(module=_NotHere)))
-    submodules = replace(
-        submodules,
-        attention_layer=ModuleSpec(module=TransformerLayer, submodules=attention),
-        mlp_layer=ModuleSpec(module=MLPLayer, submodules=feed_forward(None)),
-    )
+    submodules.attention_layer = ModuleSpec(module=TransformerLayer, submodules=attention)
+    submodules.mlp_layer = ModuleSpec(module=MLPLayer, submodules=feed_forward(None))
     if num_experts:
         submodules.moe_layer = ModuleSpec(module=TransformerLayer, submodules=feed_forward(num_experts))
     return ModuleSpec(module=hybrid_block.HybridStack, submodules=submodules)

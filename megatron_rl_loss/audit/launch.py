@@ -235,9 +235,9 @@ def report(options: Namespace, audit: Any, packing: Any = None) -> tuple[str, in
     texts = [] if audit.log_prob_gap is None else [str(audit.log_prob_gap)]
     texts += [f"Term {name}:\n{verdict}" if len(verdicts) > 1 else str(verdict) for name, verdict in verdicts.items()]
     statuses = {0 if verdict.sound else 2 if verdict.unknown else 1 for verdict in verdicts.values()}
+    is_decided = not (packing is None or isinstance(packing, Exception) or packing.undecided)
     if packing is not None:
         texts.append(f"Packing was not checked. {packing}" if isinstance(packing, Exception) else f"Packing: {packing}")
-        is_decided = not isinstance(packing, Exception) and not packing.undecided
         statuses.add(int(bool(packing.findings)) if is_decided else 2)
     status = 1 if 1 in statuses else max(statuses)
     if options.json is not None:
@@ -245,8 +245,7 @@ def report(options: Namespace, audit: Any, packing: Any = None) -> tuple[str, in
             name: verdict.to_dict() | {"facts": audit.steps[name].facts} for name, verdict in verdicts.items()
         }
         if packing is not None:
-            is_told = isinstance(packing, Exception) or packing.undecided
-            data["packing"] = [str(packing)] if is_told else [*map(str, packing.findings)]
+            data["packing"] = [*map(str, packing.findings)] if is_decided else [str(packing)]
         try:
             options.json.write_text(json.dumps(data, indent=1) + "\n")
         except OSError as error:
